@@ -77,6 +77,10 @@ class TimeoutError(KvplugError, builtins.TimeoutError):
     """A deadline passed. The message names what the call waited for, and which process."""
 
 
+class StalledError(TimeoutError):
+    """Nothing of a transfer came for too long, though its peer lives: it is stopped, or too slow."""
+
+
 class CancelledError(KvplugError, RuntimeError):
     """The caller's own ``cancel`` event was set while it waited. Nothing was taken."""
 

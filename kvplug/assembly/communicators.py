@@ -45,7 +45,7 @@ def build_communicator(
         ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
     device = config.device if device is None else device
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("communicator",))
     required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(config))
     spec = choose_transport(resolved, Kind.COMMUNICATOR, config.communicator, required)

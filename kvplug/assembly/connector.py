@@ -52,6 +52,7 @@ def build_connector(
     model: ModelInfo,
     cache: KVCacheConfig,
     parallelism: Parallelism | None = None,
+    loads_in_background: bool = False,
     registry: Registry | None = None,
     sinks: Iterable[Sink] = (),
     wrap_pipe: Callable[[Pipe], Pipe] | None = None,
@@ -63,6 +64,8 @@ def build_connector(
     Args:
         side: ``"scheduler"`` or ``"worker"``.
         model, cache, parallelism: the engine's facts; the handshake compares those of both ends.
+        loads_in_background: the engine lets every request wait for its load; see
+            :class:`~kvplug.engine.ConnectorContext`.
         registry: resolves names; ``None`` loads the installed plugins.
         sinks: receive this side's metrics every ten seconds and at the end, in addition to the config's
             sinks. wrap_pipe: wraps every pipe, inside the metrics (fault injection). listen: address to
@@ -78,8 +81,8 @@ def build_connector(
     """
     which = Side(side)
     config.require_role()
-    registry = Registry.from_env() if registry is None else registry
-    resolved = ResolvedConfig(config, registry)
+    resolved = ResolvedConfig.to_build(config, registry)
+    registry = resolved.registry
     resolved.check()
     spec = registry.get(Kind.CONNECTOR, config.connector)
     parallelism = parallelism or Parallelism()
@@ -110,6 +113,7 @@ def build_connector(
         model=model,
         cache=cache,
         parallelism=parallelism,
+        loads_in_background=loads_in_background,
         peers=peers,
         stats=stats,
         checksums=checksums_of(config),

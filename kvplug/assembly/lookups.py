@@ -22,6 +22,6 @@ def build_lookup(config: Config, *, registry: Registry | None = None) -> LookupE
         PluginError: none is installed for "auto", or the factory returned something else.
         ResourceExhaustedError: the process has no free descriptor or memory for it.
     """
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("lookup_buffer",))
     return resolved.lookup_endpoint()

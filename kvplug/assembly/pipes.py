@@ -33,8 +33,7 @@ _LABEL = "pipe"
 
 
 def _resolve(config: Config, registry: Registry | None) -> ResolvedConfig:
-    registry = Registry.from_env() if registry is None else registry
-    resolved = ResolvedConfig(attrs.evolve(config, role=Role.BOTH), registry)
+    resolved = ResolvedConfig.to_build(attrs.evolve(config, role=Role.BOTH), registry)
     resolved.check(keys=("transport",))
     return resolved
 

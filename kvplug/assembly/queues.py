@@ -42,7 +42,7 @@ def build_queue(
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
         ResourceExhaustedError: the process has no free descriptor or memory for it.
     """
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("queue",))
     required = Requirements(authenticated=must_authenticate(config))
     wrapper = resolved.wrapper(Kind.QUEUE, config.queue)

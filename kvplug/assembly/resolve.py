@@ -21,6 +21,7 @@ from kvplug.errors import ConfigError, PluginError
 from kvplug.metrics.sinks import Sink
 from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.select import AUTO, Offer
+from kvplug.net.affinity import choose_cpus
 from kvplug.net.checksum import available
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
@@ -57,6 +58,16 @@ class ResolvedConfig:
         self.registry = registry
         self._viable: dict[str, Probe] = {}
         """Probes of pipe transports that can work here, by their names."""
+
+    @classmethod
+    def to_build(cls, config: Config, registry: Registry | None) -> ResolvedConfig:
+        """The same for a config from which something is built now. ``None``: the installed plugins.
+
+        Raises:
+            ConfigError: this process may use none of the CPUs that the config lists.
+        """
+        choose_cpus(config.thread_cpus)
+        return cls(config, Registry.from_env() if registry is None else registry)
 
     @functools.cached_property
     def pipes(self) -> dict[str, TransportSpec]:

@@ -21,6 +21,7 @@ from kvplug.config.schema import (
     address_form,
     chosen,
     count,
+    cpus_form,
     cross_faults,
     each_one,
     host_form,
@@ -170,6 +171,12 @@ class Config:
         "cpu",
         help="Device of the KV that moves: cpu, cuda, cuda:1.",
         validator=matches(DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"'),
+    )
+    thread_cpus: str = option(
+        "all",
+        help='CPUs of kvplug\'s threads, in the whole process: "all" that the program may use, "inherit"'
+        ' those of the thread that starts them, or a list such as "0-3,8".',
+        validator=cpus_form,
     )
     buffer_size: int = option(
         2**30,

@@ -18,6 +18,7 @@ from kvplug.errors import (
     LentError,
     PeerGoneError,
     ResourceExhaustedError,
+    StalledError,
     TensorMismatchError,
     UnsupportedError,
     WireError,
@@ -62,6 +63,8 @@ class Reason(enum.StrEnum):
     """The transport failed in a way that has no better name."""
     TIMEOUT = "timeout"
     """It was not done by its deadline."""
+    STALLED = "stalled"
+    """Nothing of it came for too long, though its peer lives."""
     PEER_GONE = "peer_gone"
     """The other process died or closed, or counts as dead after a silence."""
     NO_ROOM = "no_room"
@@ -103,6 +106,7 @@ _BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Re
     (ClosedError, Reason.CLOSED),
     (ResourceExhaustedError, Reason.EXHAUSTED),
     (PeerGoneError, Reason.PEER_GONE),
+    (StalledError, Reason.STALLED),
     (builtins.TimeoutError, Reason.TIMEOUT),
     (
         (

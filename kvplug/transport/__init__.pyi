@@ -18,6 +18,9 @@ from kvplug.errors import (
     UnknownTransportError as UnknownTransportError,
     WireError as WireError,
 )
+from kvplug.net.affinity import (
+    thread_cpus as thread_cpus,
+)
 from kvplug.net.checksum import (
     digest as digest,
     verify as verify,

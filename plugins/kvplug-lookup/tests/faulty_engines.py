@@ -14,6 +14,7 @@ from kvplug.engine import KVLayout, TransferStats
 from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
+from kvplug_lookup.connector.stall import StallClock
 from kvplug_testing.engine import FakeEngine
 
 BASE: dict[str, Any] = {"connector": "lookup", "connect_timeout_s": 20, "timeout_s": 10}
@@ -54,9 +55,14 @@ def promised(decode: FakeEngine, prompt: Any, expected: int) -> tuple[Any, Any, 
 ASYNC = {"options": {"lookup": {"async_load": True}}}
 
 
-def made(*arguments: Any, checksum: str | None = None) -> Load:
-    free = Mark(torch.zeros(1))
-    return Load(*arguments, free=free, checksum=lambda: checksum, stats=TransferStats())
+def made(*arguments: Any, checksum: str | None = None, stall: StallClock | None = None) -> Load:
+    return Load(
+        *arguments,
+        free=Mark(torch.zeros(1)),
+        stall=stall or StallClock(20),
+        checksum=lambda: checksum,
+        stats=TransferStats(),
+    )
 
 
 @pytest.fixture

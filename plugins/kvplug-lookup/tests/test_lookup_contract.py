@@ -16,13 +16,13 @@ from kvplug_testing import ConnectorContract
 class TestLookup(ConnectorContract):
     connector = "lookup"
     config = MappingProxyType({"transport": "cpu", "lookup_buffer": "simple", "connect_timeout_s": 20})
-    spoils_own = True
+    injects_into_own = True
 
     _refuses = False
 
     @pytest.fixture(autouse=True)
     def _own_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In the role "both" an entry crosses no pipe: it is spoilt where it is handed to the load."""
+        """In the role "both" an entry crosses no pipe: it is refused where it is handed to the load."""
         begin: Callable[..., Any] = Load.begin
 
         def refuse(load: Load, header: Any) -> None:
@@ -32,6 +32,6 @@ class TestLookup(ConnectorContract):
 
         monkeypatch.setattr(Load, "begin", refuse)
 
-    def spoil(self, how: str) -> None:
-        super().spoil(how)
+    def inject_fault(self, how: str) -> None:
+        super().inject_fault(how)
         self._refuses = how == "fail"

@@ -269,6 +269,11 @@ CONN-8, figures
 : A connector's figures add up: every started transfer is counted once, as done, or as failed with its
   reason.
 
+CONN-9, steps that go on
+: A load in the background holds up no call of the engine, whatever its peer does, and an engine that lets
+  every request wait for its load gets no other loads from a connector that can do both. A load of which
+  nothing comes fails after a limit of its own, much less than `timeout_s`, and no step waits longer for it.
+
 ## References to blocks
 
 REF-1, what they carry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import queue
 import threading
@@ -11,16 +10,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvplug import ClosedError, IntegrityError, TimeoutError
-from kvplug.engine import KVLayout, TransferStats, reason_of, scatter
+from kvplug.engine import KVLayout, StalledError, TransferStats, reason_of, scatter
 from kvplug.transport import BackgroundThread, Deadline, EntryHeader, LookupBuffer, exhaustion_of
 from kvplug_lookup.connector.device import Mark, wait_for_device
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_lookup.connector.save import hash_of
+from kvplug_lookup.connector.stall import StallClock
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_log = logging.getLogger(__name__)
 
 
 class Load:
@@ -29,8 +27,12 @@ class Load:
     Once it has failed, for whatever reason, it never touches a block again: the check and the scatter
     happen under one lock, so that blocks may be recomputed, or reused, as soon as the failure is known.
 
+    It fails at the latest when it has stalled: a thread that waits for it, or asks whether it has ended,
+    notices that, whatever the thread that loads is waiting for.
+
     Args:
         free: behind what the engine has still queued for the blocks; nothing is written before.
+        stall: of the connection that it comes over.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Load:
         caches: tuple[Tensor, ...],
         *,
         free: Mark,
+        stall: StallClock,
         checksum: Callable[[], str | None],
         stats: TransferStats,
     ) -> None:
         self.plan = plan
         self._free = free
+        self._stall = stall
         self._stats = stats
         self._started = time.perf_counter()
         self.submitted = time.monotonic()
@@ -62,6 +66,12 @@ class Load:
     # -- the sink ------------------------------------------------------------------------------
 
     def begin(self, header: EntryHeader) -> None:
+        with self._stall.working():
+            self._begin(header)
+
+    def _begin(self, header: EntryHeader) -> None:
+        if self._error is not None:
+            raise self._error
         if header.num_layers != len(self._caches):
             raise IntegrityError(
                 f"entry {header.entry_id} has {header.num_layers} layers, and this cache {len(self._caches)}"
@@ -91,6 +101,10 @@ class Load:
             self._hashes = hashes
 
     def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
+        with self._stall.working():
+            self._layer(index, key, value)
+
+    def _layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
         if key is None:
             raise IntegrityError(f"layer {index} of the entry has no keys")
         plan = self.plan
@@ -123,15 +137,23 @@ class Load:
     # -- the waiters ---------------------------------------------------------------------------
 
     def wait_for_layer(self, index: int, deadline: Deadline) -> None:
-        """Return when the layer is in the cache or the load has failed; at the deadline it has failed."""
+        """Return when the layer is in the cache or the load has failed; at the deadline, or when nothing
+        comes, it has failed.
+        """
         with self._lock:
             while self._num_layers_done <= index and self._error is None:
-                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                stalled = self._stalled
+                if deadline.expired:
                     self._fail(
                         TimeoutError(f"layer {index} of request {self.plan.request_id} did not come in time")
                     )
+                elif stalled.expired:
+                    self._fail_as_stalled()
+                else:
+                    self._changed.wait(Deadline(min(deadline.at, stalled.at)).remaining())
 
     def fail(self, error: BaseException) -> None:
+        """Nothing is written any more when this returns; it waits for a layer that is being written."""
         with self._lock:
             self._fail(error)
 
@@ -141,18 +163,35 @@ class Load:
             self._stats.fail("load", reason_of(error))
             self._changed.notify_all()
 
+    @property
+    def _stalled(self) -> Deadline:
+        return self._stall.deadline(self.submitted)
+
+    def _fail_as_stalled(self) -> None:
+        self._fail(
+            StalledError(
+                f"nothing came for {self._stall.timeout_s:g} s (stall_timeout_s): the peer engine's worker is"
+                " stopped, or too slow"
+            )
+        )
+
     def _is_done(self) -> bool:
         return self._num_layers_done == len(self._caches)
 
     @property
     def error(self) -> BaseException | None:
-        with self._lock:
-            return self._error
+        return self._error
 
-    @property
     def has_ended(self) -> bool:
-        with self._lock:
-            return self._error is not None or self._is_done()
+        """Whether it is done, or has failed, at the latest by a stall. Never waits."""
+        # The lock is held while a layer is written, which is no stall.
+        if self._stalled.expired and self._lock.acquire(blocking=False):
+            try:
+                if self._stalled.expired:  # a layer may have come before the lock was taken
+                    self._fail_as_stalled()
+            finally:
+                self._lock.release()
+        return self._error is not None or self._is_done()
 
     @property
     def block_ids(self) -> frozenset[int]:
@@ -170,7 +209,11 @@ class Loader:
     at once instead of one timeout after the other.
     """
 
-    def __init__(self, buffer: Callable[[Deadline], LookupBuffer], *, timeout_s: float) -> None:
+    def __init__(
+        self, buffer: Callable[[Deadline], LookupBuffer], *, timeout_s: float, stall_timeout_s: float
+    ) -> None:
+        self.stall = StallClock(stall_timeout_s)
+        """For the loads that are submitted."""
         self._buffer = buffer
         self._timeout_s = timeout_s
         self._last_success = -math.inf
@@ -205,7 +248,10 @@ class Loader:
         try:
             if deadline.expired:
                 raise TimeoutError("the loads before it took all the time")
-            self._buffer(deadline).select(
+            buffer = self._buffer(deadline)
+            if load.error is not None:
+                return  # it has stalled while the peer was dialled
+            buffer.select(
                 plan.token_ids,
                 extra=plan.extra,
                 min_tokens=plan.end,
@@ -215,12 +261,5 @@ class Loader:
             self._last_success = time.monotonic()
         except Exception as e:
             load.fail(exhaustion_of(e, "loading") or e)
-            if not self._closed and load.error is not None:
-                _log.warning(
-                    "%d tokens of request %s could not be loaded: %s",
-                    plan.end - plan.start,
-                    plan.request_id,
-                    load.error,
-                )
         else:
             load.fail(IntegrityError("the entry ended before its last layer"))  # nothing where it is whole

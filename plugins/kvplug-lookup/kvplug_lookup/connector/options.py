@@ -16,6 +16,13 @@ class LookupConnectorOptions:
         help="Load in the background while other requests compute, instead of layer by layer"
         " in front of the request's own forward pass.",
     )
+    stall_timeout_s: float = option(
+        default=2.0,
+        unit="seconds",
+        above=0,
+        help="A load of which nothing has come for this long has failed: its peer is stopped, or too slow. No"
+        " step waits longer for it. Must be more than one layer of the longest prompt takes.",
+    )
     save_timeout_s: float = option(
         default=10.0,
         unit="seconds",

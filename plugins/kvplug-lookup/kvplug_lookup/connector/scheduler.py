@@ -67,6 +67,7 @@ class LookupScheduler(SchedulerConnector):
         role = context.config.role
         self._saves = role in (Role.PRODUCER, Role.BOTH)
         self._loads = role in (Role.CONSUMER, Role.BOTH)
+        self._in_background = context.options.async_load or context.loads_in_background
         self._tracked: dict[str, _Tracked] = {}
         self._planned_loads: list[LoadPlan] = []
         self._forget: list[str] = []
@@ -145,7 +146,7 @@ class LookupScheduler(SchedulerConnector):
         if new <= 0:
             return 0, False
         tracked.num_computed_at_match, tracked.num_promised = num_computed_tokens, new
-        return new, self._context.options.async_load
+        return new, self._in_background
 
     def _held(self, tracked: _Tracked, usable: int) -> int | None:
         """Of the first ``usable`` tokens those that every store holds; ``None``: not known yet."""
@@ -176,8 +177,7 @@ class LookupScheduler(SchedulerConnector):
             )
         start = tracked.num_computed_at_match
         end = start + num_external_tokens
-        in_background = self._context.options.async_load
-        tracked.is_loading = in_background
+        tracked.is_loading = self._in_background
         self._planned_loads.append(
             LoadPlan(
                 request_id=request.request_id,
@@ -185,7 +185,7 @@ class LookupScheduler(SchedulerConnector):
                 extra=request.extra,
                 block_ids=tuple(block_ids[0][: -(-end // self._block_size)]),
                 start=start,
-                in_background=in_background,
+                in_background=self._in_background,
             )
         )
 

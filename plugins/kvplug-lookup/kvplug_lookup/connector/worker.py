@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from kvplug_lookup.connector.serve import Service
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 
 class LookupWorker(WorkerConnector):
@@ -64,12 +67,15 @@ class LookupWorker(WorkerConnector):
         self.link: PeerLink | None = None
         """What was agreed on with the producer, once connected."""
         self._loader: Loader | None = None
+        config, options = context.config, context.options
         self._endpoint = context.lookup_buffer()
         try:
-            if context.config.role in (Role.PRODUCER, Role.BOTH):
+            if config.role in (Role.PRODUCER, Role.BOTH):
                 self._begin_to_serve()
-            if context.config.role in (Role.CONSUMER, Role.BOTH):
-                self._loader = Loader(self._buffer, timeout_s=context.config.timeout_s)
+            if config.role in (Role.CONSUMER, Role.BOTH):
+                self._loader = Loader(
+                    self._buffer, timeout_s=config.timeout_s, stall_timeout_s=options.stall_timeout_s
+                )
         except BaseException:
             self.shutdown()
             raise
@@ -246,19 +252,20 @@ class LookupWorker(WorkerConnector):
             raise LayoutError("there is no cache to load into: register_kv_caches was not called")
         # Whoever had the blocks before may still use them, in a forward pass that is only queued.
         free = Mark(self._caches[0])
+        assert self._loader is not None
         for plan in self._plan.loads:
             load = Load(
                 plan,
                 self._layout,
                 self._caches,
                 free=free,
+                stall=self._loader.stall,
                 checksum=self._checksum,
                 stats=self._context.stats,
             )
             self._loads[plan.request_id] = load
             if self._doubts_loads and not plan.in_background:
                 self._suspect |= dict.fromkeys(load.block_ids, self._step)
-            assert self._loader is not None
             self._loader.submit(load)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -300,6 +307,10 @@ class LookupWorker(WorkerConnector):
         request_id = load.plan.request_id
         del self._loads[request_id]
         if load.error is not None:
+            num_tokens = load.plan.end - load.plan.start
+            _log.warning(
+                "%d tokens of request %s could not be loaded: %s", num_tokens, request_id, load.error
+            )
             self._failed_blocks |= load.block_ids
             self._suspect |= dict.fromkeys(load.block_ids, self._step)
             self._failed_requests.add(request_id)
@@ -309,7 +320,7 @@ class LookupWorker(WorkerConnector):
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
         self._settle_loads()
-        received = [load for load in self._loads.values() if load.plan.in_background and load.has_ended]
+        received = [load for load in self._loads.values() if load.plan.in_background and load.has_ended()]
         for load in received:
             self._end(load)
         return frozenset(), frozenset(load.plan.request_id for load in received)

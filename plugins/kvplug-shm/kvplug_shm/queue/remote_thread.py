@@ -21,7 +21,13 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvplug import KvplugError, TransportError
-from kvplug.transport import BackgroundThread, close_after_fork, ensure_available, raise_if_exhausted
+from kvplug.transport import (
+    BackgroundThread,
+    close_after_fork,
+    ensure_available,
+    raise_if_exhausted,
+    thread_cpus,
+)
 from kvplug_shm.queue.remote_descriptors import ContextDescriptors
 
 logger = logging.getLogger(__name__)
@@ -80,7 +86,8 @@ class SocketThread(abc.ABC):
                 with self._descriptors.opening() as opened:
                     self._context = zmq.Context()
                     has_context = True
-                    self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+                    with thread_cpus():  # ZeroMQ starts its threads with the first socket
+                        self._socket: zmq.Socket[bytes] = self._context.socket(kind)
                     self._socket.linger = 0
                     self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK
                     self._socket.handshake_ivl = int(HANDSHAKE_S * 1000)

@@ -12,6 +12,7 @@ from kvplug_testing.contract.connector.preemption import Preemption
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
 from kvplug_testing.contract.connector.schedules import Schedules
+from kvplug_testing.contract.connector.stalls import Stalls
 from kvplug_testing.contract.connector.stats import Stats
 
 
@@ -25,6 +26,7 @@ class ConnectorContract(
     CallSequence,
     References,
     Endings,
+    Stalls,
     LyingPeers,
     Exhaustion,
 ):
