@@ -61,6 +61,8 @@ def stem_of(project: Path) -> str:
     """What the names of its files begin with."""
     metadata = metadata_of(project)
     return f"{metadata['name'].replace('-', '_')}-{metadata['version']}"
+
+
 EXAMPLES = sorted(path.parent for path in ROOT.glob("docs/examples/*/pyproject.toml"))
 
 

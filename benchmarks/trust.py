@@ -4,7 +4,7 @@
 
 Strangers: a listener at 127.0.0.1 that checks users (no secret), clients that dial it one after the other,
 and 50 connections a second of another user that send garbage, in a network namespace of its own, with few and
-with some 30,000 connections in TIME_WAIT. It needs root (another user, a namespace), `unshare`, and 1 minute.
+with 40,000 connections in TIME_WAIT. It needs root (another user, a namespace), `unshare`, and 1 minute.
 Beside it: one look at the kernel's tables of all sockets, which finding the user takes without sock_diag.
 
 TLS: two processes, the pipe "cpu" with one TCP connection, without and with TLS in turns. It needs trustme.
@@ -61,9 +61,11 @@ def fill_with_time_wait(count: int) -> None:
     """The end that closes first stays in TIME_WAIT for a minute."""
     Path("/proc/sys/net/ipv4/tcp_max_tw_buckets").write_text(str(2 * ROWS))
     Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("1024 65000")
-    with socket.create_server(("127.0.0.1", 1023), backlog=1024) as listening:
-        for _ in range(count):
-            with socket.create_connection(("127.0.0.1", 1023)):
+    Path("/proc/sys/net/ipv4/tcp_tw_reuse").write_text("0")  # on loopback they are reused after a second
+    with socket.create_server(("0.0.0.0", 1023), backlog=1024) as listening:
+        for number in range(count):
+            # To many addresses: a free port is hard to find when one has most of them.
+            with socket.create_connection((f"127.0.0.{2 + number % 100}", 1023)):
                 theirs, _ = listening.accept()
             theirs.close()
 

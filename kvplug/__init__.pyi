@@ -45,6 +45,7 @@ from kvplug.errors import (
     KvplugError as KvplugError,
     PeerGoneError as PeerGoneError,
     PluginError as PluginError,
+    ResourceExhaustedError as ResourceExhaustedError,
     TimeoutError as TimeoutError,
     TransportError as TransportError,
     UnsupportedError as UnsupportedError,

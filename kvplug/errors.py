@@ -77,6 +77,10 @@ class TimeoutError(KvplugError, builtins.TimeoutError):
     """A deadline passed. The message names what the call waited for, and which process."""
 
 
+class StalledError(TimeoutError):
+    """Nothing of a transfer came for too long, though its peer lives: it is stopped, or too slow."""
+
+
 class CancelledError(KvplugError, RuntimeError):
     """The caller's own ``cancel`` event was set while it waited. Nothing was taken."""
 
@@ -115,6 +119,20 @@ class LentError(KvplugError, RuntimeError):
 
 class TransportError(KvplugError, OSError):
     """A transport failed in a way that no other error describes; the cause is chained."""
+
+
+class ResourceExhaustedError(TransportError):
+    """A process, this one or a peer's, has no free descriptor, thread, memory or space; names which.
+
+    It is the system's state now, and nothing remembers it: the next call may succeed. ``resource`` is one of
+    ``descriptors``, ``threads``, ``memory`` and ``space`` (of a file system); ``errno`` is the system's
+    number, where it has given one.
+    """
+
+    def __init__(self, text: str, *, resource: str = "", errno: int | None = None) -> None:
+        self.resource = resource
+        super().__init__(text)
+        self.errno = errno
 
 
 # -- agreement and trust -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, choose_transport, credentials_of, must_authenticate
 from kvplug.config import Config
 from kvplug.errors import PluginError
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.communicator import DeviceCommunicator
 from kvplug.transport.context import CommunicatorContext
@@ -16,6 +17,7 @@ from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.spec import Kind
 
 
+@NamedExhaustion("building a device communicator")
 def build_communicator(
     config: Config,
     group: StatelessGroup,
@@ -40,9 +42,10 @@ def build_communicator(
         PluginError: the named one cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
         TimeoutError, PeerGoneError: a rank did not join, or is gone; names it.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
     device = config.device if device is None else device
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("communicator",))
     required = Requirements(device=device.partition(":")[0], authenticated=must_authenticate(config))
     spec = choose_transport(resolved, Kind.COMMUNICATOR, config.communicator, required)

@@ -19,6 +19,7 @@ from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.hello import EngineFacts
 from kvplug.negotiation.model import ModelInfo
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.pipe import Pipe
 from kvplug.transport.spec import Kind
 
@@ -44,6 +45,7 @@ def engine_facts(
     )
 
 
+@NamedExhaustion("building a connector")
 def build_connector(
     config: Config,
     side: str,
@@ -51,6 +53,7 @@ def build_connector(
     model: ModelInfo,
     cache: KVCacheConfig,
     parallelism: Parallelism | None = None,
+    loads_in_background: bool = False,
     registry: Registry | None = None,
     sinks: Iterable[Sink] = (),
     wrap_pipe: Callable[[Pipe], Pipe] | None = None,
@@ -62,6 +65,8 @@ def build_connector(
     Args:
         side: ``"scheduler"`` or ``"worker"``.
         model, cache, parallelism: the engine's facts; the handshake compares those of both ends.
+        loads_in_background: the engine lets every request wait for its load; see
+            :class:`~kvplug.engine.ConnectorContext`.
         registry: resolves names; ``None`` loads the installed plugins.
         sinks: receive this side's metrics every ten seconds and at the end, in addition to the config's
             sinks. wrap_pipe: wraps every pipe, inside the metrics (fault injection). listen: address to
@@ -73,11 +78,12 @@ def build_connector(
         UnknownConnectorError, UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
         PluginLoadError: the plugin's code does not import.
         InsecureAddressError, AddressInUseError: it cannot listen there.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
     which = Side(side)
     config.require_role()
-    registry = Registry.from_env() if registry is None else registry
-    resolved = ResolvedConfig(config, registry)
+    resolved = ResolvedConfig.to_build(config, registry)
+    registry = resolved.registry
     resolved.check()
     spec = registry.get(Kind.CONNECTOR, config.connector)
     parallelism = parallelism or Parallelism()
@@ -109,6 +115,7 @@ def build_connector(
         model=model,
         cache=cache,
         parallelism=parallelism,
+        loads_in_background=loads_in_background,
         peers=peers,
         stats=stats,
         checksums=checksums_of(config),

@@ -20,11 +20,11 @@ import attrs
 from kvplug.config import Config
 from kvplug.engine.context import PeerLink, PeerListener, Peers
 from kvplug.errors import (
-    BusyError,
     ClosedError,
     HandshakeError,
     KvplugError,
     PeerGoneError,
+    ResourceExhaustedError,
     TimeoutError,
     WireError,
 )
@@ -35,6 +35,8 @@ from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import Hello
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of, raise_if_exhausted
+from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread, end_at_exit
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
@@ -48,9 +50,10 @@ _log = logging.getLogger(__name__)
 CONTROL = "control"
 """The purpose bound into the proof of every control channel."""
 
-_MAX_PENDING_HANDSHAKES = 32
-_MAX_READY = 128
-"""Links or pipes that the program has not accepted yet."""
+_MAX_PEERS = 128
+"""Peers that are being served, and those that the program has not accepted yet. Others wait."""
+_LAST_WORD_S = 0.5
+"""How long a peer that has hung up in the middle may take to say that it lacked a resource."""
 _CLOSE_S = 2.0
 """How long ``close`` waits for handshakes that it has just ended."""
 
@@ -83,6 +86,7 @@ class LinkSettings:
             device=device,
             timeout_s=self.config.timeout_s,
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
+            max_message_bytes=self.config.max_message_bytes,
         )
         return self.endpoint(name, context)
 
@@ -90,7 +94,12 @@ class LinkSettings:
         """Shake hands over the channel, and count it."""
         begun = time.perf_counter()
         try:
-            agreement = exchange(channel, self.hello(purpose), timeout=timeout)
+            try:
+                hello = self.hello(purpose)
+            except ResourceExhaustedError as e:
+                channel.decline(e)
+                raise
+            agreement = exchange(channel, hello, timeout=timeout)
         except KvplugError as e:
             self.stats.fail("handshake", reason_of(e))
             if isinstance(e, HandshakeError) and self.missing and _is_of_transports(e):
@@ -136,23 +145,33 @@ class ControlLink(PeerLink):
     def __repr__(self) -> str:
         return f"<ControlLink with {self.channel.peer}>"
 
+    @NamedExhaustion("opening a pipe")
     def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._settings.config.timeout_s)
         # Ends on different kinds of device agreed on a pipe for CPU tensors only, which refuses all others.
         agreed = self.agreement.transports
         device = device if device.partition(":")[0] in agreed else "cpu"
         chosen = agreed[device.partition(":")[0]].chosen
-        if self._accepted:
-            pipe = self._serve(label, chosen, device, deadline)
-        else:
-            pipe = self._join(label, chosen, device, deadline)
+        try:
+            if self._accepted:
+                pipe = self._serve(label, chosen, device, deadline)
+            else:
+                pipe = self._join(label, chosen, device, deadline)
+        except PeerGoneError:
+            self.channel.check_not_declined(_LAST_WORD_S)
+            raise
+        except Exception as e:
+            if self._accepted and (shortage := exhaustion_of(e, f"opening the pipe {label!r}")):
+                self.channel.decline(shortage)
+            raise
         return self._settings.wrapped(pipe)
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         try:
             listener = self._settings.pipe_endpoint(transport, device).listen()
         except KvplugError as e:
-            self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
+            if exhaustion_of(e) is None:
+                self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
             raise
         with self._lock:
             self._opening, closed = listener, self._closed
@@ -178,15 +197,17 @@ class ControlLink(PeerLink):
         if not isinstance(offer, dict) or offer.get("pipe") != label:
             raise WireError(f"{self.channel.peer} was to open the pipe {label!r} and sent something else")
         if "contact" not in offer:
-            raise HandshakeError(
-                f"it cannot listen on {transport!r}: {offer.get('error')}", peer=str(self.channel.peer)
-            )
+            why = peer_text(offer.get("error"))
+            raise HandshakeError(f"it cannot listen on {transport!r}: {why}", peer=str(self.channel.peer))
         try:
             endpoint = self._settings.pipe_endpoint(transport, device)
             pipe = endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
         except Exception as e:
+            shortage = exhaustion_of(e)
+            lacks = shortage.resource if shortage is not None else ""
             with contextlib.suppress(KvplugError):  # the other end waits for a pipe that does not come
-                self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
+                answer = {"pipe": label, "error": str(e), "lacks": lacks}
+                self.channel.send(answer, timeout=deadline.remaining())
             raise
         try:
             self.channel.send({"pipe": label, "joined": True}, timeout=deadline.remaining())
@@ -215,7 +236,7 @@ class _Outcome:
         self._listener = listener
         self._deadline = deadline
         self._error: KvplugError | None = None
-        self._thread = threading.Thread(target=self._run, name="kvplug-pipe-outcome", daemon=True)
+        self._thread = BackgroundThread(self._run, name="kvplug-pipe-outcome", stop=channel.close)
         self._thread.start()
 
     def wait(self) -> KvplugError | None:
@@ -233,7 +254,11 @@ class _Outcome:
             if not isinstance(outcome, dict) or outcome.get("pipe") != self._label:
                 raise WireError(f"{peer} was to join the pipe {self._label!r} and sent something else")
             if "joined" not in outcome:
-                raise HandshakeError(f"it cannot join the pipe: {outcome.get('error')}", peer=str(peer))
+                why = peer_text(outcome.get("error"))
+                if lacks := outcome.get("lacks"):
+                    text = f"{peer} cannot join the pipe: {why}"
+                    raise ResourceExhaustedError(text, resource=peer_text(lacks))
+                raise HandshakeError(f"it cannot join the pipe: {why}", peer=str(peer))
         except PeerGoneError as e:
             self._error = PeerGoneError(f"{peer} hung up before it opened the pipe")
             self._error.__cause__ = e
@@ -247,8 +272,8 @@ class LinkServer(Generic[T]):
     """Accepts channels, shakes hands with each peer, and makes of each link what is wanted, concurrently.
 
     Each peer has a short-lived thread and a deadline of its own, so one that is stopped or dies half-way
-    delays no other; what fails is logged and counted. ``complete`` makes the result of a link, by a deadline;
-    ``drop`` ends a result that was not accepted.
+    delays no other; what fails is logged and counted. Peers beyond the first 128 wait. ``complete`` makes the
+    result of a link, by a deadline; ``drop`` ends a result that was not accepted.
     """
 
     def __init__(
@@ -267,14 +292,23 @@ class LinkServer(Generic[T]):
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._under_way: dict[threading.Thread, Channel | ControlLink] = {}
-        self._thread = BackgroundThread(self._accept_all, name="kvplug-accept", stop=listener.close)
-        self._thread.start()
+        self._places = threading.Semaphore(_MAX_PEERS)
+        self._shortage: ResourceExhaustedError | None = None
+        """Why the latest peer could not be served; ``None``: it could."""
+        self._thread = BackgroundThread(self._accept_all, name="kvplug-accept", stop=self._stop_accepting)
+        try:
+            self._thread.start()
+        except BaseException as e:
+            listener.close()
+            raise_if_exhausted(e, "a listener needs a thread that takes connections")
+            raise
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> T:
         """The next result.
 
         Raises:
             TimeoutError: no peer came in time. Those that are on their way are not disturbed.
+            ResourceExhaustedError: nor could the latest one be served, for lack of a resource.
             ClosedError: this end is closed, also when that happens during the wait.
         """
         deadline = Deadline.after(timeout, self._settings.config.timeout_s)
@@ -282,10 +316,15 @@ class LinkServer(Generic[T]):
         try:
             result = None if self._closed.is_set() else self._ready.get(timeout=seconds)
         except queue.Empty:
+            shortage, self._shortage = self._shortage, None
+            if shortage is not None:
+                raise shortage from None
+            self._listener.check_shortage()
             raise TimeoutError(f"no peer came to {self._listener!r} within {seconds:.3g} s") from None
         if result is None:
             self._ready.put(None)  # wakes the next thread that waits
             raise ClosedError("this listener is closed")
+        self._places.release()
         return result
 
     def close(self) -> None:
@@ -293,7 +332,7 @@ class LinkServer(Generic[T]):
         if self._closed.is_set():
             return
         self._closed.set()
-        self._listener.close()
+        self._stop_accepting()
         self._ready.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
@@ -307,6 +346,10 @@ class LinkServer(Generic[T]):
         self._drop_ready()
         self._ready.put(None)
 
+    def _stop_accepting(self) -> None:
+        self._places.release()  # the thread may be waiting for one
+        self._listener.close()
+
     def _drop_ready(self) -> None:
         while True:
             try:
@@ -317,27 +360,32 @@ class LinkServer(Generic[T]):
                 self._drop(result)
 
     def _accept_all(self) -> None:
-        while not self._closed.is_set():
+        while True:
+            self._places.acquire()
             try:
                 connection = self._listener.accept(timeout=None)
             except ClosedError:
                 return
             except KvplugError as e:
                 _log.warning("accepting a control channel failed: %s", e)
+                self._places.release()
                 continue
             try:
                 self._begin(connection)
-            except Exception as e:  # out of descriptors or threads, say: the listener outlives it
-                _log.warning("a control channel from %s is turned away: %s", connection.describe, e)
-                self._settings.stats.fail("handshake", reason_of(e))
+            except Exception as e:  # the listener outlives it
+                self._shortage = exhaustion_of(e, f"serving {connection.describe}")
+                error = self._shortage or e
+                _log.warning("a control channel from %s is turned away: %s", connection.describe, error)
+                self._settings.stats.fail("handshake", reason_of(error))
                 connection.close()
+                self._places.release()
 
     def _begin(self, connection: Connection) -> None:
         """Serve one peer in a thread of its own.
 
         Raises:
-            BusyError: too many peers are served, or were not accepted yet.
-            OSError, RuntimeError: this process has too many descriptors or threads.
+            ClosedError: this end is closed.
+            ResourceExhaustedError, RuntimeError: this process has too many descriptors or threads.
         """
         channel = Channel(connection)
         thread = BackgroundThread(
@@ -347,18 +395,18 @@ class LinkServer(Generic[T]):
             stop=lambda: self._under_way.get(thread, channel).close(),
         )
         with self._lock:
-            refused = self._closed.is_set() or len(self._under_way) >= _MAX_PENDING_HANDSHAKES
-            if not refused:
+            closed = self._closed.is_set()
+            if not closed:
                 self._under_way[thread] = channel
         try:
-            if refused:
-                raise BusyError("too many handshakes are under way")
-            if self._ready.qsize() >= _MAX_READY:
-                raise BusyError(f"this program has not accepted the {_MAX_READY} peers before it")
+            if closed:
+                raise ClosedError("this listener is closed")
             thread.start()
-        except BaseException:
+        except BaseException as e:
             with self._lock:
                 self._under_way.pop(thread, None)
+            if shortage := exhaustion_of(e, "serving this channel"):
+                channel.decline(shortage)
             channel.close()
             raise
 
@@ -374,16 +422,23 @@ class LinkServer(Generic[T]):
                 if self._closed.is_set():
                     raise ClosedError("this listener is closed")
             result = self._complete(link, deadline)
+            self._shortage = None
         except KvplugError as e:
+            self._shortage = exhaustion_of(e)
             if not self._closed.is_set():
                 _log.warning("%s with %s: %s", _step(link), channel.peer, e)
-        except Exception:
-            _log.exception("%s with %s: a fault of kvplug or a plugin", _step(link), channel.peer)
+        except Exception as e:
+            self._shortage = exhaustion_of(e, f"serving {channel.peer}")
+            if self._shortage is None:
+                _log.exception("%s with %s: a fault of kvplug or a plugin", _step(link), channel.peer)
+            else:
+                _log.warning("%s with %s: %s", _step(link), channel.peer, self._shortage)
         finally:
             with self._lock:
                 self._under_way.pop(thread, None)
             if result is None:
                 link.close()
+                self._places.release()
             else:
                 self._ready.put(result)
                 if self._closed.is_set():

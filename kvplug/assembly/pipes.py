@@ -22,6 +22,7 @@ from kvplug.errors import ConfigError
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.select import AUTO
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.pipe import Pipe, PipeEndpoint
 from kvplug.transport.spec import Kind
@@ -32,8 +33,7 @@ _LABEL = "pipe"
 
 
 def _resolve(config: Config, registry: Registry | None) -> ResolvedConfig:
-    registry = Registry.from_env() if registry is None else registry
-    resolved = ResolvedConfig(attrs.evolve(config, role=Role.BOTH), registry)
+    resolved = ResolvedConfig.to_build(attrs.evolve(config, role=Role.BOTH), registry)
     resolved.check(keys=("transport",))
     return resolved
 
@@ -71,6 +71,7 @@ class PipeServer:
         Raises:
             TimeoutError: no pipe became ready within ``timeout`` seconds (default: the config's
                 ``timeout_s``). Call again: programs on their way are not turned away.
+            ResourceExhaustedError: nor could the latest one be served, for lack of a resource.
             ClosedError: the server is closed.
         """
         return self._server.accept(timeout)
@@ -92,6 +93,7 @@ class PipeServer:
         self.close()
 
 
+@NamedExhaustion("listening for pipes")
 def listen_pipe(
     config: Config,
     address: str | None = None,
@@ -107,6 +109,7 @@ def listen_pipe(
     Raises:
         ConfigError, InsecureAddressError, AddressInUseError.
         UnknownTransportError, AmbiguousNameError: no plugin offers the config's transport, or two do.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
     resolved = _resolve(config, registry)
     settings = _link_settings(resolved, wrap_pipe)
@@ -115,6 +118,7 @@ def listen_pipe(
     return PipeServer(settings, ControlPeers(settings, listen=address))
 
 
+@NamedExhaustion("building the endpoint of a pipe")
 def build_pipe_endpoint(
     config: Config, *, device: str | None = None, registry: Registry | None = None
 ) -> PipeEndpoint:
@@ -128,6 +132,7 @@ def build_pipe_endpoint(
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the transport cannot work here, or its factory returned something else.
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        ResourceExhaustedError: the process has no free descriptor or memory for it.
     """
     if config.transport == AUTO:
         raise ConfigError("transport: ranks of a group do not negotiate, so name one; 'auto' was given")
@@ -142,6 +147,7 @@ def build_pipe_endpoint(
     return settings.pipe_endpoint(choose_transport(resolved, Kind.PIPE, name, required).name, device)
 
 
+@NamedExhaustion("connecting a pipe")
 def connect_pipe(
     config: Config,
     contact: str | None = None,
@@ -155,6 +161,7 @@ def connect_pipe(
     Raises:
         TimeoutError: no program listened there in time.
         HandshakeError, AuthenticationError: the two ends cannot work together, and why.
+        ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
     settings = _link_settings(_resolve(config, registry), wrap_pipe)
     deadline = Deadline.after(timeout, config.connect_timeout_s)

@@ -11,12 +11,14 @@ from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, choose_transport, credentials_of, must_authenticate
 from kvplug.config import Config
 from kvplug.errors import PluginError
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.context import QueueContext
 from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS, QueueEndpoint
 from kvplug.transport.spec import Kind, TransportSpec
 
 
+@NamedExhaustion("building a message queue")
 def build_queue(
     config: Config,
     *,
@@ -38,8 +40,9 @@ def build_queue(
         UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
         PluginError: the named one, or its inner one, cannot work here, or none is installed for "auto".
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
+        ResourceExhaustedError: the process has no free descriptor or memory for it.
     """
-    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("queue",))
     required = Requirements(authenticated=must_authenticate(config))
     wrapper = resolved.wrapper(Kind.QUEUE, config.queue)

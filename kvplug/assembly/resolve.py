@@ -21,6 +21,7 @@ from kvplug.errors import ConfigError, PluginError
 from kvplug.metrics.sinks import Sink
 from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.select import AUTO, Offer
+from kvplug.net.affinity import choose_cpus
 from kvplug.net.checksum import available
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
@@ -30,7 +31,7 @@ from kvplug.transport.capabilities import Requirements
 from kvplug.transport.context import LookupContext, PipeContext
 from kvplug.transport.lookup import LookupEndpoint
 from kvplug.transport.pipe import PipeEndpoint
-from kvplug.transport.spec import Kind, TransportSpec
+from kvplug.transport.spec import Kind, Probe, TransportSpec
 
 EPOCH = uuid.uuid4().hex
 """The epoch of this process: changes at restart, so that stale references are recognised."""
@@ -55,6 +56,18 @@ class ResolvedConfig:
     def __init__(self, config: Config, registry: Registry) -> None:
         self.config = config
         self.registry = registry
+        self._viable: dict[str, Probe] = {}
+        """Probes of pipe transports that can work here, by their names."""
+
+    @classmethod
+    def to_build(cls, config: Config, registry: Registry | None) -> ResolvedConfig:
+        """The same for a config from which something is built now. ``None``: the installed plugins.
+
+        Raises:
+            ConfigError: this process may use none of the CPUs that the config lists.
+        """
+        choose_cpus(config.thread_cpus)
+        return cls(config, Registry.from_env() if registry is None else registry)
 
     @functools.cached_property
     def pipes(self) -> dict[str, TransportSpec]:
@@ -80,19 +93,30 @@ class ResolvedConfig:
         """The bare name of the transport the config asks for, or ``"auto"``."""
         return self._named.rpartition(":")[2]
 
-    @functools.cached_property
+    @property
     def offers(self) -> tuple[Offer, ...]:
-        """This host's offers to a peer: every pipe transport, probed once."""
+        """This host's offers to a peer: every pipe transport. One that can work here is probed once; one that
+        cannot, each time: it may be able to later.
+
+        Raises:
+            ResourceExhaustedError: the process has no free descriptor, thread or memory to find out.
+        """
         return tuple(
             Offer(
                 name=spec.name,
                 protocol=spec.protocol,
                 capabilities=spec.capabilities,
-                probe=spec.run_probe(),
+                probe=self._probe(spec),
                 auto=spec.auto,
             )
             for spec in self.pipes.values()
         )
+
+    def _probe(self, spec: TransportSpec) -> Probe:
+        found = self._viable.get(spec.name) or spec.run_probe()
+        if found.viable:
+            self._viable[spec.name] = found
+        return found
 
     def explain_missing_pipe(self) -> str | None:
         """As :func:`explain_missing_pipe`."""
@@ -159,6 +183,7 @@ class ResolvedConfig:
             buffer_size=config.buffer_size,
             device=config.device,
             timeout_s=config.timeout_s,
+            max_message_bytes=config.max_message_bytes,
         )
         endpoint = spec.load_factory()(context)
         if not isinstance(endpoint, LookupEndpoint):

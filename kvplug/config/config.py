@@ -21,6 +21,7 @@ from kvplug.config.schema import (
     address_form,
     chosen,
     count,
+    cpus_form,
     cross_faults,
     each_one,
     host_form,
@@ -171,12 +172,25 @@ class Config:
         help="Device of the KV that moves: cpu, cuda, cuda:1.",
         validator=matches(DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"'),
     )
+    thread_cpus: str = option(
+        "all",
+        help='CPUs of kvplug\'s threads, in the whole process: "all" that the program may use, "inherit"'
+        ' those of the thread that starts them, or a list such as "0-3,8".',
+        validator=cpus_form,
+    )
     buffer_size: int = option(
         2**30,
         help="Bytes of KV that a lookup buffer may hold. Higher keeps more entries and takes more memory.",
         unit="bytes",
         at_least=1,
         validator=count("a size"),
+    )
+    max_message_bytes: int | None = option(
+        None,
+        help="Largest message, or entry of a lookup buffer, for which kvplug takes memory. If a peer"
+        " announces a larger one, receiving it fails at once. None: what the process can have.",
+        unit="bytes",
+        at_least=1,
     )
     engine_id: str = option(
         attrs.Factory(lambda: os.urandom(16).hex()),

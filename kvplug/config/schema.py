@@ -14,6 +14,8 @@ _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:
 _UNIX = re.compile(
     r"unix:(?:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}|/[A-Za-z0-9._@%+=,~-][A-Za-z0-9._@%+=,~/-]{0,87})"
 )
+_CPU = "[0-9]{1,5}(?:-[0-9]{1,5})?"
+_CPUS = re.compile(rf"all|inherit|{_CPU}(?:,{_CPU})*")
 HASH = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -67,6 +69,14 @@ def address_form(_: Any, __: Any, value: Any) -> None:
         raise ValueError(
             'allowed is an address such as "10.0.0.5:29555", "unix:@name" or "unix:/path", or a contact'
         )
+
+
+def cpus_form(_: Any, __: Any, value: Any) -> None:
+    if not isinstance(value, str) or not _CPUS.fullmatch(value):
+        raise ValueError('allowed is "all", "inherit", or a list of CPUs such as "0-3,8"')
+    for first, last in re.findall(r"(\d+)-(\d+)", value):
+        if int(first) > int(last):
+            raise ValueError(f"the range {first}-{last} has no CPU; its lower end is first")
 
 
 def count(what: str) -> Any:

@@ -50,6 +50,7 @@ from kvplug.errors import (
     EntryGoneError as EntryGoneError,
     LayoutError as LayoutError,
     LentError as LentError,
+    StalledError as StalledError,
     UnknownConnectorError as UnknownConnectorError,
 )
 from kvplug.metrics.prometheus import (

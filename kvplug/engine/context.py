@@ -114,6 +114,11 @@ class ConnectorContext:
     model: ModelInfo
     cache: KVCacheConfig
     parallelism: Parallelism
+    loads_in_background: bool = False
+    """The engine lets every request wait until its load has ended, because it plans a step before it knows
+    how the loads of the step before have ended. A connector that can load in the background does so, whatever
+    its options say.
+    """
     peers: Peers
     stats: TransferStats
     """The counters of this connector. One object for each side; sinks read it."""

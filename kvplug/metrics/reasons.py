@@ -17,6 +17,8 @@ from kvplug.errors import (
     LayoutError,
     LentError,
     PeerGoneError,
+    ResourceExhaustedError,
+    StalledError,
     TensorMismatchError,
     UnsupportedError,
     WireError,
@@ -63,10 +65,14 @@ class Reason(enum.StrEnum):
     """The transport failed in a way that has no better name."""
     TIMEOUT = "timeout"
     """It was not done by its deadline."""
+    STALLED = "stalled"
+    """Nothing of it came for too long, though its peer lives."""
     PEER_GONE = "peer_gone"
     """The other process died or closed, or counts as dead after a silence."""
     NO_ROOM = "no_room"
     """There was no room for it in time."""
+    EXHAUSTED = "exhausted"
+    """The process or its host had no free descriptor, thread, memory or space for it."""
     GONE = "gone"
     """The entry was there when it was promised, and was not when it was fetched."""
     TOO_LARGE = "too_large"
@@ -102,7 +108,9 @@ _BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Re
     (EntryGoneError, Reason.GONE),
     (CapacityError, Reason.TOO_LARGE),
     (ClosedError, Reason.CLOSED),
+    (ResourceExhaustedError, Reason.EXHAUSTED),
     (PeerGoneError, Reason.PEER_GONE),
+    (StalledError, Reason.STALLED),
     (builtins.TimeoutError, Reason.TIMEOUT),
     (
         (

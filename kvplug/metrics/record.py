@@ -104,6 +104,9 @@ class RecordedPipe(Pipe):
         self._stats.record("recv", nbytes(received), time.perf_counter() - started)
         return received
 
+    def limit_messages(self, nbytes: int) -> None:
+        self.pipe.limit_messages(nbytes)
+
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self.pipe.close(timeout)
 

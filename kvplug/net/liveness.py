@@ -28,6 +28,7 @@ from typing import Any
 import attrs
 
 from kvplug.errors import ClosedError
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
 
@@ -164,6 +165,7 @@ def watch(
     Raises:
         ValueError: nothing to watch was given, or that socket is watched already.
         ClosedError: the socket is closed.
+        ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
     """
     if pidfd is None and sock is None and heartbeat is None:
         raise ValueError("nothing to watch: give a pidfd, a socket or a heartbeat")
@@ -171,14 +173,15 @@ def watch(
         raise ClosedError("the socket to watch is closed")
     if heartbeat is not None:
         heartbeat.sock.setblocking(False)
-    own_pidfd = None if pidfd is None else os.dup(pidfd)
-    made = Watch(own_pidfd, sock, heartbeat, on_gone)
-    try:
-        _add(made)
-    except BaseException:
-        if own_pidfd is not None:
-            os.close(own_pidfd)
-        raise
+    with NamedExhaustion("watching a peer"):
+        own_pidfd = None if pidfd is None else os.dup(pidfd)
+        made = Watch(own_pidfd, sock, heartbeat, on_gone)
+        try:
+            _add(made)
+        except BaseException:
+            if own_pidfd is not None:
+                os.close(own_pidfd)
+            raise
     return made
 
 
@@ -190,8 +193,13 @@ class _Loop:
     """The watcher's thread, what it polls and what it knows. Everything but ``run`` is called locked."""
 
     def __init__(self) -> None:
-        self.poller: Any = select.epoll() if _HAS_EPOLL else select.poll()
         self.wake_in, self.wake_out = socket.socketpair()
+        try:
+            self.poller: Any = select.epoll() if _HAS_EPOLL else select.poll()
+        except BaseException:
+            self.wake_in.close()
+            self.wake_out.close()
+            raise
         for sock in (self.wake_in, self.wake_out):
             sock.setblocking(False)
         self.poller.register(self.wake_out.fileno(), _READABLE)

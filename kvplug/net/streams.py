@@ -12,6 +12,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from kvplug.errors import TransportError
+from kvplug.net.exhaustion import raise_if_exhausted
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,7 @@ def _made(device: torch.device) -> Any:
         try:
             make = ctypes.CDLL(_DRIVER).cuStreamCreateWithPriority
         except (OSError, AttributeError) as e:
+            raise_if_exhausted(e, f"making a stream of {device}")
             raise TransportError(f"{device} makes no stream: {e}") from e
         make.restype = ctypes.c_int
         make.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_int]

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Protocol
 
+from kvplug.net.affinity import set_own_cpus
 from kvplug.net.deadline import Deadline
 from kvplug.net.live_objects import LiveObjects
 
@@ -38,7 +39,7 @@ Stop = Callable[[], object]
 
 
 class BackgroundThread(threading.Thread):
-    """A thread of kvplug's, which ends when the program leaves."""
+    """A thread of kvplug's: it runs on the CPUs that the config names, and ends when the program leaves."""
 
     def __init__(
         self, target: Callable[..., object], *, name: str, stop: Stop, args: Iterable[Any] = ()
@@ -54,7 +55,7 @@ class BackgroundThread(threading.Thread):
     def start(self) -> None:
         """Raises RuntimeError: there can be no more threads now, or the program has left."""
         if _has_left:
-            raise RuntimeError("can't start new thread: the program is leaving")
+            raise RuntimeError("can't create new thread at interpreter shutdown")
         if self._ended_by is not None:
             _running[self] = self._ended_by
         try:
@@ -65,6 +66,7 @@ class BackgroundThread(threading.Thread):
 
     def run(self) -> None:
         try:
+            set_own_cpus()
             super().run()
         finally:
             self._forget()

@@ -18,6 +18,9 @@ from kvplug.errors import (
     UnknownTransportError as UnknownTransportError,
     WireError as WireError,
 )
+from kvplug.net.affinity import (
+    thread_cpus as thread_cpus,
+)
 from kvplug.net.checksum import (
     digest as digest,
     verify as verify,
@@ -29,6 +32,12 @@ from kvplug.net.deadline import (
 )
 from kvplug.net.exclusive_use import (
     ExclusiveUse as ExclusiveUse,
+)
+from kvplug.net.exhaustion import (
+    NamedExhaustion as NamedExhaustion,
+    ensure_available as ensure_available,
+    exhaustion_of as exhaustion_of,
+    raise_if_exhausted as raise_if_exhausted,
 )
 from kvplug.net.fork import (
     close_after_fork as close_after_fork,
@@ -42,9 +51,6 @@ from kvplug.net.memory.fd_passing import (
     recv_fds as recv_fds,
     send_fds as send_fds,
 )
-from kvplug.net.memory.limits import (
-    explain_os_error as explain_os_error,
-)
 from kvplug.net.memory.mapping import (
     map_memfd as map_memfd,
 )
@@ -53,8 +59,14 @@ from kvplug.net.memory.memfd import (
     create_memfd as create_memfd,
     seal_memfd as seal_memfd,
 )
+from kvplug.net.memory.room import (
+    check_room as check_room,
+)
 from kvplug.net.memory.segment import (
     Segment as Segment,
+)
+from kvplug.net.peer_text import (
+    peer_text as peer_text,
 )
 from kvplug.net.streams import (
     acquire_stream as acquire_stream,
@@ -81,6 +93,10 @@ from kvplug.net.trust.connection import (
 from kvplug.net.trust.credentials import (
     Credentials as Credentials,
     Secret as Secret,
+)
+from kvplug.net.trust.decline import (
+    decline as decline,
+    raise_if_declined as raise_if_declined,
 )
 from kvplug.net.trust.identity import (
     PeerIdentity as PeerIdentity,
@@ -135,6 +151,9 @@ from kvplug.transport.duplex.join import (
 )
 from kvplug.transport.duplex.lifecycle import (
     Lifecycle as Lifecycle,
+)
+from kvplug.transport.duplex.limit import (
+    MessageLimit as MessageLimit,
 )
 from kvplug.transport.duplex.partial import (
     INTERRUPTED as INTERRUPTED,

@@ -17,16 +17,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Self, TypeVar
 
-from kvplug.errors import ClosedError, KvplugError, TimeoutError, TransportError
+from kvplug.errors import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
+from kvplug.net.trust.decline import decline
 from kvplug.net.trust.listener import Connection, Listener
 from kvplug.transport.pipe import Pipe, PipeListener
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+MAX_SERVED = 256
+"""Connections that are served at once, each in a thread. A peer that is above it is hung up on."""
+MAX_READY = 128
+"""Pipes that the program has not accepted yet."""
 
 
 class Acceptor(Generic[T]):
@@ -43,6 +50,7 @@ class Acceptor(Generic[T]):
         *,
         what: str,
         name: str,
+        lost: Callable[[Connection, ResourceExhaustedError], None] | None = None,
     ) -> None:
         """Owns the listeners from here on, also if it raises.
 
@@ -52,15 +60,18 @@ class Acceptor(Generic[T]):
             take: Receives that object, in the same thread.
             what: What is made, for the warning if that fails: "a pipe".
             name: What the threads' names begin with.
+            lost: Called, in a thread of this object, before a connection is closed because a resource ran
+                out. It must not block.
 
         Raises:
-            TransportError: this process can have no more threads.
+            ResourceExhaustedError: this process can have no more threads.
         """
         self._listeners = listeners
         self._make = make
         self._take = take
         self._what = what
         self._name = name
+        self._lost = lost
         self._lock = threading.RLock()
         self._closed = False
         self._serving: set[Connection] = set()
@@ -74,7 +85,8 @@ class Acceptor(Generic[T]):
                 thread.start()
         except RuntimeError as e:
             self.close()
-            raise TransportError(f"a listener needs a thread that takes connections: {e}") from e
+            raise_if_exhausted(e, "a listener needs a thread that takes connections")
+            raise
 
     def close(self) -> None:
         """Stop accepting and close every open connection. Idempotent."""
@@ -103,12 +115,16 @@ class Acceptor(Generic[T]):
             except ClosedError:
                 return
             with self._lock:
-                closed = self._closed
-                if not closed:
+                closed, crowded = self._closed, len(self._serving) >= MAX_SERVED
+                if not (closed or crowded):
                     self._serving.add(connection)
             if closed:
                 connection.close()
                 return
+            if crowded:
+                logger.warning("a connection from %s was dropped: %d join", connection.describe, MAX_SERVED)
+                connection.close()
+                continue
             thread = BackgroundThread(
                 self._serve,
                 args=(connection,),
@@ -118,23 +134,32 @@ class Acceptor(Generic[T]):
             try:
                 thread.start()
             except RuntimeError as e:  # no more threads now; later connections may get one
-                logger.warning("a connection from %s was dropped: %s", connection.describe, e)
-                connection.close()
-                self._release(connection)
+                self._drop(connection, e)
 
     def _serve(self, connection: Connection) -> None:
         try:
             made = self._make(connection)
         except Exception as e:
-            foreign = not isinstance(e, KvplugError | OSError)  # out of threads, or a fault of ours
-            logger.warning(
-                "%s from %s was not completed: %s", self._what, connection.describe, e, exc_info=foreign
-            )
-            connection.close()
-            self._release(connection)
+            self._drop(connection, e)
             return
         self._release(connection)  # not after it was taken: its new owner may outlive this acceptor
         self._take(made)
+
+    def _drop(self, connection: Connection, error: Exception) -> None:
+        """Nothing could be made of it."""
+        shortage = exhaustion_of(error, f"{self._what} from {connection.describe}")
+        foreign = shortage is None and not isinstance(error, KvplugError | OSError)  # a fault of ours
+        logger.warning(
+            "%s from %s was not completed: %s",
+            self._what,
+            connection.describe,
+            shortage or error,
+            exc_info=error if foreign else None,
+        )
+        if shortage is not None and self._lost is not None:
+            self._lost(connection, shortage)
+        connection.close()
+        self._release(connection)
 
     def _release(self, connection: Connection) -> None:
         with self._lock:
@@ -160,18 +185,26 @@ class PipeAcceptor(PipeListener, abc.ABC):
         ``timeout_s`` is the default timeout of :meth:`accept`.
 
         Raises:
-            TransportError: this process can have no more threads.
+            ResourceExhaustedError: this process can have no more threads.
         """
         self._listeners = listeners
         self._transport = transport
         self._contact = contact
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
+        self._ready_lock = threading.RLock()
+        self._changed = threading.Condition(self._ready_lock)
         self._closed = False
         self._ready: deque[Pipe] = deque()
+        self._shortage: ResourceExhaustedError | None = None
+        """Why the latest connection did not become a pipe; ``None``: it did."""
         close_after_fork(self)
         self._acceptor = Acceptor(
-            listeners, self._join, self._take, what="a pipe", name=f"kvplug-{transport}"
+            listeners,
+            self._join,
+            self._take,
+            what="a pipe",
+            name=f"kvplug-{transport}",
+            lost=self._note_shortage,
         )
 
     @abc.abstractmethod
@@ -193,17 +226,29 @@ class PipeAcceptor(PipeListener, abc.ABC):
         deadline = Deadline.after(timeout, self._timeout_s)
         if self._closed:  # also in a forked child, where another thread of the parent may hold the lock
             raise self._is_closed()
-        with self._changed:
+        with self._ready_lock:
+            before = self._shortage
             while not self._ready:
                 if self._closed:
                     raise self._is_closed()
+                if self._shortage is not before:
+                    self._check_shortage()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    self._check_shortage()
+                    for listener in self._listeners:
+                        listener.check_shortage()
                     where = ", ".join(listener.address for listener in self._listeners)
                     raise TimeoutError(f"no peer connected a pipe to {where} in time")
             return self._ready.popleft()
 
+    def _check_shortage(self) -> None:
+        """Return, unless the latest connection was lost for lack of a resource. One caller hears of it."""
+        shortage, self._shortage = self._shortage, None
+        if shortage is not None:
+            raise shortage
+
     def close(self) -> None:
-        with self._changed:
+        with self._ready_lock:
             self._closed = True
             unclaimed = list(self._ready)
             self._ready.clear()
@@ -221,7 +266,8 @@ class PipeAcceptor(PipeListener, abc.ABC):
     def _after_fork_in_child(self) -> None:
         # The acceptor and the pipes close themselves.
         self._closed = True
-        self._changed = threading.Condition()  # a thread of the parent may have been inside
+        self._ready_lock = threading.RLock()  # a thread of the parent may have been inside
+        self._changed = threading.Condition(self._ready_lock)
 
     def _is_closed(self) -> ClosedError:
         return ClosedError(f"the listener of the pipe {self._transport!r} is closed")
@@ -229,10 +275,20 @@ class PipeAcceptor(PipeListener, abc.ABC):
     def _take(self, pipe: Pipe | None) -> None:
         if pipe is None:
             return
-        with self._changed:
-            closed = self._closed
-            if not closed:
+        with self._ready_lock:
+            closed, crowded = self._closed, len(self._ready) >= MAX_READY
+            if not (closed or crowded):
                 self._ready.append(pipe)
+                self._shortage = None
                 self._changed.notify_all()
-        if closed:
+        if crowded and not closed:
+            logger.warning("a pipe to %s was dropped: %d were not accepted yet", pipe.peer, MAX_READY)
+        if closed or crowded:
             pipe.abort()
+
+    def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
+        """A resource ran out, and this connection becomes no pipe. May be extended."""
+        decline(connection.sock, shortage)
+        with self._ready_lock:
+            self._shortage = shortage
+            self._changed.notify_all()

@@ -31,6 +31,9 @@ class PipeContext:
     device: str = "cpu"
     timeout_s: float = 30.0
     heartbeat_timeout_s: float = 10.0
+    max_message_bytes: int | None = None
+    """The largest message for which a pipe takes memory of its own; ``None``: what the process or device can
+    have. It is compared with what a peer announces, before memory is asked for."""
     make_inner: Callable[[], PipeEndpoint] | None = None
     """For a transport that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
     its own options and the rest of this context. ``None`` for all others."""
@@ -45,6 +48,9 @@ class LookupContext:
     """Bytes of tensors it may hold."""
     device: str = "cpu"
     timeout_s: float = 30.0
+    max_message_bytes: int | None = None
+    """The largest entry for which an end that reaches a store takes memory; ``None``: what the process or
+    device can have."""
 
 
 def _ranks(value: Iterable[int] | None) -> tuple[int, ...] | None:

@@ -27,6 +27,7 @@ from kvplug.errors import WireError
 from kvplug.transport.token_ids import pack_tokens, unpack_tokens
 
 _EMPTY: Mapping[str, Any] = {}
+_MAX_ENTRY_ID = (1 << 63) - 1
 
 
 class RemovalReason(enum.StrEnum):
@@ -294,6 +295,8 @@ def event_from_plain(plain: Any) -> StoreEvent:
     if kind == "snapshot":
         return Snapshot(epoch=epoch, seq=seq, count=_count(plain, "count"))
     entry_id = _count(plain, "entry_id")
+    if entry_id >= _MAX_ENTRY_ID:
+        raise WireError("no store event: 'entry_id' is no number of 63 bits")
     if kind == "stored":
         packed = _field(plain, "tokens", bytes)
         unpack_tokens(packed)

@@ -19,6 +19,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug.errors import PluginError, PluginLoadError
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.transport.capabilities import Capabilities
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
@@ -82,6 +83,7 @@ def load_target(target: str) -> Any:
 
     Raises:
         PluginLoadError: the module does not import or has no such name; the cause is chained.
+        ResourceExhaustedError: there was no free descriptor or memory to import it; it may be tried again.
     """
     module_name, _, attribute = target.partition(":")
     module = None
@@ -89,6 +91,7 @@ def load_target(target: str) -> Any:
         module = importlib.import_module(module_name)
         return getattr(module, attribute)
     except (Exception, SystemExit) as e:
+        raise_if_exhausted(e, f"importing {target}")
         absent = isinstance(e, AttributeError) and e.obj is module and e.name == attribute
         hint = ""
         with contextlib.suppress(Exception):  # a module may answer dir() as it likes
@@ -212,7 +215,12 @@ class TransportSpec(_Spec):
             )
 
     def run_probe(self) -> Probe:
-        """The probe's result. A probe that fails gives a result too: not viable, with the reason."""
+        """The probe's result. A probe that fails gives a result too: not viable, with the reason.
+
+        Raises:
+            ResourceExhaustedError: it failed because the process has no free descriptor, thread or memory.
+                That says nothing of the transport: a later probe may find that it works.
+        """
         return _probed(self)
 
 
@@ -243,7 +251,7 @@ class StoreSpec(_Spec):
         return self._load_callable("client")
 
     def run_probe(self) -> Probe:
-        """The probe's result. A probe that fails gives a result too: not viable, with the reason."""
+        """The probe's result, as :meth:`TransportSpec.run_probe` gives it."""
         return _probed(self)
 
 
@@ -312,6 +320,7 @@ def _probed(spec: TransportSpec | StoreSpec) -> Probe:
     try:
         found = probe()
     except (Exception, SystemExit) as e:
+        raise_if_exhausted(e, f"the probe of the {spec.kind.replace('_', ' ')} {spec.name!r}")
         return Probe(viable=False, reason=f"its probe failed: {type(e).__name__}: {e}")
     if not isinstance(found, Probe):
         return Probe(viable=False, reason=f"its probe returned {found!r}, not a Probe")

@@ -1,4 +1,4 @@
-"""Every thread of kvplug ends when the program leaves: a BackgroundThread, or one listed with a reason."""
+"""Threads and locks: every thread ends when the program leaves, and Ctrl-C leaves no lock taken."""
 
 from __future__ import annotations
 
@@ -50,3 +50,35 @@ def test_a_thread_is_a_background_thread_or_has_a_reason_not_to_be() -> None:
 @pytest.mark.parametrize("where", REASONS)
 def test_a_reason_is_needed(where: str) -> None:
     assert any(list(threads(path)) for path in MODULES if path.is_relative_to(ROOT / where))
+
+
+KIT = ROOT / "plugins" / "kvplug-testing"
+
+
+def conditions(tree: ast.AST) -> set[str]:
+    """The attributes that are conditions."""
+    return {
+        target.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("threading.Condition(")
+        for target in node.targets
+        if isinstance(target, ast.Attribute)
+    }
+
+
+def test_a_lock_is_taken_and_not_its_condition() -> None:
+    wrong = []
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        names = set() if path.is_relative_to(KIT) else conditions(tree)
+        wrong += [
+            f"{name(path)}, line {node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.With)
+            for item in node.items
+            if isinstance(item.context_expr, ast.Attribute) and item.context_expr.attr in names
+        ]
+    assert not wrong, (
+        f"{'; '.join(wrong)}: the __enter__ of a Condition is Python code, and Ctrl-C inside of it leaves the"
+        " lock taken; make the lock first, and take that"
+    )

@@ -219,6 +219,17 @@ def test_cross_checks_wait_until_their_keys_are_right() -> None:
     assert len(faults_of({"port": 0, "port_offset": 65535})) == 1
 
 
+@pytest.mark.parametrize("cpus", ["all", "inherit", "0", "0-3,8", "12,14-15"])
+def test_cpus_of_threads(cpus: str) -> None:
+    assert Config.from_env({"KVPLUG_THREAD_CPUS": cpus}).thread_cpus == cpus
+
+
+@pytest.mark.parametrize("cpus", ["none", "0-", "-1", "0 3", "3-1", "0,5-4", "0x1", "1000000"])
+def test_what_are_no_cpus_is_refused(cpus: str) -> None:
+    (fault,) = faults_of({"thread_cpus": cpus})
+    assert fault.startswith(f"thread_cpus: {cpus!r} was given; ")
+
+
 @pytest.mark.parametrize("key", ["transport", "queue", "lookup_buffer", "communicator", "connector"])
 def test_names_may_carry_their_distribution(key: str) -> None:
     assert getattr(Config.from_dict({key: "kvplug-cpu:cpu"}), key) == "kvplug-cpu:cpu"

@@ -171,7 +171,7 @@ def late():
         BackgroundThread(print, name="kvplug late", stop=print).start()
     except RuntimeError as e:
         import os
-        os.write(1, b"refused" if "the program is leaving" in str(e) else str(e).encode())
+        os.write(1, b"refused" if "interpreter shutdown" in str(e) else str(e).encode())
 
 atexit.register(late)  # what is registered before kvplug is imported runs last
 """

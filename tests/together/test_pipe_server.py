@@ -19,6 +19,7 @@ from kvplug import (
     connect_pipe,
     listen_pipe,
 )
+from kvplug.assembly import peers as peers_of_server
 from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.transport import Pipe
@@ -57,7 +58,9 @@ def accepted(server: PipeServer, count: int) -> list[Pipe]:
     raise AssertionError(f"only {len(pipes)} of {count} clients came")
 
 
-def test_a_server_that_polls_turns_no_client_away() -> None:
+@pytest.mark.parametrize("at_once", [128, 5])
+def test_a_server_that_polls_turns_no_client_away(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_of_server, "_MAX_PEERS", at_once)
     with listen_pipe(CONFIG, "unix:") as server:
         calls = [Call(lambda: connect_pipe(CONFIG, server.contact)) for _ in range(CLIENTS)]
         theirs = accepted(server, CLIENTS)

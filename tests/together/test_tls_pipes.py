@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +32,46 @@ from kvplug_testing.waits import Call
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture
-def tls(tmp_path: Path) -> dict[str, Any]:
-    """The keys of a config, by name."""
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "encrypt-with-tls.md"
+KEYS = ("tls_cert", "tls_key", "tls_ca")
+
+
+def by_trustme(folder: Path) -> dict[str, Any]:
     ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
     leaf = ca.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA)
-    leaf.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
-    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
-    files = {"tls_cert": "both.pem", "tls_key": "both.pem", "tls_ca": "ca.pem"}
-    return {key: str(tmp_path / name) for key, name in files.items()}
+    leaf.private_key_and_cert_chain_pem.write_to_path(folder / "both.pem")
+    ca.cert_pem.write_to_path(folder / "ca.pem")
+    names = "both.pem", "both.pem", "ca.pem"
+    return {key: str(folder / name) for key, name in zip(KEYS, names, strict=True)}
+
+
+def as_the_page_says(folder: Path) -> dict[str, Any]:
+    """Run its commands for an authority and a host, here at 127.0.0.1, and read and check its file."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl")
+    page = PAGE.read_text(encoding="utf-8").replace("10.0.0.5", "127.0.0.1")
+    page = page.replace("/home/me/tls", str(folder)).replace("/home/me", str(folder))
+    shown = re.findall(r"^ *```console\n(.*?)^ *```", page, re.M | re.S)
+    commands = re.sub(r"^ *(\$ )?", "", "".join(shown), flags=re.M)
+    subprocess.run(["bash", "-ec", commands], cwd=folder, check=True, capture_output=True, timeout=60)
+    (folder / "kvplug.secret").write_text("the secret of these tests")
+    (folder / "kvplug.secret").chmod(0o600)
+    (toml,) = re.findall(r"^ *```toml\n(.*?)^ *```", page, re.M | re.S)
+    written = folder / "kvplug.toml"
+    written.write_text(textwrap.dedent(toml))
+    program = "from kvplug.cli.main import main; main()"
+    check = [sys.executable, "-c", program, "config", "check", str(written)]
+    done = subprocess.run(check, capture_output=True, text=True, check=False, timeout=60)
+    assert "kvplug.toml: no faults" in done.stdout, done.stdout + done.stderr
+    return tomllib.loads(written.read_text())
+
+
+@pytest.fixture(scope="module", params=[by_trustme, as_the_page_says], ids=["trustme", "the page"])
+def tls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The keys of a config, by name."""
+    made: dict[str, Any] = request.param(tmp_path_factory.mktemp("tls"))
+    assert set(KEYS) <= set(made)
+    return made
 
 
 def config(tls: dict[str, Any]) -> Config:
@@ -42,6 +79,11 @@ def config(tls: dict[str, Any]) -> Config:
     return Config.from_dict(
         {"transport": "cpu", "lookup_buffer": "simple", "timeout_s": 20, "options": tcp, **tls}
     )
+
+
+def without(tls: dict[str, Any]) -> dict[str, Any]:
+    """The same config without its files."""
+    return {key: value for key, value in tls.items() if key not in KEYS}
 
 
 def relays() -> int:
@@ -99,7 +141,7 @@ def test_a_config_without_tls_is_refused_by_name(tls: dict[str, Any]) -> None:
         listen_pipe(config(tls), "127.0.0.1:0") as server,
         pytest.raises(AuthenticationError, match="set tls_cert, tls_key and tls_ca"),
     ):
-        connect_pipe(config({}), server.contact)
+        connect_pipe(config(without(tls)), server.contact)
 
 
 def queue(tls: dict[str, Any]) -> QueueEndpoint:
@@ -119,12 +161,12 @@ def test_a_queue_reaches_readers_over_tls_and_refuses_those_without_it(
     with queue(tls).create() as writer:
         handle = writer.export_handle()
         with pytest.raises(AuthenticationError, match="it uses TLS and this end does not"):
-            queue({}).create_from_handle(handle, 0)
+            queue(without(tls)).create_from_handle(handle, 0)
         with fork_server.start(f"{__file__}:reads", tls, handle.as_plain(), timeout_s=50) as reader:
             writer.enqueue({"kv": torch.arange(1 << 20)})
             assert reader.result(50)
     with (
-        queue({}).create() as writer,
+        queue(without(tls)).create() as writer,
         pytest.raises(AuthenticationError, match="set tls_cert, tls_key and tls_ca on both ends"),
     ):
         queue(tls).create_from_handle(writer.export_handle(), 0)

@@ -30,6 +30,8 @@ def is_hung_up(connection: Connection) -> bool:
 class FakePipe:
     """What a connection became."""
 
+    peer = "a peer"
+
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.aborted = threading.Event()
@@ -185,6 +187,37 @@ def test_without_a_thread_for_one_the_next_comes_in(
             pipe.abort()
     assert refused
     assert "can't start new thread" in caplog.text
+
+
+def test_no_more_are_served_at_once_than_a_bound_and_the_others_come_in(
+    opened: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvplug.transport.acceptor.MAX_SERVED", 2)
+    with Plain(opened) as acceptor, came(opened), came(opened) as second:
+        until(lambda: len(acceptor._acceptor._serving) == 2)
+        with came(opened) as third:
+            assert is_hung_up(third)
+        second.sock.sendall(b"x")
+        until(lambda: len(acceptor._acceptor._serving) == 1)
+        with came(opened, b"p"):
+            pipe: Any = acceptor.accept()
+            pipe.abort()
+    assert "was dropped: 2 join" in caplog.text
+
+
+def test_no_more_pipes_wait_to_be_accepted_than_a_bound(
+    opened: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvplug.transport.acceptor.MAX_READY", 2)
+    with Plain(opened) as acceptor, came(opened, b"p"), came(opened, b"p"):
+        until(lambda: len(acceptor._ready) == 2)
+        with came(opened, b"p"):
+            until(lambda: len(acceptor.made) == 3)
+            assert acceptor.made[2].aborted.wait(PATIENCE_S)
+        for _ in range(2):
+            pipe: Any = acceptor.accept()
+            pipe.abort()
+    assert "were not accepted yet" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")

@@ -11,7 +11,10 @@ import difflib
 import importlib.machinery
 import importlib.util
 import logging
+import os
 import re
+import sys
+import threading
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -19,11 +22,16 @@ from typing import Any
 import attrs
 
 from kvplug.errors import PluginLoadError
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.transport.hookspecs import PLUGIN_API, PROJECT
 
 _log = logging.getLogger(__name__)
 
 API_NAME = "KVPLUG_API"
+
+_LOOKING = "looking for plugins"
+_parsing = threading.Lock()
+"""In Python 3.11 a thread that parses raises SystemError if another one does so in the middle."""
 
 _CLOSE = 0.75
 """How similar a group's name must be to count as misspelt: "kv_plugs" is, "plugins" is not."""
@@ -59,18 +67,40 @@ def discover() -> tuple[DiscoveredPlugin, ...]:
 
     A distribution that lies twice on the path (an editable install beside its build, say) counts as
     Python imports it: the first one. One with unreadable metadata is left out and logged.
+
+    Raises:
+        ResourceExhaustedError: the process has no free descriptor to look.
     """
     by_distribution: dict[str, list[DiscoveredPlugin]] = {}
-    for distribution in metadata.distributions():
+    for distribution in _distributions():
         try:
             found = list(_entry_points(distribution))
         except Exception as e:  # one distribution's broken metadata must not hide the others' plugins
+            raise_if_exhausted(e, _LOOKING)
             _log.warning("unreadable metadata of a distribution, left out: %s", e)
             continue
         if found:
             by_distribution.setdefault(normalised(found[0].distribution), found)
     every = (each for found in by_distribution.values() for each in found)
     return tuple(sorted(every, key=lambda each: (each.name, each.distribution, each.module)))
+
+
+def _distributions() -> Iterator[metadata.Distribution]:
+    """Every distribution on the path.
+
+    importlib.metadata takes a folder that it cannot list for an empty one, and remembers that until the
+    folder changes: so it is made to look again, and the folders are listed here first.
+
+    Raises:
+        ResourceExhaustedError: the process has no free descriptor to list them.
+    """
+    for folder in sys.path:
+        try:
+            os.listdir(folder or os.curdir)
+        except OSError as e:  # a file, or nothing
+            raise_if_exhausted(e, _LOOKING)
+    metadata.MetadataPathFinder().invalidate_caches()  # of an instance: before 3.13 it is no class method
+    yield from metadata.distributions()
 
 
 def _entry_points(distribution: metadata.Distribution) -> Iterator[DiscoveredPlugin]:
@@ -111,7 +141,7 @@ def not_found(*, near: bool) -> tuple[str, ...]:
 def _groups_alike() -> list[tuple[str, str]]:
     """Distributions that have no entry point for us, and a group whose name is close to ours."""
     found = set()
-    for distribution in metadata.distributions():
+    for distribution in _distributions():
         try:
             text = distribution.read_text("entry_points.txt") or ""
             groups = re.findall(r"^\s*\[([^\]\s]+)\]", text, re.MULTILINE)
@@ -120,6 +150,7 @@ def _groups_alike() -> list[tuple[str, str]]:
                     (distribution.metadata["Name"] or "unknown", group) for group in groups if _alike(group)
                 }
         except Exception as e:  # one distribution's broken metadata must not hide the others
+            raise_if_exhausted(e, _LOOKING)
             _log.debug("unreadable metadata of a distribution, left out: %s", e)
     return sorted(found)
 
@@ -150,6 +181,15 @@ def check_api(module: str) -> tuple[int, int]:
     return stated
 
 
+def _after_fork_in_child() -> None:
+    global _parsing
+    _parsing = threading.Lock()  # a thread of the parent may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def _dotted(api: tuple[int, int]) -> str:
     return f"{api[0]}.{api[1]}"
 
@@ -162,7 +202,9 @@ def stated_api(module: str) -> tuple[int, int]:
     """
     example = f"{API_NAME} = ({PLUGIN_API[0]}, {PLUGIN_API[1]})"
     try:
-        tree = ast.parse(_source(module))
+        source = _source(module)
+        with _parsing:
+            tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise PluginLoadError(f"cannot read {module}: {type(e).__name__}: {e}") from e
     stated = [value for node in tree.body if (value := _assigned(node)) is not None]
@@ -214,6 +256,7 @@ def _source(module: str) -> str:
     except PluginLoadError:
         raise
     except (ImportError, ValueError, OSError, SyntaxError, UnicodeDecodeError) as e:
+        raise_if_exhausted(e, f"reading the module {module}")
         raise PluginLoadError(f"cannot find {module}: {type(e).__name__}: {e}") from e
     if source is None:
         raise PluginLoadError(f"{module} has no source to read {API_NAME} from")

@@ -28,6 +28,7 @@ from kvplug.errors import (
     UnknownNameError,
     UnknownTransportError,
 )
+from kvplug.net.exhaustion import DESCRIPTORS, exhaustion_of, raise_if_exhausted
 from kvplug.transport import hookspecs
 from kvplug.transport.spec import (
     TRANSPORTS,
@@ -104,6 +105,7 @@ class Registry:
 
         Raises:
             PluginLoadError: a plugin does not load, and ``KVPLUG_STRICT_PLUGINS`` is set.
+            ResourceExhaustedError: the process has no free descriptor to find and load them.
         """
         environ = os.environ if environ is None else environ
         blocked = _names(environ.get("KVPLUG_DISABLE_PLUGINS", ""))
@@ -224,6 +226,10 @@ class Registry:
             key = f"{normalised(found.distribution)}:{found.name}"
             specs = self._collect(_named(found), key, found.module_alone)
         except (Exception, SystemExit) as e:
+            # Not kept as a fault of the plugin's. Memory is: Python's parser also says so of bad source.
+            shortage = exhaustion_of(e, f"loading the plugin {found.name}")
+            if shortage is not None and shortage.resource == DESCRIPTORS:
+                raise_if_exhausted(e, f"loading the plugin {found.name}")
             _log.debug("plugin %s of %s did not load", found.name, found.distribution, exc_info=True)
             return attrs.evolve(info, status=PluginStatus.BROKEN, reason=_reason(e), error=e)
         return attrs.evolve(info, specs=specs)

@@ -43,7 +43,8 @@ class WorkerConnector(abc.ABC):
     step needs have ended by whichever comes first of ``wait_for_save``, ``get_finished`` and
     ``get_block_ids_with_load_errors``. ``clear_connector_metadata`` is the last call in either case.
 
-    None of these raises because a transfer failed: that is a load error or a counted save failure.
+    None of these raises because a transfer failed: that is a load error or a counted save failure. None of
+    them waits for a load in the background, whatever its peer does.
     """
 
     prefer_cross_layer_blocks: ClassVar[bool] = False
@@ -116,7 +117,11 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return when this layer's KV is in the cache, or its load has failed and been noted."""
+        """Return when this layer's KV is in the cache, or its load has failed and been noted.
+
+        A load of which nothing has come for some time, much less than ``timeout_s``, has failed: other
+        requests of the step wait as well.
+        """
 
     @abc.abstractmethod
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:

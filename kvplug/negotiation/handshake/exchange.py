@@ -27,6 +27,7 @@ from kvplug.negotiation.handshake.agreement import Agreement, agree
 from kvplug.negotiation.handshake.hello import Hello
 from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import values
 from kvplug.net.wire.validate import Limits
 
@@ -146,15 +147,10 @@ def _compare(ours: dict[str, Any], theirs: object, peer: str) -> None:
         return
     if type(theirs) is dict and "refused" in theirs:
         listed = theirs["refused"] if type(theirs["refused"]) is list else []
-        reasons = [_printable(reason) for reason in listed[: 4 * MAX_LIST] if type(reason) is str]
+        reasons = [peer_text(reason) for reason in listed[: 4 * MAX_LIST] if type(reason) is str]
         raise HandshakeError(*(reasons or ["the peer gave no reason"]), peer=f"{peer} (by the peer)")
     raise HandshakeError(
         "agreement: the two ends came to different results from the same facts, ours"
         f" {ours['agreed']}; install the same version of kvplug at both ends",
         peer=peer,
     )
-
-
-def _printable(text: str) -> str:
-    """A peer's sentence, fit for a log."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:MAX_TEXT])

@@ -10,6 +10,7 @@ import attrs
 from kvplug.negotiation.handshake.plain import MAX_TEXT, FieldReader
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import AUTO, Offer
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import frames
 from kvplug.transport.capabilities import Capabilities, Cost
@@ -188,11 +189,6 @@ def _read_identity(read: FieldReader) -> PeerIdentity:
     )
 
 
-def _one_line(text: str) -> str:
-    """Free text from a plugin or an operating system, as the other end accepts it."""
-    return "".join(c if c.isprintable() else " " for c in text[:MAX_TEXT])
-
-
 def _offer_to_plain(offer: Offer) -> dict[str, Any]:
     able = offer.capabilities
     return {
@@ -207,7 +203,7 @@ def _offer_to_plain(offer: Offer) -> dict[str, Any]:
         "latency_us": float(able.cost.latency_us),
         "gb_per_s": float(able.cost.gb_per_s),
         "viable": offer.probe.viable,
-        "reason": _one_line(offer.probe.reason),
+        "reason": peer_text(offer.probe.reason, MAX_TEXT),
         "domain": offer.probe.domain,
         "auto": offer.auto,
     }

@@ -10,13 +10,13 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-from kvplug.errors import CapacityError, PeerGoneError, TimeoutError, WireError
+from kvplug.errors import KvplugError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.deadline import Deadline
-from kvplug.net.memory.limits import explain_os_error
+from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
 from kvplug.net.trust.connection import Connection
+from kvplug.net.trust.decline import raise_if_declined
 
 _SIZE_OF_ONE: Final = array.array("i").itemsize
-_NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS})
 
 
 def send_fds(connection: Connection, data: bytes, fds: Sequence[int], deadline: Deadline) -> None:
@@ -24,7 +24,7 @@ def send_fds(connection: Connection, data: bytes, fds: Sequence[int], deadline: 
 
     Raises:
         TimeoutError, PeerGoneError: the other end does not receive it, or is gone.
-        CapacityError: too many descriptors are under way.
+        ResourceExhaustedError: too many descriptors are under way.
     """
     if not data:
         raise ValueError("descriptors go along with bytes, and there are none")
@@ -46,7 +46,7 @@ def recv_fds(connection: Connection, size: int, max_fds: int, deadline: Deadline
     Raises:
         TimeoutError, PeerGoneError: they did not arrive; the connection is unusable.
         WireError: more than ``max_fds`` arrived.
-        CapacityError: this process can open no more descriptors.
+        ResourceExhaustedError: this process can open no more descriptors; or the peer lacks something.
     """
     data, fds = bytearray(), list[int]()
     sock = connection.sock
@@ -60,19 +60,18 @@ def recv_fds(connection: Connection, size: int, max_fds: int, deadline: Deadline
             if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(came) >= max_fds):
                 raise WireError(f"{connection.describe} handed over more than {max_fds} descriptors")
             if flags & socket.MSG_CTRUNC:
-                refused = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                raise CapacityError(
-                    f"what {connection.describe} hands over cannot be taken: {explain_os_error(refused)}"
-                )
+                with NamedExhaustion(f"taking a descriptor from {connection.describe}"):
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if not chunk:
                 raise PeerGoneError(f"{connection.describe} hung up while memory was handed over")
             data += chunk
+            raise_if_declined(connection, bytes(data), deadline)
         sock.settimeout(None)
         return bytes(data), fds
     except BaseException as e:
         for fd in fds:
             os.close(fd)
-        if isinstance(e, OSError) and not isinstance(e, PeerGoneError):
+        if isinstance(e, OSError) and not isinstance(e, KvplugError):
             raise _in_words(e, connection, "handed no memory over in time") from e
         raise
 
@@ -86,10 +85,9 @@ def _fds_in(controls: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _in_words(error: OSError, connection: Connection, late: str) -> Exception:
+    raise_if_exhausted(error, f"handing over memory with {connection.describe}")
     if isinstance(error, builtins.TimeoutError):
         return TimeoutError(f"{connection.describe} {late}")
-    if error.errno in _NO_ROOM:
-        return CapacityError(f"no descriptor can be handed over: {explain_os_error(error)}")
     return PeerGoneError(f"{connection.describe} hung up while memory was handed over")
 
 

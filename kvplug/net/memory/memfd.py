@@ -9,6 +9,7 @@ import os
 from typing import Final
 
 from kvplug.errors import WireError
+from kvplug.net.exhaustion import raise_if_exhausted
 
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FUTURE_WRITE_SEAL: Final = 0x10  # F_SEAL_FUTURE_WRITE, since Linux 5.1
@@ -82,7 +83,7 @@ def check_memfd(fd: int, nbytes: int, *, writable: bool) -> None:
         raise WireError("what was handed over is memory of another kind, which can run out under us")
 
 
-@functools.cache
+@functools.cache  # of what it returns; what it raises is not kept
 def device_of_memory() -> int:
     """All memfds of 4 KiB pages lie on one device of the kernel's; those of huge pages do not."""
     fd = create_memfd("kvplug-probe")
@@ -97,5 +98,6 @@ def is_accounted_strictly() -> bool:
     try:
         with open("/proc/sys/vm/overcommit_memory", "rb") as f:
             return f.read(1) == _STRICT
-    except OSError:
+    except OSError as e:
+        raise_if_exhausted(e, "reading how the kernel accounts for memory")
         return False

@@ -12,13 +12,15 @@ import mmap
 import os
 from typing import Final
 
-from kvplug.errors import CapacityError
+from kvplug.errors import KvplugError, TransportError
+from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
+from kvplug.net.fork import close_after_fork
 from kvplug.net.memory import memfd
-from kvplug.net.memory.limits import explain_os_error
-from kvplug.net.memory.mapping import map_memfd
+from kvplug.net.memory.mapping import map_memfd, map_zeroes
 from kvplug.net.wire.copying import address_of
 
 _MAP_NORESERVE: Final = 0x4000
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class Segment:
@@ -40,20 +42,20 @@ class Segment:
         """New memory, zeroed, and its descriptor, which the caller passes on and closes.
 
         Raises:
-            CapacityError: not enough memory, or no descriptor left.
+            ResourceExhaustedError: not enough memory, or no descriptor left.
+            TransportError: the system makes none for another reason.
         """
         fd = -1
         try:
-            fd = memfd.create_memfd(f"kvplug-{name}", nbytes)
-            memfd.seal_memfd(fd, read_only=False)
-            return cls(_mapped(fd, nbytes)), fd
+            with NamedExhaustion(f"shared memory of {nbytes} bytes"):
+                fd = memfd.create_memfd(f"kvplug-{name}", nbytes)
+                memfd.seal_memfd(fd, read_only=False)
+                return cls(_mapped(fd, nbytes)), fd
         except BaseException as e:
             if fd >= 0:
                 os.close(fd)
-            if isinstance(e, OSError | OverflowError):
-                raise CapacityError(
-                    f"no shared memory of {nbytes} bytes can be made: {explain_os_error(e)}"
-                ) from e
+            if isinstance(e, OSError | OverflowError) and not isinstance(e, KvplugError):
+                raise TransportError(f"no shared memory of {nbytes} bytes can be made: {e}") from e
             raise
 
     @classmethod
@@ -62,15 +64,15 @@ class Segment:
 
         Raises:
             WireError: it is not sealed memory of this size that can be written.
-            CapacityError: it cannot be mapped.
+            ResourceExhaustedError: there are not enough addresses, or no descriptor is left.
+            TransportError: it cannot be mapped for another reason.
         """
         try:
             memfd.check_memfd(fd, nbytes, writable=True)
             return cls(_mapped(fd, nbytes))
         except OSError as e:
-            raise CapacityError(
-                f"shared memory of {nbytes} bytes cannot be mapped: {explain_os_error(e)}"
-            ) from e
+            raise_if_exhausted(e, f"mapping shared memory of {nbytes} bytes")
+            raise TransportError(f"shared memory of {nbytes} bytes cannot be mapped: {e}") from e
 
     def give_back(self, at: int, nbytes: int) -> None:
         """Return the whole pages of this part to the system: zeroes that cost nothing until written to.
@@ -79,16 +81,37 @@ class Segment:
         """
         begin = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (at + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > begin and not memfd.is_accounted_strictly():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if end > begin and not memfd.is_accounted_strictly():
                 self.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
 
-def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    """Python's own mapping of a file keeps a descriptor (before 3.13), and descriptors are scarce.
+class _Mapping(mmap.mmap):
+    """Python's own mapping of a file keeps a descriptor (before 3.13), and descriptors are scarce. So this is
+    an anonymous mapping, which :meth:`show` replaces.
 
-    So this makes an anonymous mapping, and replaces it by one of the file. Raises OSError.
+    In a forked child it is replaced by private memory, so that the child does not hold the parent's. Views of
+    it that the child has inherited show zeros: unmapped, they would crash, or show other memory.
     """
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    map_memfd(fd, address_of(memoryview(memory)), nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def __new__(cls, nbytes: int) -> _Mapping:
+        return super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+
+    def show(self, fd: int) -> None:
+        """Show the memory of this descriptor from now on. Raises OSError."""
+        map_memfd(fd, self._address(), len(self), _READ_WRITE)
+        close_after_fork(self)
+
+    def _address(self) -> int:
+        with memoryview(self) as view:
+            return address_of(view)
+
+    def _after_fork_in_child(self) -> None:
+        if not self.closed:  # else the addresses may be another mapping's
+            map_zeroes(self._address(), len(self), _READ_WRITE)
+
+
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    memory = _Mapping(nbytes)
+    memory.show(fd)
     return memory

@@ -19,6 +19,7 @@ import urllib.parse
 import attrs
 
 from kvplug.errors import ConfigError, PeerGoneError, WireError
+from kvplug.net.trust.host import boot_id, namespace
 
 HAS_ABSTRACT_SOCKETS = sys.platform.startswith("linux") and hasattr(socket, "AF_UNIX")
 _UNIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}")
@@ -35,12 +36,12 @@ def local_domain() -> str:
     """Two processes with equal domains share abstract Unix sockets and loopback addresses. Opaque.
 
     It is ``"-"`` where the platform does not say.
+
+    Raises:
+        ResourceExhaustedError: the process has no free descriptor to find out.
     """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
-            return f"{f.read().strip()}/{os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return "-"
+    boot, net = boot_id(), namespace("net")
+    return f"{boot}/{net}" if boot and net else "-"
 
 
 @attrs.frozen

@@ -26,8 +26,9 @@ import hmac
 import os
 import struct
 from collections.abc import Callable, Mapping
+from typing import Self
 
-from kvplug.errors import AuthenticationError, WireError
+from kvplug.errors import AuthenticationError, ResourceExhaustedError, WireError
 from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity
 
 VERSION = 2
@@ -71,6 +72,7 @@ class Refusal(enum.IntEnum):
     CROWDED = 11
     TLS_NEEDED = 12
     NO_TLS_HERE = 13
+    EXHAUSTED = 14
     # Never sent, only counted:
     SILENT = 64
     LEFT = 65
@@ -99,6 +101,7 @@ _ADVICE = {  # for the dialling end; "it" is the listener
     Refusal.CROWDED: "it has as many connections as it takes, and does not accept them fast enough",
     Refusal.TLS_NEEDED: f"it uses TLS and this end does not; {_SET_TLS}",
     Refusal.NO_TLS_HERE: f"this end uses TLS and the listener does not; {_SET_TLS}",
+    Refusal.EXHAUSTED: "its process has no free descriptor, thread or memory for another connection",
 }
 
 _SEEN_HERE = {  # for the listener; "it" is the dialling end
@@ -119,13 +122,20 @@ _SEEN_HERE = {  # for the listener; "it" is the dialling end
 class RefusedError(AuthenticationError):
     """A listener refuses a client; ``reply`` is the message to send to it."""
 
-    def __init__(self, refusal: Refusal, text: str = "") -> None:
+    def __init__(self, refusal: Refusal, text: str = "", *, lacks: str = "") -> None:
+        """``lacks``: the resource that ran out here, for ``EXHAUSTED``."""
         super().__init__(text or _SEEN_HERE.get(refusal, refusal.reason))
         self.refusal = refusal
+        self._lacks = lacks
 
     @property
     def reply(self) -> bytes:
-        return _REPLY.pack(MAGIC, VERSION, self.refusal, 0, bytes(NONCE_SIZE))
+        return _REPLY.pack(MAGIC, VERSION, self.refusal, 0, self._lacks.encode()[:NONCE_SIZE])
+
+    @classmethod
+    def for_lack(cls, shortage: ResourceExhaustedError) -> Self:
+        """The refusal of a client for whom this process has no resource."""
+        return cls(Refusal.EXHAUSTED, str(shortage), lacks=shortage.resource)
 
 
 def advice(refusal: int, purpose: str) -> str:
@@ -268,6 +278,7 @@ class ClientChallenge:
 
         Raises:
             AuthenticationError: we were refused, or the listener did not prove itself.
+            ResourceExhaustedError: the listener's process has no resources for a connection now.
         """
         if self._verdict_seen:
             try:
@@ -279,6 +290,12 @@ class ClientChallenge:
         magic, version, refusal, reserved, body = _REPLY.unpack(message)
         if magic != MAGIC:
             raise AuthenticationError(f"what answers at {self._where} is not a kvplug listener")
+        if refusal == Refusal.EXHAUSTED:
+            lacks = body.rstrip(b"\0").decode("ascii", "replace")
+            lacks = lacks if lacks.isalpha() else "resources"
+            raise ResourceExhaustedError(
+                f"{self._where} refused us: {advice(refusal, self._purpose)} ({lacks})", resource=lacks
+            )
         if refusal:
             raise AuthenticationError(f"{self._where} refused us: {advice(refusal, self._purpose)}")
         if version != VERSION:

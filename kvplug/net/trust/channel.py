@@ -8,14 +8,23 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any, Self
 
-from kvplug.errors import CapacityError, ClosedError, PeerGoneError, TimeoutError, WireError
+from kvplug.errors import (
+    BusyError,
+    CapacityError,
+    ClosedError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    WireError,
+)
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion, raise_if_exhausted
 from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.connection import Connection
+from kvplug.net.trust.decline import decline, shortage_in
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
@@ -34,14 +43,19 @@ class Channel:
     received first. Bytes that are no frame raise ``WireError``, and the channel is broken: from then on both
     directions raise it. ``close`` wakes calls blocked in other threads with ``ClosedError``.
 
-    Callers. Any threads. Senders take turns; a second receiver gets ``BusyError``.
+    Callers. Any threads. Senders take turns; a second receiver gets ``BusyError``, and so does a signal's
+    handler that sends while its thread does.
 
     Not promised. That the peer has read what was sent. A peer on another host that vanishes is noticed by
     TCP's own probes when the line is idle (about 11 s), else by the deadline of the call.
     """
 
     def __init__(self, connection: Connection, *, timeout_s: float | None = 30.0) -> None:
-        """Takes over ``connection``. ``timeout_s`` is the default timeout of its calls."""
+        """Takes over ``connection``, also if it raises. ``timeout_s`` is the default timeout of its calls.
+
+        Raises:
+            ResourceExhaustedError: the process has no free descriptor to watch the peer.
+        """
         self._sock = connection.sock
         self._who = connection.describe
         self._timeout_s = timeout_s
@@ -49,14 +63,13 @@ class Channel:
         self.purpose = connection.purpose
         self._closed = False
         self._broken: WireError | None = None
-        self._sending = threading.Lock()
-        self._receiving = ExclusiveUse("receiving from this channel")
+        self._make_locks()
         self._unsent = memoryview(b"")
         self._frame = bytearray(HEADER_SIZE)
         self._filled = 0
         self._in_body = False
-        self._users = 0
-        self._users_lock = threading.Lock()
+        self._is_lack = False
+        self._has_received = False
         self._sock.setblocking(False)
         self._dead = False
         self._ended = False
@@ -65,6 +78,11 @@ class Channel:
             self._pidfd = connection.peer.open_pidfd()
         except PeerGoneError:
             self._dead = True
+        except BaseException as e:
+            if isinstance(e, ResourceExhaustedError):
+                self.decline(e)
+            self._sock.close()
+            raise
         close_after_fork(self)
 
     def __repr__(self) -> str:
@@ -93,48 +111,74 @@ class Channel:
         """Send one value of the kinds that :mod:`kvplug.net.wire.values` carries.
 
         Raises:
-            TimeoutError: the peer does not read. With ``unsent == 0`` nothing of the value went out;
+            TimeoutError, ResourceExhaustedError: the peer does not read, or the kernel has no memory for
+                it. With ``unsent == 0`` nothing of the value went out;
                 otherwise it was begun, and ``flush`` or the next ``send`` finishes it first: do not send
                 it again.
             UnsupportedError, CapacityError: it is not carried, or too large; nothing was sent.
+            BusyError: this is a signal's handler, and its thread is in the middle of sending.
+            ResourceExhaustedError: or the peer has declined the channel.
             PeerGoneError, ClosedError, WireError: as the law says.
         """
         data = values.encode(value)
         if len(data) > MAX_FRAME_BYTES:
             raise CapacityError(f"a value of {len(data)} bytes; a channel carries {MAX_FRAME_BYTES} at most")
-        deadline = Deadline.after(timeout, self._timeout_s)
-        with self._turn_to_send(deadline):
-            if self._ended or self._is_dead():
-                raise self._gone(None)
-            self._flush(deadline)
-            frame = memoryview(encode_header(FrameKind.VALUE, len(data)) + data)
-            self._unsent = frame
-            try:
-                self._flush(deadline)
-            except TimeoutError:
-                if len(self._unsent) == len(frame):
-                    self._unsent = memoryview(b"")
-                raise
+        frame = memoryview(encode_header(FrameKind.VALUE, len(data)) + data)
+        self._send_in_turn(frame, Deadline.after(timeout, self._timeout_s))
 
     def flush(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Finish a value that a ``send`` has begun. Raises as ``send`` does."""
-        deadline = Deadline.after(timeout, self._timeout_s)
-        with self._turn_to_send(deadline):
-            self._flush(deadline)
+        self._send_in_turn(None, Deadline.after(timeout, self._timeout_s))
 
-    @contextlib.contextmanager
-    def _turn_to_send(self, deadline: Deadline) -> Iterator[None]:
+    def decline(self, shortage: ResourceExhaustedError) -> None:
+        """Tell the peer that this process has no resources to serve it: its calls raise
+        ``ResourceExhaustedError`` once it has received what was sent before, and it may try again with a new
+        channel. Close this one then. Never waits, raises nothing.
+        """
+        turn = self._turn
+        if turn.acquire(blocking=False):
+            try:
+                if not self._unsent and not self._closed:
+                    decline(self._sock, shortage)
+            finally:
+                turn.release()
+
+    def _send_in_turn(self, frame: memoryview | None, deadline: Deadline) -> None:
         remaining = deadline.remaining()
-        if not self._sending.acquire(
-            timeout=-1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)
-        ):
+        seconds = -1 if remaining is None else min(remaining, threading.TIMEOUT_MAX)
+        turn = self._turn
+        try:
+            is_ours = turn.acquire(timeout=seconds)
+        except BaseException:  # Ctrl-C, perhaps when it was just acquired
+            with contextlib.suppress(RuntimeError):
+                turn.release()
+            raise
+        if not is_ours:
             self._check()
             raise TimeoutError(f"another thread was still sending to {self._who} when the deadline passed")
+        # No signal is handled between the end of the acquisition above and this one, which ends in any case.
+        with turn:
+            turn.release()
+            try:
+                with self._sending.taken():  # not for a signal's handler, whose thread is sending already
+                    self._check()
+                    if frame is not None and (self._ended or self._is_dead()):
+                        self._check_last_word()
+                        raise self._gone(None)
+                    self._flush(deadline)
+                    if frame is not None:
+                        self._send(frame, deadline)
+            finally:
+                self._close_if_unused()
+
+    def _send(self, frame: memoryview, deadline: Deadline) -> None:
+        self._unsent = frame
         try:
-            with self._in_use():
-                yield
-        finally:
-            self._sending.release()
+            self._flush(deadline)
+        except (TimeoutError, ResourceExhaustedError):
+            if len(self._unsent) == len(frame):
+                self._unsent = memoryview(b"")
+            raise
 
     def _flush(self, deadline: Deadline) -> None:
         while self._unsent:
@@ -145,6 +189,8 @@ class Channel:
             except BlockingIOError:
                 pass
             except OSError as e:
+                raise_if_exhausted(e, f"sending to {self._who}")
+                self._check_last_word()
                 raise self._gone(e) from e
             if not self._wait(select.POLLOUT, deadline):
                 begun = f"; {len(self._unsent)} bytes of a value are left"
@@ -158,31 +204,65 @@ class Channel:
         Raises:
             TimeoutError: it has not (or not wholly) arrived; the next call goes on with it.
             WireError: what came is not a frame or not a value; the channel is broken.
+            ResourceExhaustedError: there is no memory for it; the next call goes on with it. Or the peer has
+                declined the channel.
             BusyError: another thread is receiving.
             PeerGoneError, ClosedError: as the law says.
         """
         deadline = Deadline.after(timeout, self._timeout_s)
-        with self._receiving.taken(), self._in_use():
-            if not self._in_body:
-                self._fill(deadline)
-                try:
-                    header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
-                    if header.kind is not FrameKind.VALUE:
-                        raise WireError(f"a {header.kind.name} frame where only values are expected")
-                except WireError as e:
-                    raise self._break(e) from e
-                self._frame = bytearray(header.length)
+        try:
+            with self._receiving.taken():
+                self._check()
+                value = self._next(deadline)
+                self._has_received = True
+                self._frame = bytearray(HEADER_SIZE)
                 self._filled = 0
-                self._in_body = True
+                self._in_body = False
+                return value
+        finally:
+            self._close_if_unused()
+
+    def _next(self, deadline: Deadline) -> Any:
+        """The next value, which stays the next one."""
+        if not self._in_body:
             self._fill(deadline)
-            data = self._frame
-            self._frame = bytearray(HEADER_SIZE)
-            self._filled = 0
-            self._in_body = False
             try:
-                return values.decode(data)
+                header = decode_header(self._frame, max_length=MAX_FRAME_BYTES)
+                if header.kind not in (FrameKind.VALUE, FrameKind.LACK):
+                    raise WireError(f"a {header.kind.name} frame where only values are expected")
             except WireError as e:
                 raise self._break(e) from e
+            self._is_lack = header.kind is FrameKind.LACK
+            self._frame = _memory(header.length)
+            self._filled = 0
+            self._in_body = True
+        self._fill(deadline)
+        try:
+            if not self._is_lack:
+                return values.decode(self._frame)
+            raise shortage_in(self._frame, self._who)
+        except WireError as e:
+            raise self._break(e) from e
+
+    def check_not_declined(self, timeout: float = 0) -> None:
+        """Return, unless the peer has declined this channel, or does so by then. What else comes stays there.
+
+        Raises:
+            ResourceExhaustedError: the peer lacks a resource.
+            WireError: what came is not a frame or not a value.
+        """
+        try:
+            gone = (TimeoutError, PeerGoneError, ClosedError, BusyError)
+            with contextlib.suppress(*gone), self._receiving.taken():
+                self._check()
+                self._next(Deadline.after(timeout))
+        finally:
+            self._close_if_unused()
+
+    def _check_last_word(self) -> None:
+        """The peer is gone, and this end has not received anything: it may have been declined."""
+        if not self._has_received:
+            self.check_not_declined()
 
     def _fill(self, deadline: Deadline) -> None:
         view = memoryview(self._frame)
@@ -196,6 +276,7 @@ class Channel:
                     raise TimeoutError(f"{self._who} sent nothing in time{part}") from None
                 continue
             except OSError as e:
+                raise_if_exhausted(e, f"receiving from {self._who}")
                 raise self._gone(e) from e
             if not got:
                 # It may be seen before the pidfd, and TCP would still take what is sent after it.
@@ -254,30 +335,31 @@ class Channel:
         self._broken = WireError(f"{self._who} sent what is not a value, and the channel is broken: {error}")
         return self._broken
 
-    @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """Descriptors are closed by the last who uses them: a number must not be reused under a poll."""
-        with self._users_lock:
-            self._check()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._users_lock:
-                self._users -= 1
-                if self._closed and not self._users:
+    def close(self) -> None:
+        """End the channel; what was sent before still arrives. Idempotent, from any thread or handler."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)  # wakes threads that poll it
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        """Descriptors are closed by the last who uses them: a number must not be reused under a poll.
+
+        A thread is inside before it looks whether the channel is closed.
+        """
+        if self._closed:
+            with self._closing:
+                if not (self._sending.busy or self._receiving.busy):
                     self._close_descriptors()
 
-    def close(self) -> None:
-        """End the channel; what was sent before still arrives. Idempotent, from any thread."""
-        with self._users_lock:
-            if self._closed:
-                return
-            self._closed = True
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes threads that poll it
-            if not self._users:
-                self._close_descriptors()
+    def _make_locks(self) -> None:
+        self._turn = threading.RLock()
+        """Held by the thread that sends. Re-entrant, so that only its owner can release it."""
+        self._sending = ExclusiveUse("sending to this channel")
+        self._receiving = ExclusiveUse("receiving from this channel")
+        self._closing = threading.RLock()
 
     def _close_descriptors(self) -> None:
         self._sock.close()
@@ -287,9 +369,7 @@ class Channel:
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._sending = threading.Lock()
-        self._users_lock = threading.Lock()
-        self._receiving = ExclusiveUse("receiving from this channel")
+        self._make_locks()
         self._close_descriptors()
 
     def __enter__(self) -> Self:
@@ -297,3 +377,8 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@NamedExhaustion("receiving a value")
+def _memory(nbytes: int) -> bytearray:
+    return bytearray(nbytes)

@@ -20,10 +20,12 @@ from kvplug.errors import (
     ClosedError,
     KvplugError,
     PeerGoneError,
+    ResourceExhaustedError,
     TimeoutError,
     WireError,
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.trust.addresses import (
     HAS_ABSTRACT_SOCKETS,
     ListenerContact,
@@ -112,9 +114,17 @@ def dial(
         TimeoutError: no answer in time (10 s by default).
         ConfigError: a TLS file cannot be used.
         WireError: ``contact`` is not one.
+        ResourceExhaustedError: the process has no free descriptor, or can start no more threads; or the
+            listener's says so.
     """
-    deadline = Deadline.after(timeout, DIAL_TIMEOUT_S)
     target = parse_contact(contact)
+    with NamedExhaustion(f"connecting to {target}"):
+        return _dial(target, credentials, purpose, Deadline.after(timeout, DIAL_TIMEOUT_S), label)
+
+
+def _dial(
+    target: ListenerContact, credentials: Credentials, purpose: str, deadline: Deadline, label: str
+) -> Connection:
     resolved: tuple[Resolved, ...] = ()
     if isinstance(target.address, UnixAddress):
         if not target.address.is_path and not HAS_ABSTRACT_SOCKETS:
@@ -169,7 +179,9 @@ def dial_until(
                 DIAL_TIMEOUT_S if remaining is None else max(0.05, min(remaining, DIAL_TIMEOUT_S)),
                 label=label,
             )
-        except (PeerGoneError, TimeoutError) as e:
+        except (PeerGoneError, TimeoutError, ResourceExhaustedError) as e:
+            if isinstance(e, ResourceExhaustedError) and e.__cause__ is not None:
+                raise  # of this process; the listener's may have what it lacks in a moment
             remaining = deadline.remaining()
             if remaining is not None and remaining <= pause:
                 waited = time.monotonic() - began

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvplug.errors import ConfigError, InsecureAddressError
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.trust.addresses import Address, Resolved, TcpAddress, UnixAddress, is_loopback, parse_address
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Secret:
 
         Raises:
             ConfigError: it cannot be read, is larger than 4096 bytes, or holds too little.
+            ResourceExhaustedError: the process has no free descriptor to read it.
         """
         name = os.fspath(path)
         try:
@@ -81,6 +83,7 @@ class Secret:
                 mode = os.fstat(f.fileno()).st_mode
                 raw = f.read(_MAX_SECRET_BYTES + 1)
         except OSError as e:
+            raise_if_exhausted(e, f"reading secret_file {name}")
             raise ConfigError(f"secret_file {name}: {e.strerror or e}") from e
         if len(raw) > _MAX_SECRET_BYTES:
             raise ConfigError(f"secret_file {name} is larger than {_MAX_SECRET_BYTES} bytes")

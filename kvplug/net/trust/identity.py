@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import sys
@@ -10,7 +9,10 @@ import sys
 import attrs
 import msgspec
 
-from kvplug.errors import PeerGoneError, WireError
+from kvplug.errors import PeerGoneError, ResourceExhaustedError, WireError
+from kvplug.net.exhaustion import raise_if_exhausted
+from kvplug.net.peer_text import peer_text
+from kvplug.net.trust.host import boot_id, namespace
 
 IDENTITY_SIZE = 512
 """Bytes of an identity on the wire: fixed, so that a peer cannot claim more memory."""
@@ -18,7 +20,8 @@ _MAX_TEXT = 96
 
 
 def _short(text: str) -> str:
-    return text.encode("utf-8", "replace")[:_MAX_TEXT].decode("utf-8", "ignore")
+    """A peer states these, and they go into messages."""
+    return peer_text(text).encode("utf-8", "replace")[:_MAX_TEXT].decode("utf-8", "ignore")
 
 
 @attrs.frozen(kw_only=True)
@@ -45,18 +48,32 @@ class PeerIdentity:
 
     def __str__(self) -> str:
         name = f"{self.label}, " if self.label else ""
-        host = f" on {self.host}" if self.host and not self.same_host else ""
-        return f"{name}pid {self.pid}{host}"
+        return f"{name}pid {self.pid}{f' on {self.host}' if self.host and not self._is_local() else ''}"
+
+    def _is_local(self) -> bool:
+        """:attr:`same_host` for messages, also those about a resource that ran out."""
+        try:
+            return self.same_host
+        except ResourceExhaustedError:
+            return False
 
     @property
     def same_host(self) -> bool:
-        """Whether that process runs (or ran) on this host, under this boot of the kernel."""
-        return bool(self.boot_id) and self.boot_id == _boot_id()
+        """Whether that process runs (or ran) on this host, under this boot of the kernel.
+
+        Raises:
+            ResourceExhaustedError: the process has no free descriptor to find out.
+        """
+        return bool(self.boot_id) and self.boot_id == boot_id()
 
     @property
     def visible(self) -> bool:
-        """Whether ``pid`` means that process here too: same host, same pid namespace."""
-        return self.same_host and bool(self.pid_ns) and self.pid_ns == _namespace("pid")
+        """Whether ``pid`` means that process here too: same host, same pid namespace.
+
+        Raises:
+            ResourceExhaustedError: as :attr:`same_host`.
+        """
+        return self.same_host and bool(self.pid_ns) and self.pid_ns == namespace("pid")
 
     def open_pidfd(self) -> int | None:
         """A descriptor that becomes readable when that process ends; the caller closes it.
@@ -67,6 +84,7 @@ class PeerIdentity:
 
         Raises:
             PeerGoneError: that process has ended already.
+            ResourceExhaustedError: this process has no free descriptor.
         """
         if not self.visible or not self.start_time or not hasattr(os, "pidfd_open"):
             return None
@@ -74,7 +92,8 @@ class PeerIdentity:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError as e:
             raise PeerGoneError(f"{self} has ended") from e
-        except OSError:
+        except OSError as e:
+            raise_if_exhausted(e, f"watching {self}")
             return None
         try:
             start_time = _start_time(self.pid)
@@ -83,8 +102,9 @@ class PeerIdentity:
             if os.path.isdir("/proc/self"):
                 raise PeerGoneError(f"{self} has ended") from e
             return None
-        except OSError:
+        except OSError as e:
             os.close(pidfd)
+            raise_if_exhausted(e, f"watching {self}")
             return None
         if start_time != self.start_time:
             os.close(pidfd)
@@ -93,16 +113,21 @@ class PeerIdentity:
 
 
 def this_process(label: str = "") -> PeerIdentity:
-    """The calling process. ``label`` names it in messages at the other end."""
+    """The calling process. ``label`` names it in messages at the other end.
+
+    Raises:
+        ResourceExhaustedError: it has no free descriptor to find out.
+    """
     pid = os.getpid()
     try:
         start_time = _start_time(pid)
-    except OSError:
+    except OSError as e:
+        raise_if_exhausted(e, "reading the start time of this process")
         start_time = 0
     return PeerIdentity(
-        boot_id=_boot_id(),
-        pid_ns=_namespace("pid"),
-        net_ns=_namespace("net"),
+        boot_id=boot_id(),
+        pid_ns=namespace("pid"),
+        net_ns=namespace("net"),
         pid=pid,
         start_time=start_time,
         host=socket.gethostname(),
@@ -128,27 +153,10 @@ def decode_identity(message: bytes) -> PeerIdentity:
     try:
         identity = msgspec.msgpack.decode(message[2 : 2 + size], type=PeerIdentity)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as e:
-        raise WireError(f"an identity that cannot be read: {e}") from e
+        raise WireError(f"an identity that cannot be read: {peer_text(str(e))}") from e
     if not 0 < identity.pid < 2**31 or identity.start_time < 0:
         raise WireError(f"an identity with pid {identity.pid}, start time {identity.start_time}")
-    return identity
-
-
-@functools.cache
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as f:
-            return f.read().strip()
-    except OSError:
-        return ""
-
-
-def _namespace(kind: str) -> str:
-    # Not cached: a process may move to another network namespace.
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return ""
+    return attrs.evolve(identity)  # msgspec does not call the converters, which make the texts fit messages
 
 
 def _start_time(pid: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import ipaddress
 import logging
 import os
@@ -21,8 +20,9 @@ import threading
 import time
 from typing import Any, Self
 
-from kvplug.errors import ClosedError, TimeoutError, TransportError
+from kvplug.errors import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.net.deadline import Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.addresses import Address, ListenerContact, TcpAddress, UnixAddress, is_loopback
@@ -94,19 +94,29 @@ class Listener:
         self._answered: collections.deque[Stranger] = collections.deque()
         self._asker: BackgroundThread | None = None
         self._proven: collections.deque[Connection] = collections.deque()
-        self._changed = threading.Condition()
+        # Code takes the lock, not the condition: Ctrl-C inside of the condition's ``__enter__`` leaves it
+        # taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._refusals: collections.Counter[str] = collections.Counter()
         self._last_refusal: RefusedError | None = None
         self._paused_until = 0.0
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        for s in (sock, self._wake_out):
-            s.setblocking(False)
-            self._selector.register(s, selectors.EVENT_READ)
-        close_after_fork(self)
-        self._thread = BackgroundThread(self._run, name=f"kvplug listener {contact}", stop=self._stop)
-        self._thread.start()
+        self._shortage: ResourceExhaustedError | None = None
+        """Why the latest connection could not be taken; ``None``: it could."""
+        with contextlib.ExitStack() as undo:
+            self._wake_in, self._wake_out = socket.socketpair()
+            undo.callback(self._wake_in.close)
+            undo.callback(self._wake_out.close)
+            self._selector = selectors.DefaultSelector()
+            undo.callback(self._selector.close)
+            for s in (sock, self._wake_out):
+                s.setblocking(False)
+                self._selector.register(s, selectors.EVENT_READ)
+            close_after_fork(self)
+            self._thread = BackgroundThread(self._run, name=f"kvplug listener {contact}", stop=self._stop)
+            self._thread.start()
+            undo.pop_all()
 
     @classmethod
     def open(
@@ -132,19 +142,24 @@ class Listener:
             InsecureAddressError: other hosts can reach it and there is no secret; nothing is bound.
             AddressInUseError: another process listens there; names the address, and the process if known.
             TransportError: it cannot be bound for another reason.
+            ResourceExhaustedError: the process has no free descriptor, or can start no more threads.
             ConfigError: it is not an address, or not one of this platform's or host's; or a TLS file cannot
                 be used.
         """
-        sock, contact = bound(address, credentials)
-        try:
-            sock.listen(backlog)
-            return cls(sock, contact, credentials, purpose, label, proof_timeout_s, max_unproven)
-        except OSError as e:
-            _unbind(sock, contact)
-            raise cannot_bind(contact.address, e) from e
-        except BaseException:
-            _unbind(sock, contact)
-            raise
+        with NamedExhaustion(f"listening at {address}"):
+            sock, contact = bound(address, credentials)
+            try:
+                sock.listen(backlog)
+                return cls(sock, contact, credentials, purpose, label, proof_timeout_s, max_unproven)
+            except KvplugError:
+                _unbind(sock, contact)
+                raise
+            except OSError as e:
+                _unbind(sock, contact)
+                raise cannot_bind(contact.address, e) from e
+            except BaseException:
+                _unbind(sock, contact)
+                raise
 
     def __repr__(self) -> str:
         return f"<Listener at {self._contact} for {self._purpose!r}{', closed' if self._closed else ''}>"
@@ -173,14 +188,17 @@ class Listener:
 
         Raises:
             TimeoutError: no connection proved itself in time; counts the refused ones and chains the last.
+            ResourceExhaustedError: nor could the latest one be taken, for lack of a resource. It may still
+                be waiting.
             ClosedError: the listener is closed, also when that happens during the wait.
         """
         deadline = Deadline.after(timeout, None)
-        with self._changed:
+        with self._lock:
             while not self._proven:
                 if self._closed:
                     raise ClosedError(f"the listener at {self._contact} is closed")
                 if deadline.expired:
+                    self.check_shortage()
                     raise TimeoutError(
                         f"no process connected to {self._contact} for {self._purpose!r} in"
                         f" time{self._turned_away()}"
@@ -189,6 +207,17 @@ class Listener:
             if self._closed:
                 raise ClosedError(f"the listener at {self._contact} is closed")
             return self._proven.popleft()
+
+    def check_shortage(self) -> None:
+        """Return, unless the latest connection could not be taken for lack of a resource. For others that
+        have waited for a connection in vain.
+
+        Raises:
+            ResourceExhaustedError: it could not.
+        """
+        shortage, self._shortage = self._shortage, None
+        if shortage is not None:
+            raise shortage
 
     def close(self) -> None:
         """Stop listening, and drop connections that are unproven or not accepted yet. Idempotent.
@@ -207,7 +236,7 @@ class Listener:
 
     def _stop(self) -> None:
         """Have the thread end, and wake every thread that accepts."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         with contextlib.suppress(OSError):
@@ -215,7 +244,8 @@ class Listener:
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._close_descriptors()
 
     # -- the thread ----------------------------------------------------------------------------
@@ -241,7 +271,7 @@ class Listener:
         finally:
             if self._file is not None:
                 self._file.remove()
-            with self._changed:
+            with self._lock:
                 self._closed = True
                 with contextlib.suppress(OSError):
                     # A child that was forked a moment ago may still hold the socket open: nothing may connect
@@ -276,23 +306,28 @@ class Listener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as e:
-            if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            self._shortage = exhaustion_of(e, f"accepting a connection at {self._contact}")
+            if self._shortage is not None:
                 # Connections in the backlog keep the socket readable: do not poll it for a moment.
-                logger.warning("cannot accept at %s: %s", self._contact, e.strerror)
+                logger.warning("%s", self._shortage)
                 self._selector.unregister(self._sock)
                 self._paused_until = time.monotonic() + _PAUSE_S
                 if self._admission.oldest is not None:
-                    self._refuse(self._admission.oldest, RefusedError(Refusal.CROWDED))
+                    self._refuse(self._admission.oldest, RefusedError.for_lack(self._shortage))
                 return
             logger.warning("accept failed at %s: %s", self._contact, e)
             return
+        self._shortage = None
         now = time.monotonic()
         try:
             sock.setblocking(False)
             uid, ask_uid = self._user_of(sock)
-        except OSError:  # gone again
+        except OSError as e:
             sock.close()
-            return
+            self._shortage = exhaustion_of(e)
+            if self._shortage is not None:
+                logger.warning("a connection to %s was dropped: %s", self._contact, self._shortage)
+            return  # else it is gone again
         origin = _origin(sock, peer, uid)
         stranger = Stranger(
             sock,
@@ -360,8 +395,9 @@ class Listener:
                 return
             except RuntimeError as e:
                 self._asking.clear()
-                why = str(e)
-        self._refuse(stranger, RefusedError(Refusal.CROWDED, f"its user cannot be looked up: {why}"))
+                shortage = exhaustion_of(e, "looking up its user")
+        refused = RefusedError(Refusal.CROWDED) if shortage is None else RefusedError.for_lack(shortage)
+        self._refuse(stranger, refused)
 
     def _read_tables(self) -> None:
         """In a thread of its own: answer all questions with one look at the tables."""
@@ -371,13 +407,15 @@ class Listener:
                 if not asking or self._closed:
                     self._asker = None
                     return
+            shortage: ResourceExhaustedError | None = None
             try:
                 uids = tcp_peer_uids([each.sock for each in asking])
             except OSError as e:
                 logger.warning("the users of connections to %s cannot be looked up: %s", self._contact, e)
+                shortage = exhaustion_of(e, "looking up the users of connections")
                 uids = [None] * len(asking)
             for stranger, uid in zip(asking, uids, strict=True):
-                stranger.uid, stranger.ask_uid = uid, False
+                stranger.uid, stranger.ask_uid, stranger.shortage = uid, False, shortage
                 self._answered.append(stranger)
             with contextlib.suppress(OSError):  # full: it is awake anyway; closed: it has ended
                 self._wake_in.send(b"x")
@@ -401,16 +439,19 @@ class Listener:
                 sock = plain_end(sock, str(peer))
             except (OSError, TransportError) as e:
                 logger.warning("a connection to %s was dropped: %s", self._contact, e)
+                self._shortage = exhaustion_of(e, f"taking a TLS connection at {self._contact}")
                 return
         sock.setblocking(True)
-        with self._changed:
+        with self._lock:
             self._proven.append(Connection(sock, peer, self._purpose, mode, str(self._contact)))
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _refuse(self, stranger: Stranger, refused: RefusedError) -> None:
         reason = refused.refusal.reason
         self._refusals[reason] += 1
         self._last_refusal = refused
+        if refused.refusal is Refusal.EXHAUSTED and self._shortage is None:
+            self._shortage = exhaustion_of(refused)
         level = logging.WARNING if self._refusals[reason] == 1 else logging.DEBUG
         logger.log(level, "a connection to %s was refused: %s", self._contact, refused)
         if stranger in self._admission:

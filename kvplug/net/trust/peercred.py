@@ -8,6 +8,7 @@ are many.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.trust.addresses import Address, UnixAddress
 from kvplug.net.trust.sockdiag import tcp_owner
 
@@ -58,6 +60,7 @@ def tcp_peer_uid_at_once(sock: socket.socket) -> int | None:
 
     Raises:
         NoSocketDiagError: ask :func:`tcp_peer_uids`.
+        ResourceExhaustedError: the process has no free descriptor to ask.
     """
     ours, theirs = sock.getsockname()[:2], sock.getpeername()[:2]
     try:
@@ -65,6 +68,7 @@ def tcp_peer_uid_at_once(sock: socket.socket) -> int | None:
         if found is None and tcp_owner(ours, theirs) is None:
             raise NoSocketDiagError  # it does not know our own socket either
     except OSError as e:
+        raise_if_exhausted(e, "looking up the user of a connection")
         raise NoSocketDiagError from e
     return found.uid if found is not None and found.state == _IS_ESTABLISHED and found.inode else None
 
@@ -95,6 +99,9 @@ def same_user(uid: int) -> bool:
 
     In a user namespace the kernel shows every user without a mapping as the overflow uid (65534, "nobody").
     A process that itself has that uid cannot distinguish such users and gets False.
+
+    Raises:
+        ResourceExhaustedError: the process has no free descriptor to find out.
     """
     if uid != os.geteuid():
         return False
@@ -104,13 +111,18 @@ def same_user(uid: int) -> bool:
                 return True
         with open("/proc/self/uid_map", encoding="utf-8") as f:
             return f.read().split() == ["0", "0", str(2**32 - 1)]
-    except OSError:
+    except OSError as e:
+        raise_if_exhausted(e, "checking the user of a connection")
         return True
 
 
 def owner_of(address: Address) -> str:
     """ "pid 12 (name)" of the process that listens at ``address``, or ``""`` where /proc does not say."""
-    inodes = set(_unix_inodes(address) if isinstance(address, UnixAddress) else _tcp_inodes(address.port))
+    inodes = set[int]()
+    with contextlib.suppress(OSError):  # for a message
+        inodes.update(
+            _unix_inodes(address) if isinstance(address, UnixAddress) else _tcp_inodes(address.port)
+        )
     if not inodes:
         return ""
     wanted = {f"socket:[{inode}]" for inode in inodes}

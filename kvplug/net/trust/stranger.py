@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 
+from kvplug.errors import ResourceExhaustedError
 from kvplug.net.trust.challenge import MAGIC, Mode, Refusal, RefusedError, ServerChallenge
 from kvplug.net.trust.peercred import same_user
 from kvplug.net.trust.tls import binding_of, reason_of
@@ -46,6 +47,8 @@ class Stranger:
         self.deadline = deadline
         self.uid = uid
         self.ask_uid = ask_uid
+        self.shortage: ResourceExhaustedError | None = None
+        """Why its user could not be asked for."""
         self._purpose = purpose
         self._keys = keys
         self._identity = identity
@@ -86,6 +89,8 @@ class Stranger:
             raise
         except (BlockingIOError, ssl.SSLWantReadError):
             return False
+        except ResourceExhaustedError as e:
+            raise RefusedError.for_lack(e) from e
         except ssl.SSLError as e:
             raise RefusedError(Refusal.TLS_FAILED, reason_of(e)) from e
         except OSError as e:
@@ -95,9 +100,15 @@ class Stranger:
         """Refuse a process of another user. Raises as :meth:`hear`."""
         if self.ask_uid:
             raise AskTablesError
+        if self.shortage is not None:
+            raise RefusedError.for_lack(self.shortage) from self.shortage
         if self.uid is None:
             raise RefusedError(Refusal.UNKNOWN_USER, "the kernel does not say which user it belongs to")
-        if not same_user(self.uid):
+        try:
+            is_same = same_user(self.uid)
+        except ResourceExhaustedError as e:
+            raise RefusedError.for_lack(e) from e
+        if not is_same:
             raise RefusedError(
                 Refusal.OTHER_USER, f"it belongs to another user of this host (uid {self.uid})"
             )

@@ -15,7 +15,8 @@ import ssl
 
 import attrs
 
-from kvplug.errors import AuthenticationError, ConfigError, PeerGoneError
+from kvplug.errors import AuthenticationError, ConfigError, PeerGoneError, ResourceExhaustedError
+from kvplug.net.exhaustion import raise_if_exhausted
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,11 @@ class TlsFiles:
     """Whether a listener's certificate must name the host that was dialled."""
 
     def for_listener(self) -> ssl.SSLContext:
-        """Raises ConfigError: a file cannot be read or used; names its config key."""
+        """Raises ConfigError: a file cannot be read or used; names its config key. ResourceExhaustedError."""
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def for_dialler(self) -> ssl.SSLContext:
-        """Raises ConfigError: a file cannot be read or used; names its config key."""
+        """Raises as :meth:`for_listener`."""
         context = self._context(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = self.check_host
         return context
@@ -58,10 +59,12 @@ class TlsFiles:
                 with open(path, "rb"):
                     pass
             except OSError as e:
+                raise_if_exhausted(e, f"reading {key} {path}")
                 raise ConfigError(f"{key} {path}: {e.strerror or e}") from e
         try:
             context.load_cert_chain(self.cert, self.key, password=_no_password)
         except (ssl.SSLError, OSError, ValueError) as e:
+            raise_if_exhausted(e, f"reading tls_cert {self.cert} and tls_key {self.key}")
             raise ConfigError(
                 f"tls_cert {self.cert} and tls_key {self.key}: not a certificate and its key in PEM"
                 f" ({reason_of(e)})"
@@ -69,6 +72,7 @@ class TlsFiles:
         try:
             context.load_verify_locations(self.ca)
         except (ssl.SSLError, OSError) as e:
+            raise_if_exhausted(e, f"reading tls_ca {self.ca}")
             raise ConfigError(f"tls_ca {self.ca}: not a certificate in PEM ({reason_of(e)})") from e
         return context
 
@@ -77,7 +81,7 @@ class ListenerTls:
     """The TLS context of a listener, made anew when one of the files has changed. For one thread."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises ConfigError."""
+        """Raises as :meth:`TlsFiles.for_listener`."""
         self._files = files
         self._seen = self._stamps()
         self._context = files.for_listener()
@@ -86,11 +90,14 @@ class ListenerTls:
     def context(self) -> ssl.SSLContext:
         stamps = self._stamps()
         if stamps != self._seen:
-            self._seen = stamps
             try:
                 self._context = self._files.for_listener()
+            except ResourceExhaustedError as e:  # the next connection reads them again
+                logger.warning("the changed TLS files are not used yet: %s", e)
+                return self._context
             except ConfigError as e:  # half of the files are new, for example: they change once more
                 logger.warning("the changed TLS files are not used yet: %s", e)
+            self._seen = stamps
         return self._context
 
     def _stamps(self) -> list[tuple[int, int]]:

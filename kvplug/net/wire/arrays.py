@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvplug.errors import UnsupportedError, WireError
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.wire.tensors import TensorMeta
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def array_of(meta: TensorMeta, flat: memoryview) -> ndarray[Any, Any]:
     try:
         import numpy
     except ImportError as e:
+        raise_if_exhausted(e, "importing numpy")
         raise WireError(f"a numpy array came, and numpy is not installed here: {e}") from e
     try:
         array: ndarray[Any, Any] = numpy.frombuffer(flat, dtype=meta.dtype).reshape(meta.shape).copy()

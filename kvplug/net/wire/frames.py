@@ -45,6 +45,8 @@ class FrameKind(enum.IntEnum):
     """Room given back to a sender; the payload belongs to the transport."""
     GOODBYE = 5
     """The sender has closed politely and sends nothing more. No payload."""
+    LACK = 6
+    """The sender's process has no resources to go on. A value: what it lacks, and the reason in words."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.wire import tensors, values
 from kvplug.net.wire.validate import DEFAULT_LIMITS, Leaf, Limits, validate
 
@@ -58,6 +59,8 @@ def encode_out_of_band(
         UnsupportedError: something in it is not carried; the message names the path, the type and what is.
         CapacityError: it is deeper, has more elements or, head and memories together, more bytes than
             ``limits`` allow, so that the peer would refuse it.
+        ResourceExhaustedError: there is no memory for the head, or for the copy of one that is not
+            contiguous.
     """
     if type(value) in values.AS_THEY_ARE:
         return OutOfBand(values.encode(value, limits=limits), [])
@@ -66,6 +69,9 @@ def encode_out_of_band(
         head = values.pack(values.lower(value, limits.max_depth, [limits.max_items], memories))
     except (UnsupportedError, UnicodeEncodeError) as e:
         values.explain(value, limits.max_depth, e)
+    except (MemoryError, RuntimeError) as e:
+        raise_if_exhausted(e, "encoding a value")
+        raise
     nbytes = len(head) + sum(memory.nbytes for memory in memories.found)
     if nbytes > limits.max_bytes:
         raise CapacityError(f"the value takes {nbytes} bytes, and at most {limits.max_bytes} are sent")
@@ -89,13 +95,14 @@ def decode_out_of_band(
             hold a tensor, dtype or array while torch or numpy is not installed. Nothing else is raised,
             whatever the bytes, but what ``make`` raises; and no more memory is taken than
             ``limits.memory_bound`` of head and memories together (besides importing torch, and by ``make``).
+        ResourceExhaustedError: there is not that much.
     """
     nbytes = head.nbytes if isinstance(head, memoryview) else len(head)
     if nbytes > limits.max_bytes:
         raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
-    data = bytes(head)  # a private copy: shared memory could change between the check and the use
     spans: list[slice] = []
     try:
+        data = bytes(head)  # a private copy: shared memory could change between the check and the use
         marked = validate(data, limits, spans)
         leaves = deque(tensors.decode_meta(data[span]) for span in spans)
         _check_memories(leaves, memories.nbytes, limits.max_bytes - nbytes)
@@ -107,6 +114,9 @@ def decode_out_of_band(
         return values.resolve(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e
+    except MemoryError as e:
+        raise_if_exhausted(e, f"decoding a value of {nbytes + memories.nbytes} bytes")
+        raise
 
 
 def _check_memories(leaves: deque[tensors.TensorMeta], nbytes: int, most: int) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplug.errors import UnsupportedError, WireError
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.wire.copying import copy_bytes
 
 if TYPE_CHECKING:
@@ -218,6 +219,7 @@ def dtype_of(name: str) -> torch.dtype:
     try:
         import torch
     except ImportError as e:
+        raise_if_exhausted(e, "importing torch")
         raise UnsupportedError(
             f"a {name} tensor or dtype needs torch, which is not installed here: {e}"
         ) from e
@@ -268,14 +270,19 @@ def empty_like_meta(meta: TensorMeta) -> Tensor:
 
     Raises:
         UnsupportedError: the torch installed here lacks the dtype, or there is no torch.
+        ResourceExhaustedError: there is not that much memory.
     """
     dtype = dtype_of(meta.dtype)
     import torch
 
-    if meta.dtype in _WITH_KERNELS:
-        return torch.empty(meta.shape, dtype=dtype)
-    # From bytes: torch may have to fill what it makes, and has no kernels for the rest.
-    flat = torch.empty(meta.nbytes, dtype=torch.uint8)
+    try:
+        if meta.dtype in _WITH_KERNELS:
+            return torch.empty(meta.shape, dtype=dtype)
+        # From bytes: torch may have to fill what it makes, and has no kernels for the rest.
+        flat = torch.empty(meta.nbytes, dtype=torch.uint8)
+    except (RuntimeError, MemoryError) as e:
+        raise_if_exhausted(e, f"a tensor of {meta.nbytes} bytes")
+        raise
     return flat.view(dtype).view(meta.shape)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import msgspec
 
 from kvplug.errors import CapacityError, UnsupportedError, WireError
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.wire import arrays, tensors
 from kvplug.net.wire.validate import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, validate
 
@@ -37,7 +38,42 @@ CARRIED: Final = (
 
 # -- encoding --------------------------------------------------------------------------------------
 
-pack: Final = msgspec.msgpack.Encoder().encode
+_encoder: Final = msgspec.msgpack.Encoder()
+_LARGE_BYTES: Final = 64 << 10
+_MOST_LOOKED_AT: Final = 16
+
+
+def pack(value: Any) -> bytes:
+    """What msgspec writes for a value of :func:`lower`.
+
+    ``Encoder.encode`` enlarges its memory as it goes, and crashes the process where there is no more
+    (msgspec 0.22). So a value that is seen to be large is written into memory that was taken before.
+
+    Raises:
+        MemoryError: there is not that much.
+    """
+    nbytes = _large_nbytes(value)
+    if not nbytes:
+        return _encoder.encode(value)
+    memory = bytearray(nbytes + _LARGE_BYTES)
+    _encoder.encode_into(value, memory)
+    return bytes(memory)
+
+
+def _large_nbytes(value: Any) -> int:
+    """Bytes of the large byte strings and texts in a value, and in its elements if they are few."""
+    kind = type(value)
+    if kind is bytes:
+        return len(value) if len(value) > _LARGE_BYTES else 0
+    if kind is str:
+        return 4 * len(value) if len(value) > _LARGE_BYTES else 0
+    if kind is list and len(value) <= _MOST_LOOKED_AT:
+        return sum(map(_large_nbytes, value))
+    if kind is dict and len(value) <= _MOST_LOOKED_AT:
+        return sum(map(_large_nbytes, value.values()))
+    if kind is msgspec.msgpack.Ext:
+        return len(value.data) if len(value.data) > _LARGE_BYTES else 0
+    return 0
 
 
 def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
@@ -47,12 +83,16 @@ def encode(value: object, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
         UnsupportedError: something in it is not carried; the message names the path, the type and what is.
         CapacityError: it is deeper, has more elements or more bytes than ``limits`` allow, so that the
             peer would refuse it.
+        ResourceExhaustedError: there is no memory for them.
     """
     try:
         plain = type(value) in AS_THEY_ARE
         data = pack(value if plain else lower(value, limits.max_depth, [limits.max_items]))
     except (UnsupportedError, UnicodeEncodeError) as e:
         explain(value, limits.max_depth, e)
+    except (MemoryError, RuntimeError) as e:
+        raise_if_exhausted(e, "encoding a value")
+        raise
     if len(data) > limits.max_bytes:
         raise CapacityError(f"the value takes {len(data)} bytes, and at most {limits.max_bytes} are sent")
     return data
@@ -194,19 +234,23 @@ def decode(buf: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Any:
 
     Raises:
         WireError: the bytes are not such an encoding, go beyond ``limits``, or hold a tensor, dtype or
-            array while torch or numpy is not installed. Nothing else is raised, whatever the bytes, and no
-            more memory is taken than ``limits.memory_bound(len(buf))`` (besides importing torch).
+            array while torch or numpy is not installed. No more memory is taken than
+            ``limits.memory_bound(len(buf))`` (besides importing torch).
+        ResourceExhaustedError: there is not that much. Nothing else is raised, whatever the bytes.
     """
     nbytes = buf.nbytes if isinstance(buf, memoryview) else len(buf)
     if nbytes > limits.max_bytes:
         raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
-    data = bytes(buf)  # a private copy: shared memory could change between the check and the use
     try:
+        data = bytes(buf)  # a private copy: shared memory could change between the check and the use
         marked = validate(data, limits)
         value = unpack(data)
         return resolve(value) if marked else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as e:
         raise WireError(f"not the bytes of a value: {e}") from e
+    except MemoryError as e:
+        raise_if_exhausted(e, f"decoding a value of {nbytes} bytes")
+        raise
 
 
 def extension(code: int, payload: memoryview) -> Any:
@@ -239,6 +283,7 @@ def build(
         tensor = make(meta)
         tensors.copy_into(tensor, flat)
     except (UnsupportedError, RuntimeError) as e:
+        raise_if_exhausted(e, f"decoding a tensor of {meta.nbytes} bytes")
         raise WireError(f"a tensor or dtype cannot be made here: {e}") from e
     return tensor
 

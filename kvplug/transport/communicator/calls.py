@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug.errors import TensorMismatchError, UnsupportedError
+from kvplug.errors import CapacityError, TensorMismatchError, UnsupportedError, WireError
+from kvplug.net.peer_text import peer_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,10 +108,50 @@ def check_same(name: str, calls: Sequence[Mapping[str, Any]], ranks: Sequence[in
 
 
 def _in_words(call: Mapping[str, Any]) -> str:
+    name = call["call"]
     if "refused" in call:
-        return f"{call['call']}, refused there: {call['refused']}"
+        return peer_text(f"{name}, refused there: {call['refused']}")
     rest = ", ".join(f"{key} {value}" for key, value in call.items() if key != "call")
-    return f"{call['call']} with {rest}"
+    return peer_text(f"{name} with {rest}")
+
+
+def check_received(rank: int, call: object) -> Mapping[str, Any]:
+    """The call that another rank sent, which may be anything. Pure.
+
+    Raises:
+        WireError: it is no call: not a mapping of plain values with a name.
+    """
+    if isinstance(call, dict) and type(call.get("call")) is str and _is_plain(call):
+        return call
+    raise WireError(f"rank {rank} sent something else than its next call; same kvplug?")
+
+
+def tokens_of(rank: int, call: Mapping[str, Any]) -> int:
+    """How many tokens a rank has announced; 0 if it was refused there. Pure.
+
+    Raises:
+        WireError: no number.
+    """
+    tokens: int = call.get("tokens", 0)
+    if type(tokens) is not int or tokens < 0:
+        raise WireError(f"rank {rank} sent {peer_text(str(tokens))} as its number of tokens")
+    return tokens
+
+
+def row_bytes(tensor: Tensor) -> int:
+    """Bytes of one row along the first dimension."""
+    elements: int = math.prod(tensor.shape[1:])
+    return elements * int(tensor.element_size())
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it can be compared and printed: a tensor, for example, has no single truth value."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return True
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_plain(each) for key, each in value.items())
+    return kind in (list, tuple) and all(map(_is_plain, value))  # type: ignore[call-overload]
 
 
 PAIRED: Final = "send and recv"
@@ -161,14 +202,20 @@ def write_back(tensor: Tensor, work: Tensor) -> None:
 
 
 def empty(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Of its dtype and device."""
-    return like.new_empty(tuple(shape))
+    """Of its dtype and device. Raises CapacityError: there is no memory for it."""
+    try:
+        return like.new_empty(tuple(shape))
+    except (RuntimeError, OverflowError) as e:
+        raise CapacityError(f"no memory on {like.device} for a tensor of shape {list(shape)}: {e}") from e
 
 
 def in_one(like: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
-    """New memory for tensors of these shapes, one behind the other: the whole of it, flat, and each."""
+    """New memory for tensors of these shapes, one behind the other: the whole of it, flat, and each.
+
+    Raises as :func:`empty`.
+    """
     counts = [math.prod(shape) for shape in shapes]
-    whole = like.new_empty(sum(counts))
+    whole = empty(like, [sum(counts)])
     parts = whole.split(counts)
     return whole, [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 

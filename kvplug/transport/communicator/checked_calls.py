@@ -16,11 +16,13 @@ from kvplug.errors import (
     UnsupportedError,
 )
 from kvplug.net.deadline import Deadline, Timeout
+from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.transport.communicator.calls import (
     PAIRED,
     check_dim,
     check_fillable,
     check_paired,
+    check_received,
     check_same,
     describe,
     empty,
@@ -87,7 +89,10 @@ class CheckedCalls(Primitives):
             fault, calls = e, {peer: {"call": PAIRED, "refused": str(e)} for peer in peers}
         if self.compares and peers:
             try:
-                theirs = self._compare_pairs(calls, deadline)
+                theirs = {
+                    peer: check_received(peer, call)
+                    for peer, call in self._compare_pairs(calls, deadline).items()
+                }
             except KvplugError as e:
                 if fault is None:
                     raise
@@ -119,7 +124,8 @@ class CheckedCalls(Primitives):
         except BaseException as e:
             if self._destroyed:
                 raise ClosedError(f"{self!r} was destroyed during the call") from e
-            self._break(e)
+            self._break(exhaustion_of(e, repr(self)) or e)
+            raise_if_exhausted(e, repr(self))
             raise
         finally:
             self._busy.release()
@@ -154,7 +160,7 @@ class CheckedCalls(Primitives):
         calls: Sequence[Call] = [call]
         if not alone:
             try:
-                calls = exchange(call)
+                calls = [check_received(rank, each) for rank, each in enumerate(exchange(call))]
             except KvplugError as e:
                 if fault is None:
                     raise

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvplug.errors import ConfigError, TensorMismatchError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.memory.room import check_room
 from kvplug.transport.communicator.all2all import DEFAULT_BACKEND, MANAGERS, All2AllManager
-from kvplug.transport.communicator.calls import check_same
+from kvplug.transport.communicator.calls import check_same, row_bytes, tokens_of
 from kvplug.transport.communicator.checked_calls import CheckedCalls
 from kvplug.transport.communicator.tokens import TokenSplit, width_of
 
@@ -160,10 +161,11 @@ class MoE(CheckedCalls):
                 with self._agreed(
                     name, check, lambda call: self._compare(call, deadline), always=True
                 ) as calls:
-                    counts = [call.get("tokens", 0) for call in calls]
+                    counts = [tokens_of(rank, call) for rank, call in enumerate(calls)]
                     check_same(name, [{**call, "tokens": "as each has"} for call in calls])
                 width = 1 if is_sequence_parallel else self._width
                 split = TokenSplit.of(counts, width if self.world_size > 1 else 1)
+                self._check_room(found, split.total)
                 if self.world_size > 1:
                     found = self.all2all_manager.dispatch(found, split, deadline)
                 self._split = split
@@ -184,6 +186,12 @@ class MoE(CheckedCalls):
             "all2all_backend": self.all2all_backend or DEFAULT_BACKEND,
             "data_parallel_size": self.context.data_parallel_size,
         }
+
+    def _check_room(self, tensors: Sequence[Tensor], total: int) -> None:
+        """Raises CapacityError: there cannot be so many rows as all ranks together have announced."""
+        if self.device.partition(":")[0] == "cpu":  # the memory of others is never promised in excess
+            for tensor in tensors:
+                check_room(total * row_bytes(tensor), f"a tensor with the {total} tokens of all ranks")
 
     def _check_way(self, split: TokenSplit, is_sequence_parallel: bool) -> None:
         if self._width > 1 and split.shared is bool(is_sequence_parallel):

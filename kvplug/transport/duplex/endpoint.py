@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.trust.addresses import unix_address
 from kvplug.net.trust.connection import Connection, dial
 from kvplug.net.trust.listener import Listener
@@ -33,11 +34,13 @@ class ContactEndpoint(PipeEndpoint, abc.ABC):
     def listen(self) -> PipeListener:
         listeners: list[Listener] = []
         try:
-            listeners.extend(
-                Listener.open(address, self._context.credentials, self.PURPOSE)
-                for address in self._addresses()
-            )
-            return self._listener(listeners, str(self.CONTACT.here(*(each.contact for each in listeners))))
+            with NamedExhaustion(f"listening for pipes {self.CONTACT.TRANSPORT!r}"):
+                listeners.extend(
+                    Listener.open(address, self._context.credentials, self.PURPOSE)
+                    for address in self._addresses()
+                )
+                contact = self.CONTACT.here(*(each.contact for each in listeners))
+                return self._listener(listeners, str(contact))
         except BaseException:
             for listener in listeners:
                 listener.close()
@@ -45,11 +48,12 @@ class ContactEndpoint(PipeEndpoint, abc.ABC):
 
     def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._context.timeout_s)
-        *others, last = self.CONTACT.parse(contact).reachable()
-        for address in others:
-            with contextlib.suppress(PeerGoneError):
-                return self._connect(address, deadline)
-        return self._connect(last, deadline)
+        with NamedExhaustion(f"connecting a pipe {self.CONTACT.TRANSPORT!r}"):
+            *others, last = self.CONTACT.parse(contact).reachable()
+            for address in others:
+                with contextlib.suppress(PeerGoneError):
+                    return self._connect(address, deadline)
+            return self._connect(last, deadline)
 
     def _dial(self, address: str, deadline: Deadline) -> Connection:
         """A proven connection to one of a contact's addresses. Raises as :meth:`PipeEndpoint.connect`."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import socket
 
 from kvplug.errors import PeerGoneError, TimeoutError
 from kvplug.net.deadline import Deadline
+from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.trust.connection import Connection
+from kvplug.net.trust.decline import raise_if_declined
+from kvplug.net.wire.frames import HEADER_SIZE
 
 
 class JoinStream:
@@ -22,20 +26,36 @@ class JoinStream:
         self._gone = gone
 
     def send(self, data: bytes, deadline: Deadline) -> None:
-        """Raises TimeoutError, PeerGoneError."""
+        """Raises TimeoutError, PeerGoneError; ResourceExhaustedError: here, or at the peer."""
         sock = self._connection.sock
         try:
             sock.settimeout(_seconds(deadline))
             sock.sendall(data)
             sock.settimeout(None)
         except OSError as e:
+            raise_if_exhausted(e, f"joining {self._connection.describe}")
+            self._check_last_word()
             raise self._error(e) from e
 
+    def _check_last_word(self) -> None:
+        """The peer has hung up: raise what it said of a resource that it lacked, if it did."""
+        try:
+            data = self._connection.sock.recv(HEADER_SIZE, socket.MSG_DONTWAIT)
+        except OSError:
+            return
+        raise_if_declined(self._connection, data, Deadline.after(0))
+
     def receive(self, nbytes: int, deadline: Deadline) -> bytes:
-        """Exactly so many bytes. Raises TimeoutError, PeerGoneError."""
+        """Exactly so many bytes.
+
+        Raises:
+            TimeoutError, PeerGoneError: they did not come.
+            ResourceExhaustedError: the peer has no resources to go on; or this process has none.
+        """
         data = b""
         while len(data) < nbytes:
             data += self.receive_some(nbytes - len(data), deadline)
+            raise_if_declined(self._connection, data, deadline)
         self._connection.sock.settimeout(None)
         return data
 
@@ -46,6 +66,7 @@ class JoinStream:
             sock.settimeout(_seconds(deadline))
             chunk = sock.recv(nbytes)
         except OSError as e:
+            raise_if_exhausted(e, f"joining {self._connection.describe}")
             raise self._error(e) from e
         if not chunk:
             raise PeerGoneError(f"{self._connection.describe} {self._gone}")

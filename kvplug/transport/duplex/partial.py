@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvplug.errors import KvplugError, TensorMismatchError, TimeoutError
+from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.wire.messages import check_fits, is_dense
 from kvplug.net.wire.tensors import TensorMeta, copy_into, memory_of, memory_of_writable
+from kvplug.transport.duplex.limit import MessageLimit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +63,7 @@ class PartialMessage:
         fill: Callable[[Tensor], bool],
         fail: Callable[[str], object],
         peer: str,
+        limit: MessageLimit | None = None,
     ) -> Tensor:
         """Receive a tensor in CPU memory: what is left of it, into ``out`` or memory of the pipe's.
 
@@ -71,15 +74,19 @@ class PartialMessage:
                 and count ``got``; False at the deadline.
             fail: The stream's position is lost: break the pipe.
             peer: For the error.
+            limit: The pipe's, of messages that it takes memory for; ``None``: what this process can have.
 
         Raises:
+            CapacityError: the message is too large for memory of the pipe's, and stays.
             TimeoutError: not all has arrived; the next call goes on with it.
             TensorMismatchError: ``out`` cannot be written; the message stays.
+            ResourceExhaustedError: there is no memory to copy it into ``out``; the message stays.
             KvplugError: what ``allocate`` and ``fill`` raise.
         """
         assert self.meta is not None
         tensor = out if self.own is None and out is not None and is_dense(out) else self.own
         if tensor is None:
+            (limit or MessageLimit()).check(self.nbytes, peer)
             tensor = allocate(self.meta)
         try:
             if not fill(tensor):
@@ -91,8 +98,8 @@ class PartialMessage:
                 raise self.late(peer)
         except KvplugError:
             raise
-        except BaseException:
-            fail(INTERRUPTED)
+        except BaseException as e:
+            fail(str(exhaustion_of(e, "receiving a message") or INTERRUPTED))
             raise
         if out is None or tensor is out:
             return tensor
@@ -100,6 +107,7 @@ class PartialMessage:
         try:
             copy_into(out, memory_of(tensor))
         except RuntimeError as e:
+            raise_if_exhausted(e, "copying a message into out=; it stays")
             raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
         return out
 

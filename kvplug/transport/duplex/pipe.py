@@ -11,8 +11,10 @@ import attrs
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.threads import end_at_exit
 from kvplug.transport.duplex.lifecycle import Lifecycle
+from kvplug.transport.duplex.limit import MessageLimit
 from kvplug.transport.pipe import Blocks, Pipe, Transfer
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ class PipeSettings:
     """The default timeout of calls, in seconds."""
     heartbeat_timeout_s: float
     """Seconds of silence that count as the peer's death, if its process cannot be watched."""
+    max_message_bytes: int | None = None
+    """The context's: the largest message that is received into memory of the pipe's."""
 
 
 class DuplexPipe(Pipe, abc.ABC):
@@ -40,11 +44,15 @@ class DuplexPipe(Pipe, abc.ABC):
     its constructor.
     """
 
-    def __init__(self, peer: str, timeout_s: float) -> None:
-        """``peer`` names the other end in messages; ``timeout_s`` is the default timeout of calls."""
+    def __init__(self, peer: str, timeout_s: float, limit: MessageLimit | None = None) -> None:
+        """``peer`` names the other end in messages; ``timeout_s`` is the default timeout of calls. ``limit``
+        bounds the messages that the transport takes memory for: it checks it before.
+        """
         self._peer = peer
         self._timeout_s = timeout_s
+        self._limit = limit or MessageLimit()
         self._lifecycle = Lifecycle(f"the pipe to {peer}")
+        self._naming = NamedExhaustion(f"the pipe to {peer}")
         self._sending, self._receiving = ExclusiveUse("sending"), ExclusiveUse("receiving")
         self._let_go = False
         """Everything was released."""
@@ -65,39 +73,43 @@ class DuplexPipe(Pipe, abc.ABC):
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         self._check_sending()
-        with self._sending.taken():
+        with self._sending.taken(), self._naming:
             return self._send(tensor, Deadline.after(timeout, self._timeout_s))
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         self._check_receiving()
-        with self._receiving.taken():
+        with self._receiving.taken(), self._naming:
             return self._receive(out, Deadline.after(timeout, self._timeout_s))
 
     def send_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Transfer:
         self._check_sending()
-        with self._sending.taken():
+        with self._sending.taken(), self._naming:
             return self._send_blocks(Blocks(views, block_ids), Deadline.after(timeout, self._timeout_s))
 
     def recv_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> None:
         self._check_receiving()
-        with self._receiving.taken():
+        with self._receiving.taken(), self._naming:
             blocks = Blocks(views, block_ids)
             blocks.check_distinct()
             self._receive_blocks(blocks, Deadline.after(timeout, self._timeout_s))
+
+    def limit_messages(self, nbytes: int) -> None:
+        self._limit.lower(nbytes)
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._timeout_s)
         if not self._lifecycle.close("is closed"):
             return
-        try:
-            self._drain(deadline)
-        finally:
-            self._end()
-        self._join_threads()
+        with self._naming:
+            try:
+                self._drain(deadline)
+            finally:
+                self._end()
+            self._join_threads()
 
     def abort(self) -> None:
         # Also ends a close() that is still draining in another thread.

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.deadline import Deadline
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import dial, dial_until
 from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.group.store import OK
+from kvplug.transport.group.store import ERRORS, OK
 
 PURPOSE = "group"
 """What a group's listener serves."""
@@ -66,7 +67,9 @@ class RemoteStore:
         channel.send(greeting, deadline.remaining())
         status, text = _pair(channel.recv(deadline.remaining()))
         if status != OK:
-            raise WireError(f"the group at {self._membership.peer} refused rank {self._rank}: {text}")
+            error = ERRORS.get(status, WireError)
+            said = peer_text(text)
+            raise error(f"the group at {self._membership.peer} refused rank {self._rank}: {said}")
 
     def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
         wait = request[-1] if request[0] in ("get", "take", "collect") else self._timeout_s

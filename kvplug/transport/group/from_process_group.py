@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvplug.errors import KvplugError, TransportError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug.transport.group.group import STORE_TIMEOUT_S, StatelessGroup
@@ -73,5 +74,5 @@ def _contact(told: Any) -> str:
         case {"contact": str(contact)}:
             return contact
         case {"failed": str(why)}:
-            raise TransportError(f"rank 0 cannot listen for the other ranks: {why}")
+            raise TransportError(f"rank 0 cannot listen for the other ranks: {peer_text(why)}")
     raise WireError("rank 0 did not say where it listens; same kvplug?")

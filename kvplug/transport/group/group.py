@@ -8,6 +8,7 @@ from kvplug.errors import CapacityError, ClosedError, ConfigError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener
 from kvplug.net.wire import values
@@ -141,15 +142,15 @@ class StatelessGroup:
             TimeoutError: no rank has set it.
             PeerGoneError, ClosedError: as the law says.
         """
-        return values.decode(self._ask("get", key, self._deadline(timeout).remaining()))
+        return _decoded(self._ask("get", key, self._deadline(timeout).remaining()))
 
     def delete(self, key: str) -> bool:
         """Delete a key. Returns whether it existed."""
-        return bool(self._ask("delete", key))
+        return _checked(self._ask("delete", key), bool)  # type: ignore[no-any-return]
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a number (0 if it does not exist) atomically. Returns the sum."""
-        return int(self._ask("add", key, amount))
+        return _checked(self._ask("add", key, amount), int)  # type: ignore[no-any-return]
 
     # -- collectives ---------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class StatelessGroup:
         with self._collective.taken():
             data = values.encode(value)
             gathered = self._collect("all_gather", data, self._deadline(timeout))
-        return [values.decode(each) for each in gathered]
+        return [_decoded(each) for each in gathered]
 
     def broadcast(self, value: object, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
         """The value that rank ``src`` gave; what the others give is ignored. ``src`` does not wait.
@@ -214,12 +215,14 @@ class StatelessGroup:
         number = self._numbers.get((kind, 0), 0)
         name = f"{kind} {number}"
         try:
-            gathered: list[bytes] = self._ask("collect", name, data, deadline.remaining())
+            gathered = self._ask("collect", name, data, deadline.remaining())
         except CapacityError:
             self._collected(kind, number)  # the round was complete, only its result does not fit
             raise
         self._collected(kind, number)
-        return gathered
+        if len(_checked(gathered, list)) != self.world_size:
+            raise WireError(f"rank 0 answered with {len(gathered)} of {self.world_size} ranks' values")
+        return [_checked(each, bytes) for each in gathered]
 
     def _collected(self, kind: str, number: int) -> None:
         self._numbers[kind, 0] = number + 1
@@ -237,7 +240,7 @@ class StatelessGroup:
         data = self._ask("take", kind, number, src, deadline.remaining())
         self._numbers[slot] = number + 1
         self._access.send(("taken", kind, number, src))
-        return values.decode(data)
+        return _decoded(data)
 
     def _ask(self, *request: Any) -> Any:
         if self._closed:
@@ -247,7 +250,7 @@ class StatelessGroup:
             return answer
         if self._closed:
             raise ClosedError("the group was closed during the call")
-        raise ERRORS.get(status, WireError)(str(answer))
+        raise ERRORS.get(status, WireError)(peer_text(answer))
 
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._timeout_s)
@@ -287,3 +290,16 @@ class StatelessGroup:
             self.close()
         else:
             self.abort()
+
+
+def _checked(answer: Any, kind: type) -> Any:
+    """Raises WireError: rank 0 answers with another type."""
+    if type(answer) is not kind:
+        raise WireError(
+            f"rank 0 answered with a {type(answer).__name__}, not a {kind.__name__}; same kvplug?"
+        )
+    return answer
+
+
+def _decoded(answer: Any) -> Any:
+    return values.decode(_checked(answer, bytes))

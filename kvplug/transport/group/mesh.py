@@ -11,8 +11,9 @@ followed by the encoded news.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -21,12 +22,15 @@ from kvplug.errors import (
     ClosedError,
     KvplugError,
     PeerGoneError,
+    ResourceExhaustedError,
     TensorMismatchError,
     TimeoutError,
     TransportError,
     WireError,
 )
 from kvplug.net.deadline import Deadline
+from kvplug.net.exhaustion import exhaustion_of
+from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import decode, encode
 from kvplug.transport.pipe import Pipe
 
@@ -55,7 +59,7 @@ class _End:
     pipe: Pipe
     early: deque[torch.Tensor] = attrs.field(factory=deque)
     """Tensors that arrived while the rank waited for something else."""
-    bad: tuple[type[KvplugError], str] | None = None
+    bad: Callable[[], KvplugError] | None = None
     """Why nothing more arrives. Not an exception: its traceback would keep the frames' objects alive."""
     stopped: bool = False
     """Its rank has given up the collective that is under way."""
@@ -64,8 +68,7 @@ class _End:
 
     def error(self) -> KvplugError:
         """The exception to raise where ``bad`` is set."""
-        kind, why = self.bad or (TransportError, "the connection ended")
-        return kind(why)
+        return TransportError("the connection ended") if self.bad is None else self.bad()
 
 
 class Mesh:
@@ -212,8 +215,12 @@ class Mesh:
         if self._said_why:
             return
         self._given_up, self._said_why = True, error is not None
+        if error is None:
+            self._announce(["stopped"])
+            return
+        lacking = exhaustion_of(error)
         kind = type(error).__name__ if type(error).__name__ in _KINDS else "TransportError"
-        self._announce(["stopped"] if error is None else ["ended", kind, str(error)[:2000]])
+        self._announce(["ended", kind, str(lacking or error)[:2000], lacking.resource if lacking else ""])
 
     def leave(self) -> None:
         """Inform all others that this rank has finished all its calls, unless it gave up. Never waits."""
@@ -270,7 +277,7 @@ class Mesh:
         except (TimeoutError, TransportError) as e:
             self.give_up()
             try:
-                if isinstance(e, own):
+                if isinstance(e, (*own, ResourceExhaustedError)):
                     self._find_loss()
                 else:
                     self._find_fault(e, among)
@@ -327,10 +334,10 @@ class Mesh:
                 news = _value_of(end.pipe.recv_tensor(timeout=_NEWS_S))
         except TimeoutError:
             return
-        except ClosedError:
+        except (ClosedError, ResourceExhaustedError):
             raise
         except KvplugError as e:
-            end.bad = type(e), str(e)
+            end.bad = functools.partial(type(e), str(e))
             return
         match news:
             case ["left", int(collectives)]:
@@ -338,8 +345,11 @@ class Mesh:
                 return
         end.stopped = True
         match news:
-            case ["ended", str(kind), str(why)]:
-                end.bad = _KINDS.get(kind, TransportError), f"rank {rank} has given up: {why}"
+            case ["ended", str(kind), str(why), str(resource)]:
+                why = f"rank {rank} has given up: {peer_text(why)}"
+                end.bad = functools.partial(_KINDS.get(kind, TransportError), why)
+                if resource:
+                    end.bad = functools.partial(ResourceExhaustedError, why, resource=peer_text(resource))
 
     @contextlib.contextmanager
     def _sending(self, rank: int) -> Iterator[None]:

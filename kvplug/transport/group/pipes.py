@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvplug.errors import ConfigError, PeerGoneError, TimeoutError, TransportError
+from kvplug.errors import ConfigError, PeerGoneError, TimeoutError, TransportError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.peer_text import peer_text
 from kvplug.transport.group.group import STORE_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def connect_ranks(
         TimeoutError: a peer did not come in time; names it.
         PeerGoneError: a peer is gone; names it.
         TransportError: a peer could not listen, and why.
+        WireError: a peer sent something else than where it listens.
         Whatever the endpoint raises. Pipes made so far are aborted.
     """
     deadline = Deadline.after(timeout, STORE_TIMEOUT_S)
@@ -77,7 +79,9 @@ def _listen_for(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadli
 
 
 def _dial(group: StatelessGroup, endpoint: PipeEndpoint, peer: int, deadline: Deadline) -> Pipe:
-    what, text = group.recv(peer, deadline.remaining())
-    if what != "contact":
-        raise TransportError(text)
-    return endpoint.connect(text, deadline.remaining())
+    match group.recv(peer, deadline.remaining()):
+        case ("contact", str(contact)):
+            return endpoint.connect(contact, deadline.remaining())
+        case ("failed", str(why)):
+            raise TransportError(peer_text(why))
+    raise WireError(f"rank {peer} did not say where it listens; same kvplug?")

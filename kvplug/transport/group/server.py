@@ -17,6 +17,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
+from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.identity import this_process
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 30.0
 _LAST_ANSWERS_S = 1.0
+_CONNECTIONS_PER_RANK = 256
+"""Served at once, each in a thread: a rank has one, and one for each of its threads that waits."""
 _ONE_WAY = frozenset({"taken", "collected"})
 """Requests without an answer."""
 
@@ -39,17 +42,29 @@ class StoreServer:
     """
 
     def __init__(self, listener: Listener | None, world_size: int, label: str) -> None:
+        """Takes over the listener, also if it raises.
+
+        Raises:
+            ResourceExhaustedError: the process can start no more threads, or has no free descriptor.
+        """
         self.store = Store(world_size)
-        self.store.add_self(this_process(label))
         self._listener = listener
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
         self._answers = 0
+        self._most = _CONNECTIONS_PER_RANK * world_size
         self._channels: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
-        if listener is not None:
-            self._start(self._accept, (), "kvplug group", listener.close)
+        try:
+            with NamedExhaustion("serving a group"):
+                self.store.add_self(this_process(label))
+                if listener is not None:
+                    self._start(self._accept, (), "kvplug group", listener.close)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
 
     def _start(self, target: Any, args: tuple[Any, ...], name: str, stop: Callable[[], None]) -> None:
         def run() -> None:
@@ -61,7 +76,11 @@ class StoreServer:
 
         thread = BackgroundThread(run, name=name, stop=stop)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            self._threads.discard(thread)
+            raise
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -70,14 +89,37 @@ class StoreServer:
                 connection = self._listener.accept(None)
             except ClosedError:
                 return
-            channel = Channel(connection, timeout_s=_ANSWER_TIMEOUT_S)
-            with self._lock:
-                if self._closed:
-                    channel.close()
-                    return
-                self._channels.add(channel)
-                stop = partial(self._hang_up, channel)
-                self._start(self._serve, (channel,), f"kvplug group, {channel.peer}", stop)
+            try:
+                channel = Channel(connection, timeout_s=_ANSWER_TIMEOUT_S)
+            except KvplugError as e:  # no descriptor is free to watch its peer
+                logger.warning("%s is not served by the group: %s", connection.describe, e)
+                continue
+            try:
+                with self._lock:
+                    if self._closed:
+                        channel.close()
+                        return
+                    crowded = len(self._channels) >= self._most
+                    if not crowded:
+                        self._channels.add(channel)
+                        stop = partial(self._hang_up, channel)
+                        self._start(self._serve, (channel,), f"kvplug group, {channel.peer}", stop)
+            except RuntimeError as e:
+                self._turn_away(channel, e)
+                continue
+            if crowded:
+                logger.warning("%s is turned away: there are %d connections", channel.peer, self._most)
+                channel.close()
+
+    def _turn_away(self, channel: Channel, error: RuntimeError) -> None:
+        """No thread could be started to serve it."""
+        why = str(exhaustion_of(error, f"serving {channel.peer}") or error)
+        logger.warning("%s is not served by the group: %s", channel.peer, why)
+        with contextlib.suppress(KvplugError):
+            channel.send(("exhausted", why), 0)
+        with self._lock:
+            self._channels.discard(channel)
+        channel.close()
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -125,7 +167,7 @@ class StoreServer:
             request = channel.recv(None)
             with self._answering():
                 answer = self.store.answer(rank, request)
-                if isinstance(request, tuple) and request and request[0] in _ONE_WAY:
+                if _is_one_way(request):
                     continue
                 try:
                     channel.send(answer)
@@ -163,6 +205,13 @@ class StoreServer:
     def after_fork_in_child(self) -> None:
         self._lock = threading.Lock()
         self.store.after_fork_in_child()
+
+
+def _is_one_way(request: Any) -> bool:
+    match request:
+        case (str(kind), *_):
+            return kind in _ONE_WAY
+    return False
 
 
 class LocalStore:

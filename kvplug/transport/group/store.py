@@ -12,13 +12,23 @@ from typing import Any
 
 import attrs
 
-from kvplug.errors import CapacityError, KvplugError, PeerGoneError, TimeoutError, WireError
+from kvplug.errors import (
+    CapacityError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    WireError,
+)
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 
 MAX_KEY = 512
-"""Characters."""
+"""Characters of a key, or of the name of a round."""
+MAX_BYTES = 1 << 30
+"""Of all that the store holds, each value with ``_VALUE_BYTES`` more. Ranks exchange a few kilobytes."""
+_VALUE_BYTES = 1024
 
 # How an answer crosses to another rank, and what it becomes there.
 OK = "ok"
@@ -26,6 +36,7 @@ ERRORS: dict[str, type[KvplugError]] = {
     "timeout": TimeoutError,
     "gone": PeerGoneError,
     "large": CapacityError,
+    "exhausted": ResourceExhaustedError,
     "refused": WireError,
 }
 
@@ -48,12 +59,19 @@ class Store:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._members: dict[int, _JoinedRank] = {}
         self._keys: dict[str, bytes] = {}
         self._mailbox: dict[tuple[str, int, int, int], bytes] = {}  # kind, sender, receiver, number
         self._rounds: dict[str, _Round] = {}
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that count against the bound."""
+        return self._nbytes
 
     @property
     def num_entries(self) -> int:
@@ -64,7 +82,7 @@ class Store:
 
     def join(self, rank: int, world_size: int, identity: PeerIdentity) -> None:
         """Raises WireError: that rank cannot join, and why."""
-        with self._changed:
+        with self._lock:
             if world_size != self._world_size:
                 raise WireError(
                     f"world_size: rank {rank} ({identity}) says {world_size}, rank 0 says"
@@ -95,7 +113,7 @@ class Store:
 
     def part(self, rank: int, absent: str) -> None:
         """A rank "has left" or "is gone": ranks that wait for it get ``PeerGoneError``."""
-        with self._changed:
+        with self._lock:
             member = self._members.get(rank)
             if member is not None and not member.absent:
                 member.absent = absent
@@ -143,41 +161,64 @@ class Store:
 
     def _set(self, key: str, data: bytes) -> None:
         _check_key(key)
-        with self._changed:
-            self._keys[key] = data
-            self._changed.notify_all()
+        with self._lock:
+            self._put(key, data)
+
+    def _put(self, key: str, data: bytes) -> None:
+        """With the lock."""
+        self._count(len(data) - len(self._keys[key]) if key in self._keys else _cost(data))
+        self._keys[key] = data
+        self._changed.notify_all()
+
+    def _count(self, nbytes: int) -> None:
+        """With the lock: count what is to be held from now on, or no longer.
+
+        Raises:
+            CapacityError: it would be too much; it is not counted.
+        """
+        if nbytes > 0 and self._nbytes + nbytes > MAX_BYTES:
+            raise CapacityError(
+                f"the group's store holds {self._nbytes} bytes and has no room for {nbytes} more; delete keys"
+                " that are not needed, and use transports for large data"
+            )
+        self._nbytes += nbytes
 
     def _get(self, rank: int, key: str, deadline: Deadline) -> bytes:
         _check_key(key)
-        with self._changed:
+        with self._lock:
             self._wait(rank, lambda: key in self._keys, deadline, lambda: f"no rank has set {key!r} in time")
             return self._keys[key]
 
     def _delete(self, key: str) -> bool:
-        with self._changed:
-            return self._keys.pop(key, None) is not None
+        with self._lock:
+            data = self._keys.pop(key, None)
+            if data is None:
+                return False
+            self._count(-_cost(data))
+            return True
 
     def _add(self, key: str, amount: int) -> int:
         _check_key(key)
-        with self._changed:
+        with self._lock:
             held = values.decode(self._keys[key]) if key in self._keys else 0
             if type(held) is not int:
                 raise WireError(f"{key!r} holds no number to add to")
-            self._keys[key] = values.encode(held + amount)
-            self._changed.notify_all()
+            self._put(key, values.encode(held + amount))
             return held + amount
 
     def _post(self, kind: str, sender: int, number: int, receivers: Iterable[int], data: bytes) -> None:
-        with self._changed:
-            for receiver in receivers:
-                member = self._members.get(receiver)
-                if member is not None and not member.absent:
-                    self._mailbox.setdefault((kind, sender, receiver, number), data)
+        _check_key(kind)
+        with self._lock:
+            here = self._here()
+            slots = {(kind, sender, receiver, number) for receiver in receivers if receiver in here}
+            for slot in slots - self._mailbox.keys():
+                self._count(_cost(data))
+                self._mailbox[slot] = data
             self._changed.notify_all()
 
     def _take(self, kind: str, sender: int, receiver: int, number: int, deadline: Deadline) -> bytes:
         key = (kind, sender, receiver, number)
-        with self._changed:
+        with self._lock:
 
             def arrived() -> bool:
                 if key in self._mailbox:
@@ -189,14 +230,18 @@ class Store:
             return self._mailbox[key]
 
     def _taken(self, key: tuple[str, int, int, int]) -> None:
-        with self._changed:
-            self._mailbox.pop(key, None)
+        with self._lock:
+            self._drop_message(key)
             self._changed.notify_all()
 
     def _collect(self, name: str, rank: int, data: bytes, deadline: Deadline) -> list[bytes]:
-        with self._changed:
-            this = self._rounds.setdefault(name, _Round())
-            this.contributions.setdefault(rank, data)
+        _check_key(name)
+        with self._lock:
+            this = self._rounds.get(name, _Round())
+            if rank not in this.contributions:
+                self._count(_cost(data))
+                this.contributions[rank] = data
+                self._rounds[name] = this
             self._changed.notify_all()
 
             def missing() -> list[int]:
@@ -216,7 +261,7 @@ class Store:
             return [this.contributions[r] for r in range(self._world_size)]
 
     def _collected(self, name: str, rank: int) -> None:
-        with self._changed:
+        with self._lock:
             this = self._rounds.get(name)
             if this is not None:
                 this.collected.add(rank)
@@ -248,10 +293,16 @@ class Store:
         """Drop values that no remaining rank will fetch."""
         here = self._here()
         for key in [key for key in self._mailbox if key[2] not in here]:
-            del self._mailbox[key]
+            self._drop_message(key)
         for name, this in list(self._rounds.items()):
             if self._complete(this) and not here - this.collected:
                 del self._rounds[name]
+                self._count(-sum(map(_cost, this.contributions.values())))
+
+    def _drop_message(self, key: tuple[str, int, int, int]) -> None:
+        data = self._mailbox.pop(key, None)
+        if data is not None:
+            self._count(-_cost(data))
 
     def _here(self) -> set[int]:
         return {rank for rank, member in self._members.items() if not member.absent}
@@ -262,7 +313,7 @@ class Store:
     def drain(self, deadline: Deadline) -> bool:
         """Rank 0 leaves. Wait until the remaining ranks have fetched everything that is ready for them."""
         self.part(0, "has left")
-        with self._changed:
+        with self._lock:
             while self._mailbox or any(map(self._complete, self._rounds.values())):
                 if self._closed or deadline.expired or not self._here():
                     return False
@@ -271,25 +322,30 @@ class Store:
 
     def close(self) -> None:
         """Requests that wait, and all later ones, raise ``PeerGoneError`` that says what was missing."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
     def after_fork_in_child(self) -> None:
         self._closed = True
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
 
 def _all_int(ranks: Iterable[object]) -> bool:
     return all(type(rank) is int for rank in ranks)
 
 
+def _cost(data: bytes) -> int:
+    return len(data) + _VALUE_BYTES
+
+
 def _check_key(key: str) -> None:
     if not 0 < len(key) <= MAX_KEY:
-        raise WireError(f"a key has 1 to {MAX_KEY} characters, this one {len(key)}")
+        raise WireError(f"a key, or the name of a round, has 1 to {MAX_KEY} characters, this one {len(key)}")
 
 
 def _deadline(wait: object) -> Deadline:
     if wait is None or (isinstance(wait, int | float) and wait >= 0):
         return Deadline.after(wait)
-    raise WireError(f"{wait!r} is no time to wait")
+    raise WireError("a rank asked to wait for what is no time")

@@ -54,6 +54,8 @@ class Pipe(abc.ABC):
             TimeoutError: there was no room in time; nothing was queued.
             PeerGoneError, ClosedError, BusyError: as the law says.
             UnsupportedError: the tensor's device or dtype is not carried; nothing was queued.
+            ResourceExhaustedError: there is no free thread or memory for it. Nothing was queued, or the pipe
+                is broken and says so.
         """
 
     @abc.abstractmethod
@@ -65,8 +67,11 @@ class Pipe(abc.ABC):
         Raises:
             TensorMismatchError: ``out`` does not fit, or the message is ``None`` and ``out`` was given;
                 the message stays and can be received by another call.
+            CapacityError: without ``out``: the message is larger than the context's ``max_message_bytes``,
+                than :meth:`limit_messages` allows, or than the memory there is; it stays.
             TimeoutError: nothing (or not all) arrived in time. Nothing is lost: the next call gets the
                 message, or goes on with it; or the pipe is broken and says so. It is never skipped.
+            ResourceExhaustedError: there is no free thread or memory for it; the same holds.
             PeerGoneError, ClosedError, BusyError: as the law says.
         """
 
@@ -104,6 +109,14 @@ class Pipe(abc.ABC):
         self.recv_tensor(tensor, timeout=timeout)
         blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
 
+    def limit_messages(self, nbytes: int) -> None:  # noqa: B027 - a transport need not be able to
+        """Take no memory for messages of more than ``nbytes`` bytes from now on.
+
+        ``recv_tensor`` without ``out`` raises ``CapacityError`` for them, and they stay. For users whose
+        messages are small, since a peer may announce any size. A transport that does not override it has only
+        the limit of its context.
+        """
+
     @abc.abstractmethod
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Send what is queued within ``timeout``, then end. Idempotent. Never raises for a dead peer."""
@@ -136,6 +149,8 @@ class PipeListener(abc.ABC):
 
         Raises:
             TimeoutError: no peer connected.
+            ResourceExhaustedError: a peer connected, and the process has no free descriptor, thread or memory
+                for its pipe. The listener goes on.
             ClosedError: the listener is closed (also when that happens during the wait).
         """
 
@@ -153,6 +168,7 @@ class PipeEndpoint(abc.ABC):
 
         Raises:
             AddressInUseError, InsecureAddressError, TransportError: it cannot, and why.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
         """
 
     @abc.abstractmethod
@@ -164,4 +180,5 @@ class PipeEndpoint(abc.ABC):
             PeerGoneError: no process listens there any more.
             AuthenticationError: one end did not prove itself to the other.
             WireError: the contact is not one of this transport's.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
         """

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
-from kvplug.errors import TimeoutError
+from kvplug.errors import ClosedError, TimeoutError
 from kvplug.net.deadline import Deadline, Timeout
 
 logger = logging.getLogger(__name__)
 
 
+_process = object()
+"""Another one in each forked child."""
+
+
 class Transfer:
     """One ``send_tensor`` under way. It always ends, in success or in an error.
 
-    Thread-safe. The transport calls :meth:`finish` or :meth:`fail` exactly once; users wait.
+    Thread-safe. The transport calls :meth:`finish` or :meth:`fail` exactly once; users wait. In a forked
+    child the parent's transfers have ended, those under way with ``ClosedError``: the thread of the parent
+    that was about to end one does not exist there.
 
     >>> transfer = Transfer(4096)
     >>> transfer.finish()
@@ -25,13 +32,14 @@ class Transfer:
 
     # Most transfers of small messages have ended before any thread waits, so the first waiter makes the
     # event.
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_event", "_lock", "nbytes")
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_event", "_lock", "_process", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._done = False
         self._error: BaseException | None = None
         self._lock = threading.RLock()  # a signal's handler may end the transfer whose lock its thread holds
+        self._process = _process
         self._event: threading.Event | None = None
         self._callbacks: list[Callable[[Transfer], None]] = []
 
@@ -41,10 +49,12 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether it has ended. From then on the caller may overwrite the tensor it sent."""
+        self._look_for_fork()
         return self._done
 
     def error(self) -> BaseException | None:
         """What it failed with; ``None`` while under way and after success."""
+        self._look_for_fork()
         return self._error
 
     def wait(self, timeout: Timeout = None) -> None:
@@ -55,6 +65,7 @@ class Transfer:
             KvplugError: what it failed with.
         """
         deadline = Deadline.after(timeout)
+        self._look_for_fork()
         with self._lock:
             if not self._done and self._event is None:
                 self._event = threading.Event()
@@ -65,6 +76,7 @@ class Transfer:
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call ``callback(self)`` once it has ended: at once if it has, else in the thread that ends it."""
+        self._look_for_fork()
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -89,6 +101,11 @@ class Transfer:
         if not self._done:
             self._error = error
             self._done = True
+        self._process = _process
+
+    def _look_for_fork(self) -> None:
+        if self._process is not _process:
+            self.after_fork(ClosedError("the transfer belongs to the process that this one was forked from"))
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
@@ -104,3 +121,12 @@ class Transfer:
                 callback(self)
             except Exception:  # it runs in a transport's thread, which others depend on
                 logger.exception("a callback of %r failed", self)
+
+
+def _in_child() -> None:
+    global _process
+    _process = object()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

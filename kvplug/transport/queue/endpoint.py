@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvplug.errors import CapacityError, ConfigError, KvplugError, TransportError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.peer_text import peer_text
 from kvplug.transport.queue.handle import QueueHandle, listed
 from kvplug.transport.queue.queue import MessageQueue
 from kvplug.transport.queue.rendezvous import Rendezvous, rendezvous_of
@@ -38,7 +40,8 @@ class QueueEndpoint(abc.ABC):
 
         Raises:
             ConfigError: a rank comes twice.
-            CapacityError, TransportError, AddressInUseError, InsecureAddressError: it cannot be made.
+            TransportError, AddressInUseError, InsecureAddressError: it cannot be made.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
         """
 
     @abc.abstractmethod
@@ -53,8 +56,10 @@ class QueueEndpoint(abc.ABC):
             PeerGoneError: the writer is gone.
             TimeoutError: the writer did not answer.
             AuthenticationError: one end did not prove itself to the other.
+            ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
         """
 
+    @NamedExhaustion("making a message queue with the ranks of a group")
     def create_from_process_group(
         self,
         group: StatelessGroup | ProcessGroup,
@@ -74,6 +79,7 @@ class QueueEndpoint(abc.ABC):
             ClosedError, BusyError: as the law of a kvplug group says.
             ConfigError: ``writer_rank`` is no rank of the group.
             UnsupportedError: it is neither kind of group, or a torch process group without CPU tensors.
+            ResourceExhaustedError: this process has no free descriptor, thread or memory for its end.
         """
         rendezvous = rendezvous_of(group)
         if not 0 <= writer_rank < rendezvous.world_size:
@@ -141,7 +147,9 @@ def _agreed(
             raise
         told = [why if rank == rendezvous.rank else "" for rank in range(rendezvous.world_size)]
     failed = [
-        f"rank {rank} cannot make its end of the queue: {each}" for rank, each in enumerate(told) if each
+        f"rank {rank} cannot make its end of the queue: {peer_text(each, 2 * _MOST_WORDS)}"
+        for rank, each in enumerate(told)
+        if each != ""
     ]
     if failed or queue is None:
         raise TransportError("; ".join(failed)) from error

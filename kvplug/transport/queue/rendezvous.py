@@ -11,6 +11,7 @@ import msgspec
 
 from kvplug.errors import KvplugError, TransportError, UnsupportedError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.exhaustion import raise_if_exhausted
 
 _MAX_BYTES: Final = 1 << 20
 """Of one value, looked at before anything is allocated. A handle has some hundred bytes."""
@@ -118,7 +119,8 @@ def _collective() -> Iterator[None]:
         yield
     except KvplugError:
         raise
-    except (RuntimeError, ValueError) as e:  # torch has no narrower exception for a peer that is gone or late
+    except (RuntimeError, ValueError, MemoryError) as e:  # torch has none for a peer that is gone or late
+        raise_if_exhausted(e, "a collective of the process group")
         raise TransportError(f"a collective of the process group failed: {e}") from e
 
 

@@ -38,6 +38,7 @@ class CpuEndpoint(ContactEndpoint):
             socket_buffer_bytes=self._options.socket_buffer_bytes,
             timeout_s=context.timeout_s,
             heartbeat_timeout_s=context.heartbeat_timeout_s,
+            max_message_bytes=context.max_message_bytes,
         )
 
     def _addresses(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -14,7 +15,14 @@ import torch.distributed
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from kvplug import ClosedError, ConfigError, KvplugError, PluginError, TimeoutError, TransportError
-from kvplug.transport import BackgroundThread, Deadline, end_at_exit
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    NamedExhaustion,
+    end_at_exit,
+    ensure_available,
+    raise_if_exhausted,
+)
 from kvplug_cpu.store import GroupStore
 
 _STEP_S = 0.05
@@ -24,6 +32,10 @@ _BEYOND_S = 5.0
 _FOR_EVER = timedelta(days=365)
 _NOBODYS_TAG = 0x6B76
 _ENDING_S = 2.0
+_THREADS = 3
+"""Threads of a group."""
+_DESCRIPTORS = 8
+"""Descriptors of a group, and a reserve, besides one for each rank."""
 
 
 class Gloo:
@@ -86,26 +98,43 @@ class Gloo:
         from torch.distributed import ProcessGroupGloo
 
         found: list[Any] = []
+        given_up = threading.Event()
+
+        def options() -> Any:
+            made = ProcessGroupGloo._Options()
+            made._timeout = _span(deadline, 0.0)
+            made._devices = [ProcessGroupGloo.create_device(hostname=address)]
+            return made
 
         def connect() -> None:
             try:
-                options = ProcessGroupGloo._Options()
-                options._timeout = _span(deadline, 0.0)
-                options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-                found.append(ProcessGroupGloo(store, rank, world_size, options))
+                # Not in a variable: errors of the store keep this frame, and the device has a thread and
+                # sockets, which would stay until a garbage collection.
+                found.append(ProcessGroupGloo(store, rank, world_size, options()))
             except BaseException as e:
                 found.append(e)
+            if given_up.is_set():
+                found.clear()
 
         # gloo's timeout applies to each of its steps: only another thread can keep the deadline.
+        what = f"gloo at {address}"
+        # Another rank may be a thread of this process, and need as many now.
+        ensure_available(what, descriptors=2 * (_DESCRIPTORS + world_size), threads=2 * _THREADS)
         thread = BackgroundThread(connect, name="kvplug-cpu-gloo", stop=partial(_abandon, store))
-        thread.start()
-        while not found:
-            left = deadline.remaining()
-            thread.join(_STEP_S if left is None else min(_STEP_S, left))
-            if not found:
-                check()
-                if deadline.expired:
-                    raise TimeoutError("the ranks did not connect to each other through gloo in time")
+        with NamedExhaustion(what):
+            thread.start()
+        try:
+            while not found:
+                left = deadline.remaining()
+                thread.join(_STEP_S if left is None else min(_STEP_S, left))
+                if not found:
+                    check()
+                    if deadline.expired:
+                        raise TimeoutError("the ranks did not connect to each other through gloo in time")
+        except BaseException:
+            given_up.set()
+            found.clear()
+            raise
         thread.join()
         if isinstance(found[0], BaseException):
             with _mapped(f"gloo could not connect the ranks at {address}"):
@@ -118,7 +147,9 @@ class Gloo:
         self.group = None
         if self._stuck:
             # The thread that drops the last reference to the group waits for operations under way.
-            BackgroundThread(last.clear, name="kvplug-cpu-gloo", stop=lambda: None).start()
+            dropping = BackgroundThread(last.clear, name="kvplug-cpu-gloo", stop=lambda: None)
+            with contextlib.suppress(RuntimeError):  # no thread: this one waits
+                dropping.start()
 
     def after_fork_in_child(self) -> None:
         """In a forked child gloo's threads do not exist, and destroying the group would wait for them: keep
@@ -141,12 +172,12 @@ class Gloo:
     # crashes the process.
 
     def all_reduce(self, tensor: torch.Tensor, deadline: Deadline) -> None:
-        self._run(AllreduceOptions(), deadline, lambda group, options: group.allreduce([tensor], options))
+        self._run("allreduce", [tensor], options=AllreduceOptions(), deadline=deadline)
 
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: Deadline) -> None:
         options = BroadcastOptions()
         options.rootRank = root
-        self._run(options, deadline, lambda group, options: group.broadcast([tensor], options))
+        self._run("broadcast", [tensor], options=options, deadline=deadline)
 
     def all_to_all(
         self,
@@ -157,13 +188,10 @@ class Gloo:
         deadline: Deadline,
     ) -> None:
         """``sizes[r]`` elements of ``tensor`` to rank r, ``output_sizes[r]`` from it."""
-        self._run(
-            AllToAllOptions(),
-            deadline,
-            lambda group, options: group.alltoall_base(output, tensor, output_sizes, sizes, options),
-        )
+        given = (output, tensor, output_sizes, sizes)
+        self._run("alltoall_base", *given, options=AllToAllOptions(), deadline=deadline)
 
-    def _run(self, options: Any, deadline: Deadline, start: Callable[[Any, Any], Any]) -> None:
+    def _run(self, operation: str, *given: Any, options: Any, deadline: Deadline) -> None:
         """Raises TransportError: gloo failed. TimeoutError, and the errors of ``check``: it was stopped."""
         options.timeout = _span(deadline, _BEYOND_S)
         group = self.group
@@ -171,7 +199,7 @@ class Gloo:
         self._inside = True
         try:
             with _mapped("gloo"):
-                work = start(group, options)
+                work = getattr(group, operation)(*given, options)
                 while not self._ended(work, Deadline.after(min(_STEP_S, _left(deadline)))):
                     if self._leaving:
                         raise ClosedError("the program leaves")
@@ -187,16 +215,19 @@ class Gloo:
             raise
         finally:
             self._inside = False
-            del group, work  # an error's traceback keeps locals alive, and the group has threads and sockets
+            del group, work  # an error's traceback keeps locals alive, and these have threads and sockets
 
     def _ended(self, work: Any, deadline: Deadline) -> bool:
-        """Raises RuntimeError: it has ended in an error."""
+        """Raises RuntimeError: it has ended in an error, whose traceback does not keep it."""
         try:
             work.wait(timedelta(seconds=max(0.001, _left(deadline))))
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait(timedelta(seconds=0.001))  # it may have ended well just now
+            try:
+                work.wait(timedelta(seconds=0.001))  # it may have ended well just now
+            finally:
+                del work
         return True
 
     def _stop(self, group: Any, work: Any) -> None:
@@ -222,12 +253,15 @@ def _keep_for_ever(thing: object) -> None:
 
 @contextlib.contextmanager
 def _mapped(what: str) -> Iterator[None]:
-    """Map torch's RuntimeErrors. Errors of kvplug's store pass through gloo unchanged."""
+    """Map torch's errors. Errors of kvplug's store pass through gloo unchanged."""
     try:
         yield
+    except MemoryError as e:
+        raise TransportError(f"{what}: no memory") from e
     except RuntimeError as e:
         if isinstance(e, KvplugError):
             raise
+        raise_if_exhausted(e, what)
         reason = str(e).partition("] ")[2] or str(e)
         raise TransportError(f"{what}: {reason.partition('. This is')[0].strip()}") from e
 

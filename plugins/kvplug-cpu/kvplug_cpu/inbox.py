@@ -20,6 +20,7 @@ from kvplug.transport import (
     Deadline,
     DescriptorGuard,
     Lifecycle,
+    MessageLimit,
     PartialMessage,
     WireError,
 )
@@ -167,6 +168,7 @@ class Inbox:
         connections: list[DataConnection],
         *,
         peer: str,
+        message_limit: MessageLimit,
         lifecycle: Lifecycle,
         descriptors: DescriptorGuard,
         lost: Callable[[str], None],
@@ -174,6 +176,7 @@ class Inbox:
         stop: Callable[[], None],
     ) -> None:
         self._peer = peer
+        self._limit = message_limit
         self._lifecycle = lifecycle
         self._lost = lost
         self._fail = fail
@@ -200,6 +203,7 @@ class Inbox:
                 fill=lambda memory: self._fill(message, memory_of_writable(memory), deadline),
                 fail=self._fail,
                 peer=self._peer,
+                limit=self._limit,
             )
         self._incoming = None
         return tensor

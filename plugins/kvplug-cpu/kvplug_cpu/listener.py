@@ -8,7 +8,7 @@ import threading
 
 import attrs
 
-from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError
 from kvplug.transport import Connection, Deadline, HeartbeatTerms, Listener, Pipe, PipeAcceptor
 from kvplug_cpu.join import CONTROL, Join, say_ready
 from kvplug_cpu.pipe import CpuPipe, CpuPipeSettings
@@ -24,6 +24,8 @@ class _Session:
     connections: dict[int, Connection] = attrs.field(factory=dict)
     """The data connections, which this object owns until they are a pipe."""
     complete: bool = False
+    shortage: ResourceExhaustedError | None = None
+    """What this process lacked for a connection that may be one of them."""
 
 
 class CpuListener(PipeAcceptor):
@@ -34,18 +36,20 @@ class CpuListener(PipeAcceptor):
     ) -> None:
         self._max_connections = max_connections
         self._settings = settings
-        self._arrived = threading.Condition()
+        self._joining = threading.RLock()
+        self._arrived = threading.Condition(self._joining)
         self._sessions: dict[bytes, _Session] = {}
         super().__init__(listeners, transport="cpu", contact=contact, timeout_s=settings.timeout_s)
 
     def close(self) -> None:
         super().close()
-        with self._arrived:
+        with self._joining:
             self._arrived.notify_all()
 
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
-        self._arrived = threading.Condition()  # a thread of the parent may have been inside
+        self._joining = threading.RLock()  # a thread of the parent may have been inside
+        self._arrived = threading.Condition(self._joining)
         for session in list(self._sessions.values()):
             for connection in list(session.connections.values()):
                 connection.close()
@@ -58,8 +62,15 @@ class CpuListener(PipeAcceptor):
         self._hand_over(connection, join)
         return None
 
+    def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
+        super()._note_shortage(connection, shortage)
+        with self._arrived:  # it may be a data connection: its pipe would wait for it in vain
+            for session in self._sessions.values():
+                session.shortage = shortage
+            self._arrived.notify_all()
+
     def _hand_over(self, connection: Connection, join: Join) -> None:
-        with self._arrived:
+        with self._joining:
             session = self._sessions.get(join.session)
             if session is None or session.complete or join.index in session.connections:
                 raise PeerGoneError("it belongs to no pipe that is being joined")
@@ -72,7 +83,7 @@ class CpuListener(PipeAcceptor):
         pidfd = control.peer.open_pidfd()
         try:
             ours = HeartbeatTerms.of(self._settings.heartbeat_timeout_s, sees_death=pidfd is not None)
-            with self._arrived:
+            with self._joining:
                 self._sessions[session_id] = session
             answer = Join(index=CONTROL, connections=count, terms=ours.agreed(join.terms), session=session_id)
             answer.send(control)
@@ -86,22 +97,24 @@ class CpuListener(PipeAcceptor):
             interval_s = answer.heartbeat_interval_s(self._settings)
             return CpuPipe(control, data, self._settings, pidfd=owned, heartbeat_interval_s=interval_s)
         except BaseException:
-            with self._arrived:
+            with self._joining:
                 session.complete = True
             for connection in session.connections.values():
                 connection.close()
             raise
         finally:
-            with self._arrived:
+            with self._joining:
                 self._sessions.pop(session_id, None)
             if pidfd is not None:
                 os.close(pidfd)
 
     def _wait_for(self, session: _Session, count: int, deadline: Deadline) -> None:
-        with self._arrived:
+        with self._joining:
             while len(session.connections) < count:
                 if self.closed:
                     raise ClosedError("the listener was closed")
+                if session.shortage is not None:
+                    raise session.shortage
                 if not self._arrived.wait(deadline.remaining()) and deadline.expired:
                     came = len(session.connections)
                     raise TimeoutError(f"{came} of {count} data connections came in time")

@@ -14,6 +14,7 @@ from kvplug.transport import (
     Deadline,
     DescriptorGuard,
     DuplexPipe,
+    MessageLimit,
     PipeSettings,
     Transfer,
     close_after_fork,
@@ -57,7 +58,7 @@ class CpuPipe(DuplexPipe):
         ``heartbeat_interval_s``: set if at least one of the two ends has no pidfd of the other; then both
         send heartbeats this often.
         """
-        super().__init__(control.describe, settings.timeout_s)
+        super().__init__(control.describe, settings.timeout_s, MessageLimit(settings.max_message_bytes))
         self._control = control
         self._data = [DataConnection(each.sock, buffer_bytes=settings.socket_buffer_bytes) for each in data]
         self._descriptors = DescriptorGuard(self._close_sockets, self._lifecycle.error)
@@ -75,6 +76,7 @@ class CpuPipe(DuplexPipe):
         self._inbox = Inbox(
             self._data,
             peer=self._peer,
+            message_limit=self._limit,
             lifecycle=self._lifecycle,
             descriptors=self._descriptors,
             lost=self._peer_gone,

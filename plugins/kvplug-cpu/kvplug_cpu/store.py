@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed
 
 from kvplug import ClosedError, KvplugError, StatelessGroup, TimeoutError, UnsupportedError
-from kvplug.transport import BackgroundThread, Deadline
+from kvplug.transport import BackgroundThread, Deadline, WireError
 
 _STEP_S = 0.2
+_ADDRESS_KEY = re.compile(r"(^|/)\d+/\d+$")
+"""Where gloo keeps the address of a rank: below the number of its connection of all ranks."""
+_NO_ADDRESS = -1
+
+
+def _rest(address: bytes) -> int:
+    """The size of what follows the host's name in an address of gloo, equal at all ranks."""
+    size = int.from_bytes(address[:8], sys.byteorder)
+    return len(address) - 8 - size if len(address) >= 8 + size else _NO_ADDRESS
 
 
 class GroupStore(torch.distributed.Store):
@@ -24,26 +36,41 @@ class GroupStore(torch.distributed.Store):
         self._deadline = deadline
         self._abandoned = self._leaving = False
         self._mine: set[str] = set()
+        self._address: bytes | None = None
+        """This rank's in gloo."""
 
     def clone(self) -> GroupStore:
         return self
 
     def set(self, key: str, value: bytes | str) -> None:
         self._mine.add(key)
-        self._group.set(self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        if _ADDRESS_KEY.search(key):
+            self._address = data
+        self._group.set(self._prefix + key, data)
 
     def get(self, key: str) -> bytes:
-        """Raises TimeoutError, PeerGoneError, ClosedError: as the group does; the last if abandoned, too."""
-        return self._get(key, Deadline.after(None))
+        """What a rank has set.
 
-    def _get(self, key: str, deadline: Deadline) -> bytes:
+        Raises:
+            WireError: it is nothing that torch sets, or no address where gloo expects one.
+            TimeoutError, PeerGoneError, ClosedError: as the group does; the last if abandoned, too.
+        """
+        found = self._get(key, Deadline.after(None))
+        if not isinstance(found, bytes) or (_ADDRESS_KEY.search(key) and not self._is_address(found)):
+            raise WireError("a rank has set something else than its address in gloo; same torch?")
+        return found
+
+    def _is_address(self, found: bytes) -> bool:
+        """Whether gloo can read it, which reads as many bytes as a number in it says."""
+        rest = _NO_ADDRESS if self._address is None else _rest(self._address)
+        return rest == _NO_ADDRESS or _rest(found) == rest  # of another version's gloo nothing is known
+
+    def _get(self, key: str, deadline: Deadline) -> Any:
         while True:
             steps = (_STEP_S, self._deadline.remaining(), deadline.remaining())
             try:
-                found: bytes = self._group.get(
-                    self._prefix + key, min(step for step in steps if step is not None)
-                )
-                return found
+                return self._group.get(self._prefix + key, min(step for step in steps if step is not None))
             except TimeoutError:
                 if self._abandoned:
                     raise ClosedError("the store was abandoned") from None
@@ -89,8 +116,9 @@ class GroupStore(torch.distributed.Store):
         """
         left = self._deadline.remaining()
         thread = BackgroundThread(self._delete_all, name="kvplug-cpu-store", stop=self._leave)
-        thread.start()
-        thread.join(None if left is None else max(left, _STEP_S))
+        with contextlib.suppress(RuntimeError):  # no thread: the keys stay
+            thread.start()
+            thread.join(None if left is None else max(left, _STEP_S))
 
     def _leave(self) -> None:
         self._leaving = True

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ from kvplug import (
     PluginError,
     StatelessGroup,
     TimeoutError,
+    TransportError,
     UnsupportedError,
     build_communicator,
 )
-from kvplug.transport import Credentials, Deadline
+from kvplug.transport import Credentials, Deadline, WireError
 from kvplug_cpu.communicator import CpuCommunicator
+from kvplug_cpu.gloo import Gloo
 from kvplug_cpu.interface import address_of
 from kvplug_cpu.store import GroupStore
 from kvplug_testing.forkserver import ForkServer
@@ -392,6 +394,84 @@ def test_the_store_keeps_what_torch_expects_of_one(groups: Any) -> None:
     store.forget()
     assert not store.check(["key"])
     assert not store.check(["count"])
+
+
+def address(host: bytes, *, says: int | None = None, rest: int = 20) -> bytes:
+    """What gloo sets, which is read with the length that it says."""
+    return (len(host) if says is None else says).to_bytes(8, sys.byteorder) + host + bytes(rest)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        b"",
+        b"short",
+        7,
+        "text",
+        None,
+        address(b"there", says=1 << 40),
+        address(b"there", says=6),
+        address(b"there", rest=19),
+        address(b"", rest=21),
+    ],
+    ids=repr,
+)
+def test_what_gloo_would_read_beyond_its_end_does_not_reach_it(groups: Any, lie: Any) -> None:
+    group = groups(1)[0]
+    store = GroupStore(group, "a/", Deadline.after(5.0))
+    store.set("0/0", address(b"here"))
+    for key, said in (("0/1", address(b"another host")), ("0/2", lie)):
+        group.set(f"a/{key}", said)
+    assert store.get("0/1") == address(b"another host")
+    with pytest.raises(WireError, match="its address"):
+        store.get("0/2")
+
+
+def descriptors() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that listed them
+            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return found
+
+
+def check_gone(before: set[str]) -> None:
+    until = time.monotonic() + 20
+    while (left := descriptors() - before) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left
+
+
+def test_a_failed_meeting_leaves_no_thread_and_no_descriptor(groups: Any) -> None:
+    """Whatever holds the error: gloo's device has both."""
+    store = GroupStore(groups(1)[0], "a/", Deadline.after(1.0))
+    before = descriptors()
+
+    def fail() -> None:
+        raise WireError("the test wants it so")
+
+    with pytest.raises(WireError) as raised:
+        Gloo.meet(store, 0, 2, "127.0.0.1", Deadline.after(20.0), fail)
+    store.abandon()
+    check_gone(before)
+    assert raised.value
+
+
+def test_a_failed_operation_leaves_no_thread_and_no_descriptor() -> None:
+    store = torch.distributed.HashStore()
+
+    def meet(rank: int) -> Gloo:
+        return Gloo.meet(store, rank, 2, "127.0.0.1", Deadline.after(20.0), lambda: None)
+
+    before = descriptors()
+    with ThreadPoolExecutor(2) as pool:
+        here, there = pool.map(meet, range(2))
+    there.close()
+    with pytest.raises(TransportError) as raised:
+        here.all_reduce(torch.ones(3), Deadline.after(20.0))
+    here.close()
+    check_gone(before)
+    assert raised.value
 
 
 def test_a_wait_at_the_store_ends_when_its_own_time_is_over(groups: Any) -> None:

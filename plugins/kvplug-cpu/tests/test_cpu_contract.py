@@ -29,3 +29,4 @@ class TestCpuPipe(PipeContract):
 class TestCpuPipeOverTcp(PipeContract):
     transport = "cpu"
     options: ClassVar[dict[str, Any]] = {"socket": "tcp"}
+    lies = 15

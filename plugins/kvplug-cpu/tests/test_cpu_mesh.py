@@ -12,6 +12,7 @@ import torch
 
 from kvplug import ClosedError, PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import Deadline, Mesh, WireError
+from kvplug_testing.comparison import assert_same
 
 
 class OwnError(TransportError):
@@ -66,7 +67,7 @@ def test_a_tensor_that_came_while_another_rank_was_waited_for_is_not_lost(meshes
         meshes[0].recv([1, 2], within(AT_ONCE))
     got = torch.empty(5)
     meshes[0].exchange([], [(got, 1)], within(SOON))
-    assert torch.equal(got, sent)
+    assert_same(sent, got)
 
 
 def test_many_tensors_go_both_ways_at_once(meshes: list[Mesh]) -> None:
@@ -88,7 +89,7 @@ def test_who_leaves_an_exchange_does_not_cut_off_those_who_are_in_it(meshes: lis
         with pytest.raises(PeerGoneError, match="rank 0 is gone"):
             meshes[1].exchange([(large, 2)], [(torch.empty(3), 0)], within(SOON))
         receiving.result(SOON)
-    assert torch.equal(got, large)
+    assert_same(large, got)
 
 
 @pytest.mark.parametrize("kind", [TimeoutError, PeerGoneError, TransportError])
@@ -101,6 +102,25 @@ def test_why_a_rank_gave_up_is_raised_at_the_others_in_its_kind(meshes: list[Mes
     ):
         with pytest.raises(kind, match="rank 1 has given up: rank 2 did not come"):
             call()
+
+
+def test_why_a_rank_gave_up_is_one_printable_line(meshes: list[Mesh]) -> None:
+    meshes[1]._announce(["ended", "TimeoutError", "no room\n\x1b[2J" + "x" * 100_000])
+    with pytest.raises(TimeoutError, match="rank 1 has given up: no room") as caught:
+        meshes[0].check()
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    "news", [None, 7, [], ["ended"], ["ended", 7, 8], ["left", -1], ["left", "x"], {"a": torch.ones(2)}]
+)
+def test_news_that_cannot_be_are_no_crash(meshes: list[Mesh], news: Any) -> None:
+    meshes[1]._announce(news)
+    with pytest.raises((TransportError, WireError, PeerGoneError)):
+        for _ in range(3):
+            meshes[0].check()
+        meshes[1].abort()
+        meshes[0].recv([1], within(SOON))
 
 
 def test_an_error_of_another_kind_is_a_transports(meshes: list[Mesh]) -> None:

@@ -18,6 +18,7 @@ from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, Transp
 from kvplug.transport import TensorMismatchError
 from kvplug_cpu.message import Content, parts
 from kvplug_testing import peers
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.waits import Call
 
 MIB = 1024 * 1024
@@ -44,14 +45,14 @@ def test_a_message_interrupted_while_the_peer_closes_goes_on_with_its_first_byte
     with pytest.raises(TimeoutError):
         other.recv_tensor(outs[0], timeout=0.2)
     sender = Call(lambda: send_all(one._data[0], content.memory[50_000:]))
-    assert torch.equal(other.recv_tensor(outs[1], timeout=5), sent)
+    assert_same(sent, other.recv_tensor(outs[1], timeout=5))
     sender.outcome()
 
 
 def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
     local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvplug import CapacityError
+    from kvplug import ResourceExhaustedError
     from kvplug_cpu import inbox
 
     one, other = local_pair(split_bytes=64 * MIB)
@@ -59,7 +60,7 @@ def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
     assert one._data[0].send_now([memoryview(content.prefix), content.memory[:50_000]])
 
     def none_left(meta: Any) -> Any:
-        raise CapacityError("no memory")
+        raise ResourceExhaustedError("no memory", resource="memory")
 
     monkeypatch.setattr(inbox, "fresh", none_left)
     with pytest.raises(KvplugError):
@@ -76,7 +77,7 @@ def test_memory_that_cannot_be_written_is_refused_and_the_message_stays(local_pa
     one.send_tensor(None)
     with pytest.raises(TensorMismatchError, match="stays"):
         other.recv_tensor(torch.zeros(3).expand(4, 3), timeout=2)
-    assert torch.equal(other.recv_tensor(torch.zeros(3, 4).t(), timeout=2), sent)
+    assert_same(sent, other.recv_tensor(torch.zeros(3, 4).t(), timeout=2))
     assert other.recv_tensor(timeout=2) is None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kvplug import TimeoutError, UnsupportedError
 from kvplug.transport import TensorMismatchError
-from kvplug_testing.comparison import assert_filled
+from kvplug_testing.comparison import assert_filled, assert_same
 
 
 @pytest.mark.parametrize("connections", [1, 3])
@@ -19,7 +19,7 @@ def test_any_number_of_connections_carries_the_same_bytes(local_pair: Any, conne
     for size in (1, 4095, 4096, 4097, 8192, 100_001, 3_000_000):
         sent = torch.randint(0, 255, (size,), dtype=torch.uint8)
         one.send_tensor(sent)
-        assert torch.equal(other.recv_tensor(), sent)
+        assert_same(sent, other.recv_tensor())
 
 
 def test_the_smaller_number_of_connections_counts(socket_kind: str, endpoint: Any) -> None:
@@ -28,7 +28,7 @@ def test_the_smaller_number_of_connections_counts(socket_kind: str, endpoint: An
         other = listener.accept()
         sent = torch.arange(1_000_000)
         one.send_tensor(sent)
-        assert torch.equal(other.recv_tensor(), sent)
+        assert_same(sent, other.recv_tensor())
         one.abort()
         other.abort()
 
@@ -56,7 +56,7 @@ def test_a_message_that_does_not_fit_out_stays(local_pair: Any) -> None:
             other.recv_tensor(wrong)
     with pytest.raises(UnsupportedError):
         other.recv_tensor(torch.empty(50, 60, device="meta"))
-    assert torch.equal(other.recv_tensor(torch.empty(50, 60)), sent)
+    assert_same(sent, other.recv_tensor(torch.empty(50, 60)))
     with pytest.raises(TensorMismatchError, match="None"):
         other.recv_tensor(torch.empty(1))
     assert other.recv_tensor() is None
@@ -93,9 +93,9 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
     if second_out:
         fresh = torch.empty_like(sent)
         assert other.recv_tensor(fresh) is fresh
-        assert torch.equal(fresh, sent)
+        assert_same(sent, fresh)
     else:
-        assert torch.equal(other.recv_tensor(), sent)
+        assert_same(sent, other.recv_tensor())
     for thread in rest:
         thread.join()
     assert_filled(99, out, "memory was written to after its call had ended")

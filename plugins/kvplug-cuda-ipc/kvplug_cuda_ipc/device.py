@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from kvplug import CapacityError, ConfigError, TransportError
+from kvplug import ConfigError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_of
-from kvplug.transport import acquire_stream, release_stream
+from kvplug.transport import NamedExhaustion, acquire_stream, raise_if_exhausted, release_stream
 from kvplug_cuda_ipc.cudart.abi import CaptureMode
 from kvplug_cuda_ipc.cudart.library import Runtime, load
 
@@ -80,20 +80,16 @@ class Device(abc.ABC):
         """A new tensor, which can be written on ``stream`` at once.
 
         Raises:
-            CapacityError: there is not enough memory.
+            ResourceExhaustedError: there is not enough memory.
             UnsupportedError: the torch installed here lacks the dtype.
         """
         import torch
 
         dtype = dtype_of(meta.dtype)
-        try:
-            with stream.current():
-                # From bytes: torch may have to fill new memory, and does not have kernels for every dtype.
-                flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.name)
-        except (RuntimeError, MemoryError) as e:
-            raise CapacityError(
-                f"no memory on {self.name} for a tensor of {meta.nbytes} bytes; the message stays"
-            ) from e
+        what = f"a tensor of {meta.nbytes} bytes on {self.name}; the message stays"
+        with NamedExhaustion(what), stream.current():
+            # From bytes: torch may have to fill new memory, and does not have kernels for every dtype.
+            flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.name)
         return flat.view(dtype).view(meta.shape)
 
 
@@ -169,6 +165,7 @@ class CudaDevice(Device):
         try:
             return CudaStream(self.index)
         except RuntimeError as e:
+            raise_if_exhausted(e, f"a stream of {self.name}")
             raise TransportError(f"a stream of {self.name} cannot be made: {e}") from e
 
     def callers_stream(self) -> int:

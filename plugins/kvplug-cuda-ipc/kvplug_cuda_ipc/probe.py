@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvplug.transport import Probe, local_domain
+from kvplug.transport import Probe, local_domain, raise_if_exhausted
 
 _DEV: Final = Path("/dev")
 _NAMESPACES: Final = Path("/proc/self/ns")
@@ -23,13 +23,18 @@ def describe() -> Probe:
 
 
 def domain() -> str:
-    """Processes of one domain can map each other's device memory. ``"-"``: the kernel does not show it."""
+    """Processes of one domain can map each other's device memory. ``"-"``: the kernel does not show it.
+
+    Raises:
+        ResourceExhaustedError: this process has no descriptor or memory to look.
+    """
     here = local_domain()
     if here == "-":
         return here
     try:
         return "/".join([here, *(os.readlink(_NAMESPACES / each) for each in _SHARED)])
-    except OSError:
+    except OSError as e:
+        raise_if_exhausted(e, "looking up the namespaces of this process")
         return "-"
 
 

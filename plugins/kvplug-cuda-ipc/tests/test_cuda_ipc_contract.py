@@ -47,3 +47,4 @@ class TestCudaIpcPipe(PipeContract):
 class TestCudaIpcPipeWithMuchMemory(TestCudaIpcPipe):
     options: ClassVar[dict[str, Any]] = {}
     beyond_limit_bytes = 64 << 20
+    lies = 15

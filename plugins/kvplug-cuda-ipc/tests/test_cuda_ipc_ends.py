@@ -22,6 +22,7 @@ from kvplug.transport import (
     Channel,
     Credentials,
     Deadline,
+    HeartbeatTerms,
     Lifecycle,
     TensorMismatchError,
     WireError,
@@ -33,7 +34,7 @@ from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.pipe.content import Runs
 from kvplug_cuda_ipc.pipe.frames import MAX_PIECES, FrameKind, Piece, decode, encode
 from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
-from kvplug_testing.comparison import assert_filled
+from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.gpu.cuda_ipc import HostDevice
 from kvplug_testing.waits import Call, until
 
@@ -59,7 +60,7 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
     receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
     assert receiving.is_blocked(0.3) and not transfer.done()
     controls.set(gate=0)
-    assert torch.equal(receiving.outcome(), wanted)
+    assert_same(wanted, receiving.outcome())
     transfer.wait(PATIENCE_S)
     caller.close()
 
@@ -135,10 +136,12 @@ def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
     caller.put_gate()
     device.runtime.memcpy_async(kept.data_ptr(), out.data_ptr(), out.nbytes, caller.handle)
     receiving = Call(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
-    assert receiving.is_blocked(0.3) and torch.equal(out, before)
+    assert receiving.is_blocked(0.3)
+    assert_same(before, out)
     controls.set(gate=0)
     assert receiving.outcome() is out
-    assert torch.equal(out, message) and torch.equal(kept, before)
+    assert_same(message, out)
+    assert_same(before, kept)
     caller.close()
 
 
@@ -190,7 +193,7 @@ def test_no_message_becomes_part_of_a_graph_and_no_graph_is_disturbed(
     message = torch.randint(0, 256, (LARGE,), dtype=torch.uint8)
     for pair in ((one, other), local_pair()):
         transfer = pair[0].send_tensor(message)
-        assert torch.equal(pair[1].recv_tensor(timeout=PATIENCE_S), message)
+        assert_same(message, pair[1].recv_tensor(timeout=PATIENCE_S))
         transfer.wait(PATIENCE_S)
         pair[0].close()
         pair[1].close()
@@ -214,7 +217,7 @@ def test_a_message_that_came_and_could_not_be_written_outlives_its_sender(
             other.recv_tensor(read_only, timeout=PATIENCE_S)
     one.close()
     until(lambda: not other._worker.is_alive())
-    assert torch.equal(other.recv_tensor(read_only, timeout=PATIENCE_S), message)
+    assert_same(message, other.recv_tensor(read_only, timeout=PATIENCE_S))
     with pytest.raises(PeerGoneError):
         other.recv_tensor(timeout=PATIENCE_S)
 
@@ -234,7 +237,7 @@ def test_consecutive_blocks_are_copied_from_where_they_are_to_where_they_belong(
     other.recv_blocks(target, [11, 12, 13])
     transfer.wait(PATIENCE_S)
     for sent, got in zip(source, target, strict=True):
-        assert torch.equal(got[11:14], sent[5:8])
+        assert_same(sent[5:8], got[11:14])
         assert not got[:11].any() and not got[14:].any()
     assert controls.get("copies") - before == 6  # one in and one out for each view
 
@@ -252,10 +255,10 @@ def test_blocks_come_as_they_were_however_they_lie_at_either_end(
         target = torch.zeros_like(bits).view(cache.dtype)
         one.send_blocks(views, ids)
         other.recv_blocks([target[:, 0], target[:, 1]], into)
-        assert torch.equal(target.view(torch.uint8)[into], bits[ids])
+        assert_same(bits[ids], target.view(torch.uint8)[into])
         one.send_blocks(views, ids)
         whole = other.recv_tensor(timeout=PATIENCE_S)
-        assert torch.equal(whole.view(torch.uint8), bits[ids].transpose(0, 1))
+        assert_same(bits[ids].transpose(0, 1), whole.view(torch.uint8))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 7), st.data())
@@ -387,12 +390,19 @@ def test_any_value_is_a_hello_or_a_wire_error(value: Any) -> None:
 
 
 def test_a_connection_that_does_not_join_properly_disturbs_no_other(
-    fake_path: str, local_pair: Any, controls: Any
+    fake_path: str, local_pair: Any, controls: Any, caplog: Any
 ) -> None:
     end = ends.endpoint(fake_path)
     with end.listen() as listener, ExitStack() as stack:
         where = CudaIpcContact.parse(listener.contact).reachable()[0]
-        for value in (None, {}, {"failed": "no"}, {"ready": True}, {"failed": 3}, ["piece"]):
+        for value in (
+            None,
+            {},
+            {"failed": "no room\n\x1b[2J" * 999},
+            {"ready": True},
+            {"failed": 3},
+            ["piece"],
+        ):
             channel = Channel(dial(where, Credentials(), join.PURPOSE))
             stack.callback(channel.close)
             channel.send(value)
@@ -402,6 +412,23 @@ def test_a_connection_that_does_not_join_properly_disturbs_no_other(
         with listener.accept() as one, connecting.outcome() as other:
             one.send_tensor(torch.arange(2))
             assert other.recv_tensor().tolist() == [0, 1]
+    told = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]
+    assert told and all(line.isprintable() and len(line) < 1500 for line in told)
+
+
+@pytest.mark.parametrize("heartbeat_ms", [1, 10, 2**40])
+def test_an_impatient_peer_does_not_make_this_end_beat_all_the_time(heartbeat_ms: int) -> None:
+    ours = HeartbeatTerms.of(5.0, sees_death=False)
+    agreed = ours.agreed(HeartbeatTerms(False, heartbeat_ms))
+    assert 0.05 <= agreed.silence_s(at_least_s=join._SHORTEST_SILENCE_S) <= 5.0
+
+
+def test_a_gpus_name_is_short_and_printable() -> None:
+    hello = join.Hello(
+        gpu="x", token=bytes(16), handle=bytes(64), nbytes=1, terms=HeartbeatTerms(True, 1)
+    ).encode()
+    found = join.Hello.decode({**hello, "gpu": "GPU\n\x1b[2J" + "x" * 10_000})
+    assert found.gpu.isprintable() and len(found.gpu) <= 64
 
 
 def test_after_the_goodbye_only_whole_messages_are_left() -> None:

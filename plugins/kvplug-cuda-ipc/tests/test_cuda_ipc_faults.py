@@ -21,7 +21,7 @@ from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.pipe import join
 from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_testing import peers
-from kvplug_testing.comparison import assert_filled
+from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.gpu.cuda_ipc import HostDevice
 from kvplug_testing.gpu.fake import CUDART
 from kvplug_testing.gpu.host import HostStream
@@ -43,7 +43,7 @@ def assert_works(pair: Any) -> None:
     for source, target in ((one, other), (other, one)):
         message = noise()
         source.send_tensor(message)
-        assert torch.equal(target.recv_tensor(timeout=PATIENCE_S), message)
+        assert_same(message, target.recv_tensor(timeout=PATIENCE_S))
 
 
 # -- peers that die or stop ----------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_memory_is_mapped_once_however_many_messages_there_are(remote_pair: Any,
     for nbytes in (1, 1000, LARGE, MIB):
         message = noise(nbytes)
         pipe.send_tensor(message)
-        assert torch.equal(pipe.recv_tensor(timeout=PATIENCE_S), message)
+        assert_same(message, pipe.recv_tensor(timeout=PATIENCE_S))
         assert (controls.get("allocations"), controls.get("mappings")) == (1, 1)
 
 
@@ -188,7 +188,7 @@ def test_where_no_death_can_be_seen_silence_counts_as_one_and_a_quiet_peer_is_no
     ):
         time.sleep(3.0)
         pipe.send_tensor(torch.arange(3))
-        assert torch.equal(pipe.recv_tensor(timeout=PATIENCE_S), torch.arange(3))
+        assert_same(torch.arange(3), pipe.recv_tensor(timeout=PATIENCE_S))
         child.stop()
         with pytest.raises(PeerGoneError, match="silent"):
             pipe.recv_tensor(timeout=PATIENCE_S)
@@ -296,7 +296,7 @@ def test_both_ends_report_that_there_is_no_memory_and_the_listener_goes_on(
         controls.set(malloc_result=0)
         with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
             with listener.accept() as pipe:
-                assert torch.equal(pipe.recv_tensor(timeout=PATIENCE_S), torch.arange(3))
+                assert_same(torch.arange(3), pipe.recv_tensor(timeout=PATIENCE_S))
             assert child.result(PATIENCE_S) == "connected"
     until(lambda: controls.get("allocations") == controls.get("mappings") == 0)
     assert controls.get("freed_while_mapped") == 0
@@ -404,6 +404,6 @@ def test_memory_of_callers_is_filled_only_when_their_stream_has_done_with_it(
     with pytest.raises(TimeoutError):
         other.recv_tensor(out, timeout=0.2)
     assert_filled(0, out)
-    assert torch.equal(other.recv_tensor(timeout=PATIENCE_S), torch.ones(1000, dtype=torch.uint8))
+    assert_same(torch.ones(1000, dtype=torch.uint8), other.recv_tensor(timeout=PATIENCE_S))
     controls.set(gate=0)
     caller.close()

@@ -102,7 +102,7 @@ def test_large_messages_go_through_the_ring(remote_pair: Any) -> None:
         out = torch.zeros_like(message)
         pipe.send_tensor(message)
         assert pipe.recv_tensor(out) is out
-        assert torch.equal(out, message)
+        assert_same(message, out)
 
 
 def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(remote_pair: Any) -> None:
@@ -140,7 +140,7 @@ def test_a_busy_device_delays_neither_messages_nor_the_end(remote_pair: Any) -> 
         torch.cuda._sleep(20_000_000_000)  # some ten seconds
         done.record()
     pipe.send_tensor(message)
-    assert torch.equal(pipe.recv_tensor().cpu(), message.cpu())
+    assert_same(message.cpu(), pipe.recv_tensor().cpu())
     began = time.monotonic()
     pipe.close()
     assert not done.query(), "close has waited for the device"
@@ -154,10 +154,10 @@ def test_a_slice_of_a_paged_cache_is_sent_and_filled(remote_pair: Any) -> None:
     for ids, into in (([3, 4, 5], [7, 8, 9]), ([9, 1, 4], [0, 20, 3])):
         pipe.send_blocks(list(cache), ids)
         pipe.recv_blocks(list(target), into)
-        assert torch.equal(target[:, into], cache[:, ids])
+        assert_same(cache[:, ids], target[:, into])
     pipe.send_tensor(cache[0])
     assert pipe.recv_tensor(target[1]) is not None
-    assert torch.equal(target[1], cache[0])
+    assert_same(cache[0], target[1])
 
 
 def test_tensors_that_cannot_be_exported_are_sent_all_the_same() -> None:
@@ -169,7 +169,7 @@ def test_tensors_that_cannot_be_exported_are_sent_all_the_same() -> None:
     ):
         message = torch.rand(1 << 20, device="cuda:0")
         pipe.send_tensor(message)
-        assert torch.equal(pipe.recv_tensor(), message)
+        assert_same(message, pipe.recv_tensor())
 
 
 def test_cpu_tensors_are_refused_by_name(remote_pair: Any) -> None:
@@ -193,7 +193,7 @@ def test_calls_return_when_the_peer_is_killed_or_stopped(remote_pair: Any) -> No
             pipe.recv_tensor(timeout=PATIENCE_S)
     again, _ = remote_pair("echo")
     again.send_tensor(message)
-    assert torch.equal(again.recv_tensor(), message)
+    assert_same(message, again.recv_tensor())
 
 
 def test_pipes_that_come_and_go_leave_no_memory(remote_pair: Any) -> None:

@@ -1,13 +1,17 @@
 """Entries on their way through the data pipe: whose turn it is, receiving them, draining what nobody wants.
 
 Entries come on the data pipe in the order in which they were announced. One whose caller gave up in the
-middle is received and dropped, up to its last tensor or the ``None`` that cuts it short, by a thread of
-its own; only then is it the next entry's turn. So nothing that was given up can be taken for the next
-entry.
+middle is received and dropped, up to its last tensor or the ``None`` that cuts it short, by the drainer, a
+thread that lives while there is such an entry; only then is it the next entry's turn. So nothing that was
+given up can be taken for the next entry.
+
+A tensor is received only into memory of the announced shape, which is compared with what this process can
+have before it is asked for. On the data pipe itself nothing is allocated.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +20,16 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug import (
+    CapacityError,
+    ClosedError,
+    KvplugError,
+    ResourceExhaustedError,
+    TimeoutError,
+    TransportError,
+)
+from kvplug.net.wire import TensorMeta
+from kvplug.net.wire.tensors import dtype_of
 from kvplug.transport import (
     BackgroundThread,
     Deadline,
@@ -25,8 +38,16 @@ from kvplug.transport import (
     Pipe,
     TensorMismatchError,
     WireError,
+    check_room,
+    exhaustion_of,
+    raise_if_exhausted,
 )
-from kvplug_lookup.messages import Coming, PartMeta
+from kvplug_lookup.messages import Coming
+
+_log = logging.getLogger(__name__)
+
+_LACKING_S = 0.1
+"""The pause before another try to receive what there was no memory for."""
 
 
 @attrs.define(eq=False)
@@ -37,6 +58,13 @@ class Delivery:
     num_left: int
     half: Tensor | None = None
     """The memory into which a tensor was being received when the time was over."""
+    is_forsaken: bool = False
+    """Its caller has gone: the drainer receives what is left."""
+
+    @property
+    def next_tensor(self) -> tuple[str, TensorMeta]:
+        """Name and meta of the tensor that comes next."""
+        return self.coming.tensor(self.coming.num_tensors - self.num_left)
 
 
 class CutShortError(Exception):
@@ -47,6 +75,7 @@ class Deliveries:
     """The data pipe, and the entries announced on it.
 
     Args:
+        max_bytes: the largest entry to take memory for; ``None``: what this process can have.
         lock: of the end that reaches the store; whoever is woken by it asks ``check``.
         check: raises what every call raises once that end has ended.
         lose: ends it, because the data pipe cannot be trusted any more.
@@ -57,12 +86,15 @@ class Deliveries:
         data: Pipe,
         device: torch.device,
         *,
+        max_bytes: int | None,
         lock: threading.Lock,
         check: Callable[[], None],
         lose: Callable[[KvplugError], None],
     ) -> None:
+        data.limit_messages(0)
         self._data = data
         self._device = device
+        self._max_bytes = max_bytes
         self._lock = lock
         self._turn = threading.Condition(lock)
         self._check = check
@@ -71,6 +103,8 @@ class Deliveries:
         """In the order of the data pipe; the first one's tensors come next."""
         self._scratch: dict[str, Tensor] = {}
         """Receive memory for one layer of key and value, used again and again by whose turn it is."""
+        self._drains = False
+        """The drainer is alive."""
 
     def announce(self, coming: Coming) -> Delivery:
         """Under the lock: an entry will come."""
@@ -91,6 +125,7 @@ class Deliveries:
         Raises:
             TimeoutError: it, or one before it, is still coming.
             CutShortError: the store says elsewhere why.
+            CapacityError: there is no memory for it.
             WireError: what came is not what was announced.
         """
         with self._lock:
@@ -105,21 +140,22 @@ class Deliveries:
         if sink is not None:
             sink.begin(header)
         else:
-            whole_key = None if coming.key is None else coming.key.empty(self._device)
-            whole_value = None if coming.value is None else coming.value.empty(self._device)
+            check_room(coming.nbytes, f"entry {coming.entry_id}", self._max_bytes)
+            whole_key = None if coming.key is None else self._memory(coming.key)
+            whole_value = None if coming.value is None else self._memory(coming.value)
         for layer in range(coming.num_layers):
             parts: list[Tensor | None] = []
-            for name, meta, whole in (("key", coming.key, whole_key), ("value", coming.value, whole_value)):
+            for meta, whole in ((coming.key, whole_key), (coming.value, whole_value)):
                 if meta is None:
                     parts.append(None)
                     continue
-                memory = self._layer_memory(name, meta) if whole is None else whole[layer]
+                memory = self._layer_memory(delivery) if whole is None else whole[layer]
                 parts.append(self._next_tensor(delivery, memory, deadline))
             if sink is not None:
                 sink.layer(layer, *parts)
         hidden = None
         if coming.hidden is not None:
-            hidden = self._next_tensor(delivery, coming.hidden.empty(self._device), deadline)
+            hidden = self._next_tensor(delivery, self._memory(coming.hidden), deadline)
         return Entry(
             header=header,
             tokens=header.tokens,
@@ -129,13 +165,30 @@ class Deliveries:
             hidden=hidden,
         )
 
-    def _layer_memory(self, name: str, meta: PartMeta) -> Tensor:
-        """Memory for one layer, as it was used for the layer before."""
-        dtype, shape = meta.torch_dtype, meta.shape[1:]
+    def _layer_memory(self, delivery: Delivery) -> Tensor:
+        """Memory for the next tensor of a layer, as it was used for the layer before."""
+        name, meta = delivery.next_tensor
         memory = self._scratch.get(name)
-        if memory is None or memory.dtype is not dtype or memory.shape != shape:
-            memory = self._scratch[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        if memory is None or memory.dtype is not dtype_of(meta.dtype) or memory.shape != meta.shape:
+            memory = self._scratch[name] = self._memory(meta)
         return memory
+
+    def _memory(self, meta: TensorMeta) -> Tensor:
+        """New memory.
+
+        Raises:
+            CapacityError, ResourceExhaustedError: there is not so much.
+            UnsupportedError: this torch has no such dtype.
+        """
+        dtype = dtype_of(meta.dtype)
+        check_room(meta.nbytes, "a tensor of an entry", self._max_bytes)
+        try:
+            # From bytes: torch may have to fill what it makes, and has no kernels for every dtype.
+            flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self._device)
+        except (RuntimeError, MemoryError) as e:
+            raise_if_exhausted(e, "receiving an entry")
+            raise CapacityError(f"no memory for a tensor of {meta.nbytes} bytes of an entry: {e}") from e
+        return flat.view(dtype).view(meta.shape)
 
     def _next_tensor(self, delivery: Delivery, out: Tensor, deadline: Deadline) -> Tensor:
         if deadline.expired:
@@ -148,15 +201,9 @@ class Deliveries:
         try:
             received = self._data.recv_tensor(out, timeout=deadline.remaining())
         except TensorMismatchError:
-            received = self._data.recv_tensor(timeout=deadline.remaining())
-            if received is not None:
-                error = WireError(
-                    f"a tensor of another shape or dtype than announced came: {list(received.shape)} (from"
-                    f" the lookup store at {self._data.peer})"
-                )
-                self._lose(error)
-                raise error from None
-        except TimeoutError:
+            self._expect_none(deadline)
+            received = None
+        except (TimeoutError, ResourceExhaustedError):
             raise
         except KvplugError as e:
             self._lose(e)
@@ -168,41 +215,84 @@ class Deliveries:
         delivery.num_left -= 1
         return received
 
+    def _expect_none(self, deadline: Deadline) -> None:
+        """What comes next is not the announced tensor: it may only be the ``None`` that cuts an entry short.
+
+        Raises:
+            WireError: it is another tensor.
+        """
+        try:
+            received = self._data.recv_tensor(timeout=deadline.remaining())
+        except CapacityError as e:
+            what = str(e)
+        else:
+            if received is None:
+                return
+            what = f"{received.dtype} of shape {list(received.shape)}"
+        error = WireError(
+            f"a tensor of another shape or dtype than announced came from the lookup store at"
+            f" {self._data.peer}: {what}"
+        )
+        self._lose(error)
+        raise error
+
     # -- leaving -------------------------------------------------------------------------------
 
     def leave(self, delivery: Delivery) -> None:
         """Its caller goes. What of it has not come yet is drained by another thread."""
-        if delivery.num_left or self._queue[0] is not delivery:
-            name = f"kvplug-lookup-drain-{delivery.coming.call}"
-            BackgroundThread(self._drain, args=(delivery,), name=name, stop=self._abandon).start()
-        else:
-            self._end_turn(delivery)
+        with self._lock:
+            if delivery.num_left or self._queue[0] is not delivery:
+                delivery.is_forsaken = True
+                begins = not self._drains
+                self._drains = True
+            else:
+                begins = False
+                self._end_turn()
+            self._turn.notify_all()
+        if begins:
+            try:
+                BackgroundThread(self._drain, name="kvplug-lookup-drain", stop=self._abandon).start()
+            except RuntimeError as e:  # or the next entry would wait for ever
+                self._lose(exhaustion_of(e, "an entry that was given up") or TransportError(str(e)))
 
     def _abandon(self) -> None:
         self._lose(ClosedError("the program leaves"))
 
-    def _drain(self, delivery: Delivery) -> None:
-        """Receive and drop what an abandoned entry's sender has sent, in its turn."""
+    def _drain(self) -> None:
+        """Receive and drop what the senders of abandoned entries have sent, each in its turn."""
         try:
-            with self._lock:
-                while self._queue[0] is not delivery:
-                    self._check()
-                    self._turn.wait()
-                self._check()
-            while delivery.num_left:
-                out, delivery.half = delivery.half, None
-                try:
-                    received = self._data.recv_tensor(out, timeout=None)
-                except TensorMismatchError:
-                    received = self._data.recv_tensor(timeout=None)
-                delivery.num_left = 0 if received is None else delivery.num_left - 1
+            while (delivery := self._forsaken()) is not None:
+                while delivery.num_left:
+                    try:
+                        memory = self._layer_memory(delivery) if delivery.half is None else delivery.half
+                        self._next_tensor(delivery, memory, _NEVER)
+                    except CutShortError:
+                        pass
+                    except ResourceExhaustedError as e:
+                        _log.warning("an entry that was given up is received later: %s", e)
+                        with self._lock:
+                            self._turn.wait(_LACKING_S)
+                            self._check()
         except KvplugError as e:
             self._lose(e)
-        else:
-            self._end_turn(delivery)
 
-    def _end_turn(self, delivery: Delivery) -> None:
+    def _forsaken(self) -> Delivery | None:
+        """The next abandoned entry, in its turn; ``None``: there is none left, and this thread ends."""
         with self._lock:
-            if self._queue and self._queue[0] is delivery:
-                self._queue.popleft()
-                self._turn.notify_all()
+            if self._queue and self._queue[0].is_forsaken and not self._queue[0].num_left:
+                self._end_turn()
+            while any(delivery.is_forsaken for delivery in self._queue):
+                self._check()
+                if self._queue[0].is_forsaken:
+                    return self._queue[0]
+                self._turn.wait()
+            self._drains = False
+            return None
+
+    def _end_turn(self) -> None:
+        """Under the lock."""
+        self._queue.popleft()
+        self._turn.notify_all()
+
+
+_NEVER = Deadline.after(None)

@@ -33,4 +33,11 @@ class SimpleEndpoint(LookupEndpoint):
         )
 
     def reach(self, signal: Pipe, data: Pipe) -> ReachingEnd:
-        return ReachingEnd(signal, data, device=self._context.device, timeout_s=self._context.timeout_s)
+        context = self._context
+        return ReachingEnd(
+            signal,
+            data,
+            device=context.device,
+            timeout_s=context.timeout_s,
+            max_message_bytes=context.max_message_bytes,
+        )

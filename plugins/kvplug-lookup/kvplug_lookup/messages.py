@@ -10,6 +10,9 @@ numbers its calls; every answer names the call it belongs to, so that calls over
 ``Cancel`` ends a call from the reaching end at any time; ``Failed`` from the other. Tensors that were
 announced by ``Coming`` arrive all, or are cut short by ``None``, which no entry contains. ``End`` is
 the end signal of either role.
+
+What a message says is checked here as far as it can be without knowing the call: types, and that the parts
+of an entry belong together. Nothing is allocated for what it announces.
 """
 
 from __future__ import annotations
@@ -17,20 +20,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
 import torch
-from attrs.validators import and_, deep_iterable, ge, instance_of, optional
+from attrs.validators import and_, ge, instance_of, lt, optional
 from torch import Tensor
 
 from kvplug import KvplugError, TimeoutError
-from kvplug.net.wire import decode, encode, memory_of
-from kvplug.transport import Deadline, EntryHeader, WireError
+from kvplug.net.wire import TensorMeta, decode, encode, memory_of
+from kvplug.net.wire.tensors import meta_of
+from kvplug.transport import Deadline, EntryHeader, NamedExhaustion, WireError, peer_text
 from kvplug_lookup.index import TokenArray
 
+MAX_SIGNAL_BYTES: Final = 16 << 20
+"""Of a message on the signal pipe, as the wire format bounds a value."""
+_MAX_LAYERS: Final = 1 << 16
+
 _number = and_(instance_of(int), ge(0))
+_entry_id = and_(_number, lt((1 << 63) - 1))
 _seconds = optional(and_(instance_of((int, float)), ge(0)))
 _key = optional(instance_of(bytes))
 
@@ -93,39 +102,21 @@ class Failed:
     error: str = attrs.field(validator=instance_of(str))
     """Name of its class."""
     text: str = attrs.field(validator=instance_of(str))
+    resource: str = attrs.field(default="", validator=instance_of(str))
+    """What the store's process has no more of."""
 
 
-@attrs.frozen
-class PartMeta:
-    """Dtype and shape of key, value or hidden."""
+def part_of(tensor: Tensor | None) -> TensorMeta | None:
+    """Dtype and shape of key, value or hidden.
 
-    dtype: str = attrs.field(validator=instance_of(str))
-    shape: tuple[int, ...] = attrs.field(
-        converter=tuple, validator=deep_iterable(_number, instance_of(tuple))
-    )
-
-    @classmethod
-    def of(cls, part: Tensor | None) -> PartMeta | None:
-        return None if part is None else cls(str(part.dtype).removeprefix("torch."), tuple(part.shape))
-
-    def empty(self, device: str | torch.device) -> Tensor:
-        """Memory for it.
-
-        Raises:
-            WireError: this torch has no such dtype.
-        """
-        return torch.empty(self.shape, dtype=self.torch_dtype, device=device)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise WireError(f"an entry of dtype {self.dtype!r} came, which torch {torch.__version__} lacks")
-        return dtype
+    Raises:
+        UnsupportedError: it cannot be sent.
+    """
+    return None if tensor is None else meta_of(tensor)
 
 
-def _part(plain: Any) -> PartMeta | None:
-    return plain if plain is None or isinstance(plain, PartMeta) else PartMeta(*plain)
+def _part(plain: Any) -> TensorMeta | None:
+    return plain if plain is None or isinstance(plain, TensorMeta) else TensorMeta(*plain)
 
 
 @attrs.frozen
@@ -133,20 +124,26 @@ class Coming:
     """An entry's tensors follow on the data pipe, those of calls answered before it first."""
 
     call: int = attrs.field(validator=_number)
-    entry_id: int = attrs.field(validator=_number)
+    entry_id: int = attrs.field(validator=_entry_id)
+    extra: bytes = attrs.field(validator=instance_of(bytes))
     tokens: bytes = attrs.field(validator=instance_of(bytes))
     roi: bytes = attrs.field(validator=instance_of(bytes))
     metadata: dict[str, Any] = attrs.field(validator=instance_of(dict))
-    key: PartMeta | None = attrs.field(converter=_part)
-    value: PartMeta | None = attrs.field(converter=_part)
-    hidden: PartMeta | None = attrs.field(converter=_part)
+    key: TensorMeta | None = attrs.field(converter=_part)
+    value: TensorMeta | None = attrs.field(converter=_part)
+    hidden: TensorMeta | None = attrs.field(converter=_part)
 
     def __attrs_post_init__(self) -> None:
-        if len(self.tokens) != 8 * len(self.roi):
+        num_tokens = len(self.roi)
+        if len(self.tokens) != 8 * num_tokens:
             raise WireError("an entry came whose tokens and roi differ in length")
+        if self.roi.translate(None, b"\0\1"):
+            raise WireError("an entry came whose roi is not made of booleans")
         layered = [part.shape[:2] for part in (self.key, self.value) if part is not None]
-        if any(len(shape) != 2 or shape != layered[0] for shape in layered):
-            raise WireError("an entry came whose key and value differ in layers or tokens")
+        if any(shape[1:] != (num_tokens,) or shape != layered[0] for shape in layered):
+            raise WireError(f"an entry of {num_tokens} tokens came whose key and value have {layered}")
+        if self.num_layers > _MAX_LAYERS:
+            raise WireError(f"an entry of {self.num_layers} layers came")
 
     @property
     def num_layers(self) -> int:
@@ -156,8 +153,31 @@ class Coming:
     @property
     def num_tensors(self) -> int:
         """How many follow on the data pipe."""
-        per_layer = (self.key is not None) + (self.value is not None)
-        return per_layer * self.num_layers + (self.hidden is not None)
+        return self._per_layer * self.num_layers + (self.hidden is not None)
+
+    @property
+    def _per_layer(self) -> int:
+        return (self.key is not None) + (self.value is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        return sum(part.nbytes for part in (self.key, self.value, self.hidden) if part is not None)
+
+    def tensor(self, index: int) -> tuple[str, TensorMeta]:
+        """The name ("key", "value", "hidden") and meta of the tensor with this number on the data pipe."""
+        if index < self._per_layer * self.num_layers:
+            layered = [(name, part) for name, part in (("key", self.key), ("value", self.value)) if part]
+            name, part = layered[index % self._per_layer]
+            return name, TensorMeta(part.dtype, part.shape[1:])
+        assert self.hidden is not None
+        return "hidden", self.hidden
+
+    @property
+    def key_tokens(self) -> TokenArray:
+        """The tokens under the roi, by which the entry is found."""
+        tokens: TokenArray = key_from_bytes(self.tokens)[np.frombuffer(self.roi, np.bool_)]
+        return tokens
 
     def header(self) -> EntryHeader:
         return EntryHeader(
@@ -181,22 +201,26 @@ _BY_NAME: dict[str, type[Any]] = {
 }
 
 
+@NamedExhaustion("encoding a message")
 def pack(message: Message) -> Tensor:
     """The tensor that carries it.
 
     Raises:
         UnsupportedError, CapacityError: it cannot be encoded (an entry's metadata, or too large).
+        ResourceExhaustedError: not enough memory.
     """
     fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
-    plain = [[f.dtype, list(f.shape)] if isinstance(f, PartMeta) else f for f in fields]
+    plain = [[f.dtype, list(f.shape)] if isinstance(f, TensorMeta) else f for f in fields]
     return torch.frombuffer(bytearray(encode([type(message).__name__, *plain])), dtype=torch.uint8)
 
 
+@NamedExhaustion("decoding a message")
 def unpack(tensor: Tensor | None) -> Message:
     """What the tensor carries.
 
     Raises:
         WireError: it is no message of these.
+        ResourceExhaustedError: not enough memory.
     """
     if tensor is None or tensor.dtype is not torch.uint8 or tensor.dim() != 1:
         raise WireError("a message on the signal pipe must be a row of bytes")
@@ -204,10 +228,11 @@ def unpack(tensor: Tensor | None) -> Message:
     try:
         name, *fields = plain
         return _BY_NAME[name](*fields)  # type: ignore[no-any-return]
-    except KvplugError:
+    except WireError:
         raise
-    except (TypeError, ValueError, KeyError) as e:
-        raise WireError(f"an unknown or malformed message on the signal pipe: {type(e).__name__}: {e}") from e
+    except (KvplugError, TypeError, ValueError, KeyError) as e:
+        why = peer_text(f"{type(e).__name__}: {e}")
+        raise WireError(f"an unknown or malformed message on the signal pipe: {why}") from e
 
 
 @contextmanager

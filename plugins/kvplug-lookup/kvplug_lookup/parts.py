@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvplug import UnsupportedError
+from kvplug.transport import NamedExhaustion
 from kvplug_lookup.index import TokenArray, token_array
 
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
@@ -93,8 +94,13 @@ def nbytes_of(*parts: Tensor | None) -> int:
     return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
+@NamedExhaustion("copying an entry")
 def copy_of(part: Tensor | None, device: str | torch.device) -> Tensor | None:
-    """A contiguous copy on ``device``, bit by bit."""
+    """A contiguous copy on ``device``, bit by bit.
+
+    Raises:
+        ResourceExhaustedError: not enough memory.
+    """
     if part is None:
         return None
     source = part.detach().resolve_conj().resolve_neg()

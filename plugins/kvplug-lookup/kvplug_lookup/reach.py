@@ -5,10 +5,15 @@ tensors are received by the calling thread itself, so a sink runs there and its 
 
 A call that gives up in the middle (timeout, a sink that raised) says ``Cancel``, so that the entry is
 back at once, and leaves the rest of its tensors to :class:`~kvplug_lookup.delivery.Deliveries`.
+
+A store that has proved its identity may be wrong, or lie. What it says is compared with what was asked for:
+an answer that no call waits for, an entry of other tokens, or a match longer than the query, is the end of
+the connection.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import threading
@@ -23,6 +28,7 @@ from kvplug import (
     ClosedError,
     KvplugError,
     PeerGoneError,
+    ResourceExhaustedError,
     TimeoutError,
     TransportError,
     UnsupportedError,
@@ -35,14 +41,18 @@ from kvplug.transport import (
     Entry,
     EntrySink,
     LookupBuffer,
+    NamedExhaustion,
     Pipe,
     Timeout,
     WireError,
     close_after_fork,
     end_at_exit,
+    peer_text,
 )
 from kvplug_lookup.delivery import CutShortError, Deliveries, Delivery
+from kvplug_lookup.index import TokenArray
 from kvplug_lookup.messages import (
+    MAX_SIGNAL_BYTES,
     Cancel,
     Coming,
     Done,
@@ -76,12 +86,42 @@ _ERRORS: dict[str, type[KvplugError]] = {
 """What a ``Failed`` may raise here."""
 
 
+_MATCH, _READ, _TAKE = (Matched, Failed), (Coming, Failed), (Coming, Failed, Granted)
+"""What the store may answer to a call, each once."""
+_MAX_LEFT = 4096
+"""Calls that gave up before their entry was announced, and are remembered: it may still come."""
+
+
 @attrs.define(eq=False)
 class _Call:
     number: int
     woken: threading.Condition
+    open: set[type[Message]]
+    """What may still come."""
     answers: deque[Message] = attrs.field(factory=deque)
     delivery: Delivery | None = None
+
+
+@attrs.frozen
+class _Query:
+    """What an entry is asked for by."""
+
+    key: TokenArray | None
+    """Tokens under the roi; ``None``: any."""
+    extra: bytes
+    min_tokens: int = 0
+    """How many leading tokens the entry must share; 0: one is a prefix of the other."""
+
+    def wants(self, coming: Coming) -> bool:
+        """Whether that entry is an answer."""
+        key = coming.key_tokens
+        if coming.extra != self.extra or not key.size:
+            return False
+        if self.key is None:
+            return True
+        size = min(key.size, self.key.size) if not self.min_tokens else self.min_tokens
+        common = 0 < size <= min(key.size, self.key.size)
+        return common and bool((key[:size] == self.key[:size]).all())
 
 
 class ReachingEnd(LookupBuffer):
@@ -90,7 +130,16 @@ class ReachingEnd(LookupBuffer):
     ``insert`` is not for this end: entries are stored where they are computed.
     """
 
-    def __init__(self, signal: Pipe, data: Pipe, *, device: str = "cpu", timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        signal: Pipe,
+        data: Pipe,
+        *,
+        device: str = "cpu",
+        timeout_s: float = 30.0,
+        max_message_bytes: int | None = None,
+    ) -> None:
+        signal.limit_messages(MAX_SIGNAL_BYTES)
         self._signal = signal
         self._data = data
         self._timeout_s = timeout_s
@@ -98,8 +147,15 @@ class ReachingEnd(LookupBuffer):
         self._speaking = threading.Lock()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
+        self._left: dict[int, None] = {}
+        """Calls that gave up before their entry was announced, the oldest first."""
         self._deliveries = Deliveries(
-            data, torch.device(device), lock=self._lock, check=self._check, lose=self._lose
+            data,
+            torch.device(device),
+            max_bytes=max_message_bytes,
+            lock=self._lock,
+            check=self._check,
+            lose=self._lose,
         )
         self._ended: KvplugError | None = None
         """What every call raises from now on."""
@@ -107,7 +163,8 @@ class ReachingEnd(LookupBuffer):
         close_after_fork(self)
         end_at_exit(self)
         self._router = BackgroundThread(self._route, name="kvplug-lookup-reach", stop=self.abort)
-        self._router.start()
+        with NamedExhaustion("reaching a lookup store"):
+            self._router.start()
 
     @property
     def is_lost(self) -> bool:
@@ -125,12 +182,13 @@ class ReachingEnd(LookupBuffer):
     def match(self, input_tokens: Any, roi: Any = None, *, extra: bytes = b"") -> int:
         deadline = Deadline.after(self._timeout_s)
         key = key_to_bytes(key_under(input_tokens, roi))
-        call = self._open()
+        call = self._open(_MATCH)
         try:
             self._say(Match(call.number, key, extra_bytes(extra)), deadline)
             answer = self._answer(call, deadline, "a match")
-            if not isinstance(answer, Matched):
-                self._break(f"a {type(answer).__name__} came where a match was asked for")
+            assert isinstance(answer, Matched)
+            if answer.num_tokens > len(key) // 8:
+                self._break(f"{answer.num_tokens} of {len(key) // 8} tokens were said to match")
             return answer.num_tokens
         finally:
             self._leave(call)
@@ -144,20 +202,19 @@ class ReachingEnd(LookupBuffer):
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Entry:
         deadline = Deadline.after(timeout, self._timeout_s)
-        key = None if input_tokens is None else key_under(input_tokens, roi)
-        call, ended = self._open(), False
+        query = _Query(None if input_tokens is None else key_under(input_tokens, roi), extra_bytes(extra))
+        call, ended = self._open(_TAKE), False
         try:
-            query = None if key is None else key_to_bytes(key)
-            self._say(Take(call.number, query, extra_bytes(extra), deadline.remaining()), deadline)
-            entry = self._fetch(call, None, deadline, describe_query(key))
+            key = None if query.key is None else key_to_bytes(query.key)
+            self._say(Take(call.number, key, query.extra, deadline.remaining()), deadline)
+            entry = self._fetch(call, query, None, deadline)
             # All of it is here, and only the store can say that nobody else gets it. To leave now would
             # lose the entry for everybody, so the answer, which waits for nothing, may still come.
             last = Deadline(max(deadline.at, Deadline.after(_SETTLE_S).at))
             self._say(Done(call.number), last)
             granted = self._answer(call, last, "the last word on an entry")
             ended = True
-            if not isinstance(granted, Granted):
-                self._break(f"a {type(granted).__name__} came where the last word on an entry should")
+            assert isinstance(granted, Granted)
             if not granted.is_yours:
                 raise TimeoutError("the entry did not arrive in the time asked for; it is back in the store")
             return entry
@@ -176,14 +233,14 @@ class ReachingEnd(LookupBuffer):
     ) -> Entry:
         deadline = Deadline.after(timeout, self._timeout_s)
         key = key_under(input_tokens, roi)
-        call, ended = self._open(), False
+        query = _Query(key, extra_bytes(extra), max(1, min_tokens))
+        call, ended = self._open(_READ), False
         try:
-            query = key_to_bytes(key)
             self._say(
-                Read(call.number, query, extra_bytes(extra), max(1, min_tokens), deadline.remaining()),
+                Read(call.number, key_to_bytes(key), query.extra, query.min_tokens, deadline.remaining()),
                 deadline,
             )
-            entry = self._fetch(call, sink, deadline, describe_query(key))
+            entry = self._fetch(call, query, sink, deadline)
             self._say(Done(call.number), deadline)
             ended = True
             return entry
@@ -210,10 +267,10 @@ class ReachingEnd(LookupBuffer):
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def _open(self) -> _Call:
+    def _open(self, answers: tuple[type[Message], ...]) -> _Call:
         with self._lock:
             self._check()
-            call = _Call(next(self._numbers), threading.Condition(self._lock))
+            call = _Call(next(self._numbers), threading.Condition(self._lock), set(answers))
             self._calls[call.number] = call
             return call
 
@@ -222,6 +279,10 @@ class ReachingEnd(LookupBuffer):
         with self._lock:
             del self._calls[call.number]
             delivery, ended = call.delivery, self._ended
+            if Coming in call.open and Failed in call.open:
+                self._left[call.number] = None
+                if len(self._left) > _MAX_LEFT:
+                    del self._left[next(iter(self._left))]
         if ended is not None:
             return
         if delivery is not None:
@@ -235,7 +296,7 @@ class ReachingEnd(LookupBuffer):
     def _say(self, message: Message, deadline: Deadline) -> None:
         try:
             self._send(message, deadline)
-        except (TimeoutError, UnsupportedError, CapacityError):
+        except (TimeoutError, UnsupportedError, CapacityError, ResourceExhaustedError):
             raise  # nothing of it was sent
         except KvplugError as e:
             self._lose(e)
@@ -261,17 +322,24 @@ class ReachingEnd(LookupBuffer):
                 call.woken.wait(deadline.remaining())
             answer = call.answers.popleft()
         if isinstance(answer, Failed):
-            raise _ERRORS.get(answer.error, TransportError)(f"{what}: {answer.text}")
+            text = f"{what}: {peer_text(answer.text)}"
+            if answer.resource:
+                at = f"the lookup store at {self._signal.peer}"
+                raise ResourceExhaustedError(f"{at}: {text}", resource=peer_text(answer.resource))
+            raise _ERRORS.get(answer.error, TransportError)(text)
         return answer
 
     # -- entries -------------------------------------------------------------------------------
 
-    def _fetch(self, call: _Call, sink: EntrySink | None, deadline: Deadline, what: str) -> Entry:
+    def _fetch(self, call: _Call, query: _Query, sink: EntrySink | None, deadline: Deadline) -> Entry:
         """Receive the entry that answers a call, when it is its turn."""
+        what = describe_query(query.key)
         coming = self._answer(call, deadline, what)
         delivery = call.delivery
         if not isinstance(coming, Coming) or delivery is None:
             self._break(f"a {type(coming).__name__} came where an entry was asked for")
+        if not query.wants(coming):
+            self._break(f"{what}: entry {coming.entry_id} came, which is for other tokens")
         try:
             return self._deliveries.receive(delivery, sink, deadline)
         except CutShortError:
@@ -300,15 +368,19 @@ class ReachingEnd(LookupBuffer):
         forsaken = None
         with self._lock:
             call = self._calls.get(message.call)
-            if isinstance(message, Coming):
-                delivery = self._deliveries.announce(message)
-                if call is None:
-                    forsaken = delivery
-                else:
-                    call.delivery = delivery
             if call is not None:
+                if type(message) not in call.open:
+                    raise WireError(f"a {type(message).__name__} came that answers nothing")
+                call.open.discard(type(message))
+                if isinstance(message, Coming):
+                    call.delivery = self._deliveries.announce(message)
                 call.answers.append(message)
                 call.woken.notify()
+            elif isinstance(message, Coming):
+                if message.call not in self._left:
+                    raise WireError("an entry was announced that was not asked for")
+                del self._left[message.call]
+                forsaken = self._deliveries.announce(message)
         if forsaken is not None:
             self._deliveries.leave(forsaken)
 
@@ -317,7 +389,7 @@ class ReachingEnd(LookupBuffer):
     def _check(self) -> None:
         if self._ended is not None:
             # A new one for each caller: one that is raised again and again gathers all their stacks.
-            raise type(self._ended)(str(self._ended)) from self._ended
+            raise copy.copy(self._ended) from self._ended
 
     def _break(self, why: str) -> NoReturn:
         """The other end does not keep to what was agreed."""

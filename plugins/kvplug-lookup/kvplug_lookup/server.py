@@ -16,11 +16,12 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug import ClosedError, KvplugError, TimeoutError, UnsupportedError
+from kvplug import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError, UnsupportedError
 from kvplug.engine import EntryGoneError
-from kvplug.transport import BackgroundThread, Deadline, Pipe, Transfer, WireError
+from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, Pipe, Transfer, WireError
 from kvplug_lookup.lending import Lending, Waiter
 from kvplug_lookup.messages import (
+    MAX_SIGNAL_BYTES,
     Cancel,
     Coming,
     Done,
@@ -30,13 +31,13 @@ from kvplug_lookup.messages import (
     Match,
     Matched,
     Message,
-    PartMeta,
     Read,
     Take,
     deadline_lock,
     key_from_bytes,
     key_to_bytes,
     pack,
+    part_of,
     stream_of,
     unpack,
 )
@@ -46,6 +47,9 @@ _log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 """How much longer than its caller a loan lives: the caller's clock started a little earlier."""
+
+_MAX_CALLS = 1024
+"""Requests of one reaching end that have not ended."""
 
 _numbers = itertools.count(1)
 
@@ -76,6 +80,8 @@ class Session:
         self._signal = signal
         self._data = data
         self._on_end = on_end
+        signal.limit_messages(MAX_SIGNAL_BYTES)
+        data.limit_messages(0)  # nothing is received there
         self._number = next(_numbers)
         self.holder = f"{self._number}: {signal.peer}"
         """Who holds its loans."""
@@ -84,12 +90,18 @@ class Session:
         self._outbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._threads = [
             BackgroundThread(run, name=f"kvplug-lookup-{what}-{self._number}", stop=self.abort)
-            for run, what in ((self._take_requests, "requests"), (self._deliver, "deliver"))
+            for run, what in ((self._deliver, "deliver"), (self._take_requests, "requests"))
         ]
 
+    @NamedExhaustion("serving an end of a lookup buffer")
     def start(self) -> None:
+        """Raises: ResourceExhaustedError; nothing was read from the pipes, and they are as they were."""
         for thread in self._threads:
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:
+                self._outbox.put(None)
+                raise
 
     def close(self, deadline: Deadline) -> None:
         """Say that it is the end, and close the pipes."""
@@ -129,7 +141,7 @@ class Session:
                     break
                 if message is not None:
                     self._serve(message)
-        except WireError as e:
+        except (WireError, ResourceExhaustedError) as e:
             _log.warning("%s is served no more: %s", self.holder, e)
         except KvplugError as e:
             _log.debug("%s is gone: %s", self.holder, e)
@@ -186,6 +198,8 @@ class Session:
     def _begin(self, number: int, timeout: float | None) -> _Call:
         if number in self._calls:
             raise WireError(f"call {number} is under way already")
+        if len(self._calls) >= _MAX_CALLS:
+            raise WireError(f"more than {_MAX_CALLS} calls are under way")
         deadline = Deadline.after(None if timeout is None else timeout + _GRACE_S)
         call = self._calls[number] = _Call(number, deadline)
         return call
@@ -218,12 +232,15 @@ class Session:
                     self._send(call, loan)
                 elif call.waiter is not None and call.waiter.error is not None:
                     self._fail(call.number, call.waiter.error)
+        except ResourceExhaustedError as e:
+            _log.warning("%s is served no more: %s", self.holder, e)
         except KvplugError as e:
             _log.debug("entries for %s stop: %s", self.holder, e)
         except Exception:
             _log.exception("entries for %s stop", self.holder)
-        finally:
-            self.abort()  # the other thread ends too, and takes the loans back
+        else:
+            return  # the other thread has ended, or could not be started
+        self.abort()  # the other thread ends too, and takes the loans back
 
     def _send(self, call: _Call, loan: Loan) -> None:
         if not self._lending.begin_use(loan):
@@ -236,15 +253,20 @@ class Session:
                 self._lending.end(loan)
                 self._fail(call.number, e)
                 return
-            with self._speaking:
-                self._signal.send_tensor(coming, timeout=None)
+            try:
+                with self._speaking:
+                    self._signal.send_tensor(coming, timeout=None)
+            except ResourceExhaustedError as e:
+                self._lending.end(loan)
+                self._fail(call.number, e)
+                return
             for part in stream_of(held.key, held.value, held.hidden):
                 if call.cancelled:
                     self._data.send_tensor(None, timeout=None)
                     return
                 try:
                     transfer = self._data.send_tensor(part, timeout=None)
-                except UnsupportedError as e:
+                except (UnsupportedError, ResourceExhaustedError) as e:
                     self._lending.end(loan)
                     self._data.send_tensor(None, timeout=None)
                     self._fail(call.number, e)
@@ -262,7 +284,8 @@ class Session:
     # -- both ----------------------------------------------------------------------------------
 
     def _fail(self, number: int, error: KvplugError) -> None:
-        self._say(Failed(number, type(error).__name__, str(error)))
+        lacks = error.resource if isinstance(error, ResourceExhaustedError) else ""
+        self._say(Failed(number, type(error).__name__, str(error), lacks))
 
     def _say(self, message: Message, deadline: Deadline | None = None) -> None:
         tensor = pack(message)
@@ -276,10 +299,11 @@ def _announce(number: int, held: Held) -> Coming:
     return Coming(
         number,
         held.entry_id,
+        held.extra,
         key_to_bytes(header.tokens.numpy()),
         header.roi.numpy().tobytes(),
         header.metadata,
-        PartMeta.of(held.key),
-        PartMeta.of(held.value),
-        PartMeta.of(held.hidden),
+        part_of(held.key),
+        part_of(held.value),
+        part_of(held.hidden),
     )

@@ -21,6 +21,7 @@ from kvplug.transport import (
     EntryHeader,
     EntrySink,
     LookupStore,
+    NamedExhaustion,
     Pipe,
     StoreEvent,
     Timeout,
@@ -85,6 +86,7 @@ class SimpleStore(LookupStore):
 
     # -- putting in ----------------------------------------------------------------------------
 
+    @NamedExhaustion("inserting an entry")
     def insert(
         self,
         input_tokens: Any,
@@ -188,13 +190,14 @@ class SimpleStore(LookupStore):
             raise EntryGoneError(f"{describe_query(key)}: nothing held shares enough tokens")
         try:
             held = loan.held
-            header = EntryHeader(
-                entry_id=held.entry_id,
-                tokens=held.header.tokens.clone(),
-                roi=held.header.roi.clone(),
-                num_layers=held.header.num_layers,
-                metadata=decode(encode(held.header.metadata)),
-            )
+            with NamedExhaustion("copying an entry"):
+                header = EntryHeader(
+                    entry_id=held.entry_id,
+                    tokens=held.header.tokens.clone(),
+                    roi=held.header.roi.clone(),
+                    num_layers=held.header.num_layers,
+                    metadata=decode(encode(held.header.metadata)),
+                )
             hidden = copy_of(held.hidden, self._device)
             if sink is None:
                 return _entry(
@@ -216,8 +219,8 @@ class SimpleStore(LookupStore):
         with self._sessions_lock:
             if self._lending.closed:
                 raise ClosedError("this lookup store is closed")
-            self._sessions.add(session)
             session.start()
+            self._sessions.add(session)  # it cannot end before, as that needs the lock
 
     def subscribe(self, listener: Callable[[StoreEvent], None]) -> Callable[[], None]:
         return self._lending.subscribe(listener)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvplug_lookup.connector.stall import StallClock
 
 from kvplug import Config
 from kvplug.engine import KVLayout, TransferStats
@@ -54,9 +55,14 @@ def promised(decode: FakeEngine, prompt: Any, expected: int) -> tuple[Any, Any, 
 ASYNC = {"options": {"lookup": {"async_load": True}}}
 
 
-def made(*arguments: Any, checksum: str | None = None) -> Load:
-    free = Mark(torch.zeros(1))
-    return Load(*arguments, free=free, checksum=lambda: checksum, stats=TransferStats())
+def made(*arguments: Any, checksum: str | None = None, stall: StallClock | None = None) -> Load:
+    return Load(
+        *arguments,
+        free=Mark(torch.zeros(1)),
+        stall=stall or StallClock(20),
+        checksum=lambda: checksum,
+        stats=TransferStats(),
+    )
 
 
 @pytest.fixture

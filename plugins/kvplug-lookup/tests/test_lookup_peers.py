@@ -175,12 +175,12 @@ class Stuck:
 
 def test_loads_that_wait_behind_one_another_for_a_stopped_store_end_in_time(load: Load) -> None:
     loads = [made(load.plan, load._layout, load._caches) for _ in range(8)]
-    loader = Loader(lambda _: Stuck(), timeout_s=0.5)  # type: ignore[arg-type,return-value]
+    loader = Loader(lambda _: Stuck(), timeout_s=0.5, stall_timeout_s=20)  # type: ignore[arg-type,return-value]
     try:
         begun = time.monotonic()
         for each in loads:
             loader.submit(each)
-        while not all(each.has_ended for each in loads):
+        while not all(each.has_ended() for each in loads):
             assert time.monotonic() - begun < 2
             time.sleep(0.01)
     finally:

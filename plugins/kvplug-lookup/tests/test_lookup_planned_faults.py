@@ -16,7 +16,7 @@ from kvplug_testing.engine import FakeEngine, request_of
 
 pytestmark = pytest.mark.timeout(60)
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 10.0
 BASE: dict[str, Any] = {"connector": "lookup", "timeout_s": TIMEOUT_S, "connect_timeout_s": 20}
 PROMPT = range(100)
 KV = {"min_bytes": 4096}
@@ -113,7 +113,7 @@ def test_a_peer_that_is_gone_after_so_many_bytes_is_a_load_error_and_the_next_lo
         assert loads(prefill, decode, "b") == (96, 0, True, {})
 
 
-def test_a_message_that_never_comes_is_a_load_error_at_the_deadline() -> None:
+def test_a_message_that_never_comes_is_a_load_error_once_the_load_has_stalled() -> None:
     with pair(config("producer", {"do": "stop", "message": 3, **KV}), config("consumer")) as (
         prefill,
         decode,
@@ -121,8 +121,8 @@ def test_a_message_that_never_comes_is_a_load_error_at_the_deadline() -> None:
         prefill.prefill(request_of("stored", PROMPT))
         begun = time.monotonic()
         loaded, failed, _, reasons = loads(prefill, decode)
-        assert (loaded, failed, reasons) == (96, 6, {"timeout": 1})
-        assert time.monotonic() - begun < 3 * TIMEOUT_S
+        assert (loaded, failed, reasons) == (96, 6, {"stalled": 1})
+        assert time.monotonic() - begun < TIMEOUT_S
 
 
 def test_a_slow_peer_only_takes_its_time() -> None:

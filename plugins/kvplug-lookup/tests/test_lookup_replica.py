@@ -11,6 +11,7 @@ import pytest
 import faulty_engines as engines
 from kvplug import ClosedError, PeerGoneError
 from kvplug.transport import EventLog, Stored, event_to_plain, pack_tokens
+from kvplug_lookup.connector import replica as replicas
 from kvplug_lookup.connector.replica import Replica
 from kvplug_testing.engine import FakeEngine
 
@@ -131,8 +132,37 @@ def test_after_a_load_that_timed_out_nothing_is_promised_until_the_store_answers
         replica.close()
 
 
-@pytest.mark.parametrize("odd", [5, {"pong": "x"}, {"event": "none"}, {"event": "removed"}, [1], None])
-def test_a_replica_survives_what_it_does_not_understand(odd: Any, eventually: Any) -> None:
+SNAPSHOT = {"event": "snapshot", "epoch": "e", "seq": 1, "count": 1}
+STORED = event_to_plain(Stored(epoch="e", seq=1, entry_id=1, packed_tokens=pack_tokens(range(16))))
+
+
+def with_lies(**changed: Any) -> list[Any]:
+    return [SNAPSHOT, {**STORED, **changed}]
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        [5],
+        [None],
+        [[1]],
+        [{"event": "none"}],
+        [{"event": "removed"}],
+        [{"pong": "x"}],
+        [{"pong": [1]}],
+        [{"pong": 10**6}],  # of a ping that was never sent
+        [{"pong": -1}],
+        [{"pong": "9" * 5000}],
+        with_lies(tokens=b""),
+        with_lies(tokens=b"odd"),
+        with_lies(entry_id=-1),
+        with_lies(entry_id=2**63 - 1),
+        with_lies(seq=2**64 - 1),
+        [SNAPSHOT, STORED, {**STORED, "seq": 2}],  # the same entry twice
+        [SNAPSHOT, STORED, {"event": "removed", "epoch": "e", "seq": 2, "entry_id": 9, "reason": "taken"}],
+    ],
+)
+def test_a_replica_survives_what_cannot_be(lies: list[Any], eventually: Any) -> None:
     links: list[FakeLink] = []
 
     def connect(timeout: float) -> FakeLink:
@@ -142,10 +172,75 @@ def test_a_replica_survives_what_it_does_not_understand(odd: Any, eventually: An
     replica = Replica(connect, rank=0, fence_timeout_s=0.5)  # type: ignore[arg-type]
     try:
         eventually(lambda: replica.link is not None)
-        links[0].channel.answer(odd)
+        for lie in lies:
+            links[0].channel.answer(lie)
         eventually(lambda: len(links) > 1)
         links[1].channel.answer({"event": "snapshot", "epoch": "e", "seq": 0, "count": 0})
         eventually(lambda: replica.match((1, 2), b"") == 0)
+    finally:
+        replica.close()
+
+
+def test_a_store_that_never_completes_its_snapshot_is_waited_for_only_for_a_while(
+    eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_CATCH_UP_S", 0.5)
+    link = FakeLink()
+    replica = Replica(lambda _: link, rank=0, fence_timeout_s=0.1)  # type: ignore[arg-type,return-value]
+    try:
+        link.channel.answer({"event": "snapshot", "epoch": "e", "seq": 2**60, "count": 2**60})
+        eventually(lambda: replica.link is not None)
+        assert replica.match((1, 2), b"") is None
+        eventually(lambda: replica.match((1, 2), b"") == 0)
+        assert replica.link is link  # it may catch up
+    finally:
+        replica.close()
+
+
+def test_a_store_whose_events_always_have_gaps_is_waited_for_only_for_a_while(
+    eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_CATCH_UP_S", 0.5)
+    links: list[FakeLink] = []
+
+    def connect(timeout: float) -> FakeLink:
+        links.append(FakeLink())
+        links[-1].channel.answer({**STORED, "seq": 7})  # before any snapshot
+        return links[-1]
+
+    replica = Replica(connect, rank=0, fence_timeout_s=0.1)  # type: ignore[arg-type]
+    try:
+        eventually(lambda: len(links) > 1)
+        assert replica.match((1, 2), b"") is None
+        eventually(lambda: replica.match((1, 2), b"") == 0)
+        time.sleep(0.3)
+        assert replica.match((1, 2), b"") == 0
+        assert len(links) < 12  # with growing pauses, not as fast as it can
+    finally:
+        replica.close()
+
+
+def test_an_index_without_end_is_given_up(eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_MAX_BYTES", 3 * 1200)
+    links: list[FakeLink] = []
+
+    def connect(timeout: float) -> FakeLink:
+        links.append(FakeLink())
+        return links[-1]
+
+    replica = Replica(connect, rank=0, fence_timeout_s=0.1)  # type: ignore[arg-type]
+    try:
+        eventually(lambda: replica.link is not None)
+        log = EventLog()
+        for event in [*log.snapshot(), *(log.stored(number, range(16)) for number in (1, 2))]:
+            links[0].channel.answer(event_to_plain(event))
+        links[0].channel.answer(event_to_plain(log.removed(1, "taken")))  # gives its bytes back
+        links[0].channel.answer(event_to_plain(log.stored(3, range(16))))
+        links[0].channel.answer(event_to_plain(log.stored(4, range(16))))
+        eventually(lambda: replica.match(tuple(range(16)), b"") == 16)
+        assert len(links) == 1
+        links[0].channel.answer(event_to_plain(log.stored(5, range(16))))
+        eventually(lambda: len(links) == 2)
     finally:
         replica.close()
 

@@ -11,10 +11,16 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug import CapacityError, ConfigError, TimeoutError, TransportError
+from kvplug import ConfigError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.tensors import dtype_of
-from kvplug.transport import Deadline, acquire_stream, release_stream
+from kvplug.transport import (
+    Deadline,
+    NamedExhaustion,
+    acquire_stream,
+    raise_if_exhausted,
+    release_stream,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -125,19 +131,15 @@ class Device(abc.ABC):
         """New memory.
 
         Raises:
-            CapacityError: there is not enough.
+            ResourceExhaustedError: there is not enough.
             UnsupportedError: the torch installed here lacks the dtype.
         """
         import torch
 
         dtype = dtype_of(meta.dtype)
-        try:
+        with NamedExhaustion(f"a tensor of {meta.nbytes} bytes on {self.name}; the message stays"):
             # From bytes: torch may have to fill what it makes, and has no kernels for every dtype.
             flat = torch.empty(meta.nbytes, dtype=torch.uint8, device=self.name)
-        except (RuntimeError, MemoryError) as e:
-            raise CapacityError(
-                f"no memory on {self.name} for a tensor of {meta.nbytes} bytes; the message stays"
-            ) from e
         return flat.view(dtype).view(meta.shape)
 
 
@@ -149,6 +151,7 @@ class CudaEvent(Event):
         try:
             return bool(self.raw.query())
         except RuntimeError as e:
+            raise_if_exhausted(e, "the GPU failed")
             raise TransportError(f"the GPU failed: {e}") from e
 
 
@@ -216,6 +219,7 @@ class CudaDevice(Device):
         try:
             return CudaStream(self._device)
         except RuntimeError as e:
+            raise_if_exhausted(e, f"a stream of {self.name}")
             raise TransportError(f"{self.name} makes no stream: {e}") from e
 
     def now(self) -> Event | None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final
 
 from kvplug import ClosedError, ConfigError, TimeoutError
-from kvplug.transport import BackgroundThread, Deadline, is_leaving
+from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, is_leaving
 from kvplug_pynccl.nccl.abi import Result, UniqueId
 from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.nccl.library import Library
@@ -35,6 +37,57 @@ _CALL_WAIT_S: Final = 30.0
 
 _abandoned: Final[list[object]] = []
 """Memory in use by communicators that could not be aborted. The device may write to it for ever."""
+
+
+class _Aborter:
+    """A thread that begins aborts, in a thread each. It is there as long as a communicator is: when no more
+    threads can be had it does them itself.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_communicators = 0
+        self._aborts = queue.SimpleQueue[Callable[[], None] | None]()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def join(self) -> None:
+        """There is one more communicator. Raises ResourceExhaustedError."""
+        with self._lock:
+            if not self._num_communicators:
+                thread = BackgroundThread(
+                    self._run, name="kvplug-pynccl-aborts", stop=partial(self._aborts.put, None)
+                )
+                with NamedExhaustion("a communicator of NCCL needs a thread"):
+                    thread.start()
+            self._num_communicators += 1
+
+    def leave(self) -> None:
+        """One has been aborted, or was never made."""
+        with self._lock:
+            self._num_communicators -= 1
+            if not self._num_communicators:
+                self._aborts.put(None)
+
+    def do(self, abort: Callable[[], None]) -> None:
+        self._aborts.put(abort)
+
+    def _run(self) -> None:
+        while (abort := self._aborts.get()) is not None:
+            try:
+                # Nothing ends a call of NCCL.
+                BackgroundThread(abort, name="kvplug-pynccl-abort", stop=lambda: None).start()
+            except RuntimeError:  # no more threads just now
+                abort()
+            del abort
+
+    def _forget(self) -> None:
+        """In a forked child, where the parent's communicators are not aborted."""
+        self._lock = threading.Lock()
+        self._num_communicators = 0
+        self._aborts = queue.SimpleQueue()
+
+
+_aborter: Final = _Aborter()
 
 
 class MonitoredCommunicator:
@@ -62,6 +115,7 @@ class MonitoredCommunicator:
 
         Raises:
             ConfigError: the environment makes NCCL block inside its calls, whatever a program asks for.
+            ResourceExhaustedError: this process can start no more threads, and one is needed to abort it.
         """
         if os.environ.get(BLOCKING, "").strip() not in ("", "0"):
             raise ConfigError(
@@ -74,8 +128,15 @@ class MonitoredCommunicator:
         self._lock = threading.Lock()
         self._aborted: threading.Event | None = None
         self._abort_lock = threading.Lock()
-        with current():
-            self._comm, _ = nccl.comm_init_rank_config(world_size, unique_id, rank, nccl.config(blocking=0))
+        _aborter.join()
+        try:
+            with current():
+                self._comm, _ = nccl.comm_init_rank_config(
+                    world_size, unique_id, rank, nccl.config(blocking=0)
+                )
+        except BaseException:
+            _aborter.leave()
+            raise
 
     @property
     def is_aborted(self) -> bool:
@@ -151,22 +212,19 @@ class MonitoredCommunicator:
         with self._abort_lock:
             if self._aborted is None:
                 self._aborted = released = threading.Event()
-                thread = BackgroundThread(
-                    self._abort,
-                    args=(released, kept),
-                    name="kvplug-pynccl-abort",
-                    stop=lambda: None,  # nothing ends a call of NCCL
-                )
-                try:
-                    thread.start()
-                except RuntimeError as e:  # no more threads just now
-                    if is_leaving():
-                        released.set()  # with the process
-                    else:
-                        self._abandon(kept, f"no thread could be started for its abort ({e})")
+                if is_leaving():
+                    released.set()  # with the process
+                else:
+                    _aborter.do(partial(self._abort, released, kept))
             return self._aborted
 
     def _abort(self, released: threading.Event, kept: object) -> None:
+        try:
+            self._abort_now(released, kept)
+        finally:
+            _aborter.leave()
+
+    def _abort_now(self, released: threading.Event, kept: object) -> None:
         if not self._lock.acquire(timeout=_CALL_WAIT_S):
             self._abandon(kept, "a call of NCCL does not return")
             return

@@ -17,7 +17,7 @@ from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_pynccl.pipe.pipe import PyncclPipe
 from kvplug_testing import peers
-from kvplug_testing.comparison import assert_filled
+from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.pairs import (
@@ -149,4 +149,4 @@ def assert_works(pair: Any) -> None:
     for source, target in ((one, other), (other, one)):
         message = noise()
         source.send_tensor(message)
-        assert torch.equal(target.recv_tensor(timeout=PATIENCE_S), message)
+        assert_same(message, target.recv_tensor(timeout=PATIENCE_S))

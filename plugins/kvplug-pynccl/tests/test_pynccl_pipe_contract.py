@@ -45,3 +45,4 @@ class TestPyncclPipe(PipeContract):
 @pytest.mark.variant
 class TestPyncclPipeThatComparesAndCopiesLittle(TestPyncclPipe):
     options: ClassVar[dict[str, Any]] = {"check_order": True, "copy_bytes": 4096}
+    lies = 15

@@ -93,10 +93,10 @@ def test_a_slice_of_a_paged_cache_is_sent_and_filled_in_place(remote_pair: Any) 
     for ids, into in (([3, 4, 5], [7, 8, 9]), ([9, 1, 4], [0, 20, 3])):
         pipe.send_blocks(list(cache), ids)
         pipe.recv_blocks(list(target), into)
-        assert torch.equal(target[:, into], cache[:, ids])
+        assert_same(cache[:, ids], target[:, into])
     pipe.send_tensor(cache[0])
     assert pipe.recv_tensor(target[1]) is not None
-    assert torch.equal(target[1], cache[0])
+    assert_same(cache[0], target[1])
 
 
 @needs_two
@@ -109,7 +109,7 @@ def test_cpu_tensors_are_refused_by_name_or_staged(remote_pair: Any) -> None:
     staging.send_tensor(message)
     out = torch.zeros_like(message)
     assert staging.recv_tensor(out) is out
-    assert torch.equal(out, message)
+    assert_same(message, out)
 
 
 @needs_two
@@ -127,7 +127,7 @@ def test_a_peer_that_is_killed_or_stopped_makes_no_call_hang(remote_pair: Any) -
             call()
     again, _ = remote_pair("echo")
     again.send_tensor(message)
-    assert torch.equal(again.recv_tensor(), message)
+    assert_same(message, again.recv_tensor())
 
 
 TWO_HOSTS_OF_ONE_GPU = {

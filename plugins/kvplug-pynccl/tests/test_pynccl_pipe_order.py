@@ -18,7 +18,7 @@ from kvplug import TimeoutError
 from kvplug.net import streams
 from kvplug_pynccl.device import CudaStream
 from kvplug_pynccl.pipe import worker
-from kvplug_testing.comparison import assert_filled
+from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.waits import Call, until
 
@@ -42,7 +42,7 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
     assert receiving.is_blocked(0.3) and not transfer.done()
     nothing = ctypes.create_string_buffer(1)
     gate.copy(ctypes.addressof(nothing), ctypes.addressof(nothing), 0)
-    assert torch.equal(receiving.outcome(), wanted)
+    assert_same(wanted, receiving.outcome())
     transfer.wait(PATIENCE_S)
     for stream in (gate, caller):
         stream.close()
@@ -59,10 +59,12 @@ def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
     caller.wait_for(gate, gate.record() + 1)
     caller.copy(kept.data_ptr(), out.data_ptr(), out.nbytes)
     receiving = Call(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
-    assert receiving.is_blocked(0.3) and torch.equal(out, before)
+    assert receiving.is_blocked(0.3)
+    assert_same(before, out)
     gate.copy(out.data_ptr(), out.data_ptr(), 0)
     assert receiving.outcome() is out
-    assert torch.equal(out, message) and torch.equal(kept, before)
+    assert_same(message, out)
+    assert_same(before, kept)
     for stream in (gate, caller):
         stream.close()
 
@@ -85,8 +87,8 @@ def test_a_receiver_hears_of_a_message_only_when_the_senders_device_has_made_it(
         for transfer in transfers:
             transfer.wait(PATIENCE_S)
     assert other.recv_tensor(out, timeout=PATIENCE_S) is out
-    assert torch.equal(out, source)
-    assert torch.equal(other.recv_tensor(timeout=PATIENCE_S), after)
+    assert_same(source, out)
+    assert_same(after, other.recv_tensor(timeout=PATIENCE_S))
     assert other.recv_tensor(timeout=PATIENCE_S) is None
 
 
@@ -109,7 +111,7 @@ def test_a_sender_hears_of_memory_only_when_the_receivers_device_has_done_with_i
     assert not heard
     assert_filled(7, out)
     gated.open()
-    assert torch.equal(other.recv_tensor(timeout=PATIENCE_S), source)
+    assert_same(source, other.recv_tensor(timeout=PATIENCE_S))
 
 
 @pytest.mark.parametrize("where", ["strided", "blocks"])
@@ -135,7 +137,7 @@ def test_a_copy_behind_what_never_ends_keeps_the_deadline_and_the_message(
     assert isinstance(error, TimeoutError) and "has not ended" in str(error)
     gated.open()
     receive(PATIENCE_S)
-    assert torch.equal(memory[:, 1::2], source)
+    assert_same(source, memory[:, 1::2])
 
 
 def test_a_small_tensor_is_the_callers_again_once_it_was_copied(local_pair: Any) -> None:
@@ -203,7 +205,7 @@ def test_blocks_that_follow_one_another_are_sent_and_received_in_place_in_one_gr
     other.recv_blocks(target, [11, 12, 13])
     transfer.wait(PATIENCE_S)
     for sent, got in zip(source, target, strict=True):
-        assert torch.equal(got[11:14], sent[5:8])
+        assert_same(sent[5:8], got[11:14])
         assert not got[:11].any() and not got[14:].any()
     assert controls.get("operations") - before == 6  # a send and a receive for each view
 
@@ -219,8 +221,8 @@ def test_blocks_come_as_they_were_however_they_lie_at_either_end(
     other.recv_blocks(target, into)
     one.send_blocks(source, ids)
     for sent, got in zip(source, target, strict=True):
-        assert torch.equal(got[into], sent[ids])
-    assert torch.equal(other.recv_tensor(), torch.stack([each[ids] for each in source]))
+        assert_same(sent[ids], got[into])
+    assert_same(torch.stack([each[ids] for each in source]), other.recv_tensor())
 
 
 # -- rest ------------------------------------------------------------------------------------------------

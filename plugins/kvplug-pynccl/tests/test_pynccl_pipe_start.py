@@ -138,7 +138,9 @@ def test_an_end_that_was_ready_first_and_then_fails_is_noticed_while_nccl_starts
         if then == "hangs up":
             connection.sock.shutdown(socket.SHUT_WR)
         elif then == "says why":
-            connection.sock.sendall(join.Join(step=join.Step.FAILED, reason="its GPU fell off").pack())
+            connection.sock.sendall(
+                join.Join(step=join.Step.FAILED, reason="its GPU fell off\n\x1b[2J").pack()
+            )
         else:
             connection.sock.sendall(join.Join(step=join.Step.READY).pack())
         until(lambda: "was not completed" in caplog.text)

@@ -6,11 +6,15 @@ import os
 import platform
 import sys
 
-from kvplug.transport import Probe, create_memfd, local_domain
+from kvplug.transport import Probe, create_memfd, local_domain, raise_if_exhausted
 
 
 def describe() -> Probe:
-    """Works on Linux on x86-64, between ends of one host that can reach each other's abstract sockets."""
+    """Works on Linux on x86-64, between ends of one host that can reach each other's abstract sockets.
+
+    Raises:
+        ResourceExhaustedError: the process has no free descriptor or memory to find out.
+    """
     reason = _missing()
     return Probe(viable=not reason, reason=reason, domain=local_domain())
 
@@ -26,5 +30,6 @@ def _missing() -> str:
     try:
         os.close(create_memfd("kvplug-probe"))
     except OSError as e:
+        raise_if_exhausted(e, "making anonymous memory")
         return f"the system makes no anonymous memory: {e}"
     return ""

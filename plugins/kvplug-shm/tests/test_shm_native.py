@@ -34,6 +34,7 @@ from kvplug_shm.pipe.native import NativeIncoming, NativeOutgoing, incoming, out
 from kvplug_shm.pipe.rings import Incoming, Outgoing
 from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
+from kvplug_testing.comparison import assert_same
 
 local_pair = ends_of_pipes.local_pair
 STEPS_THERE: Any = native.library()
@@ -321,7 +322,7 @@ def test_blocks_and_bytes_go_through_a_ring_that_is_smaller(row: tuple[int, ...]
     )
     assert None not in spans
     moved((True, True), message, spans, target)
-    assert torch.equal(got if flat == "target" else receiving.gathered(), message)
+    assert_same(message, got if flat == "target" else receiving.gathered())
     untouched = [each for each in range(12) if each not in here]
     assert not target[untouched].any()
 
@@ -418,7 +419,7 @@ def test_a_message_that_is_stored_past_the_caches_arrives_whole(local_pair: Any,
         sending = pool.submit(sender.send_tensor, tensor)
         receiver.recv_tensor(out=within)
         sending.result().wait()
-    assert torch.equal(within, tensor)
+    assert_same(tensor, within)
     assert set(out[:offset].tolist()) | set(out[offset + len(tensor) :].tolist()) == {7}
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import shm_pipe_ends as ends
 from kvplug import TimeoutError, UnsupportedError
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.waits import Call
 
 local_pair = ends.local_pair
@@ -59,9 +60,9 @@ def test_any_blocks_go_through_any_ring(
         sending = Call(lambda: one.send_blocks(views(source), there))
         other.recv_blocks(views(target), here)
         sending.outcome().wait(ends.PATIENCE_S)
-    assert torch.equal(bits(message(target, here)), bits(message(source, there)))
+    assert_same(bits(message(source, there)), bits(message(target, here)))
     others = [each for each in range(20) if each not in here]
-    assert torch.equal(bits(message(target, others)), bits(message(before, others)))
+    assert_same(bits(message(before, others)), bits(message(target, others)))
 
 
 @pytest.mark.parametrize("how", ["blocks", "other blocks", "a tensor", "out"])
@@ -84,7 +85,7 @@ def test_blocks_that_are_late_are_resumed_by_whatever_comes_next(local_pair: Any
     else:
         other.recv_blocks(views(target), here)
         got = message(target, here)
-    assert torch.equal(bits(got), bits(message(source, there)))
+    assert_same(bits(message(source, there)), bits(got))
     transfer.wait(ends.PATIENCE_S)
 
 
@@ -94,7 +95,7 @@ def test_what_is_left_to_the_writer_is_no_longer_the_caches(local_pair: Any) -> 
     wanted = message(source, list(range(40))).clone()
     transfer = one.send_blocks(views(source), range(40))
     assert not transfer.done()
-    assert torch.equal(bits(other.recv_tensor()), bits(wanted))
+    assert_same(bits(wanted), bits(other.recv_tensor()))
     transfer.wait(ends.PATIENCE_S)
     assert one._outbox.queued_bytes == 0
 
@@ -106,7 +107,7 @@ def test_many_messages_of_blocks_are_queued_and_come_in_order(local_pair: Any) -
     for seed, cache in enumerate(caches):
         target = torch.zeros(4, 2, 50, dtype=torch.int32)
         other.recv_blocks(views(target), [2, 1])
-        assert torch.equal(message(target, [2, 1]), message(cache, [seed % 6, 3]))
+        assert_same(message(cache, [seed % 6, 3]), message(target, [2, 1]))
     for transfer in transfers:
         transfer.wait(ends.PATIENCE_S)
 

@@ -28,6 +28,7 @@ class TestShmPipeInPython(PipeContract):
 
     transport = "shm"
     options: ClassVar[dict[str, Any]] = {"native": False}
+    lies = 15
 
 
 @pytest.mark.variant
@@ -36,3 +37,4 @@ class TestShmPipeThatNeverSpins(PipeContract):
 
     transport = "shm"
     options: ClassVar[dict[str, Any]] = {"slots": 3, "slot_bytes": 12_000, "spin_us": 0}
+    lies = 15

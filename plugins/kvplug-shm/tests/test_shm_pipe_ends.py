@@ -27,6 +27,7 @@ from kvplug_shm.memory import waiting
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.endpoint import ShmEndpoint
 from kvplug_testing import peers
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.waits import Call, until
 
 local_pair, remote_pair = ends.local_pair, ends.remote_pair
@@ -44,7 +45,7 @@ def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_is(
     pipe, child = remote_pair("send_part", nbytes, pieces, native=False)
     child.recv()
     child.kill()
-    assert torch.equal(pipe.recv_tensor(timeout=ends.PATIENCE_S), torch.arange(10))
+    assert_same(torch.arange(10), pipe.recv_tensor(timeout=ends.PATIENCE_S))
     for _ in range(2):
         with pytest.raises(PeerGoneError, match=f"pid {child.pid}"):
             pipe.recv_tensor(timeout=ends.PATIENCE_S)
@@ -424,7 +425,7 @@ def test_processes_in_other_namespaces_of_one_host_share_memory(flags: tuple[str
                 for _ in range(5):
                     sent = torch.randint(0, 255, (3 * MIB,), dtype=torch.uint8)
                     pipe.send_tensor(sent)
-                    assert torch.equal(pipe.recv_tensor(), sent)
+                    assert_same(sent, pipe.recv_tensor())
                     time.sleep(0.6)
                 child.kill()
                 with pytest.raises(PeerGoneError):

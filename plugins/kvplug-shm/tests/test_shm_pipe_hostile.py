@@ -165,11 +165,14 @@ def test_bytes_that_are_no_message_are_an_error_and_the_end_of_the_pipe(
             time.sleep(0.01)
 
 
-def test_a_claim_of_more_than_there_is_takes_no_memory_and_says_so(local_pair: Any) -> None:
+def test_a_claim_of_more_than_there_is_takes_no_memory_and_says_so(
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = local_pair()
+    monkeypatch.setattr(other._pool, "tensor", lambda meta: pytest.fail("memory was asked for"))
     lay(one, prefix((2**50,), 2**50))
     for _ in range(2):
-        with pytest.raises(CapacityError):
+        with pytest.raises(CapacityError, match="this process can have at most"):
             other.recv_tensor(timeout=5)
 
 

@@ -116,9 +116,9 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
     if second_out:
         fresh = torch.empty_like(sent)
         assert other.recv_tensor(fresh) is fresh
-        assert torch.equal(fresh, sent)
+        assert_same(sent, fresh)
     else:
-        assert torch.equal(other.recv_tensor(), sent)
+        assert_same(sent, other.recv_tensor())
     sending.outcome()
     assert_filled(99, out, "memory was written to after its call had ended")
 
@@ -145,11 +145,11 @@ def test_one_larger_message_passes_alone(local_pair: Any) -> None:
     one.send_tensor(small)
     with pytest.raises(TimeoutError):
         one.send_tensor(large, timeout=0.1)
-    assert torch.equal(other.recv_tensor(), small)
+    assert_same(small, other.recv_tensor())
     transfer = one.send_tensor(large, timeout=0.1)
     with pytest.raises(TimeoutError):
         one.send_tensor(small, timeout=0.1)
-    assert torch.equal(other.recv_tensor(), large)
+    assert_same(large, other.recv_tensor())
     transfer.wait(ends.PATIENCE_S)
     one.send_tensor(small, timeout=0.1)
 
@@ -160,7 +160,7 @@ def test_a_sender_that_waits_for_room_goes_on_when_the_ring_is_read(local_pair: 
     sending = Call(lambda: [one.send_tensor(each, timeout=None) for each in messages])
     for each in messages:
         time.sleep(0.002)
-        assert torch.equal(other.recv_tensor(), each)
+        assert_same(each, other.recv_tensor())
     sending.outcome()
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import shm_queue_ends as ends
-from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TransportError
+from kvplug import CapacityError, ClosedError, ConfigError, KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire import encode
 from kvplug.transport import Credentials, QueueHandle, WireError, dial, recv_fds, send_fds
+from kvplug_shm.queue import join
 from kvplug_shm.queue.join import PURPOSE
 from kvplug_shm.ring import protocol
 from kvplug_testing.waits import Call, until
@@ -316,6 +317,9 @@ def test_an_answer_that_is_none_is_refused(writer: Any) -> None:
         frame({"index": 3, "sizes": [1, 4, 100, 100], "quiet": True, "patience_s": 1.0}),
         frame({"index": 0, "sizes": [1, 0, 0, 0], "quiet": True, "patience_s": 1.0}),
         frame({"index": 0, "sizes": [1, 4, 100, 100], "quiet": True, "patience_s": 1.0}),
+        frame({"index": 0, "sizes": [1, 4, 100, -100], "quiet": True, "patience_s": 1.0}),
+        frame({"index": 0, "sizes": [2**62, 4, 100, 100], "quiet": True, "patience_s": 1.0}),
+        frame({"index": 0, "sizes": [1, 2**62, 2**62, 2**62], "quiet": True, "patience_s": 1.0}),
         b"\xff" * 1024,
     ]
     handle = writer.export_handle()
@@ -329,6 +333,45 @@ def test_an_answer_that_is_none_is_refused(writer: Any) -> None:
                 recv_fds(connection, 1024, 0, ends_in(10))
                 send_fds(connection, each, [], ends_in(10))
                 assert isinstance(joining.outcome(), WireError)
+
+
+def answered(writer: Any, answer: bytes) -> Any:
+    """What a reader makes of that answer of a writer."""
+    from kvplug.transport import Listener
+
+    handle = writer.export_handle()
+    with Listener.open("unix:", Credentials(), PURPOSE) as listener:
+        false = {**handle.as_plain(), "data": {**handle.data, "contact": listener.contact}}
+        joining = Call(lambda: ends.endpoint().create_from_handle(QueueHandle.from_plain(false), 0, 10))
+        with listener.accept(10) as connection:
+            recv_fds(connection, 1024, 0, ends_in(10))
+            send_fds(connection, answer, [], ends_in(10))
+            return joining.outcome()
+
+
+def test_why_a_reader_is_refused_is_one_printable_line(writer: Any) -> None:
+    error = answered(writer, frame({"refused": "no room\n\x1b[2J" + "x" * 900}))
+    assert isinstance(error, ConfigError) and "no room" in str(error) and str(error).isprintable()
+
+
+@pytest.mark.parametrize("patience_s", [float("nan"), -1.0, 0.0, 1e-300, float("inf")])
+def test_heartbeats_are_no_faster_than_a_bound_whatever_the_other_end_says(patience_s: float) -> None:
+    interval_s, silence_s = join._pace(min(patience_s, 5.0))
+    assert 0.05 <= silence_s <= 5.0 and interval_s == silence_s / 5
+
+
+def test_a_message_larger_than_all_memory_is_refused_before_any_is_taken(queue: Any) -> None:
+    """The pages of the ring that the writer has not used take no memory, however many it states."""
+    writer, (reader,) = queue(options={"max_message_bytes": 1 << 45})
+    writer.enqueue("value")
+    head = struct.unpack_from("<5Q", writer._ring._entries, 0)[3]
+    for entry in ((0, 1, 0, 1 << 44, 0), (0, 1, 0, head, 1 << 44)):
+        struct.pack_into("<5Q", writer._ring._entries, 0, *entry)
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="which stays, has 17592186044"):
+                reader.dequeue(timeout=5)
+    struct.pack_into("<5Q", writer._ring._entries, 0, 0, 1, 0, head, 0)
+    assert reader.dequeue(timeout=5) == "value"
 
 
 def test_a_closed_writer_lets_nobody_in(writer: Any) -> None:

@@ -19,6 +19,7 @@ import shm_queue_ends as ends
 from kvplug import CapacityError, ConfigError, PeerGoneError, TransportError
 from kvplug_shm.queue.join import hang_up
 from kvplug_shm.ring import protocol
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.waits import Call, until
 
 queue, remote_reader, sound_sleep, asleep = ends.queue, ends.remote_reader, ends.sound_sleep, ends.asleep
@@ -192,7 +193,7 @@ def test_processes_in_other_namespaces_of_one_host_share_memory(queue: Any, flag
         for _ in range(4 * ends.CHUNKS):
             sent = torch.randint(0, 255, (MIB,), dtype=torch.uint8)
             writer.enqueue(sent)
-            assert torch.equal(reader.dequeue(), sent)
+            assert_same(sent, reader.dequeue())
         time.sleep(3.0)
         assert not writer.readers[1].gone, "a reader that only waits counts as dead"
         child.kill()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from kvplug.transport import Deadline, PeerIdentity
 from kvplug_shm.queue import reader_link, remote_writer
 from kvplug_shm.queue.remote_frames import QueueFrameKind
 from kvplug_testing import peers
+from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
 
 REMOTE = str(Path(__file__).with_name("shm_remote_ends.py"))
 context, joined, taken = ends.context, ends.joined, ends.taken
@@ -333,6 +337,32 @@ def test_a_connection_does_not_live_on_in_a_forked_child(writer: Any, fork_serve
             assert writer.feed.gone == {0: ("its connection ended", True)}
         finally:
             os.kill(forked, signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_keeps_the_programs_own_descriptors_and_none_of_zeromqs() -> None:
+    before = in_forked_child(held)
+    writer = ends.Writing(context())
+    with contextlib.ExitStack() as stack:
+        stack.callback(writer.network.join, None)
+        stack.callback(writer.network.abort)
+        reader = joined(context(), writer.network.data)
+        stack.callback(reader.leave, died=True)
+        host, port = writer.network.data["host"], writer.network.data["port"]
+        datagrams = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        datagrams.bind((host, port))
+        elsewhere = ("127.0.0.2", port)  # another address with the same number
+        listening = stack.enter_context(socket.create_server(elsewhere))
+        connected = stack.enter_context(socket.create_connection(elsewhere))
+        event = os.eventfd(0)
+        stack.callback(os.close, event)
+        polling = stack.enter_context(select.epoll())
+        polling.register(event)
+        own = {each.fileno() for each in (datagrams, listening, connected, polling)} | {event}
+        kept = more_than(before).split(", ")
+        assert {int(line.partition(" ")[0]) for line in kept} == own, kept
+        writer.send(b"still there")
+        assert taken(reader) == (False, b"", b"still there")
 
 
 def test_too_few_descriptors_are_an_error_and_not_the_end_of_the_process(fork_server: Any) -> None:

@@ -81,7 +81,9 @@ class ForkServer:
     def _ask(self, question: str, fds: Sequence[int] = ()) -> tuple[int, list[int]]:
         with self._lock:
             socket.send_fds(self._control, [question.encode()], fds)
-            answer, received, _, _ = socket.recv_fds(self._control, _NUMBER.size, 1)
+            answer, received, _, _ = socket.recv_fds(
+                self._control, _NUMBER.size, 1, flags=socket.MSG_CMSG_CLOEXEC
+            )
         if not answer:
             raise ChildProcessError(f"the fork server is gone; it wrote:\n{self._server.stderr}")
         return int(_NUMBER.unpack(answer)[0]), received

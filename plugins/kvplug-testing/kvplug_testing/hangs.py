@@ -21,7 +21,9 @@ class Hangs:
     def note(self, suite: type[Contract], test: str, error: BaseException, took_s: float) -> None:
         """A test has failed with this error, ``took_s`` seconds after it began."""
         if _is_deadline(error, took_s):
-            self._tests.setdefault(suite, []).append(test)
+            tests = self._tests.setdefault(suite, [])
+            if test not in tests:  # its cleanup may run into one, too
+                tests.append(test)
 
     def reason(self, suite: type[Contract]) -> str:
         """Why no more tests of the suite are run; empty if they are."""

@@ -79,7 +79,7 @@ ALL-5, every transfer ends
 
 ALL-6, forks
 : In a forked child, every open object is closed: its calls raise `ClosedError`, and the child holds none of
-  its descriptors. In the parent the objects go on working.
+  its descriptors and of its shared memory. In the parent the objects go on working.
 
 ALL-7, nothing left behind
 : After all objects of a transport are closed, a process holds no descriptor, thread, child, socket name or
@@ -90,6 +90,19 @@ ALL-8, leaving the program
 : A program that leaves, by `sys.exit` or at its last line, ends within seconds with its own exit code, and
   writes nothing to stderr: right after `abort()`, right after `close()`, and if nothing was closed, also
   while threads of the transport, or of the program in calls of it, are at work. So does a forked child.
+
+ALL-9, exhaustion
+: If a process has no free descriptor, thread, memory or space, a call that needs one raises
+  `ResourceExhaustedError`, which names what ran out. It leaves nothing behind, and nothing is remembered: the
+  next try succeeds as soon as there is enough. An object that was in use may be broken, and then says so.
+
+ALL-10, a peer that lies
+: What a peer says after it has proved its identity is checked before it is used, and before memory is taken
+  for it. Whatever a peer says, in a message or in memory that it has handed over, every call ends within its
+  timeout, in a result or in an error of kvplug's; the process lives on, and holds no more memory, threads or
+  descriptors than for honest peers. Memory is taken for at most `max_message_bytes`, or for what the process
+  can have. A result is what was asked for as far as its structure shows it: shape and dtype, tokens, order.
+  That its bytes are what the peer's own program stored is not promised without a hash.
 
 ## Endpoints
 
@@ -307,6 +320,11 @@ CONN-7, forgetting
 CONN-8, figures
 : A connector's figures add up: every started transfer is counted once, as done, or as failed with its
   reason.
+
+CONN-9, steps that go on
+: A load in the background holds up no call of the engine, whatever its peer does, and an engine that lets
+  every request wait for its load gets no other loads from a connector that can do both. A load of which
+  nothing comes fails after a limit of its own, much less than `timeout_s`, and no step waits longer for it.
 
 ## References to blocks
 

@@ -77,6 +77,13 @@ def test_a_suite_is_given_up_after_three_tests_that_ran_into_deadlines(error: An
     assert not hangs.reason(Other)
 
 
+def test_one_test_that_runs_into_two_deadlines_counts_once() -> None:
+    hangs = Hangs()
+    for _ in range(2 * MOST):
+        hangs.note(Suite, "test_it", TIMED_OUT, LONG_S)
+    assert not hangs.reason(Suite)
+
+
 @pytest.mark.parametrize(
     ("error", "took_s"),
     [

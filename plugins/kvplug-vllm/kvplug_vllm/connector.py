@@ -72,6 +72,7 @@ class KvplugConnector(KVConnectorBase_V1):
             model=model_of(vllm_config, kv_cache_config),
             cache=cache,
             parallelism=parallelism_of(vllm_config),
+            loads_in_background=not can_rewind(vllm_config),
             registry=registry,
         )
         if isinstance(built, WorkerConnector):

@@ -48,8 +48,9 @@ class SchedulerSide:
     And it ensures that KV whose load failed is not used. vLLM assumes at once that a load which its step
     needs has succeeded; until the step is reported, other requests wait for it (:class:`StepLoads`). If vLLM
     cannot rewind, that report is too late for the request itself: the next step is already planned, or
-    computes the missing tokens at the wrong position. In this case the request waits as well: vLLM is told
-    that the load is in the background, and the workers name the request as received in the step that loads.
+    computes the missing tokens at the wrong position. So there the connector is asked to load everything in
+    the background. If it cannot, the request waits as well: vLLM is told that the load is in the background,
+    and the workers name the request as received in the step that loads, which waits for the load.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
@@ -106,6 +107,36 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvplug-probe\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[kvplug]\nprobe = kvplug_probe\n")
     return module
+
+
+@attrs.frozen
+class InstalledPlugin:
+    """A folder with a plugin of vLLM's, found there by its entry point."""
+
+    folder: Path
+    pythonpath: str
+
+
+@pytest.fixture(scope="session")
+def install_plugin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], InstalledPlugin]:
+    """``install_plugin("faulty_worker")``: the file next to this one, as the module ``kvplug_faulty_worker``.
+
+    vLLM calls its ``register`` in each of its processes.
+    """
+
+    def install(name: str) -> InstalledPlugin:
+        folder = tmp_path_factory.mktemp(name)
+        source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+        (folder / f"kvplug_{name}.py").write_text(source, encoding="utf-8")
+        info = folder / f"kvplug_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvplug-{name}\nVersion: 1.0\n")
+        entry_point = f"[vllm.general_plugins]\n{name} = kvplug_{name}:register\n"
+        (info / "entry_points.txt").write_text(entry_point)
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        return InstalledPlugin(folder, path)
+
+    return install
 
 
 @pytest.fixture(scope="session")

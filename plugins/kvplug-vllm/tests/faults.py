@@ -38,6 +38,16 @@ def schedule_ahead() -> None:
     CpuPlatform.check_and_update_config = staticmethod(update_and_keep)
 
 
+def load_in_steps() -> None:
+    """The connector "lookup" as one that cannot load in the background, whatever its engine asks for."""
+    build = kvplug_vllm.connector.build_connector
+
+    def build_for_steps(*arguments: Any, loads_in_background: bool, **more: Any) -> Any:
+        return build(*arguments, **more)
+
+    kvplug_vllm.connector.build_connector = build_for_steps
+
+
 # -- with switches ----------------------------------------------------------------------------------
 
 _SIGNAL_BYTES = 16 << 10

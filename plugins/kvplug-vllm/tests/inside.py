@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import time
 from typing import Any
 
 from kvplug.engine import SchedulerConnector
@@ -60,3 +63,33 @@ def reached(llm: Any) -> list[bool]:
 
     children = get_kv_transfer_group().sub_connectors
     return [child._worker.connector.link is not None for child in children]
+
+
+_longest: dict[str, float] = {}
+
+
+def time_calls() -> None:
+    """From now on it is known how long vLLM waited for each of KvplugConnector's methods."""
+    from kvplug_vllm.connector import KvplugConnector
+
+    def timed(name: str, call: Any) -> Any:
+        @functools.wraps(call)
+        def run(*arguments: Any, **more: Any) -> Any:
+            begun = time.monotonic()
+            try:
+                return call(*arguments, **more)
+            finally:
+                _longest[name] = max(_longest.get(name, 0.0), time.monotonic() - begun)
+
+        return run
+
+    for name, what in list(vars(KvplugConnector).items()):
+        if inspect.isfunction(what) and not name.startswith("_") and name != "shutdown":
+            setattr(KvplugConnector, name, timed(name, what))
+
+
+def longest_calls(llm: Any) -> dict[str, float]:
+    """Seconds, by method, since it was asked last."""
+    found = dict(_longest)
+    _longest.clear()
+    return found

@@ -31,6 +31,14 @@ def begin(llm: Any) -> None:
     _of(llm).begin()
 
 
+def wait_for_loads(llm: Any) -> None:
+    """Returns when what the connector "lookup" loads in the background is there, though not reported yet."""
+    limit = time.monotonic() + WAIT_S
+    while not all(load.has_ended() for load in _of(llm).worker._loads.values()):
+        assert time.monotonic() < limit, "the loads do not end"
+        time.sleep(0.001)
+
+
 def end(llm: Any) -> list[Any]:
     """The run is over; returns its calls."""
     return _of(llm).calls
@@ -65,11 +73,15 @@ class Recorder:
         self.in_background: dict[str, bool] = {}
         self.loading: dict[str, int] = {}
         """Requests whose load was planned: steps until it is reported."""
+        self.worker: Any = None
+        """The worker side that is wrapped."""
 
     def build(self, config: Any, side: str, **arguments: Any) -> Any:
         built = self._build(config, side, **arguments)
         wrapped = SchedulerSide(built) if isinstance(built, SchedulerConnector) else WorkerSide(built)
         wrapped.recorder = self
+        if isinstance(wrapped, WorkerSide):
+            self.worker = built
         wrapped.loads = config.role is not Role.PRODUCER
         wrapped.layers = {name: at for at, name in enumerate(arguments["cache"].groups[0].layer_names)}
         return wrapped

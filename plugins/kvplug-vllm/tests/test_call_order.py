@@ -50,7 +50,7 @@ class Recording:
 
     @contextmanager
     def engine(
-        self, role: str, *, is_async: bool = False, policy: str = "recompute", setup: str = "", **more: Any
+        self, role: str, *, is_async: bool = False, policy: str = "recompute", setup: Any = (), **more: Any
     ) -> Iterator[Runs]:
         config = self._config_for(
             f"kv_{role}",
@@ -58,7 +58,7 @@ class Recording:
             kv_load_failure_policy=policy,
             options={"lookup": {"async_load": is_async}},
         )
-        setups = [*([setup] if setup else []), f"{RECORDER}:record"]
+        setups = [*([setup] if isinstance(setup, str) else setup), f"{RECORDER}:record"]
         with self._start(config, setup=setups, **(SIZE | more)) as engine:
             runs = Runs(engine, {"role": role, "is_async": is_async})
             yield runs
@@ -171,13 +171,14 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
         ) as engine:
             request_id = engine.ask("begin", prompt=asked["five"], max_tokens=3)
             engine.ask("step", times=2)
+            engine.ask("call", where=f"{RECORDER}:wait_for_loads")
             engine.ask("abort", request_id=request_id)
             engine.ask("step", times=STEPS_TO_LOAD)
         assert engine.state()["requests"] == []
     with recording.engine(
         "consumer",
         policy="fail",
-        setup=f"{FAULTS}:schedule_ahead",
+        setup=[f"{FAULTS}:schedule_ahead", f"{FAULTS}:load_in_steps"],
         async_scheduling=True,
         enable_prefix_caching=False,
     ) as decode:

@@ -6,13 +6,11 @@ with no connector configured either (``sync_and_gather_intermediate_tensors``: i
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import psutil
 import pytest
 
@@ -29,25 +27,10 @@ BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 """A core for each of two workers."""
 
 
-@attrs.frozen
-class Installed:
-    """A folder with the plugin of faulty_worker.py, and its switch."""
-
-    pythonpath: str
-    switch: Path
-
-
 @pytest.fixture(scope="session")
-def faulty_worker(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    site = tmp_path_factory.mktemp("faulty")
-    source = Path(__file__).with_name("faulty_worker.py").read_text(encoding="utf-8")
-    (site / "kvplug_faulty_worker.py").write_text(source, encoding="utf-8")
-    info = site / "kvplug_faulty_worker-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvplug-faulty-worker\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nfaulty = kvplug_faulty_worker:register\n")
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    return Installed(path, site / "corrupt")
+def faulty_worker(install_plugin: Any) -> Any:
+    """The plugin of faulty_worker.py; the file ``corrupt`` in its folder is its switch."""
+    return install_plugin("faulty_worker")
 
 
 class Kind:
@@ -85,7 +68,7 @@ def port(kind: Kind, free_port: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def prefill(kind: Kind, said: Any, config_for: Any, port: int, faulty_worker: Installed) -> Iterator[Any]:
+def prefill(kind: Kind, said: Any, config_for: Any, port: int, faulty_worker: Any) -> Iterator[Any]:
     with kind.start(config_for("kv_producer", port), PYTHONPATH=faulty_worker.pythonpath) as engine:
         yield engine
 
@@ -157,7 +140,7 @@ def test_each_worker_listens_on_a_port_of_its_own(kind: Kind, prefill: Any, port
 
 
 def test_what_fails_to_load_at_one_worker_is_computed_by_all(
-    kind: Kind, prefill: Any, decode: Any, prompts: Any, said: Any, faulty_worker: Installed
+    kind: Kind, prefill: Any, decode: Any, prompts: Any, said: Any, faulty_worker: Any
 ) -> None:
     if kind.num_workers == 1:
         pytest.skip("it has one worker")
@@ -165,9 +148,10 @@ def test_what_fails_to_load_at_one_worker_is_computed_by_all(
     salt = f"failed, {decode.peer.pid}"
     prefill.generate(asked, max_tokens=1, salt=salt)
     loads = count(decode, "transfers", "load")
-    faulty_worker.switch.touch()
+    switch = faulty_worker.folder / "corrupt"
+    switch.touch()
     answers = decode.generate(asked, salt=salt)
-    faulty_worker.switch.unlink()
+    switch.unlink()
     assert [answer.tokens for answer in answers] == said
     assert {answer.finish_reason for answer in answers} == {"length"}
     assert count(decode, "transfer_failures", "load") == len(asked), "at the one"

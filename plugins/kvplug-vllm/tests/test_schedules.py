@@ -29,12 +29,13 @@ DRAFTING = {
     },
 }
 AHEAD = {"async_scheduling": True, "setup": f"{FAULTS}:schedule_ahead"}
+IN_STEPS = {"setup": [f"{FAULTS}:schedule_ahead", f"{FAULTS}:load_in_steps"]}
 CONSUMERS: dict[str, dict[str, Any]] = {
     "layer by layer": {},
     "without a prefix cache": {"enable_prefix_caching": False},
     "in the background": {"async_load": True},
-    "layer by layer, steps in flight": AHEAD,
-    "in the background, steps in flight": {"async_load": True, **AHEAD},
+    "layer by layer, steps in flight": {**AHEAD, **IN_STEPS},
+    "in the background, steps in flight": AHEAD,
     "layer by layer, drafting": DRAFTING,
     "in the background, drafting": {"async_load": True, **DRAFTING},
 }
@@ -46,10 +47,10 @@ LIFE_S = 3600.0
 class Asked:
     """An engine of one kind, and what differs from kind to kind."""
 
-    def __init__(self, engine: Any, kind: str, *, async_load: bool = False, **settings: Any) -> None:
+    def __init__(self, engine: Any, kind: str, **settings: Any) -> None:
         self.engine = engine
         self.kind = kind
-        self.loads_in_background = async_load
+        self.loads_in_background = kind.startswith("in the background")
         self.has_prefix_cache = settings.get("enable_prefix_caching", True)
 
     def count(self, what: str, *labels: str) -> float:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from kvplug.assembly.registry import discovery
+from kvplug.errors import PluginLoadError
 
 HEADER = """\
 from kvplug.engine import CommandSpec, ConnectorSpec
@@ -303,3 +310,27 @@ def test_a_plugin_in_a_zip_file_is_read_there(site: Any, tmp_path: Path) -> None
 
 def test_the_interpreter_under_test_sees_none_of_this(site: Any) -> None:
     assert "kvplug_neighbour" not in sys.modules
+
+
+def test_no_two_threads_parse_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11 that is a SystemError now and then, and a plugin of the user's counts as broken."""
+    inside, found = [], []
+
+    def slow(source: str) -> ast.Module:
+        inside.append(source)
+        time.sleep(0.02)
+        found.append(len(inside))
+        inside.pop()
+        return ast.parse(source)
+
+    def look() -> None:
+        with pytest.raises(PluginLoadError, match="does not state"):
+            discovery.stated_api("ast")
+
+    monkeypatch.setattr(discovery, "ast", SimpleNamespace(**{**vars(ast), "parse": slow}))
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == [1] * 4

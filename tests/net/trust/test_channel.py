@@ -31,7 +31,7 @@ from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.trust.listener import Listener, dial
 from kvplug.net.wire import values
-from kvplug.net.wire.frames import FrameKind, encode_header
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, encode_header
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -355,3 +355,56 @@ def test_a_channel_in_a_forked_child_is_closed_and_the_parents_is_not(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     a.send("still here")
     assert b.recv() == "still here"
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+def when_it_waits(channel: Channel, handler: Callable[[], None], call: Callable[[], object]) -> object:
+    """What ``call`` returns or raises, if a signal's handler runs while it waits for the socket."""
+    poll = channel._wait
+
+    def interrupted(*args: object) -> bool:
+        channel._wait = poll  # type: ignore[method-assign]
+        signal.raise_signal(signal.SIGUSR1)
+        return poll(*args)  # type: ignore[arg-type]
+
+    channel._wait = interrupted  # type: ignore[method-assign,assignment]
+    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
+    try:
+        return call()
+    except Exception as e:
+        return e
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signals_handler_cannot_send_in_the_middle_of_a_value(raw: tuple[Channel, socket.socket]) -> None:
+    channel, theirs = raw
+    told: list[object] = []
+
+    def send() -> None:
+        try:
+            channel.send("in between", timeout=30)
+        except BusyError as e:
+            told.append(e)
+        reading.start()
+
+    received = bytearray()
+    value = b"x" * (4 << 20)
+    size = HEADER_SIZE + len(values.encode(value))
+    reading = threading.Thread(target=lambda: received.extend(theirs.recv(size, socket.MSG_WAITALL)))
+    assert when_it_waits(channel, send, lambda: channel.send(value)) is None
+    reading.join(30)
+    assert len(told) == 1
+    assert values.decode(bytes(received[HEADER_SIZE:])) == value
+
+
+@pytest.mark.parametrize("verb", ["send", "recv"])
+def test_a_signals_handler_may_close_the_channel_that_its_thread_uses(
+    raw: tuple[Channel, socket.socket], verb: str
+) -> None:
+    channel, _ = raw
+    calls = {"send": lambda: channel.send(b"x" * (4 << 20)), "recv": channel.recv}
+    assert isinstance(when_it_waits(channel, channel.close, calls[verb]), ClosedError)
+    assert channel.fileno() == -1

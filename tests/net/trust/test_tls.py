@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import re
 import select
 import socket
 import ssl
@@ -209,6 +210,43 @@ def test_tls_on_one_end_only_is_refused_and_both_say_what_to_set(both: Credentia
             dial(listener.contact, both, "test", 10)
         until(lambda: listener.refusals, what="the refusal")
         assert listener.refusals == {"no tls here": 1}
+
+
+def test_the_page_shows_what_is_said_about_each_mistake(
+    both: Credentials, files: TlsFiles, ca: Any, tmp_path: Path
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "encrypt-with-tls.md"
+    rows = re.findall(r"^\| `([^`]*)` \|", page.read_text(encoding="utf-8").partition("## When")[2], re.M)
+    keys = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
+    another = write(tmp_path / "another", trustme.CA(), trusts=ca)
+    elsewhere = write(tmp_path / "elsewhere", ca, "gpu7.example.org")
+    said = []
+    for mistake in (
+        {"tls_cert": files.cert},
+        {**keys, "host": "unix:@name"},
+        {**keys, "tls_key": elsewhere.key},
+    ):
+        with pytest.raises(ConfigError) as refused:
+            credentials_of(Config.from_dict(mistake))
+        said.append(str(refused.value))
+    plain, of_another = Credentials(SECRET), Credentials(SECRET, another)
+    for listening, dialling in (
+        (of_another, both),
+        (Credentials(SECRET, elsewhere), both),
+        (both, of_another),
+        (both, plain),
+        (plain, both),
+    ):
+        with (
+            Listener.open("127.0.0.1:0", listening, "test") as listener,
+            pytest.raises(AuthenticationError) as failed,
+        ):
+            dial(listener.contact, dialling, "test", 10)
+        said.append(str(failed.value))
+    patterns = [".*".join(map(re.escape, row.split("…"))) for row in rows]
+    assert len(rows) == len(said)
+    for pattern in patterns:
+        assert [each for each in said if re.search(pattern, each)], (pattern, said)
 
 
 def test_unix_sockets_use_no_tls(both: Credentials) -> None:

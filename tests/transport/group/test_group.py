@@ -30,6 +30,7 @@ from kvplug.errors import (
     UnsupportedError,
     WireError,
 )
+from kvplug.net.deadline import Deadline
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener, dial
@@ -331,6 +332,62 @@ def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
         group.close()
         for channel in (mute, odd, liar):
             channel.close()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ([], 1),
+        ({"a": 1},),
+        (None,),
+        ("take", "send", 0, 5, 0.0),
+        7,
+        (),
+        ("set", "k" * 600, b""),
+    ],
+    ids=repr,
+)
+def test_a_request_that_is_none_is_refused_and_the_connection_goes_on(request_: Any) -> None:
+    listener = StatelessGroup.listen("unix:")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2)
+        with StatelessGroup.create(listener.contact, rank=1, world_size=2) as there, joining.result(30):
+            remote: Any = there._access
+            assert remote.ask(("set", "key", b"value")) == ("ok", None)
+            with remote._connection(Deadline.after(30.0)) as channel:
+                channel.send(request_)
+                status, text = channel.recv(30.0)
+            assert status in ("refused", "timeout", "gone"), text
+            assert there._ask("delete", "key") is True
+
+
+@pytest.mark.parametrize(
+    ("verb", "args", "answer"),
+    [
+        ("get", ("key",), None),
+        ("get", ("key",), "text"),
+        ("recv", (0,), 7),
+        ("add", ("key",), "1"),
+        ("add", ("key",), True),
+        ("delete", ("key",), None),
+        ("all_gather", (1,), None),
+        ("all_gather", (1,), [b"\x00"]),
+        ("all_gather", (1,), [None, None]),
+        ("barrier", (), None),
+    ],
+)
+def test_an_answer_of_rank_zero_is_checked(verb: str, args: tuple[Any, ...], answer: Any) -> None:
+    class Lying:
+        def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
+            return "ok", answer
+
+        def send(self, request: tuple[Any, ...]) -> None: ...
+
+        def close(self, deadline: Any) -> None: ...
+
+    group = StatelessGroup(Lying(), 1, 2, 5.0, None)  # type: ignore[arg-type]
+    with pytest.raises(WireError, match="rank 0 answered"):
+        getattr(group, verb)(*args)
 
 
 def test_closing_wakes_who_waits_and_later_calls_are_refused() -> None:

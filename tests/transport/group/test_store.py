@@ -157,3 +157,74 @@ def test_draining_waits_for_what_others_have_not_fetched_and_not_for_ever(store:
     ask(store, 1, "taken", "send", 0, 0)
     thread.join(5)
     assert done == [True]
+
+
+# -- what a rank may make rank 0 hold --------------------------------------------------------------
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch, store: Store) -> Store:
+    monkeypatch.setattr("kvplug.transport.group.store.MAX_BYTES", 10 * 2048)
+    return store
+
+
+def requests(number: int, data: bytes) -> list[tuple[Any, ...]]:
+    return [
+        ("set", f"k{number}", data),
+        ("post", "send", number, [2], data),
+        ("collect", f"round {number}", data, 0),
+    ]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_what_a_rank_makes_the_store_hold_is_bounded(little: Store, which: int) -> None:
+    answers = [little.answer(1, requests(number, bytes(1024))[which]) for number in range(30)]
+    assert [status for status, _ in answers].count("large") == 20
+    assert little.nbytes <= 10 * 2048
+    status, text = little.answer(1, requests(99, b"")[which])
+    assert status == "large" and "has no room for 1024 more" in text
+
+
+def test_room_is_there_again_when_values_were_taken_and_deleted(little: Store) -> None:
+    for number in range(5):
+        ask(little, 1, "set", f"k{number}", bytes(1024))
+        ask(little, 1, "set", f"k{number}", bytes(1000))  # in its place
+        ask(little, 1, "post", "send", number, [0, 2, 2, 9], bytes(1))
+        ask(little, 1, "add", f"n{number}", 1)
+        for rank in range(3):
+            little.answer(rank, ("collect", f"round {number}", b"x", 0))
+        for rank in range(3):
+            ask(little, rank, "collected", f"round {number}")
+        ask(little, 1, "delete", f"k{number}")
+        ask(little, 1, "delete", f"n{number}")
+        ask(little, 0, "taken", "send", number, 1)
+        ask(little, 2, "taken", "send", number, 1)
+        assert little.nbytes == 0 and little.num_entries == 0
+    ask(little, 1, "post", "send", 9, [2], bytes(1024))
+    little.part(2, "is gone")
+    assert little.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ("set", "", b""),
+        ("set", "k" * 513, b""),
+        ("post", "k" * 513, 0, [2], b""),
+        ("collect", "k" * 513, b"", 0),
+        ("get", "k", "x" * 100_000),
+        ("get", "k", -1),
+        ("get", "k", float("nan")),
+        ("take", "send", 0, 1, []),
+        ("add", "k", 2**64),
+        ("post", "send", 0, ["x"], b""),
+        ("set", "k"),
+        ("set", 7, b""),
+        "set",
+        None,
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_in_few_words(store: Store, request_: Any) -> None:
+    status, text = store.answer(1, request_)
+    assert status == "refused" and len(text) < 500
+    assert store.num_entries == 0

@@ -24,6 +24,7 @@ from kvplug.transport import (
     DescriptorGuard,
     DuplexEndpoint,
     DuplexPipe,
+    MessageLimit,
     PartialMessage,
     Pipe,
     PipeContext,
@@ -63,7 +64,7 @@ class SampleEndpoint(DuplexEndpoint):
 
 class SamplePipe(DuplexPipe):
     def __init__(self, connection: Connection, context: PipeContext) -> None:
-        super().__init__(connection.describe, context.timeout_s)
+        super().__init__(connection.describe, context.timeout_s, MessageLimit(context.max_message_bytes))
         self._sock = connection.sock
         self._sock.settimeout(None)
         self._readable = select.poll()
@@ -146,6 +147,7 @@ class SamplePipe(DuplexPipe):
                     fill=lambda tensor: self._fill(message, tensor, deadline),
                     fail=self._fail,
                     peer=self._peer,
+                    limit=self._limit,
                 )
             self._message = None
             return tensor

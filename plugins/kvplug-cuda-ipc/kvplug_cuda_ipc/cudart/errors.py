@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvplug import CapacityError, TransportError
+from kvplug import ResourceExhaustedError, TransportError
 from kvplug_cuda_ipc.cudart.abi import Result
 
 
@@ -21,8 +21,12 @@ class CudaError(TransportError):
         super().__init__(text)
 
 
-class CudaMemoryError(CudaError, CapacityError):
+class CudaMemoryError(CudaError, ResourceExhaustedError):
     """The GPU does not have enough free memory."""
+
+    def __init__(self, text: str, *, result: int, function: str) -> None:
+        super().__init__(text, result=result, function=function)
+        self.resource = "memory"
 
 
 _MEANINGS: Final[dict[int, str]] = {

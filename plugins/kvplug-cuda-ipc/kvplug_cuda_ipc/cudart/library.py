@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from kvplug.transport import raise_if_exhausted
 from kvplug_cuda_ipc.cudart.abi import (
     CaptureMode,
     EventFlag,
@@ -33,6 +34,7 @@ def load(path: str = "") -> Runtime:
 
     Raises:
         CudaLibraryError: none can be used. A path that was given, or the variable's, is the only one tried.
+        ResourceExhaustedError: this process has no descriptor or memory to look for one.
     """
     tried = []
     for what, place in places(path):
@@ -61,6 +63,7 @@ class Runtime:
         try:
             loaded = ctypes.CDLL(path)
         except OSError as e:
+            raise_if_exhausted(e, f"loading {path}")
             raise CudaLibraryError(f"{path} cannot be loaded: {e}") from e
         self._functions: dict[str, Callable[..., Any]] = {}
         lacks = []

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from kvplug.transport import raise_if_exhausted
+
 VARIABLE: Final = "KVPLUG_CUDART_LIBRARY"
 SONAMES: Final = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0")
 _MAPS: Final = Path("/proc/self/maps")
@@ -27,10 +29,15 @@ def places(named: str = "") -> Iterator[tuple[str, str]]:
 
 
 def loaded(maps: Path = _MAPS) -> list[str]:
-    """The runtimes that this process has mapped: PyTorch's, once torch was imported."""
+    """The runtimes that this process has mapped: PyTorch's, once torch was imported.
+
+    Raises:
+        ResourceExhaustedError: this process has no descriptor to look.
+    """
     try:
         lines = maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
+    except OSError as e:
+        raise_if_exhausted(e, "looking for a CUDA runtime")
         return []
     paths = ("/" + line.partition("/")[2] for line in lines if "/" in line)
     return list(dict.fromkeys(path for path in paths if path.rpartition("/")[2].startswith("libcudart.so")))

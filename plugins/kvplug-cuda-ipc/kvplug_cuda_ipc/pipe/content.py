@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug import CapacityError, UnsupportedError
+from kvplug import UnsupportedError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
 from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
-from kvplug.transport import Blocks, TensorMismatchError, mismatch
+from kvplug.transport import Blocks, NamedExhaustion, TensorMismatchError, mismatch, raise_if_exhausted
 from kvplug_cuda_ipc.cudart.library import Event
 from kvplug_cuda_ipc.device import Device
 
@@ -56,7 +56,7 @@ def content_of(tensor: Tensor | None, device: Device) -> Content:
 
     Raises:
         UnsupportedError: a device, layout or dtype that is not carried.
-        CapacityError: there is no memory for the copy.
+        ResourceExhaustedError: there is no memory for the copy.
     """
     if tensor is None:
         return Content(NONE)
@@ -73,7 +73,7 @@ def content_of_blocks(blocks: Blocks, device: Device) -> Content:
 
     Raises:
         UnsupportedError: a device or dtype that is not carried.
-        CapacityError: there is no memory to gather them in.
+        ResourceExhaustedError: there is no memory to gather them in.
     """
     import torch
 
@@ -143,6 +143,7 @@ class Target:
             else:
                 as_bits(out.detach()).copy_(as_bits(own))
         except RuntimeError as e:
+            raise_if_exhausted(e, "copying a message into out=; it stays")
             raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
         return out
 
@@ -160,11 +161,7 @@ def _now(device: Device) -> Event:
     return device.runtime.event(device.callers_stream())
 
 
+@NamedExhaustion("copying what is to be sent; nothing was queued")
 def _allocating(make: Any, given: Any) -> Any:
-    """``make(given)``. Raises CapacityError: there is no memory for it."""
-    try:
-        return make(given)
-    except RuntimeError as e:  # torch.OutOfMemoryError is one
-        if "out of memory" not in str(e).lower():
-            raise
-        raise CapacityError(f"no memory for a copy of what is to be sent: {e}") from e
+    """``make(given)``. Raises ResourceExhaustedError: there is no memory for it."""
+    return make(given)

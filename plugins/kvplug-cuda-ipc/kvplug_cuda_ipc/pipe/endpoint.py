@@ -33,6 +33,7 @@ class CudaIpcEndpoint(DuplexEndpoint):
             max_in_flight_bytes=options.max_in_flight_bytes,
             timeout_s=context.timeout_s,
             heartbeat_timeout_s=context.heartbeat_timeout_s,
+            max_message_bytes=context.max_message_bytes,
         )
 
     def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:

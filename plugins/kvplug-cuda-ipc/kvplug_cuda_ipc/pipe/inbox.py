@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
-from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, PartialMessage
+from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, PartialMessage
 from kvplug_cuda_ipc.backoff import Backoff
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.cudart.library import Event
@@ -53,6 +53,7 @@ class Inbox:
         stream: Stream,
         *,
         peer: str,
+        message_limit: MessageLimit,
         lifecycle: Lifecycle,
         taken: Callable[[int], None],
         fail_pipe: Callable[[str], None],
@@ -62,6 +63,7 @@ class Inbox:
         self._device = device
         self._stream = stream
         self._peer = peer
+        self._limit = message_limit
         self._lifecycle = lifecycle
         self._taken = taken
         self._fail_pipe = fail_pipe
@@ -118,6 +120,7 @@ class Inbox:
         if runs is None:
             if message.own is None:
                 assert message.meta is not None
+                self._limit.check(message.nbytes, self._peer)
                 message.own = self._allocate(message.meta)
             runs = Runs([message.own])
         copies = _Copies(

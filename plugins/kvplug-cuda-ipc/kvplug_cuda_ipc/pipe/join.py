@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import select
 from typing import Any, Final
 
 import attrs
 
-from kvplug import KvplugError, PeerGoneError, TransportError
+from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TransportError
 from kvplug.transport import (
     BackgroundThread,
     Channel,
     Connection,
     Deadline,
     HeartbeatTerms,
+    NamedExhaustion,
     WireError,
+    decline,
+    exhaustion_of,
+    peer_text,
 )
 from kvplug_cuda_ipc.cudart.abi import IPC_HANDLE_BYTES
 from kvplug_cuda_ipc.cudart.errors import CudaError
@@ -34,6 +39,10 @@ logger = logging.getLogger(__name__)
 PURPOSE: Final = "pipe-cuda-ipc"
 _READY: Final = {"ready": True}
 _UNMAPPED: Final = encode(FrameKind.UNMAPPED)
+_MAX_GPU: Final = 64
+"""Characters of a GPU's UUID, and more."""
+_SHORTEST_SILENCE_S: Final = 0.05
+"""The least silence that counts as death, whatever the peer asks for: each heartbeat wakes both ends."""
 _FAILURE_S: Final = 0.5
 """Seconds that the peer may take to read why there is no pipe, or to hang up after its memory is gone."""
 
@@ -78,6 +87,7 @@ class Hello:
                 and min(nbytes, heartbeat_ms) > 0
             ):
                 terms = HeartbeatTerms(sees_death, heartbeat_ms)
+                gpu = peer_text(gpu, _MAX_GPU)
                 return cls(gpu=gpu, token=token, handle=handle, nbytes=nbytes, terms=terms)
         raise WireError("it does not join as this version does")
 
@@ -90,6 +100,7 @@ def make_pipe(
     Raises:
         TimeoutError, PeerGoneError, WireError: there is no pipe, and the connection is closed.
         TransportError: memory of one end cannot be allocated, or mapped at the other, and why.
+        ResourceExhaustedError: one of the two processes has no free descriptor, thread or memory for it.
     """
     return _Join(connection, settings, deadline).run(accepted=accepted)
 
@@ -106,25 +117,41 @@ class _Join:
         self._peer_process: PeerProcess | None = None
         self._staging: Staging | None = None
         self._mapping: Mapping | None = None
+        self._must_end = queue.SimpleQueue[bool]()
+        """Once: whether there is no pipe, so that this object has to end what it began."""
 
     def run(self, *, accepted: bool) -> CudaIpcPipe:
         given = self._connection
         try:
-            # A socket of its own: when there is no pipe the given one is closed at once, while this one is
-            # needed until the peer has unmapped this end's memory.
-            self._channel = Channel(attrs.evolve(given, sock=given.sock.dup()), timeout_s=None)
-        except BaseException:
-            given.close()
-            raise
-        try:
-            with self._device.current():
-                pipe = self._exchange(accepted=accepted)
-        except BaseException as e:
-            self._give_up(e)
+            with NamedExhaustion(f"making a pipe with {self._peer}"):
+                self._channel = self._own_channel()
+                try:
+                    with self._device.current():
+                        pipe = self._exchange(accepted=accepted)
+                except BaseException as e:
+                    self._give_up(e)
+                    raise
+        except ResourceExhaustedError as e:
+            decline(given.sock, e)
             raise
         finally:
             given.close()
+        self._must_end.put(False)
         return pipe
+
+    def _own_channel(self) -> Channel:
+        """A channel with a socket of its own: when there is no pipe the given one is closed at once, while
+        this one is needed until the peer has unmapped this end's memory. And the thread that waits for that,
+        now: it might not be had then.
+        """
+        given = self._connection
+        channel = Channel(attrs.evolve(given, sock=given.sock.dup()), timeout_s=None)
+        try:
+            BackgroundThread(self._take_back, name="kvplug-cuda-ipc-end", stop=self._stop_taking_back).start()
+        except BaseException:
+            channel.close()
+            raise
+        return channel
 
     def _exchange(self, *, accepted: bool) -> CudaIpcPipe:
         if accepted:
@@ -147,7 +174,7 @@ class _Join:
             self._settings,
             peer_process=self._peer_process,
             peer=self._peer,
-            silence_s=ours.terms.agreed(theirs.terms).silence_s(),
+            silence_s=ours.terms.agreed(theirs.terms).silence_s(at_least_s=_SHORTEST_SILENCE_S),
         )
 
     def _hello(self) -> Hello:
@@ -183,8 +210,11 @@ class _Join:
 
     def _receive(self) -> Any:
         value = self._channel.recv(self._deadline.remaining())
-        if isinstance(value, dict) and isinstance(value.get("failed"), str):
-            raise TransportError(f"{self._peer} cannot be the other end of a pipe: {value['failed']}")
+        if isinstance(value, dict) and "failed" in value:
+            why = f"{self._peer} cannot be the other end of a pipe: {peer_text(value['failed'])}"
+            if lacks := value.get("lacks"):
+                raise ResourceExhaustedError(why, resource=peer_text(lacks))
+            raise TransportError(why)
         return value
 
     # -- when there is no pipe ---------------------------------------------------------------------------
@@ -192,8 +222,11 @@ class _Join:
     def _give_up(self, error: BaseException) -> None:
         """Tell the peer why and unmap its memory; a thread frees this end's once the peer has unmapped it."""
         with contextlib.suppress(KvplugError):
-            if isinstance(error, KvplugError) and not isinstance(error, PeerGoneError | WireError):
-                self._channel.send({"failed": str(error)}, timeout=_FAILURE_S)
+            shortage = exhaustion_of(error, "making a pipe")
+            told = shortage or error
+            if isinstance(told, KvplugError) and not isinstance(told, PeerGoneError | WireError):
+                lacks = shortage.resource if shortage is not None else ""
+                self._channel.send({"failed": str(told), "lacks": lacks}, timeout=_FAILURE_S)
         try:
             if self._mapping is not None:
                 with self._device.current():
@@ -202,9 +235,17 @@ class _Join:
             logger.warning("memory of %s was not unmapped: %s", self._peer, e)
         with contextlib.suppress(KvplugError):
             self._channel.send(_UNMAPPED, timeout=_FAILURE_S)
-        BackgroundThread(self._take_back, name="kvplug-cuda-ipc-end", stop=self._channel.close).start()
+        self._must_end.put(True)
+
+    def _stop_taking_back(self) -> None:
+        """The program leaves."""
+        self._must_end.put(False)
+        self._channel.close()
 
     def _take_back(self) -> None:
+        """If there is no pipe: wait until the peer has unmapped this end's memory, and free it."""
+        if not self._must_end.get():
+            return
         try:
             if self._staging is not None:
                 while self._channel.recv(None) != _UNMAPPED:

@@ -12,6 +12,7 @@ waited for, and no work on a device waits for another process, which may never g
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.transport import (
     BEATS_PER_TIMEOUT,
     BackgroundThread,
@@ -27,6 +28,8 @@ from kvplug.transport import (
     Channel,
     Deadline,
     DuplexPipe,
+    MessageLimit,
+    NamedExhaustion,
     PipeSettings,
     Transfer,
     WireError,
@@ -85,9 +88,10 @@ class CudaIpcPipe(DuplexPipe):
         does not see the other's process; ``None``: both see it, and send none.
 
         Raises:
-            TransportError: there are no more streams, or threads.
+            TransportError, ResourceExhaustedError: there are no more streams, or threads.
         """
-        super().__init__(peer, settings.timeout_s)
+        limit = MessageLimit(settings.max_message_bytes, device=settings.device.name)
+        super().__init__(peer, settings.timeout_s, limit)
         self._channel = channel
         self._peer_process = peer_process
         self._staging = staging
@@ -118,18 +122,27 @@ class CudaIpcPipe(DuplexPipe):
                 device,
                 self._streams[1],
                 peer=peer,
+                message_limit=limit,
                 lifecycle=self._lifecycle,
                 taken=self._taken,
                 fail_pipe=self._fail,
             )
             close_after_fork(self)
+            both_run = queue.SimpleQueue[bool]()
             # At exit the worker has the reader end: when the peer has unmapped this end's memory.
-            self._reader = BackgroundThread(self._read, name="kvplug-cuda-ipc-read", stop=self.abort)
-            self._worker = BackgroundThread(self._work, name="kvplug-cuda-ipc-work", stop=self.abort)
-            try:
-                self._worker.start()
-            except RuntimeError as e:
-                raise TransportError(f"a pipe needs threads: {e}") from e
+            self._reader, self._worker = (
+                BackgroundThread(run, args=(both_run,), name=f"kvplug-cuda-ipc-{what}", stop=self.abort)
+                for run, what in ((self._read, "read"), (self._work, "work"))
+            )
+            with NamedExhaustion("a pipe needs two threads"):
+                try:
+                    self._reader.start()
+                    self._worker.start()
+                except BaseException:
+                    both_run.put(False)
+                    raise
+            for _ in range(2):
+                both_run.put(True)
             undo.pop_all()
 
     # -- moving bytes ----------------------------------------------------------------------------------
@@ -204,8 +217,10 @@ class CudaIpcPipe(DuplexPipe):
 
     # -- the reader ------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
+    def _read(self, both_run: queue.SimpleQueue[bool]) -> None:
         """Until the peer has unmapped this end's memory, or is gone."""
+        if not both_run.get():
+            return
         try:
             self._device.adopt()
             self._read_frames()
@@ -265,10 +280,10 @@ class CudaIpcPipe(DuplexPipe):
 
     # -- the worker ------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, both_run: queue.SimpleQueue[bool]) -> None:
+        both_run.get()
         try:
             self._device.adopt()
-            self._reader.start()
             backoff = Backoff()
             while self._outbox.wait_for_work():
                 if self._outbox.step():
@@ -295,8 +310,6 @@ class CudaIpcPipe(DuplexPipe):
         with contextlib.suppress(CudaError):  # the device has failed, and does nothing more
             while not self._outbox.is_idle():
                 backoff.pause()
-        if self._reader.ident is None:  # it could not be started
-            self._read()
         self._unmapped.wait()
         self._channel.close()
         try:

@@ -7,9 +7,8 @@ import ctypes
 import mmap
 from typing import Final
 
-from kvplug import CapacityError
 from kvplug.net.wire.copying import address_of
-from kvplug.transport import close_after_fork, explain_os_error, map_memfd
+from kvplug.transport import NamedExhaustion, close_after_fork, map_memfd
 
 _MAP_NORESERVE: Final = 0x4000
 
@@ -28,15 +27,13 @@ class AddressSpace:
     are not there in forked children.
 
     Raises:
-        CapacityError: this process has not that many addresses left.
+        ResourceExhaustedError: this process has not that many addresses left.
     """
 
     def __init__(self, nbytes: int) -> None:
-        try:
+        with NamedExhaustion(f"addresses for {nbytes} bytes"):
             memory = _Reserved(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
             memory.madvise(mmap.MADV_DONTFORK)
-        except (OSError, OverflowError) as e:
-            raise CapacityError(f"no addresses for {nbytes} bytes: {explain_os_error(e)}") from e
         close_after_fork(memory)
         self._memory = memory
         self.view = memoryview(memory)
@@ -49,13 +46,11 @@ class AddressSpace:
         Not writable: writing there ends the process, although the view could be written.
 
         Raises:
-            CapacityError: the system does not map it.
+            ResourceExhaustedError, OSError: the system does not map it.
         """
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        try:
+        with NamedExhaustion(f"mapping {nbytes} bytes"):
             map_memfd(fd, self._address + at, nbytes, protection)
             self._memory.madvise(mmap.MADV_DONTFORK, at, nbytes)  # not inherited from what was there
-        except OSError as e:
-            raise CapacityError(f"{nbytes} bytes cannot be mapped: {explain_os_error(e)}") from e
         with contextlib.suppress(OSError):  # only a hint
             self._memory.madvise(mmap.MADV_HUGEPAGE, at, nbytes)

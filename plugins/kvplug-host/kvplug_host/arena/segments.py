@@ -12,8 +12,8 @@ import secrets
 import threading
 from typing import Final
 
-from kvplug import CapacityError
-from kvplug.transport import close_after_fork, create_memfd, explain_os_error, seal_memfd
+from kvplug import CapacityError, KvplugError
+from kvplug.transport import close_after_fork, create_memfd, raise_if_exhausted, seal_memfd
 from kvplug_host.arena.addresses import AddressSpace
 
 WORD: Final = 8
@@ -52,7 +52,7 @@ class Segments:
         """Make the next segment.
 
         Raises:
-            CapacityError: the system has not the memory.
+            ResourceExhaustedError, CapacityError: the system has not the memory.
         """
         if self._space is None:
             raise CapacityError("the memory of the store is closed")
@@ -68,10 +68,10 @@ class Segments:
         except BaseException as e:
             if fd >= 0:
                 os.close(fd)
-            if isinstance(e, OSError | OverflowError) and not isinstance(e, CapacityError):
-                raise CapacityError(
-                    f"no shared memory of {self.nbytes} bytes for pages: {explain_os_error(e)}"
-                ) from e
+            what = f"shared memory of {self.nbytes} bytes for pages"
+            raise_if_exhausted(e, what)
+            if isinstance(e, OSError | OverflowError) and not isinstance(e, KvplugError):
+                raise CapacityError(f"no {what}: {e}") from e
             raise
 
     def descriptor(self, number: int) -> int:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from kvplug import CapacityError
+from kvplug import CapacityError, KvplugError
 from kvplug.transport import (
     Connection,
     Credentials,
@@ -16,6 +16,7 @@ from kvplug.transport import (
     check_memfd,
     close_after_fork,
     dial,
+    raise_if_exhausted,
     recv_fds,
     send_fds,
 )
@@ -72,7 +73,7 @@ class Mapping:
 
         Raises:
             WireError: it hands over something else.
-            CapacityError: it cannot, or this process cannot map it.
+            CapacityError, ResourceExhaustedError: it cannot, or this process cannot map it.
             TimeoutError, PeerGoneError: it does not.
         """
         connection = self._connection
@@ -87,9 +88,12 @@ class Mapping:
                 raise WireError("the store handed out another segment than it was asked for")
             try:
                 check_memfd(fds[0], nbytes, writable=False)
+                self._space.place(fds[0], number * nbytes, nbytes, writable=False)
+            except KvplugError:
+                raise
             except OSError as e:
-                raise CapacityError(f"shared memory cannot be checked: {e}") from e
-            self._space.place(fds[0], number * nbytes, nbytes, writable=False)
+                raise_if_exhausted(e, "mapping memory of the store")
+                raise CapacityError(f"memory of the store cannot be mapped: {e}") from e
             self._mapped.add(number)
         finally:
             for fd in fds:

@@ -1,4 +1,4 @@
-"""The pages of a store: memory and index under one lock, for the threads of this process and for its peers."""
+"""The pages of a store: memory and index under one lock, for threads of this process and for its peers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from kvplug import CapacityError
+from kvplug import CapacityError, ResourceExhaustedError
 from kvplug.transport import MissReason, PageEvent, PageFormat, PageRemoval, PutReason, Usage
 from kvplug_host.arena.segments import Segments
 from kvplug_host.arena.slots import Slot, SlotTable
@@ -161,7 +161,7 @@ class Pages:
     def _new_slot(self, index: Index, nbytes: int) -> Slot | PutReason:
         try:
             return index.reserve(nbytes)
-        except CapacityError as e:
+        except (CapacityError, ResourceExhaustedError) as e:
             if not self._said_no_memory:
                 _log.warning("the store keeps less than its budget: %s", e)
                 self._said_no_memory = True

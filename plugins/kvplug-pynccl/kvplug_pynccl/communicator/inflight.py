@@ -13,6 +13,7 @@ operation that was aborted never counts as done, and the error is kept for the n
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -22,8 +23,15 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.transport import BackgroundThread, Deadline, Mesh
+from kvplug import (
+    ClosedError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    TransportError,
+)
+from kvplug.transport import BackgroundThread, Deadline, Mesh, exhaustion_of
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.errors import (
@@ -94,7 +102,7 @@ class Inflight:
         self._stream = device.new_stream()
         self._pending: deque[_Pending] = deque()
         self._ranks_checked_at = 0.0
-        self._failure: tuple[type[KvplugError], str] | None = None
+        self._failure: Callable[[], KvplugError] | None = None
         """What the thread has found. Not an exception: its traceback would keep tensors alive."""
         self._ended = False
         self._lock = threading.Lock()
@@ -173,8 +181,7 @@ class Inflight:
     def check(self) -> None:
         """Raise the error of an operation that a call left in flight."""
         if self._failure is not None:
-            kind, text = self._failure
-            raise kind(text)
+            raise self._failure()
 
     def abort(self) -> threading.Event:
         """End all operations, and begin none; the event is set once NCCL has released them. Idempotent."""
@@ -253,8 +260,9 @@ class Inflight:
     def _monitor(self) -> None:
         self._has_pending.set()
         if self._thread is None:
-            self._thread = BackgroundThread(self._run, name="kvplug-pynccl-watch", stop=self.end)
-            self._thread.start()
+            thread = BackgroundThread(self._run, name="kvplug-pynccl-watch", stop=self.end)
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         while self._has_pending.wait() and not self._ended and self._failure is None:
@@ -279,7 +287,10 @@ class Inflight:
             self._has_pending.clear()
         except KvplugError as e:
             kind = next((kind for kind in _KINDS if isinstance(e, kind)), TransportError)
-            self._failure = kind, str(e)
+            self._failure = functools.partial(kind, str(e))
+            if shortage := exhaustion_of(e):
+                text = str(shortage)
+                self._failure = functools.partial(ResourceExhaustedError, text, resource=shortage.resource)
             self._mesh.give_up(e)
             if not self._ended:
                 logger.warning("a collective that was in flight failed, and its results are void: %s", e)

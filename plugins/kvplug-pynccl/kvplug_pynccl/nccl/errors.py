@@ -88,7 +88,10 @@ def error_of(result: int, function: str, said: str = "") -> NcclError:
     said = " ".join(said.split()).rstrip(".")
     detail = f" NCCL says: {said}." if said else ""
     text = f"{function} gave {_name(result)}: {meaning}.{detail} NCCL_DEBUG=WARN shows more"
-    return kind(text, result=result, function=function)
+    error = kind(text, result=result, function=function)
+    if kind in (NcclSystemError, NcclCudaError):
+        error.__cause__ = RuntimeError(said)  # by which kvplug knows what has run out, if anything has
+    return error
 
 
 def _name(result: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvplug import UnsupportedError
-from kvplug.transport import BackgroundThread
+from kvplug.transport import BackgroundThread, raise_if_exhausted
 from kvplug_pynccl.nccl.abi import (
     HEADER,
     Config,
@@ -44,6 +44,7 @@ def load(path: str = "") -> Library:
 
     Raises:
         NcclLibraryError: there is no usable one. A path that was given is never passed over.
+        ResourceExhaustedError: this process has no descriptor or memory to look for one.
     """
     tried = []
     for place in places(path):
@@ -310,6 +311,7 @@ def _loaded(path: str) -> ctypes.CDLL:
         if not lacking:
             return ctypes.CDLL(path)
     except OSError as e:
+        raise_if_exhausted(e, f"loading {path}")
         raise NcclLibraryError(f"{path} cannot be loaded: {e}") from e
     raise NcclLibraryError(f"{path} is incomplete: {lacking} bytes are missing at its end")
 

@@ -11,9 +11,13 @@ from typing import Final
 
 import attrs
 
+from kvplug.transport import ensure_available, raise_if_exhausted
+
 VARIABLE: Final = "KVPLUG_NCCL_LIBRARY"
 PACKAGE: Final = "nvidia-nccl-cu12"
 SONAME: Final = "libnccl.so.2"
+_DESCRIPTORS: Final = 8
+"""The loader's search runs other programs."""
 
 
 @attrs.frozen
@@ -26,12 +30,18 @@ class Place:
 
 
 def places(named: str = "") -> Iterator[Place]:
-    """In the order in which they are tried. A path that was given, or the variable, is the only one."""
+    """In the order in which they are tried. A path that was given, or the variable, is the only one.
+
+    Raises:
+        ResourceExhaustedError: this process has no descriptor to look. Python would remember for good that
+            there is nothing in a folder that it could not list.
+    """
     if named:
         yield Place("the path that was given", named)
     elif named := os.environ.get(VARIABLE, ""):
         yield Place(VARIABLE, named)
     else:
+        ensure_available("looking for NCCL", descriptors=_DESCRIPTORS)
         yield _package()
         yield _mapped()
         yield from _beside_torch()
@@ -56,6 +66,7 @@ def _mapped() -> Place:
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError as e:
+        raise_if_exhausted(e, "looking for NCCL")
         return Place(what, missing=f"it cannot be read: {e}")
     for line in lines:
         path = line.partition("/")[2]

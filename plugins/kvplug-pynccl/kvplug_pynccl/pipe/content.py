@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug import CapacityError, UnsupportedError
+from kvplug import TransportError, UnsupportedError
 from kvplug.net.wire import TensorMeta, copy_into, memory_of
 from kvplug.net.wire.messages import NONE, is_dense, tensor_prefix
 from kvplug.net.wire.tensors import as_bits, dense, dtype_name, meta_of
-from kvplug.transport import Blocks, Deadline, TensorMismatchError, mismatch
+from kvplug.transport import Blocks, Deadline, TensorMismatchError, mismatch, raise_if_exhausted
 from kvplug_pynccl.device import Device, Event
 from kvplug_pynccl.pipe.frames import MAX_PIECES
 
@@ -68,7 +68,7 @@ def content_of(tensor: Tensor | None, device: Device, *, stage: bool, copy_bytes
 
     Raises:
         UnsupportedError: a device, layout or dtype that this pipe does not carry.
-        CapacityError: there is no memory for the copy.
+        ResourceExhaustedError: there is no memory for the copy.
     """
     if tensor is None:
         return Content(NONE, 0, None, None, True)
@@ -95,7 +95,7 @@ def content_of_blocks(blocks: Blocks, device: Device, *, copy_bytes: int) -> Con
 
     Raises:
         UnsupportedError: a device or dtype that this pipe does not carry.
-        CapacityError: there is no memory for the copy.
+        ResourceExhaustedError: there is no memory for the copy.
     """
     _check_device(blocks, device)
     shape = blocks.shape
@@ -167,6 +167,7 @@ def fill(out: Tensor, message: Tensor, device: Device, deadline: Deadline) -> No
             as_bits(out).copy_(as_bits(message))
         device.finish(deadline)
     except RuntimeError as e:
+        raise_if_exhausted(e, "copying a message into out=; it stays")
         raise TensorMismatchError(f"out= cannot be written, and the message stays: {e}") from e
 
 
@@ -175,9 +176,9 @@ def _copying(device: Device, nbytes: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as e:
-        raise CapacityError(
-            f"no copy of {nbytes} bytes can be made on {device.name}, and nothing was queued: {e}"
-        ) from e
+        what = f"a copy of {nbytes} bytes on {device.name}; nothing was queued"
+        raise_if_exhausted(e, what)
+        raise TransportError(f"{what}: {e}") from e
 
 
 def _check_device(blocks: Blocks, device: Device) -> None:

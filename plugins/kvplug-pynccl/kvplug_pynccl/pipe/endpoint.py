@@ -42,6 +42,7 @@ class PyncclEndpoint(DuplexEndpoint):
             check_order=options.check_order,
             timeout_s=context.timeout_s,
             heartbeat_timeout_s=context.heartbeat_timeout_s,
+            max_message_bytes=context.max_message_bytes,
         )
 
     def _addresses(self) -> tuple[str, ...]:

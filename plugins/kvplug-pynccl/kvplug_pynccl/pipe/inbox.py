@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvplug import KvplugError, TimeoutError, TransportError
-from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, WireError
+from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, WireError
 from kvplug_pynccl.device import Device, Event
 from kvplug_pynccl.operation import Operation
 from kvplug_pynccl.pipe.content import Memory
@@ -59,6 +59,7 @@ class Inbox:
         device: Device,
         *,
         peer: str,
+        message_limit: MessageLimit,
         check_order: bool,
         lifecycle: Lifecycle,
         send_frame: Callable[[bytes], None],
@@ -68,6 +69,7 @@ class Inbox:
         self.direction = direction
         self._device = device
         self._peer = peer
+        self._limit = message_limit
         self._check_order = check_order
         self._lifecycle = lifecycle
         self._send_frame = send_frame
@@ -152,6 +154,7 @@ class Inbox:
         own = None
         if memory is None:
             assert announcement.meta is not None
+            self._limit.check(announcement.nbytes, self._peer)
             own = self._device.empty(announcement.meta)
             memory = Memory.of(own, announcement.pieces)
         return _Reception(announcement, memory, own, self._device.now())

@@ -18,12 +18,22 @@ from typing import Final
 
 import attrs
 
-from kvplug import KvplugError, PeerGoneError, TransportError
-from kvplug.transport import Connection, Deadline, HeartbeatTerms, JoinStream, WireError
+from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TransportError
+from kvplug.transport import (
+    Connection,
+    Deadline,
+    HeartbeatTerms,
+    JoinStream,
+    WireError,
+    exhaustion_of,
+    peer_text,
+    raise_if_declined,
+)
 from kvplug_pynccl.device import Stream
 from kvplug_pynccl.interface import check_reach
 from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.abi import UNIQUE_ID_BYTES, UniqueId, Version
+from kvplug_pynccl.nccl.errors import NcclRemoteError
 from kvplug_pynccl.pipe.control import ControlConnection
 from kvplug_pynccl.pipe.direction import Direction
 from kvplug_pynccl.pipe.pipe import PyncclPipe, PyncclPipeSettings
@@ -39,6 +49,8 @@ _SHORTEST_SILENCE_S: Final = 0.05
 """However impatient a peer says it is, or this end is: each beats five times in it."""
 _MAX_REASON_BYTES: Final = 256
 _SAY_WHY_S: Final = 0.2
+_LACKS: Final = ("", "descriptors", "threads", "memory", "space")
+"""Resources by their numbers in a message, where the version is otherwise."""
 
 
 class Step(enum.IntEnum):
@@ -61,21 +73,29 @@ class Join:
     """``NCCL_VERSION_CODE`` of the sender."""
     id: bytes = bytes(UNIQUE_ID_BYTES)
     reason: str = ""
+    lacks: str = ""
+    """With FAILED: the resource that ran out."""
 
     def pack(self) -> bytes:
         flags = _SEES_DEATH if self.terms.sees_death else 0
         reason = self.reason.encode("utf-8", "replace")[:_MAX_REASON_BYTES]
-        return _STRUCT.pack(_MAGIC, self.step, flags, self.terms.heartbeat_ms, self.version, self.id, reason)
+        number = _LACKS.index(self.lacks) if self.step is Step.FAILED else self.version
+        return _STRUCT.pack(_MAGIC, self.step, flags, self.terms.heartbeat_ms, number, self.id, reason)
 
     @classmethod
     def unpack(cls, data: bytes, connection: Connection, *steps: Step) -> Join:
-        """Raises WireError: it is none of ``steps``, which may come now. TransportError: the peer failed."""
+        """Raises WireError: it is none of ``steps``, which may come now. TransportError: the peer failed, and
+        ResourceExhaustedError if for lack of a resource.
+        """
         magic, step, flags, heartbeat_ms, version, id_, reason = _STRUCT.unpack(data)
         if magic != _MAGIC or step not in (*steps, Step.FAILED):
             raise WireError(f"{connection.describe} does not join as this version does")
-        text = reason.rstrip(b"\0").decode("utf-8", "replace")
+        text = peer_text(reason.rstrip(b"\0").decode("utf-8", "replace"))
         if step == Step.FAILED:
-            raise TransportError(f"{connection.describe} cannot be the other end of a pipe: {text}")
+            why = f"{connection.describe} cannot be the other end of a pipe: {text}"
+            if 0 < version < len(_LACKS):
+                raise ResourceExhaustedError(why, resource=_LACKS[version])
+            raise TransportError(why)
         return cls(
             step=Step(step),
             terms=HeartbeatTerms(bool(flags & _SEES_DEATH), heartbeat_ms),
@@ -153,8 +173,10 @@ class _PipeBuilder:
                 silence_s=agreed.silence_s(settings),
             )
         except BaseException as e:
-            if isinstance(e, KvplugError) and not isinstance(e, PeerGoneError | WireError):
-                self._send_reason(str(e))
+            shortage = exhaustion_of(e, "making a pipe")
+            told = shortage or e
+            if isinstance(told, KvplugError) and not isinstance(told, PeerGoneError | WireError):
+                self._send_reason(str(told), shortage.resource if shortage is not None else "")
             for comm in self._communicators:
                 comm.abort()
             for stream in self._streams:
@@ -205,7 +227,12 @@ class _PipeBuilder:
             current=self._settings.device.current,
         )
         self._communicators.append(comm)
-        comm.wait_until_settled(self._deadline, self._check_peer)
+        try:
+            comm.wait_until_settled(self._deadline, self._check_peer)
+        except NcclRemoteError:
+            if self._is_readable(_SAY_WHY_S):  # the peer says why
+                self._check_peer()
+            raise
 
     def _check_peer(self) -> None:
         """While NCCL starts: raise if the peer has failed, or is gone. It may be faster than this end."""
@@ -213,24 +240,26 @@ class _PipeBuilder:
         if len(self._early) == 2 * size or not self._is_readable():
             return
         self._early += self._stream.receive_some(2 * size - len(self._early), self._deadline)
+        raise_if_declined(self._connection, self._early, self._deadline)
         if len(self._early) >= size:  # it has started before this end, or has failed
             Join.unpack(self._early[:size], self._connection, Step.ID, Step.READY)
         if len(self._early) == 2 * size:  # it has started before this end, and has failed since
             Join.unpack(self._early[size:], self._connection)
 
-    def _is_readable(self) -> bool:
+    def _is_readable(self, within_s: float = 0) -> bool:
         poller = select.poll()
         poller.register(self._connection.sock, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(poller.poll(within_s * 1000))
 
     def _send(self, message: Join) -> None:
         self._stream.send(message.pack(), self._deadline)
 
-    def _send_reason(self, reason: str) -> None:
+    def _send_reason(self, reason: str, lacks: str) -> None:
         """Then read until the peer hangs up: a socket that is closed with unread bytes loses what it sent."""
         deadline = Deadline.after(_SAY_WHY_S)
         with contextlib.suppress(KvplugError, OSError):
-            self._stream.send(Join(step=Step.FAILED, reason=reason).pack(), deadline)
+            failed = Join(step=Step.FAILED, reason=reason, lacks=lacks if lacks in _LACKS else "")
+            self._stream.send(failed.pack(), deadline)
             self._connection.sock.shutdown(socket.SHUT_WR)
             while not deadline.expired:
                 self._stream.receive_some(_STRUCT.size, deadline)

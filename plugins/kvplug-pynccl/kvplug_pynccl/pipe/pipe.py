@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug.transport import Blocks, Deadline, DuplexPipe, PipeSettings, Transfer, close_after_fork
+from kvplug.transport import (
+    Blocks,
+    Deadline,
+    DuplexPipe,
+    MessageLimit,
+    PipeSettings,
+    Transfer,
+    close_after_fork,
+)
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.pipe.content import content_of, content_of_blocks
@@ -58,7 +66,8 @@ class PyncclPipe(DuplexPipe):
 
         ``silence_s``: seconds of silence that both ends take for death; ``None``: they see it.
         """
-        super().__init__(control.peer, settings.timeout_s)
+        limit = MessageLimit(settings.max_message_bytes, device=settings.device.name)
+        super().__init__(control.peer, settings.timeout_s, limit)
         self._settings = settings
         self._control = control
         self._outbox = Outbox(
@@ -74,6 +83,7 @@ class PyncclPipe(DuplexPipe):
             incoming,
             settings.device,
             peer=self._peer,
+            message_limit=limit,
             check_order=settings.check_order,
             lifecycle=self._lifecycle,
             send_frame=control.send,

@@ -8,7 +8,9 @@ any state.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
 import sys
 import threading
 import weakref
@@ -17,14 +19,14 @@ from typing import Final
 
 import torch
 
-from kvplug import CapacityError
 from kvplug.net.wire.copying import address_of
 from kvplug.net.wire.tensors import TensorMeta, dtype_of, empty_like_meta
-from kvplug.transport import close_after_fork, explain_os_error
+from kvplug.transport import NamedExhaustion, close_after_fork
 
 POOLED_FROM: Final = 1024 * 1024
 """Bytes of a tensor from which its memory is recycled; below, the C library recycles it itself."""
 _HUGE_PAGE: Final = 2 * 1024 * 1024
+_MOST: Final = sys.maxsize - 2 * _HUGE_PAGE
 _WASTE: Final = 2
 """How many times too large a block may be."""
 
@@ -36,6 +38,8 @@ class _Block:
 
     def __init__(self, nbytes: int) -> None:
         """Raises OSError: there is not that much."""
+        if nbytes > _MOST:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         large = nbytes >= _HUGE_PAGE
         self._memory = mmap.mmap(
@@ -96,14 +100,11 @@ class Pool:
 
         Raises:
             UnsupportedError: the torch installed here lacks the dtype.
-            CapacityError: there is not that much memory.
+            ResourceExhaustedError: there is not that much memory.
         """
         nbytes = meta.nbytes
         if nbytes < POOLED_FROM:
-            try:
-                return empty_like_meta(meta)
-            except (RuntimeError, MemoryError) as e:
-                raise CapacityError(f"no memory for a tensor of {nbytes} bytes") from e
+            return empty_like_meta(meta)
         dtype = dtype_of(meta.dtype)
         block = self._best_fit(nbytes) or self._fresh(nbytes)
         lent = _Lent.from_address(block.address)
@@ -137,12 +138,10 @@ class Pool:
     def _fresh(self, nbytes: int) -> _Block:
         try:
             return _Block(nbytes)
-        except (OSError, OverflowError):
+        except OSError:
             self._drop_idle()
-        try:
+        with NamedExhaustion(f"a tensor of {nbytes} bytes"):
             return _Block(nbytes)
-        except (OSError, OverflowError) as e:
-            raise CapacityError(f"no memory for a tensor of {nbytes} bytes: {explain_os_error(e)}") from e
 
     def _drop_idle(self) -> None:
         with self._lock:

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import attrs
 
+from kvplug.transport import raise_if_exhausted
+
 logger = logging.getLogger(__name__)
 
 _FILE: Final = Path(__file__).with_name("_ring.so")
@@ -91,19 +93,31 @@ class Library:
     long_pull: Callable[..., int]
 
 
-@functools.cache
+class _UnusableError(Exception):
+    """The compiled steps are there and cannot be used."""
+
+
 def library() -> Library | None:
-    """``None``: it was not built, or cannot be loaded here, which is logged."""
+    """``None``: it was not built, or cannot be loaded here, which is logged.
+
+    Raises:
+        ResourceExhaustedError: the process has no free descriptor or memory to load it.
+    """
+    if not _FILE.exists():
+        return None
     try:
-        if not _FILE.exists():
-            return None
-        keeps, lets_go = ctypes.PyDLL(str(_FILE)), ctypes.CDLL(str(_FILE))
-        if keeps.kvplug_source() & 0xFFFFFFFF != zlib.crc32(_SOURCE.read_bytes()):
-            logger.warning("%s was built from another ring.c; using Python instead", _FILE)
-            return None
-    except (OSError, AttributeError) as e:
+        return _loaded()
+    except (OSError, AttributeError, _UnusableError) as e:
+        raise_if_exhausted(e, f"loading {_FILE}")
         logger.warning("%s cannot be used (%s); using Python instead", _FILE, e)
         return None
+
+
+@functools.cache  # of what it returns; what it raises is not kept
+def _loaded() -> Library:
+    keeps, lets_go = ctypes.PyDLL(str(_FILE)), ctypes.CDLL(str(_FILE))
+    if keeps.kvplug_source() & 0xFFFFFFFF != zlib.crc32(_SOURCE.read_bytes()):
+        raise _UnusableError("it was built from another ring.c")
     kept = ("publish", "release", "put", "peek", "take", "push", "pull")
     return Library(
         **{name: _function(keeps, name) for name in kept},

@@ -65,7 +65,7 @@ class BlockContent(Content):
         torch.
 
         Raises:
-            CapacityError: there is not enough memory.
+            ResourceExhaustedError: there is not enough memory.
         """
         if self._blocks is not None:
             rest = self._pool.tensor(TensorMeta("uint8", (self.nbytes - done,)))

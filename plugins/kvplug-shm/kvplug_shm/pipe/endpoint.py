@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-from typing import Final
-
-from kvplug import CapacityError, ConfigError
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    Connection,
-    Deadline,
-    DuplexEndpoint,
-    Pipe,
-    PipeContext,
-    Timeout,
-    explain_os_error,
-)
+from kvplug import ConfigError
+from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeContext
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.native.library import library
 from kvplug_shm.options import ShmPipeOptions
@@ -23,8 +11,6 @@ from kvplug_shm.pipe import join
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.geometry import LARGEST_BYTES, lines
 from kvplug_shm.pipe.pipe import ShmPipeSettings
-
-_USED_UP: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class ShmEndpoint(DuplexEndpoint):
@@ -51,17 +37,10 @@ class ShmEndpoint(DuplexEndpoint):
             spin_s=options.spin_us / 1e6,
             timeout_s=context.timeout_s,
             heartbeat_timeout_s=context.heartbeat_timeout_s,
+            max_message_bytes=context.max_message_bytes,
             pool=Pool(options.pool_bytes),
             library=library() if options.native else None,
         )
-
-    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        try:
-            return super().connect(contact, timeout)
-        except OSError as e:
-            if e.errno not in _USED_UP:
-                raise
-            raise CapacityError(f"no pipe can be opened: {explain_os_error(e)}") from e
 
     def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
         return (join.accept if accepted else join.connect)(connection, self._settings, deadline)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import torch
 
 from kvplug import KvplugError, TimeoutError
-from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, WireError, mismatch
+from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, WireError, mismatch
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.pipe.announcement import small_in
@@ -52,6 +52,7 @@ class Inbox:
         *,
         pool: Pool,
         peer: str,
+        message_limit: MessageLimit,
         pieces: Pieces,
         spin_s: float,
         lifecycle: Lifecycle,
@@ -61,6 +62,7 @@ class Inbox:
         self._ring: Incoming | None = ring
         self._pool = pool
         self._peer = peer
+        self._limit = message_limit
         self._pieces = pieces
         self._spin_s = spin_s
         self._lifecycle = lifecycle
@@ -190,6 +192,8 @@ class Inbox:
         if here < taken or nbytes > self._pieces.at_once:
             return NOT_YET
         if out is None:
+            if nbytes > self._limit.most:
+                return NOT_YET
             tensor = None if meta is None else self._pool.tensor(meta)
         elif plain and meta is not None and out.dtype is dtype and out.shape == meta.shape:
             tensor = out
@@ -215,6 +219,7 @@ class Inbox:
                 fill=lambda memory: self._fill(ring, message, Flat(memory), deadline),
                 fail=self._fail_pipe,
                 peer=self._peer,
+                limit=self._limit,
             )
         else:
             try:

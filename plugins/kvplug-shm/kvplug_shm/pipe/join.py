@@ -12,7 +12,7 @@ from typing import Final, Self
 
 import attrs
 
-from kvplug import CapacityError
+from kvplug import ResourceExhaustedError, TransportError
 from kvplug.transport import Connection, Deadline, HeartbeatTerms, Segment, WireError, recv_fds, send_fds
 from kvplug_shm.pipe.geometry import LARGEST_BYTES, LINE, SMALLEST_BYTES, Pieces, segment_size
 from kvplug_shm.pipe.pipe import Shared, ShmPipe, ShmPipeSettings
@@ -22,6 +22,8 @@ _MAGIC: Final = b"KVS1"
 _STRUCT: Final = struct.Struct("<4sBBxxIII")
 _HELLO, _MEMORY, _REFUSED, _READY = range(4)
 _SEES_DEATH: Final = 1
+_LACKS: Final = ("", "descriptors", "threads", "memory", "space")
+"""What a refusing end has no more of, by its number: :attr:`Join.slots` of its answer."""
 _UNUSED: Final = HeartbeatTerms(True, 0)
 _SHORTEST_BEAT_S: Final = 0.01
 """The shortest interval of heartbeats, whatever the two ends ask for: each one wakes both watchers."""
@@ -63,7 +65,8 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
     """The connecting end's pipe over a connection, which it owns from here on.
 
     Raises:
-        TimeoutError, PeerGoneError, WireError, CapacityError: there is no pipe, and the connection is closed.
+        TimeoutError, PeerGoneError, WireError, TransportError: there is no pipe; the connection is closed.
+        ResourceExhaustedError: one of the two ends has no memory or descriptor for it.
     """
     pidfd: int | None = None
     fds: list[int] = []
@@ -74,7 +77,7 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
         data, fds = recv_fds(control, _STRUCT.size, 1, deadline)
         answer = Join.unpack(data, control, _MEMORY, _REFUSED)
         if answer.step == _REFUSED:
-            raise CapacityError(f"{control.describe} could not make the memory of a pipe: its log says why")
+            raise _refusal(control.describe, answer.slots)
         ring_bytes = answer.slots * answer.slot_bytes
         if len(fds) != 1 or ring_bytes % LINE or not SMALLEST_BYTES <= ring_bytes <= LARGEST_BYTES:
             raise WireError(
@@ -109,8 +112,9 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
         ours = HeartbeatTerms.of(settings.heartbeat_timeout_s, sees_death=pidfd is not None)
         try:
             segment, fd = Segment.create("pipe", segment_size(settings.slots * settings.slot_bytes))
-        except CapacityError:
-            send_fds(control, Join(step=_REFUSED).pack(), (), deadline)
+        except TransportError as e:
+            lacks = e.resource if isinstance(e, ResourceExhaustedError) else ""
+            send_fds(control, Join(step=_REFUSED, slots=_LACKS.index(lacks)).pack(), (), deadline)
             raise
         answer = Join(
             step=_MEMORY,
@@ -135,6 +139,15 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
         raise
     finally:
         _close(pidfd, fd)
+
+
+def _refusal(peer: str, lacks: int) -> TransportError:
+    """The error of a peer that cannot make the memory."""
+    resource = _LACKS[lacks] if lacks < len(_LACKS) else ""
+    text = f"{peer} cannot make the memory of a pipe, and its log says why"
+    if not resource:
+        return TransportError(text)
+    return ResourceExhaustedError(f"{text}: it has no free {resource}", resource=resource)
 
 
 def _shared(

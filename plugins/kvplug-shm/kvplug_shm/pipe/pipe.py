@@ -15,6 +15,7 @@ from kvplug.transport import (
     Connection,
     Deadline,
     DuplexPipe,
+    MessageLimit,
     PipeSettings,
     Segment,
     Timeout,
@@ -95,7 +96,7 @@ class ShmPipe(DuplexPipe):
         ``heartbeat_interval_s``: set if at least one of the two ends has no pidfd of the other; then both
         send heartbeats this often.
         """
-        super().__init__(control.describe, settings.timeout_s)
+        super().__init__(control.describe, settings.timeout_s, MessageLimit(settings.max_message_bytes))
         self._control = control
         self._pool = settings.pool
         self._native = settings.library is not None
@@ -117,6 +118,7 @@ class ShmPipe(DuplexPipe):
             incoming(shared.segment, incoming_ring, shared.ring_bytes, *steps),
             pool=settings.pool,
             peer=self._peer,
+            message_limit=self._limit,
             pieces=shared.pieces,
             spin_s=settings.spin_s,
             lifecycle=self._lifecycle,
@@ -146,7 +148,7 @@ class ShmPipe(DuplexPipe):
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         self._check_sending()
-        with self._sending.taken():
+        with self._sending.taken(), self._naming:
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
             transfer = None
             if tensor is None:
@@ -160,7 +162,7 @@ class ShmPipe(DuplexPipe):
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         self._check_receiving()
-        with self._receiving.taken():
+        with self._receiving.taken(), self._naming:
             deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
             patient = deadline is None or not deadline.expired
             tensor = self._inbox.receive_at_once(out, patient)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import Final
 
-from kvplug import ClosedError
+from kvplug import ClosedError, KvplugError, ResourceExhaustedError
 from kvplug.transport import Acceptor, Connection, Credentials, Deadline, Listener, Watch, close_after_fork
 from kvplug_shm.queue import join
 from kvplug_shm.queue.join import PURPOSE, hang_up
 from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.queue.ring_buffer import Sizes
 
+_DECLINE_S: Final = 0.1
 _JOIN_TIMEOUT_S: Final = 10.0
 """How long a proven reader may take to send its request."""
 
@@ -31,7 +33,7 @@ class Admission:
         """Takes ownership of ``fd``, the ring's memory, also if it raises.
 
         Raises:
-            TransportError: the listener or the thread cannot be created.
+            TransportError, ResourceExhaustedError: the listener or the thread cannot be created.
         """
         self._reader_table = reader_table
         self._sizes = sizes
@@ -53,6 +55,7 @@ class Admission:
                 lambda _: None,
                 what="the join of a queue's reader",
                 name="kvplug-shm-queue",
+                lost=_decline,
             )
         except BaseException:
             self._close_memory()
@@ -109,14 +112,25 @@ class Admission:
                 if self._closed:
                     raise ClosedError("the queue was closed")
                 fd = os.dup(self._fd)
+            on_gone = join.LateCall()
+            watch: Watch | None = None
             try:
+                if asked.quiet:  # before the reader counts on it; heartbeats begin after the last message
+                    owned, pidfd = pidfd, None
+                    watch = join.watched(connection, owned, None, on_gone)
                 join.hand_over(connection, asked, index, self._sizes, fd, deadline)
+                join.welcome(connection, deadline)
+            except BaseException:
+                if watch is not None:
+                    watch.close()
+                raise
             finally:
                 os.close(fd)
-            join.welcome(connection, deadline)
             welcomed = True
-            owned, pidfd = pidfd, None
-            self._watch(connection, rank, owned, asked.heartbeat_s)
+            if watch is None:
+                owned, pidfd = pidfd, None
+                watch = join.watched(connection, owned, asked.heartbeat_s, on_gone)
+            self._note(connection, rank, watch, on_gone)
         except Exception as e:
             if rank is None:
                 raise
@@ -132,22 +146,16 @@ class Admission:
                 if self._reader_table.all_came:
                     self._close_memory()  # no other reader needs it
 
-    def _watch(
-        self,
-        connection: Connection,
-        rank: int,
-        pidfd: int | None,
-        heartbeat_s: tuple[float, float] | None,
-    ) -> None:
+    def _note(self, connection: Connection, rank: int, watch: Watch, on_gone: join.LateCall) -> None:
         """The connection is a reader's from here on."""
 
-        def on_gone(reason: str) -> None:
+        def end(reason: str) -> None:
             self._reader_table.hung_up(rank, reason)
             with self._lock:
                 self._joined.pop(rank, None)
             hang_up(connection)
 
-        watch = join.watched(connection, pidfd, heartbeat_s, on_gone)
+        on_gone.be(end)
         with self._lock:
             closed = self._closed
             if not closed and watch.reason is None:
@@ -156,3 +164,9 @@ class Admission:
         if closed:
             watch.close()
             hang_up(connection)
+
+
+def _decline(connection: Connection, shortage: ResourceExhaustedError) -> None:
+    """Tell a reader why it is not admitted. It is a few bytes, into a connection that carries nothing yet."""
+    with contextlib.suppress(KvplugError):
+        join.decline(connection, shortage, Deadline.after(_DECLINE_S))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,6 +15,7 @@ from kvplug.transport import (
     Credentials,
     Deadline,
     InsecureAddressError,
+    NamedExhaustion,
     QueueContext,
     QueueEndpoint,
     QueueHandle,
@@ -54,6 +57,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         """A chunk is no larger message than is permitted."""
         return max(self._options.max_message_bytes, self.context.max_chunk_bytes)
 
+    @NamedExhaustion("making the writer's end of a queue 'shm'")
     def create(self, reader_ranks: Sequence[int] | None = None) -> ShmWriter:
         context, options = self.context, self._options
         ranks = self._reader_ranks(reader_ranks)
@@ -64,25 +68,29 @@ class ShmQueueEndpoint(QueueEndpoint):
             max_chunk_bytes=context.max_chunk_bytes,
             max_message_bytes=self._max_message_bytes,
         )
-        ring, fd = ShmRingBuffer.create(sizes)
-        end = writing_end(ring.words, sizes.n_reader, sizes.max_chunks, native=options.native)
-        reader_table = ReaderTable(ring, end, ranks)
-        admission = Admission(reader_table, sizes, fd, context.credentials, context.heartbeat_timeout_s)
-        try:
+        with contextlib.ExitStack() as undo:
+            domain = local_domain()
+            ring, fd = ShmRingBuffer.create(sizes)
+            undo.callback(ring.close)
+            with contextlib.ExitStack() as undo_memory:
+                undo_memory.callback(os.close, fd)
+                end = writing_end(ring.words, sizes.n_reader, sizes.max_chunks, native=options.native)
+                reader_table = ReaderTable(ring, end, ranks)
+                undo_memory.pop_all()
+            admission = Admission(reader_table, sizes, fd, context.credentials, context.heartbeat_timeout_s)
+            undo.callback(admission.close)
             network = self._network(reader_table, all_readers_local=len(local) == len(ranks))
-        except BaseException:
-            admission.close()
-            raise
-        handle = QueueHandle(
-            transport=NAME,
-            reader_ranks=ranks,
-            local_reader_ranks=local,
-            data={
-                "domain": local_domain(),
-                "contact": admission.contact,
-                "network": None if network is None else dict(network.data),
-            },
-        )
+            handle = QueueHandle(
+                transport=NAME,
+                reader_ranks=ranks,
+                local_reader_ranks=local,
+                data={
+                    "domain": domain,
+                    "contact": admission.contact,
+                    "network": None if network is None else dict(network.data),
+                },
+            )
+            undo.pop_all()
         return ShmWriter(
             context,
             options,
@@ -103,6 +111,7 @@ class ShmQueueEndpoint(QueueEndpoint):
 
         return serve(context, reader_table)
 
+    @NamedExhaustion("making a reader's end of a queue 'shm'")
     def create_from_handle(
         self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> ShmReader:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
 
-from kvplug import CapacityError, ConfigError, TransportError
+from kvplug import ConfigError, PeerGoneError, ResourceExhaustedError, TransportError
 from kvplug.net.wire import Limits, decode, encode
 from kvplug.transport import (
     Connection,
@@ -28,7 +29,7 @@ from kvplug.transport import (
     Heartbeat,
     Watch,
     WireError,
-    explain_os_error,
+    peer_text,
     recv_fds,
     send_fds,
     watch,
@@ -41,6 +42,33 @@ _LENGTH_NBYTES: Final = 2
 _LIMITS: Final = Limits(max_bytes=_FRAME_NBYTES, max_depth=2, max_items=64)
 _MOST_WORDS: Final = 600
 _BEATS_PER_TIMEOUT: Final = 5
+_SHORTEST_PATIENCE_S: Final = 0.05
+"""The least silence that counts as death, whatever the other end asks for: each heartbeat wakes both ends."""
+
+
+class LateCall:
+    """A function that is known later; a call that came before is made then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._function: Callable[[str], None] | None = None
+        self._before: list[str] = []
+
+    def __call__(self, reason: str) -> None:
+        with self._lock:
+            function = self._function
+            if function is None:
+                self._before.append(reason)
+        if function is not None:
+            function(reason)
+
+    def be(self, function: Callable[[str], None]) -> None:
+        """Call that function, also for calls that have come."""
+        with self._lock:
+            self._function = function
+            before, self._before = self._before, []
+        for reason in before:
+            function(reason)
 
 
 @attrs.frozen(kw_only=True)
@@ -50,7 +78,11 @@ class Joined:
     ring: ShmRingBuffer
     index: int
     connection: Connection
+    watch: Watch | None
+    """On the writer, if there are no heartbeats; it calls ``on_gone``."""
+    on_gone: LateCall
     pidfd: int | None
+    """For :func:`watched`, with heartbeats."""
     heartbeat_s: tuple[float, float] | None
 
 
@@ -59,50 +91,74 @@ def join(connection: Connection, rank: int, heartbeat_timeout_s: float, deadline
 
     Raises:
         ConfigError: the writer refuses this reader; says why.
-        TimeoutError, PeerGoneError, CapacityError, WireError, TransportError: it failed.
+        TimeoutError, PeerGoneError, ResourceExhaustedError, WireError, TransportError: it failed.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
         pidfd = connection.peer.open_pidfd()
+        undo_pidfd = undo.enter_context(contextlib.ExitStack())
         if pidfd is not None:
-            undo.callback(os.close, pidfd)
+            undo_pidfd.callback(os.close, pidfd)
         said = {"rank": rank, "sees_death": pidfd is not None, "patience_s": float(heartbeat_timeout_s)}
-        _say(connection, said, deadline)
+        with contextlib.suppress(PeerGoneError):  # declined already? Then the reason is waiting to be read.
+            _say(connection, said, deadline)
         answer, fds = _hear(connection, 1, deadline)
         try:
             match answer:
                 case {"refused": str(why)}:
-                    raise ConfigError(why)
+                    raise ConfigError(peer_text(why))
+                case {"exhausted": str(resource), "why": str(why)}:
+                    raise ResourceExhaustedError(
+                        f"{connection.describe} cannot admit this reader now: {peer_text(why)}",
+                        resource=peer_text(resource),
+                    )
                 case {
                     "index": int(index),
                     "sizes": [int(n_reader), int(max_chunks), int(max_chunk), int(max_message)],
                     "quiet": bool(quiet),
                     "patience_s": float(patience_s),
-                } if 0 <= index < n_reader and max_chunks > 0 < max_chunk and len(fds) == 1:
-                    sizes = Sizes(
-                        n_reader=n_reader,
-                        max_chunks=max_chunks,
-                        max_chunk_bytes=max_chunk,
-                        max_message_bytes=max_message,
-                    )
+                } if 0 <= index < n_reader and min(max_chunks, max_chunk, max_message) > 0 and len(fds) == 1:
+                    sizes = _sizes(connection, n_reader, max_chunks, max_chunk, max_message)
                     ring = ShmRingBuffer.attach(sizes, fds[0])
                 case _:
                     raise WireError(f"{connection.describe} does not answer as the writer of a queue")
         finally:
             for fd in fds:
                 os.close(fd)
+        watch: Watch | None = None
+        on_gone = LateCall()
+        if quiet:  # before the writer counts on this reader; heartbeats begin after the last message
+            undo_pidfd.pop_all()
+            watch = watched(connection, pidfd, None, on_gone)
+            undo.callback(watch.close)
         _say(connection, "mapped", deadline)
         welcome, _ = _hear(connection, 0, deadline)
         if welcome != "welcome":
             raise TransportError(f"{connection.describe} did not confirm that this reader has joined")
+        undo_pidfd.pop_all()
         undo.pop_all()
     return Joined(
         ring=ring,
         index=index,
         connection=connection,
+        watch=watch,
+        on_gone=on_gone,
         pidfd=pidfd,
-        heartbeat_s=None if quiet else _pace(patience_s),
+        heartbeat_s=None if quiet else _pace(min(patience_s, heartbeat_timeout_s)),
     )
+
+
+def _sizes(connection: Connection, n_reader: int, max_chunks: int, max_chunk: int, max_message: int) -> Sizes:
+    """Raises WireError: no queue can have these."""
+    try:
+        return Sizes(
+            n_reader=n_reader,
+            max_chunks=max_chunks,
+            max_chunk_bytes=max_chunk,
+            max_message_bytes=max_message,
+        )
+    except ConfigError as e:
+        raise WireError(f"{connection.describe} states sizes that no queue has: {e}") from e
 
 
 @attrs.frozen(kw_only=True)
@@ -139,13 +195,19 @@ def refuse(connection: Connection, why: str, deadline: Deadline) -> None:
     _say(connection, {"refused": why[:_MOST_WORDS]}, deadline)
 
 
+def decline(connection: Connection, shortage: ResourceExhaustedError, deadline: Deadline) -> None:
+    """Second step, if the writer's process has no resources for the reader now. It may try again."""
+    said = {"exhausted": shortage.resource, "why": str(shortage)[:_MOST_WORDS]}
+    _say(connection, said, deadline)
+
+
 def hand_over(
     connection: Connection, by: Asked, index: int, sizes: Sizes, fd: int, deadline: Deadline
 ) -> None:
     """Second step, if it is accepted; returns when the reader has the memory.
 
     Raises:
-        TimeoutError, PeerGoneError, CapacityError, WireError.
+        TimeoutError, PeerGoneError, ResourceExhaustedError, WireError.
     """
     answer = {
         "index": index,
@@ -174,7 +236,7 @@ def watched(
 
     Raises:
         ClosedError: the connection was closed meanwhile.
-        CapacityError: this process can have no more descriptors.
+        ResourceExhaustedError: this process can have no more descriptors, or threads.
     """
     try:
         if heartbeat_s is None:
@@ -182,8 +244,6 @@ def watched(
         interval_s, timeout_s = heartbeat_s
         beat = Heartbeat(connection.sock, interval_s=interval_s, timeout_s=timeout_s)
         return watch(pidfd=pidfd, heartbeat=beat, on_gone=on_gone)
-    except OSError as e:
-        raise CapacityError(f"{connection.describe} cannot be watched: {explain_os_error(e)}") from e
     finally:
         if pidfd is not None:
             os.close(pidfd)
@@ -191,6 +251,7 @@ def watched(
 
 def _pace(patience_s: float) -> tuple[float, float]:
     """The heartbeat of both ends: interval, and the silence that counts as death."""
+    patience_s = max(patience_s, _SHORTEST_PATIENCE_S) if patience_s > 0 else _SHORTEST_PATIENCE_S
     return patience_s / _BEATS_PER_TIMEOUT, patience_s
 
 

@@ -32,6 +32,10 @@ class LocalSource:
         self._spin_s = spin_s
         self._gone = ""
         close_after_fork(self)
+        if joined.watch is not None:
+            self._watch = joined.watch
+            joined.on_gone.be(self._writer_gone)
+            return
         try:
             self._watch = watched(joined.connection, joined.pidfd, joined.heartbeat_s, self._writer_gone)
         except BaseException:

@@ -5,15 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from kvplug import UnsupportedError
 from kvplug.net.wire import Limits, decode, decode_out_of_band
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    NamedExhaustion,
+    QueueContext,
+    QueueHandle,
+    Reader,
+    Timeout,
+    check_room,
+)
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.ends import ShmEnd
 from kvplug_shm.queue.network import QueueMessage, Source
+
+_DEQUEUEING: Final = NamedExhaustion("dequeueing a value")
+_LARGE: Final = 16 << 20
+"""Bytes of a message that may be more than this process can have."""
 
 
 class ShmReader(ShmEnd):
@@ -65,9 +78,13 @@ class ShmReader(ShmEnd):
         cancel: threading.Event | None = None,
         indefinite: bool = False,
     ) -> Any:
-        with self._use_guard:
+        with self._use_guard, _DEQUEUEING:
             _, head, body = self._next(False, timeout, cancel, indefinite)
             try:
+                nbytes = len(head) + body.nbytes
+                if nbytes > _LARGE:
+                    # Memory that its writer has not used takes no room, and may be larger than all there is.
+                    check_room(nbytes, f"the next message of {self._source.writer}, which stays,")
                 if body.nbytes:
                     value = decode_out_of_band(head, body, limits=self._limits, make=self._pool.tensor)
                 else:

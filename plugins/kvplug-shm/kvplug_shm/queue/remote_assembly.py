@@ -9,7 +9,7 @@ from typing import Final
 import attrs
 
 from kvplug import TransportError
-from kvplug.transport import WireError
+from kvplug.transport import WireError, check_room, raise_if_exhausted
 from kvplug_shm.memory.copying import into
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.remote_frames import First, Piece
@@ -44,11 +44,15 @@ class Assembly:
         self.arrived = 0
         """Messages that have wholly arrived."""
 
-    def add(self, frame: First | Piece) -> tuple[QueueMessage, mmap.mmap | None] | None:
+    def add(self, frame: First | Piece, unread: int = 0) -> tuple[QueueMessage, mmap.mmap | None] | None:
         """The message that ``frame`` completes, and the memory to recycle once it was read.
+
+        ``unread``: bytes of the messages that have arrived and were not read.
 
         Raises:
             TransportError: messages are missing before it; says how many.
+            ResourceExhaustedError: there is no memory for the message.
+            CapacityError: with the unread ones it is more than this process can have.
             WireError: the frame does not continue the message, or announces more bytes than allowed.
         """
         self.frames += 1
@@ -67,6 +71,7 @@ class Assembly:
         nbytes = frame.head_bytes + frame.body_bytes
         if nbytes > self._most:
             raise WireError(f"a message of {nbytes} bytes was announced; at most {self._most} are accepted")
+        check_room(unread + nbytes, "what has arrived and was not read, with the next message,")
         if frame.payload.nbytes == nbytes:
             self.arrived += 1
             payload = frame.payload.toreadonly()
@@ -107,4 +112,5 @@ class Assembly:
         try:
             return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as e:
+            raise_if_exhausted(e, f"receiving a message of {nbytes} bytes")
             raise WireError(f"there is no memory for a message of {nbytes} bytes: {e}") from e

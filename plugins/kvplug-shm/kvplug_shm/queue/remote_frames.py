@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import zmq
 
 from kvplug.net.wire import Limits, decode, encode
-from kvplug.transport import WireError
+from kvplug.transport import WireError, peer_text
 from kvplug_shm.queue.network import QueueMessage
 
 VERSION: Final = 1
@@ -168,7 +168,7 @@ def read(parts: Sequence[memoryview]) -> Frame:
                 return Over(_GOODBYE.unpack(header)[1])
             case QueueFrameKind.EVICTED:
                 _, total, lost = _EVICTED.unpack_from(header)
-                return Over(total, lost, bytes(header[_EVICTED.size :]).decode("utf-8", "replace"))
+                return Over(total, lost, peer_text(bytes(header[_EVICTED.size :]).decode("utf-8", "replace")))
             case QueueFrameKind.JOIN | QueueFrameKind.WELCOME | QueueFrameKind.REFUSED:
                 return Plain(kind, decode(header[1:], limits=_LIMITS))
             case QueueFrameKind.READY | QueueFrameKind.BEAT | QueueFrameKind.LEAVE:

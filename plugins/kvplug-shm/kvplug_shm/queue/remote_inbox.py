@@ -17,12 +17,14 @@ class Inbox:
     """Whole messages, and the reason of the end. One thread fills it, another empties it."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._messages: deque[tuple[QueueMessage, mmap.mmap | None]] = deque()
-        self._error: tuple[type[KvplugError], str] | None = None
+        self._error: tuple[Callable[[str], KvplugError], str] | None = None
         self._joined = self._ready = False
         self.read = 0
         """Messages that were read."""
+        self._put_bytes = self._taken_bytes = 0  # each changed by one of the two threads
 
     # -- for the connection's thread -----------------------------------------------------------
 
@@ -35,27 +37,33 @@ class Inbox:
     def joined(self) -> bool:
         return self._joined
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all unread messages."""
+        return self._put_bytes - self._taken_bytes
+
     def put(self, message: QueueMessage, memory: mmap.mmap | None) -> None:
         """Add a message; :meth:`take` returns its ``memory``."""
-        with self._changed:
+        with self._lock:
             self._messages.append((message, memory))
+            self._put_bytes += _nbytes(message)
             self._changed.notify_all()
 
     def join(self) -> None:
         """The writer has admitted this reader."""
-        with self._changed:
+        with self._lock:
             self._joined = True
             self._changed.notify_all()
 
     def make_ready(self) -> None:
         """The writer says that all are ready."""
-        with self._changed:
+        with self._lock:
             self._ready = True
             self._changed.notify_all()
 
-    def fail(self, kind: type[KvplugError], text: str) -> None:
-        """Nothing more arrives. The first reason is kept."""
-        with self._changed:
+    def fail(self, kind: Callable[[str], KvplugError], text: str) -> None:
+        """Nothing more arrives. The first reason is kept; ``kind`` makes an error of its text."""
+        with self._lock:
             self._error = self._error or (kind, text)
             self._changed.notify_all()
 
@@ -80,7 +88,7 @@ class Inbox:
 
     def wait_until_joined(self, deadline: Deadline, late: str) -> None:
         """Raises the reason of the end, or a TimeoutError with the text ``late``."""
-        with self._changed:
+        with self._lock:
             while not self._joined:
                 if self._error is not None:
                     raise self._told()
@@ -90,21 +98,23 @@ class Inbox:
 
     def take(self) -> mmap.mmap | None:
         """Remove the first message. Returns its memory."""
-        _, memory = self._messages.popleft()
+        message, memory = self._messages.popleft()
         self.read += 1
+        self._taken_bytes += _nbytes(message)
         return memory
 
     def wake(self) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def after_fork(self) -> None:
         """This is a forked child: a thread of the parent may have held the lock."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def _until(self, there: Callable[[], Any], wait: Wait, check: Callable[[], None]) -> None:
         check()  # before the lock: a closed end must not wait for it
-        with self._changed:
+        with self._lock:
             while not there():
                 if self._error is not None:
                     raise self._told()
@@ -115,3 +125,7 @@ class Inbox:
         assert self._error is not None
         kind, text = self._error
         return kind(text)
+
+
+def _nbytes(message: QueueMessage) -> int:
+    return len(message.head) + message.body.nbytes

@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 import zmq
 
-from kvplug import ConfigError, PeerGoneError, TransportError
+from kvplug import (
+    CapacityError,
+    ConfigError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TransportError,
+)
 from kvplug.transport import (
     Deadline,
     PeerIdentity,
@@ -23,6 +31,7 @@ from kvplug.transport import (
     Wait,
     Watch,
     WireError,
+    peer_text,
     this_process,
 )
 from kvplug_shm.queue import remote_frames as frames
@@ -33,7 +42,12 @@ from kvplug_shm.queue.remote_contact import RemoteContact
 from kvplug_shm.queue.remote_dialling import PROOF, connect, dial_writer, failure, use_keys
 from kvplug_shm.queue.remote_frames import First, Over, Piece, Plain, QueueFrameKind
 from kvplug_shm.queue.remote_inbox import Inbox
-from kvplug_shm.queue.remote_thread import BEATS_IN_PATIENCE, SETTLE_S, SocketThread
+from kvplug_shm.queue.remote_thread import (
+    BEATS_IN_PATIENCE,
+    SETTLE_S,
+    SHORTEST_PATIENCE_S,
+    SocketThread,
+)
 
 
 class RemoteReader(SocketThread):
@@ -186,14 +200,18 @@ class RemoteReader(SocketThread):
             self._heard, self._suspected = now, 0.0
             try:
                 self._take(frames.read([part.buffer for part in parts]))
-            except (WireError, TransportError) as e:
-                kind = TransportError if isinstance(e, TransportError) else WireError
+            except (WireError, TransportError, CapacityError) as e:
+                kind: Callable[[str], KvplugError] = (
+                    type(e) if isinstance(e, TransportError | CapacityError) else WireError
+                )
+                if isinstance(e, ResourceExhaustedError):
+                    kind = partial(ResourceExhaustedError, resource=e.resource)
                 self._inbox.fail(kind, f"reader rank {self._rank}, from {self.writer}: {e}")
 
     def _take(self, frame: frames.Frame) -> None:
         match frame:
             case First() | Piece():
-                done = self._assembly.add(frame)
+                done = self._assembly.add(frame, self._inbox.nbytes)
                 if done is not None:
                     self._inbox.put(*done)
                     self._join_if_due()
@@ -207,9 +225,9 @@ class RemoteReader(SocketThread):
                     "patience_s": float(patience_s),
                     "published": int(published),
                 },
-            ) if patience_s > 0:
+            ) if patience_s > 0 and self._writer is None:
                 self._writer = identity_of(who)
-                self._patience_s = min(self._patience_s, patience_s)
+                self._patience_s = min(self._patience_s, max(patience_s, SHORTEST_PATIENCE_S))
                 try:
                     self._watch = observed(self._writer, self._has_ended)
                 except PeerGoneError:
@@ -217,7 +235,7 @@ class RemoteReader(SocketThread):
                 self._published = published
                 self._join_if_due()
             case Plain(QueueFrameKind.REFUSED, str(why)):
-                self._inbox.fail(ConfigError, why)
+                self._inbox.fail(ConfigError, peer_text(why))
             case Over():
                 self._over(frame)
             case Plain(QueueFrameKind.BEAT):

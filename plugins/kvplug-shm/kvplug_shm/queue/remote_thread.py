@@ -20,8 +20,15 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvplug import TransportError
-from kvplug.transport import BackgroundThread, close_after_fork
+from kvplug import KvplugError, TransportError
+from kvplug.transport import (
+    BackgroundThread,
+    close_after_fork,
+    ensure_available,
+    raise_if_exhausted,
+    thread_cpus,
+)
+from kvplug_shm.queue.remote_descriptors import ContextDescriptors
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +40,10 @@ SETTLE_S: Final = 1.0
 """How long to wait for frames in flight from a dead process, or to one that receives the end."""
 _DESCRIPTORS = 14
 """Descriptors of a context and its sockets, and a reserve. ZeroMQ aborts the process if it gets none."""
+_THREADS = 2
+"""Threads of a context."""
+SHORTEST_PATIENCE_S: Final = 0.05
+"""The least silence that counts as death, whatever the other end asks for: each heartbeat wakes both ends."""
 BEATS_IN_PATIENCE: Final = 5
 """Each end sends this many frames, at least, within the silence that counts as death."""
 _EVENTS_A_TURN = 100
@@ -48,7 +59,10 @@ def in_words(what: str) -> Iterator[None]:
     """ZeroMQ's errors, mapped to ours."""
     try:
         yield
+    except KvplugError:
+        raise
     except (zmq.ZMQError, OSError) as e:
+        raise_if_exhausted(e, what)
         raise TransportError(f"{what}: {e.strerror or e}") from e
 
 
@@ -61,41 +75,44 @@ class SocketThread(abc.ABC):
         self._patience_s = heartbeat_timeout_s
         self._ended = False
         self._linger_s = 0.0
+        self._descriptors = ContextDescriptors()
         # So that no thread writes to a number that is another file's by now. A signal's handler may run here.
         self._waking = threading.RLock()
         with in_words(f"{name} cannot be made"):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            has_context = False
             try:
-                _need_descriptors(self._wake)
-                self._context = zmq.Context()
+                ensure_available(name, descriptors=_DESCRIPTORS, threads=_THREADS)
+                with self._descriptors.opening() as opened:
+                    self._context = zmq.Context()
+                    has_context = True
+                    with thread_cpus():  # ZeroMQ starts its threads with the first socket
+                        self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+                    self._socket.linger = 0
+                    self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK
+                    self._socket.handshake_ivl = int(HANDSHAKE_S * 1000)
+                    self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+                    self._monitor.linger = 0
+                    self._watch_connections(events)
+                    opened += [each.getsockopt(zmq.FD) for each in (self._socket, self._monitor)]
             except BaseException:
-                os.close(self._wake)
-                raise
-            try:
-                self._socket: zmq.Socket[bytes] = self._context.socket(kind)
-                self._socket.linger = 0
-                self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER_MARK
-                self._socket.handshake_ivl = int(HANDSHAKE_S * 1000)
-                self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-                self._monitor.linger = 0
-                self._watch_connections(events)
-            except BaseException:
-                self._let_go(0)
+                self._let_go(0) if has_context else os.close(self._wake)
                 raise
         self._thread = BackgroundThread(self._run, name=f"kvplug {name}", stop=partial(self.end, 0))
+        close_after_fork(self)
 
     def start(self) -> None:
         """Start the thread, which owns the socket from now on.
 
         Raises:
-            TransportError: the thread cannot be started. Everything was released.
+            ResourceExhaustedError: the thread cannot be started. Everything was released.
         """
-        close_after_fork(self)
         try:
             self._thread.start()
         except RuntimeError as e:
             self._let_go(0)
-            raise TransportError(f"{self._name} cannot be made: {e}") from e
+            raise_if_exhausted(e, f"{self._name} cannot be made")
+            raise
 
     def post(self) -> None:
         """Wake the thread. From any thread; never waits."""
@@ -123,6 +140,7 @@ class SocketThread(abc.ABC):
         fd, self._wake = self._wake, -1
         with contextlib.suppress(OSError):
             os.close(fd)
+        self._descriptors.close_in_child()
 
     def _watch_connections(self, events: int) -> None:
         """Without a high-water mark: if an event found no room, ZeroMQ's thread would wait with a lock that
@@ -160,6 +178,7 @@ class SocketThread(abc.ABC):
             for each in self._sockets():
                 each.close(linger_ms if each is self._socket else 0)
         self._context.term()
+        self._descriptors.clear()
         with self._waking:
             fd, self._wake = self._wake, -1
         os.close(fd)
@@ -197,13 +216,3 @@ class SocketThread(abc.ABC):
 
 
 _MONITOR = "inproc://connections"  # a context has one
-
-
-def _need_descriptors(sample: int) -> None:
-    """Raise the system's error now if too few descriptors are left."""
-    found: list[int] = []
-    try:
-        found.extend(os.dup(sample) for _ in range(_DESCRIPTORS))
-    finally:
-        for fd in found:
-            os.close(fd)

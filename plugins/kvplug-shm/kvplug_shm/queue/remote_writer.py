@@ -29,7 +29,7 @@ from kvplug_shm.queue.remote_admission import RemoteAdmission, descriptor_of, li
 from kvplug_shm.queue.remote_contact import new_contact
 from kvplug_shm.queue.remote_door import FrontDoor
 from kvplug_shm.queue.remote_frames import Part, Plain, QueueFrameKind, Taken
-from kvplug_shm.queue.remote_thread import SETTLE_S, SocketThread
+from kvplug_shm.queue.remote_thread import SETTLE_S, SHORTEST_PATIENCE_S, SocketThread
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class RemoteWriter(SocketThread):
     def __init__(self, context: QueueContext, feed: Feed) -> None:
         self._feed = feed
         self._links: dict[bytes, ReaderLink] = {}  # by routing id; changed by the thread, with _moved held
-        self._moved = threading.Condition()
+        self._lock = threading.RLock()
+        self._moved = threading.Condition(self._lock)
         self._closing: Deadline | None = None
         self._admission: RemoteAdmission | None = None
         self._door: FrontDoor | None = None
@@ -55,6 +56,7 @@ class RemoteWriter(SocketThread):
             keys = self._contact.keys(context.credentials)
             known = {rank: keys.reader(rank).raw_public for rank in feed.reader_ranks}
             self._admission = RemoteAdmission(self._context, known)  # before a reader can connect
+            self._descriptors.add(self._admission.socket.getsockopt(zmq.FD))
             door.open(listen(self._socket, keys.writer))
         except BaseException:
             self._let_go(0)
@@ -83,7 +85,7 @@ class RemoteWriter(SocketThread):
         number = self._feed.published()
         self.post()
         moved, until = -1, 0.0
-        with self._moved:
+        with self._lock:
             while late := [link for link in self._links.values() if link.answers and link.arrived < number]:
                 now = time.monotonic()
                 progress = sum(link.progress for link in late)
@@ -110,7 +112,8 @@ class RemoteWriter(SocketThread):
 
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
-        self._moved = threading.Condition()
+        self._lock = threading.RLock()
+        self._moved = threading.Condition(self._lock)
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -129,7 +132,7 @@ class RemoteWriter(SocketThread):
         super()._let_go(linger_ms)
         if self._door is not None:
             self._door.close(max(0.0, until - time.monotonic()))
-        with self._moved:
+        with self._lock:
             self._moved.notify_all()
 
     def _turn(self, now: float) -> float | None:
@@ -185,13 +188,13 @@ class RemoteWriter(SocketThread):
     def _join(self, routing_id: bytes, frame: zmq.Frame, value: Any, now: float) -> None:
         match value:
             case {"version": frames.VERSION, "who": who, "patience_s": float(theirs)} if theirs > 0:
-                patience_s = min(theirs, self._patience_s)
+                patience_s = min(max(theirs, SHORTEST_PATIENCE_S), self._patience_s)
                 link = ReaderLink(rank_of(frame), routing_id, identity_of(who), patience_s, now, now)
                 link.descriptor = descriptor_of(frame)
             case _:
                 raise WireError("it speaks another version; install the same kvplug-shm on both ends")
         why = self._feed.admit(link.rank, str(link.who))
-        with self._moved:
+        with self._lock:
             self._links[routing_id] = link
         if why:
             self._say(link, [frames.plain(QueueFrameKind.REFUSED, why)], now)
@@ -219,7 +222,7 @@ class RemoteWriter(SocketThread):
         match frame:
             case Taken():
                 before = link.read
-                with self._moved:
+                with self._lock:
                     link.take(frame)
                     self._moved.notify_all()
                 if link.read > before:
@@ -314,7 +317,7 @@ class RemoteWriter(SocketThread):
             self._put(link.routing_id, [last])
 
     def _forget(self, link: ReaderLink) -> None:
-        with self._moved:
+        with self._lock:
             del self._links[link.routing_id]
             self._moved.notify_all()
         link.close()

@@ -100,7 +100,7 @@ class ShmRingBuffer:
         """A new ring, and the descriptor of its memory, which the caller passes on and closes.
 
         Raises:
-            CapacityError: not enough memory, or no descriptor left.
+            ResourceExhaustedError, TransportError: as :meth:`Segment.create`.
         """
         segment, fd = Segment.create("queue", sizes.nbytes)
         return cls(sizes, segment), fd
@@ -111,7 +111,7 @@ class ShmRingBuffer:
 
         Raises:
             WireError: it is no sealed memory of these sizes.
-            CapacityError: it cannot be mapped.
+            ResourceExhaustedError, TransportError: it cannot be mapped.
         """
         return cls(sizes, Segment.attach(fd, sizes.nbytes))
 

@@ -9,7 +9,15 @@ from typing import Any, Final
 
 from kvplug import CapacityError, PeerGoneError
 from kvplug.net.wire import aligned, encode_out_of_band
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueContext, QueueHandle, Reader, Timeout
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    NamedExhaustion,
+    QueueContext,
+    QueueHandle,
+    Reader,
+    Timeout,
+)
 from kvplug_shm.memory import waiting
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into
 from kvplug_shm.memory.waiting import NAP_S
@@ -24,6 +32,7 @@ from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import WritingEnd
 
 _ANY_SIZE: Final = limits_of(1 << 62)
+_ENQUEUEING: Final = NamedExhaustion("enqueueing a value")
 
 
 class ShmWriter(ShmEnd):
@@ -80,7 +89,7 @@ class ShmWriter(ShmEnd):
             self._use_guard.check()
 
     def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        with self._use_guard:
+        with self._use_guard, _ENQUEUEING:
             head, memories = encode_out_of_band(value, limits=_ANY_SIZE)
             head_nbytes = len(head)
             body_at = aligned(head_nbytes)

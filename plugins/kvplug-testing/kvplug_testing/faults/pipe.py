@@ -18,6 +18,7 @@ from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
+from kvplug.transport.duplex.limit import MessageLimit
 from kvplug.transport.pipe import Pipe, Transfer
 from kvplug_testing.faults.messages import copied, fill, flipped, nbytes_of
 from kvplug_testing.faults.plan import BEFORE, Plan
@@ -98,6 +99,7 @@ class FaultyPipe(Pipe):
         self._timeout_s = timeout_s
         self._sending = _Direction("sending", FaultSchedule(plan, "send", number))
         self._receiving = _Direction("receiving", FaultSchedule(plan, "recv", number))
+        self._limit = MessageLimit()
         self._last: Transfer | None = None
         self._owed: deque[Tensor | None] = deque()
         """Messages to send next: second copies, and swapped ones."""
@@ -187,7 +189,8 @@ class FaultyPipe(Pipe):
                 for hit in possible:
                     if hit.rule.do in BEFORE:
                         self._before(self._receiving, hit, limit.deadline)
-                straight = all(hit.rule.do in BEFORE for hit in possible)
+                bounded = out is None and self._limit.is_lowered
+                straight = not bounded and all(hit.rule.do in BEFORE for hit in possible)
                 try:
                     with self._inner_call():
                         message = self.pipe.recv_tensor(out if straight else None, timeout=limit.left())
@@ -220,6 +223,8 @@ class FaultyPipe(Pipe):
     def _hand_over(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
         message, ready_at = self._inbox[0]
         self._wait(ready_at, deadline)
+        if out is None:
+            self._limit.check(self._nbytes_of(message), self.peer)
         received = message if out is None else fill(out, message)
         self._inbox.popleft()
         return received
@@ -323,6 +328,11 @@ class FaultyPipe(Pipe):
         return [message, *(self._copied(message) for _ in range(actions.count("duplicate")))]
 
     # -- ends ----------------------------------------------------------------------------------
+
+    def limit_messages(self, nbytes: int) -> None:
+        self._limit.lower(nbytes)
+        if not self._receiving.course:  # else messages are received without ``out``, to be changed
+            self.pipe.limit_messages(nbytes)
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._timeout_s)

@@ -162,8 +162,15 @@ class Controls:
         self._reset()
 
     def stream(self) -> Stream:
-        """A new stream. Its thread runs until the stream is closed and its work is done."""
-        return Stream(self, int(self._new()))
+        """A new stream. Its thread runs until the stream is closed and its work is done.
+
+        Raises:
+            MemoryError: there is no memory for another thread.
+        """
+        handle = self._new()
+        if handle is None:
+            raise MemoryError("the fake library has no memory for another stream")
+        return Stream(self, int(handle))
 
     def default_stream(self) -> Stream:
         """The stream with handle 0, which always exists."""

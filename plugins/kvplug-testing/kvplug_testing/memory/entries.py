@@ -8,6 +8,7 @@ import attrs
 
 from kvplug.errors import TimeoutError, UnsupportedError
 from kvplug.net.deadline import Deadline
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.tensors import copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.net.wire.values import decode, encode
 from kvplug.transport.lookup import Entry, EntryHeader, EntrySink
@@ -87,6 +88,7 @@ def nbytes_of(num_tokens: int, *parts: Tensor | None) -> int:
     return 9 * num_tokens + sum(meta_of(part).nbytes for part in parts if part is not None)
 
 
+@NamedExhaustion("copying an entry")
 def copy_of(entry: Entry) -> Entry:
     """A copy that shares no memory with this entry."""
     header = entry.header

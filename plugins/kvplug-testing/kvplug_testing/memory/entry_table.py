@@ -72,7 +72,7 @@ class EntryTable:
         self.epoch = uuid.uuid4().hex
         self.era = 0
         """Grows with each reset: KV computed in an earlier era is no longer stored."""
-        self.fault: Callable[[PromptEntry], PromptEntry] | None = None
+        self.fault: Callable[[PromptEntry], PromptEntry | None] | None = None
         """For tests: called with each entry that is read; may replace it or raise."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -129,8 +129,8 @@ class EntryTable:
             prefixes = (_common(tokens, held) for key_extra, held in self._entries if key_extra == extra)
             return max(prefixes, default=0)
 
-    def find(self, extra: bytes, tokens: tuple[int, ...]) -> PromptEntry:
-        """An entry that begins with all of these tokens.
+    def find(self, extra: bytes, tokens: tuple[int, ...]) -> PromptEntry | None:
+        """An entry that begins with all of these tokens. ``None``: a fault holds it up.
 
         Raises:
             EntryGoneError: there is none.

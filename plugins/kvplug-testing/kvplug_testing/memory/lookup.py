@@ -12,7 +12,7 @@ from kvplug.transport.context import LookupContext
 from kvplug.transport.lookup import Entry, LookupBuffer, LookupEndpoint, LookupStore
 from kvplug.transport.pipe import Pipe
 from kvplug_testing.memory.entries import copy_of
-from kvplug_testing.memory.lookup_calls import AttachedClient, MemoryLookupBuffer, MemoryRemoteStore
+from kvplug_testing.memory.lookup_calls import AttachedClient, MemoryLookupBuffer, MemoryRemoteStore, Wanted
 from kvplug_testing.memory.store_core import StoreCore
 
 
@@ -45,7 +45,7 @@ class MemoryStore(StoreCore, MemoryLookupBuffer, LookupStore):
     def _store_for_call(self, deadline: Deadline) -> Iterator[StoreCore]:
         yield self
 
-    def _copied(self, entry: Entry, deadline: Deadline) -> Entry:
+    def _copied(self, entry: Entry, wanted: Wanted, deadline: Deadline) -> Entry:
         return copy_of(entry)
 
     # -- remote ends, and the end --------------------------------------------------------------

@@ -1,14 +1,15 @@
 """The calls that both ends of a lookup buffer "memory" share, and the end that reaches a store in this
 process.
 
-The signal pipe carries one message, the number of the attached client. Calls go directly to the store. Key,
-value and hidden states of a leased entry go over the data pipe, so that a slow or broken pipe has the same
-effect as with any lookup buffer. A thread waits for the end of the signal pipe.
+The signal pipe carries one message, the number of the attached client. Calls go directly to the store. The
+five parts of a leased entry go over the data pipe, so that a slow, broken or lying pipe has the same effect
+as with any lookup buffer. A thread waits for the end of the signal pipe.
 """
 
 from __future__ import annotations
 
 import abc
+import copy
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -17,13 +18,30 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
+from kvplug.errors import (
+    ClosedError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    UnsupportedError,
+    WireError,
+)
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
+from kvplug.net.wire.tensors import TensorMeta, meta_of
 from kvplug.transport.lookup import Entry, EntrySink, LookupBuffer
 from kvplug.transport.pipe import Pipe
-from kvplug_testing.memory.entries import copy_of, extra_bytes, give_layers, key_under
+from kvplug_testing.memory.entries import (
+    Key,
+    copy_of,
+    extra_bytes,
+    give_layers,
+    key_under,
+    num_layers_of,
+)
 from kvplug_testing.memory.store_core import LeasedEntry, StoreCore
 
 if TYPE_CHECKING:
@@ -45,17 +63,41 @@ class AttachedClient:
         import torch
 
         _clients[self.number] = self
-        self.signal.send_tensor(torch.tensor(self.number))
+        try:
+            self.signal.send_tensor(torch.tensor(self.number))
+        except BaseException:
+            self.withdraw()
+            raise
+
+    def withdraw(self) -> None:
+        """The remote end cannot be served. Idempotent."""
+        _clients.pop(self.number, None)
+        self.forget(self)
 
     def end(self) -> None:
         """End at once. Idempotent."""
-        _clients.pop(self.number, None)
-        self.forget(self)
+        self.withdraw()
         self.signal.abort()
         self.data.abort()
 
 
 _clients: Final[dict[int, AttachedClient]] = {}
+
+
+@attrs.frozen
+class Wanted:
+    """What an entry is asked for by."""
+
+    key: Key | None
+    """The tokens under the roi; ``None``: any."""
+    min_tokens: int | None = None
+    """The number of leading tokens that the entry must share; ``None``: one is a prefix of the other."""
+
+    def is_met_by(self, key: Key) -> bool:
+        if self.key is None:
+            return bool(key)
+        size = min(len(key), len(self.key)) if self.min_tokens is None else max(1, self.min_tokens)
+        return 0 < size <= min(len(key), len(self.key)) and key[:size] == self.key[:size]
 
 
 class MemoryLookupBuffer(LookupBuffer):
@@ -68,7 +110,7 @@ class MemoryLookupBuffer(LookupBuffer):
         """The store, for one call."""
 
     @abc.abstractmethod
-    def _copied(self, entry: Entry, deadline: Deadline) -> Entry:
+    def _copied(self, entry: Entry, wanted: Wanted, deadline: Deadline) -> Entry:
         """A copy of the store's entry for the caller at this end."""
 
     def _deadline(self, timeout: Timeout) -> Deadline:
@@ -86,7 +128,7 @@ class MemoryLookupBuffer(LookupBuffer):
         key = None if input_tokens is None else key_under(input_tokens, roi)
         with self._store_for_call(deadline) as store:
             leased = store.lease_oldest(key, extra_bytes(extra), deadline, lambda: self.is_lost)
-            return self._hand_over(store, leased, None, deadline)
+            return self._hand_over(store, leased, Wanted(key), None, deadline)
 
     def select(
         self,
@@ -102,14 +144,19 @@ class MemoryLookupBuffer(LookupBuffer):
         key = key_under(input_tokens, roi)
         with self._store_for_call(deadline) as store:
             leased = store.lease_longest(key, extra_bytes(extra), min_tokens)
-            return self._hand_over(store, leased, sink, deadline)
+            return self._hand_over(store, leased, Wanted(key, min_tokens), sink, deadline)
 
     def _hand_over(
-        self, store: StoreCore, leased: LeasedEntry, sink: EntrySink | None, deadline: Deadline
+        self,
+        store: StoreCore,
+        leased: LeasedEntry,
+        wanted: Wanted,
+        sink: EntrySink | None,
+        deadline: Deadline,
     ) -> Entry:
         is_received = False
         try:
-            entry = self._copied(leased.stored.entry, deadline)
+            entry = self._copied(leased.stored.entry, wanted, deadline)
             if sink is not None:
                 entry = give_layers(entry, sink, deadline)
             is_received = True
@@ -136,7 +183,8 @@ class MemoryRemoteStore(MemoryLookupBuffer):
         """Messages on the data pipe that a call did not receive in time. Guarded by the lock of transfers."""
         close_after_fork(self)
         self._thread = BackgroundThread(self._watch, name="kvplug-memory-lookup", stop=self.abort)
-        self._thread.start()
+        with NamedExhaustion("reaching a lookup store"):
+            self._thread.start()
 
     @property
     def is_lost(self) -> bool:
@@ -164,21 +212,42 @@ class MemoryRemoteStore(MemoryLookupBuffer):
                 raise PeerGoneError(f"the lookup store at {self._signal.peer} has closed") from e
             raise
 
-    def _copied(self, entry: Entry, deadline: Deadline) -> Entry:
+    def _copied(self, entry: Entry, wanted: Wanted, deadline: Deadline) -> Entry:
         left = deadline.remaining()
         if not self._transfers.acquire(timeout=-1 if left is None else left):
             raise TimeoutError("another call's entry was still in transfer")
         try:
-            key, value, hidden = self._transfer(entry, deadline)
+            parts = self._transfer(entry, deadline)
             self._check()  # the signal pipe may have broken in the meantime
-        except TimeoutError:
+            received = self._received(entry, parts, wanted)
+        except (TimeoutError, ResourceExhaustedError):
             raise
         except KvplugError as e:
             self._end(PeerGoneError(f"no entry comes from the store at {self._signal.peer}: {e}"))
             raise
         finally:
             self._transfers.release()
-        return copy_of(attrs.evolve(entry, key=key, value=value, hidden=hidden))
+        return copy_of(received)
+
+    def _received(self, entry: Entry, parts: list[Any], wanted: Wanted) -> Entry:
+        """The entry that has come.
+
+        Raises:
+            WireError: it is none, or was not asked for.
+        """
+        tokens, roi, key, value, hidden = parts
+        try:
+            for part, dtype in ((tokens, "int64"), (roi, "bool")):
+                if part is None or meta_of(part).dtype != dtype:
+                    raise ValueError("it has no tokens, or no roi")
+            found = key_under(tokens, roi)
+            num_layers = num_layers_of(len(tokens), key, value)
+        except (KvplugError, TypeError, ValueError) as e:
+            raise WireError(f"what came from the store at {self._signal.peer} is no entry: {e}") from e
+        if not wanted.is_met_by(found):
+            raise WireError(f"an entry for other tokens came from the store at {self._signal.peer}")
+        header = attrs.evolve(entry.header, tokens=tokens, roi=roi, num_layers=num_layers)
+        return Entry(header=header, tokens=tokens, roi=roi, key=key, value=value, hidden=hidden)
 
     def _transfer(self, entry: Entry, deadline: Deadline) -> list[Tensor | None]:
         """Send and receive one part after the other: a pipe always has capacity for one message."""
@@ -186,7 +255,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
         parts = []
         while self._num_unread:
             self._receive(deadline)
-        for part in (entry.key, entry.value, entry.hidden):
+        for part in (entry.tokens, entry.roi, entry.key, entry.value, entry.hidden):
             self._client.data.send_tensor(part, timeout=deadline.remaining())
             self._num_unread += 1
             parts.append(self._receive(deadline))
@@ -199,7 +268,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
 
     def _check(self) -> None:
         if self._ended is not None:
-            raise type(self._ended)(str(self._ended)) from self._ended
+            raise copy.copy(self._ended) from self._ended
         if self._signal.closed:  # the watching thread will notice this soon
             raise PeerGoneError("the signal pipe is closed")
 
@@ -207,9 +276,11 @@ class MemoryRemoteStore(MemoryLookupBuffer):
 
     def _watch(self) -> None:
         try:
-            message: Any = self._signal.recv_tensor(timeout=None)
+            message = self._signal.recv_tensor(timeout=None)
+            if message is None or meta_of(message) != TensorMeta("int64", ()):
+                raise WireError("what came is no number of a client")
             with self._changed:
-                self._client = _clients.get(message.item())
+                self._client = _clients.get(int(message))
                 self._changed.notify_all()
             if self._client is not None:
                 self._signal.recv_tensor(timeout=None)

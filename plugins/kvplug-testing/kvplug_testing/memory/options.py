@@ -38,6 +38,12 @@ class MemoryConnectorOptions:
         default=False,
         help="Load in the background: a later step loads, and other requests continue until then.",
     )
+    stall_timeout_s: float = option(
+        default=2.0,
+        unit="seconds",
+        above=0,
+        help="A load of which nothing has come for this long has failed. A step waits no longer for it.",
+    )
     lease_s: float = option(
         default=60.0,
         unit="seconds",

@@ -18,10 +18,12 @@ import attrs
 from kvplug.errors import ClosedError, PeerGoneError, TensorMismatchError, TimeoutError, WireError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import end_at_exit
 from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.transport.context import PipeContext
+from kvplug.transport.duplex.limit import MessageLimit
 from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
 
 if TYPE_CHECKING:
@@ -119,6 +121,7 @@ class PipeMessage:
     transfer: Transfer
 
     @classmethod
+    @NamedExhaustion("sending a tensor")
     def of(cls, tensor: Tensor | None, *, eager: bool) -> PipeMessage:
         """A message with this tensor. Raises for unsupported tensors."""
         if tensor is None:
@@ -136,13 +139,14 @@ class PipeMessage:
         """The bytes that it counts for."""
         return max(_EMPTY_NBYTES, self.memory.nbytes)
 
-    def put(self, out: Tensor | None) -> Tensor | None:
-        """Copy it into ``out``, or return it as a new tensor."""
+    def put(self, out: Tensor | None, limit: MessageLimit, peer: str) -> Tensor | None:
+        """Copy it into ``out``, or return it as a new tensor, if it is within the limit."""
         if self.meta is None:
             if out is not None:
                 raise TensorMismatchError("the next message is None, and out was given")
             return None
         if out is None:
+            limit.check(self.memory.nbytes, peer)
             out = empty_like_meta(self.meta)
         elif meta_of(out) != self.meta:
             raise TensorMismatchError(f"the next message is {self.meta}, and out is {meta_of(out)}")
@@ -157,6 +161,7 @@ class MemoryPipe(Pipe):
         self._limit: int = context.options.max_in_flight_bytes
         self._eager: bool = context.options.eager
         self._timeout_s = context.timeout_s
+        self._message_limit = MessageLimit(context.max_message_bytes)
         # Guards the inbox and the flags; never held together with the peer's lock.
         self._changed = threading.Condition()
         self._inbox: deque[PipeMessage] = deque()
@@ -217,12 +222,15 @@ class MemoryPipe(Pipe):
                 if not self._inbox:
                     raise PeerGoneError(f"{self.peer} is gone")
                 message = self._inbox[0]
-                received = message.put(out)
+                received = message.put(out, self._message_limit, self.peer)
                 self._inbox.popleft()
                 self._held -= message.cost
                 self._changed.notify_all()
             message.transfer.finish()  # without the lock: it runs callbacks of the sender
         return received
+
+    def limit_messages(self, nbytes: int) -> None:
+        self._message_limit.lower(nbytes)
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._timeout_s)

@@ -17,6 +17,7 @@ import attrs
 from kvplug.errors import CapacityError, ClosedError, ConfigError, PeerGoneError, UnsupportedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import end_at_exit
 from kvplug.net.wire.values import Limits, decode, encode
@@ -258,7 +259,8 @@ class MemoryWriter(MemoryQueueEnd):
             raise CapacityError(f"{nbytes} bytes were asked for, and a chunk has {size}")
         with self._turn.taken():
             self._wait_for_room(timeout)
-            chunk = bytearray(nbytes)
+            with NamedExhaustion("making a chunk"):
+                chunk = bytearray(nbytes)
             with memoryview(chunk) as view:
                 yield view
             self._put(QueueMessage(True, chunk))

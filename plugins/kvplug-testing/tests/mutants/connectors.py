@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +14,7 @@ import attrs
 import pytest
 
 from kvplug.engine.connector.values import RequestEnd
-from kvplug.errors import KvplugError, PeerGoneError
+from kvplug.errors import KvplugError, PeerGoneError, StalledError
 from kvplug_testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker
 from kvplug_testing.memory.connector.suite import MemoryConnectorContract
 from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
@@ -120,9 +122,9 @@ class TestLoadsIntoTheWrongBlock(Mutant):
     breaks = ("CONN-2",)
 
     class worker_factory(MemoryWorker):  # noqa: N801
-        def _load(self, load: Any) -> None:
+        def _load(self, load: Any) -> bool:
             blocks = list(load["blocks"])
-            super()._load({**load, "blocks": (*blocks[:-2], *reversed(blocks[-2:]))})
+            return super()._load({**load, "blocks": (*blocks[:-2], *reversed(blocks[-2:]))})
 
 
 class TestSwapsKeyAndValue(Mutant):
@@ -159,11 +161,11 @@ class TestWritesBesideItsBlocks(Mutant):
     breaks = ("CONN-2",)
 
     class worker_factory(MemoryWorker):  # noqa: N801
-        def _load(self, load: Any) -> None:
-            super()._load(load)
+        def _load(self, load: Any) -> bool:
             other = next(n for n in range(10_000) if n not in load["blocks"])
             block = self._caches[0].select(self._layout.axes.replace("KD", "D").find("B"), other)
             block[(0,) * block.dim()] = 1.0
+            return super()._load(load)
 
 
 # -- failures ----------------------------------------------------------------------------------------
@@ -319,15 +321,37 @@ class TestKeepsBlocksForWhoIsGone(Mutant):
             super().__init__(context)
             self._unnamed: frozenset[str] = frozenset()
 
-        def _load(self, load: Any) -> None:
-            super()._load(load)
+        def _load(self, load: Any) -> bool:
+            has_ended = super()._load(load)
             wanted.pop(self._contact, None)
+            return has_ended
 
         def get_finished(self, finished: frozenset[str]) -> Any:
             sent, received = super().get_finished(finished)
             sent |= self._unnamed
             self._unnamed = sent & wanted.get(self._contact, set())
             return sent - self._unnamed, received
+
+
+class TestWritesWhatComesLate(Mutant):
+    """What comes after a load has stalled is written into its blocks all the same."""
+
+    breaks = ("CONN-4",)
+    caught_by = "test_a_background_load_that_is_held_up_holds_up_no_step"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._late: list[dict[str, Any]] = []
+
+        def _fail(self, load: Any, error: KvplugError) -> None:
+            super()._fail(load, error)
+            if isinstance(error, StalledError):
+                self._late.append({**load, "begun": math.inf})
+
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            self._late = [load for load in self._late if not self._load(load)]
+            return super().get_finished(finished)
 
 
 # -- names -------------------------------------------------------------------------------------------
@@ -457,11 +481,12 @@ class TestCountsEveryOther(Mutant):
     class worker_factory(MemoryWorker):  # noqa: N801
         _num_loads = 0
 
-        def _load(self, load: Any) -> None:
-            super()._load(load)
+        def _load(self, load: Any) -> bool:
+            has_ended = super()._load(load)
             self._num_loads += 1
             if self._num_loads % 2 == 0:
                 self._context.stats.reset()
+            return has_ended
 
 
 class TestCountsAFailureTwice(Mutant):
@@ -473,6 +498,44 @@ class TestCountsAFailureTwice(Mutant):
         def _fail(self, load: Any, error: KvplugError) -> None:
             super()._fail(load, error)
             self._context.stats.fail("load", "other")
+
+
+# -- steps that go on --------------------------------------------------------------------------------
+
+
+class TestWaitsForWhatIsInTheBackground(Mutant):
+    """A step waits for a background load until it has ended."""
+
+    breaks = ("CONN-9",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _load(self, load: Any) -> bool:
+            while not super()._load(load):
+                time.sleep(0.001)
+            return True
+
+
+class TestWaitsLongForWhatDoesNotCome(Mutant):
+    """A load of which nothing comes fails long after its limit."""
+
+    breaks = ("CONN-9",)
+    caught_by = "test_a_step_waits_for_a_load_that_is_held_up_for_the_stall_timeout_at_most"
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def _load(self, load: Any) -> bool:
+            return super()._load({**load, "begun": load["begun"] + 5})
+
+
+class TestHasStepsWaitWhereRequestsDo(Mutant):
+    """Whether it loads in the background is for its option alone to say, not for the engine."""
+
+    breaks = ("CONN-9",)
+    caught_by = "test_an_engine_that_lets_every_load_be_waited_for_gets_them_in_the_background"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._in_background = context.options.async_load
 
 
 # -- order -------------------------------------------------------------------------------------------
@@ -686,11 +749,12 @@ class TestShutdownAndALoadWaitForEachOther(Mutant):
             self._ending, self._idle = threading.Lock(), threading.Event()
             self._idle.set()
 
-        def _load(self, load: Any) -> None:
+        def _load(self, load: Any) -> bool:
             self._idle.clear()
-            super()._load(load)
+            has_ended = super()._load(load)
             with self._ending:
                 self._idle.set()
+            return has_ended
 
         def shutdown(self) -> None:
             with self._ending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.events import RemovalReason, Removed
 from kvplug_testing import LookupBufferContract
 from kvplug_testing.memory.lookup import MemoryLookupEndpoint, MemoryStore
-from kvplug_testing.memory.lookup_calls import MemoryRemoteStore
+from kvplug_testing.memory.lookup_calls import MemoryRemoteStore, Wanted
 from kvplug_testing.memory.store_core import LeasedEntry, StoreCore, StoredEntry
 
 
@@ -703,8 +704,8 @@ class TestWaitsForAnAnswerForEver(Mutant):
     breaks = ("ALL-4",)
 
     class reaching(MemoryRemoteStore):  # noqa: N801
-        def _copied(self, entry: Any, deadline: Deadline) -> Any:
-            return super()._copied(entry, Deadline.after(None))
+        def _copied(self, entry: Any, wanted: Any, deadline: Deadline) -> Any:
+            return super()._copied(entry, wanted, Deadline.after(None))
 
 
 class TestWorksInAForkedChild(Mutant):
@@ -715,6 +716,24 @@ class TestWorksInAForkedChild(Mutant):
     class store(MemoryStore):  # noqa: N801
         def _after_fork_in_child(self) -> None:
             self._changed = threading.Condition()
+
+
+class TestLeavesAForkedChildItsDescriptor(Mutant):
+    """In a forked child its calls raise, and a descriptor stays open."""
+
+    breaks = ("ALL-6",)
+    caught_by = "test_a_forked_child_holds_none_of_the_descriptors"
+
+    class reaching(MemoryRemoteStore):  # noqa: N801
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            self._opened: int | None = os.open("/dev/null", os.O_RDONLY)
+
+        def _end(self, error: KvplugError) -> None:
+            super()._end(error)
+            opened, self._opened = self._opened, None
+            if opened is not None:
+                os.close(opened)
 
 
 class TestLeavesAThread(Mutant):
@@ -741,6 +760,17 @@ class TestKeepsWhatWasTaken(Mutant):
         def _remove(self, stored: StoredEntry, reason: RemovalReason) -> None:
             _kept.append(stored.entry.hidden)
             super()._remove(stored, reason)
+
+
+class TestHandsOutAnotherEntry(Mutant):
+    """What comes is not compared with what was asked for."""
+
+    breaks = ("ALL-10",)
+    caught_by = "test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for"
+
+    class reaching(MemoryRemoteStore):  # noqa: N801
+        def _copied(self, entry: Any, wanted: Any, deadline: Deadline) -> Any:
+            return super()._copied(entry, Wanted(None), deadline)
 
 
 # -- the control -----------------------------------------------------------------------------------

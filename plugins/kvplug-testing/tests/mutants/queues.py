@@ -577,6 +577,22 @@ class TestWorksAfterAFork(Mutant):
             pass
 
 
+class TestLeavesAForkedChildItsDescriptor(Mutant):
+    """In a forked child its calls raise, and a descriptor stays open."""
+
+    breaks = ("ALL-6",)
+    caught_by = "test_a_forked_child_holds_none_of_the_descriptors"
+
+    class writer_(MemoryWriter):  # noqa: N801
+        def __init__(self, endpoint: Any, ring: Ring) -> None:
+            super().__init__(endpoint, ring)
+            self._opened = os.open("/dev/null", os.O_RDONLY)
+
+        def _leave(self, why: str, died: bool) -> None:
+            super()._leave(why, died)
+            os.close(self._opened)
+
+
 # -- between processes -----------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import sys
@@ -14,7 +15,15 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[4] / "docs" / "examples" / "kvplug-sample"))
 
 from kvplug.errors import PeerGoneError, TimeoutError
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, PartialMessage, Pipe, PipeListener, Timeout
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    PartialMessage,
+    Pipe,
+    PipeListener,
+    Timeout,
+    Transfer,
+)
 from kvplug_sample import pipe as sample
 from kvplug_sample.light import SampleOptions
 from kvplug_sample.pipe import SamplePipe
@@ -299,6 +308,31 @@ class TestLeavesAForkedChildItsDescriptor(Mutant):
             super()._after_fork_in_child()
 
 
+class TestLeavesAForkedChildItsMemory(Mutant):
+    """In a forked child the pipe's shared memory stays mapped."""
+
+    breaks = ("ALL-6",)
+    caught_by = "test_a_forked_child_holds_none_of_the_descriptors"
+
+    class pipe(SamplePipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+        def _release(self) -> None:
+            super()._release()
+            self.memory.close()
+
+
+class NeverEndsInAForkedChild(Transfer):
+    """No fault by itself."""
+
+    __slots__ = ()
+
+    def after_fork(self, error: BaseException) -> None:
+        pass
+
+
 class TestForgetsTransfersInAForkedChild(Mutant):
     """In a forked child the parent's transfers stay under way for ever."""
 
@@ -306,9 +340,10 @@ class TestForgetsTransfersInAForkedChild(Mutant):
     caught_by = "test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent"
 
     class pipe(SamplePipe):  # noqa: N801
-        def _after_fork_in_child(self) -> None:
-            self._queue.clear()
-            super()._after_fork_in_child()
+        def _send(self, tensor: Any, deadline: Deadline) -> Transfer:
+            transfer = super()._send(tensor, deadline)
+            transfer.__class__ = NeverEndsInAForkedChild
+            return transfer
 
 
 class TestIsBusyInAForkedChild(Mutant):

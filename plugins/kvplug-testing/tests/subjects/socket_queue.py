@@ -24,6 +24,7 @@ from kvplug.transport import (
     Timeout,
     WireError,
     dial,
+    peer_text,
 )
 from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, QueueMessage, Ring
 
@@ -68,8 +69,8 @@ class SocketQueueEndpoint(MemoryQueueEndpoint):
         try:
             channel.send(rank, deadline.remaining())
             refusal = channel.recv(deadline.remaining())
-            if refusal:
-                raise ConfigError(refusal)
+            if refusal != "":
+                raise ConfigError(peer_text(refusal))
             return self.make_socket_reader(handle, rank, channel)
         except BaseException:
             channel.close()
@@ -140,6 +141,9 @@ class Link:
                 match self.channel.recv(None):
                     case ("taken", int(taken)):
                         with self.ring.changed:
+                            end = self.ring.first + len(self.ring.messages)
+                            if not self.ring.taken[self.rank] < taken <= end:
+                                raise WireError("it says that it has read what was not sent to it")
                             self.ring.taken[self.rank] = taken
                             self.ring.drop_what_all_have_read()
                     case ("ready",):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from kvplug_testing.contract.communicator.collectives import Collectives
 from kvplug_testing.contract.communicator.endings import Endings
+from kvplug_testing.contract.communicator.exhaustion import Exhaustion
 from kvplug_testing.contract.communicator.identity import Identity
+from kvplug_testing.contract.communicator.lying_peers import LyingPeers
 from kvplug_testing.contract.communicator.missing import Missing
 from kvplug_testing.contract.communicator.moe import ExpertLayers
 from kvplug_testing.contract.communicator.other_host import OtherHost
@@ -13,7 +15,16 @@ from kvplug_testing.contract.communicator.refusals import Refusals
 
 
 class DeviceCommunicatorContract(
-    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, Endings, Identity, OtherHost
+    Collectives,
+    PointToPoint,
+    ExpertLayers,
+    Refusals,
+    Missing,
+    Endings,
+    Identity,
+    OtherHost,
+    LyingPeers,
+    Exhaustion,
 ):
     """Checks a transport of kind "communicator" against the laws ALL and COMM.
 

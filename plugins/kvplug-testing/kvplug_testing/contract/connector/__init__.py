@@ -5,16 +5,30 @@ from __future__ import annotations
 from kvplug_testing.contract.connector.blocks_in_use import BlocksInUse
 from kvplug_testing.contract.connector.call_sequence import CallSequence
 from kvplug_testing.contract.connector.endings import Endings
+from kvplug_testing.contract.connector.exhaustion import Exhaustion
 from kvplug_testing.contract.connector.failures import Failures
+from kvplug_testing.contract.connector.lying_peers import LyingPeers
 from kvplug_testing.contract.connector.preemption import Preemption
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
 from kvplug_testing.contract.connector.schedules import Schedules
+from kvplug_testing.contract.connector.stalls import Stalls
 from kvplug_testing.contract.connector.stats import Stats
 
 
 class ConnectorContract(
-    Promises, Failures, BlocksInUse, Preemption, Schedules, Stats, CallSequence, References, Endings
+    Promises,
+    Failures,
+    BlocksInUse,
+    Preemption,
+    Schedules,
+    Stats,
+    CallSequence,
+    References,
+    Endings,
+    Stalls,
+    LyingPeers,
+    Exhaustion,
 ):
     """Checks a connector against the laws ALL, CONN and REF.
 

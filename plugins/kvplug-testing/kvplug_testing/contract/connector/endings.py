@@ -131,7 +131,7 @@ class Endings(ConnectorSuite):
         return loading.value
 
     @law("ALL-1", "ALL-7")
-    def test_a_producer_can_be_shut_down_in_the_middle_of_a_prompt(self) -> None:
+    def test_aproducer_can_be_shut_down_in_the_middle_of_a_prompt(self) -> None:
         prefill = self.engine("producer")
         prompt = request_of("a", range(100))
         blocks = prefill.admit(prompt)
@@ -225,7 +225,7 @@ class Endings(ConnectorSuite):
     @pytest.mark.parametrize("when", ["promised", "loading", "half"])
     def test_a_peer_that_is_killed_is_a_reported_failure(self, when: str) -> None:
         config = self.config_of("producer")  # reserves the address
-        child = self.start(_produce, self.suite_ref(), config.host, dict(self.config))
+        child = self.start(produce, self.suite_ref(), config.host, dict(self.config))
         params = child.recv()
         if when == "half":
             self.switch.before_receiving = lambda number: child.kill() if number == 2 else None
@@ -252,7 +252,7 @@ class Endings(ConnectorSuite):
         self._computes_by_itself(decode, prompt, blocks, found)
 
 
-def _produce(parent: peers.Parent, suite_ref: Any, host: str, config: Any) -> None:
+def produce(parent: peers.Parent, suite_ref: Any, host: str, config: Any) -> None:
     """In a child: run an engine that stores a prompt, and runs until it is killed."""
     suite = suite_from_ref(suite_ref)
     suite._host = host

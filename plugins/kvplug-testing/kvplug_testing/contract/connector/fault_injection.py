@@ -84,6 +84,9 @@ class FaultInjectingPipe(Pipe):
                 raise TimeoutError("the rest of a tensor did not come in time: the test holds it up")
             time.sleep(0.002)
 
+    def limit_messages(self, nbytes: int) -> None:
+        self._pipe.limit_messages(nbytes)
+
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self._pipe.close(timeout)
 

@@ -77,6 +77,9 @@ class ConnectorSuite(Contract):
     async_option: ClassVar[str] = "async_load"
     """The connector's option that makes it load in the background. Empty, or not among its options: there is
     none, and the tests of that are skipped."""
+    stall_option: ClassVar[str] = "stall_timeout_s"
+    """The connector's option for how long nothing of a load may come before it has failed. Empty, or not
+    among its options: there is none, and how long a step waits for such a load is not checked."""
     scheduler_factory: ClassVar[Callable[..., Any] | None] = None
     """What makes the scheduler side, in the place of the installed connector's factory."""
     worker_factory: ClassVar[Callable[..., Any] | None] = None
@@ -259,10 +262,30 @@ class ConnectorSuite(Contract):
     @property
     def background(self) -> str:
         """For ``needs``: loads in the background."""
-        fields = getattr(self.installed().load_options(), "__attrs_attrs__", ())
-        if self.async_option and self.async_option in {field.name for field in fields}:
+        if self._has_option(self.async_option):
             return ""
         return f"{self.called} has no option that makes it load in the background (async_option)"
+
+    @property
+    def stall_limit(self) -> str:
+        """For ``needs``: a limit of the time for which nothing of a load comes."""
+        if self._has_option(self.stall_option):
+            return ""
+        return f"{self.called} has no option for how long a load may stall (stall_option)"
+
+    @property
+    def background_and_other_processes(self) -> str:
+        """For ``needs``."""
+        return self.background or self.other_processes
+
+    @property
+    def stall_limit_and_other_processes(self) -> str:
+        """For ``needs``."""
+        return self.stall_limit or self.other_processes
+
+    def _has_option(self, name: str) -> bool:
+        fields = getattr(self.installed().load_options(), "__attrs_attrs__", ())
+        return bool(name) and name in {field.name for field in fields}
 
     @property
     def own_faults(self) -> str:

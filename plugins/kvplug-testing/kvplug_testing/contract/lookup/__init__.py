@@ -7,7 +7,9 @@ from kvplug_testing.contract.lookup.clearing import Clearing, Events
 from kvplug_testing.contract.lookup.contents import Contents
 from kvplug_testing.contract.lookup.cost import Cost
 from kvplug_testing.contract.lookup.endings import Endings
+from kvplug_testing.contract.lookup.exhaustion import Exhaustion
 from kvplug_testing.contract.lookup.keys import Keys
+from kvplug_testing.contract.lookup.lying_peers import LyingPeers
 from kvplug_testing.contract.lookup.matching import Matching
 from kvplug_testing.contract.lookup.other_host import OtherHost
 from kvplug_testing.contract.lookup.processes import Processes
@@ -16,7 +18,20 @@ from kvplug_testing.contract.lookup.taking import Taking
 
 
 class LookupBufferContract(
-    Contents, Keys, Matching, Reading, Taking, Capacity, Clearing, Events, Cost, Endings, Processes, OtherHost
+    Contents,
+    Keys,
+    Matching,
+    Reading,
+    Taking,
+    Capacity,
+    Clearing,
+    Events,
+    Cost,
+    Endings,
+    Processes,
+    OtherHost,
+    LyingPeers,
+    Exhaustion,
 ):
     """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.
 

@@ -13,6 +13,7 @@ from kvplug.errors import ClosedError, EntryGoneError, KvplugError, PeerGoneErro
 from kvplug.transport.lookup import LookupBuffer, LookupStore
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
 from kvplug_testing.contract.lookup.entries import Sink, capacity_for, entry, sized, unlike
 from kvplug_testing.contract.lookup.suite import (
     SOON_S,
@@ -228,13 +229,23 @@ class Endings(LookupSuite):
         within = waits.patience_s
         waiting = Call(lambda: buffer.drop_select([9], timeout=within))
         assert waiting.is_blocked(0.1)
-        said = _in_a_fork(lambda: _what_a_child_finds(buffer))
+        said = in_forked_child(lambda: _what_a_child_finds(buffer))
         assert said == "", f"in a forked child {said}"
         assert matched(buffer, [1]) == 1
         assert not unlike(put, taken(buffer, [1]))
         nine = entry([9])
         inserted(store, nine)
         assert not unlike(nine, waiting.result())
+
+    @law("ALL-6", needs="forked_processes")
+    def test_a_forked_child_holds_none_of_the_descriptors(self) -> None:
+        before = in_forked_child(held)
+        store, buffer = self.ends("reaching")
+        put = entry([1])
+        inserted(store, put)
+        assert matched(buffer, [1]) == 1
+        assert not (more := more_than(before)), f"a forked child holds {more}"
+        assert not unlike(put, taken(buffer, [1]))
 
     # -- nothing left ----------------------------------------------------------------------------
 
@@ -296,29 +307,6 @@ def _what_a_child_finds(buffer: LookupBuffer) -> str:
             return f"{name} raised {e!r}"
         return f"{name} works"
     return "" if buffer.is_lost else "it is not lost"
-
-
-def _in_a_fork(look: Callable[[], str]) -> str:
-    """The result of ``look`` in a forked child of this process, which must return in time."""
-    ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        said = "nothing was said"
-        try:
-            said = look()
-        finally:
-            os.write(theirs, said.encode()[:4000])
-            os._exit(0)
-    os.close(theirs)
-    try:
-        reading = Call(lambda: os.read(ours, 4000).decode())
-        if reading.is_blocked(waits.patience_s):
-            os.kill(pid, 9)
-            return "a call is blocked for ever"
-        return reading.result()  # type: ignore[no-any-return]
-    finally:
-        os.waitpid(pid, 0)
-        os.close(ours)
 
 
 def _resident_bytes() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of
+from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.transport.lookup import Entry, EntryHeader
 from kvplug_testing.comparison import difference
 
@@ -90,6 +90,13 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
     return tensor
 
 
+def _copy(tensor: Any) -> Any:
+    """Not ``clone``, which does not know every dtype."""
+    copy = empty_like_meta(meta_of(tensor))
+    copy_into(copy, memory_of(tensor))
+    return copy
+
+
 def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
     """A description of how a returned entry differs from the inserted one; empty if it is equal.
 
@@ -142,7 +149,7 @@ class Sink:
 
     def layer(self, index: int, key: Any, value: Any) -> None:
         self._at(index)
-        copies = [None if part is None else part.clone() for part in (key, value)]
+        copies = [None if part is None else _copy(part) for part in (key, value)]
         self.layers.append((index, copies[0], copies[1]))
 
     def _at(self, place: Any) -> None:

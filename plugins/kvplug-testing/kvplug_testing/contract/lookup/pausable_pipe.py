@@ -61,6 +61,9 @@ class PausablePipe(Pipe):
     def peer(self) -> str:
         return self.pipe.peer
 
+    def limit_messages(self, nbytes: int) -> None:
+        self.pipe.limit_messages(nbytes)
+
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self.resume()
         self.pipe.close(timeout)

@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
 import signal
-import warnings
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kvplug.errors import ClosedError, PeerGoneError
-from kvplug.transport.pipe import Pipe, PipeListener
-from kvplug_testing import peers, waits
+from kvplug.transport.pipe import Pipe, PipeListener, Transfer
+from kvplug_testing import waits
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
 from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, fill, received
 from kvplug_testing.waits import Call, raises
-
-
-def in_forked_child(call: Callable[[], str]) -> str:
-    """What ``call()`` returns in a forked child of this process, or a description of the error there."""
-    readable, writable = os.pipe()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forks in processes with threads; this test needs them.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(readable)
-            try:
-                said = call()
-            except BaseException as e:
-                said = f"it raised {e!r}"
-            os.write(writable, said.encode()[:60_000] or b"-")
-        finally:
-            os._exit(0)
-    os.close(writable)
-    try:
-        if not select.select([readable], [], [], waits.patience_s)[0]:
-            os.kill(pid, signal.SIGKILL)
-            return f"it has not ended after {waits.patience_s} s"
-        said = os.read(readable, 60_000).decode()
-        return "" if said == "-" else said or "it died"
-    finally:
-        os.close(readable)
-        os.waitpid(pid, 0)
 
 
 def not_closed(pipes: list[Pipe], listeners: list[PipeListener]) -> str:
@@ -74,11 +46,6 @@ def not_closed(pipes: list[Pipe], listeners: list[PipeListener]) -> str:
     return "; ".join(wrong)
 
 
-def held() -> str:
-    """The descriptors of this process."""
-    return "\n".join(sorted(peers.Resources.of().descriptors))
-
-
 class Forks(PipeSuite):
     """``os.fork()`` in a process that holds pipes and listeners."""
 
@@ -94,15 +61,13 @@ class Forks(PipeSuite):
 
     @law("ALL-6", needs="forked_processes")
     def test_a_forked_child_holds_none_of_the_descriptors(self) -> None:
-        before = set(in_forked_child(held).splitlines())
+        before = in_forked_child(held)
         one, other = self.pair()
         one.send_tensor(remote.content(1, 8 * MIB))  # opens all resources of the transport
         self._receive(other, 1, 8 * MIB)
         listener = self.endpoint().listen()
         self.later(listener.close)
-        # The pipe that reports the result has new descriptors each time.
-        after = {line for line in in_forked_child(held).splitlines() if " -> pipe:" not in line}
-        assert not (more := after - before), f"a forked child holds {', '.join(sorted(more))}"
+        assert not (more := more_than(before)), f"a forked child holds {more}"
         self._go_on(one, other)
 
     @law("ALL-6", needs="forked_processes")
@@ -160,6 +125,39 @@ class Forks(PipeSuite):
             self._receive(other, number, nbytes)
         for call in waiting:
             call.result()
+
+    @law("ALL-6", "ALL-5", needs="forked_processes")
+    def test_no_transfer_is_under_way_in_a_forked_child_also_if_a_thread_was_ending_it(self) -> None:
+        one, other = self.pair()
+        transfers: list[Transfer] = []
+
+        def send_all() -> None:
+            with contextlib.suppress(ClosedError, PeerGoneError):
+                while True:
+                    message = remote.content(len(transfers), 50_000)
+                    transfers.append(one.send_tensor(message, timeout=None))
+
+        def receive_all() -> None:
+            with contextlib.suppress(ClosedError, PeerGoneError):
+                while True:
+                    other.recv_tensor(timeout=None)
+
+        def look() -> str:
+            wrong = [number for number, transfer in enumerate(transfers) if not transfer.done()]
+            return f"{len(wrong)} transfers are under way, the first is number {wrong[0]}" if wrong else ""
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)  # so that threads are anywhere when this one forks
+        try:
+            sending, receiving = Call(send_all), Call(receive_all)
+            for _ in range(10):
+                assert not (wrong := in_forked_child(look)), f"in a forked child {wrong}"
+                assert not sending.ended, sending.outcome()
+        finally:
+            sys.setswitchinterval(interval)
+            one.abort()
+        sending.result()
+        receiving.result()
 
     @law("ALL-6", needs="both_ways_and_forked_processes")
     def test_forks_under_load_disturb_neither_side(self) -> None:

@@ -85,7 +85,7 @@ class OtherHost(PipeSuite):
         with self.hosts().apart():
             here.send("go")
             there.send("go")
-            *transfers, error = here.result(waits.patience_s)
+            *transfers, error = here.result(HEARTBEAT_S + waits.patience_s)
             assert error == "PeerGoneError", f"the other host is gone, and receiving gave {error!r}"
             assert {*transfers} <= {"", "PeerGoneError"}, (
                 f"the other host is gone, and transfers: {transfers}"
@@ -125,7 +125,7 @@ class OtherHost(PipeSuite):
 
 
 def _check_gone(end: Peer, why: str) -> None:
-    error, text = end.result(waits.patience_s)
+    error, text = end.result(HEARTBEAT_S + waits.patience_s)
     assert error == "PeerGoneError", f"{why}, and its call gave {error!r}: {text}"
 
 

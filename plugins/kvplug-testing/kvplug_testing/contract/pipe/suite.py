@@ -56,13 +56,16 @@ class PipeSuite(Contract):
 
     # -- ends in this process ------------------------------------------------------------------
 
-    def context(self, heartbeat_timeout_s: float = 10.0, **options: Any) -> PipeContext:
+    def context(
+        self, heartbeat_timeout_s: float = 10.0, max_message_bytes: int | None = None, **options: Any
+    ) -> PipeContext:
         return PipeContext(
             options=self.made_options(**options),
             credentials=Credentials(),
             device=self.device or next(iter(self.devices), "cpu"),
             timeout_s=self.timeout_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
+            max_message_bytes=max_message_bytes,
         )
 
     def endpoint(self, **options: Any) -> PipeEndpoint:

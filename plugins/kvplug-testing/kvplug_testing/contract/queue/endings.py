@@ -13,6 +13,7 @@ from kvplug.errors import ClosedError, PeerGoneError
 from kvplug.transport.queue import MessageQueue
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
 from kvplug_testing.contract.queue.chunks import read, write
 from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent, wrong
 from kvplug_testing.contract.queue.waiting import acquire_read, acquire_write
@@ -245,6 +246,17 @@ class Endings(QueueSuite):
     def test_in_a_forked_child_everything_is_closed_and_the_parents_goes_on(self) -> None:
         child = self.start(_forks, self.suite_ref())
         assert child.result() == {"child": [], "parent": ["after the fork"]}
+
+    @law("ALL-6", needs="forked_processes")
+    def test_a_forked_child_holds_none_of_the_descriptors(self) -> None:
+        before = in_forked_child(held)
+        writer, (reader,) = self.queue()
+        for number in range(2):
+            sent(writer, number)
+            assert received(reader) == number
+            assert not (more := more_than(before)), f"a forked child holds {more}"
+        sent(writer, "on")
+        assert received(reader) == "on"
 
 
 def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class OtherHost(QueueSuite):
         assert not readers["far"].poll(2 * HEARTBEAT_S), "a writer that sends nothing was taken for dead"
         with self.hosts().apart():
             _check_gone(readers["far"], "the writer's host is gone")
-            until(lambda: _do(writer, "gone") == [_RANKS["far"]], what="that the reader's host is missed")
+            within = HEARTBEAT_S + waits.patience_s
+            until(lambda: _do(writer, "gone") == [_RANKS["far"]], within, "that the reader's host is missed")
         _do(writer, "enqueue", "on")
         assert _do(readers["near"], "dequeue") == "on"
 
@@ -109,7 +110,7 @@ def _done(end: Peer) -> Any:
 
 
 def _check_gone(end: Peer, why: str) -> None:
-    error, value = end.recv(waits.patience_s)
+    error, value = end.recv(HEARTBEAT_S + waits.patience_s)
     assert error == "PeerGoneError", f"{why}, and a blocked call gave {error or value!r}"
 
 

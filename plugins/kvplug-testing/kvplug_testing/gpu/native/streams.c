@@ -70,19 +70,24 @@ static void *live(void *argument) {
     return NULL;
 }
 
+/* NULL: there is no memory for another thread. */
 static struct stream *new_stream(void) {
     struct stream *stream = calloc(1, sizeof *stream);
     pthread_attr_t attributes;
     pthread_t thread;
-    stream->id = ++last_id;
+    stream->id = last_id + 1;
     stream->last = &stream->first;
-    stream->next = streams;
-    streams = stream;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    if (pthread_create(&thread, &attributes, live, stream))
-        abort();
+    int number = pthread_create(&thread, &attributes, live, stream);
     pthread_attr_destroy(&attributes);
+    if (number) {
+        free(stream);
+        return NULL;
+    }
+    last_id++;
+    stream->next = streams;
+    streams = stream;
     return stream;
 }
 
@@ -165,8 +170,9 @@ void streams_drain(void) {
 EXPORT void *kvplug_fake_stream_new(void) {
     pthread_mutex_lock(&lock);
     struct stream *stream = new_stream();
+    void *handle = stream ? (void *)(uintptr_t)stream->id : NULL;
     pthread_mutex_unlock(&lock);
-    return (void *)(uintptr_t)stream->id;
+    return handle;
 }
 
 /* What it has is still done; nothing waits for that. */

@@ -57,6 +57,7 @@ class MemoryScheduler(SchedulerConnector):
         self._block_size = self._layout.block_size
         role = context.config.require_role()
         self._produces, self._consumes = role.produces, role.consumes
+        self._in_background = context.options.async_load or context.loads_in_background
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[dict[str, Any]] = []
         self._saves: list[dict[str, Any]] = []
@@ -97,7 +98,7 @@ class MemoryScheduler(SchedulerConnector):
         if new <= 0:
             return 0, False
         tracked.answered = (num_computed_tokens, new)
-        return new, self._context.options.async_load
+        return new, self._in_background
 
     def _held(self, tracked: _Tracked) -> int | None:
         """The number of leading tokens that can be loaded; ``None`` if it is not known yet."""
@@ -144,7 +145,7 @@ class MemoryScheduler(SchedulerConnector):
                 f" {request.request_id}, and get_num_new_matched_tokens had last promised {promised}"
             )
         end = start + num_external_tokens
-        tracked.is_loading = self._context.options.async_load
+        tracked.is_loading = self._in_background
         self._loads.append(
             {
                 "request": request.request_id,

@@ -37,10 +37,8 @@ class MemoryConnectorContract(ConnectorContract):
     def holding_up(self) -> Iterator[threading.Event]:
         is_held = threading.Event()
 
-        def hold(entry: PromptEntry) -> PromptEntry:
+        def hold(entry: PromptEntry) -> None:
             is_held.set()
-            threading.Event().wait(1.0)
-            return _fail(entry)
 
         self._fault(hold)
         try:
@@ -48,6 +46,6 @@ class MemoryConnectorContract(ConnectorContract):
         finally:
             self._fault(None)
 
-    def _fault(self, fault: Callable[[PromptEntry], PromptEntry] | None) -> None:
+    def _fault(self, fault: Callable[[PromptEntry], PromptEntry | None] | None) -> None:
         with contextlib.suppress(PeerGoneError):  # this test has no producer
             EntryTable.at(self.config_of("both").control_address()).fault = fault

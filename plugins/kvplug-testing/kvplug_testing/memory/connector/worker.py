@@ -16,6 +16,7 @@ from kvplug.errors import (
     IntegrityError,
     KvplugError,
     LayoutError,
+    StalledError,
     TimeoutError,
 )
 from kvplug.metrics.reasons import Reason, reason_of
@@ -47,6 +48,7 @@ class MemoryWorker(WorkerConnector):
         """Blocks that must not be saved, each with the step in which its load failed."""
         self._failed_blocks: set[int] = set()
         self._failed: list[str] = []
+        self._closed = False
         self._table: EntryTable | None = None
         if context.config.require_role().produces:
             self._table = EntryTable(
@@ -90,10 +92,12 @@ class MemoryWorker(WorkerConnector):
         if loads and not self._caches:
             raise LayoutError("start_load_kv was called, and register_kv_caches was not: there is no cache")
         for load in loads:
+            begun = {**load, "begun": time.monotonic()}
             if load["in_background"]:
-                self._begun[0].append(load)
-            else:
-                self._load(load)
+                self._begun[0].append(begun)
+                continue
+            while not self._load(begun):
+                time.sleep(0.001)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return None  # start_load_kv has loaded every layer
@@ -107,12 +111,18 @@ class MemoryWorker(WorkerConnector):
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
         loads, self._loading = self._loading, []
         saves, self._saving = self._saving, []
+        waiting: list[Mapping[str, Any]] = []
+        received: set[str] = set()
         for load in loads:
-            self._load(load)
+            if self._load(load):
+                received.add(load["request"])
+            else:
+                waiting.append(load)
         for save in saves:
             self._save(save)
         (self._loading, self._saving), self._begun = self._begun, ([], [])
-        return frozenset(save["request"] for save in saves), frozenset(load["request"] for load in loads)
+        self._loading += waiting
+        return frozenset(save["request"] for save in saves), frozenset(received)
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
         failed, self._failed_blocks = frozenset(self._failed_blocks), set()
@@ -126,20 +136,29 @@ class MemoryWorker(WorkerConnector):
         return self._context.stats.take()
 
     def shutdown(self) -> None:
+        self._closed = True
         if self._table is not None:
             self._table.close()
         self._context.close()
 
     # -- copies --------------------------------------------------------------------------------
 
-    def _load(self, load: Mapping[str, Any]) -> None:
-        """Copy an entry into a request's blocks. On any error, report the blocks."""
+    def _load(self, load: Mapping[str, Any]) -> bool:
+        """Copy an entry into a request's blocks. On any error, report the blocks. Returns whether the load
+        has ended; if not, nothing of the entry comes.
+        """
         began, nbytes = time.perf_counter(), 0
         start, end = load["start"], len(load["tokens"])
         try:
             if not load["tokens"]:
                 raise ClosedError("its request was preempted")
             entry = EntryTable.at(self._contact).find(load["extra"], tuple(load["tokens"]))
+            if entry is None:
+                if self._closed:
+                    raise ClosedError("the connector was shut down")
+                if time.monotonic() - load["begun"] < self._context.options.stall_timeout_s:
+                    return False
+                raise StalledError(f"nothing of the prompt of request {load['request']} comes")
             self._verify(entry)
             for cache, (key, value) in zip(self._caches, entry.layers, strict=True):
                 part = key[start:end], None if value is None else value[start:end]
@@ -150,6 +169,7 @@ class MemoryWorker(WorkerConnector):
         else:
             took = time.perf_counter() - began
             self._context.stats.record("load", nbytes, took, tokens=end - start)
+        return True
 
     def _fail(self, load: Mapping[str, Any], error: KvplugError) -> None:
         self._context.stats.fail("load", reason_of(error))

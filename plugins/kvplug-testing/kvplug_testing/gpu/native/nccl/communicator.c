@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "communicator.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -46,6 +47,8 @@ static void judge(ncclComm_t comm, enum outcome outcome) {
     int lost = (int)setting(PEER_RESULT);
     if (outcome == DONE || outcome == ABORTED)
         return;
+    if (outcome == REFUSED)
+        atomic_store(&comm->state, ncclSystemError);
     if (outcome == LOST && lost)
         atomic_store(&comm->state, lost);
     mesh_wait_for_wake(&comm->mesh);
@@ -207,6 +210,16 @@ ncclResult_t wait_for_start(ncclComm_t *place) {
     return result;
 }
 
+static ncclResult_t not_started(ncclComm_t comm, const char *call, int number) {
+    warn("Call to %s failed: %s", call, strerror(number));
+    if (comm->mesh.wake >= 0)
+        close(comm->mesh.wake);
+    free(comm->mesh.sockets);
+    free(comm->mesh.hellos);
+    free(comm);
+    return ncclSystemError;
+}
+
 ncclResult_t begin_start(ncclComm_t *place, int nranks, const ncclUniqueId *id, int rank, bool blocking) {
     if (!place || nranks < 1 || rank < 0 || rank >= nranks || memcmp(id->internal, ID, sizeof ID - 1)) {
         warn("Invalid rank requested : %d/%d, or an invalid unique id", rank, nranks);
@@ -216,17 +229,23 @@ ncclResult_t begin_start(ncclComm_t *place, int nranks, const ncclUniqueId *id, 
     comm->mesh = (struct mesh){.nranks = nranks, .rank = rank, .refused = -1};
     memcpy(comm->mesh.name, id->internal + sizeof ID - 1, NAME - 1);
     comm->mesh.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (comm->mesh.wake < 0)
+        return not_started(comm, "eventfd", errno);
     comm->mesh.sockets = malloc((size_t)nranks * sizeof(int));
     comm->mesh.hellos = calloc((size_t)nranks, sizeof(struct hello));
     for (int at = 0; at < nranks; at++)
         comm->mesh.sockets[at] = -1;
     comm->blocking = blocking;
-    *(comm->place = place) = comm;
+    comm->place = place;
     atomic_store(&comm->state, ncclInProgress);
     pthread_mutex_init(&comm->lock, NULL);
     pthread_cond_init(&comm->changed, NULL);
     atomic_store(&comm->magic, ALIVE);
-    comm->has_thread = !pthread_create(&comm->thread, NULL, start, comm);
+    int number = pthread_create(&comm->thread, NULL, start, comm);
+    if (number)
+        return not_started(comm, "pthread_create", number);
+    comm->has_thread = true;
+    *place = comm;
     tally(COMMUNICATORS, 1);
     if (blocking)
         return ncclInProgress;
@@ -260,7 +279,13 @@ EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     if (comm->has_thread)
         pthread_join(comm->thread, NULL);
     atomic_store(&comm->state, ncclInProgress);
-    comm->has_thread = !pthread_create(&comm->thread, NULL, end, comm);
+    int number = pthread_create(&comm->thread, NULL, end, comm);
+    comm->has_thread = !number;
+    if (number) {
+        warn("Call to pthread_create failed: %s", strerror(number));
+        atomic_store(&comm->state, ncclSystemError);
+        return ncclSystemError;
+    }
     if (!comm->blocking)
         return ncclInProgress;
     pthread_join(comm->thread, NULL);

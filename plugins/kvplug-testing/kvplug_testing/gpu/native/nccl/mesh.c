@@ -54,13 +54,18 @@ static enum outcome read_hello(const struct mesh *mesh, int fd, struct hello *he
     return DONE;
 }
 
+static enum outcome refused(const char *call) {
+    warn("Call to %s failed: %s", call, strerror(errno));
+    return REFUSED;
+}
+
 static enum outcome connect_to(struct mesh *mesh, int rank) {
     struct sockaddr_un address;
     socklen_t length = address_of(mesh, rank, &address);
     for (;;) {
         int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
         if (fd < 0)
-            return LOST;
+            return refused("socket");
         if (!connect(fd, (struct sockaddr *)&address, length)) {
             mesh->sockets[rank] = fd;
             return DONE;
@@ -79,7 +84,7 @@ static enum outcome accept_one(struct mesh *mesh, int listener) {
         return outcome;
     int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0)
-        return LOST;
+        return refused("accept4");
     outcome = read_hello(mesh, fd, &hello);
     if (outcome == DONE && mesh->sockets[hello.rank] >= 0) {
         warn("Bootstrap : rank %d is there twice", hello.rank);
@@ -133,7 +138,7 @@ enum outcome mesh_meet(struct mesh *mesh) {
     snprintf(hello->host, TEXT, "%s", host ? host : "");
     int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (listener < 0)
-        return LOST;
+        return refused("socket");
     enum outcome outcome = meet(mesh, listener);
     close(listener);
     return outcome;

@@ -22,7 +22,8 @@ struct message {
     char *data;
 };
 
-enum outcome { DONE, ABORTED, LOST, CONTRADICTED };
+/* REFUSED: by this system. */
+enum outcome { DONE, ABORTED, LOST, CONTRADICTED, REFUSED };
 
 struct mesh {
     int nranks, rank;

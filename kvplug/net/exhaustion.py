@@ -1,0 +1,241 @@
+"""A descriptor, thread, memory or space that ran out, as one error of kvplug's that names it.
+
+The system reports it in many forms: ``OSError`` with one of a dozen numbers, ``MemoryError``, ``RuntimeError:
+can't start new thread``, a sentence of a C++ library. They are recognised here and nowhere else. A public
+call that may need a resource runs inside :class:`NamedExhaustion`; code that catches ``OSError`` because it
+has another meaning for it, such as "the peer is gone", calls :func:`raise_if_exhausted` first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import ssl
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Final
+
+from kvplug.errors import BusyError, CancelledError, ClosedError, KvplugError, ResourceExhaustedError
+
+try:  # now, since an import needs a descriptor itself
+    import resource
+except ImportError:  # pragma: no cover (not a Unix system)
+    resource = None  # type: ignore[assignment]
+
+DESCRIPTORS: Final = "descriptors"
+THREADS: Final = "threads"
+MEMORY: Final = "memory"
+SPACE: Final = "space"
+
+_NUMBERS: Final = {
+    errno.EMFILE: DESCRIPTORS,
+    errno.ENFILE: DESCRIPTORS,
+    errno.ETOOMANYREFS: DESCRIPTORS,
+    errno.ENOMEM: MEMORY,
+    errno.ENOBUFS: MEMORY,
+    errno.ENOSPC: SPACE,
+    errno.EDQUOT: SPACE,
+    errno.EFBIG: SPACE,
+}
+_SENTENCES: Final = (
+    ("can't start new thread", THREADS, None),
+    (os.strerror(errno.EAGAIN), THREADS, None),  # of std::thread
+    (os.strerror(errno.EMFILE), DESCRIPTORS, errno.EMFILE),
+    (os.strerror(errno.ENFILE), DESCRIPTORS, errno.ENFILE),
+    (os.strerror(errno.ENOMEM), MEMORY, errno.ENOMEM),
+    (os.strerror(errno.ENOSPC), SPACE, errno.ENOSPC),
+    ("can't allocate memory", MEMORY, errno.ENOMEM),
+    ("not enough memory", MEMORY, errno.ENOMEM),
+    ("out of memory", MEMORY, None),  # of a device
+    ("bad_alloc", MEMORY, errno.ENOMEM),
+)
+"""What libraries write that have no number: torch, gloo, the loader of shared libraries."""
+_STACK_BYTES: Final = 8 << 20
+"""Of a thread that a library starts, where ``RLIMIT_STACK`` sets no other size."""
+_MAP_NORESERVE: Final = 0x4000
+_KEPT: Final = (ClosedError, CancelledError, BusyError)
+"""Errors that stay what they are, whatever their cause."""
+_LONGEST_CHAIN: Final = 16
+
+
+def exhaustion_of(error: BaseException, doing: str = "") -> ResourceExhaustedError | None:
+    """What ``error`` or one of its causes says of a resource that ran out, as an error; ``None``: nothing.
+
+    It is ``error`` itself if that names the resource already. ``doing`` begins its text otherwise:
+    "connecting a pipe".
+
+    >>> exhaustion_of(OSError(errno.EMFILE, "Too many open files"), "connecting a pipe")
+    ResourceExhaustedError('connecting a pipe: this process has no free descriptor ...')
+    >>> exhaustion_of(ConnectionResetError("the peer hung up"))
+    """
+    if isinstance(error, ResourceExhaustedError):
+        return error
+    if isinstance(error, _KEPT):
+        return None
+    for each in _chain(error):
+        found = _recognised(each)
+        if found is None:
+            continue
+        what, number = found
+        named = isinstance(each, ResourceExhaustedError)
+        explained = str(each) if named else _explained(what, number)
+        if not named and number is None:
+            explained += f" ({type(each).__name__}: {each})"
+        if isinstance(error, KvplugError):
+            text = str(error) if explained in str(error) else f"{error}; {explained}"
+        else:
+            text = f"{doing}: {explained}" if doing else explained
+        return ResourceExhaustedError(text, resource=what, errno=number)
+    return None
+
+
+def raise_if_exhausted(error: BaseException, doing: str) -> None:
+    """In a handler, before ``error`` gets another meaning: return, unless it says that a resource ran out.
+
+    Raises:
+        ResourceExhaustedError: it does; as :func:`exhaustion_of` makes it.
+    """
+    found = exhaustion_of(error, doing)
+    if found is error:
+        raise error
+    if found is not None:
+        raise found from error
+
+
+class NamedExhaustion(contextlib.ContextDecorator):
+    """``with NamedExhaustion("connecting a pipe"):`` around what may need a resource of the system.
+
+    An error in the block that says, itself or by its causes, that one ran out becomes
+    :class:`ResourceExhaustedError`, with that error as its cause. Any other error passes unchanged. It may be
+    entered by several threads at once, and decorate a function.
+
+    >>> with NamedExhaustion("connecting a pipe"):
+    ...     raise RuntimeError("can't start new thread")
+    Traceback (most recent call last):
+        ...
+    kvplug.errors.ResourceExhaustedError: connecting a pipe: this process can start no more threads ...
+    """
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, ResourceExhaustedError):
+            raise_if_exhausted(error, self._doing)
+
+
+def ensure_available(doing: str, *, descriptors: int = 0, threads: int = 0) -> None:
+    """Raise now if so many could not be had. For libraries that end the process when they are refused: gloo,
+    ZeroMQ.
+
+    Raises:
+        ResourceExhaustedError: they could not.
+    """
+    over = threading.Event()
+    started: list[threading.Thread] = []
+    opened: list[int] = []
+    try:
+        with NamedExhaustion(doing):
+            opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(descriptors))
+            _ensure_addresses(threads * _stack_bytes())
+            for _ in range(threads):
+                thread = threading.Thread(target=over.wait, name="kvplug ensures threads", daemon=True)
+                thread.start()
+                started.append(thread)
+    finally:
+        over.set()
+        for thread in started:
+            thread.join()
+        for fd in opened:
+            os.close(fd)
+
+
+def _ensure_addresses(nbytes: int) -> None:
+    if nbytes:
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE).close()
+
+
+def _stack_bytes() -> int:
+    stack = -1
+    if resource is not None:
+        stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return stack if stack > 0 else _STACK_BYTES  # -1: unlimited
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and its explicit causes."""
+    each: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if each is None:
+            return
+        yield each
+        each = each.__cause__
+
+
+def _recognised(error: BaseException) -> tuple[str, int | None] | None:
+    """Which resource an error says has run out, and the system's number."""
+    if isinstance(error, ResourceExhaustedError):
+        return error.resource, error.errno
+    if isinstance(error, KvplugError):
+        return None
+    if isinstance(error, MemoryError):
+        return MEMORY, errno.ENOMEM
+    number = getattr(error, "errno", None)  # of ZeroMQ's errors too, which are no OSError
+    if isinstance(number, int) and not isinstance(error, ssl.SSLError):
+        what = _NUMBERS.get(number)
+        return None if what is None else (what, number)
+    if isinstance(error, RuntimeError | ImportError | OSError):
+        said = str(error).lower()
+        for sentence, what, number in _SENTENCES:
+            if sentence.lower() in said:
+                return what, number
+    return None
+
+
+def _explained(what: str, number: int | None) -> str:
+    """What ran out, by which limit, and the next step."""
+    match what, number:
+        case (_, errno.ENFILE):
+            return "this host has no free descriptor (fs.file-max)"
+        case (_, errno.ETOOMANYREFS):
+            return f"too many descriptors are under way between processes{_limit('NOFILE')}; try again"
+        case "descriptors", _:
+            return (
+                f"this process has no free descriptor{_limit('NOFILE')}; raise the limit (ulimit -n), or"
+                " close what is not needed"
+            )
+        case "threads", _:
+            return (
+                f"this process can start no more threads{_limit('NPROC', 'AS')}; raise the limit (ulimit -u,"
+                " or pids.max of its cgroup), or end what is not needed"
+            )
+        case (_, errno.EFBIG):
+            return f"a file may not become so large{_limit('FSIZE')}; raise the limit (ulimit -f)"
+        case (_, errno.EDQUOT):
+            return "the quota of this user's files is used up; delete what is not needed"
+        case "space", _:
+            return "no space is left on the file system; delete what is not needed"
+        case (_, errno.ENOBUFS):
+            return "the kernel has no memory left for buffers; try again"
+        case (_, None):
+            return "there is not enough free memory on the device"
+        case _:
+            return f"there is not enough free memory{_limit('AS')}"
+
+
+def _limit(*names: str) -> str:
+    """The limits of this process that are set, of these: " (RLIMIT_NOFILE is 1024)"."""
+    said = []
+    for name in names if resource is not None else ():
+        soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+        if soft != resource.RLIM_INFINITY:
+            said.append(f"RLIMIT_{name} is {soft}")
+    return f" ({', '.join(said)})" if said else ""

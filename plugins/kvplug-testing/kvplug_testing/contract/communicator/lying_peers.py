@@ -1,0 +1,217 @@
+"""A rank that has proved its identity and lies (law ALL-10), to the other one of a group of two.
+
+The group's messages pass the relay, and so do connections whose contacts the ranks exchange through it. What
+the transport's own library sends over connections of its own is not changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Final
+
+import attrs
+
+from kvplug.errors import KvplugError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.transport.group.group import StatelessGroup
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.communicator.moe import Tokens
+from kvplug_testing.contract.communicator.suite import CommunicatorSuite
+from kvplug_testing.contract.lied_to import DIALS, LISTENS, LiedTo
+from kvplug_testing.contract.suite_ref import suite_from_ref
+from kvplug_testing.tampering.conversing import Conversing
+from kvplug_testing.tampering.relay import Relay
+from kvplug_testing.tampering.victim import SLACK_S, Ended, ended, victim
+from kvplug_testing.waits import Call
+
+_RANKS: Final = {LISTENS: 0, DIALS: 1}
+"""The victim's rank, by what it does in the group."""
+
+
+class LyingPeers(CommunicatorSuite, LiedTo):
+    """What one rank may say to another."""
+
+    lies = 15
+    _victim = f"{__name__}:run_victim"
+
+    def _contact(self) -> str:
+        listener = StatelessGroup.listen("unix:")
+        try:
+            return listener.contact
+        finally:
+            listener.close()
+
+    def _conversations(self, relay: Relay, role: str, child: peers.Peer) -> Conversing:
+        return _Conversing(self, relay, role, child)
+
+
+def _relayed(relay: Relay) -> type[StatelessGroup]:
+    """The class of a group in whose messages contacts are the relay's."""
+
+    class RelayedGroup(StatelessGroup):
+        def send(self, value: object, dst: int) -> None:
+            super().send(relay.through_plain(value), dst)
+
+        def recv(self, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+            return relay.through_plain(super().recv(src, timeout))
+
+        def all_gather(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> list[Any]:
+            gathered = super().all_gather(relay.through_plain(value), timeout)
+            return [
+                each if rank == self.rank else relay.through_plain(each) for rank, each in enumerate(gathered)
+            ]
+
+        def broadcast(self, value: object, src: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+            return relay.through_plain(super().broadcast(relay.through_plain(value), src, timeout))
+
+    return RelayedGroup
+
+
+class _Conversing(Conversing):
+    """A group each: its two ranks make the same calls."""
+
+    def __init__(self, suite: LyingPeers, relay: Relay, role: str, child: peers.Peer) -> None:
+        super().__init__(relay, child)
+        self._suite = suite
+        self._rank = 1 - _RANKS[role]
+        self._group: Any = None
+        self._made: Any = None
+        self._working: Call | None = None
+        suite.later(self._hang_up)
+
+    def _begin(self, join_s: float) -> None:
+        self.relay.leave()
+        if self._rank:
+            self._child.send(["join", join_s])
+            address: Any = self.relay.through(self._answer())
+        else:
+            address = StatelessGroup.listen("unix:")
+            self._child.send(["join", join_s, self.relay.through(address.contact)])
+        joining = Call(functools.partial(self._join, address, join_s))
+        self._answer()
+        joining.end(join_s + SLACK_S)
+
+    def _join(self, address: Any, join_s: float) -> None:
+        with suppress(KvplugError):
+            self._group = _relayed(self.relay).create(
+                address, rank=self._rank, world_size=2, timeout=join_s, timeout_s=join_s
+            )
+            self._made = self._suite.made(self._group, timeout_s=join_s, **_CONTEXT)
+
+    def _go_on(self, call_s: float) -> Any:
+        if self._made is not None:
+            self._working = Call(functools.partial(_call_all, self._made, self._rank))
+        self._child.send(["go on", call_s])
+        answer = self._answer()
+        self._hang_up()
+        return answer
+
+    def _hang_up(self) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            Call(made.destroy).end()
+        working, self._working = self._working, None
+        if working is not None:
+            working.end()
+        group, self._group = self._group, None
+        if group is not None:
+            Call(group.abort).end()
+
+    def _wanted(self) -> list[Any]:
+        return [None] * 7
+
+
+_CONTEXT: Final = {"unique_name": "ep:0", "data_parallel_size": 2, "all2all_backend": "naive"}
+
+
+def _calls(made: Any, rank: int) -> Iterator[tuple[str, Callable[[float], Any]]]:
+    """The calls of one of two ranks, by their names."""
+    import torch
+
+    device = made.device
+    tensor = torch.arange(12, dtype=torch.float32, device=device).view(3, 4) + rank
+    other = 1 - rank
+    yield "all_reduce", lambda s: _shaped(made.all_reduce(tensor.clone(), timeout=s), [3, 4])
+    yield "all_gather", lambda s: _shaped(made.all_gather(tensor, timeout=s), [3, 8])
+    yield "broadcast", lambda s: _shaped(made.broadcast(tensor.clone(), 0, timeout=s), [3, 4])
+
+    def pair(s: float) -> None:
+        for sender in (0, 1):
+            if sender == rank:
+                made.send(tensor, other, timeout=s)
+            else:
+                _shaped(made.recv((3, 4), torch.float32, other, timeout=s), [3, 4])
+
+    yield "send and recv", pair
+    given = [each.to(device) for each in Tokens.of(2 + rank, rank).all]
+
+    def layer(s: float) -> None:
+        hidden = made.dispatch(*given, False, timeout=s)[0]
+        _shaped(hidden, [len(hidden), *given[0].shape[1:]])
+        _shaped(made.combine(hidden, False, timeout=s), [*given[0].shape])
+
+    yield "dispatch and combine", layer
+    yield "all_gatherv", lambda s: made.all_gatherv(tensor[: 1 + rank], dim=0, sizes=[1, 2], timeout=s)
+    yield "synchronize", lambda s: made.synchronize(timeout=s)
+
+
+def _call_all(made: Any, rank: int) -> None:
+    with suppress(KvplugError):
+        for _, call in _calls(made, rank):
+            call(waits.patience_s)
+
+
+def _shaped(tensor: Any, shape: list[int]) -> None:
+    """Raises AssertionError: the result has another shape than was asked for."""
+    assert [*tensor.shape] == shape, f"a tensor of {[*tensor.shape]} was returned, not {shape}"
+
+
+# -- the victim's process ------------------------------------------------------------------------------
+
+
+def run_victim(parent: peers.Parent, suite_ref: dict[str, Any], role: str) -> str:
+    """In a child process: join a group and make the calls, as often as the parent wants."""
+    suite: Any = suite_from_ref(suite_ref)
+    suite.warm_up()
+    with victim(bounded=suite.device == "cpu") as here:
+        while True:
+            order, *join = parent.recv(None)
+            if order == "end":
+                break
+            calls = _take_part(parent, suite, _RANKS[role], *join)
+            parent.send([[attrs.asdict(call) for call in calls], here.faults()])
+        return here.grown()
+
+
+def _take_part(
+    parent: peers.Parent, suite: Any, rank: int, join_s: float, contact: str | None = None
+) -> list[Ended]:
+    address: Any = contact
+    if address is None:
+        address = StatelessGroup.listen("unix:")
+        parent.send(address.contact)
+    create = functools.partial(
+        StatelessGroup.create, address, rank=rank, world_size=2, timeout=join_s, timeout_s=join_s
+    )
+    call = ended("StatelessGroup.create", join_s, create)
+    group, calls = call.value, [attrs.evolve(call, value=None)]
+    made = None
+    if group is not None:
+        make = functools.partial(suite.made, group, timeout_s=join_s, **_CONTEXT)
+        call = ended("the factory", join_s, make)
+        made = call.value
+        calls.append(attrs.evolve(call, value=None))
+    parent.send("joined, or not")
+    call_s = parent.recv(None)[1]
+    for name, run in _calls(made, rank) if made is not None else ():
+        call = ended(name, call_s, functools.partial(run, call_s))
+        calls.append(attrs.evolve(call, value=None, is_receipt=True))
+        if call.error:
+            break
+    if made is not None:
+        calls.append(attrs.evolve(ended("destroy", call_s, made.destroy), value=None))
+    if group is not None:
+        calls.append(ended("close of the group", call_s, functools.partial(group.close, call_s)))
+    return calls

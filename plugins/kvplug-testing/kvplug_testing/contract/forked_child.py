@@ -1,0 +1,59 @@
+"""A forked child of a process with open objects: what it finds there, and what it holds (law ALL-6)."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from kvplug_testing import peers, waits
+
+_SHARED = re.compile(r"^\S+ ..+s \S+ \S+ \d+\s+(/memfd:.*|/dev/shm/.*|/dev/zero.*)$", re.M)
+"""Shared memory, in a list of a process's mappings."""
+
+
+def in_forked_child(call: Callable[[], str]) -> str:
+    """What ``call()`` returns in a forked child of this process, or a description of the error there."""
+    readable, writable = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks in processes with threads; this test needs them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(readable)
+            try:
+                said = call()
+            except BaseException as e:
+                said = f"it raised {e!r}"
+            os.write(writable, said.encode()[:60_000] or b"-")
+        finally:
+            os._exit(0)
+    os.close(writable)
+    try:
+        if not select.select([readable], [], [], waits.patience_s)[0]:
+            os.kill(pid, signal.SIGKILL)
+            return f"it has not ended after {waits.patience_s} s"
+        said = os.read(readable, 60_000).decode()
+        return "" if said == "-" else said or "it died"
+    finally:
+        os.close(readable)
+        os.waitpid(pid, 0)
+
+
+def held() -> str:
+    """The descriptors of this process, and the shared memory that it has mapped."""
+    maps = Path("/proc/self/maps")
+    mapped = _SHARED.findall(os.fsdecode(maps.read_bytes())) if maps.exists() else []
+    return "\n".join([*sorted(peers.Resources.of().descriptors), *(f"{name} is mapped" for name in mapped)])
+
+
+def more_than(before: str) -> str:
+    """What a forked child holds now beyond ``before``: what :func:`held` returned in an earlier one."""
+    # The pipe that reports the result has new descriptors each time.
+    now = {line for line in in_forked_child(held).splitlines() if " -> pipe:" not in line}
+    return ", ".join(sorted(now - {*before.splitlines()}))

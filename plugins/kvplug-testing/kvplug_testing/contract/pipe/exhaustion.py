@@ -1,0 +1,171 @@
+"""A resource runs out while a pipe is made, used or closed (law ALL-9)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from kvplug.errors import PeerGoneError, ResourceExhaustedError, TimeoutError
+from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
+from kvplug_testing.contract import exhaustion
+from kvplug_testing.contract.exhaustion import SHORT_S, Attempt, let_go, together
+from kvplug_testing.contract.pipe import remote
+from kvplug_testing.contract.pipe.suite import MIB, PipeSuite
+
+_SIZES: Final = (1000, 3 * MIB, 0)
+"""Bytes of the messages in each direction: at once, larger than buffers of sockets, and empty."""
+_STEP_S: Final = 0.1
+
+
+class PipeAttempt(Attempt):
+    """Both ends of a pipe in this process."""
+
+    def __init__(self, suite: PipeSuite) -> None:
+        self._suite = suite
+        self._messages = [remote.content(number, nbytes) for number, nbytes in enumerate(_SIZES)]
+        self._endpoint: PipeEndpoint | None = None
+        self._listener: PipeListener | None = None
+        self._pipes: list[Pipe] = []
+        self._num_sent = [0, 0]
+        self._received: list[list[Any]] = [[], []]
+
+    @property
+    def steps(self) -> Sequence[Callable[[], None]]:
+        return (
+            self._make_endpoint,
+            self._listen,
+            self._connect,
+            self._exchange,
+            self._close,
+            self._close_listener,
+        )
+
+    def may_break(self, step: int) -> bool:
+        return self.steps[step] == self._exchange
+
+    def _make_endpoint(self) -> None:
+        with NamedExhaustion("building the endpoint of a pipe"):  # as kvplug's own builder does
+            self._endpoint = self._suite.endpoint()
+
+    def _listen(self) -> None:
+        assert self._endpoint is not None
+        self._listener = self._endpoint.listen()
+
+    def _connect(self) -> None:
+        made: list[Pipe] = []
+        failed: list[BaseException] = []
+        try:
+            together(
+                lambda: self._dial(made, failed),
+                lambda: self._accept(made, failed),
+                within=4 * self.timeout_s,
+            )
+        except BaseException:
+            let_go(*(pipe.abort for pipe in made))
+            raise
+        self._pipes = made
+
+    def _dial(self, made: list[Pipe], failed: list[BaseException]) -> None:
+        assert self._endpoint is not None and self._listener is not None
+        try:
+            pipe = self._endpoint.connect(self._listener.contact, timeout=self.timeout_s)
+            made.append(pipe)
+            pipe.send_tensor(None, timeout=self.timeout_s)
+        except BaseException as e:
+            failed.append(e)
+            raise
+
+    def _accept(self, made: list[Pipe], failed: list[BaseException]) -> None:
+        """The accepted pipe may be one whose other end has failed, in this try or in an earlier one."""
+        assert self._listener is not None
+        limit = time.monotonic() + self.timeout_s
+        while True:
+            has_failed = bool(failed)
+            is_last = time.monotonic() > limit
+            timeout = _STEP_S
+            if has_failed:  # the other end says why, or this one does
+                is_last, timeout = True, _STEP_S if isinstance(failed[0], ResourceExhaustedError) else SHORT_S
+            try:
+                pipe = self._listener.accept(timeout=timeout)
+            except TimeoutError:
+                if has_failed:
+                    return
+                if is_last:
+                    raise
+                continue
+            try:
+                pipe.recv_tensor(timeout=self.timeout_s)
+            except PeerGoneError:
+                pipe.abort()
+            except BaseException:
+                pipe.abort()
+                raise
+            else:
+                made.append(pipe)
+                return
+
+    def _exchange(self) -> None:
+        """What was sent or received by a call that failed is not sent or received again."""
+        failed = threading.Event()
+        one, other = self._pipes
+        together(
+            lambda: self._send(one, 0, failed),
+            lambda: self._receive(other, 0, failed),
+            within=4 * self.timeout_s,
+        )
+        together(
+            lambda: self._send(other, 1, failed),
+            lambda: self._receive(one, 1, failed),
+            within=4 * self.timeout_s,
+        )
+
+    def _send(self, pipe: Pipe, way: int, failed: threading.Event) -> None:
+        try:
+            while self._num_sent[way] < len(_SIZES):
+                pipe.send_tensor(self._messages[self._num_sent[way]], timeout=self.timeout_s)
+                self._num_sent[way] += 1
+        except BaseException:
+            failed.set()
+            raise
+
+    def _receive(self, pipe: Pipe, way: int, failed: threading.Event) -> None:
+        limit = time.monotonic() + self.timeout_s
+        received = self._received[way]
+        while len(received) < len(_SIZES):
+            try:
+                received.append(pipe.recv_tensor(timeout=_STEP_S))
+            except TimeoutError:
+                if failed.is_set():  # the sender says why
+                    return
+                if time.monotonic() > limit:
+                    raise
+
+    def _close(self) -> None:
+        closing = [partial(pipe.close, self.timeout_s) for pipe in self._pipes]
+        together(*closing, within=4 * self.timeout_s)
+
+    def _close_listener(self) -> None:
+        assert self._listener is not None
+        self._listener.close()
+
+    def check(self) -> None:
+        for way, received in enumerate(self._received):
+            for number, (message, nbytes) in enumerate(zip(received, _SIZES, strict=True)):
+                wrong = remote.unlike(message, number, nbytes)
+                assert not wrong, f"direction {way}: {wrong}"
+
+    def end(self) -> None:
+        let_go(*(pipe.abort for pipe in self._pipes))
+        if self._listener is not None:
+            let_go(self._listener.close)
+
+
+class Exhaustion(PipeSuite, exhaustion.Exhaustion):
+    """Descriptors, threads, memory and space run out."""
+
+    def attempt(self) -> Attempt:
+        return PipeAttempt(self)

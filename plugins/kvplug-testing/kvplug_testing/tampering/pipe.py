@@ -1,0 +1,205 @@
+"""A pipe whose messages are changed before they are received: a peer that lies to what is built on pipes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TensorMismatchError, TimeoutError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.wire import decode, encode
+from kvplug.net.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.transport.duplex.limit import MessageLimit
+from kvplug.transport.pipe import Pipe, Transfer
+from kvplug_testing.tampering.lies import INTEGERS, lie
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Message = Any
+"""A tensor, or ``None``."""
+_TICK_S: Final = 0.02
+_WORDS_AT_MOST: Final = 1 << 16
+"""Elements of a tensor in which one is changed."""
+
+
+@attrs.frozen
+class Falsehood:
+    """What becomes of the message with a number."""
+
+    at: int
+    seed: int
+    only: str = ""
+    """The name of one of the changes; empty: any."""
+
+
+class TamperingPipe(Pipe):
+    """A pipe around another one that changes what is received. It takes each message without ``out``."""
+
+    def __init__(self, pipe: Pipe, falsehood: Falsehood | None = None) -> None:
+        self.pipe = pipe
+        self.num_received = 0
+        self.said = ""
+        """What was changed, in words."""
+        self._falsehood = falsehood
+        self._limit = MessageLimit()
+        self._turn = threading.Lock()
+        self._ready: deque[Message] = deque()
+        self._held: Callable[[Message], list[Message]] | None = None
+        """What to do with the message after the one that was reached."""
+        self._is_silent = False
+        self._over = threading.Event()
+
+    # -- receiving -------------------------------------------------------------------------------------
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        deadline = Deadline.after(timeout, 60.0)
+        left = deadline.remaining()
+        if not self._turn.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX)):
+            raise TimeoutError("another call receives")
+        try:
+            while not self._ready:
+                self._ready.extend(self._next(deadline))
+            message = self._ready[0]
+            received = self._delivered(message, out)
+            self._ready.popleft()
+            return received
+        finally:
+            self._turn.release()
+
+    def _delivered(self, message: Message, out: Tensor | None) -> Tensor | None:
+        if message is None:
+            return None
+        if out is None:
+            self._limit.check(meta_of(message).nbytes, self.peer)
+            return message
+        if meta_of(out) != meta_of(message):
+            raise TensorMismatchError(f"{meta_of(message)} came, and {meta_of(out)} was to be filled")
+        copy_into(out, memory_of(message))
+        return out
+
+    def _next(self, deadline: Deadline) -> list[Message]:
+        while self._is_silent:
+            if self._over.wait(_TICK_S):
+                raise ClosedError("this pipe is closed")
+            if self.pipe.closed:
+                raise PeerGoneError("the other end of this pipe is gone")
+            if deadline.expired:
+                raise TimeoutError("nothing came in time")
+        message = self.pipe.recv_tensor(timeout=deadline.remaining())
+        number, self.num_received = self.num_received, self.num_received + 1
+        held, self._held = self._held, None
+        if held is not None:
+            return held(message)
+        if self._falsehood is None or self._falsehood.at != number:
+            return [message]
+        return self._falsified(message, self._falsehood)
+
+    def _falsified(self, message: Message, falsehood: Falsehood) -> list[Message]:
+        rng = random.Random(falsehood.seed)
+        what = falsehood.only or rng.choice(_CHANGES)
+        self.said = f"message {falsehood.at}: {what}"
+        match what:
+            case "it does not come":
+                return []
+            case "it comes twice":
+                return [message, message]
+            case "it comes after the next one":
+                self._held = lambda following: [following, message]
+                return []
+            case "nothing more comes":
+                self._is_silent = True
+                return []
+            case "the pipe ends":
+                self.pipe.abort()
+                return []
+        changed, words = _changed(message, rng)
+        self.said = f"message {falsehood.at}: {words}"
+        return [changed]
+
+    # -- the rest is the other pipe's --------------------------------------------------------------------
+
+    def limit_messages(self, nbytes: int) -> None:
+        self._limit.lower(nbytes)  # not the other one's, whose messages are received without ``out``
+
+    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        return self.pipe.send_tensor(tensor, timeout=timeout)
+
+    @property
+    def closed(self) -> bool:
+        return self.pipe.closed
+
+    @property
+    def peer(self) -> str:
+        return self.pipe.peer
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._over.set()
+        self.pipe.close(timeout)
+
+    def abort(self) -> None:
+        self._over.set()
+        self.pipe.abort()
+
+
+_CHANGES: Final[Sequence[str]] = (
+    *("it says something else",) * 8,
+    "it does not come",
+    "it comes twice",
+    "it comes after the next one",
+    "nothing more comes",
+    "the pipe ends",
+)
+
+
+def _changed(message: Message, rng: random.Random) -> tuple[Message, str]:
+    """Another message, and what is different, in words."""
+    if message is None or rng.random() < 0.1:
+        meta = TensorMeta(rng.choice(tuple(DTYPES)), rng.choice(((), (0,), (1,), (3, 2, 2, 4), (5000,))))
+        return _made(meta, b""), f"it becomes {meta}"
+    meta, data = meta_of(message), bytes(memory_of(message))
+    if meta.dtype == "uint8":
+        try:
+            value, words = lie(decode(data), rng)
+            said = encode(value)
+            return _made(TensorMeta("uint8", (len(said),)), said), words
+        except KvplugError:
+            pass  # it holds something else
+    match rng.randrange(6):
+        case 0:
+            return None, "it becomes None"
+        case 1:
+            dtype = rng.choice(tuple(DTYPES))
+            return _made(TensorMeta(dtype, meta.shape), data), f"its dtype becomes {dtype}"
+        case 2 | 3 if meta.shape:
+            shape = [*meta.shape]
+            at = rng.randrange(len(shape))
+            shape[at : at + 1] = rng.choice(
+                ([], [0], [shape[at] + 1], [max(0, shape[at] - 1)], [1, shape[at]])
+            )
+            return _made(TensorMeta(meta.dtype, tuple(shape)), data), f"its shape becomes {shape}"
+    return _one_element(meta, data, rng)
+
+
+def _one_element(meta: TensorMeta, data: bytes, rng: random.Random) -> tuple[Message, str]:
+    if not data:
+        return _made(TensorMeta(meta.dtype, (1,)), b""), "it becomes a tensor of one element"
+    size = meta.itemsize
+    at = rng.randrange(min(len(data) // size, _WORDS_AT_MOST)) * size
+    old = int.from_bytes(data[at : at + size], "little")
+    new = rng.choice((*INTEGERS, old + 1, old - 1, old ^ 1 << rng.randrange(8 * size))) % (1 << 8 * size)
+    changed = data[:at] + new.to_bytes(size, "little") + data[at + size :]
+    return _made(meta, changed), f"the element {at // size} becomes {new}"
+
+
+def _made(meta: TensorMeta, data: bytes) -> Message:
+    """A tensor with these bytes, cut or filled up with zeros."""
+    tensor = empty_like_meta(meta)
+    if meta.nbytes:
+        copy_into(tensor, memoryview(data[: meta.nbytes].ljust(meta.nbytes, b"\0")))
+    return tensor

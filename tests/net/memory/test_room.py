@@ -1,0 +1,91 @@
+"""How much memory a process can have, and what is not asked for because it is more."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvplug.errors import CapacityError
+from kvplug.net.memory import room
+from kvplug.net.memory.room import check_room, memory_limit
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    room._of_machine.cache_clear()
+    yield
+    room._of_machine.cache_clear()
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]) -> None:
+    write(tmp_path, own=own)
+    write(tmp_path / "fs", **files)
+    monkeypatch.setattr(room, "_GROUP", tmp_path / "own")
+    monkeypatch.setattr(room, "_GROUPS", tmp_path / "fs")
+
+
+def test_the_limit_is_at_most_the_machines_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = room.os.sysconf("SC_PHYS_PAGES") * room.os.sysconf("SC_PAGE_SIZE")
+    assert 0 < memory_limit() <= whole
+    monkeypatch.setattr(room, "_GROUP", tmp_path / "there is none")
+    room._of_machine.cache_clear()
+    assert memory_limit() <= whole
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/memory.max": "4194304\n", "a/b/memory.max": "max\n"}, 4 << 20),
+        ("0::/a/b\n", {"a/memory.max": "4194304\n", "a/b/memory.max": "1048576\n"}, 1 << 20),
+        ("0::/\n", {"memory.max": "2097152\n"}, 2 << 20),  # a container sees its own group as the root
+        ("5:cpu:/x\n4:memory:/x\n", {"memory/x/memory.limit_in_bytes": "3145728\n"}, 3 << 20),
+        ("4:memory,hugetlb:/x\n0::/\n", {"memory/memory.limit_in_bytes": "3145728\n"}, 3 << 20),
+    ],
+)
+def test_the_limits_of_all_control_groups_around_it_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], limit: int
+) -> None:
+    grouped(tmp_path, monkeypatch, own, files)
+    assert memory_limit() == limit
+
+
+def test_limits_of_the_process_count_at_once() -> None:
+    before = memory_limit()
+    old = resource.getrlimit(resource.RLIMIT_DATA)
+    hard = old[1] if old[1] != resource.RLIM_INFINITY else 1 << 50
+    lower = min(before - 4096, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (lower, old[1]))
+        assert memory_limit() == lower
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, old)
+
+
+def test_more_than_there_can_be_is_refused_with_the_limit() -> None:
+    check_room(memory_limit(), "a message")
+    with pytest.raises(
+        CapacityError, match=f"a message has {1 << 60} bytes, and this process can have at most"
+    ):
+        check_room(1 << 60, "a message")
+
+
+def test_an_explicit_limit_takes_the_place_of_the_machines() -> None:
+    check_room(1 << 60, "a message", 1 << 60)
+    check_room(1000, "a message", 1000)
+    with pytest.raises(CapacityError, match=r"at most 1000 \(max_message_bytes\)"):
+        check_room(1001, "a message", 1000)
+
+
+def test_small_messages_cost_no_look_at_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "memory_limit", lambda: pytest.fail("it was read"))
+    check_room(16 << 20, "a message")

@@ -1,0 +1,134 @@
+"""A resource that ran out is named, in whichever form the system or a library reports it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import ssl
+
+import pytest
+
+from kvplug.errors import (
+    BusyError,
+    ClosedError,
+    ConfigError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TransportError,
+)
+from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of, raise_if_exhausted
+
+
+def of_system(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+class ForeignError(Exception):
+    """As ZeroMQ's: no OSError, with a number."""
+
+    def __init__(self, number: int) -> None:
+        self.errno = number
+
+
+CASES = {
+    "no descriptor": (of_system(errno.EMFILE), "descriptors", "RLIMIT_NOFILE is"),
+    "none on the host": (of_system(errno.ENFILE), "descriptors", "fs.file-max"),
+    "too many under way": (of_system(errno.ETOOMANYREFS), "descriptors", "under way between processes"),
+    "a foreign error": (ForeignError(errno.EMFILE), "descriptors", "RLIMIT_NOFILE is"),
+    "a library that is not loaded": (
+        ImportError("libx.so: cannot open shared object file: Too many open files"),
+        "descriptors",
+        "RLIMIT_NOFILE is",
+    ),
+    "no thread": (RuntimeError("can't start new thread"), "threads", "can start no more threads"),
+    "no thread of C++": (RuntimeError("Resource temporarily unavailable"), "threads", "no more threads"),
+    "no memory": (of_system(errno.ENOMEM), "memory", "not enough free memory"),
+    "no object": (MemoryError(), "memory", "not enough free memory"),
+    "no buffers": (of_system(errno.ENOBUFS), "memory", "the kernel has no memory left for buffers"),
+    "no tensor": (
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        "memory",
+        "not enough free memory",
+    ),
+    "no memory of a device": (RuntimeError("CUDA out of memory."), "memory", "on the device"),
+    "a full disk": (of_system(errno.ENOSPC), "space", "no space is left on the file system"),
+    "a quota": (of_system(errno.EDQUOT), "space", "quota"),
+    "too large a file": (of_system(errno.EFBIG), "space", "a file may not become so large"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_ran_out_is_named_with_its_limit_and_the_cause_is_chained(case: str) -> None:
+    error, what, said = CASES[case]
+    expected = pytest.raises(ResourceExhaustedError, match=f"^connecting a pipe: .*{said}")
+    with expected as caught, NamedExhaustion("connecting a pipe"):
+        raise error
+    assert caught.value.resource == what
+    assert caught.value.errno == getattr(error, "errno", caught.value.errno)
+    assert caught.value.__cause__ is error
+    assert isinstance(caught.value, TransportError)
+
+
+def test_a_limit_that_is_set_is_named_with_its_value() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert f"(RLIMIT_NOFILE is {soft})" in str(exhaustion_of(of_system(errno.EMFILE)))
+
+
+OTHERS = {
+    "another number": ConnectionResetError(errno.ECONNRESET, "reset"),
+    "a timeout": TimeoutError("timed out"),
+    "a number of OpenSSL's": ssl.SSLError(errno.EMFILE, "not the system's"),
+    "another RuntimeError": RuntimeError("out of order"),
+    "a mistake": ValueError("can't start new thread"),
+    "a peer that is gone": PeerGoneError("Too many open files, says the peer"),
+    "nothing that was lost": KeyError(errno.EMFILE),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_any_other_error_passes_unchanged(case: str) -> None:
+    error = OTHERS[case]
+    assert exhaustion_of(error) is None
+    raise_if_exhausted(error, "connecting a pipe")
+    with pytest.raises(type(error)) as caught, NamedExhaustion("connecting a pipe"):
+        raise error
+    assert caught.value is error
+
+
+def test_an_error_of_kvplug_with_such_a_cause_keeps_its_words_and_names_it() -> None:
+    try:
+        raise ConfigError("secret_file x") from of_system(errno.EMFILE)
+    except ConfigError as e:
+        found = exhaustion_of(e, "not said")
+    assert str(found).startswith("bad configuration: secret_file x; this process has no free descriptor")
+
+
+@pytest.mark.parametrize("kind", [ClosedError, BusyError])
+def test_what_ended_otherwise_stays_what_it_is(kind: type[KvplugError]) -> None:
+    error = kind("closed")
+    error.__cause__ = of_system(errno.EMFILE)
+    assert exhaustion_of(error) is None
+
+
+def test_an_error_that_names_it_passes_as_it_is() -> None:
+    error = ResourceExhaustedError("no room", resource="space")
+    assert exhaustion_of(error, "connecting a pipe") is error
+    with pytest.raises(ResourceExhaustedError) as caught, NamedExhaustion("connecting a pipe"):
+        raise error
+    assert caught.value is error and error.__cause__ is None
+    with pytest.raises(ResourceExhaustedError) as caught:
+        raise_if_exhausted(error, "connecting a pipe")
+    assert caught.value is error and error.__cause__ is None
+
+
+def test_it_decorates_a_function_and_nests() -> None:
+    @NamedExhaustion("outside")
+    def call(deep: int) -> None:
+        if deep:
+            call(deep - 1)
+        raise of_system(errno.EMFILE)
+
+    with pytest.raises(ResourceExhaustedError, match=r"^outside: "):
+        call(3)

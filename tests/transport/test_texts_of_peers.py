@@ -1,0 +1,203 @@
+"""Texts of peers that have proved themselves and send newlines, escape codes or megabytes, at each door.
+
+That no other place takes them as they are is checked by ``tests/architecture/test_peer_text.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvplug import Config, HandshakeError, KvplugError, Registry, TransportError
+from kvplug.assembly.peers import ControlLink, LinkSettings
+from kvplug.assembly.pipes import _link_settings, _resolve
+from kvplug.errors import TensorMismatchError, WireError
+from kvplug.net.trust.challenge import ClientChallenge, Mode, ServerChallenge
+from kvplug.net.trust.identity import IDENTITY_SIZE, decode_identity, encode_identity, this_process
+from kvplug.transport.communicator.calls import check_received, check_same, tokens_of
+from kvplug.transport.group.from_process_group import _contact
+from kvplug.transport.group.group import StatelessGroup
+from kvplug.transport.group.pipes import connect_ranks
+from kvplug.transport.queue.endpoint import _agreed
+
+ODD = "no room\n\x1b[2J\x1b]0;root\x07\N{RIGHT-TO-LEFT OVERRIDE}" + "x" * 100_000
+LONGEST = 3000
+
+
+def check(text: str, *, lines: int = 1) -> None:
+    """Assert that it can be printed and has a bounded length, and that it still says what the peer said."""
+    assert "no room" in text
+    assert len(text) < LONGEST
+    assert len(text.splitlines()) <= lines
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+def as_sent(**texts: str) -> bytes:
+    """An identity as a peer writes it that is not this version of kvplug."""
+    fields = {"boot_id": "", "pid_ns": "", "net_ns": "", "pid": 7, "start_time": 0, "host": "", "label": ""}
+    packed = msgspec.msgpack.encode({**fields, **texts})
+    return (len(packed).to_bytes(2, "little") + packed).ljust(IDENTITY_SIZE, b"\0")
+
+
+@pytest.mark.parametrize("field", ["host", "label"])
+def test_of_an_identity(field: str) -> None:
+    found = decode_identity(as_sent(**{field: ODD[:300]}))
+    check(str(found))
+    assert len(getattr(found, field).encode()) <= 96
+
+
+def test_of_an_identity_that_crosses_a_challenge() -> None:
+    def nothing() -> None:
+        pass
+
+    ours = encode_identity(this_process("test"))
+    client = ClientChallenge("p", Mode.SECRET, b"k" * 32, ours, nothing, "unix:@x")
+    server = ServerChallenge("p", {Mode.SECRET: b"k" * 32}, ours, nothing)
+    server.feed(client.feed(server.feed(client.opening())))
+    server.feed(as_sent(label=ODD[:300]))
+    check(str(server.peer))
+
+
+class Scripted:
+    """A control channel whose other end has said all this already."""
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies = list(replies)
+        self.peer = this_process("the peer")
+
+    def send(self, value: Any, timeout: Any = None) -> None:
+        pass
+
+    def recv(self, timeout: Any = None) -> Any:
+        return self.replies.pop(0)
+
+
+@pytest.fixture
+def settings() -> LinkSettings:
+    return _link_settings(_resolve(Config.from_dict({}), Registry()), None)
+
+
+@pytest.mark.parametrize("error", [ODD, None, ["x"] * 9999])
+def test_of_a_peer_that_cannot_listen(settings: LinkSettings, error: Any) -> None:
+    channel: Any = Scripted({"pipe": "p", "error": error})
+    agreement: Any = type("A", (), {"transports": {"cpu": type("C", (), {"chosen": "cpu"})()}})()
+    link = ControlLink(settings, channel, agreement, accepted=False)
+    with pytest.raises(HandshakeError, match="cannot listen on 'cpu'") as caught:
+        link.open_pipe("p", timeout=1)
+    if error == ODD:
+        check(caught.value.reasons[0])
+    assert len(str(caught.value)) < LONGEST
+
+
+class Answering:
+    """A rank's access to a store that answers everything so."""
+
+    def __init__(self, *answer: Any) -> None:
+        self.answer = answer
+
+    def ask(self, request: Any) -> Any:
+        return self.answer
+
+    def send(self, request: Any) -> None:
+        pass
+
+    def close(self, deadline: Any) -> None:
+        pass
+
+    def after_fork_in_child(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("status", ["timeout", "gone", "large", "refused", "odd"])
+def test_of_rank_0(status: str) -> None:
+    group = StatelessGroup(Answering(status, ODD), 1, 2, 1.0, None)
+    with pytest.raises(KvplugError) as caught:
+        group.get("key")
+    check(str(caught.value))
+
+
+@pytest.mark.parametrize("said", [("failed", ODD), ("failed", 7), ("contact",), "contact", 5, {"a": 1}])
+def test_of_a_rank_that_cannot_listen(said: Any) -> None:
+    class Group:
+        rank, world_size = 1, 2
+
+        def recv(self, src: int, timeout: Any = None) -> Any:
+            return said
+
+    with pytest.raises((TransportError, WireError)) as caught:
+        connect_ranks(Group(), None)  # type: ignore[arg-type]
+    if said == ("failed", ODD):
+        check(str(caught.value))
+
+
+def test_of_rank_0_over_a_process_group() -> None:
+    with pytest.raises(TransportError) as caught:
+        _contact({"failed": ODD})
+    check(str(caught.value))
+
+
+@pytest.mark.parametrize("said", [ODD, None, 7, ["x"]])
+def test_of_a_rank_that_cannot_make_its_end_of_a_queue(said: Any) -> None:
+    class Rendezvous:
+        rank, world_size = 0, 2
+
+        def all_gather(self, value: Any, timeout: Any = None) -> list[Any]:
+            return [value, said]
+
+    from kvplug.net.deadline import Deadline
+
+    with pytest.raises(TransportError, match="rank 1 cannot make its end") as caught:
+        _agreed(Rendezvous(), None, None, Deadline.after(1))  # type: ignore[arg-type]
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 9000
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"call": "all_reduce", "refused": ODD},
+        {"call": ODD, "dtype": "float32"},
+        {"call": "all_reduce", "dtype": ODD},
+        {"call": "all_reduce", ODD: 7},
+    ],
+)
+def test_of_a_ranks_call(theirs: dict[str, Any]) -> None:
+    ours = {"call": "all_reduce", "dtype": "float32", "shape": [2]}
+    with pytest.raises(TensorMismatchError) as caught:
+        check_same("all_reduce", [ours, check_received(1, theirs)])
+    check(str(caught.value), lines=3)
+
+
+@pytest.mark.parametrize(
+    "call", [None, 7, "all_reduce", [], {}, {"call": 7}, {"call": "x", 7: 8}, {"call": "x", "y": b""}]
+)
+def test_what_is_no_call_is_a_wire_error(call: Any) -> None:
+    with pytest.raises(WireError, match="rank 3 sent something else"):
+        check_received(3, call)
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, "9", None, [1]])
+def test_what_is_no_number_of_tokens_is_a_wire_error(tokens: Any) -> None:
+    with pytest.raises(WireError, match="number of tokens"):
+        tokens_of(1, {"call": "dispatch", "tokens": tokens})
+
+
+def test_of_a_rank_that_joins_a_group() -> None:
+    listener = StatelessGroup.listen("unix:")
+    errors: list[BaseException] = []
+
+    def late() -> None:
+        try:
+            StatelessGroup.create(listener, rank=0, world_size=2, timeout=20, label=ODD[:90])
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=late, daemon=True)
+    thread.start()
+    with StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20) as group:
+        with pytest.raises(KvplugError, match="rank 0") as caught:
+            group.recv(0, timeout=0.1)
+        check(str(caught.value))
+    thread.join(20)
