@@ -121,7 +121,8 @@ class ExecutedStore(Store):
         self._name = name
         self._timeout_s = timeout_s
         self._num_threads = max(1, store.num_threads if num_threads is None else num_threads)
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._urgent: deque[_Task] = deque()
         self._tasks: deque[_Task] = deque()
         self._live: set[_Task] = set()
@@ -209,7 +210,7 @@ class ExecutedStore(Store):
                 self._puts += isinstance(task, _Put)
                 (self._urgent if urgent else self._tasks).append(task)
                 heapq.heappush(self._due, (task.job.deadline.at, next(self._numbers), task))
-                self._lock.notify_all()
+                self._changed.notify_all()
         if refused is not None:
             task.end(refused)
 
@@ -260,7 +261,7 @@ class ExecutedStore(Store):
                     self._threads.discard(me)
                     return None
                 self._idle += 1
-                self._lock.wait()
+                self._changed.wait()
                 self._idle -= 1
             self._busy[me] = time.monotonic()
             if self._urgent or self._tasks:
@@ -299,7 +300,7 @@ class ExecutedStore(Store):
             if task in self._live:
                 self._live.discard(task)
                 self._puts -= isinstance(task, _Put)
-                self._lock.notify_all()
+                self._changed.notify_all()
 
     def _keep_deadlines(self) -> None:
         while True:
@@ -314,7 +315,7 @@ class ExecutedStore(Store):
                         late.append(task)
                 if not late:
                     next_at = self._due[0][0] - now if self._due else None
-                    self._lock.wait(None if next_at is None else min(next_at, 1e6))
+                    self._changed.wait(None if next_at is None else min(next_at, 1e6))
             for task in late:
                 self._end(task, MissReason.TIMEOUT)
             with self._lock:
@@ -336,7 +337,7 @@ class ExecutedStore(Store):
             self._end(task, MissReason.CLOSED)
         with self._lock:
             while self._puts and not self._closed:
-                if not self._lock.wait(deadline.remaining()) and deadline.expired:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     break
         self.abort()
 
@@ -346,7 +347,7 @@ class ExecutedStore(Store):
             first = not self._closed
             self._closing = self._closed = True
             live = list(self._live)
-            self._lock.notify_all()
+            self._changed.notify_all()
         for task in live:
             self._end(task, MissReason.CLOSED)
         return first
@@ -367,7 +368,8 @@ class ExecutedStore(Store):
 
     def _after_fork_in_child(self) -> None:
         self._closing = self._closed = True
-        self._lock = threading.Condition()  # a thread of the parent may have held it
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        self._changed = threading.Condition(self._lock)
         live, self._live = self._live, set()
         for task in live:
             task.is_over = True
