@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 
-from kvplug.assembly.peers import ControlPeers, LinkSettings
+from kvplug.assembly.links import LinkSettings
+from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, checksums_of, credentials_of, make_hello
 from kvplug.assembly.stores import StoreOpener, store_links

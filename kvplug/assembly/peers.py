@@ -1,49 +1,29 @@
-"""Connections to other processes: a control channel, a Hello in both directions, an agreement, then pipes.
-
-The order is always the same: dial or accept an authenticated channel, exchange Hellos, agree (which selects a
-transport for each kind of device), and only then load the transport's code, listen, send the contact over the
-channel, connect. Each pipe is wrapped once, by :class:`~kvplug.metrics.record.RecordedPipe`.
-"""
+"""Connections to other processes: a control channel, a Hello in both directions, an agreement, then pipes."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-import attrs
-
-from kvplug.config import Config
-from kvplug.engine.context import PeerLink, PeerListener, Peers
+from kvplug.assembly.links import ControlLink, LinkSettings
+from kvplug.engine.context import PeerListener, Peers
 from kvplug.errors import (
     ClosedError,
     HandshakeError,
     KvplugError,
-    PeerGoneError,
     ResourceExhaustedError,
     TimeoutError,
-    WireError,
 )
 from kvplug.metrics.reasons import reason_of
-from kvplug.metrics.record import RecordedPipe
-from kvplug.metrics.stats import TransferStats
-from kvplug.negotiation.handshake.agreement import Agreement
-from kvplug.negotiation.handshake.exchange import exchange
-from kvplug.negotiation.handshake.hello import Hello
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of, raise_if_exhausted
-from kvplug.net.peer_text import peer_text
+from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.threads import BackgroundThread, end_at_exit
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
-from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener, dial, dial_until
-from kvplug.transport.context import PipeContext
-from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
 
 _log = logging.getLogger(__name__)
 
@@ -52,220 +32,11 @@ CONTROL = "control"
 
 _MAX_PEERS = 128
 """Peers that are being served, and those that the program has not accepted yet. Others wait."""
-_LAST_WORD_S = 0.5
-"""How long a peer that has hung up in the middle may take to say that it lacked a resource."""
 _CLOSE_S = 2.0
 """How long ``close`` waits for handshakes that it has just ended."""
 
 
 T = TypeVar("T")
-
-
-@attrs.frozen(kw_only=True)
-class LinkSettings:
-    """The settings that all links of one connector, or of one pipe server, share."""
-
-    config: Config
-    credentials: Credentials
-    hello: Callable[[str], Hello]
-    """Makes the Hello of this end for a purpose."""
-    endpoint: Callable[[str, PipeContext], PipeEndpoint]
-    """Loads the transport of that name: the only importer of its code."""
-    pipe_options: Callable[[str], object]
-    stats: TransferStats
-    missing: tuple[str, ...] = ()
-    """Plugins here that are broken or blocked, with the reason: a missing transport may be one of theirs."""
-    wrap_pipe: Callable[[Pipe], Pipe] | None = None
-    """Wraps each pipe between the transport and the metrics: fault injection."""
-
-    def pipe_endpoint(self, name: str, device: str) -> PipeEndpoint:
-        context = PipeContext(
-            options=self.pipe_options(name),
-            credentials=self.credentials,
-            host=self.config.host,
-            device=device,
-            timeout_s=self.config.timeout_s,
-            heartbeat_timeout_s=self.config.heartbeat_timeout_s,
-            max_message_bytes=self.config.max_message_bytes,
-        )
-        return self.endpoint(name, context)
-
-    def agree(self, channel: Channel, purpose: str, timeout: float | None) -> Agreement:
-        """Shake hands over the channel, and count it."""
-        begun = time.perf_counter()
-        try:
-            try:
-                hello = self.hello(purpose)
-            except ResourceExhaustedError as e:
-                channel.decline(e)
-                raise
-            agreement = exchange(channel, hello, timeout=timeout)
-        except KvplugError as e:
-            self.stats.fail("handshake", reason_of(e))
-            if isinstance(e, HandshakeError) and self.missing and _is_of_transports(e):
-                raise HandshakeError(*e.reasons, *self.missing, peer=e.peer) from e
-            raise
-        self.stats.record("handshake", seconds=time.perf_counter() - begun)
-        pipes = ", ".join(
-            f"{device} tensors by {found.chosen}" for device, found in agreement.transports.items()
-        )
-        _log.info(
-            "agreed with %s (engine %s) for %s: %s",
-            channel.peer,
-            agreement.remote.engine_id,
-            agreement.purpose or "a pipe",
-            pipes or "no tensors",
-        )
-        return agreement
-
-    def wrapped(self, pipe: Pipe) -> Pipe:
-        if self.wrap_pipe is not None:
-            pipe = self.wrap_pipe(pipe)
-        return RecordedPipe(pipe, self.stats)
-
-
-def _is_of_transports(refusal: HandshakeError) -> bool:
-    return any(reason.startswith("transport") for reason in refusal.reasons)
-
-
-class ControlLink(PeerLink):
-    """One agreed control channel, and the pipes that are opened over it."""
-
-    def __init__(
-        self, settings: LinkSettings, channel: Channel, agreement: Agreement, *, accepted: bool
-    ) -> None:
-        self.channel = channel
-        self.agreement = agreement
-        self._settings = settings
-        self._accepted = accepted
-        self._lock = threading.Lock()
-        self._opening: PipeListener | None = None
-        self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<ControlLink with {self.channel.peer}>"
-
-    @NamedExhaustion("opening a pipe")
-    def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
-        deadline = Deadline.after(timeout, self._settings.config.timeout_s)
-        # Ends on different kinds of device agreed on a pipe for CPU tensors only, which refuses all others.
-        agreed = self.agreement.transports
-        device = device if device.partition(":")[0] in agreed else "cpu"
-        chosen = agreed[device.partition(":")[0]].chosen
-        try:
-            if self._accepted:
-                pipe = self._serve(label, chosen, device, deadline)
-            else:
-                pipe = self._join(label, chosen, device, deadline)
-        except PeerGoneError:
-            self.channel.check_not_declined(_LAST_WORD_S)
-            raise
-        except Exception as e:
-            if self._accepted and (shortage := exhaustion_of(e, f"opening the pipe {label!r}")):
-                self.channel.decline(shortage)
-            raise
-        return self._settings.wrapped(pipe)
-
-    def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
-        try:
-            listener = self._settings.pipe_endpoint(transport, device).listen()
-        except KvplugError as e:
-            if exhaustion_of(e) is None:
-                self.channel.send({"pipe": label, "error": str(e)}, timeout=deadline.remaining())
-            raise
-        with self._lock:
-            self._opening, closed = listener, self._closed
-        if closed:
-            listener.close()
-        try:
-            self.channel.send({"pipe": label, "contact": listener.contact}, timeout=deadline.remaining())
-            outcome = _Outcome(self.channel, label, listener, deadline)
-            try:
-                pipe = listener.accept(timeout=deadline.remaining())
-            except ClosedError as e:
-                raise outcome.wait() or e from e
-            if (error := outcome.wait()) is not None:
-                pipe.abort()
-                raise error
-            return pipe
-        finally:
-            self._opening = None
-            listener.close()
-
-    def _join(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
-        offer = self.channel.recv(timeout=deadline.remaining())
-        if not isinstance(offer, dict) or offer.get("pipe") != label:
-            raise WireError(f"{self.channel.peer} was to open the pipe {label!r} and sent something else")
-        if "contact" not in offer:
-            why = peer_text(offer.get("error"))
-            raise HandshakeError(f"it cannot listen on {transport!r}: {why}", peer=str(self.channel.peer))
-        try:
-            endpoint = self._settings.pipe_endpoint(transport, device)
-            pipe = endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
-        except Exception as e:
-            shortage = exhaustion_of(e)
-            lacks = shortage.resource if shortage is not None else ""
-            with contextlib.suppress(KvplugError):  # the other end waits for a pipe that does not come
-                answer = {"pipe": label, "error": str(e), "lacks": lacks}
-                self.channel.send(answer, timeout=deadline.remaining())
-            raise
-        try:
-            self.channel.send({"pipe": label, "joined": True}, timeout=deadline.remaining())
-        except BaseException:
-            pipe.abort()
-            raise
-        return pipe
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed, listener = True, self._opening
-        self.channel.close()
-        if listener is not None:
-            listener.close()
-
-
-class _Outcome:
-    """What became of a pipe at the end that connects: it tells over the channel, also why there is none.
-
-    A thread waits for that. Where there is no pipe it closes the listener, so that nothing waits for it.
-    """
-
-    def __init__(self, channel: Channel, label: str, listener: PipeListener, deadline: Deadline) -> None:
-        self._channel = channel
-        self._label = label
-        self._listener = listener
-        self._deadline = deadline
-        self._error: KvplugError | None = None
-        self._thread = BackgroundThread(self._run, name="kvplug-pipe-outcome", stop=channel.close)
-        self._thread.start()
-
-    def wait(self) -> KvplugError | None:
-        """Why there is no pipe; ``None`` if there is one."""
-        left = self._deadline.remaining()
-        self._thread.join(None if left is None else left + 1.0)
-        if self._thread.is_alive():
-            return TimeoutError(f"{self._channel.peer} did not say in time that it joined the pipe")
-        return self._error
-
-    def _run(self) -> None:
-        peer = self._channel.peer
-        try:
-            outcome = self._channel.recv(timeout=self._deadline.remaining())
-            if not isinstance(outcome, dict) or outcome.get("pipe") != self._label:
-                raise WireError(f"{peer} was to join the pipe {self._label!r} and sent something else")
-            if "joined" not in outcome:
-                why = peer_text(outcome.get("error"))
-                if lacks := outcome.get("lacks"):
-                    text = f"{peer} cannot join the pipe: {why}"
-                    raise ResourceExhaustedError(text, resource=peer_text(lacks))
-                raise HandshakeError(f"it cannot join the pipe: {why}", peer=str(peer))
-        except PeerGoneError as e:
-            self._error = PeerGoneError(f"{peer} hung up before it opened the pipe")
-            self._error.__cause__ = e
-        except KvplugError as e:
-            self._error = e
-        if self._error is not None:
-            self._listener.close()
 
 
 class LinkServer(Generic[T]):

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import attrs
 
-from kvplug.assembly.peers import ControlLink, ControlPeers, LinkServer, LinkSettings
+from kvplug.assembly.links import ControlLink, LinkSettings
+from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import (
     ResolvedConfig,

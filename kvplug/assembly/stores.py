@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 
-from kvplug.assembly.peers import ControlLink, ControlPeers, LinkServer, LinkSettings
+from kvplug.assembly.links import ControlLink, LinkSettings
+from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, credentials_of, make_hello
 from kvplug.config import Config

@@ -8,7 +8,6 @@ the thread had chosen is gone. So there kvplug's threads share no loops; what th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import re
 import sys
 from typing import Any
@@ -34,8 +33,13 @@ def places() -> frozenset[int]:
 
     They are among those that the process had at its start, before OpenMP bound the main thread.
     """
+    libraries = _loaded()
+    if not libraries:
+        return frozenset()
+    import ctypes  # not before it is needed: this is imported by whatever starts a thread
+
     found: set[int] = set()
-    for library in _loaded():
+    for library in libraries:
         for place in range(library.omp_get_num_places()):
             cpus = (ctypes.c_int * library.omp_get_place_num_procs(place))()
             library.omp_get_place_proc_ids(place, cpus)
@@ -59,6 +63,8 @@ def _mapped() -> list[Any]:
     with contextlib.suppress(OSError):
         with open("/proc/self/maps") as maps:
             paths = sorted(set(_LIBRARY.findall(maps.read())))
+        if paths:
+            import ctypes
         for path in paths:
             with contextlib.suppress(OSError):  # its file was removed since
                 found.append(ctypes.CDLL(path))

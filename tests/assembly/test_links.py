@@ -11,7 +11,8 @@ import attrs
 import pytest
 
 from kvplug import ClosedError, Config, KvplugError, PeerGoneError, Registry
-from kvplug.assembly.peers import CONTROL, ControlPeers, LinkSettings
+from kvplug.assembly.links import LinkSettings
+from kvplug.assembly.peers import CONTROL, ControlPeers
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.net.trust.channel import Channel
 from kvplug.transport import Credentials, Listener, dial

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvplug import Config, HandshakeError, KvplugError, Registry, TransportError
-from kvplug.assembly.peers import ControlLink, LinkSettings
+from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.errors import TensorMismatchError, WireError
 from kvplug.net.trust.challenge import ClientChallenge, Mode, ServerChallenge

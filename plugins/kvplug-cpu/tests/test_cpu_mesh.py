@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import ClosedError, PeerGoneError, TimeoutError, TransportError
+from kvplug import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.transport import Deadline, Mesh, WireError
 from kvplug_testing.comparison import assert_same
 
@@ -105,7 +105,7 @@ def test_why_a_rank_gave_up_is_raised_at_the_others_in_its_kind(meshes: list[Mes
 
 
 def test_why_a_rank_gave_up_is_one_printable_line(meshes: list[Mesh]) -> None:
-    meshes[1]._announce(["ended", "TimeoutError", "no room\n\x1b[2J" + "x" * 100_000])
+    meshes[1]._announce(["ended", "TimeoutError", "no room\n\x1b[2J" + "x" * 100_000, ""])
     with pytest.raises(TimeoutError, match="rank 1 has given up: no room") as caught:
         meshes[0].check()
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1500
@@ -124,9 +124,16 @@ def test_news_that_cannot_be_are_no_crash(meshes: list[Mesh], news: Any) -> None
 
 
 def test_an_error_of_another_kind_is_a_transports(meshes: list[Mesh]) -> None:
-    meshes[1].give_up(MemoryError("no memory"))
-    with pytest.raises(TransportError, match="rank 1 has given up: no memory"):
+    meshes[1].give_up(KeyError("no such page"))
+    with pytest.raises(TransportError, match="rank 1 has given up: 'no such page'"):
         meshes[0].check()
+
+
+def test_what_a_rank_lacks_is_named_at_the_others(meshes: list[Mesh]) -> None:
+    meshes[1].give_up(MemoryError())
+    with pytest.raises(ResourceExhaustedError, match=r"rank 1 has given up: .*memory") as caught:
+        meshes[0].check()
+    assert caught.value.resource == "memory"
 
 
 def test_news_come_instead_of_a_tensor_that_was_announced(meshes: list[Mesh]) -> None:

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug import (
+    ClosedError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    TransportError,
+)
 from kvplug.transport import TensorMismatchError
 from kvplug_cpu.message import Content, parts
 from kvplug_testing import peers
@@ -254,7 +261,7 @@ def test_a_listener_that_got_no_thread_for_one_peer_takes_the_next(
 
     with end.listen() as listener:
         monkeypatch.setattr(threading.Thread, "start", once)
-        with pytest.raises(PeerGoneError):
+        with pytest.raises(ResourceExhaustedError, match="no more threads"):
             end.connect(listener.contact, timeout=3)
         with end.connect(listener.contact, timeout=3), listener.accept(3):
             pass

@@ -44,7 +44,7 @@ def no_more_threads(*_: Any) -> None:
     raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.parametrize("why", ["the abort fails", "a call does not return", "there is no thread"])
+@pytest.mark.parametrize("why", ["the abort fails", "a call does not return"])
 def test_memory_in_use_by_what_cannot_be_aborted_is_kept_for_good(
     make: Any, nccl: Library, monkeypatch: pytest.MonkeyPatch, caplog: Any, why: str
 ) -> None:
@@ -56,11 +56,9 @@ def test_memory_in_use_by_what_cannot_be_aborted_is_kept_for_good(
             patch.setattr(
                 nccl, "comm_abort", lambda _: (_ for _ in ()).throw(error_of(Result.INTERNAL_ERROR, "it"))
             )
-        elif why == "a call does not return":
+        else:
             patch.setattr(monitored, "_CALL_WAIT_S", 0.01)
             comm._lock.acquire()
-        else:
-            patch.setattr(monitored.threading.Thread, "start", no_more_threads)
         over = comm.abort(held)
         until(lambda: "left as they are" in caplog.text)
     del held
@@ -70,6 +68,18 @@ def test_memory_in_use_by_what_cannot_be_aborted_is_kept_for_good(
     if comm._lock.locked():
         comm._lock.release()
     nccl.comm_abort(address)
+
+
+def test_an_abort_that_gets_no_thread_of_its_own_is_done_all_the_same(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm, held = settled(make()), Held()
+    seen = weakref.ref(held)
+    monkeypatch.setattr(monitored.threading.Thread, "start", no_more_threads)
+    over = comm.abort(held)
+    del held
+    assert over.wait(20)
+    until(lambda: gc.collect() >= 0 and seen() is None)
 
 
 def test_when_the_program_leaves_an_abort_that_gets_no_thread_is_left_to_the_end_of_the_process(

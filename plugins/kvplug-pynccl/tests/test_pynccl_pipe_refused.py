@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pynccl_ends as ends
-from kvplug import CapacityError, ConfigError, TransportError, UnsupportedError
+from kvplug import ConfigError, ResourceExhaustedError, TransportError, UnsupportedError
 from kvplug.transport import Blocks, Credentials, PipeContext
 from kvplug_pynccl import interface
 from kvplug_pynccl.device import CudaDevice
@@ -101,10 +101,10 @@ def test_where_there_is_no_memory_for_a_copy_nothing_is_queued(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "clone", full)
-        with pytest.raises(CapacityError, match=r"400 bytes.*nothing was queued.*out of memory"):
+        with pytest.raises(ResourceExhaustedError, match=r"400 bytes.*nothing was queued.*out of memory"):
             one.send_tensor(torch.zeros(100))
         patch.setattr(Blocks, "gathered", full)
-        with pytest.raises(CapacityError, match="80 bytes"):
+        with pytest.raises(ResourceExhaustedError, match="80 bytes"):
             one.send_blocks([torch.zeros(5, 10)], [1, 3])
     one.send_tensor(torch.arange(3))
     assert other.recv_tensor(timeout=PATIENCE_S).tolist() == [0, 1, 2]

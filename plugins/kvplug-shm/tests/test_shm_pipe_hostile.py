@@ -305,7 +305,7 @@ def test_what_is_no_memory_is_refused() -> None:
 
 def test_an_accepting_end_without_memory_says_so() -> None:
     error = host(Join(step=2).pack(), [])
-    assert isinstance(error, CapacityError)
+    assert isinstance(error, TransportError)
     assert "its log says why" in str(error)
 
 

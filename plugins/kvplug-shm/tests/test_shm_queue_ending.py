@@ -179,13 +179,13 @@ def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_re
         struck.append(Call(free).outcome(5.0))
 
     doors: list[Admission] = []
-    watch = Admission._watch
+    note = Admission._note
 
-    def watched(door: Admission, *args: Any) -> None:
+    def noted(door: Admission, *args: Any) -> None:
         doors.append(door)
-        watch(door, *args)
+        note(door, *args)
 
-    monkeypatch.setattr(Admission, "_watch", watched)
+    monkeypatch.setattr(Admission, "_note", noted)
     monkeypatch.setattr(ReaderTable, "joined", meanwhile)
     queue()
     until(lambda: struck)

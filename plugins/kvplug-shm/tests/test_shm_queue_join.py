@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 import shm_queue_ends as ends
-from kvplug import CapacityError, ConfigError, PeerGoneError, TransportError
+from kvplug import CapacityError, ConfigError, PeerGoneError, ResourceExhaustedError, TransportError
+from kvplug.transport import PeerIdentity
 from kvplug_shm.queue.join import hang_up
 from kvplug_shm.ring import protocol
 from kvplug_testing.comparison import assert_same
@@ -35,7 +37,7 @@ def test_a_handle_is_open_until_the_last_reader_has_come(queue: Any) -> None:
 
     until(lambda: descriptors() == 0)  # of queues before, whose readers may just have been joining
     writer, _ = queue(2, attached=1)
-    assert descriptors() == 1
+    until(lambda: descriptors() == 1)  # the copy for the reader that has joined is closed a moment later
     with ends.endpoint().create_from_handle(writer.export_handle(), 1):
         until(lambda: descriptors() == 0)
 
@@ -77,17 +79,40 @@ def head(writer: Any) -> int:
     return writer._ring.words.words[protocol.HEAD]
 
 
+def test_a_reader_that_cannot_be_watched_is_not_admitted_and_may_try_again(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, _ = queue(2, attached=1)
+    until(lambda: len(writer._admission._joined) == 1)
+    end, handle = ends.endpoint(), writer.export_handle()
+
+    def refused(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvplug_shm.queue.join.watched", refused)
+        with pytest.raises(ResourceExhaustedError, match="no free descriptor"):
+            end.create_from_handle(handle, 1)
+    with end.create_from_handle(handle, 1) as reader:
+        writer.enqueue("on")
+        assert reader.dequeue() == "on"
+
+
 def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
     queue: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It believes that it has joined: no other reader may take its place or receive an end notice."""
+    """It believes that it has joined: no other reader may take its place or receive an end notice.
+
+    That is so where there are heartbeats, which begin afterwards.
+    """
+    monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     writer, (reader,) = queue(2, attached=1)
     until(lambda: len(writer._admission._joined) == 1)  # this one is looked after
 
     def refused(*_: Any) -> Any:
         raise CapacityError("no descriptors are left")
 
-    monkeypatch.setattr("kvplug_shm.queue.join.watched", refused)
+    monkeypatch.setattr("kvplug_shm.queue.admission.join.watched", refused)
     end, handle = ends.endpoint(), writer.export_handle()
     with end.create_from_handle(handle, 1) as unseen:
         until(lambda: writer.readers[1].gone)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from kvplug import CapacityError, ConfigError
+from kvplug import ConfigError, ResourceExhaustedError
 from kvplug.transport import WireError
 from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer, Sizes
 from kvplug_testing import peers
@@ -129,7 +129,7 @@ def without_addresses(parent: peers.Parent) -> list[str]:
     told = []
     try:
         end(max_message_bytes=8 << 30).create()
-    except CapacityError as e:
+    except ResourceExhaustedError as e:
         told.append(str(e))
     with (
         end(**small).create() as writer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvplug import CapacityError, ConfigError, KvplugError, TimeoutError, Transp
 from kvplug.transport import WireError
 from kvplug_shm.queue import remote_assembly, remote_frames as frames
 from kvplug_shm.queue.remote_contact import new_contact
+from kvplug_shm.queue.remote_door import FrontDoor
 from kvplug_shm.queue.remote_frames import QueueFrameKind
 from kvplug_testing.waits import Call, until
 
@@ -27,15 +29,18 @@ class LyingWriter:
 
     def __init__(self) -> None:
         credentials = ends.context(secret=SECRET).credentials
-        contact = new_contact("127.0.0.1", credentials)
-        keys = contact.keys(credentials).writer
+        self._door = FrontDoor("127.0.0.1", credentials)
+        contact = new_contact(self._door.contact, self._door.address, credentials)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        keys = contact.keys(credentials).writer
         self._socket.curve_server = 1
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.data = {**contact.as_plain(), "port": port}
+        name = f"kvplug-test-{secrets.token_hex(12)}"
+        self._socket.bind(f"ipc://@{name}")
+        self._door.open(name)
+        self.data = contact.as_plain()
         self.reader = b""
 
     def meet(self) -> Any:
@@ -49,6 +54,7 @@ class LyingWriter:
             self._socket.send_multipart([self.reader, *(each if isinstance(each, list) else [each])])
 
     def close(self) -> None:
+        self._door.close(0)
         self._socket.close()
         self._context.term()
 

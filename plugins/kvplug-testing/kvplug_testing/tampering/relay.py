@@ -13,11 +13,13 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, Self
 
 import attrs
 
 from kvplug.errors import KvplugError
+from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.addresses import ListenerContact, TcpAddress, UnixAddress, parse_contact
 from kvplug.net.trust.challenge import OPENING_SIZE, PROOF_SIZE, REPLY_SIZE
 from kvplug.net.trust.identity import IDENTITY_SIZE
@@ -98,8 +100,7 @@ class Relay:
         """Stand before none of the listeners that there were."""
         ours, self._listening = self._listening, []
         for listening, _ in ours:
-            with contextlib.suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)
+            _hang_up(listening)
             listening.close()
         for _, thread in ours:
             thread.join()
@@ -145,8 +146,11 @@ class Relay:
         else:
             listening = socket.create_server((ours.host, ours.port))
             ours = TcpAddress(ours.host, listening.getsockname()[1])
-        thread = threading.Thread(
-            target=self._accept, args=(listening, there), name="kvplug_testing relay", daemon=True
+        thread = BackgroundThread(
+            self._accept,
+            args=(listening, there),
+            name="kvplug_testing relay",
+            stop=partial(_hang_up, listening),
         )
         self._listening.append((listening, thread))
         thread.start()
@@ -271,7 +275,7 @@ class _Direction:
         self._record = record
         self._hand_over = hand_over
         self._has_fds = source.family == socket.AF_UNIX
-        self.thread = threading.Thread(target=self._run, name="kvplug_testing relay", daemon=True)
+        self.thread = BackgroundThread(self._run, name="kvplug_testing relay", stop=self._stop)
 
     def _run(self) -> None:
         try:
@@ -295,6 +299,10 @@ class _Direction:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR if sock is self._target else socket.SHUT_RD)
 
+    def _stop(self) -> None:
+        _hang_up(self._source)
+        _hang_up(self._target)
+
     def _read(self) -> tuple[bytes, list[int]]:
         if not self._has_fds:
             return self._source.recv(_READ), []
@@ -315,3 +323,8 @@ class _Direction:
         sent = self._target.sendmsg([data], controls)
         if sent < len(data):
             self._target.sendall(data[sent:])
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
