@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Final
 
 from kvplug.errors import BusyError, CancelledError, ClosedError, KvplugError, ResourceExhaustedError
+from kvplug.net.threads import BackgroundThread
 
 try:  # now, since an import needs a descriptor itself
     import resource
@@ -140,14 +141,14 @@ def ensure_available(doing: str, *, descriptors: int = 0, threads: int = 0) -> N
         ResourceExhaustedError: they could not.
     """
     over = threading.Event()
-    started: list[threading.Thread] = []
+    started: list[BackgroundThread] = []
     opened: list[int] = []
     try:
         with NamedExhaustion(doing):
             opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(descriptors))
             _ensure_addresses(threads * _stack_bytes())
             for _ in range(threads):
-                thread = threading.Thread(target=over.wait, name="kvplug ensures threads", daemon=True)
+                thread = BackgroundThread(over.wait, name="kvplug ensures threads", stop=over.set)
                 thread.start()
                 started.append(thread)
     finally:

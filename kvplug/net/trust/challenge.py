@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 from kvplug.errors import AuthenticationError, ResourceExhaustedError, WireError
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.identity import IDENTITY_SIZE, PeerIdentity, decode_identity
 
 VERSION = 2
@@ -291,7 +292,7 @@ class ClientChallenge:
         if magic != MAGIC:
             raise AuthenticationError(f"what answers at {self._where} is not a kvplug listener")
         if refusal == Refusal.EXHAUSTED:
-            lacks = body.rstrip(b"\0").decode("ascii", "replace")
+            lacks = peer_text(body.rstrip(b"\0").decode("ascii", "replace"))
             lacks = lacks if lacks.isalpha() else "resources"
             raise ResourceExhaustedError(
                 f"{self._where} refused us: {advice(refusal, self._purpose)} ({lacks})", resource=lacks

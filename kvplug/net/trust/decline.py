@@ -11,6 +11,7 @@ import socket
 
 from kvplug.errors import PeerGoneError, ResourceExhaustedError, WireError
 from kvplug.net.deadline import Deadline
+from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.connection import Connection
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE, MAGIC, FrameKind, decode_header, encode_header
@@ -35,7 +36,9 @@ def shortage_in(payload: bytes | bytearray, who: str) -> ResourceExhaustedError:
     """
     match values.decode(payload):
         case [str(resource), str(reason)]:
-            return ResourceExhaustedError(f"{who} has no resources for it now: {reason}", resource=resource)
+            return ResourceExhaustedError(
+                f"{who} has no resources for it now: {peer_text(reason)}", resource=peer_text(resource)
+            )
     raise WireError(f"{who} declined a connection and did not say what it lacks")
 
 

@@ -30,13 +30,23 @@ class Job(Generic[T]):
     Thread-safe. The store calls :meth:`set` and :meth:`settle`; callers do the rest.
     """
 
-    __slots__ = ("_callbacks", "_changed", "_on_cancel", "_results", "_settled", "count", "deadline")
+    __slots__ = (
+        "_callbacks",
+        "_changed",
+        "_lock",
+        "_on_cancel",
+        "_results",
+        "_settled",
+        "count",
+        "deadline",
+    )
 
     def __init__(self, count: int, deadline: Deadline) -> None:
         self.count = count
         """Number of keys."""
         self.deadline = deadline
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._results: list[T] | None = None
         self._settled = False
         self._callbacks: list[Callable[[Job[T]], None]] = []
@@ -65,7 +75,7 @@ class Job(Generic[T]):
             TimeoutError: it is still under way. The job goes on.
         """
         deadline = Deadline.after(timeout)
-        with self._changed:
+        with self._lock:
             while self._results is None:
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     raise TimeoutError(f"a request to a store for {self.count} pages is still under way")
@@ -74,7 +84,7 @@ class Job(Generic[T]):
     def wait_settled(self, timeout: Timeout = None) -> bool:
         """Return whether the job has settled in time."""
         deadline = Deadline.after(timeout)
-        with self._changed:
+        with self._lock:
             while not self._settled:
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     return False
@@ -86,7 +96,7 @@ class Job(Generic[T]):
 
     def cancel(self) -> None:
         """The caller needs it no more: it ends soon, with what it has. Idempotent; never blocks for long."""
-        with self._changed:
+        with self._lock:
             cancel = None if self._results is not None else self._on_cancel
         if cancel is not None:
             cancel()
@@ -96,7 +106,7 @@ class Job(Generic[T]):
 
         The callback must not block.
         """
-        with self._changed:
+        with self._lock:
             if self._results is None:
                 self._callbacks.append(callback)
                 return
@@ -112,7 +122,7 @@ class Job(Generic[T]):
         """The job is done. Returns whether it was not before: of two that end it, the first wins."""
         if len(results) != self.count:
             raise ValueError(f"{len(results)} results for {self.count} keys")
-        with self._changed:
+        with self._lock:
             if self._results is not None:
                 return False
             self._results = list(results)
@@ -129,7 +139,7 @@ class Job(Generic[T]):
 
     def settle(self) -> None:
         """The store touches the caller's memory no more."""
-        with self._changed:
+        with self._lock:
             self._settled = True
             self._changed.notify_all()
 
@@ -138,7 +148,8 @@ class Job(Generic[T]):
 
         Takes no lock made before the fork. The callbacks are the parent's and are not called here.
         """
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._callbacks = []
         self._on_cancel = None
         if self._results is None:
@@ -173,7 +184,7 @@ class GetJob(Job[MissReason | None]):
             TimeoutError: neither came in time.
         """
         deadline = Deadline.after(timeout)
-        with self._changed:
+        with self._lock:
             while self._ready <= layer and self._results is None:
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     raise TimeoutError(f"layer {layer} of {self.count} pages did not come in time")
@@ -185,7 +196,7 @@ class GetJob(Job[MissReason | None]):
 
     def advance(self, num_layers: int = 0) -> None:
         """For stores: something more has arrived, and so many layers may be used now."""
-        with self._changed:
+        with self._lock:
             self._ready = max(self._ready, num_layers)
             self._progress += 1
             self._changed.notify_all()

@@ -64,7 +64,7 @@ class CpuListener(PipeAcceptor):
 
     def _note_shortage(self, connection: Connection, shortage: ResourceExhaustedError) -> None:
         super()._note_shortage(connection, shortage)
-        with self._arrived:  # it may be a data connection: its pipe would wait for it in vain
+        with self._joining:  # it may be a data connection: its pipe would wait for it in vain
             for session in self._sessions.values():
                 session.shortage = shortage
             self._arrived.notify_all()

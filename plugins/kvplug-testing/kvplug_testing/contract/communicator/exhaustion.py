@@ -9,6 +9,7 @@ from typing import Any, Final
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.communicator import DeviceCommunicator
 from kvplug.transport.group.group import StatelessGroup
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite
 from kvplug_testing.contract.exhaustion import Attempt, let_go, together
@@ -109,7 +110,7 @@ class CommunicatorAttempt(Attempt):
         for rank, got in self._got.items():
             assert len(got) == 3 + (rank == 1), f"rank {rank} has {len(got)} results"
             for number, (given, right) in enumerate(zip(got, wanted, strict=False)):
-                assert bool(given.cpu().equal(right)), f"call {number} gave rank {rank} a wrong result"
+                assert_same(right, given.cpu(), f"call {number} gave rank {rank} a wrong result")
 
     def end(self) -> None:
         let_go(*(made.destroy for made in self._ranks.values()))
