@@ -1,8 +1,8 @@
 """One agreed control channel between two processes, and the pipes that are opened over it.
 
 Both ends agree first, which selects a transport for each kind of device. Only then the transport's code is
-loaded: it listens, its contact is sent over the channel, and the other end connects. Each pipe is wrapped once, by
-:class:`~kvplug.metrics.record.RecordedPipe`.
+loaded: it listens, its contact is sent over the channel, and the other end connects. Each pipe is wrapped
+once, by :class:`~kvplug.metrics.record.RecordedPipe`.
 """
 
 from __future__ import annotations

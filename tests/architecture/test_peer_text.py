@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLUGINS = ("cpu", "shm", "pynccl", "cuda-ipc", "lookup")
+PLUGINS = ("cpu", "shm", "pynccl", "cuda-ipc", "host", "fs", "lookup")
 NO_PEERS = {
     "plugins/kvplug-pynccl/kvplug_pynccl/nccl/library.py": "NCCL's own texts",
     "plugins/kvplug-cuda-ipc/kvplug_cuda_ipc/cudart/library.py": "CUDA's own texts",

@@ -77,7 +77,8 @@ class ExecutedStore(Store):
         self._name = name
         self._timeout_s = timeout_s
         self._num_threads = max(1, store.num_threads if num_threads is None else num_threads)
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._urgent: deque[Task] = deque()
         self._tasks: deque[Task] = deque()
         self._live: set[Task] = set()
@@ -180,7 +181,7 @@ class ExecutedStore(Store):
                 self._puts += isinstance(task, PutTask)
                 (self._urgent if urgent else self._tasks).append(task)
                 heapq.heappush(self._due, (task.job.deadline.at, next(self._numbers), task))
-                self._lock.notify_all()
+                self._changed.notify_all()
         if refused is not None:
             task.end(refused)
 
@@ -235,7 +236,7 @@ class ExecutedStore(Store):
                     self._threads.discard(me)
                     return None
                 self._idle += 1
-                self._lock.wait()
+                self._changed.wait()
                 self._idle -= 1
             self._busy[me] = time.monotonic(), taken[0]
             if self._urgent or self._tasks:
@@ -279,7 +280,7 @@ class ExecutedStore(Store):
             if task in self._live:
                 self._live.discard(task)
                 self._puts -= isinstance(task, PutTask)
-                self._lock.notify_all()
+                self._changed.notify_all()
 
     def _keep_deadlines(self) -> None:
         while True:
@@ -294,7 +295,7 @@ class ExecutedStore(Store):
                         late.append(task)
                 if not late:
                     next_at = self._due[0][0] - now if self._due else None
-                    self._lock.wait(None if next_at is None else min(next_at, 1e6))
+                    self._changed.wait(None if next_at is None else min(next_at, 1e6))
             for task in late:
                 self._end(task, MissReason.TIMEOUT)
             with self._lock:
@@ -316,7 +317,7 @@ class ExecutedStore(Store):
             self._end(task, MissReason.CLOSED)
         with self._lock:
             while self._puts and not self._closed:
-                if not self._lock.wait(deadline.remaining()) and deadline.expired:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     break
         self.abort()
 
@@ -326,7 +327,7 @@ class ExecutedStore(Store):
             first = not self._closed
             self._closing = self._closed = True
             live = list(self._live)
-            self._lock.notify_all()
+            self._changed.notify_all()
         for task in live:
             self._end(task, MissReason.CLOSED)
         return first
@@ -347,7 +348,8 @@ class ExecutedStore(Store):
 
     def _after_fork_in_child(self) -> None:
         self._closing = self._closed = True
-        self._lock = threading.Condition()  # a thread of the parent may have held it
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        self._changed = threading.Condition(self._lock)
         live, self._live = self._live, set()
         for task in live:
             task.is_over = True

@@ -13,6 +13,7 @@ from typing import Final
 
 import attrs
 
+from kvplug.transport import BackgroundThread
 from kvplug_fs.folder import Folder, cost_of, is_abandoned
 from kvplug_fs.ledger import Ledger
 
@@ -49,14 +50,17 @@ class Sweeper:
         self._counted = threading.Event()
         """Set once the ledger is known to count the pages that are there."""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="kvplug-fs-scan", daemon=True)
+        self._thread = BackgroundThread(self._work, name="kvplug-fs-scan", stop=self._stop)
         self._thread.start()
 
     def close(self) -> None:
         """End the scan. Idempotent."""
+        self._stop()
+        self._thread.join(_CLOSE_S)  # a disk that does not answer holds it
+
+    def _stop(self) -> None:
         self._closed.set()
         self._counted.set()
-        self._thread.join(_CLOSE_S)  # a disk that does not answer holds it
 
     # -- room ----------------------------------------------------------------------------------
 

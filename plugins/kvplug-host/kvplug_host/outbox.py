@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, Final
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport import Channel, WireError
+from kvplug.transport import BackgroundThread, Channel, WireError
 
 MAX_WAITING_BYTES: Final = 256 << 20
 """Of the messages that wait for a peer that does not read."""
@@ -22,7 +22,8 @@ class Outbox:
     def __init__(self, channel: Channel, name: str) -> None:
         self._channel = channel
         self._name = name
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[Any] = deque()
         self._thread: threading.Thread | None = None
         self._is_sending = False
@@ -37,7 +38,7 @@ class Outbox:
         Raises:
             UnsupportedError, CapacityError: the message cannot be sent.
         """
-        with self._changed:
+        with self._lock:
             if self._over:
                 return False
             if not self._waiting and not self._is_sending:
@@ -59,7 +60,7 @@ class Outbox:
 
     def _wake(self) -> bool:
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=f"{self._name}-send", daemon=True)
+            thread = BackgroundThread(self._run, name=f"{self._name}-send", stop=self._stop)
             try:
                 thread.start()
             except RuntimeError:
@@ -71,7 +72,7 @@ class Outbox:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._waiting:
                     if self._over:
                         return
@@ -88,19 +89,24 @@ class Outbox:
                 self.end()
                 return
             finally:
-                with self._changed:
+                with self._lock:
                     self._is_sending = False
+
+    def _stop(self) -> None:
+        self.end()
+        self._channel.close()
 
     def end(self) -> None:
         """Nothing is sent any more. The channel is closed by its owner, which wakes the thread."""
-        with self._changed:
+        with self._lock:
             self._over = True
             self._waiting.clear()
             self._changed.notify_all()
 
     def after_fork(self) -> None:
         """In a forked child, which has no thread of the parent."""
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._over = True
         self._waiting.clear()
 

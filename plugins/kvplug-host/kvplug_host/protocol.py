@@ -129,6 +129,11 @@ def key_batches(keys: Sequence[bytes]) -> list[bytes]:
     return [b"".join(keys[at : at + MAX_KEYS]) for at in range(0, len(keys), MAX_KEYS)]
 
 
+def num_batches(keys: Sequence[bytes]) -> int:
+    """How many messages that are."""
+    return -(-len(keys) // MAX_KEYS)
+
+
 # -- results -----------------------------------------------------------------------------------
 
 _PRESENCES: Final = (Presence.ABSENT, Presence.COMING, Presence.HELD)

@@ -63,9 +63,9 @@ class HostStore(Store):
         # No proof: pages come only from processes that have proved themselves.
         self.seal = PageSeal(checksums=context.seal.checksums)
         self._timeout_s = context.timeout_s
-        self._clock = Clock(NAME)
+        self._clock = Clock(NAME, self._give_up)
         self.pages = Pages(*_shape(options.size or context.buffer_size, options.segment_bytes), self._clock)
-        self._workers = Workers(NAME, options.threads)
+        self._workers = Workers(NAME, options.threads, self._give_up)
         self._server = Server(self.pages, context, options)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -281,7 +281,8 @@ class HostStore(Store):
                     break
         self.abort()
 
-    def abort(self) -> None:
+    def _give_up(self) -> bool:
+        """End every job, and have the threads end. Does not wait. Returns whether it was the first call."""
         with self._lock:
             first = not self._closed
             self._closing = self._closed = True
@@ -292,11 +293,14 @@ class HostStore(Store):
             task.end(MissReason.CLOSED)
         for link in links:
             link.close()
-        if not first:
-            return
-        deadline = Deadline.after(_CLOSE_S)
         self._workers.close()
         self._clock.close()
+        return first
+
+    def abort(self) -> None:
+        if not self._give_up():
+            return
+        deadline = Deadline.after(_CLOSE_S)
         self._server.close()
         self.pages.close()
         self._workers.join(deadline)

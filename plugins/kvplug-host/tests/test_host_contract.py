@@ -36,30 +36,30 @@ class _Raw(_Host):
 
     def read_raw(self, store: Store, key: bytes) -> bytes | None:
         assert isinstance(store, HostStore)
-        entry = store._index.pages.get(key)
+        entry = store.pages.index.pages.get(key)
         if entry is None:
             return None
         lengths: dict[bytes, int] = self.__dict__.setdefault("_header_bytes", {})
         lengths.setdefault(key, entry.header_bytes)
-        begin, view = entry.offset, store.segments.view
+        begin, view = entry.offset, store.pages.segments.view
         end = begin + entry.payload_bytes
         return bytes(view[end : end + entry.header_bytes]) + bytes(view[begin:end])
 
     def write_raw(self, store: Store, key: bytes, page: bytes | None) -> None:
         assert isinstance(store, HostStore)
-        old = store._index.pages.get(key)
+        old = store.pages.index.pages.get(key)
         assert old is not None
         series, length = old.series, self.__dict__["_header_bytes"][key]
-        store.remove([key])
+        store.pages.remove([key])
         if page is None:
             return
         header, payload = page[:length], page[length:]
-        with store.changing() as index:
+        with store.pages.changing() as index:
             slot = index.reserve(len(page))
             assert not isinstance(slot, PutReason)
-            view = store.segments.view
+            view = store.pages.segments.view
             view[slot.offset : slot.offset + len(page)] = payload + header
-            generation = store.segments.next_generation()
+            generation = store.pages.segments.next_generation()
             index.publish(
                 key,
                 series,
@@ -68,7 +68,7 @@ class _Raw(_Host):
                 header_bytes=len(header),
                 generation=generation,
             )
-            store.segments.set_generation(slot.word, generation)
+            store.pages.segments.set_generation(slot.word, generation)
         assert slot.word % WORD == 0
 
 

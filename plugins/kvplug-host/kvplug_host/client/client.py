@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-import platform
 import threading
-import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvplug import (
     ClosedError,
@@ -20,18 +16,17 @@ from kvplug import (
     TransportError,
     UnsupportedError,
 )
-from kvplug.net.wire import memory_of_writable
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
+    BackgroundThread,
     Deadline,
     GetJob,
     Job,
     MissReason,
+    NamedExhaustion,
     PageEvent,
     PageRequest,
     PageSeal,
-    PagesSnapshot,
-    Pipe,
     Presence,
     PutReason,
     Series,
@@ -39,21 +34,23 @@ from kvplug.transport import (
     StoreContext,
     StoreLink,
     Timeout,
-    Transfer,
     Usage,
     WireError,
     close_after_fork,
-    page_event_from_plain,
+    peer_text,
 )
 from kvplug_host import protocol
 from kvplug_host.client.asking import Question
-from kvplug_host.client.mapping import Mapping
+from kvplug_host.client.mapped_get import MappedGet
+from kvplug_host.client.mapping import Mapping, offered_mapping
+from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.remote_put import RemotePut
+from kvplug_host.client.requests import Answer, Requests, Waiting, end_for
+from kvplug_host.client.subscriptions import Subscriptions
 from kvplug_host.jobs.clock import Clock
-from kvplug_host.jobs.get import SlotGet
 from kvplug_host.jobs.steps import Steps
-from kvplug_host.jobs.workers import Workers
+from kvplug_host.jobs.workers import Task, Workers
 from kvplug_host.options import HostOptions
 from kvplug_host.outbox import Outbox
 from kvplug_host.protocol import Op
@@ -62,12 +59,8 @@ _log = logging.getLogger(__name__)
 
 NAME: Final = "host"
 _CLOSE_S: Final = 5.0
-_READ_LEASE_S: Final = 30.0
-"""The longest that pages are kept in their slots for a reader that does not say that it is done."""
-_STAGES: Final = 4
-"""Pieces of puts that are sent at the same time."""
 
-Answer = Callable[[Any], None]
+T = TypeVar("T")
 
 
 class HostClient(Store):
@@ -98,36 +91,25 @@ class HostClient(Store):
         self._on_lost = on_lost
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, Answer] = {}
-        """What is called with the answers of each request under way."""
-        self._waiting: dict[int, Question[Any] | Steps] = {}
-        """The jobs of those requests: they end when the store is gone."""
-        self._jobs: set[Question[Any] | Steps] = set()
+        self._jobs: set[Waiting] = set()
         self._puts: set[RemotePut] = set()
-        self._listeners: dict[int, Callable[[PageEvent], None]] = {}
         self._closing = self._closed = self._is_gone = False
-        self._pipe: Pipe | None = None
+        self._pages: PagePipe | None = None
         self._mapping: Mapping | None = None
-        self._sending = threading.Lock()
-        self._stages: deque[tuple[Any, Transfer | None]] = deque()
-        self._piped: dict[int, PipedGet] = {}
-        self._pipe_thread: threading.Thread | None = None
-        self._workers = Workers(NAME, options.threads)
-        self._clock = Clock(NAME)
+        self._workers = Workers(NAME, options.threads, self._give_up)
+        self._clock = Clock(NAME, self._give_up)
+        self._outbox = Outbox(link.channel, "kvplug-host")
+        self._requests = Requests(self._outbox)
+        self._subscriptions = Subscriptions(self._requests)
+        self._thread = BackgroundThread(self._receive_all, name="kvplug-host-client", stop=self._give_up)
         try:
             self._begin(context, options, deadline or Deadline.after(context.timeout_s))
+            with NamedExhaustion("a store in another process"):
+                self._thread.start()
         except BaseException:
             self._release()
             raise
-        self._outbox = Outbox(link.channel, "kvplug-host")
         close_after_fork(self)
-        self._thread = threading.Thread(target=self._receive_all, name="kvplug-host-client", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as e:
-            self._release()
-            raise PeerGoneError(f"there is no thread that receives from the store: {e}") from e
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ", gone" if self._is_gone else ""
@@ -137,45 +119,30 @@ class HostClient(Store):
         hello = self._link.channel.recv(timeout=deadline.remaining())
         if not isinstance(hello, dict) or hello.get("store") != protocol.STORE:
             raise WireError(f"{self._link.channel.peer} serves no store {NAME!r}")
-        if hello.get("version") != protocol.VERSION:
+        if (version := hello.get("version")) != protocol.VERSION:
             raise WireError(
-                f"{self._link.channel.peer} speaks version {hello.get('version')!r} of the store {NAME!r};"
-                f" here is version {protocol.VERSION}: install one version of kvplug-host at both ends"
+                f"{self._link.channel.peer} speaks version {peer_text(str(version), 20)} of the store"
+                f" {NAME!r}; here is version {protocol.VERSION}: install one version of kvplug-host at both"
+                " ends"
             )
         self.epoch = protocol.field(hello, "epoch", str)
         self._usage = protocol.usage_from(hello)
         try:
-            self._pipe = self._link.open_pipe(protocol.PIPE, timeout=deadline.remaining())
+            pipe = self._link.open_pipe(protocol.PIPE, timeout=deadline.remaining())
         except (HandshakeError, TransportError) as e:  # both ends know
             _log.info("there is no pipe to the store of %s: %s", self._link.channel.peer, e)
-        contact = protocol.field(hello, "memory", str)
-        if contact and options.map and platform.machine() == "x86_64":
-            self._mapping = self._mapped(context, hello, contact, deadline)
+        else:
+            self._pages = PagePipe(pipe, self._requests, stop=self._give_up, failed=self._fail)
+        if options.map:
+            self._mapping = offered_mapping(hello, context.credentials, deadline)
         _log.info("the store of %s is read: %s", self._link.channel.peer, self.route)
 
     @property
     def route(self) -> str:
         if self._mapping is not None:
             return "its memory is mapped"
-        return f"over a pipe to {self._pipe.peer}" if self._pipe is not None else "not at all"
-
-    def _mapped(self, context: StoreContext, hello: Any, contact: str, deadline: Deadline) -> Mapping | None:
-        segment_bytes = protocol.number(hello, "segment_bytes", most=2**46)
-        num_segments = protocol.number(hello, "num_segments", most=2**46 // max(1, segment_bytes))
-        if not segment_bytes or not num_segments or segment_bytes % 4096:
-            raise WireError(f"a store of {num_segments} segments of {segment_bytes} bytes")
-        try:
-            return Mapping(
-                contact,
-                context.credentials,
-                protocol.field(hello, "ticket", bytes),
-                segment_bytes=segment_bytes,
-                num_segments=num_segments,
-                deadline=deadline,
-            )
-        except KvplugError as e:
-            _log.info("the memory of the store is not mapped, pages come over a pipe: %s", e)
-            return None
+        pages = self._pages
+        return f"over a pipe to {pages.pipe.peer}" if pages is not None else "not at all"
 
     # -- jobs ----------------------------------------------------------------------------------
 
@@ -191,23 +158,8 @@ class HostClient(Store):
     ) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
         self._check_open()
-        batches = protocol.key_batches(keys)
-        question = Question(job, Presence.ABSENT, len(batches))
-
-        def answered(at: int, count: int) -> Answer:
-            def answer(message: Any) -> None:
-                self._usage = protocol.usage_from(message)
-                question.answer(at, protocol.presences_from(message, count))
-
-            return answer
-
-        self._ask(
-            question,
-            [
-                ({"op": Op.LOOKUP, "keys": batch, "lease_s": float(lease_s)}, answered(*part))
-                for batch, part in zip(batches, _parts(keys), strict=True)
-            ],
-        )
+        question = Question(job, Presence.ABSENT, protocol.num_batches(keys))
+        self._ask(question, {"op": Op.LOOKUP, "lease_s": float(lease_s)}, keys, protocol.presences_from)
         return job
 
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
@@ -220,26 +172,32 @@ class HostClient(Store):
             puts = list(self._puts)
         for put in puts:
             put.forget(keys)
-        batches = protocol.key_batches(keys)
-        question = Question(job, False, len(batches))
+        question = Question(job, False, protocol.num_batches(keys))
+        self._ask(question, {"op": Op.REMOVE}, keys, lambda message, count: [True] * count)
+        return job
+
+    def _ask(
+        self,
+        question: Question[T],
+        message: dict[str, Any],
+        keys: Sequence[bytes],
+        results: Callable[[Any, int], Sequence[T]],
+    ) -> None:
+        """Ask about these keys. ``results(answer, count)``: of so many keys."""
 
         def answered(at: int, count: int) -> Answer:
             def answer(message: Any) -> None:
                 self._usage = protocol.usage_from(message)
-                question.answer(at, [True] * count)
+                question.answer(at, results(message, count))
 
             return answer
 
-        self._ask(
-            question,
-            [
-                ({"op": Op.REMOVE, "keys": batch}, answered(*part))
-                for batch, part in zip(batches, _parts(keys), strict=True)
-            ],
-        )
-        return job
+        self._begin_question(question)
+        for number, batch in enumerate(protocol.key_batches(keys)):
+            answer = answered(number * protocol.MAX_KEYS, len(batch) // protocol.KEY_BYTES)
+            self._requests.ask(self._requests.new_number(), question, {**message, "keys": batch}, answer)
 
-    def _ask(self, question: Question[Any], requests: Sequence[tuple[dict[str, Any], Answer]]) -> None:
+    def _begin_question(self, question: Question[Any]) -> None:
         with self._lock:
             self._jobs.add(question)
         question.job.add_done_callback(lambda job: self._ended(question))
@@ -248,44 +206,14 @@ class HostClient(Store):
         except RuntimeError as e:
             _log.warning("the store %r needs another thread: %s", NAME, e)
             question.end()
-        for message, answer in requests:
-            self._request(next(self._numbers), question, message, answer)
 
-    def _request(
-        self, number: int, job: Question[Any] | Steps, message: dict[str, Any], answer: Answer
-    ) -> None:
-        """Send a request of that job. It ends if the store is gone."""
-        with self._lock:
-            gone = self._is_gone or self._closed
-            if not gone:
-                self._answers[number] = answer
-                self._waiting[number] = job
-        if gone or not self._outbox.send({**message, "id": number}):
-            self._forget_request(number)
-            self._end_for(job, MissReason.CLOSED if self._closed else MissReason.STORE_GONE)
-
-    def _forget_request(self, number: int) -> None:
-        with self._lock:
-            self._answers.pop(number, None)
-            self._waiting.pop(number, None)
-
-    @staticmethod
-    def _end_for(job: Question[Any] | Steps, reason: MissReason) -> None:
-        if isinstance(job, Question):
-            job.end()
-        else:
-            job.end(reason)
-
-    def _ended(self, job: Question[Any] | Steps) -> None:
+    def _ended(self, job: Waiting) -> None:
         with self._lock:
             self._jobs.discard(job)
             if isinstance(job, RemotePut):
                 self._puts.discard(job)
-            for number in [number for number, each in self._waiting.items() if each is job]:
-                del self._waiting[number]
-                if number not in self._piped:  # else pieces of it may be on their way
-                    self._answers.pop(number, None)
             self._changed.notify_all()
+        self._requests.ended(job)
 
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, self._deadline(timeout))
@@ -294,11 +222,35 @@ class HostClient(Store):
             raise ValueError(f"a request for {job.count} pages; the most are {protocol.MAX_KEYS}")
         if not job.count:
             job.set([])
-        elif self._mapping is not None:
-            self._get_mapped(job, pages, self._mapping)
+        elif (mapping := self._mapping) is not None:
+            get = MappedGet(
+                job,
+                pages,
+                self.seal,
+                mapping=mapping,
+                requests=self._requests,
+                wrong=self._wrong,
+                again=self._work,
+                unmap=self._unmap,
+            )
+            self._start(get)
+            get.ask()
         else:
             self._get_piped(job, pages)
         return job
+
+    def _get_piped(self, job: GetJob, pages: PageRequest) -> None:
+        number = self._requests.new_number()
+        get = PipedGet(
+            job,
+            pages,
+            self.seal,
+            lambda index, reason: self._wrong(pages.keys[index], reason),
+            lambda: self._requests.tell({"op": Op.CANCEL, "id": number}),
+        )
+        self._start(get)
+        if self._pages is None or not self._pages.ask(number, get, job, pages):
+            get.end(MissReason.STORE_GONE)
 
     def _start(self, task: Steps) -> None:
         with self._lock:
@@ -311,74 +263,9 @@ class HostClient(Store):
             _log.warning("the store %r needs another thread: %s", NAME, e)
             task.end(MissReason.STORE_GONE)
 
-    def _work(self, task: Steps) -> None:
-        if not self._workers.add(task):
+    def _work(self, task: Task) -> None:
+        if not self._workers.add(task) and isinstance(task, Steps):
             task.end(MissReason.CLOSED if self._closed else MissReason.STORE_GONE)
-
-    # -- gets from mapped memory ---------------------------------------------------------------
-
-    def _get_mapped(self, job: GetJob, pages: PageRequest, mapping: Mapping) -> None:
-        segments: set[int] = set()
-        number = next(self._numbers)
-        generations: list[int] = []
-        words: list[int] = []
-
-        def discard(index: int, reason: MissReason) -> None:
-            self._wrong(pages.keys[index], reason, generations[index])
-
-        get = SlotGet(
-            job,
-            pages,
-            self.seal,
-            discard=discard,
-            settled=lambda: self._tell({"op": Op.DONE, "id": number}),
-            again=self._work,
-            prepare=lambda: self._map(mapping, segments, job.deadline),
-        )
-
-        def answer(message: Any) -> None:
-            self._forget_request(number)
-            places = protocol.places_from(message, job.count, mapping.segment_bytes, mapping.num_segments)
-            for index, place in enumerate(places):
-                if place is None:
-                    get.miss(index, MissReason.ABSENT)
-                else:
-                    segments.add(place.offset // mapping.segment_bytes)
-            generations.extend(place.generation if place else 0 for place in places)
-            words.extend(place.offset + place.slot_bytes - 8 if place else 0 for place in places)
-
-            def is_valid(numbers: Sequence[int]) -> list[bool]:
-                return mapping.are([words[at] for at in numbers], [generations[at] for at in numbers])
-
-            get.found(
-                mapping.view,
-                [place.offset if place else 0 for place in places],
-                [place.header_bytes if place else 0 for place in places],
-                [place.payload_bytes if place else 0 for place in places],
-                is_valid,
-            )
-            if segments:
-                self._work(get)
-            else:
-                get.end(None)
-
-        self._start(get)
-        lease_s = min(_READ_LEASE_S, max(0.0, job.deadline.remaining() or _READ_LEASE_S))
-        message = {"op": Op.READ, "keys": b"".join(pages.keys), "lease_s": lease_s}
-        self._request(number, get, message, answer)
-
-    def _map(self, mapping: Mapping, segments: set[int], deadline: Deadline) -> None:
-        """Have these segments mapped, in a worker."""
-        for segment in sorted(segments):
-            if mapping.lacks(segment):
-                with mapping.lock:
-                    if mapping.lacks(segment):
-                        self._tell({"op": Op.SEGMENT, "number": segment})
-                        try:
-                            mapping.receive(segment, deadline)
-                        except KvplugError as e:
-                            self._unmap(e)
-                            raise MemoryError("the memory of the store cannot be mapped") from e
 
     def _unmap(self, error: KvplugError) -> None:
         """The memory cannot be had: pages come over the pipe from now on."""
@@ -391,195 +278,39 @@ class HostClient(Store):
 
     def _wrong(self, key: bytes, reason: MissReason, generation: int = 0) -> None:
         _log.warning("the store %r has given a wrong page (%s), which is removed", NAME, reason)
-        self._tell({"op": Op.WRONG, "keys": key, "generation": generation})
-
-    # -- gets over the pipe --------------------------------------------------------------------
-
-    def _get_piped(self, job: GetJob, pages: PageRequest) -> None:
-        number = next(self._numbers)
-        get = PipedGet(
-            job,
-            pages,
-            self.seal,
-            lambda index, reason: self._wrong(pages.keys[index], reason),
-            lambda: self._tell({"op": Op.CANCEL, "id": number}),
-        )
-        self._start(get)
-        if self._pipe is None:
-            get.end(MissReason.STORE_GONE)
-            return
-        if not self._listens_to_pipe():
-            get.end(MissReason.STORE_GONE)
-            return
-
-        def answer(message: Any) -> None:
-            self._forget_request(number)
-            headers = protocol.field(message, "headers", list)
-            if not all(type(each) is bytes for each in headers):
-                raise WireError("a message of a store: headers are bytes")
-            get.found(protocol.field(message, "found", bytes), headers)
-
-        remaining = job.deadline.remaining()
-        message = {
-            "op": Op.FETCH,
-            "keys": b"".join(pages.keys),
-            "payload_bytes": pages.series.format.nbytes,
-            "pieces": get.pieces.to_plain(),
-            "timeout": protocol.MAX_FOR_S if remaining is None else remaining,
-        }
-        with self._lock:
-            self._piped[number] = get
-            self._answers[number] = answer
-            self._waiting[number] = get
-            gone = self._is_gone or self._closed or get.is_over
-        if gone or not self._outbox.send({**message, "id": number}):
-            self._piped.pop(number, None)
-            self._forget_request(number)
-            get.end(MissReason.CLOSED if self._closed else MissReason.STORE_GONE)
-
-    def _listens_to_pipe(self) -> bool:
-        with self._lock:
-            if self._pipe_thread is None:
-                thread = threading.Thread(target=self._receive_pages, name="kvplug-host-pages", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as e:
-                    _log.warning("the store %r needs another thread: %s", NAME, e)
-                    return False
-                self._pipe_thread = thread
-        return True
-
-    def _receive_pages(self) -> None:
-        import torch
-
-        pipe = self._pipe
-        assert pipe is not None
-        stage = torch.empty(0, dtype=torch.uint8)
-        try:
-            while True:
-                request, piece, rows, row_bytes = protocol.read_tag(pipe.recv_tensor(timeout=None))
-                get = self._piped.get(request)
-                if get is None:
-                    if self._is_gone or self._closed:
-                        return
-                    raise WireError(f"a piece came of the request {request}, which is not under way")
-                if not rows:
-                    self._piped.pop(request, None)
-                    get.all_sent()
-                    continue
-                sent = get.rows_of(piece, rows, row_bytes)
-                if stage.numel() < rows * row_bytes:
-                    stage = torch.empty(rows * row_bytes, dtype=torch.uint8)
-                used = stage[: rows * row_bytes].view(rows, 1, row_bytes)
-                pipe.recv_tensor(used, timeout=None)
-                get.arrived(piece, sent, memory_of_writable(used), row_bytes)
-        except (PeerGoneError, ClosedError):
-            self._link.close()
-        except KvplugError as e:
-            self._fail(e)
-        except Exception as e:
-            _log.exception("receiving pages failed")
-            self._fail(e)
+        self._requests.tell({"op": Op.WRONG, "keys": key, "generation": generation})
 
     # -- puts ----------------------------------------------------------------------------------
 
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), self._deadline(timeout))
         self._check_open()
+        page_pipe = self._pages
+        if page_pipe is None:
+            job.set([PutReason.READ_ONLY] * job.count)
+            return job
         put = RemotePut(
             job,
             pages,
             self.seal,
-            ask=self._ask_to_put,
-            send=self._send_rows,
-            cancel=lambda request: self._tell({"op": Op.CANCEL, "id": request}),
+            requests=self._requests,
+            send=page_pipe.send_rows,
+            note_usage=self._note_usage,
             again=self._work,
         )
         self._start(put)
-        if self._pipe is None:
-            with put.lock:
-                if not put.is_over:
-                    put.results = [PutReason.READ_ONLY] * job.count
-            put.end(None)
-        else:
-            put.ask()
+        put.ask()
         return job
 
-    def _ask_to_put(self, put: RemotePut, numbers: range, wanted: Sequence[int]) -> int:
-        pages = put.pages
-        number = next(self._numbers)
-
-        def answer(message: Any) -> None:
-            if "wanted" in message:
-                codes = protocol.field(message, "wanted", bytes)
-                if len(codes) != len(wanted):
-                    raise WireError(f"the store wants {len(codes)} of {len(wanted)} pages")
-                put.answered(number, codes)
-            else:
-                self._forget_request(number)
-                if message.get("usage") is not None:
-                    self._usage = protocol.usage_from(message)
-                put.kept(number, protocol.put_codes(message, len(wanted)))
-
-        remaining = put.job.deadline.remaining()
-        message = {
-            "op": Op.PUT,
-            "keys": b"".join(pages.keys[at] for at in wanted),
-            "identities": [pages.identities[at] for at in wanted],
-            "format": pages.series.format.to_plain(),
-            "shard": pages.series.shard,
-            "checksums": self.seal.checksums,
-            "timeout": protocol.MAX_FOR_S if remaining is None else remaining,
-        }
-        self._request(number, put, message, answer)
-        return number
-
-    def _send_rows(
-        self, request: int, first: int, rows: int, row_bytes: int, fill: Callable[[memoryview], None]
-    ) -> None:
-        """Send rows over the pipe, from memory that is used again."""
-        pipe = self._pipe
-        assert pipe is not None
-        try:
-            with self._sending:
-                stage = self._stage(rows * row_bytes)[: rows * row_bytes].view(rows, 1, row_bytes)
-                fill(memory_of_writable(stage))
-                pipe.send_tensor(protocol.tag(request, first, rows, row_bytes), timeout=None)
-                transfer = pipe.send_tensor(stage, timeout=None)
-                self._stages.append((stage, transfer))
-        except (PeerGoneError, ClosedError):
-            self._link.close()
-        except KvplugError as e:
-            self._fail(e)
-
-    def _stage(self, nbytes: int) -> Any:
-        """Memory that is not being sent."""
-        import torch
-
-        if self._stages and (len(self._stages) >= _STAGES or self._is_sent(self._stages[0][1])):
-            stage, transfer = self._stages.popleft()
-            if transfer is not None:
-                transfer.wait()
-            flat = stage.view(-1)
-            if flat.numel() >= nbytes:
-                return flat
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    @staticmethod
-    def _is_sent(transfer: Transfer | None) -> bool:
-        return transfer is None or transfer.done()
+    def _note_usage(self, usage: Usage) -> None:
+        self._usage = usage
 
     # -- at once -------------------------------------------------------------------------------
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        """Send what has no answer. Where the store does not read, it is lost."""
-        if not self._is_gone and not self._closed:
-            self._outbox.send(message)
 
     def _tell_of_keys(self, op: str, keys: Sequence[bytes], **more: Any) -> None:
         self._check_open()
         for batch in protocol.key_batches(keys):
-            self._tell({"op": op, "keys": batch, **more})
+            self._requests.tell({"op": op, "keys": batch, **more})
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         for_s = self._deadline(timeout).remaining()
@@ -600,19 +331,16 @@ class HostClient(Store):
         found: list[bytes] = []
         job: Job[bool] = Job(1, self._deadline(DEFAULT_TIMEOUT))
         question = Question(job, False, 1)
-        number = next(self._numbers)
+        number = self._requests.new_number()
 
         def answer(message: Any) -> None:
             found.extend(protocol.keys_of(message, protocol.MAX_LISTED))
             if not protocol.field(message, "more", bool):
-                self._forget_request(number)
+                self._requests.forget(number)
                 question.answer(0, [True])
 
-        with self._lock:
-            self._jobs.add(question)
-            job.add_done_callback(lambda ended: self._ended(question))
-            question.begin(self._clock)
-        self._request(number, question, {"op": Op.KEYS, "series": series.id}, answer)
+        self._begin_question(question)
+        self._requests.ask(number, question, {"op": Op.KEYS, "series": series.id}, answer)
         if not job.wait()[0]:
             raise PeerGoneError("the store did not list its keys: it is gone, or does not answer")
         return found
@@ -627,27 +355,7 @@ class HostClient(Store):
 
     def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
         self._check_open()
-        number = next(self._numbers)
-
-        def answer(message: Any) -> None:
-            event = page_event_from_plain(message.get("event"))
-            current = self._listeners.get(number)
-            if current is not None:
-                current(event)
-
-        with self._lock:
-            self._listeners[number] = listener
-            gone = self._is_gone
-            self._answers[number] = answer
-        if gone or not self._outbox.send({"op": Op.SUBSCRIBE, "id": number}):
-            listener(nothing_there())
-
-        def end() -> None:
-            if self._listeners.pop(number, None) is not None:
-                self._forget_request(number)
-                self._tell({"op": Op.UNSUBSCRIBE, "id": number})
-
-        return end
+        return self._subscriptions.add(listener)
 
     # -- what comes ----------------------------------------------------------------------------
 
@@ -655,10 +363,7 @@ class HostClient(Store):
         channel = self._link.channel
         try:
             while True:
-                message = channel.recv(timeout=None)
-                answer = self._answers.get(protocol.number(message, "id"))
-                if answer is not None:
-                    answer(message)
+                self._requests.answered(channel.recv(timeout=None))
         except (PeerGoneError, ClosedError) as e:
             _log.debug("the link to the store has ended: %s", e)
         except KvplugError as e:
@@ -667,32 +372,30 @@ class HostClient(Store):
             _log.exception("an answer of the store was not understood: a fault of kvplug")
         self._lose()
 
-    def _fail(self, error: BaseException) -> None:
-        _log.warning("the store of %s is not used any more: %s", self._link.channel.peer, error)
+    def _fail(self, error: BaseException | None) -> None:
+        if error is not None:
+            _log.warning("the store of %s is not used any more: %s", self._link.channel.peer, error)
         self._link.close()
 
     def _lose(self) -> None:
         """The store is gone: what was asked of it is a miss. Copies out of mapped memory go on."""
+        reason = MissReason.CLOSED if self._closed else MissReason.STORE_GONE
         with self._lock:
             self._is_gone = True
-            waiting = {*self._waiting.values(), *self._puts, *self._piped.values()}
-            self._answers.clear()
-            self._waiting.clear()
-            self._piped.clear()
-            listeners = list(self._listeners.values())
             mapping, self._mapping = self._mapping, None
-        reason = MissReason.CLOSED if self._closed else MissReason.STORE_GONE
+        waiting = self._requests.end(reason)
         self._link.close()
         self._outbox.end()
-        if self._pipe is not None:
-            self._pipe.abort()
+        if self._pages is not None:
+            waiting.update(self._pages.end())
+        with self._lock:
+            waiting.update(self._puts)
         if mapping is not None:
             mapping.close()
         for job in waiting:
-            self._end_for(job, reason)
+            end_for(job, reason)
         if not self._closed:
-            for listener in listeners:
-                listener(nothing_there())
+            self._subscriptions.lose()
         self._on_lost()
 
     # -- the end -------------------------------------------------------------------------------
@@ -707,30 +410,38 @@ class HostClient(Store):
             self._closing = True
             others = [job for job in self._jobs if not isinstance(job, RemotePut)]
         for job in others:
-            self._end_for(job, MissReason.CLOSED)
+            end_for(job, MissReason.CLOSED)
         with self._lock:
             while self._puts and not self._closed:
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     break
         self.abort()
 
-    def abort(self) -> None:
+    def _give_up(self) -> bool:
+        """End every job, and have the threads end. Does not wait. Returns whether it was the first call."""
         with self._lock:
             first = not self._closed
             self._closing = self._closed = True
-            self._listeners.clear()
             jobs = list(self._jobs)
             self._changed.notify_all()
         for job in jobs:
-            self._end_for(job, MissReason.CLOSED)
-        if first:
+            end_for(job, MissReason.CLOSED)
+        self._requests.end(MissReason.CLOSED)
+        self._subscriptions.end()
+        self._link.close()
+        self._workers.close()
+        self._clock.close()
+        return first
+
+    def abort(self) -> None:
+        if self._give_up():
             self._release()
             self._join(Deadline.after(_CLOSE_S))
 
     def _release(self) -> None:
         self._link.close()
-        if self._pipe is not None:
-            self._pipe.abort()
+        if self._pages is not None:
+            self._pages.end()
         if self._mapping is not None:
             self._mapping.close()
         self._workers.close()
@@ -738,33 +449,25 @@ class HostClient(Store):
 
     def _join(self, deadline: Deadline) -> None:
         self._outbox.end()
-        for thread in (self._thread, self._pipe_thread):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(deadline.remaining())
+        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+            self._thread.join(deadline.remaining())
+        if self._pages is not None:
+            self._pages.join(deadline)
         self._workers.join(deadline)
         self._clock.join(deadline)
         self._mapping = None
-        self._stages.clear()
 
     def _after_fork_in_child(self) -> None:
         self._closing = self._closed = True
         self._lock = threading.RLock()  # a thread of the parent may have held it
         self._changed = threading.Condition(self._lock)
-        self._sending = threading.Lock()
         jobs, self._jobs, self._puts = self._jobs, set(), set()
-        self._answers, self._waiting, self._listeners, self._piped = {}, {}, {}, {}
+        self._subscriptions.end()
+        self._requests.after_fork()
+        if self._pages is not None:
+            self._pages.after_fork()
         self._workers.after_fork()
         self._clock.after_fork()
         self._outbox.after_fork()
         for job in jobs:
             job.after_fork()
-
-
-def _parts(keys: Sequence[bytes]) -> list[tuple[int, int]]:
-    """First key and number of keys of each batch."""
-    return [(at, min(protocol.MAX_KEYS, len(keys) - at)) for at in range(0, len(keys), protocol.MAX_KEYS)]
-
-
-def nothing_there() -> PagesSnapshot:
-    """The event of a store that is gone."""
-    return PagesSnapshot(epoch=uuid.uuid4().hex, seq=0, count=0)

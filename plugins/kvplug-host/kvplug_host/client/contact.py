@@ -10,10 +10,12 @@ from typing import Any, Final
 from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
+    BackgroundThread,
     Deadline,
     GetJob,
     Job,
     MissReason,
+    NamedExhaustion,
     PageEvent,
     PageRequest,
     PageSeal,
@@ -27,7 +29,8 @@ from kvplug.transport import (
     Usage,
     close_after_fork,
 )
-from kvplug_host.client.client import HostClient, nothing_there
+from kvplug_host.client.client import HostClient
+from kvplug_host.client.subscriptions import nothing_there
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +75,13 @@ class ContactStore(Store):
             self._open(_FIRST_S)
         except (PeerGoneError, TimeoutError) as e:
             self._gone(e)
-        self._thread = threading.Thread(target=self._keep_open, name="kvplug-host-contact", daemon=True)
-        self._thread.start()
+        self._thread = BackgroundThread(self._keep_open, name="kvplug-host-contact", stop=self._give_up)
+        try:
+            with NamedExhaustion("a store in another process"):
+                self._thread.start()
+        except BaseException:
+            self.abort()
+            raise
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else "" if self._client is not None else ", gone"
@@ -290,24 +298,29 @@ class ContactStore(Store):
             client.close(timeout)
         self.abort()
 
-    def abort(self) -> None:
+    def _give_up(self) -> bool:
+        """Have the thread end, without waiting. Returns whether it was the first call."""
         with self._lock:
             first = not self._closed
             self._closed = True
-            client, link = self._client, self._link
+            link = self._link
         self._wake.set()
-        if client is not None:
-            client.abort()
         if link is not None:
             link.close()
-        if first and threading.current_thread() is not self._thread:
+        return first
+
+    def abort(self) -> None:
+        first = self._give_up()
+        client = self._client
+        if client is not None:
+            client.abort()
+        if first and self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
         self._lock = threading.RLock()
         self._wake = threading.Event()
-        self._thread = threading.current_thread()
 
 
 def _ended(job: Job[Any], result: Any) -> Job[Any]:

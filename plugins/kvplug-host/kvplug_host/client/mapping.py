@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import platform
 import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import Any
 
 from kvplug import CapacityError, KvplugError
 from kvplug.transport import (
@@ -20,11 +22,12 @@ from kvplug.transport import (
     recv_fds,
     send_fds,
 )
+from kvplug_host import protocol
 from kvplug_host.arena.addresses import AddressSpace
 from kvplug_host.arena.segments import WORD
 from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, WELCOME
 
-_HAND_OVER_S: Final = 5.0
+_log = logging.getLogger(__name__)
 
 
 class Mapping:
@@ -118,3 +121,31 @@ class Mapping:
 
     def _after_fork_in_child(self) -> None:
         self.close()
+
+
+def offered_mapping(hello: Any, credentials: Credentials, deadline: Deadline) -> Mapping | None:
+    """The memory that a store offers in its first message; ``None``: it cannot be mapped, and pages come over
+    the pipe.
+
+    Raises:
+        WireError: the message is wrong.
+    """
+    contact = protocol.field(hello, "memory", str)
+    segment_bytes = protocol.number(hello, "segment_bytes", most=2**46)
+    num_segments = protocol.number(hello, "num_segments", most=2**46 // max(1, segment_bytes))
+    if not segment_bytes or not num_segments or segment_bytes % 4096:
+        raise WireError(f"a store of {num_segments} segments of {segment_bytes} bytes")
+    if not contact or platform.machine() != "x86_64":
+        return None
+    try:
+        return Mapping(
+            contact,
+            credentials,
+            protocol.field(hello, "ticket", bytes),
+            segment_bytes=segment_bytes,
+            num_segments=num_segments,
+            deadline=deadline,
+        )
+    except KvplugError as e:
+        _log.info("the memory of the store is not mapped, pages come over a pipe: %s", e)
+    return None

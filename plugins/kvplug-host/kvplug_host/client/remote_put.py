@@ -7,9 +7,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from kvplug.transport import Job, MissReason, PageRequest, PageRows, PageSeal, PutReason
+from kvplug.transport import (
+    Job,
+    MissReason,
+    PageRequest,
+    PageRows,
+    PageSeal,
+    PutReason,
+    Usage,
+    WireError,
+)
 from kvplug_host import copying, protocol
+from kvplug_host.client.requests import Requests
 from kvplug_host.jobs.steps import Steps, page_ranges, put_results, runs_of
+from kvplug_host.protocol import Op
 
 _AHEAD: Final = 3
 """Ranges of pages for which the store holds slots at the same time."""
@@ -26,23 +37,22 @@ class RemotePut(Steps):
         pages: PageRequest,
         seal: PageSeal,
         *,
-        ask: Callable[[RemotePut, range, Sequence[int]], int],
+        requests: Requests,
         send: Send,
-        cancel: Callable[[int], None],
+        note_usage: Callable[[Usage], None],
         again: Callable[[RemotePut], object],
     ) -> None:
         """
         Args:
-            ask: send the request for these pages of a range, and return its id.
             send: ``send(request, first, rows, row_bytes, fill)``: rows over the pipe, filled by ``fill``;
                 ``first`` counts in the pages of the request.
-            cancel: the pages of that request do not come.
+            note_usage: called with what the store says of its usage.
             again: puts this task to the workers.
         """
         super().__init__(job, None)
         self.pages = pages
         self._seal = seal
-        self._ask, self._send, self._cancel, self._again = ask, send, cancel, again
+        self._requests, self._send, self._note_usage, self._again = requests, send, note_usage, again
         self._ranges = deque(page_ranges(job.count, pages.series.format.nbytes))
         self._asked: dict[int, Sequence[int]] = {}
         """The numbers of the pages of each request under way."""
@@ -63,20 +73,48 @@ class RemotePut(Steps):
                 if len(self._asked) >= _AHEAD or not self._ranges:
                     finished = not self._asked and not self._ranges
                     break
-                numbers = self._ranges.popleft()
                 wanted = []
-                for at in numbers:
+                for at in self._ranges.popleft():
                     if self.pages.keys[at] in self._forgotten:
                         self.results[at] = PutReason.CANCELLED
                     else:
                         wanted.append(at)
                 # With the lock: a removal comes before all of this, or after the request.
                 if wanted:
-                    self._asked[self._ask(self, numbers, wanted)] = wanted
+                    request = self._requests.new_number()
+                    self._asked[request] = wanted
+                    self._ask(request, wanted)
         if finished:
             self.end(None)
 
-    def answered(self, request: int, codes: Sequence[int]) -> None:
+    def _ask(self, request: int, wanted: Sequence[int]) -> None:
+        pages = self.pages
+
+        def answer(message: Any) -> None:
+            if "wanted" in message:
+                codes = protocol.field(message, "wanted", bytes)
+                if len(codes) != len(wanted):
+                    raise WireError(f"the store wants {len(codes)} of {len(wanted)} pages")
+                self._answered(request, codes)
+            else:
+                self._requests.forget(request)
+                if message.get("usage") is not None:
+                    self._note_usage(protocol.usage_from(message))
+                self._kept(request, protocol.put_codes(message, len(wanted)))
+
+        remaining = self.job.deadline.remaining()
+        message = {
+            "op": Op.PUT,
+            "keys": b"".join(pages.keys[at] for at in wanted),
+            "identities": [pages.identities[at] for at in wanted],
+            "format": pages.series.format.to_plain(),
+            "shard": pages.series.shard,
+            "checksums": self._seal.checksums,
+            "timeout": protocol.MAX_FOR_S if remaining is None else remaining,
+        }
+        self._requests.ask(request, self, message, answer)
+
+    def _answered(self, request: int, codes: Sequence[int]) -> None:
         """The store says for each page of a request: send it, or its result."""
         with self.lock:
             numbers = self._asked.get(request)
@@ -92,7 +130,7 @@ class RemotePut(Steps):
         if send:
             self._again(self)
 
-    def kept(self, request: int, codes: Sequence[int]) -> None:
+    def _kept(self, request: int, codes: Sequence[int]) -> None:
         """The store has the pages of a request, or says why not."""
         with self.lock:
             numbers = self._asked.pop(request, None)
@@ -101,10 +139,6 @@ class RemotePut(Steps):
             for at, code in zip(numbers, codes, strict=True):
                 self.results[at] = protocol.result_of(code)
         self.ask()
-
-    def num_asked(self, request: int) -> int:
-        """How many pages a request is for."""
-        return len(self._asked.get(request, ()))
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Pages are removed before they were put: those that the store was not asked about are not put."""
@@ -167,4 +201,4 @@ class RemotePut(Steps):
             asked = [] if self.is_over else list(self._asked)
         super().end(reason)
         for request in asked:
-            self._cancel(request)
+            self._requests.tell({"op": Op.CANCEL, "id": request})

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvplug.transport import Deadline
+from kvplug.transport import BackgroundThread, Deadline
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +38,12 @@ class Alarm:
 class Clock:
     """The calls of one store. They must not block. After :meth:`close` nothing is called."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, stop: Callable[[], object]) -> None:
+        """``stop``: ends the store, without waiting, when the program leaves."""
         self._name = name
-        self._changed = threading.Condition()
+        self._stop = stop
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._due: list[tuple[float, int, Alarm]] = []
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
@@ -56,9 +59,9 @@ class Clock:
         alarm = Alarm(self, when, call)
         if when == float("inf"):
             return alarm
-        with self._changed:
+        with self._lock:
             if self._thread is None and not self._closed:
-                thread = threading.Thread(target=self._run, name=f"kvplug-{self._name}-clock", daemon=True)
+                thread = BackgroundThread(self._run, name=f"kvplug-{self._name}-clock", stop=self._stop)
                 thread.start()
                 self._thread = thread
             if self._cancelled > _MANY and self._cancelled > len(self._due) // 2:
@@ -73,7 +76,7 @@ class Clock:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     return
                 pause = self._due[0][0] - time.monotonic() if self._due else None
@@ -91,7 +94,7 @@ class Clock:
 
     def close(self) -> None:
         """Call nothing any more. Does not wait for a call under way."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._due.clear()
             self._changed.notify_all()
@@ -104,6 +107,7 @@ class Clock:
 
     def after_fork(self) -> None:
         """In a forked child, which has no thread of the parent."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = True
         self._due = []

@@ -9,8 +9,9 @@ import abc
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 
-from kvplug.transport import Deadline
+from kvplug.transport import BackgroundThread, Deadline
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +36,13 @@ class Task(abc.ABC):
 class Workers:
     """Up to ``num_threads`` threads, which start when there is work for them."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str, num_threads: int, stop: Callable[[], object]) -> None:
+        """``stop``: ends the owner and its tasks, without waiting, when the program leaves."""
         self._name = name
+        self._stop = stop
         self._num_threads = num_threads
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._tasks: deque[Task] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = 0
@@ -46,7 +50,7 @@ class Workers:
 
     def add(self, task: Task) -> bool:
         """Do the steps of the task. Returns whether there is a thread for it."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return False
             self._tasks.append(task)
@@ -61,7 +65,7 @@ class Workers:
     def _start(self) -> None:
         """With the lock: one thread more."""
         number = len(self._threads)
-        thread = threading.Thread(target=self._run, name=f"kvplug-{self._name}-{number}", daemon=True)
+        thread = BackgroundThread(self._run, name=f"kvplug-{self._name}-{number}", stop=self._stop)
         try:
             thread.start()
         except RuntimeError as e:
@@ -78,7 +82,7 @@ class Workers:
                 _log.exception("a step of the store %r failed: a fault of kvplug", self._name)
 
     def _take(self) -> tuple[Task, int] | None:
-        with self._changed:
+        with self._lock:
             while True:
                 while self._tasks:
                     task = self._tasks.popleft()
@@ -100,7 +104,7 @@ class Workers:
 
     def close(self) -> None:
         """Finish what is queued, then end the threads. Does not wait. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
@@ -112,7 +116,8 @@ class Workers:
 
     def after_fork(self) -> None:
         """In a forked child, which has no thread of the parent."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = True
         self._tasks.clear()
         self._threads = []

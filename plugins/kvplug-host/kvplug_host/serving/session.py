@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import (
+    BackgroundThread,
     Deadline,
     MissReason,
     PageEvent,
@@ -54,8 +55,8 @@ class Session:
         self._outbox = Outbox(link.channel, "kvplug-host")
         self._pipe: Pipe | None = None
         self._memory: Any = None
-        self._sender = Workers("host-pages", 1)
-        self._receiver: threading.Thread | None = None
+        self._sender = Workers("host-pages", 1, link.close)
+        self._receiver: BackgroundThread | None = None
         self._lock = threading.Lock()
         self._over = False
         self._reads: dict[int, list[Entry]] = {}
@@ -359,8 +360,8 @@ class Session:
 
     def _listen_to_pipe(self) -> None:
         if self._receiver is None:
-            self._receiver = threading.Thread(
-                target=self._receive_all, name="kvplug-host-arrivals", daemon=True
+            self._receiver = BackgroundThread(
+                self._receive_all, name="kvplug-host-arrivals", stop=self._link.close
             )
             try:
                 self._receiver.start()

@@ -7,8 +7,10 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from kvplug.errors import CapacityError
+from kvplug.net.threads import BackgroundThread
 from kvplug.transport.store.events import (
     SERIES_BYTES,
     PageEvent,
@@ -19,6 +21,22 @@ from kvplug.transport.store.header import split_header
 from kvplug.transport.store.results import Presence, Usage
 
 Listener = Callable[[PageEvent], None]
+
+
+class _Timer(BackgroundThread):
+    """One call to come."""
+
+    def __init__(self, after_s: float, call: Callable[[], None]) -> None:
+        self._over = threading.Event()
+        super().__init__(self._wait, name="kvplug_testing timer", stop=self.cancel, args=(after_s, call))
+
+    def _wait(self, after_s: float, call: Callable[[], None]) -> None:
+        if not self._over.wait(min(after_s, threading.TIMEOUT_MAX)):
+            call()
+
+    def cancel(self) -> None:
+        """It is not called, unless it is being called now."""
+        self._over.set()
 
 
 class PagePlace:
@@ -39,7 +57,7 @@ class PagePlace:
         self._series: dict[bytes, bytes] = {}
         """The series of the declared pages."""
         self._leases: dict[bytes, dict[int, float]] = {}
-        self._timers: dict[int, set[threading.Timer]] = defaultdict(set)
+        self._timers: dict[int, set[_Timer]] = defaultdict(set)
         self._log = PageEventLog()
         self._listeners: list[Listener] = []
 
@@ -180,8 +198,7 @@ class PagePlace:
                 self._tell(self._log.declared(series, new, for_s))
                 timers = self._timers[end]
                 timers.difference_update([each for each in timers if not each.is_alive()])
-                timer = threading.Timer(for_s, self._expire, [end, new, until])
-                timer.daemon = True
+                timer = _Timer(for_s, partial(self._expire, end, new, until))
                 timers.add(timer)
                 timer.start()
 

@@ -184,10 +184,15 @@ class Budget(StoreSuite):
                 self._within(store)
 
         some(20)
-        before = Footprint.taken()
-        rounds = count // each
-        some(rounds)
-        limit = time.monotonic() + waits.patience_s / 4
-        while held_more := Footprint.taken().growth(before, rounds, each * form.nbytes):
-            assert time.monotonic() < limit, f"this process holds {held_more}"
-            time.sleep(0.1)
+        for _ in range(3):  # what a store remembers of its pages comes and goes; a leak grows each time
+            before = Footprint.taken()
+            rounds = count // each
+            some(rounds)
+            limit = time.monotonic() + waits.patience_s / 10
+            while held_more := Footprint.taken().growth(before, rounds, each * form.nbytes):
+                if time.monotonic() > limit:
+                    break
+                time.sleep(0.1)
+            else:
+                return
+        raise AssertionError(f"this process holds {held_more}")

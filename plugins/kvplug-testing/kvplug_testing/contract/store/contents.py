@@ -9,6 +9,7 @@ import pytest
 from kvplug.net.wire.tensors import DTYPES
 from kvplug.transport.store.format import PageFormat, Part
 from kvplug.transport.store.memory import PageBlocks, PageBuffers
+from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.pages import (
     FILL,
@@ -145,9 +146,9 @@ class Contents(StoreSuite):
             for part in range(2):
                 at = [table[token // block_size] * block_size + token % block_size for token in range(4, 24)]
                 there, here = (cache[layer][part].flatten(0, 1) for cache in (source, target))
-                assert torch.equal(there[at].view(torch.int16), here[at].view(torch.int16))
+                assert_same(there[at], here[at])
                 rest = [slot for slot in range(here.shape[0]) if slot not in set(at)]
-                assert bool((here[rest].view(torch.int16) == 0x5A5A).all()), "other tokens were written"
+                assert_filled(0x5A5A, here[rest].view(torch.int16), "other tokens were written")
 
     @law("STORE-1")
     @at_both_ends

@@ -1,0 +1,104 @@
+"""Pages out of the memory of a store in another process, which is mapped here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kvplug import KvplugError
+from kvplug.transport import GetJob, MissReason, PageRequest, PageSeal
+from kvplug_host import protocol
+from kvplug_host.client.mapping import Mapping
+from kvplug_host.client.requests import Requests
+from kvplug_host.jobs.get import SlotGet
+from kvplug_host.jobs.workers import Task
+from kvplug_host.protocol import Op
+
+_READ_LEASE_S: Final = 30.0
+"""The longest that pages are kept in their slots for a reader that does not say that it is done."""
+
+
+class MappedGet(SlotGet):
+    """One request: the store says where the pages are, and they are copied out of its memory."""
+
+    def __init__(
+        self,
+        job: GetJob,
+        pages: PageRequest,
+        seal: PageSeal,
+        *,
+        mapping: Mapping,
+        requests: Requests,
+        wrong: Callable[[bytes, MissReason, int], None],
+        again: Callable[[Task], object],
+        unmap: Callable[[KvplugError], None],
+    ) -> None:
+        """
+        Args:
+            wrong: called with the key of a page that is wrong, why, and its generation.
+            again: puts this task to the workers.
+            unmap: the memory cannot be mapped.
+        """
+        super().__init__(
+            job,
+            pages,
+            seal,
+            discard=lambda index, reason: wrong(pages.keys[index], reason, self._generations[index]),
+            settled=lambda: requests.tell({"op": Op.DONE, "id": self._number}),
+            again=again,
+            prepare=self._map,
+        )
+        self._mapping = mapping
+        self._requests = requests
+        self._unmap = unmap
+        self._number = requests.new_number()
+        self._segments: set[int] = set()
+        self._generations: list[int] = []
+
+    def ask(self) -> None:
+        """Ask where the pages are."""
+        remaining = self.job.deadline.remaining()
+        lease_s = min(_READ_LEASE_S, max(0.0, remaining or _READ_LEASE_S))
+        message = {"op": Op.READ, "keys": b"".join(self.pages.keys), "lease_s": lease_s}
+        self._requests.ask(self._number, self, message, self._answered)
+
+    def _answered(self, message: Any) -> None:
+        self._requests.forget(self._number)
+        mapping = self._mapping
+        places = protocol.places_from(message, self.job.count, mapping.segment_bytes, mapping.num_segments)
+        for index, place in enumerate(places):
+            if place is None:
+                self.miss(index, MissReason.ABSENT)
+            else:
+                self._segments.add(place.offset // mapping.segment_bytes)
+        generations = self._generations = [place.generation if place else 0 for place in places]
+        words = [place.offset + place.slot_bytes - 8 if place else 0 for place in places]
+
+        def is_valid(numbers: Sequence[int]) -> list[bool]:
+            return mapping.are([words[at] for at in numbers], [generations[at] for at in numbers])
+
+        self.found(
+            mapping.view,
+            [place.offset if place else 0 for place in places],
+            [place.header_bytes if place else 0 for place in places],
+            [place.payload_bytes if place else 0 for place in places],
+            is_valid,
+        )
+        if self._segments:
+            self._again(self)
+        else:
+            self.end(None)
+
+    def _map(self) -> None:
+        """Have the segments mapped, in a worker."""
+        mapping = self._mapping
+        for segment in sorted(self._segments):
+            if mapping.lacks(segment):
+                with mapping.lock:
+                    if mapping.lacks(segment):
+                        self._requests.tell({"op": Op.SEGMENT, "number": segment})
+                        try:
+                            mapping.receive(segment, self.job.deadline)
+                        except KvplugError as e:
+                            self._unmap(e)
+                            raise MemoryError("the memory of the store cannot be mapped") from e
