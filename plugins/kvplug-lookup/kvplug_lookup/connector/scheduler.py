@@ -101,6 +101,7 @@ class LookupScheduler(SchedulerConnector):
         role = context.config.role
         self._saves = role in (Role.PRODUCER, Role.BOTH)
         self._loads = role in (Role.CONSUMER, Role.BOTH)
+        self._in_background = options.async_load or context.loads_in_background
         self._tracked: dict[str, _Tracked] = {}
         self._planned_loads: list[LoadPlan] = []
         self._forget: list[str] = []
@@ -325,7 +326,7 @@ class LookupScheduler(SchedulerConnector):
             return 0, False
         tracked.num_computed_at_match, tracked.num_promised = num_computed_tokens, new
         tracked.sources = sources
-        return new, self._context.options.async_load
+        return new, self._in_background
 
     def _held(self, tracked: _Tracked, start: int, usable: int) -> tuple[int, tuple[_Runs, ...]] | None:
         """The end of the tokens from ``start`` on that every worker can load, and from where; ``None``: not
@@ -416,8 +417,7 @@ class LookupScheduler(SchedulerConnector):
             )
         start = tracked.num_computed_at_match
         end = start + num_external_tokens
-        in_background = self._context.options.async_load
-        tracked.is_loading = in_background
+        tracked.is_loading = self._in_background
         first, last = start // self._page_tokens, -(-end // self._page_tokens)
         tokens = request.token_ids[first * self._page_tokens : last * self._page_tokens]
         self._planned_loads.append(
@@ -430,7 +430,7 @@ class LookupScheduler(SchedulerConnector):
                 start=start,
                 end=end,
                 sources=tuple(_cut(runs, last - first) for runs in tracked.sources),
-                in_background=in_background,
+                in_background=self._in_background,
             )
         )
         # Pages that are held by the first store, or wholly loaded, need no save.
