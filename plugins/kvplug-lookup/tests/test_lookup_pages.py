@@ -22,7 +22,6 @@ from lookup_engines import (
     first_store,
     num_held,
     pair,
-    promised,
     tokens,
 )
 
@@ -109,7 +108,8 @@ def test_a_load_moves_at_most_one_page_more_than_is_used(
     page_tokens: int, num_asked: int, num_computed: int
 ) -> None:
     received: list[int] = []
-    given = {"lookup": {"page_tokens": page_tokens}, "options": {"host": {"map": False}}, "transport": "cpu"}
+    lookup = {"page_tokens": page_tokens, "stall_timeout_s": 20, "wait_timeout_s": 20}
+    given = {"lookup": lookup, "options": {"host": {"map": False}}, "transport": "cpu"}
     with pair(
         producer=given,
         consumer=given,
@@ -223,4 +223,5 @@ def test_a_full_store_makes_room_by_use_and_evictions_are_counted() -> None:
         usage = first_store(engine).usage()
         assert usage.used_bytes <= usage.budget_bytes <= 1 << 20
         assert engine.matched(request_of("oldest", tokens(100, first=1000))) == (0, False)
-        assert engine.scheduler.request_finished(promised(engine, request_of("a", PROMPT), 96)[0], ((),), None)
+        evicted = engine.figures()["ops"]["evict"]["count"]
+        assert evicted == 6 * 40 - usage.num_pages
