@@ -63,9 +63,12 @@ def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_p
 
 def test_one_load_takes_its_pages_from_several_stores(tmp_path: Path) -> None:
     with both({"promote": False}, **tiers(tmp_path, size=256 << 10, segment_bytes=256 << 10)) as engine:
-        for number in range(1, 11):  # more than the first store holds
-            engine.prefill(request_of(f"turn {number}", tokens(96 * number)))
+        long = request_of("long", tokens(960))  # of more pages than the first store holds
+        blocks = engine.admit(long)
+        for number in range(1, 11):
+            engine.step([(long, blocks, 96 * (number - 1), 96)])
             until(lambda expected=6 * number: num_files(engine) == expected, what="six files more")  # type: ignore[misc]
+        engine.finish(long, blocks)
         assert 0 < num_held(engine) < 60
         prompt = request_of("a", tokens(970))
         assert engine.matched(prompt) == (960, False)
