@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 KEYS = {
     "prompt_tokens",
+    "tokens_found",
     "tokens_loaded",
     "kv_bytes",
     "transfer_s",
@@ -32,6 +33,7 @@ KEYS = {
     "text",
     "connector",
     "transport",
+    "store",
     "device",
     "reasons",
 }

@@ -142,7 +142,7 @@ def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
     It waits as long as it takes for what the peer has stored and sends: a busy machine may lose nothing.
     """
     policy = {key: extra.pop(key) for key in ("kv_load_failure_policy", "engine_id") if key in extra}
-    lookup = {"fence_timeout_s": 60.0, "stall_timeout_s": 60.0, **extra.pop("options", {}).get("lookup", {})}
+    lookup = {"wait_timeout_s": 60.0, "stall_timeout_s": 60.0, **extra.pop("options", {}).get("lookup", {})}
     return {
         "kv_connector": "KvplugConnector",
         "kv_role": role,

@@ -26,7 +26,7 @@ CPUS = sorted(os.sched_getaffinity(0))
 NUM_WAVES, WAVE, NUM_TOKENS = 2, 16, 300
 NUM_BUSY = 6
 WAIT_S = 60.0
-PATIENCE = {"timeout_s": 30.0, "options": {"lookup": {"fence_timeout_s": 20.0, "stall_timeout_s": 2.0}}}
+PATIENCE = {"timeout_s": 30.0, "options": {"lookup": {"wait_timeout_s": 20.0, "stall_timeout_s": 2.0}}}
 """As an operator has it, but for the fence, which is not what is tried here."""
 
 

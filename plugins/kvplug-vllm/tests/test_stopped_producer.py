@@ -58,7 +58,7 @@ def decode(request: Any, start: Any, config_for: Any, prefill: Any, port: int) -
     lookup = {
         "async_load": settings.pop("async_load", False),
         "stall_timeout_s": STALL_S,
-        "fence_timeout_s": 0.5,  # a producer that is stopped does not say what it has
+        "wait_timeout_s": 0.5,  # a producer that is stopped does not say what it has
     }
     setups = [*settings.pop("setup", []), f"{INSIDE}:time_calls"]
     config = config_for("kv_consumer", port, kv_load_failure_policy="recompute", options={"lookup": lookup})

@@ -323,7 +323,7 @@ class LookupWorker(WorkerConnector):
             self._note_failure(load)
             return
         num_tokens = load.plan.end - load.plan.start
-        self.last_route = "; ".join(f"{part.source}: {part.route}" for part in load.parts)
+        self.last_route = "; ".join(": ".join(filter(None, (part.source, part.route))) for part in load.parts)
         for part in load.parts:
             self._rates.note(part.source, num_tokens, load.seconds)
             if self._saver is not None and self._context.options.promote:
