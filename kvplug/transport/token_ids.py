@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,11 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     try:
         view = memoryview(token_ids)  # type: ignore[arg-type]
     except TypeError:
-        packed = array("q", token_ids)
+        found = [*token_ids]
+        try:
+            return struct.pack(f"<{len(found)}q", *found)  # several times as fast as an array
+        except struct.error:
+            packed = array("q", found)  # which says what is wrong
     else:
         if view.format in ("c", "b", "B"):
             raise TypeError("token ids are integers of 64 bits, and bytes were given")

@@ -17,6 +17,7 @@ So a question about a prompt is answered locally, in microseconds. What keeps th
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -188,9 +189,10 @@ class Replica:
                 return []
             if not self._is_current:
                 return [] if self._is_late.expired else None
-            found = []
             held, presence = self._index.held, self._index.presence
-            for chain in chains[first:]:
+            asked = chains[first:]
+            found = [Presence.HELD for _ in itertools.takewhile(held.__contains__, asked)]
+            for chain in asked[len(found) :]:
                 if chain in held:
                     found.append(Presence.HELD)
                     continue
