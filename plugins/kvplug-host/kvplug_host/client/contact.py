@@ -35,7 +35,8 @@ from kvplug_host.client.subscriptions import nothing_there
 _log = logging.getLogger(__name__)
 
 _FIRST_S: Final = 5.0
-"""How long the program is waited for when the store is opened."""
+"""How long a program that does not answer is waited for when the store is opened. One that answers may take the
+usual time for what comes then: to begin with, both ends may have to import torch."""
 _BACKOFF_S: Final = (0.1, 5.0)
 """After the first failure, and at most; doubled each time."""
 _CLOSE_S: Final = 5.0
@@ -104,9 +105,12 @@ class ContactStore(Store):
     # -- the connection ------------------------------------------------------------------------
 
     def _open(self, timeout: float) -> None:
-        """Connect. Raises what a handshake raises."""
-        deadline = Deadline.after(timeout)
+        """Connect. Raises what a handshake raises.
+
+        ``timeout``: until the other end has proved itself.
+        """
         link = self._connect(self._address, timeout)
+        deadline = Deadline.after(max(timeout, self._context.timeout_s))
         with self._lock:
             self._link, closed = link, self._closed
         try:
