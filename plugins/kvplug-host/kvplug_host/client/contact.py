@@ -35,8 +35,8 @@ from kvplug_host.client.subscriptions import nothing_there
 _log = logging.getLogger(__name__)
 
 _FIRST_S: Final = 5.0
-"""How long a program that does not answer is waited for when the store is opened. One that answers may take the
-usual time for what comes then: to begin with, both ends may have to import torch."""
+"""How long a program that does not answer is waited for when the store is opened. One that answers may take
+the usual time for what comes then: to begin with, both ends may have to import torch."""
 _BACKOFF_S: Final = (0.1, 5.0)
 """After the first failure, and at most; doubled each time."""
 _CLOSE_S: Final = 5.0
