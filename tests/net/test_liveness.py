@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvplug.errors import ClosedError, PeerGoneError
+from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError
 from kvplug.net import liveness
 from kvplug.net.liveness import Heartbeat, watch
 from kvplug.net.trust.identity import PeerIdentity, decode_identity, encode_identity, this_process
@@ -308,7 +308,7 @@ def test_a_watch_that_gets_no_thread_does_not_spoil_the_next(
     gone = Gone()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_threads)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ResourceExhaustedError, match="no more threads"):
             watch(sock=pair[0], on_gone=gone)
     assert open_fds() == before
     watching = watch(sock=pair[0], on_gone=gone)

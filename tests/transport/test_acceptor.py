@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, PeerGoneError, TimeoutError, TransportError
+from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
+from kvplug.net.deadline import Deadline
 from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.decline import raise_if_declined
 from kvplug.net.trust.listener import Connection, Listener, dial
+from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.transport.acceptor import Acceptor, PipeAcceptor
 from kvplug_testing import peers
 from kvplug_testing.waits import until
@@ -181,6 +184,8 @@ def test_without_a_thread_for_one_the_next_comes_in(
     with Plain(opened) as acceptor:
         monkeypatch.setattr(threading.Thread, "start", once)
         with came(opened) as unlucky:
+            with pytest.raises(ResourceExhaustedError, match="threads"):
+                raise_if_declined(unlucky, unlucky.sock.recv(HEADER_SIZE), Deadline.after(PATIENCE_S))
             assert is_hung_up(unlucky)
         with came(opened, b"p"):
             pipe: Any = acceptor.accept()

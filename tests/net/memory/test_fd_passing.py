@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import CapacityError, PeerGoneError, TimeoutError
+from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError
 from kvplug.transport import (
     Connection,
     Credentials,
@@ -210,7 +210,7 @@ def taking(parent: peers.Parent, contact: str, spare: int) -> Any:
             _, fds = recv_fds(connection, 4, 2, soon())
             text = f"{len(fds)} came"
             close_all(fds)
-        except CapacityError as e:
+        except ResourceExhaustedError as e:
             text = str(e)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         return [text, descriptors() == before]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import CapacityError
+from kvplug import ResourceExhaustedError, TransportError
 from kvplug.net.memory import memfd
 from kvplug.transport import Segment, WireError
 from kvplug_testing import peers
@@ -269,7 +269,7 @@ def refused(parent: peers.Parent, limit: str, what: str) -> Any:
         else:
             Segment.attach(fd, LARGE)
         text = "nothing"
-    except CapacityError as e:
+    except ResourceExhaustedError as e:
         text = str(e)
     resource.setrlimit(number, (soft, hard))
     Segment.attach(fd, LARGE)
@@ -296,7 +296,7 @@ def test_a_limit_that_is_met_is_named_and_nothing_stays_behind(limit: str, what:
 @pytest.mark.parametrize("nbytes", [1 << 62, 1 << 80])
 def test_more_than_there_can_be_is_refused(nbytes: int) -> None:
     before = descriptors(), mappings()
-    with pytest.raises(CapacityError, match=str(nbytes)):
+    with pytest.raises(TransportError, match=str(nbytes)):
         Segment.create("test", nbytes)
     assert (descriptors(), mappings()) == before
 
@@ -320,7 +320,7 @@ def test_where_pages_can_be_refused_they_are_taken_at_once(monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CapacityError, match="No space"):
+    with pytest.raises(ResourceExhaustedError, match="no space is left"):
         Segment.create("test", SIZE)
     assert (descriptors(), mappings()) == before
 
