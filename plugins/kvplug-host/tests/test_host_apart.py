@@ -21,12 +21,16 @@ KVPLUG = (sys.executable, "-c", "from kvplug.cli.main import main; main()")
 APART = ("--net", "--ipc", "--pid", "--fork", "--kill-child")
 """As containers of several pods: no abstract socket and no process of one is seen by another."""
 USER = """
+import logging
 import sys
 import torch  # before the other end waits for it: on a busy machine this takes many seconds
 import kvplug
 from kvplug.transport import PageBuffers, PageRequest, Series, foreign_key, opaque_format
 
 what, address, seed = sys.argv[1:]
+said = []
+logging.getLogger("kvplug_host").addHandler(handler := logging.Handler("WARNING"))
+handler.emit = lambda record: said.append(record.getMessage())
 config = {"stores": ["host"], "host": address.replace("kv.sock", what + ".sock"),
           "timeout_s": 120, "options": {"host": {"contact": address}}}
 store = kvplug.build_store(kvplug.Config.from_dict(config))
@@ -46,6 +50,7 @@ if what == "get":
     assert [bytes(rows.row(number)) for number in range(len(identities))] == wanted
 print("mapped" if store.route == "its memory is mapped" else store.route.partition(" to ")[0])
 store.close()
+assert not said, said
 """
 
 

@@ -297,28 +297,28 @@ class ContactStore(Store):
         return self._closed
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = self._deadline(timeout)
+        self._give_up()  # the end of the client is no loss
         client = self._client
-        if client is not None and not self._closed:
-            client.close(timeout)
+        if client is not None:
+            client.close(deadline.remaining())
         self.abort()
 
-    def _give_up(self) -> bool:
-        """Have the thread end, without waiting. Returns whether it was the first call."""
+    def _give_up(self) -> None:
+        """Have the thread end, without waiting."""
         with self._lock:
-            first = not self._closed
             self._closed = True
             link = self._link
         self._wake.set()
         if link is not None:
             link.close()
-        return first
 
     def abort(self) -> None:
-        first = self._give_up()
+        self._give_up()
         client = self._client
         if client is not None:
             client.abort()
-        if first and self._thread.ident is not None and threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
 
     def _after_fork_in_child(self) -> None:
