@@ -132,6 +132,7 @@ def test_no_store_at_an_address_is_an_error_that_names_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("map_", "route"), [("true", "mapped"), ("false", "over a pipe")])
 def test_pods_share_a_store_by_a_socket_path(tmp_path: Path, map_: str, route: str) -> None:
     """Each program has network, processes and shared memory of its own; they share one folder."""
