@@ -13,19 +13,24 @@ the trace.
 - **agents**: a few long prefixes (instructions and tools), under each of which many runs take short steps.
 
 ``forward`` notes the use of a prompt's pages from the first to the last, ``backward`` from the last to the
-first, so that of two pages that were used together the one further back is evicted first.
+first, so that of two pages that were used together the one further back is evicted first. vLLM's offloading
+to CPU memory and LMCache evict by LRU unless told otherwise; both note uses backward, and new pages as they
+come, forward. "host" is what the store "host" runs; "ARC" is the algorithm as its paper has it.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import functools
 import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from kvplug_host.eviction import Eviction
 
 Prompt = Sequence[Hashable]
 BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4)
@@ -178,14 +183,51 @@ class Arc:
             self._once_ghosts[key] = None
 
 
-POLICIES: dict[str, tuple[Callable[[int], Policy], bool]] = {
-    "LRU, forward": (Lru, False),
-    "LRU, backward": (Lru, True),
-    "S3-FIFO, forward": (S3Fifo, False),
-    "S3-FIFO, backward": (S3Fifo, True),
-    "ARC, forward": (Arc, False),
-    "ARC, backward": (Arc, True),
+class Fifo(Lru):
+    """The oldest key goes, used or not."""
+
+    def use(self, key: Hashable) -> None:
+        pass
+
+
+class Host:
+    """What the store "host" runs."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._order = Eviction()
+        self._keys: dict[bytes, None] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return _bytes(key) in self._keys
+
+    def use(self, key: Hashable) -> None:
+        self._order.use(_bytes(key))
+
+    def add(self, key: Hashable) -> None:
+        while len(self._keys) >= self._size:
+            victim = self._order.victim(lambda key: True)
+            assert victim is not None
+            del self._keys[victim]
+        self._keys[_bytes(key)] = None
+        self._order.add(_bytes(key))
+
+
+@functools.cache
+def _bytes(key: Hashable) -> bytes:
+    return repr(key).encode()
+
+
+POLICIES: dict[str, tuple[Callable[[int], Policy], bool, bool]] = {
+    "FIFO": (Fifo, False, False),
+    "LRU, forward": (Lru, False, False),
+    "LRU, as vLLM and LMCache": (Lru, True, False),
+    "LRU, backward": (Lru, True, True),
+    "S3-FIFO, backward": (S3Fifo, True, True),
+    "ARC, backward": (Arc, True, True),
+    "host": (Host, True, True),
 }
+"""Makes the policy; whether uses, and whether new pages, are noted backward."""
 
 
 # -- the traces --------------------------------------------------------------------------------
@@ -250,17 +292,19 @@ def traces(seed: int, num_requests: int) -> dict[str, list[Prompt]]:
 # -- the measurement ---------------------------------------------------------------------------
 
 
-def hit_rate(policy: Policy, trace: Sequence[Prompt], backward: bool) -> float:
+def hit_rate(
+    policy: Policy, trace: Sequence[Prompt], uses_backward: bool = False, adds_backward: bool = False
+) -> float:
     found = total = 0
     for prompt in trace:
         hits = next((at for at, key in enumerate(prompt) if key not in policy), len(prompt))
         found += hits
         total += len(prompt)
         used, new = prompt[:hits], prompt[hits:]
-        for key in reversed(used) if backward else used:
+        for key in reversed(used) if uses_backward else used:
             if key in policy:
                 policy.use(key)
-        for key in reversed(new) if backward else new:
+        for key in reversed(new) if adds_backward else new:
             if key not in policy:
                 policy.add(key)
     return found / total
@@ -271,9 +315,9 @@ def measure(seed: int, num_requests: int) -> list[list[str]]:
     rows = []
     for name, trace in traces(seed, num_requests).items():
         distinct = len({key for prompt in trace for key in prompt})
-        most = hit_rate(Lru(distinct + 1), trace, backward=False)
-        for called, (make, backward) in POLICIES.items():
-            rates = [hit_rate(make(max(1, int(distinct * part))), trace, backward) for part in BUDGETS]
+        most = hit_rate(Lru(distinct + 1), trace)
+        for called, (make, *backward) in POLICIES.items():
+            rates = [hit_rate(make(max(1, int(distinct * part))), trace, *backward) for part in BUDGETS]
             rows.append([name, called, *(f"{100 * rate:.1f}" for rate in rates), f"{100 * most:.1f}"])
     return rows
 

@@ -265,7 +265,7 @@ class HostClient(Store):
 
     def _work(self, task: Task) -> None:
         if not self._workers.add(task) and isinstance(task, Steps):
-            task.end(MissReason.CLOSED if self._closed else MissReason.STORE_GONE)
+            task.end(self._requests.over or MissReason.STORE_GONE)
 
     def _unmap(self, error: KvplugError) -> None:
         """The memory cannot be had: pages come over the pipe from now on."""
@@ -424,9 +424,10 @@ class HostClient(Store):
             self._closing = self._closed = True
             jobs = list(self._jobs)
             self._changed.notify_all()
+        reason = self._requests.over or MissReason.CLOSED  # of one that is gone: that it is gone
         for job in jobs:
-            end_for(job, MissReason.CLOSED)
-        self._requests.end(MissReason.CLOSED)
+            end_for(job, reason)
+        self._requests.end(reason)
         self._subscriptions.end()
         self._link.close()
         self._workers.close()

@@ -35,7 +35,8 @@ from kvplug_host.client.subscriptions import nothing_there
 _log = logging.getLogger(__name__)
 
 _FIRST_S: Final = 5.0
-"""How long the program is waited for when the store is opened."""
+"""How long a program that does not answer is waited for when the store is opened. One that answers may take
+the usual time for what comes then: to begin with, both ends may have to import torch."""
 _BACKOFF_S: Final = (0.1, 5.0)
 """After the first failure, and at most; doubled each time."""
 _CLOSE_S: Final = 5.0
@@ -104,9 +105,12 @@ class ContactStore(Store):
     # -- the connection ------------------------------------------------------------------------
 
     def _open(self, timeout: float) -> None:
-        """Connect. Raises what a handshake raises."""
-        deadline = Deadline.after(timeout)
+        """Connect. Raises what a handshake raises.
+
+        ``timeout``: until the other end has proved itself.
+        """
         link = self._connect(self._address, timeout)
+        deadline = Deadline.after(max(timeout, self._context.timeout_s))
         with self._lock:
             self._link, closed = link, self._closed
         try:
@@ -293,28 +297,28 @@ class ContactStore(Store):
         return self._closed
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = self._deadline(timeout)
+        self._give_up()  # the end of the client is no loss
         client = self._client
-        if client is not None and not self._closed:
-            client.close(timeout)
+        if client is not None:
+            client.close(deadline.remaining())
         self.abort()
 
-    def _give_up(self) -> bool:
-        """Have the thread end, without waiting. Returns whether it was the first call."""
+    def _give_up(self) -> None:
+        """Have the thread end, without waiting."""
         with self._lock:
-            first = not self._closed
             self._closed = True
             link = self._link
         self._wake.set()
         if link is not None:
             link.close()
-        return first
 
     def abort(self) -> None:
-        first = self._give_up()
+        self._give_up()
         client = self._client
         if client is not None:
             client.abort()
-        if first and self._thread.ident is not None and threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
 
     def _after_fork_in_child(self) -> None:

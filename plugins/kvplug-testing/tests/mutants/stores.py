@@ -102,8 +102,7 @@ class TestKeepsWrongPages(Mutant):
 
     class end(PlaceEnd):  # noqa: N801
         def remove(self, keys: Sequence[bytes]) -> None:
-            if threading.current_thread() is threading.main_thread():
-                super().remove(keys)
+            super().remove(keys)
 
 
 class TestKeepsTheCallersMemory(Mutant):
@@ -1021,3 +1020,18 @@ class TestHasNoFaultByALink(LinkMutant):
     """The store "memory", and ends that reach it by a link."""
 
     is_control = True
+
+
+# -- the end of the program ------------------------------------------------------------------------
+
+
+class TestKeepsTheProgramFromLeaving(Mutant):
+    """When the program leaves, a thread of the store is waited for, and it does not end."""
+
+    breaks = ("ALL-8",)
+    caught_by = "test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code"
+
+    class made(MemoryStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            threading.Thread(target=threading.Event().wait, args=(60.0,), name="mutant").start()

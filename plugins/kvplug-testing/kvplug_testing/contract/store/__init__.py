@@ -10,6 +10,7 @@ from kvplug_testing.contract.store.endings import Endings
 from kvplug_testing.contract.store.gone import Gone
 from kvplug_testing.contract.store.index import WhatIsThere
 from kvplug_testing.contract.store.leases import Leases
+from kvplug_testing.contract.store.leaving import Leaving
 from kvplug_testing.contract.store.misses import Misses, Tenants
 from kvplug_testing.contract.store.model import Model
 from kvplug_testing.contract.store.removal import Removal
@@ -18,6 +19,7 @@ from kvplug_testing.contract.store.writers import Writers
 
 # pytest collects the last base first.
 class StoreContract(
+    Leaving,
     Endings,
     Gone,
     Model,

@@ -1,0 +1,187 @@
+"""What the store "host" costs: gets, puts and lookups of pages, beside a memcpy of as many bytes.
+
+    python benchmarks/host.py [--sizes 64KiB,512KiB,2MiB] [--total 64MiB] [--rounds N] [--markdown FILE]
+
+The store runs in a program of its own (`kvplug store serve`), and once more in this process. "mapped" maps
+the memory of that program and copies out of it; "over shm" and "over cpu" get copies over a pipe. Checksums
+are on, as they are by default: every page is verified before it may be used. "memcpy" copies the same pages,
+one by one, out of memory that is there already; "and hash" computes their checksums, too. All take turns
+within a round, in an order that changes, without the first. The figures are medians, the shares medians of
+the shares within a round, with their quartiles. Lookups are of all pages in one request; their figure is
+microseconds for each request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from fs import machine, quartiles, seconds, size
+
+import kvplug
+from kvplug.transport import PageBuffers, PageRequest, Series, Store, foreign_key, opaque_format
+
+ROUTES = {"mapped": {}, "over shm": {"transport": "shm"}, "over cpu": {"transport": "cpu"}}
+PROGRAM = (sys.executable, "-c", "from kvplug.cli.main import main; main()")
+
+
+def served(stack: ExitStack, address: str, budget: int) -> None:
+    """A program that serves the store, until the stack ends."""
+    command = [*PROGRAM, "store", "serve", "host", "--address", address, "--set=timeout_s=120"]
+    command.append(f"--set=options.host.size={budget}")
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    stack.callback(program.wait)
+    stack.callback(program.terminate)
+    assert program.stdout is not None
+    assert program.stdout.readline().strip() == address, "the program does not serve"
+
+
+def opened(stack: ExitStack, options: dict[str, Any], **common: Any) -> Store:
+    given = {"stores": ["host"], "timeout_s": 120, "options": {"host": options}, **common}
+    store = kvplug.build_store(kvplug.Config.from_dict(given))
+    stack.callback(store.close)
+    return store
+
+
+class Pages:
+    """Pages of one size in the stores, and copies beside them."""
+
+    def __init__(self, stack: ExitStack, nbytes: int, total: int) -> None:
+        torch.empty(0)  # imported by now: the other end does not wait for that
+        self.count = max(1, total // nbytes)
+        self.total = self.count * nbytes
+        self.nbytes = nbytes
+        budget = 4 * self.total + (256 << 20)
+        address = f"unix:@kvplug-benchmark-{os.getpid()}-{nbytes}"
+        served(stack, address, budget)
+        self.stores = {"in this process": opened(stack, {"size": budget})}
+        for name, common in ROUTES.items():
+            options = {"contact": address, "map": name == "mapped"}
+            store = self.stores[name] = opened(stack, options, **common)
+            assert ("mapped" in store.route) == (name == "mapped"), store.route
+        self.series = Series(opaque_format(nbytes), b"", self.stores["mapped"].seal.id)
+        self._memory = PageBuffers.empty(self.series.format, self.count)
+        self._memory.rows().buffer[:] = secrets.token_bytes(1 << 10) * (self.total >> 10)
+        self._source = memoryview(bytearray(self._memory.rows().buffer))
+        self._kept = self._request(b"kept")
+        for name in ("in this process", "mapped"):
+            self._put(self.stores[name], self._kept)
+
+    def _request(self, name: bytes) -> PageRequest:
+        identities = [name + b" %d" % index for index in range(self.count)]
+        keys = [foreign_key(b"benchmark", identity) for identity in identities]
+        return PageRequest(series=self.series, keys=keys, identities=identities, memory=self._memory)
+
+    def _put(self, store: Store, pages: PageRequest) -> None:
+        assert not any(store.submit_put(pages).wait(120)), "a page was not kept"
+
+    def get(self, store: Store) -> None:
+        assert not any(store.submit_get(self._kept).wait(120)), "a page was missed"
+
+    def put(self, store: Store) -> Callable[[], None]:
+        pages = self._request(secrets.token_bytes(8))
+        self._put(store, pages)
+        return lambda: store.submit_remove(pages.keys).wait(120) and None
+
+    def lookup(self, store: Store) -> None:
+        assert set(store.submit_lookup(self._kept.keys).wait(120)) == {"held"}
+
+    def copy(self, hashes: bool = False) -> None:
+        rows = self._memory.rows()
+        for index in range(self.count):
+            begin = index * self.nbytes
+            page = self._source[begin : begin + self.nbytes]
+            rows.row(index)[:] = page
+            if hashes:
+                xxhash.xxh3_64_digest(page)
+
+
+def measure(pages: Pages, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each call in each round, by what is done."""
+    beside: dict[str, Callable[[], Any]] = {
+        "memcpy": pages.copy,
+        "and hash": lambda: pages.copy(hashes=True),
+    }
+    calls: dict[str, dict[str, Callable[[], Any]]] = {"get": {}, "put": {}, "lookup": {}}
+    for name, store in pages.stores.items():
+        calls["get"][name] = lambda store=store: pages.get(store)
+        if name != "mapped":  # puts of others always go over the pipe
+            calls["put"][name] = lambda store=store: pages.put(store)
+        if name in ("in this process", "mapped"):
+            calls["lookup"][name] = lambda store=store: pages.lookup(store)
+    taken: dict[str, dict[str, list[float]]] = {}
+    for round_ in range(rounds + 1):
+        for what, of in calls.items():
+            names = {**of, **(beside if what != "lookup" else {})}
+            order = list(names)
+            at = round_ % len(order)
+            for name in order[at:] + order[:at]:
+                took, clean_up = seconds(names[name])
+                if clean_up is not None:
+                    clean_up()
+                if round_:
+                    taken.setdefault(what, {}).setdefault(name, []).append(took)
+    return taken
+
+
+def tables(results: dict[str, Any]) -> str:
+    lines = [
+        "| pages | what | how | GB/s | of memcpy | quartiles | of memcpy and hash |",
+        "| --- " * 7 + "|",
+    ]
+    lookups = ["| pages | lookup of | how | microseconds |", "| --- " * 4 + "|"]
+    for text, (count, total, taken) in results.items():
+        for what in ("get", "put"):
+            times = taken[what]
+            plain, hashed = times["memcpy"], times["and hash"]
+            for name, each in times.items():
+                low, share, high = quartiles(b / f for f, b in zip(each, plain, strict=True))
+                of_hashed = statistics.median(b / f for f, b in zip(each, hashed, strict=True))
+                lines.append(
+                    f"| {text} | {what} | {name} | {total / statistics.median(each) / 1e9:.2f} | {share:.2f}"
+                    f" | {low:.2f} to {high:.2f} | {of_hashed:.2f} |"
+                )
+        lookups += [
+            f"| {text} | {count} pages | {name} | {1e6 * statistics.median(each):,.0f} |"
+            for name, each in taken["lookup"].items()
+        ]
+    return "\n".join([*lines, "", *lookups])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sizes", default="64KiB,512KiB,2MiB")
+    parser.add_argument("--total", type=size, default=64 << 20, help="bytes that are moved at once")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    given = parser.parse_args()
+    results = {}
+    for text in given.sizes.split(","):
+        with ExitStack() as stack:
+            pages = Pages(stack, size(text), given.total)
+            results[text] = (pages.count, pages.total, measure(pages, given.rounds))
+    where = machine(Path(tempfile.gettempdir()), 2)
+    text = f"{tables(results)}\n\n{where}, {given.rounds} rounds.\n"
+    print(text)
+    if given.markdown:
+        given.markdown.write_text(text)
+    if given.json:
+        given.json.write_text(json.dumps({"machine": where, "results": results}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

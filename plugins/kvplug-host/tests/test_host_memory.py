@@ -1,0 +1,95 @@
+"""The memory that the store "host" hands out: another process only reads it, and cannot shrink it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvplug import KvplugError
+from kvplug.transport import Credentials, Deadline
+from kvplug_host.arena.segments import Segments
+from kvplug_host.client.mapping import Mapping
+from kvplug_host.protocol import TICKET_BYTES
+from kvplug_host.serving.memory_door import MemoryDoor
+
+NBYTES = 64 << 10
+
+
+@pytest.fixture
+def segments() -> Iterator[Segments]:
+    made = Segments(2, NBYTES)
+    made.grow()
+    if not made.can_be_mapped:
+        pytest.skip("this kernel cannot seal memory so that others only read it")
+    with closing(made):
+        yield made
+
+
+def test_who_gets_the_descriptor_cannot_write_or_shrink_or_unseal(segments: Segments) -> None:
+    fd = segments.descriptor(0)
+    try:
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, NBYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(PermissionError):
+            os.pwrite(fd, b"x", 0)
+        for length in (0, NBYTES // 2, 2 * NBYTES):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, length)
+        again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+        try:
+            with pytest.raises(PermissionError):
+                mmap.mmap(again, NBYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(again)
+    finally:
+        os.close(fd)
+
+
+def test_a_reader_sees_what_the_owner_writes_and_cannot_make_its_mapping_writable(segments: Segments) -> None:
+    fd = segments.descriptor(0)
+    try:
+        read = mmap.mmap(fd, NBYTES, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    with read:
+        segments.view[5] = 77
+        assert read[5] == 77
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "kvplug-host" in line]
+        address = int(next(line for line in lines if " r--s " in line).partition("-")[0], 16)
+        libc = ctypes.CDLL(None, use_errno=True)
+        done = libc.mprotect(ctypes.c_void_p(address), NBYTES, mmap.PROT_READ | mmap.PROT_WRITE)
+        assert done == -1 and ctypes.get_errno() == 13
+
+
+def test_memory_is_handed_out_once_for_a_ticket_and_not_without_one(segments: Segments) -> None:
+    credentials = Credentials()
+    with closing(MemoryDoor(segments, f"unix:@kvplug-door-{os.getpid()}", credentials)) as door:
+
+        def mapped(ticket: bytes) -> Mapping:
+            return Mapping(
+                door.contact,
+                credentials,
+                ticket,
+                segment_bytes=NBYTES,
+                num_segments=2,
+                deadline=Deadline.after(5),
+            )
+
+        ticket = door.ticket()
+        with closing(mapped(ticket)) as mapping:
+            door.hand_over(ticket, 0)
+            mapping.receive(0, Deadline.after(5))
+            segments.view[9] = 33
+            assert mapping.view[9] == 33
+            for wrong in (ticket, bytes(TICKET_BYTES)):
+                with pytest.raises(KvplugError):
+                    mapped(wrong)
+            door.hand_over(ticket, 7)  # there is none: said, and no descriptor comes
+            with pytest.raises(KvplugError, match="no descriptor left"):
+                mapping.receive(1, Deadline.after(5))
