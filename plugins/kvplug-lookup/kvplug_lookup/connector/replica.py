@@ -133,8 +133,12 @@ class Replica:
 
     def has_passed(self, fence: Fence) -> bool:
         with self._lock:
-            if self._ponged >= fence.number or fence.expires.expired:
+            if self._ponged >= fence.number:
                 return True
+            if fence.expires.expired:  # no other request waits for a store that does not answer
+                self._doubted = max(self._doubted, fence.number)
+            if self._doubted > self._ponged:
+                return True  # nothing is promised, whatever the answer
             # A store that was there and is not, or refused us, is not waited for; one that comes up is.
             return self._link is None and self._has_tried
 
