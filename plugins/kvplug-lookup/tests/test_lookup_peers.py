@@ -140,6 +140,7 @@ def test_the_tenth_restart_of_a_peer_costs_what_the_first_did_and_others_serve_m
             here = peers.Resources.of()
             held.append((len(here.threads), len(here.descriptors)))
             child.kill()
+            child.close()
             assert_loads(decode, request_of(f"b{number}", PROMPT), 96)
             until_promised(decode, prompt, 0)
         for now, before in zip(held[-1], held[1], strict=True):

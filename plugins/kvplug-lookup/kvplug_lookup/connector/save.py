@@ -360,7 +360,9 @@ def _copied(
     """Copy pages from one store to another. Returns the results of the put, of those that were there."""
     memory = PageBuffers.empty(source.series.format, len(chains))
     keys = source.series.keys_of(chains)
-    request = PageRequest(series=source.series, keys=keys, identities=identities, memory=memory)
+    request = PageRequest(
+        series=source.series, keys=keys, identities=identities, memory=memory, is_use=False
+    )
     got = source.store.submit_get(request, timeout=timeout_s).wait(timeout_s + 1)
     there = [at for at, missed in enumerate(got) if missed is None]
     if not there:
