@@ -109,6 +109,8 @@ class Replica:
         store that does not answer costs one message, however many requests come."""
         self._doubted = 0
         """Nothing is promised until this ping is answered."""
+        self._silent = 0
+        """No request waits for the store until this ping is answered: others have waited in vain."""
         self._refused_link: PeerLink | None = None
         """To a store whose pages are not ours."""
         self._refusal: Exception | None = None
@@ -135,10 +137,10 @@ class Replica:
         with self._lock:
             if self._ponged >= fence.number:
                 return True
-            if fence.expires.expired:  # no other request waits for a store that does not answer
-                self._doubted = max(self._doubted, fence.number)
-            if self._doubted > self._ponged:
-                return True  # nothing is promised, whatever the answer
+            if fence.expires.expired:
+                self._silent = self._doubted = max(self._doubted, fence.number)
+            if self._silent > self._ponged:
+                return True
             # A store that was there and is not, or refused us, is not waited for; one that comes up is.
             return self._link is None and self._has_tried
 
@@ -151,6 +153,7 @@ class Replica:
             if self._doubted <= self._ponged:
                 self._pinged += 1
                 self._doubted = self._pinged
+            self._silent = self._doubted
         self._ping()
 
     def drop(self) -> None:
