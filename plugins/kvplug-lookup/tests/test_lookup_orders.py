@@ -127,7 +127,9 @@ def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_hav
         _, held = step(1, stored, heard=0)
         assert held == 6
         load = LoadPlan(
-            **{name: getattr(stored, name) for name in ("first_page", "parent", "packed_tokens", "block_ids")},
+            **{
+                name: getattr(stored, name) for name in ("first_page", "parent", "packed_tokens", "block_ids")
+            },
             request_id="a",
             start=0,
             end=96,
