@@ -124,6 +124,7 @@ def test_data_parallel_ranks_of_different_number_find_each_others_pages(
                 assert_loads(decode, request_of(f"{number} from {rank}", prompt), 96)
 
 
+@pytest.mark.full
 def test_the_tenth_restart_of_a_peer_costs_what_the_first_did_and_others_serve_meanwhile(
     engines: Engines,
 ) -> None:

@@ -193,9 +193,7 @@ class Load:
     def has_ended(self) -> bool:
         """Whether every part is done or given up, and nothing is copied into the blocks any more."""
         if self._error is not None:
-            return all(
-                not part.is_asking if part.job is None else part.job.settled for part in self.parts
-            )
+            return all(not part.is_asking if part.job is None else part.job.settled for part in self.parts)
         return all(
             part.error is not None or (part.job is not None and part.job.done and part.job.settled)
             for part in self.parts
