@@ -37,6 +37,9 @@ class PageRequest:
     identity in the page's header is equal."""
     memory: PageMemory
     """Where the pages are, or go to."""
+    is_use: bool = True
+    """Of a get: whether the pages count as used, for stores that evict by use. Not where they are only copied
+    into another store, which happens to each page once."""
 
     def __attrs_post_init__(self) -> None:
         if not len(self.keys) == len(self.identities) == len(self.memory):

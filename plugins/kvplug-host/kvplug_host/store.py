@@ -111,7 +111,7 @@ class HostStore(Store):
             pages,
             self.seal,
             discard=lambda index, reason: self.pages.discard(entries[index], reason),
-            settled=lambda: self.pages.unpin(entries),
+            settled=lambda: self.pages.unpin(entries, were_used=pages.is_use),
             again=self._workers.add,
         )
         get.found(

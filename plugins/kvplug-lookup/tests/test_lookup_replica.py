@@ -1,143 +1,182 @@
-"""A replica of a store whose peer goes, is silent or is not understood."""
+"""The copy of a store's index whose peer goes, is silent, lies or is not understood."""
 
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-import faulty_engines as engines
-from kvplug import ClosedError, PeerGoneError
-from kvplug.transport import EventLog, Stored, event_to_plain, pack_tokens
+from kvplug import ClosedError, TimeoutError
+from kvplug.transport import Deadline, PageEvent, PageEventLog, Presence, Series, page_event_to_plain
 from kvplug_lookup.connector import replica as replicas
+from kvplug_lookup.connector.keys import hello_of
 from kvplug_lookup.connector.replica import Replica
-from kvplug_testing.engine import FakeEngine
-
-config, pair = engines.config, engines.pair
+from kvplug_testing.engine import MODEL, FakeEngine
+from kvplug_testing.waits import until
+from lookup_engines import config
 
 pytestmark = pytest.mark.timeout(60)
 
+CHAINS = [bytes([number]) * 32 for number in range(1, 5)]
+HELD, COMING = Presence.HELD, Presence.COMING
 
-class FakeChannel:
-    """Takes what is sent and never answers."""
 
-    def __init__(self) -> None:
+class FakeLink:
+    """A link whose other end is the test."""
+
+    def __init__(self, *said: Any) -> None:
+        self.channel = self
         self.sent: list[Any] = []
-        self.answers: list[Any] = []
+        self._answers: list[Any] = list(said)
         self._changed = threading.Condition()
-        self._closed = False
+        self.closed = False
 
     def send(self, value: Any, timeout: Any = None) -> None:
         self.sent.append(value)
 
-    def answer(self, value: Any) -> None:
+    def answer(self, *values: Any) -> None:
         with self._changed:
-            self.answers.append(value)
+            self._answers += values
             self._changed.notify_all()
 
     def recv(self, timeout: Any = None) -> Any:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.answers)
-            if self._closed:
+            self._changed.wait_for(lambda: self.closed or self._answers, 20)
+            if self.closed or not self._answers:
                 raise ClosedError("closed")
-            return self.answers.pop(0)
+            return self._answers.pop(0)
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
 
 
-class FakeLink:
-    def __init__(self) -> None:
-        self.channel = FakeChannel()
-        self.close = self.channel.close
+class Followed:
+    """A replica, and the links that it has made."""
+
+    def __init__(self, series: Series, hello: dict[str, Any], wait_timeout_s: float) -> None:
+        self.series, self.log = series, PageEventLog()
+        self.links: list[FakeLink] = []
+        self.may_connect = threading.Event()
+        self.may_connect.set()
+        self.first: list[Any] = [hello]
+
+        def connect(timeout: float) -> Any:
+            if not self.may_connect.wait(timeout):
+                raise TimeoutError("it may not connect")
+            self.links.append(FakeLink(*self.first))
+            return self.links[-1]
+
+        self.replica = Replica(connect, name="a worker", model=MODEL, wait_timeout_s=wait_timeout_s)
+        until(lambda: self.replica.link is not None)
+
+    def keys(self, *chains: bytes) -> list[bytes]:
+        return self.series.keys_of(list(chains))
+
+    def stored(self, *chains: bytes) -> PageEvent:
+        return self.log.stored(self.series.id, self.keys(*chains))
+
+    def say(self, *events: PageEvent) -> None:
+        self.links[-1].answer(*map(page_event_to_plain, events))
+
+    def snapshot(self, *chains: bytes) -> None:
+        self.say(*self.log.snapshot({self.series.id: self.keys(*chains)} if chains else {}))
+
+    def pong(self) -> None:
+        self.links[-1].answer({"pong": self.links[-1].sent[-1]["ping"]})
+
+    def until(self, expected: list[Presence] | None) -> None:
+        until(lambda: self.replica.presences(CHAINS, 0) == expected, 10, f"the answer {expected}")
 
 
-def test_a_store_that_does_not_answer_is_asked_by_one_ping_at_a_time(eventually: Any) -> None:
-    links: list[FakeLink] = []
-
-    def connect(timeout: float) -> FakeLink:
-        links.append(FakeLink())
-        return links[-1]
-
-    replica = Replica(connect, rank=0, fence_timeout_s=0.5)  # type: ignore[arg-type]
-    try:
-        eventually(lambda: replica.link is not None)
-        channel = links[-1].channel
-        fences = [replica.fence() for _ in range(1000)]
-        assert len(channel.sent) == 1
-        assert not replica.has_passed(fences[0])
-        for _ in range(3):  # answered, the next ping stands for all that came meanwhile
-            channel.answer({"pong": channel.sent[-1]["ping"]})
-            time.sleep(0.05)
-        eventually(lambda: replica.has_passed(fences[-1]))
-        assert len(channel.sent) == 2
-    finally:
-        replica.close()
+@pytest.fixture(scope="module")
+def store() -> Iterator[tuple[Series, dict[str, Any]]]:
+    """The series of an engine's pages, and the first words about its store."""
+    with FakeEngine(config("producer"), listen="unix:") as engine:
+        tier = engine.worker.first_tier
+        hello = hello_of(engine.worker._shard, MODEL, "host", tier.store.seal.id)
+        yield tier.series, hello
 
 
-def test_after_a_gap_the_answer_is_not_yet_until_a_snapshot_has_come(eventually: Any) -> None:
-    links: list[FakeLink] = []
-    may_connect = threading.Event()
-    may_connect.set()
+@pytest.fixture
+def follow(store: tuple[Series, dict[str, Any]]) -> Iterator[Callable[..., Followed]]:
+    made: list[Followed] = []
 
-    def connect(timeout: float) -> FakeLink:
-        may_connect.wait(20)
-        links.append(FakeLink())
-        return links[-1]
+    def make(wait_timeout_s: float = 0.5) -> Followed:
+        made.append(Followed(*store, wait_timeout_s))
+        return made[-1]
 
-    log = EventLog()
-    replica = Replica(connect, rank=0, fence_timeout_s=0.5)  # type: ignore[arg-type]
-    try:
-        eventually(lambda: len(links) == 1)
-        assert replica.match((1, 2, 3), b"") is None  # the snapshot has not come
-        for event in log.snapshot():
-            links[0].channel.answer(event_to_plain(event))
-        eventually(lambda: replica.match((1, 2, 3), b"") == 0)
-        may_connect.clear()
-        log.stored(1, [1, 2])  # lost on the way
-        links[0].channel.answer(event_to_plain(log.stored(2, [1, 2, 3])))
-        eventually(lambda: replica.match((1, 2, 3), b"") is None)
-        time.sleep(0.1)
-        assert replica.match((1, 2, 3), b"") is None
-        may_connect.set()
-        eventually(lambda: len(links) == 2)
-        assert replica.match((1, 2, 3), b"") is None
-        for event in log.snapshot():
-            links[1].channel.answer(event_to_plain(event))
-        eventually(lambda: replica.match((1, 2, 3), b"") == 3)
-    finally:
-        may_connect.set()
-        replica.close()
+    yield make
+    for each in made:
+        each.may_connect.set()
+        each.replica.close()
 
 
-def test_after_a_load_that_timed_out_nothing_is_promised_until_the_store_answers(eventually: Any) -> None:
-    link = FakeLink()
-    replica = Replica(lambda _: link, rank=0, fence_timeout_s=0.5)  # type: ignore[arg-type,return-value]
-    try:
-        link.channel.answer({"event": "snapshot", "epoch": "e", "seq": 1, "count": 1})
-        stored = Stored(epoch="e", seq=1, entry_id=1, packed_tokens=pack_tokens(range(16)))
-        link.channel.answer(event_to_plain(stored))
-        eventually(lambda: replica.match(tuple(range(16)), b"") == 16)
-        replica.doubt()
-        replica.doubt()
-        assert replica.match(tuple(range(16)), b"") == 0
-        assert len(link.channel.sent) == 1
-        link.channel.answer({"pong": link.channel.sent[0]["ping"]})
-        eventually(lambda: replica.match(tuple(range(16)), b"") == 16)
-    finally:
-        replica.close()
+def test_what_is_stored_declared_removed_and_cleared_is_followed(follow: Any) -> None:
+    it = follow()
+    it.until(None)  # the snapshot has not come
+    it.snapshot(CHAINS[0])
+    it.until([HELD])
+    it.say(it.log.declared(it.series.id, it.keys(CHAINS[1]), 30.0), it.stored(CHAINS[2]))
+    it.until([HELD, COMING, HELD])
+    it.say(it.log.stored(bytes(16), it.keys(CHAINS[3])))  # of another series
+    it.say(it.stored(CHAINS[1]), it.log.removed(it.series.id, it.keys(CHAINS[0]), "evicted"))  # type: ignore[arg-type]
+    it.until([])
+    assert it.replica.presences(CHAINS, 1) == [HELD, HELD]
+    it.say(it.log.cleared(), it.stored(CHAINS[0]), it.log.declared(it.series.id, it.keys(CHAINS[1]), 0.05))
+    it.until([HELD])  # what was declared did not come in time
 
 
-SNAPSHOT = {"event": "snapshot", "epoch": "e", "seq": 1, "count": 1}
-STORED = event_to_plain(Stored(epoch="e", seq=1, entry_id=1, packed_tokens=pack_tokens(range(16))))
+def test_a_store_that_does_not_answer_is_asked_by_one_ping_at_a_time_and_waited_for_once(follow: Any) -> None:
+    it = follow()
+    it.snapshot(CHAINS[0])
+    fences = [it.replica.fence() for _ in range(1000)]
+    assert len(it.links[0].sent) == 1
+    assert not it.replica.has_passed(fences[0])
+    until(lambda: it.replica.has_passed(fences[-1]))
+    late = it.replica.fence()
+    assert it.replica.has_passed(late), "the store that answered none of them is waited for again"
+    assert it.replica.presences(CHAINS, 0) == []
+    it.pong()
+    until(lambda: len(it.links[0].sent) == 2)  # which stands for all that came meanwhile
+    assert it.replica.presences(CHAINS, 0) == []
+    it.pong()
+    it.until([HELD])
 
 
-def with_lies(**changed: Any) -> list[Any]:
-    return [SNAPSHOT, {**STORED, **changed}]
+@pytest.mark.parametrize("call", ["doubt", "drop"])
+def test_after_a_stall_or_a_reset_nothing_is_promised_until_a_ping_sent_since_is_answered(
+    follow: Any, call: str
+) -> None:
+    it = follow()
+    it.snapshot(CHAINS[0])
+    it.until([HELD])
+    it.replica.fence()  # its ping is on its way, and says nothing of what comes now
+    getattr(it.replica, call)()
+    assert len(it.links[0].sent) == 1
+    it.pong()
+    until(lambda: len(it.links[0].sent) == 2)
+    assert it.replica.presences(CHAINS, 0) == []
+    it.pong()
+    it.until([HELD])
+
+
+def test_after_a_gap_the_answer_is_not_yet_until_a_snapshot_has_come(follow: Any) -> None:
+    it = follow()
+    it.snapshot()
+    it.until([])
+    it.may_connect.clear()
+    it.stored(CHAINS[0])  # lost on the way
+    it.say(it.stored(CHAINS[1]))
+    it.until(None)
+    it.may_connect.set()
+    until(lambda: len(it.links) == 2)
+    assert it.replica.presences(CHAINS, 0) is None
+    it.snapshot(*CHAINS[:2])
+    it.until([HELD, HELD])
 
 
 @pytest.mark.parametrize(
@@ -149,150 +188,66 @@ def with_lies(**changed: Any) -> list[Any]:
         [{"event": "none"}],
         [{"event": "removed"}],
         [{"pong": "x"}],
-        [{"pong": [1]}],
         [{"pong": 10**6}],  # of a ping that was never sent
         [{"pong": -1}],
-        [{"pong": "9" * 5000}],
-        with_lies(tokens=b""),
-        with_lies(tokens=b"odd"),
-        with_lies(entry_id=-1),
-        with_lies(entry_id=2**63 - 1),
-        with_lies(seq=2**64 - 1),
-        [SNAPSHOT, STORED, {**STORED, "seq": 2}],  # the same entry twice
-        [SNAPSHOT, STORED, {"event": "removed", "epoch": "e", "seq": 2, "entry_id": 9, "reason": "taken"}],
+        [{"event": "stored", "epoch": "e", "seq": 1, "series": b"", "keys": [b"short"]}],
     ],
 )
-def test_a_replica_survives_what_cannot_be(lies: list[Any], eventually: Any) -> None:
-    links: list[FakeLink] = []
-
-    def connect(timeout: float) -> FakeLink:
-        links.append(FakeLink())
-        return links[-1]
-
-    replica = Replica(connect, rank=0, fence_timeout_s=0.5)  # type: ignore[arg-type]
-    try:
-        eventually(lambda: replica.link is not None)
-        for lie in lies:
-            links[0].channel.answer(lie)
-        eventually(lambda: len(links) > 1)
-        links[1].channel.answer({"event": "snapshot", "epoch": "e", "seq": 0, "count": 0})
-        eventually(lambda: replica.match((1, 2), b"") == 0)
-    finally:
-        replica.close()
+def test_a_replica_survives_what_cannot_be(follow: Any, lies: list[Any]) -> None:
+    it = follow()
+    it.links[0].answer(*lies)
+    until(lambda: len(it.links) > 1)
+    assert it.links[0].closed
+    it.snapshot(CHAINS[0])
+    it.until([HELD])
 
 
 def test_a_store_that_never_completes_its_snapshot_is_waited_for_only_for_a_while(
-    eventually: Any, monkeypatch: pytest.MonkeyPatch
+    follow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "_CATCH_UP_S", 0.5)
-    link = FakeLink()
-    replica = Replica(lambda _: link, rank=0, fence_timeout_s=0.1)  # type: ignore[arg-type,return-value]
-    try:
-        link.channel.answer({"event": "snapshot", "epoch": "e", "seq": 2**60, "count": 2**60})
-        eventually(lambda: replica.link is not None)
-        assert replica.match((1, 2), b"") is None
-        eventually(lambda: replica.match((1, 2), b"") == 0)
-        assert replica.link is link  # it may catch up
-    finally:
-        replica.close()
+    it = follow()
+    first, *_ = it.log.snapshot({it.series.id: it.keys(CHAINS[0])})
+    it.say(first)
+    assert it.replica.presences(CHAINS, 0) is None
+    it.until([])
+    assert it.replica.link is it.links[0]  # it may catch up
 
 
 def test_a_store_whose_events_always_have_gaps_is_waited_for_only_for_a_while(
-    eventually: Any, monkeypatch: pytest.MonkeyPatch
+    follow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "_CATCH_UP_S", 0.5)
-    links: list[FakeLink] = []
-
-    def connect(timeout: float) -> FakeLink:
-        links.append(FakeLink())
-        links[-1].channel.answer({**STORED, "seq": 7})  # before any snapshot
-        return links[-1]
-
-    replica = Replica(connect, rank=0, fence_timeout_s=0.1)  # type: ignore[arg-type]
-    try:
-        eventually(lambda: len(links) > 1)
-        assert replica.match((1, 2), b"") is None
-        eventually(lambda: replica.match((1, 2), b"") == 0)
-        time.sleep(0.3)
-        assert replica.match((1, 2), b"") == 0
-        assert len(links) < 12  # with growing pauses, not as fast as it can
-    finally:
-        replica.close()
+    it = follow()
+    gap = page_event_to_plain(it.stored(CHAINS[0]))  # before any snapshot
+    it.first.append(gap)
+    it.links[0].answer(gap)
+    until(lambda: len(it.links) > 1)
+    it.until([])
+    assert len(it.links) < 12  # with growing pauses, not as fast as it can
 
 
-def test_an_index_without_end_is_given_up(eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_MAX_BYTES", 3 * 1200)
-    links: list[FakeLink] = []
-
-    def connect(timeout: float) -> FakeLink:
-        links.append(FakeLink())
-        return links[-1]
-
-    replica = Replica(connect, rank=0, fence_timeout_s=0.1)  # type: ignore[arg-type]
-    try:
-        eventually(lambda: replica.link is not None)
-        log = EventLog()
-        for event in [*log.snapshot(), *(log.stored(number, range(16)) for number in (1, 2))]:
-            links[0].channel.answer(event_to_plain(event))
-        links[0].channel.answer(event_to_plain(log.removed(1, "taken")))  # gives its bytes back
-        links[0].channel.answer(event_to_plain(log.stored(3, range(16))))
-        links[0].channel.answer(event_to_plain(log.stored(4, range(16))))
-        eventually(lambda: replica.match(tuple(range(16)), b"") == 16)
-        assert len(links) == 1
-        links[0].channel.answer(event_to_plain(log.stored(5, range(16))))
-        eventually(lambda: len(links) == 2)
-    finally:
-        replica.close()
+def test_an_index_without_end_is_given_up(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_MAX_PAGES", 2)
+    it = follow()
+    it.snapshot(CHAINS[0])
+    it.say(it.stored(CHAINS[1]))
+    it.until([HELD, HELD])
+    it.say(it.stored(CHAINS[2]))
+    until(lambda: len(it.links) == 2)
 
 
-@pytest.mark.parametrize("odd", [5, {"ping": "x"}, {}, None])
-def test_a_publisher_ends_when_it_does_not_understand(odd: Any) -> None:
-    with FakeEngine(config("producer"), listen="unix:") as prefill:
-        service = prefill.worker._service
-        link: Any = FakeLink()
-        link.agreement = type("A", (), {"remote": type("R", (), {"engine_id": "x", "purpose": "events"})})
-        thread = threading.Thread(target=service._serve, args=(link,), daemon=True)
-        thread.start()
-        link.channel.answer(odd)
-        thread.join(5)
-        assert not thread.is_alive()
-        assert link.channel._closed
+def test_a_store_of_another_model_is_refused_and_asked_again_later(follow: Any) -> None:
+    it = follow()
+    it.first[0] = {**it.first[0], "model": {"num_layers": 77}}
+    it.links[0].close()
+    until(lambda: len(it.links) == 2 and it.replica._refusal is not None)
+    assert "num_layers" in str(it.replica._refusal)
+    assert it.replica.presences(CHAINS, 0) == []
 
 
-class HalfLink(FakeLink):
-    """Opens one pipe and no second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened: list[Any] = []
-
-    def open_pipe(self, label: str, **_: Any) -> Any:
-        if self.opened:
-            raise PeerGoneError("gone in between")
-        self.opened.append(Opened())
-        return self.opened[0]
-
-
-class Opened:
-    peer = "nobody"
-    ended = False
-
-    def abort(self) -> None:
-        self.ended = True
-
-    def close(self, timeout: Any = None) -> None:
-        self.ended = True
-
-
-def test_a_peer_that_goes_between_its_two_pipes_leaves_none_open() -> None:
-    with pair() as (prefill, decode):
-        link: Any = HalfLink()
-        link.agreement = type("A", (), {"remote": type("R", (), {"engine_id": "x", "purpose": "entries"})})
-        prefill.worker._service._serve(link)
-        assert link.opened[0].ended and link.channel._closed
-
-        other = HalfLink()
-        decode.worker._context.peers.connect = lambda *_, **__: other
-        with pytest.raises(PeerGoneError):
-            decode.worker.wait_until_ready(1)
-        assert other.opened[0].ended and other.channel._closed
+def test_a_replica_that_is_waited_for_says_when_it_is_shut_down(follow: Any) -> None:
+    it = follow()
+    it.replica.close()
+    with pytest.raises(ClosedError):
+        it.replica.wait_until_ready(Deadline.after(5))

@@ -88,13 +88,14 @@ class Pages:
                     self.index.pin(entry)
             return entries
 
-    def unpin(self, entries: Sequence[Entry | None]) -> None:
-        """The pages are not read any more. They were used."""
+    def unpin(self, entries: Sequence[Entry | None], *, were_used: bool = True) -> None:
+        """The pages are not read any more."""
         with self.lock:
             there = [entry for entry in entries if entry is not None]
             for entry in there:
                 self.index.unpin(entry)
-            self.index.use([entry.key for entry in there if not entry.is_gone])
+            if were_used:
+                self.index.use([entry.key for entry in there if not entry.is_gone])
 
     def discard(self, entry: Entry | None, reason: MissReason) -> None:
         """A page was found to be wrong: it makes room for a right one."""

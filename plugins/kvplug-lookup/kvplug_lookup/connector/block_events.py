@@ -15,6 +15,8 @@ from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 
 _MAX_EVENTS = 100_000
 """Events that the engine has not taken. Beyond it the oldest are dropped: it does not take any."""
+_MAX_PLANNED = 100_000
+"""Pages that are planned and not held. Beyond it the oldest are forgotten: their saves were given up."""
 
 
 @attrs.frozen(eq=False)
@@ -75,8 +77,17 @@ class BlockEvents:
                     known = self._blocks_of.setdefault(chain, [])
                     if all(each.hash != block.hash for each in known):
                         known.append(block)
+            self._forget_planned()
             events = self._stored({chain for block in blocks for chain in block.chains})
         self._tell(events)
+
+    def _forget_planned(self) -> None:
+        """With the lock: no more than so many."""
+        if len(self._blocks_of) - len(self._holders) <= 2 * _MAX_PLANNED:
+            return
+        planned = [chain for chain in self._blocks_of if chain not in self._holders]
+        for chain in planned[:-_MAX_PLANNED]:
+            del self._blocks_of[chain]
 
     def _blocks(
         self, request: Request, token_ids: Sequence[int], chains: Sequence[bytes], first: int

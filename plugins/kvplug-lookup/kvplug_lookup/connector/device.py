@@ -33,9 +33,3 @@ class Mark:
         """Return when the device has come past it. Any thread, any number of times."""
         if self._event is not None:
             self._event.synchronize()
-
-
-def wait_for_device(tensor: Tensor) -> None:
-    """Return when what this thread has queued for the tensor's device is done."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug import IntegrityError, KvplugError, TimeoutError
+from kvplug import IntegrityError, TimeoutError
 from kvplug.engine import EntryGoneError, StalledError, TransferStats, reason_of
 from kvplug.transport import (
     Deadline,
@@ -38,6 +38,8 @@ class Part:
     job: GetJob | None = None
     error: Exception | None = None
     """Why it could not be asked for."""
+    is_asking: bool = False
+    """It is being asked for: there is no job yet that could be cancelled, and pages may come."""
 
 
 class Load:
@@ -99,6 +101,7 @@ class Load:
         with self._changed:
             if self._error is not None:
                 return
+            part.is_asking = True
         try:
             request = PageRequest(
                 series=series,
@@ -110,11 +113,11 @@ class Load:
             )
             job = store.submit_get(request, timeout=self.deadline.remaining())
             part.route = store.route
-        except KvplugError as e:
+        except Exception as e:  # of a store's own, too: the engine goes on
             self.give_up(part, e)
             return
         with self._changed:
-            part.job = job
+            part.job, part.is_asking = job, False
             failed = self._error is not None
             self._changed.notify_all()
         if failed:
@@ -123,7 +126,7 @@ class Load:
     def give_up(self, part: Part, error: Exception) -> None:
         """The source cannot be asked."""
         with self._changed:
-            part.error = error
+            part.error, part.is_asking = error, False
             self._changed.notify_all()
 
     # -- waiting -------------------------------------------------------------------------------
@@ -190,7 +193,7 @@ class Load:
     def has_ended(self) -> bool:
         """Whether every part is done or given up, and nothing is copied into the blocks any more."""
         if self._error is not None:
-            return all(part.job is None or part.job.settled for part in self.parts)
+            return all(not part.is_asking if part.job is None else part.job.settled for part in self.parts)
         return all(
             part.error is not None or (part.job is not None and part.job.done and part.job.settled)
             for part in self.parts
@@ -198,6 +201,8 @@ class Load:
 
     def settle(self) -> None:
         """Wait until nothing is copied any more, which is a matter of one copy, and note what was missed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(part.is_asking for part in self.parts))
         for part in self.parts:
             if part.job is not None:
                 part.job.wait_settled(self._stall_timeout_s)

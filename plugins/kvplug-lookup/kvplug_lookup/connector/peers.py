@@ -7,9 +7,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-from kvplug import ClosedError, HandshakeError, PeerGoneError
+from kvplug import ClosedError, HandshakeError, PeerGoneError, TimeoutError
 from kvplug.engine import ConnectorContext, PeerLink
-from kvplug.transport import BackgroundThread, Deadline, Series, Store
+from kvplug.transport import BackgroundThread, Deadline, Series, Store, exhaustion_of
 from kvplug_lookup.connector.keys import Shard, StoreHello
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ class PeerStore:
         self._shard = shard
         self.name = f"peer {address or ''}".strip()
         self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        """Held by the thread that connects."""
         self._store: Store | None = None
         self._series: Series | None = None
         self._closed = False
@@ -45,6 +47,7 @@ class PeerStore:
 
     def use(self, use: Use, give_up: GiveUp, deadline: Deadline) -> None:
         """Call ``use`` with the store: at once where it is connected, else in another thread."""
+        shortage: Exception | None = None
         with self._lock:
             if self._closed:
                 closed = True
@@ -53,12 +56,20 @@ class PeerStore:
                 store, series = self._store, self._series
                 if store is None or series is None or store.is_lost:
                     store = None
-                    self._waiting.put((use, give_up, deadline))
                     if self._thread is None:
-                        self._thread = BackgroundThread(self._run, name="kvplug-lookup-peer", stop=self._stop)
-                        self._thread.start()
+                        thread = BackgroundThread(self._run, name="kvplug-lookup-peer", stop=self._stop)
+                        try:
+                            thread.start()
+                        except RuntimeError as e:  # no more threads
+                            shortage = e
+                        else:
+                            self._thread = thread
+                    if shortage is None:
+                        self._waiting.put((use, give_up, deadline))
         if closed:
             give_up(ClosedError("the connector was shut down"))
+        elif shortage is not None:
+            give_up(exhaustion_of(shortage, f"connecting to {self.name}") or shortage)
         elif store is not None and series is not None:
             use(store, series)
 
@@ -69,15 +80,21 @@ class PeerStore:
 
         Raises what a handshake raises.
         """
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the connector was shut down")
-            store, series = self._store, self._series
-        if store is not None and series is not None and not store.is_lost:
-            return store, series
-        if store is not None:
-            store.abort()
-        return self._connect(deadline, retry=retry)
+        left = deadline.remaining()
+        if not self._connecting.acquire(timeout=-1 if left is None else left):
+            raise TimeoutError(f"{self.name} was not connected to in time")
+        try:
+            with self._lock:
+                if self._closed:
+                    raise ClosedError("the connector was shut down")
+                store, series = self._store, self._series
+            if store is not None and series is not None and not store.is_lost:
+                return store, series
+            if store is not None:
+                store.abort()
+            return self._connect(deadline, retry=retry)
+        finally:
+            self._connecting.release()
 
     def _connect(self, deadline: Deadline, *, retry: bool) -> tuple[Store, Series]:
         context, rank = self._context, self._context.parallelism.worker_rank
@@ -94,7 +111,9 @@ class PeerStore:
                 self.link = link  # so that a shutdown meanwhile can end what follows
                 if self._closed:
                     raise ClosedError("the connector was shut down")
-            hello = StoreHello.from_plain(link.channel.recv(timeout=_HELLO_S))
+            left = deadline.remaining()
+            within = _HELLO_S if left is None else min(_HELLO_S, left)
+            hello = StoreHello.from_plain(link.channel.recv(timeout=within))
             differences = [*self._shard.differences(hello.shard), *hello.differences(context.model)]
             if differences:
                 self.is_refused = True

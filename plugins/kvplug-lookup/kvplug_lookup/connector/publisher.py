@@ -7,6 +7,7 @@ from there on that are kept, then the number -1."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -103,7 +104,8 @@ class EventPublisher:
     def _wake(self) -> None:
         with self._lock:
             if not self._closed:
-                self._wake_out.send(b"", zmq.NOBLOCK)
+                with contextlib.suppress(zmq.Again):  # so many wake it already
+                    self._wake_out.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
         poller = zmq.Poller()

@@ -110,6 +110,8 @@ class Replica:
         store that does not answer costs one message, however many requests come."""
         self._doubted = 0
         """Nothing is promised until this ping is answered."""
+        self._silent = 0
+        """No request waits for the store until this ping is answered: others have waited in vain."""
         self._refused_link: PeerLink | None = None
         """To a store whose pages are not ours."""
         self._refusal: Exception | None = None
@@ -134,7 +136,11 @@ class Replica:
 
     def has_passed(self, fence: Fence) -> bool:
         with self._lock:
-            if self._ponged >= fence.number or fence.expires.expired:
+            if self._ponged >= fence.number:
+                return True
+            if fence.expires.expired:
+                self._silent = self._doubted = max(self._doubted, fence.number)
+            if self._silent > self._ponged:
                 return True
             # A store that was there and is not, or refused us, is not waited for; one that comes up is.
             return self._link is None and self._has_tried
@@ -148,6 +154,7 @@ class Replica:
             if self._doubted <= self._ponged:
                 self._pinged += 1
                 self._doubted = self._pinged
+            self._silent = self._doubted
         self._ping()
 
     def drop(self) -> None:

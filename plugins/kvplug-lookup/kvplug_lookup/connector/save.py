@@ -211,10 +211,11 @@ class Saver:
             self._drop(batch)
         with self._lock:
             self._num_resets += 1
+            for tier in self._tiers:
+                if tier.store.is_shared:
+                    tier.series = shard_series[tier.name]
         for tier in self._tiers:
-            if tier.store.is_shared:
-                tier.series = shard_series[tier.name]
-            else:
+            if not tier.store.is_shared:
                 tier.store.submit_remove(None)
 
     # -- from other threads --------------------------------------------------------------------
@@ -253,6 +254,7 @@ class Saver:
             if len(self._tiers) > 1 and num_resets == self._num_resets:
                 whole = [at for at, is_kept in enumerate(kept) if is_kept]
                 self._later(
+                    num_resets,
                     self.first.name,
                     [batch.chains[at] for at in whole],
                     [batch.identities[at] for at in whole],
@@ -287,16 +289,16 @@ class Saver:
     def promote(self, name: str, chains: list[bytes], identities: list[bytes]) -> None:
         """Copy pages that were loaded from a later store into the first one. Does not wait."""
         if any(tier.name == name for tier in self._tiers[1:]):
-            self._later(name, chains, identities)
+            self._later(self._num_resets, name, chains, identities)
 
-    def _later(self, source: str, chains: list[bytes], identities: list[bytes]) -> None:
+    def _later(self, num_resets: int, source: str, chains: list[bytes], identities: list[bytes]) -> None:
         with self._lock:
             if self._closed or not chains:
                 return
             full = self._num_behind >= _MAX_BEHIND
             if not full:
                 self._num_behind += 1
-                self._behind.put((self._num_resets, source, chains, identities))
+                self._behind.put((num_resets, source, chains, identities))
                 if self._thread is None:
                     self._thread = BackgroundThread(self._run, name="kvplug-lookup-behind", stop=self.close)
                     self._thread.start()
@@ -308,7 +310,7 @@ class Saver:
             num_resets, source, chains, identities = batch
             try:
                 if num_resets == self._num_resets:
-                    self._copy(source, chains, identities)
+                    self._copy(num_resets, source, chains, identities)
             except KvplugError as e:
                 _log.debug("pages are not copied to a later store: %s", e)
             except Exception:
@@ -317,7 +319,7 @@ class Saver:
                 with self._lock:
                     self._num_behind -= 1
 
-    def _copy(self, name: str, chains: list[bytes], identities: list[bytes]) -> None:
+    def _copy(self, num_resets: int, name: str, chains: list[bytes], identities: list[bytes]) -> None:
         """From the store of that name: into the first one, or from that into each later one."""
         source = next(tier for tier in self._tiers if tier.name == name)
         for target in self._tiers[1:] if source is self.first else (self.first,):
@@ -328,12 +330,12 @@ class Saver:
             ]
             if not wanted:
                 continue
-            results = _copied(
+            results = self._copied(
+                num_resets,
                 source,
                 target,
                 [chains[at] for at in wanted],
                 [identities[at] for at in wanted],
-                self._timeout_s,
             )
             seconds = time.perf_counter() - begun
             for reason in results:
@@ -341,6 +343,38 @@ class Saver:
                     self._stats.record("copy", source.series.format.nbytes, seconds)
                 else:
                     self._stats.fail("copy", str(reason))
+
+    def _copied(
+        self, num_resets: int, source: Tier, target: Tier, chains: list[bytes], identities: list[bytes]
+    ) -> list[PutReason | None]:
+        """Copy pages from one store to another. Returns the results of the put, of those that were there."""
+        series = source.series
+        memory = PageBuffers.empty(series.format, len(chains))
+        request = PageRequest(
+            series=series,
+            keys=series.keys_of(chains),
+            identities=identities,
+            memory=memory,
+            is_use=False,
+        )
+        got = source.store.submit_get(request, timeout=self._timeout_s).wait(self._timeout_s + 1)
+        there = [at for at, missed in enumerate(got) if missed is None]
+        if not there:
+            return []
+        rows = memory.rows()
+        with self._lock:  # a reset forgets what was put before it, and what is put after it was got after it
+            if num_resets != self._num_resets:
+                return []
+            request = PageRequest(
+                series=target.series,
+                keys=target.series.keys_of([chains[at] for at in there]),
+                identities=[identities[at] for at in there],
+                memory=PageBuffers(
+                    memory.format, PageRows(rows.buffer, [rows.offsets[at] for at in there], rows.nbytes)
+                ),
+            )
+            job = target.store.submit_put(request, timeout=self._timeout_s)
+        return job.wait(self._timeout_s + 1)
 
     def close(self) -> None:
         """End what is behind. Idempotent; the stores are closed by their owner, before or after."""
@@ -352,26 +386,3 @@ class Saver:
     def join(self) -> None:
         if self._thread is not None:
             self._thread.join(timeout=_CLOSE_S)
-
-
-def _copied(
-    source: Tier, target: Tier, chains: list[bytes], identities: list[bytes], timeout_s: float
-) -> list[PutReason | None]:
-    """Copy pages from one store to another. Returns the results of the put, of those that were there."""
-    memory = PageBuffers.empty(source.series.format, len(chains))
-    keys = source.series.keys_of(chains)
-    request = PageRequest(series=source.series, keys=keys, identities=identities, memory=memory)
-    got = source.store.submit_get(request, timeout=timeout_s).wait(timeout_s + 1)
-    there = [at for at, missed in enumerate(got) if missed is None]
-    if not there:
-        return []
-    rows = memory.rows()
-    request = PageRequest(
-        series=target.series,
-        keys=target.series.keys_of([chains[at] for at in there]),
-        identities=[identities[at] for at in there],
-        memory=PageBuffers(
-            memory.format, PageRows(rows.buffer, [rows.offsets[at] for at in there], rows.nbytes)
-        ),
-    )
-    return target.store.submit_put(request, timeout=timeout_s).wait(timeout_s + 1)

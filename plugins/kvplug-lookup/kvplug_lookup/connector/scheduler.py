@@ -147,6 +147,7 @@ class LookupScheduler(SchedulerConnector):
             source = self._source_of(name)
             if source is not None:
                 self._sources.append(source)
+        self._num_stores = len(self._sources)
         self._own = list(self._sources) if self._saves else []
         self._name_series()
         if not self._loads:
@@ -376,6 +377,8 @@ class LookupScheduler(SchedulerConnector):
                     known = inquiry.presences(chains, at, rank)
                     if known is None:
                         must_wait = True
+                        if number < self._num_stores and self._may_wait(tracked):
+                            return None  # its own stores are nearer than those after them
                         continue
                     answers[number], begun[number] = known, at
                 have = answers[number][at - begun[number] :]

@@ -25,6 +25,7 @@ from kvplug.transport import (
     PageRemoval,
     PagesRemoved,
     Timeout,
+    exhaustion_of,
 )
 from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.keys import hello_of, shard_of
@@ -238,12 +239,18 @@ class LookupWorker(WorkerConnector):
         if free.is_passed:
             self._begin(loads)
         else:  # this thread must not wait for the device
-            BackgroundThread(
+            thread = BackgroundThread(
                 self._begin_when_free,
                 args=(loads, free),
                 name="kvplug-lookup-load",
                 stop=lambda: None,  # it waits for the device, and for no peer
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as e:  # no more threads
+                shortage = exhaustion_of(e, "loading pages")
+                for load in loads:
+                    load.fail(shortage or e)
 
     def _begin_when_free(self, loads: list[Load], free: Mark) -> None:
         try:
@@ -300,7 +307,8 @@ class LookupWorker(WorkerConnector):
         self._settle_loads()
         if self._saver is not None:
             self._saver.end()
-        if self._plan.num_tokens and self._step_began:
+        waited = any(not load.in_background for load in self._plan.loads)  # then it says little of computing
+        if self._plan.num_tokens and self._step_began and not waited:
             self._rates.note("compute", self._plan.num_tokens, time.perf_counter() - self._step_began)
 
     def _settle_loads(self) -> None:
@@ -322,10 +330,9 @@ class LookupWorker(WorkerConnector):
         if load.error is not None:
             self._note_failure(load)
             return
-        num_tokens = load.plan.end - load.plan.start
         self.last_route = "; ".join(": ".join(filter(None, (part.source, part.route))) for part in load.parts)
         for part in load.parts:
-            self._rates.note(part.source, num_tokens, load.seconds)
+            self._rates.note(part.source, part.count * self._page_tokens, load.seconds)
             if self._saver is not None and self._context.options.promote:
                 chains = load.plan.chains(self._page_tokens)[part.first : part.first + part.count]
                 identities = load.plan.identities(self._page_tokens)

@@ -1,0 +1,155 @@
+"""Loads, and the connections for them, where something goes wrong at a bad moment."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from kvplug import ClosedError
+from kvplug.engine import TransferStats
+from kvplug.transport import BackgroundThread, Deadline, GetJob
+from kvplug_lookup.connector import block_events
+from kvplug_lookup.connector.block_events import BlockEvents
+from kvplug_lookup.connector.load import Load
+from kvplug_lookup.connector.peers import PeerStore
+from kvplug_lookup.connector.plan import LoadPlan
+from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.waits import Call, until
+from lookup_engines import PROMPT, config, failures, pair, promised, tokens
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Asking:
+    """A store that is being asked, until the test lets the answer come."""
+
+    route = "the test"
+
+    def __init__(self) -> None:
+        self.is_asked, self.goes_on = threading.Event(), threading.Event()
+        self.job: Any = None
+        self.cancelled = threading.Event()
+
+    def submit_get(self, pages: Any, *, timeout: Any) -> GetJob:
+        self.is_asked.set()
+        assert self.goes_on.wait(20)
+        self.job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
+        self.job.on_cancel(self.cancelled.set)
+        return self.job
+
+
+def test_a_load_that_fails_while_a_store_is_asked_has_not_ended_before_that_job_is_settled() -> None:
+    """Its blocks would be another request's, and the job would still write into them."""
+    with FakeEngine(config("producer"), listen="unix:") as engine:
+        series, store = engine.worker.first_tier.series, Asking()
+        chains = [bytes([number]) * 32 for number in range(2)]
+        load = Load(
+            LoadPlan(
+                request_id="a",
+                first_page=0,
+                parent=bytes(32),
+                packed_tokens=b"",
+                block_ids=(1, 2),
+                start=0,
+                end=32,
+                sources=((("x", 2),),),
+                in_background=True,
+            ),
+            engine.worker._views,
+            rank=0,
+            block_size=16,
+            chains=chains,
+            identities=[bytes(160)] * 2,
+            stats=TransferStats(),
+            timeout_s=20,
+            stall_timeout_s=20,
+        )
+        asking = Call(lambda: load.begin(load.parts[0], store, series))  # type: ignore[arg-type]
+        assert store.is_asked.wait(10)
+        load.fail(ClosedError("the test wants it so"))
+        assert not load.has_ended
+        store.goes_on.set()
+        asking.result()
+        assert store.cancelled.wait(10)
+        assert not load.has_ended
+        store.job.set(["cancelled"] * 2)
+        assert load.has_ended
+
+
+def no_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Threads of that name cannot be started."""
+    start = BackgroundThread.start
+
+    def refuse(thread: BackgroundThread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(BackgroundThread, "start", refuse)
+
+
+def test_a_load_for_which_there_is_no_thread_fails_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pair() as (prefill, decode):
+        prefill.prefill(request_of("stored", PROMPT))
+        scheduled = promised(decode, request_of("a", PROMPT), 96)
+        with monkeypatch.context() as patched:
+            no_threads(patched, "kvplug-lookup-peer")
+            assert len(decode.step([scheduled]).invalid_block_ids) == 6
+        assert failures(decode, "load") == {"exhausted": 1}
+        again = promised(decode, request_of("b", PROMPT), 96)
+        assert not decode.step([again]).invalid_block_ids
+
+
+def test_a_store_that_raises_what_no_store_may_fails_the_load_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvplug.metrics.record import RecordedStore
+
+    with pair() as (prefill, decode):
+        prefill.prefill(request_of("stored", PROMPT))
+        decode.worker.wait_until_ready(10)
+        scheduled = promised(decode, request_of("a", PROMPT), 96)
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise ValueError("a request for too many pages")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(RecordedStore, "submit_get", refuse)
+            assert len(decode.step([scheduled]).invalid_block_ids) == 6
+        assert failures(decode, "load") == {"other": 1}
+
+
+def test_threads_that_connect_to_one_peer_at_once_make_one_connection() -> None:
+    with pair() as (prefill, decode):
+        (peer,) = decode.worker._peers.values()
+        assert isinstance(peer, PeerStore)
+        calls = [Call(lambda: peer.connected(Deadline.after(10), retry=True)) for _ in range(4)]
+        assert len({id(call.result()[0]) for call in calls}) == 1
+        until(lambda: len(prefill.worker._service._served) == 2)  # and one that follows
+
+
+def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:
+    with FakeEngine(config("consumer"), connect="unix:@kvplug-test-loads-nobody") as decode:
+        (peer,) = decode.worker._peers.values()
+        first = Call(lambda: peer.connected(Deadline.after(10), retry=True))
+        assert first.is_blocked()
+        second = Call(lambda: peer.connected(Deadline.after(0.2), retry=True))
+        second.raised(TimeoutError, 5)
+        peer.close()
+        decode.worker._context.peers.close()
+        assert first.outcome(5) is not None
+
+
+def test_blocks_whose_saves_were_given_up_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_events, "_MAX_PLANNED", 10)
+    events = BlockEvents(num_workers=1, page_tokens=16, block_size=16, medium="CPU", owner="host")
+    kept = [b"kept" + bytes([number]) for number in range(3)]
+    events.plan(request_of("kept", tokens(48)), tokens(48), kept, 0)
+    events.stored(0, kept)
+    for number in range(1000):
+        events.plan(request_of("a", tokens(16)), tokens(16), [number.to_bytes(4, "big")], 0)
+    assert len(events._blocks_of) <= 3 + 2 * 10 + 1
+    events.removed(0, kept)
+    assert [len(event.block_hashes) for event in events.take()] == [1, 1, 1, 3]  # type: ignore[union-attr]
