@@ -139,10 +139,13 @@ def session(leader: int) -> list[int]:
 def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
     """What ``--kv-transfer-config`` says: connector "lookup" on loopback.
 
-    It waits as long as it takes for what the peer has stored and sends: a busy machine may lose nothing.
+    It waits as long as it takes for what the peer has stored and sends, and loads whatever that is: a busy
+    machine may lose nothing.
     """
     policy = {key: extra.pop(key) for key in ("kv_load_failure_policy", "engine_id") if key in extra}
-    lookup = {"wait_timeout_s": 60.0, "stall_timeout_s": 60.0, **extra.pop("options", {}).get("lookup", {})}
+    options = extra.pop("options", {})
+    patient = {"wait_timeout_s": 60.0, "stall_timeout_s": 60.0, "load_policy": "always"}
+    options = {**options, "lookup": {**patient, **options.get("lookup", {})}}
     return {
         "kv_connector": "KvplugConnector",
         "kv_role": role,
@@ -153,7 +156,7 @@ def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
             "host": HOST,
             "port": port,
             "timeout_s": 300.0,
-            "options": {"lookup": lookup},
+            "options": options,
             **extra,
         },
     }
