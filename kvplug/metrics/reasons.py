@@ -46,6 +46,8 @@ class Op(enum.StrEnum):
     """One page into a store, until it is held."""
     COPY = "copy"
     """One page from one store of an engine into another: behind a save, or up after a load."""
+    EVICT = "evict"
+    """One page that an engine's own store gave up to make room for another."""
     HANDSHAKE = "handshake"
     """One agreement with a peer, from the proven connection on."""
     OTHER = "other"

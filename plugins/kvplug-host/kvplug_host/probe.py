@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-from kvplug.transport import Probe, create_memfd, local_domain
+from kvplug.transport import Probe, create_memfd, local_domain, raise_if_exhausted
 
 
 def describe() -> Probe:
-    """Works on Linux. Ends of equal domains can reach its abstract sockets."""
+    """Works on Linux. Ends of equal domains can reach its abstract sockets.
+
+    Raises:
+        ResourceExhaustedError: the process has no free descriptor or memory to find out.
+    """
     reason = _missing()
     return Probe(viable=not reason, reason=reason, domain=local_domain())
 
@@ -22,5 +26,6 @@ def _missing() -> str:
     try:
         os.close(create_memfd("kvplug-probe"))
     except OSError as e:
+        raise_if_exhausted(e, "making anonymous memory")
         return f"the system makes no anonymous memory: {e}"
     return ""

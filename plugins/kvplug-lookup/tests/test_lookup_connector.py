@@ -1,246 +1,170 @@
-"""The connector "lookup": two engine doubles with real control channels and real pipes between them."""
+"""The connector "lookup": what it refuses, and blocks that are not pages."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import pytest
 
-from kvplug import Config, ConfigError, HandshakeError, TimeoutError
+from kvplug import ConfigError, HandshakeError, TimeoutError
+from kvplug.engine import LayoutError
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
-from kvplug_testing.faults import FaultyPipe, Plan, Rule
+from kvplug_testing.waits import Call
+from lookup_engines import PROMPT, an_address, assert_loads, config, pair, promised, tokens
 
 pytestmark = pytest.mark.timeout(60)
 
-BASE: dict[str, Any] = {"connector": "lookup", "connect_timeout_s": 20, "timeout_s": 10}
+KERNEL: dict[str, Any] = {"axes": "KBHTD", "block_format": "transposed"}
 
 
-def config(role: str, **more: Any) -> Config:
-    return Config.from_dict({**BASE, "role": role, **more})
-
-
-@contextlib.contextmanager
-def pair(
-    *, producer: dict[str, Any] | None = None, consumer: dict[str, Any] | None = None, **build: Any
-) -> Iterator[tuple[FakeEngine, FakeEngine]]:
-    """A producer and a consumer that know each other. ``producer``/``consumer``: config and engine."""
-    ours, theirs = dict(producer or {}), dict(consumer or {})
-    with (
-        FakeEngine(
-            config("producer", **ours.pop("config", {})), listen="unix:", seed=1, **build, **ours
-        ) as prefill,
-        FakeEngine(
-            config("consumer", **theirs.pop("config", {})),
-            connect=prefill.worker.contact,
-            seed=2,
-            **build,
-            **theirs,
-        ) as decode,
-    ):
-        yield prefill, decode
-
-
-def flipping(pipe: Any) -> FaultyPipe:
-    """Bits of each layer flip after it was hashed."""
-    return FaultyPipe(pipe, Plan(seed=1, rules=[Rule(do="flip", bits=100, min_bytes=4096)]))
-
-
-def tokens(count: int, first: int = 0) -> range:
-    return range(first, first + count)
-
-
-@pytest.mark.parametrize("axes_there", ["KBTHD", "KBHTD", "BHTKD"])
-@pytest.mark.parametrize("axes_here", ["KBTHD", "KBHTD"])
-@pytest.mark.parametrize(("size_here", "size_there"), [(16, 16), (16, 32), (32, 16)])
-def test_a_prompt_prefilled_here_is_loaded_there_in_its_own_layout(
-    axes_here: str, axes_there: str, size_here: int, size_there: int
-) -> None:
-    with pair(
-        producer={"axes": axes_here, "block_size": size_here},
-        consumer={"axes": axes_there, "block_size": size_there},
-    ) as (prefill, decode):
-        prompt = request_of("a", tokens(100))
-        prefill.prefill(prompt)
-        blocks, loaded, report = decode.load(prompt)
-        assert loaded == 99 // size_there * size_there
-        assert report.invalid_block_ids == frozenset()
-        assert decode.is_right(prompt.token_ids, blocks, 100)
-
-
-def test_blocks_in_a_kernels_own_order_are_saved_and_loaded_whole() -> None:
-    kernel = {"axes": "KBHTD", "block_format": "transposed"}
-    with pair(producer=kernel, consumer=kernel) as (prefill, decode):
-        for name, count, chunk in (("a", 150, 37), ("b", 160, 16), ("c", 47, None), ("d", 15, None)):
-            prompt = request_of(name, tokens(count, 1000 * count))
-            prefill.prefill(prompt, chunk=chunk)
-            blocks, loaded, _ = decode.load(prompt)
-            assert loaded == (count - 1) // 16 * 16
-            assert decode.is_right(prompt.token_ids, blocks, count)
-
-
-def test_blocks_in_a_kernels_own_order_are_not_cut_for_a_peer() -> None:
-    ours = {"axes": "KBHTD", "block_format": "transposed"}
-    with pair(producer=ours, consumer={**ours, "block_size": 32}) as (prefill, decode):
-        for side in (decode.worker, decode.scheduler):
-            with pytest.raises(HandshakeError, match=r"block_size: ours 32, theirs 16; .* moved whole"):
-                side.wait_until_ready(10)
-        prefill.prefill(request_of("stored", tokens(100)))
-        assert decode.matched(request_of("a", tokens(100))) == (0, False), "it computes every prompt itself"
-
-
-def test_what_begins_inside_a_block_that_cannot_be_cut_is_not_promised() -> None:
-    """An engine may have found a few tokens of a block in its own cache; the rest of it cannot be loaded."""
-    kernel = {"axes": "KBHTD", "block_format": "transposed"}
-    with pair(producer=kernel, consumer=kernel) as (prefill, decode):
-        prefill.prefill(request_of("stored", tokens(100)))
-        assert decode.matched(request_of("a", tokens(100)), num_computed=16) == (80, False)
-        assert decode.matched(request_of("b", tokens(100)), num_computed=17) == (0, False)
-    with pair() as (prefill, decode):
-        prefill.prefill(request_of("stored", tokens(100)))
-        assert decode.matched(request_of("a", tokens(100)), num_computed=17) == (79, False)
+# -- configs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "expected"),
+    ("given", "text"),
     [
-        (tokens(64), tokens(100), 64),  # shorter than the query
-        (tokens(100), tokens(64), 48),  # longer; the last token is always computed
-        (tokens(64), tokens(64), 48),  # equal
-        (tokens(70), tokens(100), 64),  # not aligned to blocks
-        (tokens(15), tokens(100), 0),  # under a block
-        (tokens(100), tokens(15), 0),
-        ([*tokens(40), 7, 7, 7], [*tokens(40), 8, 8, 8], 32),  # parting in the third block
-        ([1, 2, 120001] * 20, [1, 2, 120002] * 20, 0),  # ids that a tolerance would confuse
+        ({"stores": []}, "stores: nothing was given"),
+        ({"lookup_buffer": "simple"}, "uses no lookup buffer"),
     ],
 )
-def test_what_is_promised_is_the_longest_common_prefix_in_whole_blocks(
-    stored: Any, asked: Any, expected: int
-) -> None:
-    with pair() as (prefill, decode):
-        prefill.prefill(request_of("stored", stored))
-        asking = request_of("asked", asked)
-        blocks, loaded, report = decode.load(asking)
-        assert loaded == expected
-        assert not report.invalid_block_ids
-        assert decode.is_right(asking.token_ids, blocks, len(asking.token_ids))
+def test_a_config_that_cannot_be_served_is_refused_by_name(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        FakeEngine(config("producer", **given), listen="unix:")
 
 
-def test_many_requests_in_one_step_each_get_their_own() -> None:
-    with pair() as (prefill, decode):
-        prompts = [request_of(f"r{n}", tokens(40, first=1000 * n)) for n in range(5)]
-        for prompt in prompts:
-            prefill.prefill(prompt)
-        scheduled = []
-        for prompt in prompts:
-            found, _ = decode.matched(prompt)
-            assert found == 32
-            blocks = decode.allocate(40)
-            decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-            scheduled.append((prompt, blocks, found, 40 - found))
-        report = decode.step(scheduled)
-        assert not report.invalid_block_ids
-        for prompt, blocks, *_ in scheduled:
-            assert decode.is_right(prompt.token_ids, blocks, 40)
+def test_pages_that_would_divide_a_kernels_own_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"options\.lookup\.page_tokens"):
+        FakeEngine(config("producer", {"page_tokens": 24}), listen="unix:", **KERNEL)
 
 
-def test_an_entry_can_be_loaded_more_than_once() -> None:
-    with pair() as (prefill, decode):
-        prefill.prefill(request_of("a", tokens(64)))
-        for name in ("b", "c"):
-            prompt = request_of(name, tokens(64))
-            blocks, loaded, _ = decode.load(prompt)
-            assert loaded == 48 and decode.is_right(prompt.token_ids, blocks, 64)
-
-
-def test_corrupted_kv_is_refused_and_its_blocks_are_named_in_the_step() -> None:
-    with pair(wrap_pipe=flipping) as (prefill, decode):
-        prompt = request_of("a", tokens(100))
-        prefill.prefill(prompt)
-        blocks, loaded, report = decode.load(prompt)
-        assert loaded == 96
-        assert report.invalid_block_ids == frozenset(blocks[:6])
-        assert decode.figures()["failures"]["load"] == {"corrupt": 1}
-        # the engine computes them again, and is not told a second time that they could be loaded
-        assert decode.matched(prompt) == (0, False)
-
-
-def test_without_integrity_corrupted_kv_arrives_and_is_wrong() -> None:
-    off = {"config": {"integrity": "off"}}
-    with pair(producer=off, consumer=off, wrap_pipe=flipping) as (prefill, decode):
-        prompt = request_of("a", tokens(100))
-        prefill.prefill(prompt)
-        blocks, loaded, report = decode.load(prompt)
-        assert loaded == 96 and not report.invalid_block_ids
-        assert not decode.is_right(prompt.token_ids, blocks, 96)
-
-
-def test_an_entry_that_went_between_promise_and_load_is_a_load_error() -> None:
-    kv_of_100_tokens = 2 * 3 * 100 * 2 * 8 * 4
-    with pair(producer={"config": {"buffer_size": int(1.2 * kv_of_100_tokens)}}) as (prefill, decode):
-        prompt = request_of("a", tokens(100))
-        prefill.prefill(prompt)
-        found, _ = decode.matched(prompt)
-        assert found == 96
-        prefill.prefill(request_of("b", tokens(100, first=5000)))  # there is room for one only
-        decode.matched(request_of("b", tokens(100, first=5000)))  # and this end has heard of it
-        blocks = decode.allocate(100)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-        report = decode.step([(prompt, blocks, found, 4)])
-        assert report.invalid_block_ids == frozenset(blocks[:6])
-        assert decode.figures()["failures"]["load"] == {"gone": 1}
+# -- peers that are not there, or are others -----------------------------------------------------
 
 
 def test_without_a_producer_nothing_is_promised_and_waiting_says_who_is_missing() -> None:
-    fast = {"options": {"lookup": {"fence_timeout_s": 0.2}}}
-    with FakeEngine(config("consumer", **fast), connect="unix:@kvplug-test-nobody-is-here") as decode:
-        assert decode.matched(request_of("a", tokens(100))) == (0, False)
+    given = config("consumer", {"wait_timeout_s": 0.2})
+    with FakeEngine(given, connect="unix:@kvplug-test-nobody-is-here") as decode:
+        assert decode.matched(request_of("a", PROMPT)) == (0, False)
         with pytest.raises(TimeoutError, match="nobody-is-here"):
             decode.worker.wait_until_ready(0.5)
         with pytest.raises(TimeoutError, match="worker 0"):
             decode.scheduler.wait_until_ready(0.5)
 
 
-def test_a_consumer_that_comes_late_learns_what_was_stored_before() -> None:
-    with FakeEngine(config("producer"), listen="unix:") as prefill:
-        for n in range(3):
-            prefill.prefill(request_of(f"p{n}", tokens(40, first=1000 * n)))
-        with FakeEngine(config("consumer"), connect=prefill.worker.contact) as decode:
-            for n in range(3):
-                assert decode.matched(request_of(f"d{n}", tokens(40, first=1000 * n))) == (32, False)
-
-
 def test_a_different_model_is_refused_with_every_difference() -> None:
-    other = attrs.evolve(MODEL, num_layers=4, dtype="bfloat16", rope="base=1e6")
-    with (
-        FakeEngine(config("producer"), listen="unix:") as prefill,
-        FakeEngine(config("consumer"), connect=prefill.worker.contact, model=other) as decode,
-    ):
+    other = attrs.evolve(MODEL, num_kv_heads=4, rope="base=1e6")
+    with pair(theirs={"model": other}) as (_, decode):
         for side in (decode.worker, decode.scheduler):
             with pytest.raises(HandshakeError) as refused:
                 side.wait_until_ready(10)
-            text = str(refused.value)
-            for word in ("layers", "dtype", "rope", "float32", "bfloat16"):
-                assert word in text
-        assert decode.matched(request_of("a", tokens(100))) == (0, False)
+            for word in ("num_kv_heads", "rope", "base=1e6"):
+                assert word in str(refused.value)
+        assert decode.matched(request_of("a", PROMPT)) == (0, False)
 
 
-def test_a_role_must_be_given() -> None:
-    with pytest.raises(ConfigError, match="role"):
-        FakeEngine(Config.from_dict(BASE))
+def test_shutdown_does_not_wait_for_a_producer_that_never_comes() -> None:
+    decode = FakeEngine(config("consumer"), connect=an_address("never-comes"))
+    waiting = Call(lambda: decode.worker.wait_until_ready(60))
+    assert waiting.is_blocked()
+    for side in (decode.worker, decode.scheduler):
+        Call(side.shutdown).result(3)
+    assert waiting.outcome(3) is not None
 
 
-def test_stats_add_up() -> None:
+# -- blocks that are not pages -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "size_here", "size_there", "expected"),
+    [(16, 32, 16, 96), (16, 16, 32, 96), (48, 16, 32, 96), (40, 16, 16, 80), (7, 16, 16, 96), (128, 16, 16, 0)],
+)
+def test_pages_of_any_size_are_loaded_into_whole_blocks_of_any_size(
+    page_tokens: int, size_here: int, size_there: int, expected: int
+) -> None:
+    given = {"lookup": {"page_tokens": page_tokens}}
+    with pair(
+        producer=given, consumer=given, ours={"block_size": size_here}, theirs={"block_size": size_there}
+    ) as (prefill, decode):
+        prefill.prefill(request_of("stored", PROMPT), chunk=37)
+        assert_loads(decode, request_of("a", PROMPT), expected)
+
+
+def test_blocks_in_a_kernels_own_order_are_saved_and_loaded_whole() -> None:
+    with pair(**KERNEL) as (prefill, decode):
+        for name, count, chunk in (("a", 150, 37), ("b", 160, 16), ("c", 47, None), ("d", 15, None)):
+            prompt = request_of(name, tokens(count, 1000 * count))
+            prefill.prefill(prompt, chunk=chunk)
+            assert_loads(decode, prompt, (count - 1) // 16 * 16)
+
+
+def test_blocks_in_a_kernels_own_order_are_not_cut_for_a_peer() -> None:
+    with pair(theirs={"block_size": 32}, **KERNEL) as (prefill, decode):
+        with pytest.raises(HandshakeError, match=r"block_size: ours 32, theirs 16; .* moved whole"):
+            decode.worker.wait_until_ready(10)
+        prefill.prefill(request_of("stored", PROMPT))
+        assert decode.matched(request_of("a", PROMPT)) == (0, False), "it computes every prompt itself"
+
+
+def test_what_begins_inside_a_block_that_cannot_be_cut_is_not_promised() -> None:
+    """An engine may have found a few tokens of a block in its own cache; the rest of it cannot be loaded."""
+    with pair(**KERNEL) as (prefill, decode):
+        prefill.prefill(request_of("stored", PROMPT))
+        assert decode.matched(request_of("a", PROMPT), num_computed=16) == (80, False)
+        assert decode.matched(request_of("b", PROMPT), num_computed=17) == (0, False)
     with pair() as (prefill, decode):
-        prompt = request_of("a", tokens(100))
-        prefill.prefill(prompt)
-        decode.load(prompt)
-        saved, loaded = prefill.figures(), decode.figures()
-        assert saved is not None and loaded is not None
-        assert saved["ops"]["save"]["count"] == 1
-        assert saved["ops"]["save"]["bytes"] == 2 * 3 * 100 * 2 * 8 * 4
-        assert loaded["ops"]["load"]["count"] == 1
-        assert loaded["ops"]["load"]["bytes"] == 2 * 3 * 96 * 2 * 8 * 4
-        assert decode.figures() is None
+        prefill.prefill(request_of("stored", PROMPT))
+        prompt = request_of("a", PROMPT)
+        assert decode.matched(prompt, num_computed=17) == (79, False)
+        blocks = decode.allocate(100)
+        decode.compute(prompt.token_ids, blocks, 0, 17)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), 79)
+        assert not decode.step([(prompt, blocks, 96, 4)]).invalid_block_ids
+        assert decode.is_right(prompt.token_ids, blocks, 100)
+
+
+# -- caches --------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_was_allocated_in_inference_mode_is_loaded_into() -> None:
+    import torch
+
+    with pair() as (prefill, decode):
+        prefill.prefill(request_of("stored", PROMPT))
+        with torch.inference_mode():
+            decode.kv_caches.update({name: kv.clone() for name, kv in decode.kv_caches.items()})
+            decode.worker.register_kv_caches(decode.kv_caches)
+            assert_loads(decode, request_of("a", PROMPT), 96)
+
+
+def test_a_layer_without_a_cache_is_named() -> None:
+    with FakeEngine(config("producer"), listen="unix:") as prefill:
+        missing = dict(prefill.kv_caches)
+        del missing["layers.1"]
+        with pytest.raises(LayoutError, match=r"layers\.1"):
+            prefill.worker.register_kv_caches(missing)
+
+
+# -- requests that end ---------------------------------------------------------------------------
+
+
+def test_an_id_that_is_used_again_at_once_is_a_new_request() -> None:
+    with pair() as (prefill, decode):
+        prefill.prefill(request_of("stored", PROMPT))
+        prefill.prefill(request_of("other", tokens(100, first=1000)))
+        first = promised(decode, request_of("a", PROMPT), 96)
+        decode.finish(first[0], first[1])
+        second = promised(decode, request_of("a", tokens(100, first=1000)), 96)
+        assert not decode.step([second]).invalid_block_ids
+        assert decode.is_right(second[0].token_ids, second[1], 100)
+
+
+def test_a_prompt_whose_engine_went_back_is_saved_again_from_there() -> None:
+    with pair() as (prefill, decode):
+        prompt = request_of("a", PROMPT)
+        blocks = prefill.admit(prompt)
+        prefill.compute(prompt.token_ids, blocks, 0, 16)
+        planned = prefill.plan([(prompt, blocks, 0, 64)])
+        report = prefill.execute(planned, compute=True)
+        prefill.scheduler.update_connector_output(report)
+        prefill.step([(prompt, blocks, 16, 84)])
+        assert_loads(decode, request_of("b", PROMPT), 96)

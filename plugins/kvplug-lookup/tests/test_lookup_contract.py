@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from kvplug.metrics.record import RecordedStore
-from kvplug.transport import GetJob, MissReason
+from kvplug.transport import Deadline, GetJob, MissReason
 from kvplug_testing import ConnectorContract
 
 SMALL = MappingProxyType({"segment_bytes": 1 << 20})
 """Segments of the store, so that a thousand engines cost little memory."""
 
-
-COMMON = MappingProxyType({"transport": "cpu", "connect_timeout_s": 20})
+COMMON = MappingProxyType({"transport": "cpu", "connect_timeout_s": 20, "buffer_size": 256 << 20})
+"""The address space of the stores is reserved at once, and law ALL-10 is judged with little."""
 
 
 class TestOverPipes(ConnectorContract):
@@ -26,7 +26,7 @@ class TestOverPipes(ConnectorContract):
 
     connector = "lookup"
     config = MappingProxyType(
-        {"transport": "cpu", "connect_timeout_s": 20, "options": {"host": {**SMALL, "map": False}}}
+        {**COMMON, "options": {"host": {**SMALL, "map": False}}}
     )
     injects_into_own = True
 
@@ -98,6 +98,4 @@ def missed(count: int, num_layers: int, reason: MissReason = MissReason.STORE_GO
 
 
 def deadline_in(timeout: Any) -> Any:
-    from kvplug.transport import Deadline
-
     return Deadline.after(timeout if isinstance(timeout, float) else None)

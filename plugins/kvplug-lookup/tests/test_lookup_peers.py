@@ -1,187 +1,292 @@
-"""Peers of the connector "lookup" that go, fail, stop and come back."""
+"""Several peer engines: each joins, fails, stops, leaves and comes back, and the others go on."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import faulty_engines as engines
-from kvplug import PeerGoneError, TimeoutError, TransportError
-from kvplug.transport import DEFAULT_TIMEOUT, Pipe, WireError
+from kvplug import HandshakeError
 from kvplug_lookup.connector import serve
-from kvplug_lookup.connector.load import Load, Loader
+from kvplug_testing import peers
 from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.faults import FaultyPipe, Plan, Rule
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.waits import Call, until
+from lookup_engines import (
+    PROMPT,
+    an_address,
+    assert_loads,
+    config,
+    failures,
+    num_held,
+    pair,
+    promised,
+    tokens,
+    until_promised,
+)
 
-config, pair, tokens, promised = engines.config, engines.pair, engines.tokens, engines.promised
-made, load = engines.made, engines.load
-
-pytestmark = pytest.mark.timeout(60)
-
-
-class Failing(Pipe):
-    """Fails with an error of its own choice once it is told to."""
-
-    def __init__(self, pipe: Pipe, switch: dict[str, Any]) -> None:
-        self._pipe, self._switch = pipe, switch
-        switch.setdefault("pipes", []).append(self)
-
-    @property
-    def closed(self) -> bool:
-        return self._pipe.closed
-
-    @property
-    def peer(self) -> str:
-        return self._pipe.peer
-
-    def send_tensor(self, tensor: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        if (error := self._switch.pop("error", None)) is not None:
-            raise error
-        return self._pipe.send_tensor(tensor, timeout=timeout)
-
-    def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        return self._pipe.recv_tensor(out, timeout=timeout)
-
-    def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
-        self._pipe.close(timeout)
-
-    def abort(self) -> None:
-        self._pipe.abort()
+pytestmark = pytest.mark.timeout(90)
 
 
-@pytest.mark.parametrize("error", [TransportError("odd"), PeerGoneError("odd"), WireError("odd")])
-def test_after_any_failure_of_the_pipes_the_next_load_dials_again(error: Exception) -> None:
-    switch: dict[str, Any] = {}
-    with FakeEngine(config("producer"), listen="unix:", seed=1) as prefill:
-        prefill.prefill(request_of("stored", tokens(100)))
-        with FakeEngine(
-            config("consumer"),
-            connect=prefill.worker.contact,
-            seed=2,
-            wrap_pipe=lambda pipe: Failing(pipe, switch),
-        ) as decode:
-            decode.worker.wait_until_ready(10)
-            switch["error"] = error
-            _, _, report = decode.load(request_of("a", tokens(100)))
-            assert report.invalid_block_ids
-            blocks, _, report = decode.load(request_of("b", tokens(100)))
-            assert not report.invalid_block_ids
-            assert decode.is_right(tuple(tokens(100)), blocks, 100)
+def producing(parent: Any, address: str, firsts: list[int], count: int = 100, rules: Any = ()) -> None:
+    """An engine that has saved prompts of so many tokens, and serves them until it is told to end.
+
+    ``rules``: of the faults of its pipes; with any, its memory is not mapped.
+    """
+    options = {"host": {"segment_bytes": 1 << 20, "map": not rules}}
+    plan = Plan(rules=[Rule(**rule) for rule in rules])
+    given = config("producer", host=address, options=options, transport="cpu" if rules else "auto")
+    with FakeEngine(given, num_blocks=256, wrap_pipe=lambda pipe: FaultyPipe(pipe, plan)) as engine:
+        for first in firsts:
+            engine.prefill(request_of(f"stored {first}", tokens(count, first)))
+        num_held(engine)
+        parent.send(engine.worker.contact)
+        parent.recv(timeout=80)
 
 
-def test_the_first_load_from_a_producer_that_came_back_succeeds() -> None:
-    host = {"host": "unix:@kvplug-test-first-load"}
+class Engines:
+    """Producers in other processes, and their addresses."""
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
+        self._stack = contextlib.ExitStack()
+
+    def start(self, address: str, firsts: list[int], *more: Any) -> peers.Peer:
+        child = self._stack.enter_context(
+            self._fork_server.start(f"{__file__}:producing", address, firsts, *more, timeout_s=90)
+        )
+        child.recv()
+        return child
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def engines(fork_server: ForkServer) -> Iterator[Engines]:
+    made = Engines(fork_server)
+    with contextlib.closing(made):
+        yield made
+
+
+@contextlib.contextmanager
+def consumer(*addresses: str, seed: int = 2, **more: Any) -> Iterator[FakeEngine]:
+    with FakeEngine(config("consumer", peers=[f"{each}-0" for each in addresses], **more), seed=seed, num_blocks=256) as decode:
+        yield decode
+
+
+def test_a_consumer_loads_from_whichever_of_its_peers_has_the_pages(engines: Engines) -> None:
+    first, second, absent = (an_address(name) for name in ("first", "second", "absent"))
+    engines.start(first, [0])
+    engines.start(second, [1000])
+    with consumer(absent, first, second, lookup={"wait_timeout_s": 5}) as decode:
+        for begin in (0, 1000):
+            until_promised(decode, tokens(100, begin), 96)
+            assert_loads(decode, request_of(f"a {begin}", tokens(100, begin)), 96)
+        assert decode.matched(request_of("b", tokens(100, 2000))) == (0, False)
+
+
+def test_one_load_takes_its_pages_from_several_peers(engines: Engines) -> None:
+    short, long = an_address("short"), an_address("long")
+    engines.start(short, [0], 50)
+    engines.start(long, [0], 100)
+    with consumer(short, long) as decode:
+        until_promised(decode, PROMPT, 96)
+        prompt = request_of("a", PROMPT)
+        assert decode.matched(prompt) == (96, False)
+        runs = decode.scheduler._tracked["a"].sources
+        if runs == (((f"peer {short}-0", 3), (f"peer {long}-0", 3)),):
+            assert_loads(decode, prompt, 96)
+        else:  # the first was not followed yet
+            assert runs == (((f"peer {long}-0", 6),),)
+
+
+@pytest.mark.parametrize("num_engines", [(2, 3), (3, 1)])
+def test_data_parallel_ranks_of_different_number_find_each_others_pages(
+    engines: Engines, num_engines: tuple[int, int]
+) -> None:
+    num_producers, num_consumers = num_engines
+    addresses = [an_address(f"rank{rank}") for rank in range(num_producers)]
+    for rank, address in enumerate(addresses):
+        engines.start(address, [1000 * rank])
     with contextlib.ExitStack() as stack:
-        with FakeEngine(config("producer", **host), seed=1) as prefill:
-            decode = stack.enter_context(FakeEngine(config("consumer", **host), seed=2))
-            decode.worker.wait_until_ready(10)
-            decode.scheduler.wait_until_ready(10)
-        with FakeEngine(config("producer", **host), seed=1) as prefill:
-            prefill.prefill(request_of("stored", tokens(100)))
-            until = time.monotonic() + 10
-            while decode.matched(request_of(f"ask{time.monotonic()}", tokens(100)))[0] != 96:
-                assert time.monotonic() < until
-            blocks, _, report = decode.load(request_of("a", tokens(100)))
-            assert not report.invalid_block_ids
-            assert decode.is_right(tuple(tokens(100)), blocks, 100)
+        for number in range(num_consumers):
+            decode = stack.enter_context(consumer(*addresses, seed=number))
+            for rank in range(num_producers):
+                prompt = tokens(100, 1000 * rank)
+                until_promised(decode, prompt, 96)
+                assert_loads(decode, request_of(f"{number} from {rank}", prompt), 96)
+
+
+def test_the_tenth_restart_of_a_peer_costs_what_the_first_did_and_others_serve_meanwhile(
+    engines: Engines,
+) -> None:
+    steady, restarted = an_address("steady"), an_address("restarted")
+    engines.start(steady, [0])
+    with consumer(steady, restarted) as decode:
+        until_promised(decode, PROMPT, 96)
+        held, took = [], []
+        for number in range(10):
+            prompt = tokens(100, 1000 * (number + 1))
+            child = engines.start(restarted, [prompt.start])
+            began = time.monotonic()
+            until_promised(decode, prompt, 96)
+            assert_loads(decode, request_of(f"a{number}", prompt), 96)
+            took.append(time.monotonic() - began)
+            here = peers.Resources.of()
+            held.append((len(here.threads), len(here.descriptors)))
+            child.kill()
+            assert_loads(decode, request_of(f"b{number}", PROMPT), 96)
+            until_promised(decode, prompt, 0)
+        for now, before in zip(held[-1], held[1], strict=True):
+            assert now <= before + 2, f"threads and descriptors after each restart: {held}"
+        assert sorted(took[5:])[2] < 2 * sorted(took[:5])[2] + 1.0, f"seconds of each: {took}"
+
+
+def test_a_peer_that_is_killed_in_the_middle_of_a_load_fails_its_own_pages_only(engines: Engines) -> None:
+    address, other = an_address("killed"), an_address("other")
+    engines.start(address, [0], 100, [{"do": "kill", "signal": "SIGKILL", "message": 1, "min_bytes": 4096}])
+    engines.start(other, [1000])
+    given = {"options": {"host": {"map": False}}, "transport": "cpu"}
+    with consumer(address, other, **given) as decode:
+        until_promised(decode, PROMPT, 96)
+        until_promised(decode, tokens(100, 1000), 96)
+        lost = promised(decode, request_of("a", PROMPT), 96)
+        kept = promised(decode, request_of("b", tokens(100, 1000)), 96)
+        report = Call(lambda: decode.step([lost, kept])).result(8)
+        assert report.invalid_block_ids and report.invalid_block_ids <= frozenset(lost[1])
+        assert decode.is_right(kept[0].token_ids, kept[1], 100)
+        assert set(failures(decode, "load")) <= {"store_gone", "peer_gone"}
+        decode.step([(lost[0], lost[1], 0, 100)])
+        assert decode.is_right(lost[0].token_ids, lost[1], 100)
+        until_promised(decode, PROMPT, 0)
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_no_call_of_an_engine_takes_50_ms_while_a_background_load_waits_for_a_stopped_peer(
+    engines: Engines, is_mapped: bool
+) -> None:
+    address = an_address("stopped")
+    child = engines.start(address, [0])
+    options = {"host": {"map": is_mapped}}
+    with consumer(address, lookup={"async_load": True}, options=options) as decode:
+        until_promised(decode, PROMPT, 96)
+        decode.worker.wait_until_ready(10)
+        prompt = request_of("a", PROMPT)
+        assert decode.matched(prompt) == (96, True)
+        blocks = decode.allocate(100)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), 96)
+        child.stop()
+        longest, began = 0.0, time.monotonic()
+        received: frozenset[str] = frozenset()
+        while not received:
+            assert time.monotonic() - began < 10
+            before = time.monotonic()
+            report = decode.step([])
+            longest = max(longest, time.monotonic() - before)
+            received = report.finished_recving
+            time.sleep(0.001)
+        took = time.monotonic() - began
+        if report.invalid_block_ids:  # else its memory had all that was needed
+            assert 1.9 < took < 4, f"the stall timeout is 2 s, and it took {took:.1f} s"
+            assert failures(decode, "load") == {"stalled": 1}
+            assert decode.matched(request_of("b", PROMPT)) == (0, False), "it has still to answer"
+        assert longest < 0.05
+        child.cont()
+        until_promised(decode, PROMPT, 96)
+
+
+def test_a_step_that_needs_a_load_from_a_stopped_peer_waits_for_the_stall_timeout(engines: Engines) -> None:
+    address = an_address("stopped")
+    child = engines.start(address, [0])
+    options = {"host": {"map": False}}
+    with consumer(address, options=options) as decode:
+        until_promised(decode, PROMPT, 96)
+        decode.worker.wait_until_ready(10)
+        scheduled = promised(decode, request_of("a", PROMPT), 96)
+        child.stop()
+        step = Call(lambda: decode.step([scheduled]))
+        report = step.result(8)
+        assert report.invalid_block_ids == frozenset(scheduled[1][:6])
+        assert 1.9 < step.took_s < 4
+        assert failures(decode, "load") == {"stalled": 1}
+        began = time.monotonic()
+        assert decode.matched(request_of("next", PROMPT)) == (0, False)
+        assert time.monotonic() - began < 1, "the next request does not pay for it again"
+        decode.step([(scheduled[0], scheduled[1], 0, 100)])
+        child.cont()
+        until_promised(decode, PROMPT, 96)
+        assert decode.is_right(scheduled[0].token_ids, scheduled[1], 100), "what came late was written"
+        assert_loads(decode, request_of("again", PROMPT), 96)
+
+
+# -- peers whose pages are not ours --------------------------------------------------------------
 
 
 def test_what_only_workers_know_to_differ_is_promised_once(caplog: pytest.LogCaptureFixture) -> None:
     """A kernel's own order of blocks, say. Otherwise each request would fail, one after the other."""
-    host = {"host": "unix:@kvplug-test-refused"}
+    address = an_address("refused")
 
     def engine(role: str, block_format: str) -> FakeEngine:
-        return FakeEngine(config(role, **host), axes="KBHTD", block_format=block_format)
+        return FakeEngine(config(role, host=address), axes="KBHTD", block_format=block_format)
 
     with engine("consumer", "one kernel's") as decode:
         with engine("producer", "another one's") as prefill:
             decode.scheduler.wait_until_ready(10)
-            prefill.prefill(request_of("stored", tokens(100)))
-            _, loaded, report = decode.load(request_of("a", tokens(100)))
-            assert (loaded, len(report.invalid_block_ids)) == (96, 6)
+            prefill.prefill(request_of("stored", PROMPT))
+            found, _ = decode.matched(request_of("a", PROMPT))
+            if found:  # the scheduler sides know no kernels
+                _, _, report = decode.load(request_of("a", PROMPT))
+                assert len(report.invalid_block_ids) == 6
             for name in "bcd":
-                assert decode.matched(request_of(name, tokens(100))) == (0, False)
-        assert caplog.text.count("nothing is loaded from the peer engine's worker 0 any more") == 1
+                assert decode.matched(request_of(name, PROMPT)) == (0, False)
+            with pytest.raises(HandshakeError, match="block_format"):
+                decode.worker.wait_until_ready(10)
+        assert caplog.text.count("nothing is loaded from the peer engine's worker 0 any more") <= 1
         with engine("producer", "one kernel's") as prefill:
-            prefill.prefill(request_of("stored", tokens(100)))
-            until = time.monotonic() + 20
-            while decode.matched(request_of(f"ask{time.monotonic()}", tokens(100)))[0] != 96:
-                assert time.monotonic() < until
-            blocks, _, report = decode.load(request_of("e", tokens(100)))
-            assert not report.invalid_block_ids
-            assert decode.is_right(tuple(tokens(100)), blocks, 100)
+            prefill.prefill(request_of("stored", PROMPT))
+            until_promised(decode, PROMPT, 96)
+            assert_loads(decode, request_of("e", PROMPT), 96)
 
 
-def test_a_producer_that_died_before_the_first_load_delays_the_step_by_little() -> None:
-    with pair() as (prefill, decode):
-        prefill.prefill(request_of("stored", tokens(100)))
-        scheduled = promised(decode, request_of("a", tokens(100)), 96)
-        prefill.scheduler.shutdown()
-        prefill.worker.shutdown()
-        begun = time.monotonic()
-        report = decode.step([scheduled])
-        assert report.invalid_block_ids == frozenset(scheduled[1][:6])
-        assert time.monotonic() - begun < 4
+# -- followers -----------------------------------------------------------------------------------
 
 
-def test_what_is_promised_is_what_every_shard_holds() -> None:
-    class Shard:
-        link = None
-
-        def __init__(self, held: int | None) -> None:
-            self.held = held
-
-        def fence(self) -> None:
-            return None
-
-        def has_passed(self, fence: Any) -> bool:
-            return True
-
-        def match(self, token_ids: Any, extra: bytes) -> int | None:
-            return self.held
-
-    with FakeEngine(config("consumer"), connect="unix:@kvplug-test-shards") as decode:
-        ours = decode.scheduler._replicas
-        try:
-            for number, (shards, expected) in enumerate(
-                [((96, 40), 32), ((40, 96), 32), ((96, 0), 0), ((96, None), None), ((15, 96), 0)]
-            ):
-                decode.scheduler._replicas = tuple(Shard(held) for held in shards)
-                asked = request_of(f"a{number}", tokens(100))
-                assert decode.scheduler.get_num_new_matched_tokens(asked, 0) == (expected, False)
-        finally:
-            decode.scheduler._replicas = ours
-
-
-def test_a_store_of_more_entries_than_a_follower_may_lag_is_followed(monkeypatch: Any) -> None:
+def test_a_store_of_more_pages_than_a_follower_may_lag_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_MAX_LAG_BYTES", 300)
-    with FakeEngine(config("producer"), listen="unix:") as prefill:
-        for n in range(10):
-            prefill.prefill(request_of(f"p{n}", tokens(20, first=1000 * n)))
+    with FakeEngine(config("producer"), listen="unix:", num_blocks=256) as prefill:
+        for number in range(10):
+            prefill.prefill(request_of(f"p{number}", tokens(100, first=1000 * number)))
+        num_held(prefill)
         with FakeEngine(config("consumer"), connect=prefill.worker.contact) as decode:
             decode.scheduler.wait_until_ready(5)
-            assert decode.matched(request_of("a", tokens(20)))[0] == 16
+            assert decode.matched(request_of("a", PROMPT)) == (96, False)
 
 
-class Stuck:
-    """A buffer whose store is stopped: each call takes the time it is given."""
+def test_peers_beyond_the_most_that_are_served_are_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serve, "_MAX_SERVED", 2)
+    with pair() as (prefill, decode):
+        decode.worker.wait_until_ready(10)
+        decode.scheduler.wait_until_ready(10)
+        with FakeEngine(config("consumer"), connect=prefill.worker.contact):
+            until(lambda: "is not served: 2 peers are" in caplog.text, what="a peer that is hung up on")
+        prefill.prefill(request_of("stored", PROMPT))
+        assert_loads(decode, request_of("a", PROMPT), 96)
 
-    def select(self, *_: Any, timeout: float, **__: Any) -> None:
-        time.sleep(timeout)
-        raise TimeoutError("stopped")
 
-
-def test_loads_that_wait_behind_one_another_for_a_stopped_store_end_in_time(load: Load) -> None:
-    loads = [made(load.plan, load._layout, load._caches) for _ in range(8)]
-    loader = Loader(lambda _: Stuck(), timeout_s=0.5, stall_timeout_s=20)  # type: ignore[arg-type,return-value]
-    try:
-        begun = time.monotonic()
-        for each in loads:
-            loader.submit(each)
-        while not all(each.has_ended() for each in loads):
-            assert time.monotonic() - begun < 2
-            time.sleep(0.01)
-    finally:
-        loader.close()
+@pytest.mark.parametrize("odd", [5, {"ping": "x"}, {}, None])
+def test_a_follower_that_is_not_understood_is_hung_up_on(odd: Any) -> None:
+    with pair() as (prefill, decode):
+        peer = decode.worker._context.peers.connect(0, "events", timeout=5)
+        with contextlib.closing(peer):
+            hello = peer.channel.recv(timeout=5)
+            assert hello["store"] == "host"
+            peer.channel.send(odd, timeout=5)
+            until(lambda: len(prefill.worker._service._served) <= 1, what="the end of that peer")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvplug import IntegrityError, KvplugError, TimeoutError
-from kvplug.engine import EntryGoneError, TransferStats, reason_of
+from kvplug.engine import EntryGoneError, StalledError, TransferStats, reason_of
 from kvplug.transport import (
     Deadline,
     GetJob,
@@ -135,7 +135,7 @@ class Load:
             while not self._is_ready(part, layer):
                 left = self._before_stall()
                 if left <= 0:
-                    self._stall(part.source)
+                    self._give_up(part.source)
                     return
                 if part.job is None:
                     with self._changed:
@@ -164,15 +164,15 @@ class Load:
         """For loads that no call waits for: fail if nothing has arrived for too long."""
         if not self.has_ended and self._before_stall() <= 0:
             waiting = (part.source for part in self.parts if part.job is None or not part.job.done)
-            self._stall(next(waiting, ""))
+            self._give_up(next(waiting, ""))
 
-    def _stall(self, source: str) -> None:
+    def _give_up(self, source: str) -> None:
         self.stalled = source
-        self.fail(
-            TimeoutError(
-                f"nothing of request {self.request_id} came from {source!r} for {self._stall_timeout_s:g} s"
-            )
-        )
+        what = f"of request {self.request_id} from {source!r}"
+        if self.deadline.expired:
+            self.fail(TimeoutError(f"not all {what} came in time"))
+        else:
+            self.fail(StalledError(f"nothing {what} came for {self._stall_timeout_s:g} s"))
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -234,8 +234,9 @@ class Load:
             return 0, "other" if error is None else reason_of(error)
         for at, missed in enumerate(results):
             if missed is not None:
-                stalled = missed is MissReason.CANCELLED and isinstance(self._error, TimeoutError)
-                return at, "timeout" if stalled else str(missed)
+                if missed is MissReason.CANCELLED and isinstance(self._error, TimeoutError):
+                    return at, reason_of(self._error)
+                return at, str(missed)
         return None
 
     @property

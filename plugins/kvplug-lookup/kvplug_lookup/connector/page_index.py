@@ -30,6 +30,10 @@ class PageIndex:
         self._coming: dict[bytes, float] = {}
         """Chains of pages that are coming, and until when they are waited for."""
 
+    def __len__(self) -> int:
+        """Pages that are held, or coming."""
+        return len(self.held) + len(self._coming)
+
     def apply(self, event: PageEvent, series: Series) -> None:
         """Follow an event of the store. Pages of other series are passed over."""
         match event:

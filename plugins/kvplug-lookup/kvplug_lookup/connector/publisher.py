@@ -160,7 +160,8 @@ def _check_local(address: str) -> None:
     if address.startswith(("ipc://", "inproc://")):
         return
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if not host or not is_loopback(host):
+    # ZeroMQ's "*" is every interface, and for a resolver it may be the name of anything.
+    if not host or host == "*" or not is_loopback(host):
         raise ConfigError(
             f"options.lookup.events: other hosts can connect to {address}, the events show prompts, and"
             " nothing proves who reads them; use 127.0.0.1, or set allow_unauthenticated_data_plane"

@@ -6,6 +6,9 @@ So a question about a prompt is answered locally, in microseconds. What keeps th
 - *the fence*: a new request sends a ping down the event channel. The store answers it in line with the
   events. Until the pong is back (or a short timeout has passed) the answer for that request is "not yet"; so
   what was saved, or declared, before the request came in is always seen;
+- *behind for too long*: a store that does not complete its snapshot, or whose events have gaps again and
+  again, is waited for only for a while; then nothing is known to be held until the copy is complete;
+- *too large*: a copy of more pages than a store can hold is given up: the store is connected to anew;
 - *unreachable*: while the store cannot be reached nothing can be loaded from it; so it is after a load that
   stalled, and after the store was cleared, until the store has answered a ping sent since;
 - *refused*: where the two workers' pages can never be the same, nothing is loaded until the store is
@@ -16,12 +19,20 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
 
-from kvplug import ClosedError, HandshakeError, KvplugError, PeerGoneError, TimeoutError
+from kvplug import (
+    ClosedError,
+    HandshakeError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+)
 from kvplug.engine import ModelInfo, PeerLink
 from kvplug.transport import (
     BackgroundThread,
@@ -30,6 +41,8 @@ from kvplug.transport import (
     PageFollower,
     Presence,
     Series,
+    WireError,
+    exhaustion_of,
     page_event_from_plain,
 )
 from kvplug_lookup.connector.keys import StoreHello
@@ -43,6 +56,10 @@ _RETRY_S = 1.0
 _PING_S = 0.2
 """A ping is a few bytes, and at most one is unanswered: there is room for it."""
 _JOIN_S = 3.0
+_CATCH_UP_S = 30.0
+"""How long a copy that is behind is waited for. A snapshot of a million pages takes less."""
+_MAX_PAGES = 1 << 23
+"""Held or coming: a gigabyte of chains, and more than the memory of a store holds."""
 
 
 @attrs.frozen
@@ -83,6 +100,8 @@ class Replica:
         self._is_current = False
         self._has_gap = False
         """Events are missing, and the store that has them is being asked for a snapshot."""
+        self._is_late = Deadline.after(None)
+        """When an answer that depends on a copy which is behind is not waited for any more."""
         self._pinged = self._ponged = 0
         """Numbers of the latest fence, and of the latest that was answered."""
         self._asked = 0
@@ -93,6 +112,8 @@ class Replica:
         self._refused_link: PeerLink | None = None
         """To a store whose pages are not ours."""
         self._refusal: Exception | None = None
+        self._shortage: ResourceExhaustedError | None = None
+        """Why the latest try to connect failed, if a resource ran out."""
         self._has_tried = False
         """It was connected once, or refused."""
         self._was_connected = False
@@ -112,8 +133,12 @@ class Replica:
 
     def has_passed(self, fence: Fence) -> bool:
         with self._lock:
-            if self._ponged >= fence.number or fence.expires.expired:
+            if self._ponged >= fence.number:
                 return True
+            if fence.expires.expired:  # no other request waits for a store that does not answer
+                self._doubted = max(self._doubted, fence.number)
+            if self._doubted > self._ponged:
+                return True  # nothing is promised, whatever the answer
             # A store that was there and is not, or refused us, is not waited for; one that comes up is.
             return self._link is None and self._has_tried
 
@@ -161,12 +186,12 @@ class Replica:
         ``None``: it is not known yet.
         """
         with self._lock:
-            if self._has_gap:
+            if self._has_gap and not self._is_late.expired:
                 return None
             if self._link is None or self._link is self._refused_link or self._doubted > self._ponged:
                 return []
             if not self._is_current:
-                return None
+                return [] if self._is_late.expired else None
             found = []
             held, presence = self._index.held, self._index.presence
             for chain in chains[first:]:
@@ -196,6 +221,8 @@ class Replica:
                 if self._closed.is_set():
                     raise ClosedError("this connector was shut down")
                 if not self._lock.wait(deadline.remaining()) and deadline.expired:
+                    if self._shortage is not None:
+                        raise self._shortage
                     raise TimeoutError(f"{self._name} did not come in time")
 
     def close(self) -> None:
@@ -213,7 +240,7 @@ class Replica:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        said = ""
+        said, gaps = "", 0
         while not self._closed.is_set():
             try:
                 link = self._connect(_CONNECT_S)
@@ -229,12 +256,13 @@ class Replica:
                     _log.warning("no index of %s: %s", self._name, e)
                 with self._lock:
                     self._has_gap = False
+                    self._shortage = exhaustion_of(e, f"connecting to {self._name}")
                     if isinstance(e, HandshakeError | PermissionError):
                         self._refusal, self._has_tried = e, True
                     self._lock.notify_all()
                 self._closed.wait(_RETRY_S)
                 continue
-            said = ""
+            said, began = "", time.monotonic()
             try:
                 self._follow(link)
             except (ClosedError, PeerGoneError) as e:
@@ -243,10 +271,14 @@ class Replica:
                 self._lose(link)
             except Exception as e:
                 _log.warning("the index of %s is lost: %s: %s", self._name, type(e).__name__, e)
+                with self._lock:
+                    self._shortage = exhaustion_of(e, f"following {self._name}")
                 self._lose(link)
                 self._closed.wait(_RETRY_S)
             else:
                 self._lose(link)
+                gaps = gaps + 1 if time.monotonic() - began < _CATCH_UP_S else 0
+                self._closed.wait(min(_RETRY_S, 0.01 * 2**gaps))
 
     def _follow(self, link: PeerLink) -> None:
         follower = PageFollower()
@@ -254,7 +286,10 @@ class Replica:
         with self._lock:
             self._link, self._refusal, self._has_tried, self._was_connected = link, None, True, True
             self._series = series
+            self._shortage = None
             self._asked = 0
+            if not self._has_gap:  # else it has been behind since then
+                self._is_late = Deadline.after(_CATCH_UP_S)
         _log.info("following the pages of %s", self._name)
         if self._closed.is_set():
             return
@@ -262,23 +297,33 @@ class Replica:
         while not self._closed.is_set():
             message: Any = link.channel.recv(timeout=None)
             if isinstance(message, Mapping) and "pong" in message:
-                with self._lock:
-                    self._ponged = max(self._ponged, int(message["pong"]))
-                    self._asked = 0
+                self._note_pong(message["pong"])
                 self._ping()
                 continue
             event = page_event_from_plain(message)
             with self._lock:
                 if not follower.accept(event):
                     _log.warning("events of %s have a gap: starting over", self._name)
+                    if not self._has_gap and self._is_current:
+                        self._is_late = Deadline.after(_CATCH_UP_S)
                     self._has_gap = True
                     return
                 self._index.apply(event, series)
+                if len(self._index) > _MAX_PAGES:
+                    raise WireError(f"the index has {len(self._index)} pages, more than any store holds")
                 self._is_current = follower.ready
                 self._has_gap = self._has_gap and not follower.ready
                 self._lock.notify_all()
             if self._listener is not None:
                 self._listener(event, series)
+
+    def _note_pong(self, number: object) -> None:
+        """Raises WireError: it answers no ping."""
+        with self._lock:
+            if type(number) is not int or not 0 <= number <= self._pinged:
+                raise WireError("an answer came to a ping that was not sent")
+            self._ponged = max(self._ponged, number)
+            self._asked = 0
 
     def _series_of(self, link: PeerLink) -> Series:
         """The store's series, after its first words.

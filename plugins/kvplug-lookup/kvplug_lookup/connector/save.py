@@ -127,19 +127,21 @@ class Saver:
             begin, end = wanted[0], wanted[-1] + 1
             self._settle([*chains[:begin], *chains[end:]])
         chains, identities, keys = chains[begin:end], identities[begin:end], keys[begin:end]
-        nbytes = len(chains) * form.nbytes
-        with self._lock:
-            full = self._unsaved and self._unsaved + nbytes > self._max_bytes
-            if not full:
-                self._unsaved += nbytes
-        if full:
-            self._give_up("pages that wait to be kept take max_unsaved bytes", "no_room", chains)
-            return
-        memory = tier.store.allocate(tier.series, len(chains))
+        room = self._take_bytes(len(chains), form.nbytes)
+        memory = tier.store.allocate(tier.series, room) if room else None
+        count = room
+        while memory is None and count > 1:  # the first pages are those that most prompts begin with
+            count //= 2
+            memory = tier.store.allocate(tier.series, count)
         if memory is None:
-            self._return_bytes(nbytes)
-            self._give_up(f"the store {tier.name!r} has no room", "no_room", chains)
+            count = 0
+        self._return_bytes((room - count) * form.nbytes)
+        if count < len(chains):
+            what = f"the store {tier.name!r} has no room" if room > count else "more would exceed max_unsaved"
+            self._give_up(what, "no_room", chains[count:])
+        if memory is None:
             return
+        chains, identities, keys = chains[:count], identities[:count], keys[:count]
         first_token = (plan.first_page + begin) * form.page_tokens
         source = PageBlocks(form, self._views, plan.block_ids, first_token, len(chains))
         tier.store.declare(tier.series, keys, timeout=self._wait_timeout_s)
@@ -261,6 +263,15 @@ class Saver:
     def _settle(self, chains: Sequence[bytes]) -> None:
         with self._lock:
             self._settled += chains
+
+    def _take_bytes(self, count: int, page_bytes: int) -> int:
+        """Count so many pages as waiting to be kept. Returns how many may wait: at least one, where none
+        does."""
+        with self._lock:
+            fit = max(self._max_bytes - self._unsaved, 0 if self._unsaved else page_bytes) // page_bytes
+            count = max(0, min(count, fit))
+            self._unsaved += count * page_bytes
+            return count
 
     def _return_bytes(self, nbytes: int) -> None:
         with self._lock:

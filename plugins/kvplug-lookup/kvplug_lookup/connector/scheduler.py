@@ -49,6 +49,8 @@ from kvplug_lookup.connector.worth import Worth
 
 _log = logging.getLogger(__name__)
 
+_HAS_WAITED = -1.0
+
 _Runs = tuple[tuple[str, int], ...]
 """From which source, and so many pages, one after the other."""
 
@@ -62,7 +64,8 @@ class _Tracked:
     inquiries: list[Inquiry] = attrs.field(factory=list)
     """One for each source, in their order."""
     waits_until: float = 0.0
-    """When it is computed instead of waiting for pages that are coming; 0: it does not wait yet."""
+    """When it is computed instead of waiting for pages that are coming; 0: it does not wait yet;
+    ``_HAS_WAITED``: it has waited, and does not again, however often it is asked about."""
     num_computed_at_match: int = 0
     num_promised: int = 0
     """When it was last asked about, and its blocks were not allocated yet."""
@@ -101,6 +104,7 @@ class LookupScheduler(SchedulerConnector):
         role = context.config.role
         self._saves = role in (Role.PRODUCER, Role.BOTH)
         self._loads = role in (Role.CONSUMER, Role.BOTH)
+        self._in_background = options.async_load or context.loads_in_background
         self._tracked: dict[str, _Tracked] = {}
         self._planned_loads: list[LoadPlan] = []
         self._forget: list[str] = []
@@ -143,6 +147,7 @@ class LookupScheduler(SchedulerConnector):
             source = self._source_of(name)
             if source is not None:
                 self._sources.append(source)
+        self._num_stores = len(self._sources)
         self._own = list(self._sources) if self._saves else []
         self._name_series()
         if not self._loads:
@@ -316,7 +321,12 @@ class LookupScheduler(SchedulerConnector):
         if found is None:
             return None, False
         end, sources = found
-        new = end // self._block_size * self._block_size - num_computed_tokens
+        end = end // self._block_size * self._block_size
+        # Both ends may lie inside a page. Together, no more than a page is moved for nothing.
+        before, after = num_computed_tokens % self._page_tokens, -end % self._page_tokens
+        if before + after > self._page_tokens:
+            end = (end - end % self._page_tokens) // self._block_size * self._block_size
+        new = end - num_computed_tokens
         self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=max(0, new))
         if new <= 0:
             return 0, False
@@ -325,7 +335,7 @@ class LookupScheduler(SchedulerConnector):
             return 0, False
         tracked.num_computed_at_match, tracked.num_promised = num_computed_tokens, new
         tracked.sources = sources
-        return new, self._context.options.async_load
+        return new, self._in_background
 
     def _held(self, tracked: _Tracked, start: int, usable: int) -> tuple[int, tuple[_Runs, ...]] | None:
         """The end of the tokens from ``start`` on that every worker can load, and from where; ``None``: not
@@ -345,7 +355,8 @@ class LookupScheduler(SchedulerConnector):
             held, runs = found
             count = min(count, held)
             sources.append(runs)
-        tracked.waits_until = 0.0
+        if tracked.waits_until != _HAS_WAITED:
+            tracked.waits_until = 0.0
         return (first + count) * page_tokens, tuple(_cut(runs, count) for runs in sources)
 
     def _held_by(
@@ -366,6 +377,8 @@ class LookupScheduler(SchedulerConnector):
                     known = inquiry.presences(chains, at, rank)
                     if known is None:
                         must_wait = True
+                        if number < self._num_stores and self._may_wait(tracked):
+                            return None  # its own stores are nearer than those after them
                         continue
                     answers[number], begun[number] = known, at
                 have = answers[number][at - begun[number] :]
@@ -389,9 +402,9 @@ class LookupScheduler(SchedulerConnector):
             tracked.waits_until = now + self._context.options.wait_timeout_s
         if now < tracked.waits_until:
             return True
-        if tracked.waits_until != -1.0:
+        if tracked.waits_until != _HAS_WAITED:
             self._context.stats.fail("match", "expired")
-            tracked.waits_until = -1.0
+            tracked.waits_until = _HAS_WAITED
         return False
 
     def _is_worth_it(self, sources: tuple[_Runs, ...]) -> bool:
@@ -416,8 +429,7 @@ class LookupScheduler(SchedulerConnector):
             )
         start = tracked.num_computed_at_match
         end = start + num_external_tokens
-        in_background = self._context.options.async_load
-        tracked.is_loading = in_background
+        tracked.is_loading = self._in_background
         first, last = start // self._page_tokens, -(-end // self._page_tokens)
         tokens = request.token_ids[first * self._page_tokens : last * self._page_tokens]
         self._planned_loads.append(
@@ -430,7 +442,7 @@ class LookupScheduler(SchedulerConnector):
                 start=start,
                 end=end,
                 sources=tuple(_cut(runs, last - first) for runs in tracked.sources),
-                in_background=in_background,
+                in_background=self._in_background,
             )
         )
         # Pages that are held by the first store, or wholly loaded, need no save.

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError
 from kvplug.engine import PeerLink, PeerListener
 from kvplug.transport import (
     BackgroundThread,
@@ -18,6 +18,7 @@ from kvplug.transport import (
     PagesStored,
     Store,
     WireError,
+    exhaustion_of,
     page_event_to_plain,
 )
 
@@ -31,6 +32,8 @@ _EVENT_BYTES = 256
 _KEY_BYTES = 32
 _CLOSE_S = 2.0
 _HELLO_S = 10.0
+_MAX_SERVED = 1024
+"""Peers that are served at once, each in a thread."""
 
 
 class _Publisher:
@@ -47,7 +50,11 @@ class _Publisher:
         self._unsubscribe = store.subscribe(self._put_event)  # calls it with the snapshot, however large
         with self._lock:
             self._max_lag_bytes = self._lag_bytes + _MAX_LAG_BYTES
-        self._sender.start()
+        try:
+            self._sender.start()
+        except BaseException:
+            self._unsubscribe()
+            raise
 
     def run(self) -> None:
         """Answer pings until the follower goes."""
@@ -135,17 +142,20 @@ class Service:
                 link = self._listener.accept(timeout=None)
             except ClosedError:
                 return
-            except TimeoutError:
+            except (TimeoutError, ResourceExhaustedError):
                 continue
             thread = BackgroundThread(self._serve, args=(link,), name="kvplug-lookup-peer", stop=link.close)
             with self._lock:
                 closed = self._closed
+                if len(self._served) >= _MAX_SERVED:
+                    _log.warning("%s is not served: %d peers are", link, _MAX_SERVED)
+                    closed = True
                 self._served[link] = thread
                 try:
                     if not closed:
                         thread.start()
                 except RuntimeError as e:  # no more threads
-                    _log.warning("%s is not served: %s", link, e)
+                    self._say_failed(link, e)
                     closed = True
                 if closed:
                     del self._served[link]
@@ -170,12 +180,24 @@ class Service:
             else:
                 _log.info("%s loads pages from here", link.agreement.remote.engine_id)
                 self._store.serve(link)
-        except KvplugError as e:
-            if not self._closed:
-                _log.warning("serving %s for %r failed: %s", remote.engine_id, remote.purpose, e)
-        except Exception:
-            _log.exception("serving %s for %r failed", remote.engine_id, remote.purpose)
+        except Exception as e:
+            self._say_failed(link, e)
         finally:
             link.close()
             with self._lock:
                 self._served.pop(link, None)
+
+    def _say_failed(self, link: PeerLink, error: Exception) -> None:
+        """In the log; and the peer is told of a resource that ran out here."""
+        shortage = exhaustion_of(error, "serving this peer")
+        if shortage is not None:
+            link.channel.decline(shortage)
+        is_foreign = shortage is None and not isinstance(error, KvplugError)
+        if not self._closed or is_foreign:
+            _log.warning(
+                "serving %s for %r failed: %s",
+                link.agreement.remote.engine_id,
+                link.agreement.remote.purpose,
+                shortage or error,
+                exc_info=error if is_foreign else None,
+            )

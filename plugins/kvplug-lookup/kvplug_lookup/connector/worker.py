@@ -17,7 +17,15 @@ from kvplug.engine import (
     WorkerConnector,
     page_views,
 )
-from kvplug.transport import DEFAULT_TIMEOUT, BackgroundThread, Deadline, Timeout
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    BackgroundThread,
+    Deadline,
+    PageEvent,
+    PageRemoval,
+    PagesRemoved,
+    Timeout,
+)
 from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.keys import hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
@@ -109,8 +117,14 @@ class LookupWorker(WorkerConnector):
             store = self._context.open_store(name)
             if self._saves or store.is_shared:
                 self._tiers[name] = Tier(name, store, self._shard.series(store.seal.id))
+                if store.has_events and not store.is_shared:
+                    store.subscribe(self._count_evicted)
             else:
                 store.abort()  # a store of this process's own, which nothing would be put into
+
+    def _count_evicted(self, event: PageEvent) -> None:
+        if isinstance(event, PagesRemoved) and event.reason is PageRemoval.EVICTED:
+            self._context.stats.record("evict", count=len(event.keys))
 
     @property
     def first_tier(self) -> Tier:

@@ -183,6 +183,7 @@ def report_lies(
     with victim(bounded=bounded) as here:
         calls = conversations.truth()
         failed = [f"{call.call} raised {call.error}: {call.text}" for call in calls if call.error]
+        here.hold_honest()
         parent.send(["nothing was changed", failed + _breaches(calls) + here.faults(), ""])
         rng = random.Random(seed)
         lies = [*itertools.islice(conversations.lies(rng), count)]

@@ -24,6 +24,8 @@ CALL_S: Final = 0.1
 """The timeout of a call of the victim's."""
 SLACK_S: Final = 10.0
 """How much later than its timeout a call may end: machines are busy."""
+_ENDING_S: Final = 0.5
+"""How long no thread has ended when none is ending any more."""
 ROOM_BYTES: Final = 2 << 30
 """Addresses that the process may take beyond what it has when the lies begin. Stacks take most of them."""
 MOST_GROWN_BYTES: Final = 512 << 20
@@ -98,12 +100,22 @@ class _Faults(logging.Handler):
 
 
 class Victim:
-    """The process: call :meth:`faults` after each lie, and :meth:`grown` at the end."""
+    """The process: call :meth:`hold_honest` after an honest conversation, :meth:`faults` after each lie, and
+    :meth:`grown` at the end."""
 
     def __init__(self, faults: _Faults) -> None:
         self._faults = faults
         self._used = _memory("VmHWM")
         self._threads = threading.active_count()
+
+    def hold_honest(self) -> None:
+        """What was said until now is true: the threads that are left of it are not too many."""
+        limit = time.monotonic() + _ENDING_S
+        self._threads = threading.active_count()
+        while time.monotonic() < limit:
+            time.sleep(0.02)
+            if (now := threading.active_count()) < self._threads:  # some are still ending
+                self._threads, limit = now, time.monotonic() + _ENDING_S
 
     def faults(self) -> list[str]:
         """Errors that were not foreseen, since the last call."""

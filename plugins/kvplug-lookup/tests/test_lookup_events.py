@@ -1,0 +1,224 @@
+"""What routers are told of an engine's blocks: by its publisher, in vLLM's form, and by ``kvplug events``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+import zmq
+from click.testing import CliRunner
+
+from kvplug import ConfigError
+from kvplug_lookup.events_command import events
+from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.waits import Call, until
+from lookup_engines import PROMPT, an_address, both, config, num_held, tokens
+
+pytestmark = pytest.mark.timeout(60)
+
+ADDRESSES = {"events": "tcp://127.0.0.1:*", "events_replay": "tcp://127.0.0.1:*"}
+
+
+class Event(msgspec.Struct, omit_defaults=True, tag=True):
+    """As vLLM publishes: a map with its type."""
+
+
+class BlockStored(Event):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(Event):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(Event):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """As vLLM publishes: an array."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class Subscriber:
+    """A program that listens, from before the first event on."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        publisher = engine.scheduler._publisher
+        self.address, self.replay = publisher.address, publisher.replay_address
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.connect(self.address)
+        self.numbers: list[int] = []
+        self.payloads: list[bytes] = []
+
+    def wait_until_joined(self, engine: FakeEngine) -> None:
+        """A subscription takes a moment to arrive: publish until something comes."""
+
+        def has_come() -> bool:
+            engine.scheduler._publisher.publish([])
+            return bool(self._socket.poll(20))
+
+        until(has_come, what="the first batch")
+        while self._socket.poll(300):
+            self._take()
+        self.payloads.clear()
+
+    def _take(self) -> None:
+        topic, number, payload = self._socket.recv_multipart()
+        assert topic == b""
+        self.numbers.append(int.from_bytes(number, "big"))
+        self.payloads.append(payload)
+
+    def take(self, count: int, kind: Any = Batch) -> list[Any]:
+        """The next events, at least so many."""
+        found: list[Any] = []
+
+        def are_here() -> bool:
+            while self._socket.poll(10):
+                self._take()
+                found.extend(msgspec.msgpack.decode(self.payloads[-1], type=kind).events)
+            return len(found) >= count
+
+        until(are_here, what=f"{count} events")
+        return found
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def publishing(**given: Any) -> Iterator[tuple[FakeEngine, Subscriber]]:
+    with both(ADDRESSES, **given) as engine:
+        subscriber = Subscriber(engine)
+        try:
+            subscriber.wait_until_joined(engine)
+            yield engine, subscriber
+        finally:
+            subscriber.close()
+
+
+def hashed(name: str, token_ids: Any, **given: Any) -> Any:
+    """A request whose engine has hashes of its blocks."""
+    prompt = request_of(name, token_ids, **given)
+    hashes = tuple(f"hash {number} of {name}".encode() for number in range(len(prompt.token_ids) // 16))
+    return attrs.evolve(prompt, block_hashes=hashes, adapter="a lora")
+
+
+def test_blocks_are_published_by_the_engines_own_hashes_in_vllms_form() -> None:
+    with publishing() as (engine, subscriber):
+        prompt = hashed("a", PROMPT)
+        engine.prefill(prompt)
+        stored = subscriber.take(6)
+        assert {event.block_hashes[0] for event in stored} == set(prompt.block_hashes)
+        for event in stored:
+            (own,) = event.block_hashes
+            number = prompt.block_hashes.index(own)
+            parent = prompt.block_hashes[number - 1] if number else None
+            assert event.parent_block_hash == parent
+            assert event.token_ids == list(PROMPT[16 * number : 16 * number + 16])
+            assert (event.block_size, event.medium, event.lora_name) == (16, "CPU", "a lora")
+        assert engine.scheduler.reset_cache()
+        engine.step([])
+        assert isinstance(subscriber.take(1)[0], AllBlocksCleared)
+        assert subscriber.numbers == [*range(subscriber.numbers[0], subscriber.numbers[-1] + 1)]
+
+
+def test_evicted_blocks_are_published() -> None:
+    options = {"host": {"size": 1 << 20, "segment_bytes": 1 << 18}}
+    with publishing(options=options) as (engine, subscriber):
+        first = hashed("first", PROMPT)
+        engine.free_blocks.extend(engine.prefill(first))
+        subscriber.take(6)
+        for number in range(1, 40):
+            blocks = engine.prefill(request_of(f"p{number}", tokens(100, first=1000 * number)))
+            engine.free_blocks.extend(blocks)
+        num_held(engine)
+        gone: set[Any] = set()
+
+        def are_gone() -> bool:
+            for event in subscriber.take(1):
+                if isinstance(event, BlockRemoved):
+                    gone.update(event.block_hashes)
+            return gone >= set(first.block_hashes)
+
+        until(are_gone, what="the removal of the first prompt's blocks")
+
+
+def test_vllms_own_structs_decode_what_is_published() -> None:
+    kv_events = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
+    with publishing() as (engine, subscriber):
+        prompt = hashed("a", PROMPT)
+        engine.prefill(prompt)
+        found = subscriber.take(6, kv_events.KVEventBatch)
+        assert {event.block_hashes[0] for event in found} == set(prompt.block_hashes)
+
+
+def test_kvplug_events_prints_what_was_published_before_and_what_comes() -> None:
+    with publishing() as (engine, subscriber):
+        prompt = hashed("a", PROMPT)
+        engine.prefill(prompt)
+        subscriber.take(6)
+        given = [subscriber.address, "--replay", subscriber.replay, "--timeout", "20", "--count", "9"]
+        printing = Call(lambda: CliRunner().invoke(events, [*given, "--json"], catch_exceptions=False))
+        assert printing.is_blocked(0.5)
+        later = hashed("b", tokens(64, first=5000))
+        engine.prefill(later)
+        result = printing.result()
+        assert result.exit_code == 0
+        printed = [json.loads(line) for line in result.output.splitlines()]
+        expected = {each.hex() for each in (*prompt.block_hashes, *later.block_hashes)}
+        assert {each["block_hashes"][0] for each in printed} <= expected and len(printed) == 9
+        assert [each["seq"] for each in printed] == sorted(each["seq"] for each in printed)
+        assert printed[0]["ownership"] == "host" and len(printed[0]["kvplug_chains"]) == 1
+
+        short = CliRunner().invoke(events, [*given[:-1], "2"], catch_exceptions=False)
+        assert "BlockStored" in short.output and "16 tokens" in short.output
+
+
+def test_kvplug_events_ends_when_nothing_is_published() -> None:
+    result = Call(lambda: CliRunner().invoke(events, ["tcp://127.0.0.1:1", "--timeout", "0.2"])).result()
+    assert result.exit_code == 1
+    assert "nothing was published" in f"{result.exception}{result.output}"
+
+
+def test_an_engine_takes_the_events_itself_where_it_publishes_them() -> None:
+    given = config("producer", {"events": "engine"}, host=an_address("events"))
+    with FakeEngine(given) as prefill:
+        taken: list[Any] = []
+        take = prefill.scheduler.take_events
+        prefill.scheduler.take_events = lambda: taken.extend(take()) or []
+        prompt = hashed("a", PROMPT)
+        prefill.prefill(prompt)
+        until(lambda: prefill.step([]) and len(taken) == 6, what="the events of six blocks")
+        assert {event.block_hashes[0] for event in taken} == set(prompt.block_hashes)
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://10.0.0.1:5557"])
+def test_events_are_not_shown_to_other_hosts(address: str) -> None:
+    with pytest.raises(ConfigError, match="allow_unauthenticated_data_plane"):
+        FakeEngine(config("producer", {"events": address}), listen="unix:")
+
+
+def test_an_address_in_use_is_refused_and_nothing_is_left_open() -> None:
+    with publishing() as (_, subscriber), pytest.raises(ConfigError, match="cannot be bound"):
+        FakeEngine(config("producer", {"events": subscriber.address}), listen="unix:")

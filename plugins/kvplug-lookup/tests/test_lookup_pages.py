@@ -1,0 +1,227 @@
+"""Pages: kept once, found with all that was generated, and no more moved than is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug.engine import Request
+from kvplug.transport import Presence
+from kvplug_lookup.connector.replica import Replica
+from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.waits import until
+from lookup_engines import (
+    PAGE,
+    PAGE_BYTES,
+    PROMPT,
+    assert_loads,
+    both,
+    config,
+    first_store,
+    num_held,
+    pair,
+    tokens,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_the_pages_of_a_shared_prefix_are_kept_once() -> None:
+    """What they take with headers and waste is within 5 % of the distinct pages and their headers."""
+    prefix, own = [*tokens(30 * PAGE)], 10 * PAGE
+    with FakeEngine(config("producer"), listen="unix:", num_blocks=64) as prefill:
+        for number in range(100):
+            prompt = request_of(f"p{number}", [*prefix, *tokens(own, first=10_000 * (number + 1))])
+            blocks = prefill.prefill(prompt)
+            prefill.free_blocks.extend(blocks)
+        distinct = 30 + 100 * 10
+        assert num_held(prefill) == distinct
+        store = first_store(prefill)
+        form = prefill.worker.first_tier.series.format
+        header = store.seal.header_length(form, bytes(32 + 8 * PAGE))
+        assert form.nbytes == PAGE_BYTES
+        assert store.usage().used_bytes <= 1.05 * distinct * (PAGE_BYTES + header)
+
+
+def test_what_is_held_already_is_not_gathered_again() -> None:
+    with FakeEngine(config("producer"), listen="unix:") as prefill:
+        prefill.prefill(request_of("a", PROMPT))
+        num_held(prefill)
+        assert prefill.figures()["ops"]["save"]["bytes"] == 6 * PAGE_BYTES
+        prefill.prefill(request_of("b", [*PROMPT, *tokens(60, first=900)]))
+        num_held(prefill)
+        assert prefill.figures()["ops"]["save"]["bytes"] == 4 * PAGE_BYTES
+
+
+def test_prompts_and_generated_tokens_are_found_by_the_next_request() -> None:
+    with both() as engine:
+        prompt = request_of("a", PROMPT)
+        blocks = engine.admit(prompt)
+        engine.step([(prompt, blocks, 0, 100)])
+        said = list(PROMPT)
+        for token in tokens(30, first=5000):  # one is computed in each step
+            said.append(token)
+            grown = attrs.evolve(prompt, token_ids=tuple(said))
+            while len(blocks) * PAGE < len(said):
+                blocks = (*blocks, *engine.allocate(1))
+            engine.step([(grown, blocks, len(said) - 1, 1)])
+        engine.finish(grown, blocks)
+        engine.settle()
+        assert_loads(engine, request_of("turn 2", [*said, *tokens(20, first=9000)]), 128)
+
+
+def test_tokens_of_drafts_are_never_saved() -> None:
+    """A step that computes more tokens than are known computes drafts."""
+    with both() as engine:
+        prompt = request_of("a", PROMPT)
+        blocks = engine.admit(prompt)
+        blocks = (*blocks, *engine.allocate(PAGE))
+        engine.step([(prompt, blocks, 0, 100)])
+        planned = engine.plan([(prompt, blocks, 99, 1 + 2 * PAGE)])
+        assert not planned.metadata["saves"]  # type: ignore[index,call-overload]
+        engine.scheduler.update_connector_output(engine.execute(planned, compute=False))
+        assert num_held(engine) == 6
+
+
+class Counting:
+    """A pipe that counts the bytes that come out of it."""
+
+    def __init__(self, pipe: Any, counts: list[int]) -> None:
+        self._pipe, self._counts = pipe, counts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
+
+    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
+        found = self._pipe.recv_tensor(out, **given)
+        self._counts.append(found.numel() * found.element_size())
+        return found
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "num_asked", "num_computed"),
+    [(16, 32, 0), (16, 200, 48), (48, 200, 32), (64, 100, 48), (64, 200, 112)],
+)
+def test_a_load_moves_at_most_one_page_more_than_is_used(
+    page_tokens: int, num_asked: int, num_computed: int
+) -> None:
+    received: list[int] = []
+    lookup = {"page_tokens": page_tokens, "stall_timeout_s": 20, "wait_timeout_s": 20}
+    given = {"lookup": lookup, "options": {"host": {"map": False}}, "transport": "cpu"}
+    with pair(
+        producer=given,
+        consumer=given,
+        theirs={"wrap_pipe": lambda pipe: Counting(pipe, received)},
+    ) as (prefill, decode):
+        prefill.prefill(request_of("stored", tokens(400)))
+        prompt = request_of("a", tokens(num_asked))
+        found, _ = decode.matched(prompt, num_computed)
+        assert found > 0
+        blocks = decode.allocate(num_asked)
+        decode.compute(prompt.token_ids, blocks, 0, num_computed)
+        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
+        received.clear()
+        done = num_computed + found
+        report = decode.step([(prompt, blocks, done, num_asked - done)])
+        assert not report.invalid_block_ids
+        assert decode.is_right(prompt.token_ids, blocks, num_asked)
+        moved = sum(nbytes for nbytes in received if nbytes > 1000)
+        token_bytes = PAGE_BYTES // PAGE
+        assert found * token_bytes <= moved <= (found + page_tokens) * token_bytes + 2000
+
+
+# -- pages that are coming -----------------------------------------------------------------------
+
+
+def asks(engine: FakeEngine, prompt: Request) -> Any:
+    return engine.scheduler.get_num_new_matched_tokens(prompt, 0)[0]
+
+
+def test_a_page_that_is_missing_and_planned_is_waited_for_and_then_loaded() -> None:
+    with pair(consumer={"lookup": {"wait_timeout_s": 20}}) as (prefill, decode):
+        decode.scheduler.wait_until_ready(10)
+        prompt = request_of("stored", PROMPT)
+        assert decode.matched(request_of("too early", PROMPT)) == (0, False)
+        blocks = prefill.admit(prompt)
+        planned = prefill.plan([(prompt, blocks, 0, 100)])
+        prefill.worker.bind_connector_metadata(planned.metadata)  # it is declared now
+        asking = request_of("a", PROMPT)
+        decode.scheduler.on_new_request(asking)
+        replica: Replica = decode.scheduler._replicas[0]
+        until(lambda: replica._index._coming, what="the declared pages")
+        assert asks(decode, asking) is None
+        prefill.worker.start_load_kv()
+        for layer in range(3):
+            prefill.visit(layer, planned)
+        prefill.worker.wait_for_save()
+        assert decode.ask(asking) == (96, False)
+        prefill.worker.clear_connector_metadata()
+
+
+def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted() -> None:
+    with pair(producer={"lookup": {"wait_timeout_s": 60}}, consumer={"lookup": {"wait_timeout_s": 0.3}}) as (
+        prefill,
+        decode,
+    ):
+        decode.scheduler.wait_until_ready(10)
+        prompt = request_of("stored", PROMPT)
+        planned = prefill.plan([(prompt, prefill.admit(prompt), 0, 100)])
+        prefill.worker.bind_connector_metadata(planned.metadata)
+        replica: Replica = decode.scheduler._replicas[0]
+        until(lambda: replica._index._coming, what="the declared pages")
+        asking = request_of("a", PROMPT)
+        assert decode.matched(asking) == (0, False)
+        assert decode.scheduler.get_stats()["failures"]["match"]["expired"] == 1
+        assert asks(decode, asking) == 0, "it waits no second time"
+        prefill.worker.handle_preemptions(frozenset({"stored"}))  # given up: absent from now on
+        until(lambda: replica.presences([bytes(32)], 0) == [], what="an answer")
+        until(lambda: not replica._index._coming, what="the end of the declared pages")
+        assert decode.matched(request_of("b", PROMPT)) == (0, False)
+        assert Presence.COMING not in (replica.presences([bytes(32)], 0) or [])
+        prefill.worker.clear_connector_metadata()
+
+
+# -- what is not worth it ------------------------------------------------------------------------
+
+
+def test_loads_that_take_longer_than_computing_are_refused_counted_and_tried_now_and_then() -> None:
+    with pair(consumer={"lookup": {"load_policy": "auto"}}) as (prefill, decode):
+        prefill.prefill(request_of("stored", PROMPT))
+        scheduler = decode.scheduler
+        assert_loads(decode, request_of("first", PROMPT), 96)  # nothing is known yet
+        scheduler._worth.hear(0, {"compute": 1e-6, "peer": 1e-3})
+        answers = [decode.matched(request_of(f"a{number}", PROMPT))[0] for number in range(64)]
+        assert answers.count(96) == 2
+        assert scheduler.get_stats()["failures"]["match"]["not_worth_it"] == 62
+        scheduler._worth.hear(0, {"compute": 1e-3, "peer": 1e-3})
+        assert decode.matched(request_of("b", PROMPT)) == (96, False)
+
+
+# -- what is not saved ---------------------------------------------------------------------------
+
+
+def test_pages_beyond_the_bound_of_what_may_wait_are_given_up_and_counted() -> None:
+    given = config("producer", {"max_unsaved": 6 * PAGE_BYTES})
+    with FakeEngine(given, listen="unix:") as prefill:
+        prompts = [request_of(f"p{number}", tokens(100, first=1000 * number)) for number in range(3)]
+        prefill.step([(prompt, prefill.admit(prompt), 0, 100) for prompt in prompts])
+        assert num_held(prefill) == 6
+        assert prefill.worker._saver.bytes_unsaved == 0
+        stats = prefill.figures()
+        assert stats["failures"]["save"] == {"no_room": 2}
+
+
+def test_a_full_store_makes_room_by_use_and_evictions_are_counted() -> None:
+    options = {"host": {"size": 1 << 20, "segment_bytes": 1 << 18}}
+    with both(options=options) as engine:
+        for number in range(40):
+            prompt = request_of(f"p{number}", tokens(100, first=1000 * number))
+            engine.free_blocks.extend(engine.prefill(prompt))
+            assert_loads(engine, request_of(f"first {number}", tokens(100)), 96)  # which is in use
+        usage = first_store(engine).usage()
+        assert usage.used_bytes <= usage.budget_bytes <= 1 << 20
+        assert engine.matched(request_of("oldest", tokens(100, first=1000))) == (0, False)
+        evicted = engine.figures()["ops"]["evict"]["count"]
+        assert evicted == 6 * 40 - usage.num_pages

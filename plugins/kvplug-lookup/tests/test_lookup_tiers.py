@@ -1,0 +1,161 @@
+"""Stores one after the other: what the first one has no room for, a later one still has."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplug.transport import Presence
+from kvplug_testing import peers
+from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.waits import until
+from lookup_engines import PROMPT, assert_loads, both, config, first_store, num_held, pair, tokens
+
+pytestmark = pytest.mark.timeout(60)
+
+SMALL = {"size": 1 << 20, "segment_bytes": 1 << 18}
+"""Room for some 160 pages."""
+
+
+def tiers(path: Path, **host: Any) -> dict[str, Any]:
+    return {"stores": ["host", "fs"], "options": {"host": {**SMALL, **host}, "fs": {"path": str(path)}}}
+
+
+def num_files(engine: FakeEngine) -> int:
+    """Pages in the later store, once nothing is copied there any more."""
+    until(lambda: not engine.worker._saver._num_behind, what="the end of what is behind")
+    found: int = engine.worker._tiers["fs"].store.usage().num_pages
+    return found
+
+
+def sources(engine: FakeEngine, name: str) -> Any:
+    """Where the pages that were promised to a request come from."""
+    return engine.scheduler._tracked[name].sources
+
+
+def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_path: Path) -> None:
+    with both(**tiers(tmp_path)) as engine:
+        engine.prefill(request_of("old", PROMPT))
+        assert (num_held(engine), num_files(engine)) == (6, 6)
+        for number in range(1, 40):
+            blocks = engine.prefill(request_of(f"p{number}", tokens(100, first=1000 * number)))
+            engine.free_blocks.extend(blocks)
+            until(lambda expected=6 + 6 * number: num_files(engine) == expected, what="six files more")  # type: ignore[misc]
+        series, store = engine.worker.first_tier.series, first_store(engine)
+        chains = engine.scheduler._track(request_of("chains", PROMPT)).chains.upto(tuple(PROMPT), 96)
+        assert set(store.submit_lookup(series.keys_of(chains)).wait()) == {Presence.ABSENT}
+
+        prompt = request_of("a", PROMPT)
+        assert engine.matched(prompt) == (96, False)
+        assert sources(engine, "a") == ((("fs", 6),),)
+        assert_loads(engine, prompt, 96)
+        until(lambda: set(store.submit_lookup(series.keys_of(chains)).wait()) == {Presence.HELD})
+        assert engine.matched(request_of("b", PROMPT)) == (96, False)
+        assert sources(engine, "b") == ((("host", 6),),), "it was not promoted"
+        assert engine.figures()["ops"]["copy"]["count"] == 240 + 6
+        assert_loads(engine, request_of("c", PROMPT), 96)
+
+
+def test_one_load_takes_its_pages_from_several_stores(tmp_path: Path) -> None:
+    with both({"promote": False}, **tiers(tmp_path, size=256 << 10, segment_bytes=256 << 10)) as engine:
+        engine.prefill(request_of("head", PROMPT))
+        for name in "ab":
+            assert_loads(engine, request_of(name, PROMPT), 96)  # so that these pages are in use
+        long = request_of("long", tokens(960))  # of more pages than the first store holds
+        blocks = engine.admit(long)
+        for number in range(1, 11):
+            engine.step([(long, blocks, 96 * (number - 1), 96)])
+            until(lambda expected=6 * number: num_files(engine) == expected, what="six files more")  # type: ignore[misc]
+        engine.finish(long, blocks)
+        assert 0 < num_held(engine) < 60
+        prompt = request_of("c", tokens(970))
+        assert engine.matched(prompt) == (960, False)
+        assert sources(engine, "c") == ((("host", 6), ("fs", 54)),)
+        assert_loads(engine, prompt, 960)
+
+
+# -- stores that outlive their engines -----------------------------------------------------------
+
+
+def saving_engine(parent: Any, path: str) -> None:
+    """Saves a prompt into the folder, and waits for its death."""
+    with both(**tiers(Path(path))) as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        num_held(engine)
+        until(lambda: num_files(engine) == 6)
+        parent.send("it is on disk")
+        parent.recv(timeout=60)
+
+
+def test_pages_on_disk_are_found_after_their_engine_was_killed(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    with peers.nothing_left():
+        with fork_server.start(f"{__file__}:saving_engine", str(tmp_path)) as child:
+            child.recv()
+            os.kill(child.pid, signal.SIGKILL)
+            child.wait()
+        with both(**tiers(tmp_path)) as engine:
+            assert_loads(engine, request_of("a", PROMPT), 96)
+        with FakeEngine(config("consumer", **tiers(tmp_path))) as decode:
+            assert_loads(decode, request_of("b", PROMPT), 96)
+
+
+def test_an_engine_that_saves_into_a_shared_folder_alone_finds_its_pages_there(tmp_path: Path) -> None:
+    with both(stores=["fs"], options={"fs": {"path": str(tmp_path)}}) as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        assert_loads(engine, request_of("a", PROMPT), 96)
+
+
+def test_after_a_reset_an_engine_finds_none_of_its_old_pages_in_a_folder_and_others_do(
+    tmp_path: Path,
+) -> None:
+    with both(**tiers(tmp_path)) as engine, both(**tiers(tmp_path)) as other:
+        engine.prefill(request_of("stored", PROMPT))
+        until(lambda: num_files(engine) == 6)
+        assert engine.scheduler.reset_cache() is True
+        engine.step([])
+        engine.weights = 1.0
+        assert engine.matched(request_of("a", PROMPT)) == (0, False)
+        engine.prefill(request_of("again", PROMPT))
+        assert_loads(engine, request_of("b", PROMPT), 96)
+        assert_loads(other, request_of("c", PROMPT), 96)
+
+
+def test_another_tenants_salt_is_another_prompt(tmp_path: Path) -> None:
+    with both(**tiers(tmp_path)) as engine:
+        engine.prefill(request_of("stored", PROMPT, extra=b"tenant 1"))
+        until(lambda: num_files(engine) == 6)
+        assert engine.matched(request_of("a", PROMPT, extra=b"tenant 2")) == (0, False)
+        assert engine.matched(request_of("b", PROMPT)) == (0, False)
+        assert_loads(engine, request_of("c", PROMPT, extra=b"tenant 1"), 96)
+
+
+def test_a_page_file_that_was_changed_is_a_miss_counted_and_removed(tmp_path: Path) -> None:
+    given = {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}}
+    with both(**given) as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        assert engine.matched(request_of("there", PROMPT)) == (96, False)
+        engine.scheduler.request_finished(request_of("there", PROMPT), ((),), None)
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 6000]
+        assert len(files) == 6
+        for path in files:
+            content = bytearray(path.read_bytes())
+            content[-100] ^= 1
+            path.write_bytes(content)
+        prompt = request_of("a", PROMPT)
+        blocks, loaded, report = engine.load(prompt)
+        assert loaded == 96 and report.invalid_block_ids == frozenset(blocks[:6])
+        assert engine.figures()["failures"]["load"] == {"corrupt": 1}
+        assert engine.ask(prompt) == (0, False), "it is computed now"
+
+
+def test_peers_load_from_an_engines_first_store_whatever_follows_it(tmp_path: Path) -> None:
+    with pair(producer=tiers(tmp_path)) as (prefill, decode):
+        prefill.prefill(request_of("stored", PROMPT))
+        assert_loads(decode, request_of("a", PROMPT), 96)
