@@ -76,7 +76,14 @@ def test_shutdown_does_not_wait_for_a_producer_that_never_comes() -> None:
 
 @pytest.mark.parametrize(
     ("page_tokens", "size_here", "size_there", "expected"),
-    [(16, 32, 16, 96), (16, 16, 32, 96), (48, 16, 32, 96), (40, 16, 16, 80), (7, 16, 16, 96), (128, 16, 16, 0)],
+    [
+        (16, 32, 16, 96),
+        (16, 16, 32, 96),
+        (48, 16, 32, 96),
+        (40, 16, 16, 80),
+        (7, 16, 16, 96),
+        (128, 16, 16, 0),
+    ],
 )
 def test_pages_of_any_size_are_loaded_into_whole_blocks_of_any_size(
     page_tokens: int, size_here: int, size_there: int, expected: int

@@ -25,9 +25,7 @@ class TestOverPipes(ConnectorContract):
     """Pages come over the pipe "cpu", where the suite injects faults; an engine's own come from its arena."""
 
     connector = "lookup"
-    config = MappingProxyType(
-        {**COMMON, "options": {"host": {**SMALL, "map": False}}}
-    )
+    config = MappingProxyType({**COMMON, "options": {"host": {**SMALL, "map": False}}})
     injects_into_own = True
 
     _how = ""

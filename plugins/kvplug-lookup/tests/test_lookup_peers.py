@@ -75,7 +75,9 @@ def engines(fork_server: ForkServer) -> Iterator[Engines]:
 
 @contextlib.contextmanager
 def consumer(*addresses: str, seed: int = 2, **more: Any) -> Iterator[FakeEngine]:
-    with FakeEngine(config("consumer", peers=[f"{each}-0" for each in addresses], **more), seed=seed, num_blocks=256) as decode:
+    with FakeEngine(
+        config("consumer", peers=[f"{each}-0" for each in addresses], **more), seed=seed, num_blocks=256
+    ) as decode:
         yield decode
 
 

@@ -99,7 +99,8 @@ def engine(
     life_s: float = 900.0,
     **settings: Any,
 ) -> Iterator[Engine]:
-    """A vLLM engine. ``transfer``: its kv-transfer-config. ``settings``: more arguments of ``LLM``.
+    """A vLLM engine. ``transfer``: its kv-transfer-config. ``settings``: more arguments of ``LLM``, and
+    ``events``: its kv-events-config.
 
     ``setup``: ``"file.py:function"``, one or several in a list, called in the process before the engine is
     made, to put faults and recorders in place.
@@ -172,9 +173,9 @@ def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) ->
         path, _, name = setup.rpartition(":")
         getattr(_module(path), name)()
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
-    transfer = settings.pop("transfer")
+    transfer, events = settings.pop("transfer"), settings.pop("events", None)
     usual = {
         "enforce_eager": True,
         "max_num_seqs": 4,
@@ -184,7 +185,9 @@ def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) ->
         "distributed_executor_backend": "uni",
     }
     llm = LLM(
-        kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer), **(usual | settings)
+        kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
+        kv_events_config=None if events is None else KVEventsConfig(**events),
+        **(usual | settings),
     )
     orders = _Orders(llm)
     parent.send("ready")
