@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import kvplug
-from kvplug_lookup.store import SimpleStore
+from kvplug_lookup.buffer.store import SimpleStore
 
 COUNTS = (100, 1_000, 10_000)
 PREFIX, SHORTEST, LONGEST, VOCABULARY = 256, 512, 2_048, 128_000

@@ -167,17 +167,6 @@ from kvplug.transport.duplex.pipe import (
 from kvplug.transport.duplex.window import (
     SendWindow as SendWindow,
 )
-from kvplug.transport.events import (
-    EventLog as EventLog,
-    Follower as Follower,
-    RemovalReason as RemovalReason,
-    Removed as Removed,
-    Snapshot as Snapshot,
-    Stored as Stored,
-    StoreEvent as StoreEvent,
-    event_from_plain as event_from_plain,
-    event_to_plain as event_to_plain,
-)
 from kvplug.transport.group.mesh import (
     Mesh as Mesh,
 )

@@ -8,7 +8,7 @@ module does not import torch.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import attrs
@@ -18,7 +18,6 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvplug.transport.events import StoreEvent
     from kvplug.transport.pipe import Pipe
 
     Tokens: TypeAlias = Sequence[int] | Tensor | Any
@@ -107,7 +106,6 @@ class LookupBuffer(abc.ABC):
             UnsupportedError: this is a reaching end, and the implementation stores at the holding end only.
             TimeoutError: no room in time; nothing was stored.
             CapacityError: the entry is larger than the whole budget; at once.
-            EntryGoneError: the store was cleared meanwhile; nothing was stored.
             ValueError: shapes that do not belong together; no token under the roi.
         """
 
@@ -188,38 +186,13 @@ class LookupStore(LookupBuffer):
         pipe, on which a blocked receive would block every thread: so requests never wait there).
         """
 
-    @abc.abstractmethod
-    def subscribe(self, listener: Callable[[StoreEvent], None]) -> Callable[[], None]:
-        """Call ``listener`` with a snapshot (its header, then *stored* events), then with every change.
-
-        In the order of the sequence numbers, without a gap; the listener must not block. Returns a
-        function that ends the subscription.
-        """
-
-    @abc.abstractmethod
-    def clear(self) -> int:
-        """Forget every entry, and return how many that were. Never waits.
-
-        Entries that were inserted before this call are not available after it: they are announced as removed
-        (``RemovalReason.CLEARED``), and an insert that has not returned raises ``EntryGoneError``. A leased
-        entry is dropped when its lease ends: a reader reads on, a taker receives it, and if that transfer
-        fails the entry is not made available again. Calls that wait for an entry continue to wait.
-
-        Raises:
-            ClosedError: the store is closed.
-        """
-
 
 class LookupEndpoint(abc.ABC):
     """What a lookup buffer's factory returns."""
 
     @abc.abstractmethod
-    def hold(self, *, as_cache: bool = False) -> LookupStore:
-        """A new, empty store in this process.
-
-        ``as_cache``: unless the options say otherwise, an insert into a full store drops the oldest entries
-        without readers, instead of waiting until some were taken.
-        """
+    def hold(self) -> LookupStore:
+        """A new, empty store in this process."""
 
     @abc.abstractmethod
     def reach(self, signal: Pipe, data: Pipe) -> LookupBuffer:

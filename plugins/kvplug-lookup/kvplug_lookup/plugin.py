@@ -14,8 +14,8 @@ def kvplug_transports() -> list[TransportSpec]:
         TransportSpec(
             kind=Kind.LOOKUP_BUFFER,
             name="simple",
-            factory="kvplug_lookup.endpoint:SimpleEndpoint",
-            options="kvplug_lookup.options:SimpleOptions",
+            factory="kvplug_lookup.buffer.endpoint:SimpleEndpoint",
+            options="kvplug_lookup.buffer.options:SimpleOptions",
             # It moves nothing between hosts or devices itself: it has the reach of the pipes it is given. An
             # entry is copied once on its way in, and found in some tens of microseconds.
             capabilities=Capabilities(

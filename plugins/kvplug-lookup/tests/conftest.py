@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from kvplug_lookup.reach import ReachingEnd
-from kvplug_lookup.store import SimpleStore
+from kvplug_lookup.buffer.reach import ReachingEnd
+from kvplug_lookup.buffer.store import SimpleStore
 from lookup_thread_pipes import thread_pipes
 
 

@@ -14,8 +14,18 @@ from kvplug import CapacityError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.transport import WireError
 from kvplug_lookup import server
-from kvplug_lookup.messages import Coming, Failed, Granted, Matched, Read, Take, key_to_bytes, pack, unpack
-from kvplug_lookup.reach import ReachingEnd
+from kvplug_lookup.buffer.messages import (
+    Coming,
+    Failed,
+    Granted,
+    Matched,
+    Read,
+    Take,
+    key_to_bytes,
+    pack,
+    unpack,
+)
+from kvplug_lookup.buffer.reach import ReachingEnd
 from lookup_thread_pipes import thread_pipes
 
 ASKED = (1, 2, 3)

@@ -9,7 +9,7 @@ import torch
 
 from kvplug import CapacityError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.transport import WireError
-from kvplug_lookup.messages import End, Failed, Granted, Match, pack, unpack
+from kvplug_lookup.buffer.messages import End, Failed, Granted, Match, pack, unpack
 
 
 class Sink:
@@ -122,8 +122,8 @@ def test_a_transfer_that_takes_too_long_is_cut_short_and_the_entry_is_back(joine
 
 
 def test_a_consumer_who_never_says_it_has_it_all_loses_the_entry(joined, entry, eventually, monkeypatch):
-    monkeypatch.setattr("kvplug_lookup.server._GRACE_S", 0.05)
-    monkeypatch.setattr("kvplug_lookup.reach._SETTLE_S", 0.05)
+    monkeypatch.setattr("kvplug_lookup.buffer.server._GRACE_S", 0.05)
+    monkeypatch.setattr("kvplug_lookup.buffer.reach._SETTLE_S", 0.05)
     store = joined.store()
     end = joined.reach(store)
     store.insert(*entry([1, 2, 3]))
@@ -139,7 +139,7 @@ def test_a_consumer_who_never_says_it_has_it_all_loses_the_entry(joined, entry, 
 
 
 def test_one_who_says_so_too_late_is_told_that_the_entry_is_back(joined, entry, eventually, monkeypatch):
-    monkeypatch.setattr("kvplug_lookup.server._GRACE_S", -0.3)
+    monkeypatch.setattr("kvplug_lookup.buffer.server._GRACE_S", -0.3)
     store = joined.store()
     end = joined.reach(store)
     store.insert(*entry([1, 2, 3]))

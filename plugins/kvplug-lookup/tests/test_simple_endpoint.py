@@ -14,19 +14,13 @@ def spec():
 
 
 @pytest.mark.parametrize(
-    ("given", "as_cache", "evicts"),
-    [
-        ({}, False, False),
-        ({}, True, True),
-        ({"evict": "never"}, True, False),
-        ({"evict": "oldest"}, False, True),
-    ],
+    ("given", "evicts"), [({}, False), ({"evict": "never"}, False), ({"evict": "oldest"}, True)]
 )
-def test_what_happens_to_a_full_store_is_the_operators_word_or_else_its_users(spec, given, as_cache, evicts):
+def test_what_happens_to_a_full_store_is_an_option(spec, given, evicts):
     options = check_options(spec.load_options(), given)
     key = torch.zeros(1, 1, 1, 100)
     endpoint = spec.load_factory()(LookupContext(options=options, buffer_size=500, timeout_s=1.0))
-    store = endpoint.hold(as_cache=as_cache)
+    store = endpoint.hold()
     store.insert([1], None, key, None, None)
     if evicts:
         store.insert([2], None, key, None, None, timeout=0)

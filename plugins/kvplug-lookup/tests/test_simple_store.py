@@ -8,9 +8,6 @@ import pytest
 import torch
 
 from kvplug import CapacityError, ClosedError, TimeoutError, UnsupportedError
-from kvplug.engine import EntryGoneError
-from kvplug.transport import RemovalReason, Removed, Snapshot, Stored
-from kvplug_lookup import store as stores
 
 M61 = 2**61 - 1
 
@@ -109,105 +106,48 @@ def test_old_entries_go_when_room_is_needed_even_during_the_wait(joined, entry):
     assert store.match([1, 2, 3]) == 0 and store.match([4, 5, 6]) == 3
 
 
-# -- events ------------------------------------------------------------------------------------
+# -- eviction ----------------------------------------------------------------------------------
 
 
-def test_an_insert_has_told_every_listener_when_it_returns(joined, entry, started):
-    store = joined.store()
-    told = set()
-    store.subscribe(lambda event: told.add(getattr(event, "entry_id", None)))
-
-    def work(n):
-        return all(store.insert(*entry([n, i], layers=1)) in told for i in range(100))
-
-    assert all(worker.result(30) for worker in [started(work, n) for n in range(3)])
-
-
-def test_a_listener_that_raises_disturbs_nobody(joined, entry, caplog):
-    store = joined.store()
-    events = []
-
-    def bad(event):
-        raise RuntimeError("no")
-
-    store.subscribe(bad)
-    store.subscribe(events.append)
-    store.insert(*entry([1]))
-    assert [type(e) for e in events] == [Snapshot, Stored]
-    assert "a listener of a lookup store failed" in caplog.text
-
-
-# -- clearing ----------------------------------------------------------------------------------
-
-
-def test_who_reads_an_entry_reads_on_when_it_is_cleared_and_gives_its_room_back(joined, entry):
-    parts = entry([1, 2, 3], layers=3)
-    store = joined.store(bytes_of(parts))
-    store.insert(*parts)
-    removed, layers = [], []
+def test_where_the_oldest_go_an_insert_finds_room_and_what_is_read_stays(joined, entry):
+    parts = entry([1, 2, 3], layers=2)
+    store = joined.store(3 * bytes_of(parts), evict="oldest")
+    for first in (1, 4, 7):
+        store.insert(*entry([first, 2, 3], layers=2), timeout=0)
+    held, layers = [], []
 
     class Sink:
         def begin(self, header):
-            pass
+            for first in (10, 13):
+                store.insert(*entry([first, 2, 3], layers=2), timeout=0)
+            held.extend(first for first in (1, 4, 7, 10, 13) if store.match([first]))
 
         def layer(self, index, key, value):
-            if index == 1:
-                assert store.clear() == 1
-                assert (len(store), store.match([1, 2, 3])) == (0, 0)
-                with pytest.raises(EntryGoneError):
-                    store.select([1, 2, 3])
-                assert store.bytes_used == bytes_of(parts)  # its memory is read
-                with pytest.raises(TimeoutError, match="0 entries"):
-                    store.insert(*entry([4]), timeout=0)
             layers.append(key.clone())
 
-    store.subscribe(removed.append)
     store.select([1, 2, 3], sink=Sink())
+    assert held == [1, 10, 13], "1 is being read, 4 and 7 are the oldest others"
     assert torch.equal(torch.stack(layers), parts[2])
-    assert [event.reason for event in removed if isinstance(event, Removed)] == [RemovalReason.CLEARED]
-    assert (len(store), store.bytes_used) == (0, 0)
-    store.insert(*parts, timeout=0)
+    store.insert(*entry([16, 2, 3], layers=2), timeout=0)
+    assert store.match([1]) == 0, "it is not read any more"
 
 
-def test_an_insert_does_not_wait_for_the_room_of_a_cleared_entry_that_is_read_on(
-    joined, entry, started, eventually
-):
+def test_nothing_goes_for_an_entry_that_would_not_fit_even_so(joined, entry):
     parts = entry([1, 2, 3], layers=2)
-    store = joined.store(bytes_of(parts))
+    store = joined.store(2 * bytes_of(parts), evict="oldest")
+    store.insert(*entry([1, 2, 3], layers=2))
     store.insert(*parts)
-    ended = []
 
     class Sink:
         def begin(self, header):
-            waiting = started(store.insert, *entry([4, 5, 6], layers=2), timeout=None)
-            eventually(lambda: store._lending._room._waiters)
-            store.clear()
-            with pytest.raises(EntryGoneError, match="cleared"):
-                waiting.result()
-            ended.append(store.bytes_used)
+            with pytest.raises(TimeoutError):
+                store.insert(*entry([9] * 6, layers=2), timeout=0)
 
         def layer(self, index, key, value):
             pass
 
     store.select([1, 2, 3], sink=Sink())
-    assert ended == [bytes_of(parts)]
-
-
-def test_an_insert_that_copies_while_the_store_is_cleared_stores_nothing(joined, entry, monkeypatch):
-    store = joined.store()
-    events = []
-    store.subscribe(events.append)
-    copy_of = stores.copy_of
-
-    def clear_and_copy(*args):
-        store.clear()
-        return copy_of(*args)
-
-    monkeypatch.setattr(stores, "copy_of", clear_and_copy)
-    with pytest.raises(EntryGoneError, match="cleared"):
-        store.insert(*entry([1, 2]))
-    assert (len(store), store.bytes_used, store.match([1, 2])) == (0, 0, 0)
-    assert not [event for event in events if isinstance(event, Stored)]
+    assert len(store) == 2
 
 
 # -- ending ------------------------------------------------------------------------------------

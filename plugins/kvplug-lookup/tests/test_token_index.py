@@ -10,7 +10,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvplug import UnsupportedError
-from kvplug_lookup.index import TokenIndex, token_array
+from kvplug_lookup.buffer.index import TokenIndex, token_array
 
 M61 = 2**61 - 1  # Python's hash of an int is taken modulo this prime
 
@@ -130,7 +130,7 @@ def test_tokens_may_be_any_integer_sequence_or_array():
 
 
 def test_the_index_is_importable_without_torch():
-    code = "import sys, kvplug_lookup.index; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvplug_lookup.buffer.index; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

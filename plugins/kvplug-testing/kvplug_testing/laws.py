@@ -225,16 +225,7 @@ LOOKUP-6, cost
 
 LOOKUP-7, `select`
 : Reads the entry that shares the longest prefix and leaves it in the buffer. While an entry is read, it can
-  neither be dropped nor evicted. If no entry shares enough, `EntryGoneError` is raised at once.
-
-LOOKUP-8, `clear`
-: Entries that were inserted before it are not available after it: they are announced as removed, an insert
-  that has not returned raises `EntryGoneError`, and a leased entry is not made available again. A reader
-  that has a lease may go on reading.
-
-LOOKUP-9, events
-: A listener gets a snapshot of the available entries, and then every change, in the order of their numbers
-  and without a gap. When a call that changed something returns, every listener has been notified.
+  neither be taken nor evicted. If no entry shares enough, `EntryGoneError` is raised at once.
 
 ## Store
 

@@ -281,6 +281,54 @@ def test_a_peer_that_never_comes_is_named_when_the_time_is_up(model):
     assert "Traceback" not in done.stderr
 
 
+# -- with stores ---------------------------------------------------------------------------------
+
+KEPT = ("--prompt", words(70), "--max-new-tokens", "8")
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[str]:
+    """The contact of a store that a program of its own keeps, apart from the demo."""
+    command = [sys.executable, "-m", "kvplug.cli", "store", "serve", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+
+
+@contextmanager
+def store_of(name: str, folder: Path) -> Iterator[dict[str, str]]:
+    """Environment variables that name a place which outlives the demo's processes."""
+    if name == "fs":
+        yield {"KVPLUG_OPTIONS__FS__PATH": str(folder)}
+        return
+    with served("host", "--address", "127.0.0.1:0", "--set", "options.host.size=64 MiB") as contact:
+        yield {"KVPLUG_OPTIONS__HOST__CONTACT": contact}
+
+
+@pytest.mark.parametrize("name", ["fs", "host"])
+def test_a_second_run_finds_what_is_left_of_one_whose_processes_were_killed(model, name, tmp_path):
+    arguments = ("--model", model, "--store", name)
+    with store_of(name, tmp_path) as environment:
+        with nothing_left(), started(*arguments, *KEPT, **environment) as first:
+            assert first.stdout.read(1), "decode has loaded what prefill has kept, and generates"
+            pids = [*children(first.pid), first.pid]
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            first.wait(timeout=10)
+            wait_until_gone(pids, seconds=5)
+        done = run("--json", *arguments, *KEPT, **environment)
+        found = report(done)
+        assert done.returncode == 0, done.stderr
+        assert (found["tokens_found"], found["tokens_loaded"], found["identical"]) == (64, 64, True)
+        assert found["store"].startswith(name)
+        other = report(run("--json", *arguments, "--prompt", words(60)[3:], **environment))
+        assert other["tokens_found"] == 0, "another prompt"
+
+
 # -- refused before anything is started ----------------------------------------------------------
 
 

@@ -99,7 +99,8 @@ def engine(
     life_s: float = 900.0,
     **settings: Any,
 ) -> Iterator[Engine]:
-    """A vLLM engine. ``transfer``: its kv-transfer-config. ``settings``: more arguments of ``LLM``.
+    """A vLLM engine. ``transfer``: its kv-transfer-config. ``settings``: more arguments of ``LLM``, and
+    ``events``: its kv-events-config.
 
     ``setup``: ``"file.py:function"``, one or several in a list, called in the process before the engine is
     made, to put faults and recorders in place.
@@ -139,10 +140,13 @@ def session(leader: int) -> list[int]:
 def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
     """What ``--kv-transfer-config`` says: connector "lookup" on loopback.
 
-    It waits as long as it takes for what the peer has stored and sends: a busy machine may lose nothing.
+    It waits as long as it takes for what the peer has stored and sends, and loads whatever that is: a busy
+    machine may lose nothing.
     """
     policy = {key: extra.pop(key) for key in ("kv_load_failure_policy", "engine_id") if key in extra}
-    lookup = {"wait_timeout_s": 60.0, "stall_timeout_s": 60.0, **extra.pop("options", {}).get("lookup", {})}
+    options = extra.pop("options", {})
+    patient = {"wait_timeout_s": 60.0, "stall_timeout_s": 60.0, "load_policy": "always"}
+    options = {**options, "lookup": {**patient, **options.get("lookup", {})}}
     return {
         "kv_connector": "KvplugConnector",
         "kv_role": role,
@@ -153,7 +157,7 @@ def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
             "host": HOST,
             "port": port,
             "timeout_s": 300.0,
-            "options": {"lookup": lookup},
+            "options": options,
             **extra,
         },
     }
@@ -169,9 +173,9 @@ def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) ->
         path, _, name = setup.rpartition(":")
         getattr(_module(path), name)()
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
-    transfer = settings.pop("transfer")
+    transfer, events = settings.pop("transfer"), settings.pop("events", None)
     usual = {
         "enforce_eager": True,
         "max_num_seqs": 4,
@@ -181,7 +185,9 @@ def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) ->
         "distributed_executor_backend": "uni",
     }
     llm = LLM(
-        kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer), **(usual | settings)
+        kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
+        kv_events_config=None if events is None else KVEventsConfig(**events),
+        **(usual | settings),
     )
     orders = _Orders(llm)
     parent.send("ready")

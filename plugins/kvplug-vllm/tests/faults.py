@@ -6,8 +6,10 @@ import functools
 import threading
 from typing import Any
 
+import attrs
+
 import kvplug_vllm.connector
-from kvplug import build_connector
+from kvplug import Config, build_connector
 from kvplug_testing.faults import FaultyPipe, Plan, Rule
 
 HELD_S = 60.0
@@ -62,17 +64,14 @@ def switchable() -> None:
 
 
 def switch(llm: Any, *, corrupt: bool = False, hold: bool = False) -> None:
-    """From now on the KV that is sent is corrupted, or is not sent at all until this is switched off again.
-
-    Every other layer is corrupted, and the first arrives as it was.
-    """
+    """From now on the KV that is sent is corrupted, or is held until this is switched off again."""
     (_flips.set if corrupt else _flips.clear)()
     (_flows.clear if hold else _flows.set)()
 
 
 class _SwitchedPipe(FaultyPipe):
     def __init__(self, pipe: Any) -> None:
-        super().__init__(pipe, flips(min_bytes=_SIGNAL_BYTES, every=4), when=_flips.is_set)
+        super().__init__(pipe, flips(min_bytes=_SIGNAL_BYTES), when=_flips.is_set)
 
     def send_tensor(self, tensor: Any, **timeout: Any) -> Any:
         if tensor is not None and tensor.nbytes >= _SIGNAL_BYTES:
@@ -81,4 +80,13 @@ class _SwitchedPipe(FaultyPipe):
 
 
 def _wrap_pipes(wrap: Any) -> None:
-    kvplug_vllm.connector.build_connector = functools.partial(build_connector, wrap_pipe=wrap)
+    def build(config: Config, *arguments: Any, **more: Any) -> Any:
+        return build_connector(over_pipes(config), *arguments, wrap_pipe=wrap, **more)
+
+    kvplug_vllm.connector.build_connector = build
+
+
+def over_pipes(config: Config) -> Config:
+    """With no memory that peers map: pages cross a pipe, in which they can be changed and held."""
+    host = {**config.options.get("host", {}), "map": False}
+    return attrs.evolve(config, options={**config.options, "host": host})

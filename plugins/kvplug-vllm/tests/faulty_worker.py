@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 import kvplug_vllm.connector
 from kvplug import build_connector
 from kvplug.engine import Parallelism
@@ -25,6 +27,8 @@ def register() -> None:
 
 def _build(config: Any, side: str, *, parallelism: Parallelism, **more: Any) -> Any:
     faulty = side == "worker" and parallelism.worker_rank == RANK
+    host = {**config.options.get("host", {}), "map": False}  # pages cross the pipe
+    config = attrs.evolve(config, options={**config.options, "host": host})
     return build_connector(config, side, parallelism=parallelism, wrap_pipe=_Pipe if faulty else None, **more)
 
 

@@ -22,8 +22,8 @@ class MemoryLookupEndpoint(LookupEndpoint):
     def __init__(self, context: LookupContext) -> None:
         self._context = context
 
-    def hold(self, *, as_cache: bool = False) -> LookupStore:
-        return MemoryStore(self._context, as_cache=as_cache)
+    def hold(self) -> LookupStore:
+        return MemoryStore(self._context)
 
     def reach(self, signal: Pipe, data: Pipe) -> LookupBuffer:
         return MemoryRemoteStore(signal, data, timeout_s=self._context.timeout_s)
@@ -32,8 +32,8 @@ class MemoryLookupEndpoint(LookupEndpoint):
 class MemoryStore(StoreCore, MemoryLookupBuffer, LookupStore):
     """The end that holds the entries."""
 
-    def __init__(self, context: LookupContext, *, as_cache: bool) -> None:
-        super().__init__(max_bytes=context.buffer_size, timeout_s=context.timeout_s, as_cache=as_cache)
+    def __init__(self, context: LookupContext) -> None:
+        super().__init__(max_bytes=context.buffer_size, timeout_s=context.timeout_s)
         self._clients: list[AttachedClient] = []
         close_after_fork(self)
 
@@ -75,7 +75,6 @@ class MemoryStore(StoreCore, MemoryLookupBuffer, LookupStore):
     def abort(self) -> None:
         with self._changed:
             self._closed = True
-            self._listeners.clear()
             self._remove_all()
             clients = list(self._clients)
         for client in clients:
@@ -84,4 +83,4 @@ class MemoryStore(StoreCore, MemoryLookupBuffer, LookupStore):
     def _after_fork_in_child(self) -> None:
         self._changed = threading.Condition()  # a thread of the parent may hold the old one
         self._closed = True
-        self._listeners, self._clients = [], []
+        self._clients = []

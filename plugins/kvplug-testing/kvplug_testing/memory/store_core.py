@@ -1,4 +1,4 @@
-"""The entries of a lookup store "memory": its index, capacity, leases and events.
+"""The entries of a lookup store "memory": its index, capacity and leases.
 
 There is one lock with one condition. A call that waits for capacity, for an entry or for the end of a lease
 checks again after each change. The index is a dict of all keys and all their prefixes: simple code that needs
@@ -7,7 +7,6 @@ much memory for long prompts.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,15 +16,12 @@ import attrs
 
 from kvplug.errors import CapacityError, ClosedError, EntryGoneError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.events import EventLog, RemovalReason, StoreEvent
 from kvplug.transport.lease import Lease, Leases
 from kvplug.transport.lookup import Entry, EntryHeader
 from kvplug_testing.memory.entries import Key, checked_tokens, copy_of, extra_bytes, nbytes_of, num_layers_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_log = logging.getLogger(__name__)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -39,7 +35,7 @@ class StoredEntry:
     is_published: bool = False
     """Whether it can be found. An entry that is leased to be taken cannot."""
     is_removed: bool = False
-    """Evicted, taken or cleared: its bytes are free when its last lease ends."""
+    """Its bytes are free when its last lease ends."""
 
     @property
     def entry_id(self) -> int:
@@ -55,19 +51,16 @@ class LeasedEntry:
 
 
 class StoreCore:
-    """The entries of one store. With ``as_cache``, a full store evicts the oldest that are not leased."""
+    """The entries of one store."""
 
-    def __init__(self, *, max_bytes: int, timeout_s: float, as_cache: bool) -> None:
-        self._max_bytes, self._timeout_s, self._as_cache = max_bytes, timeout_s, as_cache
+    def __init__(self, *, max_bytes: int, timeout_s: float) -> None:
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._changed = threading.Condition()  # guards all that follows
         self._entries: dict[int, StoredEntry] = {}  # oldest first, leased ones included
         self._index: dict[tuple[str, bytes, Key], dict[int, StoredEntry]] = defaultdict(dict)
         self._leases = Leases()
         self._used_bytes = 0
         self._next_id = 1
-        self._num_clears = 0
-        self._events = EventLog()
-        self._listeners: list[Callable[[StoreEvent], None]] = []
         self._closed = False
 
     # -- insert --------------------------------------------------------------------------------
@@ -84,7 +77,6 @@ class StoreCore:
         metadata: dict[str, Any] | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> int:
-        num_clears = self._num_clears
         deadline = Deadline.after(timeout, self._timeout_s)
         tokens, mask = checked_tokens(input_tokens, roi)
         if not mask.any():
@@ -95,7 +87,7 @@ class StoreCore:
         if nbytes > self._max_bytes:
             raise CapacityError(f"an entry of {nbytes} bytes does not fit into a buffer of {self._max_bytes}")
         with self._changed:
-            self._wait_for_capacity(nbytes, num_clears, deadline)
+            self._wait_for_capacity(nbytes, deadline)
             header = EntryHeader(
                 entry_id=self._next_id,
                 tokens=tokens,
@@ -113,32 +105,18 @@ class StoreCore:
             self._changed.notify_all()
         return stored.entry_id
 
-    def _wait_for_capacity(self, nbytes: int, num_clears: int, deadline: Deadline) -> None:
+    def _wait_for_capacity(self, nbytes: int, deadline: Deadline) -> None:
         while True:
             self._check_open()
-            if num_clears != self._num_clears:
-                raise EntryGoneError("the store was cleared in the meantime: the entry is not stored")
-            if self._make_room(nbytes):
+            if self._has_room(nbytes):
                 return
             if deadline.expired:
                 used = f"{self._used_bytes} of {self._max_bytes} are used"
                 raise TimeoutError(f"no capacity for {nbytes} bytes in time: {used}")
             self._changed.wait(deadline.remaining())
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` fit. A cache evicts entries for them, but only if they fit then."""
-        missing, evicted = self._used_bytes + nbytes - self._max_bytes, []
-        for stored in self._entries.values() if self._as_cache else ():
-            if missing > 0 and self._may_be_evicted(stored):
-                evicted.append(stored)
-                missing -= stored.nbytes
-        if missing <= 0:
-            for stored in evicted:
-                self._remove(stored, RemovalReason.EVICTED)
-        return missing <= 0
-
-    def _may_be_evicted(self, stored: StoredEntry) -> bool:
-        return not self._leases.is_lent(stored.entry_id)
+    def _has_room(self, nbytes: int) -> bool:
+        return self._used_bytes + nbytes <= self._max_bytes
 
     # -- leases, for callers at both ends ------------------------------------------------------
 
@@ -185,7 +163,7 @@ class StoreCore:
     def _lease(self, stored: StoredEntry, *, exclusive: bool) -> LeasedEntry:
         lease = self._leases.take(stored.entry_id, "a caller", exclusive=exclusive)
         if exclusive:
-            self._unpublish(stored, RemovalReason.TAKEN)
+            stored.is_published = False
         return LeasedEntry(stored, lease)
 
     def release(self, leased: LeasedEntry, *, is_received: bool) -> None:
@@ -196,7 +174,7 @@ class StoreCore:
         with self._changed:
             self._leases.release(leased.lease)
             if leased.lease.exclusive and is_received:
-                self._remove(stored, RemovalReason.TAKEN)
+                self._remove(stored)
             elif leased.lease.exclusive and not stored.is_removed:
                 self._publish(stored)
             elif stored.is_removed and not self._leases.is_lent(stored.entry_id):
@@ -238,16 +216,10 @@ class StoreCore:
         stored.is_published = True
         for key in self._index_keys(stored):
             self._index[key].setdefault(stored.entry_id, stored)  # a returned entry keeps its position
-        self._notify(self._events.stored(stored.entry_id, stored.key, extra=stored.extra))
 
-    def _unpublish(self, stored: StoredEntry, reason: RemovalReason) -> None:
-        if stored.is_published:
-            stored.is_published = False
-            self._notify(self._events.removed(stored.entry_id, reason))
-
-    def _remove(self, stored: StoredEntry, reason: RemovalReason) -> None:
+    def _remove(self, stored: StoredEntry) -> None:
         """Make it unavailable. Its bytes are free when it is not leased."""
-        self._unpublish(stored, reason)
+        stored.is_published = False
         self._entries.pop(stored.entry_id, None)
         for key in self._index_keys(stored):
             self._index[key].pop(stored.entry_id, None)
@@ -257,41 +229,12 @@ class StoreCore:
         if not self._leases.is_lent(stored.entry_id):
             self._used_bytes -= stored.nbytes
 
-    # -- events, clear, and the end ------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------
 
-    def _notify(self, event: StoreEvent) -> None:
-        for listener in list(self._listeners):
-            try:
-                listener(event)
-            except Exception:
-                _log.exception("a listener of a lookup store failed on event %d", event.seq)
-
-    def subscribe(self, listener: Callable[[StoreEvent], None]) -> Callable[[], None]:
-        with self._changed:
-            self._check_open()
-            for event in self._events.snapshot():
-                listener(event)
-            self._listeners.append(listener)
-
-        def unsubscribe() -> None:
-            with self._changed:
-                if listener in self._listeners:
-                    self._listeners.remove(listener)
-
-        return unsubscribe
-
-    def clear(self) -> int:
-        with self._changed:
-            self._check_open()
-            self._num_clears += 1
-            return self._remove_all()
-
-    def _remove_all(self) -> int:
-        every = list(self._entries.values())
-        for stored in every:
-            self._remove(stored, RemovalReason.CLEARED)
+    def _remove_all(self) -> None:
+        for stored in list(self._entries.values()):
+            self._remove(stored)
         self._changed.notify_all()
-        return len(every)
 
     def _check_open(self) -> None:
         if self._closed:

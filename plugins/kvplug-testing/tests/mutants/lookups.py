@@ -13,7 +13,6 @@ import attrs
 
 from kvplug.errors import CapacityError, ClosedError, KvplugError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
-from kvplug.transport.events import RemovalReason, Removed
 from kvplug_testing import LookupBufferContract
 from kvplug_testing.memory.lookup import MemoryLookupEndpoint, MemoryStore
 from kvplug_testing.memory.lookup_calls import MemoryRemoteStore, Wanted
@@ -33,8 +32,8 @@ class Mutant(LookupBufferContract):
         store, reaching = self.store, self.reaching
 
         class Endpoint(MemoryLookupEndpoint):
-            def hold(self, *, as_cache: bool = False) -> Any:
-                return store(self._context, as_cache=as_cache)
+            def hold(self) -> Any:
+                return store(self._context)
 
             def reach(self, signal: Any, data: Any) -> Any:
                 return reaching(signal, data, timeout_s=self._context.timeout_s)
@@ -255,7 +254,7 @@ class TestHandsOneEntryToTwo(Mutant):
             time.sleep(0.001)
             with self._changed:
                 if stored.is_published:
-                    self._remove(stored, RemovalReason.TAKEN)
+                    self._remove(stored)
                     self._changed.notify_all()
             return stored.entry
 
@@ -319,8 +318,8 @@ class TestNeverGivesBytesBack(Mutant):
     breaks = ("LOOKUP-5",)
 
     class store(MemoryStore):  # noqa: N801
-        def _remove(self, stored: StoredEntry, reason: RemovalReason) -> None:
-            super()._remove(stored, reason)
+        def _remove(self, stored: StoredEntry) -> None:
+            super()._remove(stored)
             self._used_bytes += stored.nbytes
 
 
@@ -360,23 +359,8 @@ class TestForgetsTheBudget(Mutant):
     breaks = ("LOOKUP-5",)
 
     class store(MemoryStore):  # noqa: N801
-        def _make_room(self, nbytes: int) -> bool:
+        def _has_room(self, nbytes: int) -> bool:
             return True
-
-
-class TestEvictsTheNewest(Mutant):
-    """A full cache drops what was stored last."""
-
-    breaks = ("LOOKUP-5",)
-    caught_by = "test_a_cache_drops_the_oldest_entries_that_nobody_is_reading"
-
-    class store(MemoryStore):  # noqa: N801
-        def _make_room(self, nbytes: int) -> bool:
-            oldest_first = self._entries
-            self._entries = dict(reversed(oldest_first.items()))
-            has_room = super()._make_room(nbytes)
-            self._entries = dict(reversed(self._entries.items()))
-            return has_room
 
 
 class TestSendsUnderItsLock(Mutant):
@@ -424,7 +408,7 @@ class TestSelectTakesTheEntryOut(Mutant):
             with self._changed:
                 super().release(leased, is_received=is_received)
                 if not (leased.lease.exclusive or leased.stored.is_removed):
-                    self._remove(leased.stored, RemovalReason.TAKEN)
+                    self._remove(leased.stored)
 
 
 class TestSelectWaits(Mutant):
@@ -438,17 +422,6 @@ class TestSelectWaits(Mutant):
                 enough = lambda: self._closed or self._find_longest(key, extra)[0] >= min_tokens  # noqa: E731
                 self._changed.wait_for(enough, self._timeout_s)
             return super().lease_longest(key, extra, min_tokens)
-
-
-class TestEvictsUnderAReader(Mutant):
-    """A full cache evicts the oldest entry, even while it is read."""
-
-    breaks = ("LOOKUP-7", "LOOKUP-5")
-    caught_by = "test_while_it_is_read_an_entry_is_not_evicted"
-
-    class store(MemoryStore):  # noqa: N801
-        def _may_be_evicted(self, stored: StoredEntry) -> bool:
-            return True
 
 
 class TestTakesUnderAReader(Mutant):
@@ -487,7 +460,7 @@ class TestLosesTheEntryOfASinkThatRaises(Mutant):
                 with self._changed:
                     found = self._find_longest(tuple(input_tokens), b"")[1]
                     if found is not None:
-                        self._remove(found, RemovalReason.OTHER)
+                        self._remove(found)
                 raise
 
 
@@ -515,119 +488,6 @@ class TestGivesACallWhatCameForAnother(Mutant):
             parts = super()._transfer(*args)
             last, self.last = self.last, parts
             return parts if last is None else last
-
-
-# -- clearing and telling --------------------------------------------------------------------------
-
-
-class TestClearForgetsWhatIsLent(Mutant):
-    """An entry that is lent while the store is cleared is put up again."""
-
-    breaks = ("LOOKUP-8",)
-
-    class store(MemoryStore):  # noqa: N801
-        def clear(self) -> int:
-            with self._changed:
-                lent = {e: h for e, h in self._entries.items() if self._leases.is_lent(e)}
-                for entry_id in lent:
-                    del self._entries[entry_id]
-                count = super().clear()
-                self._entries.update(lent)
-                return count + len(lent)
-
-
-class TestClearLetsAWaitingInsertLand(Mutant):
-    """An insert that waits for room gets it from the clear, and stores what was handed in before."""
-
-    breaks = ("LOOKUP-8",)
-
-    class store(MemoryStore):  # noqa: N801
-        def clear(self) -> int:
-            with self._changed:
-                count = super().clear()
-                self._num_clears -= 1
-                return count
-
-
-class TestClearSaysNothing(Mutant):
-    """What a clear removes is not announced."""
-
-    breaks = ("LOOKUP-8",)
-
-    class store(MemoryStore):  # noqa: N801
-        def _notify(self, event: Any) -> None:
-            if not (isinstance(event, Removed) and event.reason is RemovalReason.CLEARED):
-                super()._notify(event)
-
-
-class TestClearTakesFromReaders(Mutant):
-    """Who reads an entry while the store is cleared gets zeros from there on."""
-
-    breaks = ("LOOKUP-8",)
-
-    class store(MemoryStore):  # noqa: N801
-        def clear(self) -> int:
-            with self._changed:
-                for stored in self._entries.values():
-                    if self._leases.is_lent(stored.entry_id) and stored.entry.key is not None:
-                        stored.entry.key.zero_()
-                return super().clear()
-
-        def select(self, input_tokens: Any, *args: Any, **given: Any) -> Any:
-            sink = given.get("sink")
-            if sink is None:
-                return super().select(input_tokens, *args, **given)
-            leased = self.lease_longest(tuple(input_tokens), b"", 1)
-            try:
-                sink.begin(leased.stored.entry.header)
-                for index in range(leased.stored.entry.header.num_layers):
-                    sink.layer(index, leased.stored.entry.key[index], leased.stored.entry.value[index])
-                return attrs.evolve(leased.stored.entry, key=None, value=None)
-            finally:
-                self.release(leased, is_received=False)
-
-
-class TestSkipsAnEvent(Mutant):
-    """Every fourth event is not delivered."""
-
-    breaks = ("LOOKUP-9",)
-
-    class store(MemoryStore):  # noqa: N801
-        def _notify(self, event: Any) -> None:
-            if event.seq % 4:
-                super()._notify(event)
-
-
-class TestTellsTooLate(Mutant):
-    """An event is told when the next one comes."""
-
-    breaks = ("LOOKUP-9",)
-
-    class store(MemoryStore):  # noqa: N801
-        kept: Any = None
-
-        def _notify(self, event: Any) -> None:
-            last, self.kept = self.kept, event
-            if last is not None:
-                super()._notify(last)
-
-
-class TestSnapshotsAreEmpty(Mutant):
-    """Who comes late is not told what is stored already."""
-
-    breaks = ("LOOKUP-9",)
-
-    class store(MemoryStore):  # noqa: N801
-        def subscribe(self, listener: Any) -> Any:
-            with self._changed:
-                snapshot = self._events.snapshot
-                self._events.snapshot = lambda: [  # type: ignore[method-assign]
-                    attrs.evolve(snapshot()[0], count=0)
-                ]
-                try:
-                    return super().subscribe(listener)
-                finally:
-                    self._events.snapshot = snapshot  # type: ignore[method-assign]
 
 
 # -- everything with an end ------------------------------------------------------------------------
@@ -693,9 +553,9 @@ class TestGivesUpEarly(Mutant):
     breaks = ("ALL-4",)
 
     class store(MemoryStore):  # noqa: N801
-        def _wait_for_capacity(self, nbytes: int, num_clears: int, deadline: Deadline) -> None:
+        def _wait_for_capacity(self, nbytes: int, deadline: Deadline) -> None:
             left = deadline.remaining()
-            super()._wait_for_capacity(nbytes, num_clears, Deadline.after(None if left is None else left / 2))
+            super()._wait_for_capacity(nbytes, Deadline.after(None if left is None else left / 2))
 
 
 class TestWaitsForAnAnswerForEver(Mutant):
@@ -757,9 +617,9 @@ class TestKeepsWhatWasTaken(Mutant):
     caught_by = "test_a_thousand_of_them_leave_no_memory_either"
 
     class store(MemoryStore):  # noqa: N801
-        def _remove(self, stored: StoredEntry, reason: RemovalReason) -> None:
+        def _remove(self, stored: StoredEntry) -> None:
             _kept.append(stored.entry.hidden)
-            super()._remove(stored, reason)
+            super()._remove(stored)
 
 
 class TestHandsOutAnotherEntry(Mutant):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.lookup.capacity import Capacity
-from kvplug_testing.contract.lookup.clearing import Clearing, Events
 from kvplug_testing.contract.lookup.contents import Contents
 from kvplug_testing.contract.lookup.cost import Cost
 from kvplug_testing.contract.lookup.endings import Endings
@@ -24,8 +23,6 @@ class LookupBufferContract(
     Reading,
     Taking,
     Capacity,
-    Clearing,
-    Events,
     Cost,
     Endings,
     Processes,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
-
 from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lookup.entries import Sink, capacity_for, entry, sized, unlike
+from kvplug_testing.contract.lookup.entries import capacity_for, entry, sized, unlike
 from kvplug_testing.contract.lookup.suite import (
     SOON_S,
     LookupSuite,
@@ -53,9 +51,8 @@ class Capacity(LookupSuite):
         assert matched(store, [2]) == 0, "an insert that raised TimeoutError has stored its entry later"
 
     @law("LOOKUP-5")
-    @pytest.mark.parametrize("as_cache", [False, True])
-    def test_an_entry_larger_than_the_budget_is_refused_at_once(self, as_cache: bool) -> None:
-        store = self.hold(capacity_for(2), as_cache=as_cache)
+    def test_an_entry_larger_than_the_budget_is_refused_at_once(self) -> None:
+        store = self.hold(capacity_for(2))
         inserted(store, sized([1]))
         call = Call(
             lambda: store.insert(
@@ -97,46 +94,6 @@ class Capacity(LookupSuite):
                 assert call.error is None, f"in round {number} of taking everything: {call.error}"
             for each in (1, 2):
                 assert taken(buffer, [1, each]).header.num_layers == 2
-
-    @law("LOOKUP-5")
-    def test_a_cache_drops_the_oldest_entries_that_nobody_is_reading(self) -> None:
-        store = self.hold(capacity_for(3), as_cache=True)
-        reader = self.reach(store)
-        puts = [sized([number]) for number in range(6)]
-        for put in puts[:3]:
-            inserted(store, put)
-        sink = Sink(wait_at=0)
-        within = waits.patience_s
-        reading = Call(lambda: reader.select([0], sink=sink, timeout=within))
-        assert sink.waits.wait(waits.patience_s)
-        try:
-            for put in puts[3:5]:
-                call = Call(partial(insert, store, put, 0)).end()
-                assert call.error is None, f"a cache that is full did not make room: {call.error}"
-            held = [number for number in range(5) if matched(store, [number])]
-            assert held == [0, 3, 4], f"{held} are held: 0 is being read, and 1 and 2 are the oldest others"
-        finally:
-            sink.go_on.set()
-        reading.result()
-        assert not sink.unlike(puts[0])
-
-    @law("LOOKUP-5")
-    def test_a_cache_drops_nothing_for_an_entry_that_would_not_fit_even_so(self) -> None:
-        store = self.hold(capacity_for(2), as_cache=True)
-        reader = self.reach(store)
-        inserted(store, sized([1]))
-        inserted(store, sized([2]))
-        sink = Sink(wait_at=0)
-        within = waits.patience_s
-        reading = Call(lambda: reader.select([2], sink=sink, timeout=within))
-        assert sink.waits.wait(waits.patience_s)
-        try:
-            large = entry([3], hidden=capacity_for(2) // 4 - 1024)
-            raises(TimeoutError, lambda: insert(store, large, timeout=0.05))
-            assert matched(store, [1]) == 1, "an entry went for one that was not stored"
-        finally:
-            sink.go_on.set()
-        reading.result()
 
     @law("LOOKUP-5", "ALL-5")
     def test_one_who_takes_its_time_holds_up_neither_inserts_nor_others(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvplug.errors import ClosedError, EntryGoneError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport.lookup import LookupBuffer, LookupStore
+from kvplug.transport.lookup import LookupBuffer
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
@@ -40,9 +40,6 @@ def calls_of(buffer: LookupBuffer) -> dict[str, Callable[[], Any]]:
         "drop_select of any": lambda: buffer.drop_select(None, timeout=0),
         "select": lambda: buffer.select([1]),
     }
-    if isinstance(buffer, LookupStore):
-        calls["subscribe"] = lambda: buffer.subscribe(lambda event: None)
-        calls["clear"] = buffer.clear
     return calls
 
 

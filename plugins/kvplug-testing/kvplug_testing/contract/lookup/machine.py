@@ -12,8 +12,6 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
-    invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -21,7 +19,7 @@ from hypothesis.stateful import (
 from kvplug.errors import CapacityError, EntryGoneError, TimeoutError
 from kvplug.transport.lookup import LookupBuffer, LookupStore
 from kvplug_testing.contract.lookup.entries import Put, capacity_for, sized, unlike
-from kvplug_testing.contract.lookup.model import ReferenceModel, Replica
+from kvplug_testing.contract.lookup.model import ReferenceModel
 from kvplug_testing.contract.lookup.suite import insert, inserted, matched, missed, read, taken
 from kvplug_testing.waits import raises
 
@@ -57,8 +55,6 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         self.end: LookupBuffer
         self.store, self.end = type(self).make()
         self.model = ReferenceModel(CAPACITY)
-        self.replica = Replica()
-        self.store.subscribe(self.replica)
 
     @rule(key=_masked(1), extra=_extra)
     def put_in(self, key: Any, extra: bytes) -> None:
@@ -115,22 +111,6 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         assert found in there, f"entry {found} was read, and {sorted(there)} share the longest prefix"
         wrong = unlike(self.model.held[found], got)
         assert not wrong, f"entry {found}: {wrong}"
-
-    @precondition(lambda self: len(self.model.held) > 2)
-    @rule()
-    def clear(self) -> None:
-        count, held = self.store.clear(), len(self.model.held)
-        # an entry that a reaching end has just taken may not be removed yet
-        assert count == held or (count > held and self.end is not self.store), (
-            f"{count} of {held} were cleared"
-        )
-        self.model.held.clear()
-
-    @invariant()
-    def a_listener_knows_what_is_held(self) -> None:
-        assert self.replica.is_complete, "the events have a gap"
-        known = {entry_id: (put.counts, put.extra) for entry_id, put in self.model.held.items()}
-        assert self.replica.held == known, f"events say {self.replica.held}, and {known} is held"
 
     def teardown(self) -> None:
         if self.end is not self.store:

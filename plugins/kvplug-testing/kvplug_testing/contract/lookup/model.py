@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvplug_testing.contract.lookup.entries import Put
 
 Query = tuple[int, ...]
@@ -55,33 +53,3 @@ def shared(one: Query, other: Query) -> int:
 def _is_prefix(one: Query, other: Query) -> bool:
     """Whether one of them is a prefix of the other, and not empty."""
     return shared(one, other) == min(len(one), len(other)) > 0
-
-
-class Replica:
-    """A listener's view: the available entries according to the store's events."""
-
-    def __init__(self) -> None:
-        from kvplug.transport.events import Follower
-
-        self.held: dict[int, tuple[Query, bytes]] = {}
-        self.events: list[Any] = []
-        self._follower = Follower()
-        self.gaps = 0
-
-    def __call__(self, event: Any) -> None:
-        from kvplug.transport.events import Removed, Snapshot, Stored
-
-        self.events.append(event)
-        if not self._follower.accept(event):
-            self.gaps += 1
-        match event:
-            case Snapshot():
-                self.held.clear()
-            case Stored():
-                self.held[event.entry_id] = (tuple(event.token_ids), event.extra)
-            case Removed():
-                self.held.pop(event.entry_id, None)
-
-    @property
-    def is_complete(self) -> bool:
-        return self._follower.ready and not self.gaps

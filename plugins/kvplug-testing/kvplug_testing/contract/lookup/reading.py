@@ -17,7 +17,6 @@ from kvplug_testing.contract.lookup.suite import (
     SOON_S,
     LookupSuite,
     at_both_ends,
-    insert,
     inserted,
     matched,
     missed,
@@ -86,28 +85,6 @@ class Reading(LookupSuite):
         reading.result()
         assert not sink.unlike(put)
         assert not unlike(put, waiting.result())
-
-    @law("LOOKUP-7")
-    @at_both_ends
-    def test_while_it_is_read_an_entry_is_not_evicted(self, end: str) -> None:
-        store, buffer = self.ends(end, capacity_for(1), as_cache=True)
-        put = sized([1, 2, 3], layers=3)
-        inserted(store, put)
-        sink = Sink(wait_at=1)
-        within = waits.patience_s
-        reading = Call(lambda: buffer.select([1, 2, 3], sink=sink, timeout=within))
-        assert sink.waits.wait(waits.patience_s), "the sink was not given a second layer"
-        call = Call(lambda: insert(store, sized([7]), timeout=0.05)).end()
-        still = matched(store, [1, 2, 3])
-        sink.go_on.set()
-        reading.result()
-        assert isinstance(call.error, TimeoutError), (
-            "an entry was stored in the room of one that is being read"
-        )
-        assert still == 3, "an entry was evicted while it was read"
-        assert not sink.unlike(put)
-        inserted(store, sized([7]))  # now it may be evicted
-        assert matched(store, [1, 2, 3]) == 0
 
     @law("LOOKUP-7")
     @at_both_ends

@@ -76,9 +76,9 @@ class LookupSuite(Contract):
             )
         )
 
-    def hold(self, buffer_size: int = 64 << 20, *, as_cache: bool = False, **given: Any) -> LookupStore:
+    def hold(self, buffer_size: int = 64 << 20, **given: Any) -> LookupStore:
         """An empty store, aborted at the end of the test."""
-        store = self.endpoint(buffer_size, **given).hold(as_cache=as_cache)
+        store = self.endpoint(buffer_size, **given).hold()
         self.later(store.abort)
         return store
 
@@ -96,11 +96,9 @@ class LookupSuite(Contract):
         self.later(end.abort)
         return end, data_pipe
 
-    def ends(
-        self, end: str, buffer_size: int = 64 << 20, *, as_cache: bool = False
-    ) -> tuple[LookupStore, LookupBuffer]:
+    def ends(self, end: str, buffer_size: int = 64 << 20) -> tuple[LookupStore, LookupBuffer]:
         """A store and the tested end: the store itself, or an end that reaches it."""
-        store = self.hold(buffer_size, as_cache=as_cache)
+        store = self.hold(buffer_size)
         return store, store if end == "holding" else self.reach(store)
 
     def pipe_pair(self, **options: Any) -> tuple[Pipe, Pipe]:

@@ -1,4 +1,4 @@
-"""The shelf made safe for threads: waiting for room, waiting for an entry, telling who listens.
+"""The shelf made safe for threads: waiting for room, and waiting for an entry.
 
 One lock. Nothing slow happens under it: tensors are copied and sent outside. Each reason to wait has
 its own way to be woken: inserts wait on a condition for room, whoever wants to take an entry is a
@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import attrs
 
 from kvplug import ClosedError, KvplugError, TimeoutError
-from kvplug.engine import EntryGoneError
-from kvplug.transport import Deadline, EventLog, RemovalReason, StoreEvent
-from kvplug_lookup.index import TokenArray
-from kvplug_lookup.shelf import Held, Loan, Shelf
-from kvplug_lookup.subscribers import Subscribers
+from kvplug.transport import Deadline
+from kvplug_lookup.buffer.index import TokenArray
+from kvplug_lookup.buffer.shelf import Held, Loan, Shelf
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -53,14 +50,9 @@ class Lending:
         self._room = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
         self._waiters: dict[Waiter, None] = {}  # in the order in which they came
-        self._log = EventLog()
-        self._subscribers = Subscribers()
         self._closed = False
         self._next_id = 1
-        self._num_clears = 0
-        self._shelf = Shelf(
-            budget_bytes, evict=evict, ttl_s=ttl_s, stored=self._note_stored, removed=self._note_removed
-        )
+        self._shelf = Shelf(budget_bytes, evict=evict, ttl_s=ttl_s)
 
     @property
     def closed(self) -> bool:
@@ -74,24 +66,18 @@ class Lending:
     def bytes_used(self) -> int:
         return self._shelf.bytes_used
 
-    @property
-    def num_clears(self) -> int:
-        """How often it was cleared: what an insert that began then has to say where it goes on."""
-        return self._num_clears
-
     # -- putting in ----------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, deadline: Deadline, num_clears: int) -> None:
+    def reserve(self, nbytes: int, deadline: Deadline) -> None:
         """Wait for room. What was reserved is used by :meth:`put` or given to :meth:`return_bytes`.
 
         Raises:
             TimeoutError: no room in time.
-            ClosedError, EntryGoneError: closed or cleared, perhaps during the wait.
+            ClosedError: closed, perhaps during the wait.
         """
-        with self._changing():
+        with self._lock:
             while True:
                 self._check_open()
-                self._check_not_cleared(num_clears)
                 now = time.monotonic()
                 if self._shelf.reserve(nbytes, now):
                     return
@@ -110,15 +96,14 @@ class Lending:
             self._shelf.return_bytes(nbytes)
             self._room.notify_all()
 
-    def put(self, make: Callable[[int], Held], num_clears: int) -> int:
+    def put(self, make: Callable[[int], Held]) -> int:
         """Put up the entry that ``make`` makes of its id; its bytes were reserved.
 
         Raises:
-            ClosedError, EntryGoneError: closed or cleared meanwhile.
+            ClosedError: closed meanwhile.
         """
-        with self._changing():
+        with self._lock:
             self._check_open()
-            self._check_not_cleared(num_clears)
             entry_id = self._next_id
             self._next_id += 1
             held = make(entry_id)
@@ -136,14 +121,14 @@ class Lending:
 
     def borrow(self, key: TokenArray, extra: bytes, min_tokens: int, holder: str) -> Loan | None:
         """Lend the entry that shares the longest prefix, to be read."""
-        with self._changing():
+        with self._lock:
             self._check_open()
             held = self._shelf.find_longest(key, extra, min_tokens)
             return None if held is None else self._shelf.lend(held, holder, exclusive=False)
 
     def want(self, waiter: Waiter) -> None:
         """Lend the oldest match to be taken: now, or when one comes. ``waiter.wake`` says when."""
-        with self._changing():
+        with self._lock:
             self._check_open()
             held = self._shelf.find_oldest(waiter.key, waiter.extra)
             if held is None:
@@ -159,7 +144,7 @@ class Lending:
 
     def end(self, loan: Loan, *, taken: bool = False) -> bool:
         """A loan is over. ``False`` where it was over before; then ``taken`` comes too late."""
-        with self._changing():
+        with self._lock:
             is_free = self._shelf.end(loan, taken=taken)
             if is_free is None:
                 return False
@@ -201,38 +186,7 @@ class Lending:
         waiter.loan = self._shelf.lend(held, waiter.holder, exclusive=True)
         waiter.wake(waiter)
 
-    # -- telling -------------------------------------------------------------------------------
-
-    def subscribe(self, listener: Callable[[StoreEvent], None]) -> Callable[[], None]:
-        with self._lock:
-            self._check_open()
-            subscriber = self._subscribers.add(listener, self._log.snapshot())
-        try:
-            subscriber.deliver()
-        finally:
-            subscriber.turn.release()
-
-        def unsubscribe() -> None:
-            with self._lock:
-                self._subscribers.remove(subscriber)
-
-        return unsubscribe
-
-    def _note_stored(self, held: Held) -> None:
-        self._subscribers.note(self._log.stored(held.entry_id, held.key_tokens, extra=held.extra))
-
-    def _note_removed(self, held: Held, reason: RemovalReason) -> None:
-        self._subscribers.note(self._log.removed(held.entry_id, reason))
-
     # -- ending --------------------------------------------------------------------------------
-
-    def clear(self) -> int:
-        """Let go of all entries, and of those that are being put in; how many were held."""
-        with self._changing():
-            self._check_open()
-            self._num_clears += 1
-            self._room.notify_all()
-            return self._shelf.clear()
 
     def shut(self) -> None:
         """Nothing new from here on; who waits gets ``ClosedError``. Loans go on. Idempotent."""
@@ -250,26 +204,13 @@ class Lending:
             return self._idle.wait_for(lambda: not self._shelf.num_loans, deadline.remaining())
 
     def let_go(self) -> None:
-        """It has ended: forget who listens, and all entries."""
+        """It has ended: forget all entries."""
         with self._lock:
-            self._subscribers.clear()
             self._shelf.clear()
 
     def _check_open(self) -> None:
         if self._closed:
             raise _closed()
-
-    def _check_not_cleared(self, num_clears: int) -> None:
-        if num_clears != self._num_clears:
-            raise EntryGoneError("the store was cleared while the entry was put in: it is not stored")
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._subscribers.deliver()
 
 
 def _closed() -> ClosedError:

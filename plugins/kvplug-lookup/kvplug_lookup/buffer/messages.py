@@ -32,7 +32,7 @@ from kvplug import KvplugError, TimeoutError
 from kvplug.net.wire import TensorMeta, decode, encode, memory_of
 from kvplug.net.wire.tensors import meta_of
 from kvplug.transport import Deadline, EntryHeader, NamedExhaustion, WireError, peer_text
-from kvplug_lookup.index import TokenArray
+from kvplug_lookup.buffer.index import TokenArray
 
 MAX_SIGNAL_BYTES: Final = 16 << 20
 """Of a message on the signal pipe, as the wire format bounds a value."""

@@ -13,10 +13,10 @@ from kvplug.transport import option
 class SimpleOptions:
     """What the lookup buffer "simple" does when an entry comes and there is no room for it."""
 
-    evict: Literal["auto", "never", "oldest"] = option(
-        default="auto",
-        help="never: the insert waits until entries were taken. oldest: the oldest entries that nobody is"
-        " reading go. auto: as whoever uses the buffer means it, as a hand-over (never) or a cache (oldest).",
+    evict: Literal["never", "oldest"] = option(
+        default="never",
+        help="never: the insert waits until entries were taken. oldest: the oldest entries that are not being"
+        " read go.",
     )
     ttl_s: float | None = option(
         default=None,

@@ -5,7 +5,6 @@ An entry is, as far as others can see, in one of three states:
     free ──lend(shared)──► being read ──last reader ends──► free
     free ──lend(exclusive)──► handed over ──taken──► gone
                                           └─not taken──► free again, with its old id and age
-    any ──clear──► gone
 
 One that is handed over is in no index: to everybody else it is gone until it is back. Its bytes count
 against the budget from before it was copied in until it is gone *and* the last transfer that reads its
@@ -14,13 +13,13 @@ memory has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import attrs
 from torch import Tensor
 
-from kvplug.transport import EntryHeader, Lease, Leases, RemovalReason
-from kvplug_lookup.index import TokenArray, TokenIndex
+from kvplug.transport import EntryHeader, Lease, Leases
+from kvplug_lookup.buffer.index import TokenArray, TokenIndex
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -59,10 +58,7 @@ class Loan:
 
 
 class Shelf:
-    """The entries of one store.
-
-    ``stored`` and ``removed`` are called with every change of what others can see.
-    """
+    """The entries of one store."""
 
     def __init__(
         self,
@@ -70,8 +66,6 @@ class Shelf:
         *,
         evict: str,
         ttl_s: float | None,
-        stored: Callable[[Held], None],
-        removed: Callable[[Held, RemovalReason], None],
     ) -> None:
         self.budget_bytes = budget_bytes
         self.bytes_used = 0
@@ -79,8 +73,6 @@ class Shelf:
         self.bytes_lent = 0
         self._evict = evict
         self._ttl_s = ttl_s
-        self._stored = stored
-        self._removed = removed
         self._leases = Leases()
         self._index = TokenIndex()
         self._entries: dict[int, Held] = {}  # in order of age; entries handed over stay in it
@@ -94,9 +86,8 @@ class Shelf:
             going = self._expendable(missing, now)
             if going is None:
                 return False
-            for held, reason in going:
+            for held in going:
                 self._index.remove(held.entry_id)
-                self._removed(held, reason)
                 self._forget(held)
         self.bytes_used += nbytes
         return True
@@ -112,17 +103,14 @@ class Shelf:
         ends = (held.born + self._ttl_s for held in self._unused())
         return next((end for end in ends if end > now), None)
 
-    def _expendable(self, nbytes: int, now: float) -> list[tuple[Held, RemovalReason]] | None:
+    def _expendable(self, nbytes: int, now: float) -> list[Held] | None:
         """Which entries have to go for ``nbytes``; ``None`` if all that may go would not do."""
         going = []
         for held in self._unused():
-            if self._ttl_s is not None and held.born + self._ttl_s <= now:
-                reason = RemovalReason.EXPIRED
-            elif self._evict == "oldest":
-                reason = RemovalReason.EVICTED
-            else:
+            is_old = self._ttl_s is not None and held.born + self._ttl_s <= now
+            if not is_old and self._evict != "oldest":
                 break  # the others are younger still
-            going.append((held, reason))
+            going.append(held)
             nbytes -= held.nbytes
             if nbytes <= 0:
                 return going
@@ -154,17 +142,11 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def clear(self) -> int:
-        """Forget all entries, and return how many. Loans go on.
-
-        That an entry is handed over has been told before, and is not told again.
-        """
-        going = list(self._entries.values())
-        for held in going:
-            if self._index.remove(held.entry_id):
-                self._removed(held, RemovalReason.CLEARED)
+    def clear(self) -> None:
+        """Forget all entries, at the end of the store. Loans go on."""
+        for held in list(self._entries.values()):
+            self._index.remove(held.entry_id)
             self._forget(held)
-        return len(going)
 
     # -- lending -------------------------------------------------------------------------------
 
@@ -179,7 +161,6 @@ class Shelf:
         lease = self._leases.take(held.entry_id, holder, exclusive=exclusive)
         if exclusive:
             self._index.remove(held.entry_id)
-            self._removed(held, RemovalReason.TAKEN)
         else:
             self._index.suspend(held.entry_id)
         self.use(held)
@@ -192,7 +173,7 @@ class Shelf:
         held = loan.held
         is_free = False
         if held.is_gone:
-            pass  # the store was cleared
+            pass  # the store has ended
         elif loan.is_exclusive and taken:
             self._forget(held)
         elif loan.is_exclusive:
@@ -222,7 +203,6 @@ class Shelf:
 
     def _put_up(self, held: Held) -> None:
         self._index.insert(held.entry_id, held.key_tokens, held.extra)
-        self._stored(held)
 
     def _forget(self, held: Held) -> None:
         del self._entries[held.entry_id]

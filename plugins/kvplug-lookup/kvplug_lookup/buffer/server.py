@@ -19,8 +19,8 @@ import attrs
 from kvplug import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError, UnsupportedError
 from kvplug.engine import EntryGoneError
 from kvplug.transport import BackgroundThread, Deadline, NamedExhaustion, Pipe, Transfer, WireError
-from kvplug_lookup.lending import Lending, Waiter
-from kvplug_lookup.messages import (
+from kvplug_lookup.buffer.lending import Lending, Waiter
+from kvplug_lookup.buffer.messages import (
     MAX_SIGNAL_BYTES,
     Cancel,
     Coming,
@@ -41,7 +41,7 @@ from kvplug_lookup.messages import (
     stream_of,
     unpack,
 )
-from kvplug_lookup.shelf import Held, Loan
+from kvplug_lookup.buffer.shelf import Held, Loan
 
 _log = logging.getLogger(__name__)
 

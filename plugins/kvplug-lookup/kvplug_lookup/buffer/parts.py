@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvplug import UnsupportedError
 from kvplug.transport import NamedExhaustion
-from kvplug_lookup.index import TokenArray, token_array
+from kvplug_lookup.buffer.index import TokenArray, token_array
 
 Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 

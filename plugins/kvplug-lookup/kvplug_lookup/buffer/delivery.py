@@ -42,7 +42,7 @@ from kvplug.transport import (
     exhaustion_of,
     raise_if_exhausted,
 )
-from kvplug_lookup.messages import Coming
+from kvplug_lookup.buffer.messages import Coming
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,12 @@ from kvplug.transport import (
     LookupStore,
     NamedExhaustion,
     Pipe,
-    StoreEvent,
     Timeout,
     close_after_fork,
 )
-from kvplug_lookup.lending import Lending, Waiter
-from kvplug_lookup.messages import layers_of
-from kvplug_lookup.parts import (
+from kvplug_lookup.buffer.lending import Lending, Waiter
+from kvplug_lookup.buffer.messages import layers_of
+from kvplug_lookup.buffer.parts import (
     copy_of,
     count_layers,
     describe_query,
@@ -39,8 +37,8 @@ from kvplug_lookup.parts import (
     nbytes_of,
     owned_tokens,
 )
-from kvplug_lookup.server import Session
-from kvplug_lookup.shelf import Held
+from kvplug_lookup.buffer.server import Session
+from kvplug_lookup.buffer.shelf import Held
 
 
 class SimpleStore(LookupStore):
@@ -99,7 +97,6 @@ class SimpleStore(LookupStore):
         metadata: dict[str, Any] | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> int:
-        num_clears = self._lending.num_clears
         deadline = Deadline.after(timeout, self._timeout_s)
         tokens = owned_tokens(input_tokens)
         mask = mask_array(roi, tokens.numel())
@@ -117,7 +114,7 @@ class SimpleStore(LookupStore):
                 f"an entry of {nbytes} bytes is larger than the whole buffer of {self._buffer_size} bytes"
                 " (buffer_size): it is not stored"
             )
-        self._lending.reserve(nbytes, deadline, num_clears)
+        self._lending.reserve(nbytes, deadline)
         try:
             copies = [copy_of(part, self._device) for part in (key, value, hidden)]
 
@@ -136,7 +133,7 @@ class SimpleStore(LookupStore):
                     born=time.monotonic(),
                 )
 
-            return self._lending.put(make, num_clears)
+            return self._lending.put(make)
         except BaseException:
             self._lending.return_bytes(nbytes)
             raise
@@ -221,12 +218,6 @@ class SimpleStore(LookupStore):
                 raise ClosedError("this lookup store is closed")
             session.start()
             self._sessions.add(session)  # it cannot end before, as that needs the lock
-
-    def subscribe(self, listener: Callable[[StoreEvent], None]) -> Callable[[], None]:
-        return self._lending.subscribe(listener)
-
-    def clear(self) -> int:
-        return self._lending.clear()
 
     def _forget(self, session: Session) -> None:
         with self._sessions_lock:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvplug.transport import LookupEndpoint
-from kvplug_lookup.options import SimpleOptions
-from kvplug_lookup.reach import ReachingEnd
-from kvplug_lookup.store import SimpleStore
+from kvplug_lookup.buffer.options import SimpleOptions
+from kvplug_lookup.buffer.reach import ReachingEnd
+from kvplug_lookup.buffer.store import SimpleStore
 
 if TYPE_CHECKING:
     from kvplug.transport import LookupContext, Pipe
@@ -20,13 +20,10 @@ class SimpleEndpoint(LookupEndpoint):
         self._context = context
         self._options: SimpleOptions = context.options or SimpleOptions()
 
-    def hold(self, *, as_cache: bool = False) -> SimpleStore:
-        evict = self._options.evict
-        if evict == "auto":
-            evict = "oldest" if as_cache else "never"
+    def hold(self) -> SimpleStore:
         return SimpleStore(
             buffer_size=self._context.buffer_size,
-            evict=evict,
+            evict=self._options.evict,
             ttl_s=self._options.ttl_s,
             device=self._context.device,
             timeout_s=self._context.timeout_s,

@@ -4,7 +4,7 @@ One thread listens to the signal pipe and hands each answer to the call it belon
 tensors are received by the calling thread itself, so a sink runs there and its error is the caller's.
 
 A call that gives up in the middle (timeout, a sink that raised) says ``Cancel``, so that the entry is
-back at once, and leaves the rest of its tensors to :class:`~kvplug_lookup.delivery.Deliveries`.
+back at once, and leaves the rest of its tensors to :class:`~kvplug_lookup.buffer.delivery.Deliveries`.
 
 A store that has proved its identity may be wrong, or lie. What it says is compared with what was asked for:
 an answer that no call waits for, an entry of other tokens, or a match longer than the query, is the end of
@@ -49,9 +49,9 @@ from kvplug.transport import (
     end_at_exit,
     peer_text,
 )
-from kvplug_lookup.delivery import CutShortError, Deliveries, Delivery
-from kvplug_lookup.index import TokenArray
-from kvplug_lookup.messages import (
+from kvplug_lookup.buffer.delivery import CutShortError, Deliveries, Delivery
+from kvplug_lookup.buffer.index import TokenArray
+from kvplug_lookup.buffer.messages import (
     MAX_SIGNAL_BYTES,
     Cancel,
     Coming,
@@ -69,7 +69,7 @@ from kvplug_lookup.messages import (
     pack,
     unpack,
 )
-from kvplug_lookup.parts import describe_query, extra_bytes, key_under
+from kvplug_lookup.buffer.parts import describe_query, extra_bytes, key_under
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,228 @@
+"""A store's events, and the follower that knows whether it has missed one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvplug.errors import WireError
+from kvplug.transport.store.events import (
+    PageEvent,
+    PageEventLog,
+    PageFollower,
+    PageRemoval,
+    PagesCleared,
+    PagesDeclared,
+    PagesRemoved,
+    PagesSnapshot,
+    PagesStored,
+    page_event_from_plain,
+    page_event_to_plain,
+)
+
+SERIES = bytes(range(16))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def test_events_are_numbered_from_one_without_a_hole() -> None:
+    log = PageEventLog("e")
+    assert log.position == ("e", 0)
+    events = [
+        log.declared(SERIES, [key(1)], 2.0),
+        log.stored(SERIES, [key(1)]),
+        log.removed(SERIES, [key(1)], PageRemoval.EVICTED),
+        log.cleared(),
+    ]
+    assert [event.seq for event in events] == [1, 2, 3, 4]
+    assert log.position == ("e", 4)
+
+
+def test_two_stores_have_different_epochs() -> None:
+    assert PageEventLog().epoch != PageEventLog().epoch
+
+
+def test_a_snapshot_has_a_header_and_everything_that_is_held_and_expected() -> None:
+    log = PageEventLog("one")
+    log.cleared()
+    header, *rest = log.snapshot({SERIES: [key(1), key(2)]}, [(SERIES, [key(3)], 1.5)])
+    assert header == PagesSnapshot(epoch="one", seq=1, count=2)
+    assert rest == [
+        PagesStored(epoch="one", seq=1, series=SERIES, keys=(key(1), key(2))),
+        PagesDeclared(epoch="one", seq=1, series=SERIES, keys=(key(3),), for_s=1.5),
+    ]
+
+
+def test_a_follower_is_ready_with_the_last_event_of_the_snapshot() -> None:
+    log, follower = PageEventLog("one"), PageFollower()
+    assert not follower.accept(log.stored(SERIES, [key(1)]))
+    assert not follower.ready
+    ready = []
+    for event in log.snapshot({SERIES: [key(1)]}, [(SERIES, [key(2)], 1.0)]):
+        assert follower.accept(event)
+        ready.append(follower.ready)
+    assert ready == [False, False, True]
+    assert follower.accept(log.cleared())
+    assert follower.ready
+
+
+@pytest.mark.parametrize("which", ["live", "removed", "cleared"])
+def test_what_does_not_belong_into_a_snapshot_spoils_it(which: str) -> None:
+    log, follower = PageEventLog("one"), PageFollower()
+    header, first = log.snapshot({SERIES: [key(1)]})
+    assert follower.accept(header)
+    wrong = {
+        "live": log.stored(SERIES, [key(3)]),
+        "removed": log.removed(SERIES, [key(1)], PageRemoval.REMOVED),
+        "cleared": log.cleared(),
+    }[which]
+    assert not follower.accept(wrong)
+    assert not follower.accept(first)
+    assert not follower.ready
+
+
+# -- plain form --------------------------------------------------------------------------------
+
+EVENTS: list[PageEvent] = [
+    PagesSnapshot(epoch="e", seq=9, count=3),
+    PagesStored(epoch="e", seq=1, series=SERIES, keys=(key(1), key(2))),
+    PagesStored(epoch="e", seq=1, series=SERIES, keys=()),
+    PagesDeclared(epoch="e", seq=2, series=SERIES, keys=(key(1),), for_s=0.5),
+    PagesRemoved(epoch="e", seq=3, series=SERIES, keys=(key(1),), reason=PageRemoval.EVICTED),
+    PagesCleared(epoch="e", seq=4),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_survives_its_plain_form(event: PageEvent) -> None:
+    assert page_event_from_plain(page_event_to_plain(event)) == event
+    assert page_event_from_plain({**page_event_to_plain(event), "of a newer version": 1}) == event
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("wrong", [None, -1, True, "x", b"1234567", [], {}])
+def test_an_event_with_a_field_missing_or_of_another_kind_is_refused(event: PageEvent, wrong: Any) -> None:
+    plain = page_event_to_plain(event)
+    for name in plain:
+        with pytest.raises(WireError):
+            page_event_from_plain({key: value for key, value in plain.items() if key != name})
+        if isinstance(wrong, str) and name in ("epoch", "reason"):
+            continue
+        with pytest.raises(WireError):
+            page_event_from_plain({**plain, name: wrong})
+
+
+@pytest.mark.parametrize("plain", [None, 3, "stored", [], {}, {"event": "burnt", "epoch": "e", "seq": 1}])
+def test_what_is_no_event_is_refused(plain: Any) -> None:
+    with pytest.raises(WireError):
+        page_event_from_plain(plain)
+
+
+def test_a_reason_of_a_newer_version_is_another_reason() -> None:
+    event = page_event_from_plain({**page_event_to_plain(EVENTS[4]), "reason": "melted"})
+    assert isinstance(event, PagesRemoved)
+    assert event.reason is PageRemoval.OTHER
+
+
+# -- any store, any loss -----------------------------------------------------------------------
+
+
+class Following(RuleBasedStateMachine):
+    """A store that restarts, a line that loses, repeats and is cut off, and a follower at its end.
+
+    Whenever the follower says that it is ready, its index is what the store held as of the last event that it
+    has accepted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+        self.past: dict[tuple[str, int], frozenset[bytes]] = {}
+        self.restart()
+        self.follower = PageFollower()
+        self.index: set[bytes] = set()
+        self.at = ("", 0)
+        self.line: list[PageEvent] = []
+        self.lossless = False
+
+    @rule()
+    def restart(self) -> None:
+        self.epochs += 1
+        self.log = PageEventLog(str(self.epochs))
+        self.held: set[bytes] = set()
+        self.past[self.log.position] = frozenset()
+        self.lossless = False
+
+    def publish(self, event: PageEvent) -> None:
+        self.past[self.log.position] = frozenset(self.held)
+        self.line.append(event)
+
+    @rule(number=st.integers(0, 4))
+    def store(self, number: int) -> None:
+        self.held.add(key(number))
+        self.publish(self.log.stored(SERIES, [key(number)]))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        gone = data.draw(st.sampled_from(sorted(self.held)))
+        self.held.discard(gone)
+        self.publish(self.log.removed(SERIES, [gone], PageRemoval.EVICTED))
+
+    @rule()
+    def clear(self) -> None:
+        self.held.clear()
+        self.publish(self.log.cleared())
+
+    @precondition(lambda self: self.line)
+    @rule()
+    def lose(self) -> None:
+        self.line.pop(0)
+        self.lossless = False
+
+    @precondition(lambda self: self.line)
+    @rule()
+    def repeat(self) -> None:
+        self.line.insert(0, self.line[0])
+        self.lossless = False
+
+    @precondition(lambda self: self.line)
+    @rule()
+    def deliver(self) -> None:
+        event = self.line.pop(0)
+        if not self.follower.accept(event):
+            return
+        self.at = (event.epoch, event.seq)
+        match event:
+            case PagesSnapshot() | PagesCleared():
+                self.index = set()
+            case PagesStored():
+                self.index |= set(event.keys)
+            case PagesRemoved():
+                self.index -= set(event.keys)
+
+    @rule(cut=st.booleans())
+    def connect_again(self, cut: bool) -> None:
+        """The old line is gone; the store sends a snapshot, then live events."""
+        self.line = self.log.snapshot({SERIES: sorted(self.held)} if self.held else {})
+        self.lossless = True
+        if cut:
+            self.line.pop()
+            self.lossless = False
+
+    @invariant()
+    def a_ready_follower_is_right(self) -> None:
+        if self.follower.ready:
+            assert self.index == self.past[self.at]
+        if self.lossless and not self.line:
+            assert self.follower.ready
+            assert self.index == self.held
+
+
+TestFollowing = Following.TestCase
+TestFollowing.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

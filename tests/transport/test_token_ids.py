@@ -1,0 +1,52 @@
+"""Token ids as bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug.errors import WireError
+from kvplug.transport.token_ids import pack_tokens, unpack_tokens
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)))
+def test_token_ids_survive_as_bytes(token_ids: list[int]) -> None:
+    packed = pack_tokens(token_ids)
+    assert list(unpack_tokens(packed)) == token_ids
+    assert packed == b"".join(token.to_bytes(8, "little", signed=True) for token in token_ids)
+
+
+def test_buffers_of_integers_are_packed_by_value_whatever_their_width() -> None:
+    for code in "hilq":
+        assert list(unpack_tokens(pack_tokens(array(code, [1, 2, 300])))) == [1, 2, 300]
+    assert list(unpack_tokens(pack_tokens(memoryview(array("q", range(6)))[::2]))) == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "token_ids", [b"\x01\x02", bytearray(8), memoryview(b"12345678"), [1.0], ["1"], [None]]
+)
+def test_what_are_no_token_ids_is_refused(token_ids: Any) -> None:
+    with pytest.raises(TypeError):
+        pack_tokens(token_ids)
+
+
+def test_a_token_id_of_more_than_64_bits_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        pack_tokens([2**63])
+
+
+def test_bytes_that_are_no_whole_number_of_token_ids_are_refused() -> None:
+    with pytest.raises(WireError, match="8 bytes each"):
+        unpack_tokens(b"1234567")
+
+
+def test_keys_events_and_leases_need_no_torch_and_no_numpy() -> None:
+    rooms = "kvplug.transport.store.keys, kvplug.transport.store.events, kvplug.transport.lease"
+    code = f"import sys, {rooms}; print({{'torch', 'numpy'}} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.strip() == "set()", found.stderr
