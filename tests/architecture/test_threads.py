@@ -16,7 +16,6 @@ REASONS = {
     "plugins/kvplug-testing/kvplug_testing/contract": "a test's, in a process that pytest or a test ends",
     "plugins/kvplug-testing/kvplug_testing/peers.py": "waits for a parent, in a child that has no other end",
     "plugins/kvplug-testing/kvplug_testing/waits.py": "a test's, which reports what does not end",
-    "plugins/kvplug-testing/kvplug_testing/tampering": "a test's, whose sockets the test closes",
     "plugins/kvplug-transformers/kvplug_transformers/demo": "a program's: reads lines, and calls no library",
 }
 """Files and folders whose other threads Python may stop wherever they are."""

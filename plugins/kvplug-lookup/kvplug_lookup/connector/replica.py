@@ -93,7 +93,8 @@ class Replica:
         self._model = model
         self._wait_timeout_s = wait_timeout_s
         self._listener = listener
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._index = PageIndex()
         self._series: Series | None = None
         """Of the store's pages, once it has said which they are."""
@@ -225,7 +226,7 @@ class Replica:
                     raise self._refusal
                 if self._closed.is_set():
                     raise ClosedError("this connector was shut down")
-                if not self._lock.wait(deadline.remaining()) and deadline.expired:
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     if self._shortage is not None:
                         raise self._shortage
                     raise TimeoutError(f"{self._name} did not come in time")
@@ -238,7 +239,7 @@ class Replica:
         self._closed.set()
         with self._lock:
             link = self._link
-            self._lock.notify_all()
+            self._changed.notify_all()
         if link is not None:
             link.close()
 
@@ -264,7 +265,7 @@ class Replica:
                     self._shortage = exhaustion_of(e, f"connecting to {self._name}")
                     if isinstance(e, HandshakeError | PermissionError):
                         self._refusal, self._has_tried = e, True
-                    self._lock.notify_all()
+                    self._changed.notify_all()
                 self._closed.wait(_RETRY_S)
                 continue
             said, began = "", time.monotonic()
@@ -318,7 +319,7 @@ class Replica:
                     raise WireError(f"the index has {len(self._index)} pages, more than any store holds")
                 self._is_current = follower.ready
                 self._has_gap = self._has_gap and not follower.ready
-                self._lock.notify_all()
+                self._changed.notify_all()
             if self._listener is not None:
                 self._listener(event, series)
 
@@ -341,7 +342,7 @@ class Replica:
             refusal = HandshakeError(*differences, peer=self._name)
             with self._lock:
                 self._refusal, self._has_tried = refusal, True
-                self._lock.notify_all()
+                self._changed.notify_all()
             raise refusal
         return hello.series()
 
@@ -366,5 +367,5 @@ class Replica:
             self._link = None
             self._is_current = False
             self._asked = 0
-            self._lock.notify_all()
+            self._changed.notify_all()
         self._closed.wait(0.05)
