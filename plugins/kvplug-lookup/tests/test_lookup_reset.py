@@ -162,7 +162,7 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> Non
         scheduler = engine.scheduler
         for each in scheduler._sources:
             each.close()
-        scheduler._sources = scheduler._own = [source]
+        scheduler._sources[:] = scheduler._own = [source]
 
         def found(name: str) -> Any:
             return scheduler.get_num_new_matched_tokens(request_of(name, PROMPT), 0)[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent, Request
+from kvplug.transport import PageEvent, PagesCleared, PagesRemoved, PagesSnapshot, PagesStored, Series
 
 _MAX_EVENTS = 100_000
 """Events that the engine has not taken. Beyond it the oldest are dropped: it does not take any."""
@@ -109,6 +110,16 @@ class BlockEvents:
             )
 
     # -- a store reports -----------------------------------------------------------------------
+
+    def hear(self, rank: int, event: PageEvent, series: Series) -> None:
+        """A worker's store tells of its pages, of which those of ``series`` are the worker's."""
+        match event:
+            case PagesSnapshot() | PagesCleared():
+                self.cleared(rank)
+            case PagesStored() if event.series == series.id:
+                self.stored(rank, series.keys_of(event.keys))
+            case PagesRemoved() if event.series == series.id:
+                self.removed(rank, series.keys_of(event.keys))
 
     def stored(self, rank: int, chains: Iterable[bytes]) -> None:
         """Worker ``rank`` holds these pages."""

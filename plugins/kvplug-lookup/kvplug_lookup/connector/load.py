@@ -70,7 +70,8 @@ class Load:
         self._stall_timeout_s = stall_timeout_s
         self.deadline = Deadline.after(timeout_s)
         self._started = time.perf_counter()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._error: BaseException | None = None
         self._first_missed = len(chains)
         self.parts: list[Part] = []
@@ -98,7 +99,7 @@ class Load:
         writable = range(
             max(plan.start, first_token), min(plan.end, first_token + part.count * form.page_tokens)
         )
-        with self._changed:
+        with self._lock:
             if self._error is not None:
                 return
             part.is_asking = True
@@ -116,7 +117,7 @@ class Load:
         except Exception as e:  # of a store's own, too: the engine goes on
             self.give_up(part, e)
             return
-        with self._changed:
+        with self._lock:
             part.job, part.is_asking = job, False
             failed = self._error is not None
             self._changed.notify_all()
@@ -125,7 +126,7 @@ class Load:
 
     def give_up(self, part: Part, error: Exception) -> None:
         """The source cannot be asked."""
-        with self._changed:
+        with self._lock:
             part.error, part.is_asking = error, False
             self._changed.notify_all()
 
@@ -141,7 +142,7 @@ class Load:
                     self._give_up(part.source)
                     return
                 if part.job is None:
-                    with self._changed:
+                    with self._lock:
                         if part.job is None and part.error is None and self._error is None:
                             self._changed.wait(left)
                     continue
@@ -181,7 +182,7 @@ class Load:
 
     def fail(self, error: BaseException) -> None:
         """It is not needed, or does not come: nothing more is copied, and what was not there has failed."""
-        with self._changed:
+        with self._lock:
             if self._error is None:
                 self._error = error
             jobs = [part.job for part in self.parts if part.job is not None]
@@ -201,7 +202,7 @@ class Load:
 
     def settle(self) -> None:
         """Wait until nothing is copied any more, which is a matter of one copy, and note what was missed."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not any(part.is_asking for part in self.parts))
         for part in self.parts:
             if part.job is not None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import attrs
@@ -28,31 +28,20 @@ from kvplug.engine import (
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
-    PageEvent,
-    PagesCleared,
-    PagesRemoved,
-    PagesSnapshot,
-    PagesStored,
-    Presence,
-    Series,
     Store,
     Timeout,
     pack_tokens,
 )
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.keys import PromptChains, Shard, namespace_of, shard_of
+from kvplug_lookup.connector.matching import Matcher, Runs, Search, first_of
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_lookup.connector.publisher import EventPublisher
 from kvplug_lookup.connector.replica import Replica
-from kvplug_lookup.connector.sources import AskedSource, FollowedSource, Inquiry, Source
+from kvplug_lookup.connector.sources import AskedSource, FollowedSource, Source, followed
 from kvplug_lookup.connector.worth import Worth
 
 _log = logging.getLogger(__name__)
-
-_HAS_WAITED = -1.0
-
-_Runs = tuple[tuple[str, int], ...]
-"""From which source, and so many pages, one after the other."""
 
 
 @attrs.define(eq=False)
@@ -61,15 +50,11 @@ class _Tracked:
 
     request: Request
     chains: PromptChains
-    inquiries: list[Inquiry] = attrs.field(factory=list)
-    """One for each source, in their order."""
-    waits_until: float = 0.0
-    """When it is computed instead of waiting for pages that are coming; 0: it does not wait yet;
-    ``_HAS_WAITED``: it has waited, and does not again, however often it is asked about."""
+    search: Search
     num_computed_at_match: int = 0
     num_promised: int = 0
     """When it was last asked about, and its blocks were not allocated yet."""
-    sources: tuple[_Runs, ...] = ()
+    sources: tuple[Runs, ...] = ()
     """Of what is promised: for each worker."""
     num_saved: int = 0
     """Pages whose save is planned, or which need none."""
@@ -122,6 +107,12 @@ class LookupScheduler(SchedulerConnector):
         self._events: BlockEvents | None = None
         self._publisher: EventPublisher | None = None
         self._sources: list[Source] = []
+        self._matcher = Matcher(
+            self._sources,
+            context.parallelism.num_workers,
+            options.wait_timeout_s,
+            functools.partial(context.stats.fail, "match", "expired"),
+        )
         self._own: list[Source] = []
         """The sources that this engine's workers put pages into."""
         self._shards: dict[int, Shard] = {}
@@ -147,7 +138,7 @@ class LookupScheduler(SchedulerConnector):
             source = self._source_of(name)
             if source is not None:
                 self._sources.append(source)
-        self._num_stores = len(self._sources)
+        self._matcher.num_stores = len(self._sources)
         self._own = list(self._sources) if self._saves else []
         self._name_series()
         if not self._loads:
@@ -156,7 +147,7 @@ class LookupScheduler(SchedulerConnector):
         if not peers and not self._saves and not self._sources:
             peers = (None,)
         for peer in peers:
-            self._sources.append(self._followed(f"peer {peer or ''}".strip(), peer))
+            self._sources.append(followed(context, f"peer {peer or ''}".strip(), peer))
 
     def _source_of(self, name: str) -> Source | None:
         """The source that a store of the config is; ``None`` where nothing can be looked for in it."""
@@ -167,9 +158,10 @@ class LookupScheduler(SchedulerConnector):
             return AskedSource(name, store, workers, context.options.wait_timeout_s)
         store.abort()
         is_first = name == context.config.stores[0]
-        if not self._saves or not (self._loads or (is_first and self._events is not None)):
+        told = self._events.hear if is_first and self._events is not None else None
+        if not self._saves or not (self._loads or told is not None):
             return None  # it lives in workers that put nothing into it, or that nothing is loaded from
-        return self._followed(name, None, self._told if is_first else None)
+        return followed(context, name, told=told)
 
     def _open_events(self) -> None:
         """For the engine, and for routers; only an engine that saves has any."""
@@ -193,49 +185,6 @@ class LookupScheduler(SchedulerConnector):
 
     def take_events(self) -> list[CacheEvent]:
         return [] if self._events is None else self._events.take()
-
-    def _told(self, rank: int, event: PageEvent, series: Series) -> None:
-        """A worker's first store tells of its pages."""
-        events = self._events
-        if events is None:
-            return
-        match event:
-            case PagesSnapshot() | PagesCleared():
-                events.cleared(rank)
-            case PagesStored():
-                if event.series == series.id:
-                    events.stored(rank, series.keys_of(event.keys))
-            case PagesRemoved():
-                if event.series == series.id:
-                    events.removed(rank, series.keys_of(event.keys))
-
-    def _followed(
-        self,
-        name: str,
-        peer: str | None,
-        told: Callable[[int, PageEvent, Series], None] | None = None,
-    ) -> FollowedSource:
-        context = self._context
-        whose = "this engine's" if self._saves else "the peer engine's"
-        if peer is not None:
-            whose = f"the engine at {peer}:"
-
-        def connector_to(rank: int) -> Callable[[float], PeerLink]:
-            return lambda timeout: context.peers.connect(rank, "events", timeout=timeout, peer=peer)
-
-        return FollowedSource(
-            name,
-            [
-                Replica(
-                    connector_to(rank),
-                    name=f"{whose} worker {rank}",
-                    model=context.model,
-                    wait_timeout_s=context.options.wait_timeout_s,
-                    listener=None if told is None else functools.partial(told, rank),
-                )
-                for rank in range(context.parallelism.num_workers)
-            ],
-        )
 
     @property
     def _replicas(self) -> list[Replica]:
@@ -298,7 +247,7 @@ class LookupScheduler(SchedulerConnector):
             tracked = _Tracked(
                 request,
                 PromptChains(self._namespace, request.extra, self._page_tokens),
-                [source.inquire() for source in self._sources] if self._loads else [],
+                self._matcher.begin() if self._loads else Search([]),
             )
             self._tracked[request.request_id] = tracked
         tracked.request = request
@@ -337,77 +286,22 @@ class LookupScheduler(SchedulerConnector):
         tracked.sources = sources
         return new, self._in_background
 
-    def _held(self, tracked: _Tracked, start: int, usable: int) -> tuple[int, tuple[_Runs, ...]] | None:
+    def _held(self, tracked: _Tracked, start: int, usable: int) -> tuple[int, tuple[Runs, ...]] | None:
         """The end of the tokens from ``start`` on that every worker can load, and from where; ``None``: not
         known yet.
         """
-        page_tokens, num_workers = self._page_tokens, self._context.parallelism.num_workers
+        page_tokens = self._page_tokens
         # The last page may reach beyond what is usable: its first tokens are.
         reach = min(len(tracked.request.token_ids), usable + page_tokens - 1)
         chains = tracked.chains.upto(tracked.request.token_ids, reach)
         first, last = start // page_tokens, min(len(chains), -(-usable // page_tokens))
-        chains = chains[:last]
-        count, sources = last - first, []
-        for rank in range(num_workers):
-            found = self._held_by(tracked, chains, first, rank)
-            if found is None:
-                return None
-            held, runs = found
-            count = min(count, held)
-            sources.append(runs)
-        if tracked.waits_until != _HAS_WAITED:
-            tracked.waits_until = 0.0
-        return (first + count) * page_tokens, tuple(_cut(runs, count) for runs in sources)
+        found = self._matcher.held(tracked.search, chains[:last], first)
+        if found is None:
+            return None
+        count, sources = found
+        return (first + count) * page_tokens, sources
 
-    def _held_by(
-        self, tracked: _Tracked, chains: list[bytes], first: int, rank: int
-    ) -> tuple[int, _Runs] | None:
-        """How many pages from ``first`` on worker ``rank`` can load, and from where; ``None``: not known yet.
-
-        A source is asked only for what those before it do not have.
-        """
-        runs: list[tuple[str, int]] = []
-        answers: dict[int, list[Presence]] = {}
-        begun: dict[int, int] = {}
-        at = first
-        while at < len(chains):
-            must_wait, taken = False, 0
-            for number, inquiry in enumerate(tracked.inquiries):
-                if number not in answers or at < begun[number] or at - begun[number] >= len(answers[number]):
-                    known = inquiry.presences(chains, at, rank)
-                    if known is None:
-                        must_wait = True
-                        if number < self._num_stores and self._may_wait(tracked):
-                            return None  # its own stores are nearer than those after them
-                        continue
-                    answers[number], begun[number] = known, at
-                have = answers[number][at - begun[number] :]
-                taken = next((i for i, each in enumerate(have) if each is not Presence.HELD), len(have))
-                if taken:
-                    runs.append((self._sources[number].name, taken))
-                    break
-                must_wait = must_wait or bool(have)
-            if taken:
-                at += taken
-            elif must_wait and self._may_wait(tracked):
-                return None
-            else:
-                break
-        return at - first, tuple(runs)
-
-    def _may_wait(self, tracked: _Tracked) -> bool:
-        """Whether the request waits a little longer for pages that are coming, or for a source's answer."""
-        now = time.monotonic()
-        if not tracked.waits_until:
-            tracked.waits_until = now + self._context.options.wait_timeout_s
-        if now < tracked.waits_until:
-            return True
-        if tracked.waits_until != _HAS_WAITED:
-            self._context.stats.fail("match", "expired")
-            tracked.waits_until = _HAS_WAITED
-        return False
-
-    def _is_worth_it(self, sources: tuple[_Runs, ...]) -> bool:
+    def _is_worth_it(self, sources: tuple[Runs, ...]) -> bool:
         if self._context.options.load_policy == "always" or not sources:
             return True
         num_tokens: dict[str, int] = {}
@@ -441,7 +335,7 @@ class LookupScheduler(SchedulerConnector):
                 block_ids=tuple(block_ids[0][: -(-end // self._block_size)]),
                 start=start,
                 end=end,
-                sources=tuple(_cut(runs, last - first) for runs in tracked.sources),
+                sources=tuple(first_of(runs, last - first) for runs in tracked.sources),
                 in_background=self._in_background,
             )
         )
@@ -594,14 +488,3 @@ class LookupScheduler(SchedulerConnector):
         for request_id in part["spoilt_saves"]:
             if request_id in self._tracked:
                 self._tracked[request_id].num_saved = 0
-
-
-def _cut(runs: _Runs, count: int) -> _Runs:
-    """The first ``count`` pages of these runs."""
-    found, left = [], count
-    for name, length in runs:
-        if left <= 0:
-            break
-        found.append((name, min(length, left)))
-        left -= length
-    return tuple(found)

@@ -6,12 +6,14 @@ of one engine's workers, each for the worker of its rank."""
 from __future__ import annotations
 
 import abc
+import functools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvplug import KvplugError
-from kvplug.transport import Job, Presence, Series, Store
+from kvplug.engine import ConnectorContext, PeerLink, Role
+from kvplug.transport import Job, PageEvent, Presence, Series, Store
 from kvplug_lookup.connector.replica import Fence, Replica
 
 _ASK_AGAIN_S = 0.02
@@ -96,6 +98,38 @@ class FollowedSource(Source):
     def close(self) -> None:
         for replica in self.replicas:
             replica.close()
+
+
+def followed(
+    context: ConnectorContext,
+    name: str,
+    peer: str | None = None,
+    told: Callable[[int, PageEvent, Series], None] | None = None,
+) -> FollowedSource:
+    """The stores of the workers of this engine, or of its peer, or of the engine at the address ``peer``.
+
+    ``told``: gets their events, with the rank of the worker and the series of its pages.
+    """
+    whose = "the peer engine's" if context.config.role is Role.CONSUMER else "this engine's"
+    if peer is not None:
+        whose = f"the engine at {peer}:"
+
+    def connector_to(rank: int) -> Callable[[float], PeerLink]:
+        return lambda timeout: context.peers.connect(rank, "events", timeout=timeout, peer=peer)
+
+    return FollowedSource(
+        name,
+        [
+            Replica(
+                connector_to(rank),
+                name=f"{whose} worker {rank}",
+                model=context.model,
+                wait_timeout_s=context.options.wait_timeout_s,
+                listener=None if told is None else functools.partial(told, rank),
+            )
+            for rank in range(context.parallelism.num_workers)
+        ],
+    )
 
 
 class _Followed(Inquiry):

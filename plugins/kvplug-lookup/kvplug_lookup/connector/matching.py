@@ -1,0 +1,131 @@
+"""Which pages of a request every worker can load, and from which sources."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import attrs
+
+from kvplug.transport import Presence
+from kvplug_lookup.connector.sources import Inquiry, Source
+
+_HAS_WAITED: Final = -1.0
+
+Runs = tuple[tuple[str, int], ...]
+"""From which source, and so many pages, one after the other."""
+
+
+@attrs.define(eq=False)
+class Search:
+    """The search for the pages of one request."""
+
+    inquiries: list[Inquiry]
+    """One for each source, in their order."""
+    waits_until: float = 0.0
+    """When the request is computed instead of waiting for pages that are coming; 0: it does not wait yet;
+    ``_HAS_WAITED``: it has waited, and does not again, however often it is asked about."""
+
+
+class Matcher:
+    """Searches in sources, in their order: the engine's own stores are the first of them.
+
+    Args:
+        sources: may change; those of a search are those at its begin.
+        num_workers: which all have to load the pages.
+        wait_timeout_s: how long a request waits for pages that are coming, and for answers of sources.
+        expired: called when a request has waited for so long.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], num_workers: int, wait_timeout_s: float, expired: Callable[[], None]
+    ) -> None:
+        self._sources = sources
+        self._num_workers = num_workers
+        self._wait_timeout_s = wait_timeout_s
+        self._expired = expired
+        self.num_stores = 0
+        """So many of the sources are the engine's own stores."""
+
+    def begin(self) -> Search:
+        """A new request has come in."""
+        return Search([source.inquire() for source in self._sources])
+
+    def held(self, search: Search, chains: list[bytes], first: int) -> tuple[int, tuple[Runs, ...]] | None:
+        """How many pages from number ``first`` on every worker can load, and from where, for each of them.
+
+        ``None``: it is not known yet.
+        """
+        count, sources = len(chains) - first, []
+        for rank in range(self._num_workers):
+            found = self._held_by(search, chains, first, rank)
+            if found is None:
+                return None
+            held, runs = found
+            count = min(count, held)
+            sources.append(runs)
+        if search.waits_until != _HAS_WAITED:
+            search.waits_until = 0.0
+        return count, tuple(first_of(runs, count) for runs in sources)
+
+    def _held_by(self, search: Search, chains: list[bytes], first: int, rank: int) -> tuple[int, Runs] | None:
+        """The same for worker ``rank``. A source is asked only for what those before it do not have."""
+        runs: list[tuple[str, int]] = []
+        answers: dict[int, list[Presence]] = {}
+        begun: dict[int, int] = {}
+        at = first
+        while at < len(chains):
+            must_wait, taken = False, 0
+            for number, inquiry in enumerate(search.inquiries):
+                if number not in answers or at < begun[number] or at - begun[number] >= len(answers[number]):
+                    known = inquiry.presences(chains, at, rank)
+                    if known is None:
+                        must_wait = True
+                        if number < self.num_stores and self._may_wait(search):
+                            return None  # its own stores are nearer than those after them
+                        continue
+                    answers[number], begun[number] = known, at
+                have = answers[number][at - begun[number] :]
+                taken = _num_held(have)
+                if taken:
+                    runs.append((self._sources[number].name, taken))
+                    break
+                must_wait = must_wait or bool(have)
+            if taken:
+                at += taken
+            elif must_wait and self._may_wait(search):
+                return None
+            else:
+                break
+        return at - first, tuple(runs)
+
+    def _may_wait(self, search: Search) -> bool:
+        """Whether the request waits a little longer for pages that are coming, or for a source's answer."""
+        now = time.monotonic()
+        if not search.waits_until:
+            search.waits_until = now + self._wait_timeout_s
+        if now < search.waits_until:
+            return True
+        if search.waits_until != _HAS_WAITED:
+            self._expired()
+            search.waits_until = _HAS_WAITED
+        return False
+
+
+def _num_held(presences: list[Presence]) -> int:
+    """How many pages are held, up to the first that is not."""
+    if presences.count(Presence.HELD) == len(presences):  # fast, and the usual case
+        return len(presences)
+    return next(at for at, each in enumerate(presences) if each is not Presence.HELD)
+
+
+def first_of(runs: Runs, count: int) -> Runs:
+    """The first ``count`` pages of these runs."""
+    found, left = [], count
+    for name, length in runs:
+        if left <= 0:
+            break
+        found.append((name, min(length, left)))
+        left -= length
+    return tuple(found)
