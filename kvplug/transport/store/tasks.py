@@ -205,18 +205,19 @@ class PutTask(Task):
         if forgotten:
             self.note(call, PutReason.CANCELLED)
             return
-        result: PutReason | None = PutReason.OTHER
+        has_failed, result = True, None
         try:
             kept = self._store.write(pages.keys[call], (memoryview(header), payload))
-            result = None if kept else PutReason.NO_ROOM
+            has_failed, result = False, None if kept else PutReason.NO_ROOM
         except CapacityError:
-            result = PutReason.TOO_LARGE
+            has_failed, result = False, PutReason.TOO_LARGE
         except PermissionError:
-            result = PutReason.READ_ONLY
-        finally:
+            has_failed, result = False, PutReason.READ_ONLY
+        finally:  # a write that failed gets the reason of the whole request
             with self.lock:
                 removals = self._writing.pop(call)
-            self.note(call, PutReason.CANCELLED if removals else result)
+            if removals or not has_failed:
+                self.note(call, PutReason.CANCELLED if removals else result)
             self._undo(pages.keys[call], removals)
 
     def _undo(self, key: bytes, removals: Sequence[RemoveTask]) -> None:

@@ -13,7 +13,7 @@ import torch
 from kvplug import CapacityError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire import TensorMeta
 from kvplug.transport import WireError
-from kvplug_lookup import server
+from kvplug_lookup.buffer import server
 from kvplug_lookup.buffer.messages import (
     Coming,
     Failed,
