@@ -77,8 +77,8 @@ def test_without_integrity_one_bit_goes_unseen() -> None:
         assert loads(decode) == (96, 0, False, {})
 
 
-def test_a_peer_that_is_gone_after_so_many_bytes_is_a_load_error_and_the_next_load_succeeds() -> None:
-    gone = {"do": "disconnect", "pipe": 1, "after": "10 KiB"}
+def test_a_peer_that_is_gone_with_the_pages_is_a_load_error_and_the_next_load_succeeds() -> None:
+    gone = {"do": "disconnect", "pipe": 1, "message": 1, **KV}
     with pair(faulty("producer", gone), faulty("consumer")) as (_, decode):
         begun = time.monotonic()
         loaded, failed, _, reasons = loads(decode)
