@@ -48,7 +48,9 @@ def port(free_port: Any) -> int:
 
 @pytest.fixture(scope="module")
 def prefill(start: Any, config_for: Any, port: int) -> Iterator[Any]:
-    with start(config_for("kv_producer", port), block_size=32, life_s=1800.0) as engine:
+    # Pages cross a pipe: memory that the consumer has mapped needs no producer that answers.
+    config = config_for("kv_producer", port, options={"host": {"map": False}})
+    with start(config, block_size=32, life_s=1800.0) as engine:
         yield engine
 
 
