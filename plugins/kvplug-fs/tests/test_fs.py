@@ -15,7 +15,7 @@ class TestFs(StoreContract):
     store = "fs"
 
 
-@pytest.mark.variant
+@pytest.mark.slow  # of the disk: a virtual one may take a second for each page
 class TestFsWaitsForTheDisk(StoreContract):
     store = "fs"
     options = MappingProxyType({"touch_s": 0, "sync": True, "threads": 1})

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
+
 from kvplug.errors import ClosedError, PeerGoneError
 from kvplug.transport.pipe import Pipe, PipeListener, Transfer
 from kvplug_testing import waits
@@ -128,6 +130,8 @@ class Forks(PipeSuite):
 
     @law("ALL-6", "ALL-5", needs="forked_processes")
     def test_no_transfer_is_under_way_in_a_forked_child_also_if_a_thread_was_ending_it(self) -> None:
+        if sys.gettrace() is not None:
+            pytest.skip("a tracer, such as coverage's, has a lock that a forked child may inherit taken")
         one, other = self.pair()
         transfers: list[Transfer] = []
 
