@@ -749,12 +749,11 @@ class TestShutdownAndALoadWaitForEachOther(Mutant):
             self._ending, self._idle = threading.Lock(), threading.Event()
             self._idle.set()
 
-        def _load(self, load: Any) -> bool:
+        def start_load_kv(self, *args: Any) -> None:
             self._idle.clear()
-            has_ended = super()._load(load)
+            super().start_load_kv(*args)
             with self._ending:
                 self._idle.set()
-            return has_ended
 
         def shutdown(self) -> None:
             with self._ending:

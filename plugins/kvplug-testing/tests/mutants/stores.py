@@ -102,7 +102,8 @@ class TestKeepsWrongPages(Mutant):
 
     class end(PlaceEnd):  # noqa: N801
         def remove(self, keys: Sequence[bytes]) -> None:
-            super().remove(keys)
+            if len(keys) > 1:
+                super().remove(keys)
 
 
 class TestKeepsTheCallersMemory(Mutant):
@@ -524,7 +525,9 @@ class TestDoesNotCountHeaders(Mutant):
     class end(PlaceEnd):  # noqa: N801
         def usage(self) -> Usage:
             usage = super().usage()
-            return Usage(num_pages=usage.num_pages, used_bytes=usage.num_pages, budget_bytes=None)
+            return Usage(
+                num_pages=usage.num_pages, used_bytes=usage.num_pages, budget_bytes=usage.budget_bytes
+            )
 
 
 class TestEvictsInTheOrderOfPuts(Mutant):
@@ -602,8 +605,8 @@ class TestIsNotTriedAgain(Mutant):
     caught_by = "test_a_store_that_is_gone_is_a_miss_and_is_used_again_when_it_is_back"
 
     class made(MemoryStore):  # noqa: N801
-        def _note(self, reason: Any, error: Any) -> None:
-            super()._note(reason, error)
+        def _note(self, reason: Any, error: Any, began: float) -> None:
+            super()._note(reason, error, began)
             if self._retry_at:
                 self._retry_at = time.monotonic() + 1000
 
