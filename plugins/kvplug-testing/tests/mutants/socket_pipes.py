@@ -14,7 +14,7 @@ from typing import Any
 # Where the sample is installed it is that one; the other processes import this file too.
 sys.path.append(str(Path(__file__).parents[4] / "docs" / "examples" / "kvplug-sample"))
 
-from kvplug.errors import PeerGoneError, TimeoutError
+from kvplug.errors import PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
@@ -481,6 +481,54 @@ class TestKeepsTheProgramFromLeaving(Mutant):
         def wait(self) -> None:
             while not self._lifecycle.ended:
                 time.sleep(0.01)
+
+
+# -- what runs out ---------------------------------------------------------------------------------
+
+
+class Short(Mutant):
+    """A connect that meets a shortage ends as :meth:`meet` says."""
+
+    caught_by = "test_what_runs_out_is_named_nothing_is_left_and_the_next_try_succeeds"
+
+    def make_endpoint(self, context: Any) -> Any:
+        endpoint = super().make_endpoint(context)
+        connect, met = endpoint.connect, list[ResourceExhaustedError]()
+
+        def connecting(contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+            if met:
+                self.meet(met[0])
+            try:
+                return connect(contact, timeout)  # type: ignore[no-any-return]
+            except ResourceExhaustedError as e:
+                if self.remembers:
+                    met.append(e)
+                self.meet(e)
+                raise
+
+        vars(endpoint).update(connect=connecting)
+        return endpoint
+
+    remembers = False
+
+    def meet(self, error: ResourceExhaustedError) -> None:
+        raise error
+
+
+class TestRemembersAShortage(Short):
+    """After one shortage it connects no more, although there is enough again."""
+
+    breaks = ("ALL-9",)
+    remembers = True
+
+
+class TestSaysNothingOfAShortage(Short):
+    """The error names nothing that ran out."""
+
+    breaks = ("ALL-9",)
+
+    def meet(self, error: ResourceExhaustedError) -> None:
+        raise TransportError("it cannot be connected")
 
 
 # -- the control -----------------------------------------------------------------------------------
