@@ -239,7 +239,11 @@ class Deliveries:
     # -- leaving -------------------------------------------------------------------------------
 
     def leave(self, delivery: Delivery) -> None:
-        """Its caller goes. What of it has not come yet is drained by another thread."""
+        """Its caller goes. What of it has not come yet is drained by another thread.
+
+        Raises:
+            ResourceExhaustedError: there can be none, so that this end is lost.
+        """
         with self._lock:
             if delivery.num_left or self._queue[0] is not delivery:
                 delivery.is_forsaken = True
@@ -253,7 +257,10 @@ class Deliveries:
             try:
                 BackgroundThread(self._drain, name="kvplug-lookup-drain", stop=self._abandon).start()
             except RuntimeError as e:  # or the next entry would wait for ever
-                self._lose(exhaustion_of(e, "an entry that was given up") or TransportError(str(e)))
+                shortage = exhaustion_of(e, "receiving the rest of an entry that was given up")
+                self._lose(TransportError(f"the rest of an entry could not be received: {shortage or e}"))
+                if shortage is not None:  # of this call; later ones hear that the end is lost
+                    raise shortage from e
 
     def _abandon(self) -> None:
         self._lose(ClosedError("the program leaves"))
