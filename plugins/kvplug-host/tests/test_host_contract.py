@@ -91,12 +91,12 @@ class TestHostOverShm(_Raw):
 
 @pytest.mark.variant
 class TestHostOverCpu(_Raw):
-    """Other ends get the pages over sockets. One thread copies."""
+    """Other ends get the pages over sockets."""
 
     __test__ = True
     store = "host"
     pipes = "cpu"
-    options: ClassVar[dict[str, Any]] = {"map": False, "threads": 1}
+    options: ClassVar[dict[str, Any]] = {"map": False}
 
 
 @pytest.mark.variant

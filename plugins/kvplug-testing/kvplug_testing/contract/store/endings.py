@@ -121,7 +121,7 @@ class Endings(StoreSuite):
         putting, writing = held_request(coming, at=1, filled=True)
         get, job = store.submit_get(getting), store.submit_put(putting)
         try:
-            assert reading.began.wait(waits.patience_s) or writing.began.wait(waits.patience_s)
+            until(lambda: reading.began.is_set() or writing.began.is_set())
             closing = Call(lambda: store.close(timeout=waits.patience_s))
             assert ended(get)[0] is MissReason.CLOSED
             assert not job.done, "a put that had begun was not finished"

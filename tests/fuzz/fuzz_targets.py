@@ -1,0 +1,146 @@
+"""What reads bytes of peers: of the core, and of the plugins that are installed here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from fuzzing import Target
+
+from kvplug.engine import KVLayout
+from kvplug.negotiation.handshake.hello import EngineFacts, Hello
+from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.select import Offer
+from kvplug.net.trust.addresses import parse_contact
+from kvplug.net.trust.identity import IDENTITY_SIZE, decode_identity, encode_identity, this_process
+from kvplug.net.wire import decode, encode
+from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
+from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
+from kvplug.transport import (
+    HeartbeatTerms,
+    PageFormat,
+    PageSeal,
+    PagesRemoved,
+    PagesStored,
+    QueueHandle,
+    Series,
+    opaque_format,
+    page_event_from_plain,
+    page_event_to_plain,
+)
+
+Targets = Mapping[str, tuple[Target, Sequence[bytes]]]
+_SERIES = Series(opaque_format(64), b"rank 0", PageSeal().id)
+_HANDLE = QueueHandle(transport="shm", reader_ranks=(0,), local_reader_ranks=(0,), data={"contact": "c"})
+_CONNECTION: Any = SimpleNamespace(describe="a peer", peer=this_process())
+
+
+def plain(read: Callable[[Any], object]) -> Target:
+    """Of values: what the bytes encode is read."""
+    return lambda data: read(decode(data))
+
+
+def fixed(read: Callable[[bytes], object], size: int) -> Target:
+    """Of structs: a reader gets as many bytes as it has asked for."""
+    return lambda data: read(data[:size].ljust(size, b"\0"))
+
+
+def _hello() -> dict[str, Any]:
+    model = ModelInfo(name="m", num_layers=2, num_kv_heads=1, head_size=4, dtype="float32")
+    facts = EngineFacts(
+        role="consumer", model=model, layers=(0, 2), cache_layers=2, layout="KBTHD", block_size=16
+    )
+    hello = Hello(purpose="entries", engine=facts, transports=(Offer(name="net"),), identity=this_process())
+    return hello.to_plain()
+
+
+def _header(data: bytes) -> object:
+    return PageSeal().check_header(_SERIES, b"tokens", data)
+
+
+CORE: Targets = {
+    "values": (
+        decode,
+        [encode(each) for each in (None, [1, -1, 2.5, "é", b"x"], {"a": {"b": [True, (1, 2)]}, 3: 2**63})],
+    ),
+    "frames": (
+        fixed(lambda data: decode_header(data, max_length=1 << 20), HEADER_SIZE),
+        [bytes(encode_header(kind, 7)) for kind in FrameKind],
+    ),
+    "metas": (
+        decode_meta,
+        [encode_meta(TensorMeta("float32", (2, 3))), encode_meta(TensorMeta("uint1", ()))],
+    ),
+    "identities": (fixed(decode_identity, IDENTITY_SIZE), [encode_identity(this_process())]),
+    "handshakes": (plain(Hello.from_plain), [encode(_hello())]),
+    "contacts": (
+        lambda data: parse_contact(data.decode("utf-8", "surrogateescape")),
+        [
+            b"10.0.0.5:29555",
+            b"[fe80::1%eth0]:1",
+            b"unix:@name",
+            b"unix:/run/x",
+            b"tcp://127.0.0.1:1?token=" + b"0" * 64,
+        ],
+    ),
+    "layouts": (
+        plain(KVLayout.from_plain),
+        [encode(KVLayout("BTD", {"T": 64, "D": 576}).to_plain())],
+    ),
+    "handles": (plain(QueueHandle.from_plain), [encode(_HANDLE.as_plain())]),
+    "page-formats": (plain(PageFormat.from_plain), [encode(opaque_format(64).to_plain())]),
+    "page-events": (
+        plain(page_event_from_plain),
+        [
+            encode(page_event_to_plain(kind(epoch="e", seq=1, series=_SERIES.id, keys=(bytes(32),), **more)))
+            for kind, more in ((PagesStored, {}), (PagesRemoved, {"reason": "evicted"}))
+        ],
+    ),
+    "page-headers": (_header, [PageSeal().header(_SERIES, b"tokens", memoryview(bytes(64)))]),
+}
+
+
+def _of_plugins() -> dict[str, tuple[Target, Sequence[bytes]]]:
+    found: dict[str, tuple[Target, Sequence[bytes]]] = {}
+    with contextlib.suppress(ImportError):
+        import torch
+
+        from kvplug_lookup.buffer import messages
+        from kvplug_lookup.connector.keys import Shard, StoreHello, hello_of
+
+        def row(data: bytes) -> Any:
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
+
+        said = [messages.Cancel(1), messages.End(), messages.Failed(1, "TimeoutError", "late")]
+        packed = [bytes(messages.pack(each).tolist()) for each in said]
+        found["lookup-messages"] = (lambda data: messages.unpack(row(data)), packed)
+        shard = Shard(opaque_format(64), 0, 2, 0, 1)
+        model = ModelInfo(name="m", num_layers=2, num_kv_heads=1, head_size=4, dtype="float32")
+        hello = encode(hello_of(shard, model, "host", bytes(16)))
+        found["store-hellos"] = (plain(StoreHello.from_plain), [hello])
+    with contextlib.suppress(ImportError):
+        from kvplug_shm.pipe.join import _STRUCT, Join
+        from kvplug_shm.queue import remote_frames
+
+        steps = (0, 1, 2, 3)
+        found["shm-joins"] = (
+            fixed(lambda data: Join.unpack(data, _CONNECTION, *steps), _STRUCT.size),
+            [Join(step=1, slots=2, slot_bytes=4096).pack()],
+        )
+        joining = remote_frames.plain(remote_frames.QueueFrameKind.JOIN, {"version": 1, "patience_s": 1.0})
+        found["queue-frames"] = (lambda data: remote_frames.read([memoryview(data)]), [joining])
+    with contextlib.suppress(ImportError):
+        from kvplug_cuda_ipc.pipe import frames, join
+
+        found["cuda-ipc-frames"] = (plain(frames.decode), [encode(frames.encode(frames.FrameKind.GOODBYE))])
+        ours = join.Hello(
+            gpu="g", token=bytes(16), handle=bytes(64), nbytes=64, terms=HeartbeatTerms(True, 100)
+        )
+        found["cuda-ipc-joins"] = (plain(join.Hello.decode), [encode(ours.encode())])
+    return found
+
+
+PLUGINS: Targets = _of_plugins()
+ALL: Targets = {**CORE, **PLUGINS}

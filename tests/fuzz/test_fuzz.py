@@ -1,0 +1,45 @@
+"""Mutated bytes of peers into what reads them, in the core."""
+
+from __future__ import annotations
+
+import fuzz_targets
+import fuzzing
+import pytest
+
+SECONDS = 10.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", fuzz_targets.CORE)
+def test_whatever_the_bytes_are_the_error_is_kvplugs(name: str) -> None:
+    target, seeds = fuzz_targets.CORE[name]
+    for _ in fuzzing.fuzz(name, target, seeds, seconds=SECONDS, seed=1):
+        pass
+
+
+@pytest.mark.parametrize("name", fuzz_targets.CORE)
+def test_a_target_reads_what_it_begins_with(name: str) -> None:
+    target, seeds = fuzz_targets.CORE[name]
+    for seed in seeds:
+        target(seed)
+
+
+@pytest.mark.parametrize("name", fuzz_targets.CORE)
+def test_what_was_new_or_a_fault_once_is_read(name: str) -> None:
+    target, seeds = fuzz_targets.CORE[name]
+    for data in (*seeds, *fuzzing.kept(fuzzing.CORPUS, name), *fuzzing.kept(fuzzing.FOUND, name)):
+        fuzzing.call(name, target, data)
+
+
+def test_a_fault_is_found_and_is_a_test_case_from_then_on(
+    tmp_path: fuzzing.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads(data: bytes) -> int:
+        return data[4]  # of what may be shorter
+
+    monkeypatch.setattr(fuzzing, "FOUND", tmp_path)
+    with pytest.raises(fuzzing.FaultError, match="IndexError"):
+        for _ in fuzzing.fuzz("reads", reads, [b"12345"], seconds=10, seed=1):
+            pass
+    (found,) = fuzzing.kept(tmp_path, "reads")
+    assert len(found) < 5
