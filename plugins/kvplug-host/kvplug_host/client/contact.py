@@ -28,6 +28,7 @@ from kvplug.transport import (
     Timeout,
     Usage,
     close_after_fork,
+    is_leaving,
 )
 from kvplug_host.client.client import HostClient
 from kvplug_host.client.subscriptions import nothing_there
@@ -141,7 +142,7 @@ class ContactStore(Store):
             self._ends.clear()
         if client is not None:
             client.abort()
-        if not said and not self._closed:
+        if not said and not self._closed and not is_leaving():
             why = f": {error}" if error is not None else ""
             _log.warning("the store 'host' at %s is gone, and is tried again%s", self._shown, why)
 
