@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Final
 
 import attrs
 import pytest
-import torch
 
 from kvplug.errors import KvplugError, ResourceExhaustedError
 from kvplug_testing import peers
@@ -144,7 +143,10 @@ def run_out(
         suite = suite_from_ref(suite_ref)
         suite._stack = stack
         suite.warm_up()
-        torch.set_num_threads(1)  # those of torch are not judged, and it cannot do without them
+        with contextlib.suppress(ImportError):
+            import torch
+
+            torch.set_num_threads(1)  # those of torch are not judged, and it cannot do without them
         faults = without_limit(suite)
         for limit in () if faults else judged:
             faults += Trial(suite, LIMITS[limit], numbers, is_sample=is_sample).faults()
