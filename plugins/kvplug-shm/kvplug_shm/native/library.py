@@ -103,10 +103,8 @@ def library() -> Library | None:
     Raises:
         ResourceExhaustedError: the process has no free descriptor or memory to load it.
     """
-    if not _FILE.exists():
-        return None
     try:
-        return _loaded()
+        return _loaded() if _FILE.exists() else None
     except (OSError, AttributeError, _UnusableError) as e:
         raise_if_exhausted(e, f"loading {_FILE}")
         logger.warning("%s cannot be used (%s); using Python instead", _FILE, e)
