@@ -38,7 +38,7 @@ def _is_deadline(error: BaseException, took_s: float) -> bool:
     are none of these deadlines.
     """
     if isinstance(error, pytest.fail.Exception):
-        return str(error).endswith("from pytest-timeout.")
+        return str(error).startswith(("Timeout >", "Timeout (>"))  # pytest-timeout's, old and new
     if took_s < waits.patience_s:
         return False
     if isinstance(error, peers.ChildError):
