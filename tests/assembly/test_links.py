@@ -69,7 +69,7 @@ def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
 
 
 def test_closing_wakes_who_dials_somebody_that_never_comes() -> None:
-    peers = ControlPeers(settings(), connect="unix:@kvplug-test-links-nobody")
+    peers = ControlPeers(settings(), connect="unix:@kvplug-test-links-no-listener")
     waiting = ends_with(ClosedError, lambda: peers.connect(0, "x"))
     peers.close()
     waiting.join(1)
@@ -86,7 +86,7 @@ def test_closing_wakes_who_shakes_hands_with_somebody_silent() -> None:
 
 
 def test_closed_peers_neither_dial_nor_listen() -> None:
-    peers = ControlPeers(settings(), listen="unix:", connect="unix:@kvplug-test-links-nobody")
+    peers = ControlPeers(settings(), listen="unix:", connect="unix:@kvplug-test-links-no-listener")
     peers.close()
     with pytest.raises(ClosedError):
         peers.connect(0, "x")
@@ -95,7 +95,7 @@ def test_closed_peers_neither_dial_nor_listen() -> None:
 
 
 def test_without_retry_nobody_there_is_told_at_once() -> None:
-    peers = ControlPeers(settings(), connect="unix:@kvplug-test-links-nobody")
+    peers = ControlPeers(settings(), connect="unix:@kvplug-test-links-no-listener")
     begun = time.monotonic()
     with pytest.raises(PeerGoneError, match="nobody"):
         peers.connect(0, "x", retry=False)
@@ -129,7 +129,7 @@ def test_closing_a_link_ends_the_opening_of_a_pipe(monkeypatch: pytest.MonkeyPat
         def accept(self, timeout: Any = None) -> Any:
             opened.set()
             if not self.closed.wait(10):
-                raise AssertionError("nobody closed it")
+                raise AssertionError("it was not closed")
             raise ClosedError("closed")
 
         def close(self) -> None:

@@ -39,7 +39,7 @@ class Options:
         unit="seconds",
         validator=attrs.validators.optional(attrs.validators.ge(0)),
     )
-    hosts: tuple[str, ...] = option((), help="Whom.")
+    hosts: tuple[str, ...] = option((), help="Which.")
     table: Mapping[str, int] = option(attrs.Factory(dict), help="More.")
     number: int | str = option(1, help="Either.")
 

@@ -135,7 +135,7 @@ class RefusedError(AuthenticationError):
 
     @classmethod
     def for_lack(cls, shortage: ResourceExhaustedError) -> Self:
-        """The refusal of a client for whom this process has no resource."""
+        """The refusal of a client that this process has no resource for."""
         return cls(Refusal.EXHAUSTED, str(shortage), lacks=shortage.resource)
 
 

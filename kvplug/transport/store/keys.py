@@ -5,8 +5,8 @@ the page before it is hashed together with the page's own tokens. So equal prefi
 chains of a prompt are computed once, whatever the number of workers.
 
 The *series* of a worker's pages is (page format, shard). A page's key is its chain with the series' mask over
-it (exclusive or). The mask is a hash, so keys of different series differ wherever chains do; and whoever
-knows the series can compute the chain back, which lets an index of keys answer for chains.
+it (exclusive or). The mask is a hash, so keys of different series differ wherever chains do. A process
+that knows the series can compute the chain back, so that an index of keys answers for chains.
 
 Engines that have keys of their own instead of tokens use :func:`foreign_key`.
 """

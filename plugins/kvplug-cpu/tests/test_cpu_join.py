@@ -130,7 +130,7 @@ def test_what_is_not_a_contact_is_refused_without_repeating_it(endpoint: Any) ->
 
 
 def test_a_contact_of_nobody_is_gone(endpoint: Any) -> None:
-    for contact in ("unix:@kvplug-nobody-here", "tcp://127.0.0.1:1"):
+    for contact in ("unix:@kvplug-no-listener", "tcp://127.0.0.1:1"):
         with pytest.raises(PeerGoneError):
             endpoint().connect(str(CpuContact(local_domain(), (contact,))), timeout=5)
 

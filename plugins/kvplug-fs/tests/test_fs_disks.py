@@ -25,7 +25,7 @@ SEAL = PageSeal()
 
 
 def mounted(target: Any, path: Path, *args: Any) -> peers.Peer:
-    """Run the function in a process that may mount file systems, and that nobody else sees do it."""
+    """Run the function in a process that may mount file systems, which other processes do not see."""
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare here")
     command = ["unshare", "--user", "--map-root-user", "--mount"]

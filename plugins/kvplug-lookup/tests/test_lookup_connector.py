@@ -43,9 +43,9 @@ def test_pages_that_would_divide_a_kernels_own_blocks_are_refused() -> None:
 
 def test_without_a_producer_nothing_is_promised_and_waiting_says_who_is_missing() -> None:
     given = config("consumer", {"wait_timeout_s": 0.2})
-    with FakeEngine(given, connect="unix:@kvplug-test-nobody-is-here") as decode:
+    with FakeEngine(given, connect="unix:@kvplug-test-no-engine") as decode:
         assert decode.matched(request_of("a", PROMPT)) == (0, False)
-        with pytest.raises(TimeoutError, match="nobody-is-here"):
+        with pytest.raises(TimeoutError, match="no-engine"):
             decode.worker.wait_until_ready(0.5)
         with pytest.raises(TimeoutError, match="worker 0"):
             decode.scheduler.wait_until_ready(0.5)

@@ -131,7 +131,7 @@ def test_threads_that_connect_to_one_peer_at_once_make_one_connection() -> None:
 
 
 def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:
-    with FakeEngine(config("consumer"), connect="unix:@kvplug-test-loads-nobody") as decode:
+    with FakeEngine(config("consumer"), connect="unix:@kvplug-test-loads-no-engine") as decode:
         (peer,) = decode.worker._peers.values()
         first = Call(lambda: peer.connected(Deadline.after(10), retry=True))
         assert first.is_blocked()

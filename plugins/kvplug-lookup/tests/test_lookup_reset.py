@@ -235,5 +235,5 @@ def test_a_consumer_cannot_forget_for_its_producer_and_says_so(caplog: pytest.Lo
 
 
 def test_a_consumer_without_a_producer_has_nothing_to_forget() -> None:
-    with FakeEngine(config("consumer"), connect=an_address("nobody")) as decode:
+    with FakeEngine(config("consumer"), connect=an_address("no-engine")) as decode:
         assert decode.scheduler.reset_cache() is True

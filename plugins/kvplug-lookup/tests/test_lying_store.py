@@ -257,7 +257,7 @@ def test_a_signal_larger_than_any_message_is_not_received(store: LyingStore) -> 
         store.end.match([1])
 
 
-# -- what nobody asked for ----------------------------------------------------------------------
+# -- what was not asked for ----------------------------------------------------------------------
 
 
 def test_announcements_that_were_not_asked_for_make_no_threads_and_end_the_connection(

@@ -17,7 +17,7 @@ PROMPT = list(range(1000, 1000 + TOKENS))
 
 
 def pipe_endpoint():
-    """In flight no more than half a layer, so that a transfer stops in the middle when nobody reads."""
+    """In flight no more than half a layer, so that a transfer stops in the middle without a reader."""
     spec = Registry.from_env().get(Kind.PIPE, "cpu")
     options = spec.load_options()(max_in_flight_bytes=1 << 17, socket_buffer_bytes=1 << 16)
     context = PipeContext(options=options, credentials=Credentials(), timeout_s=20.0)
@@ -116,7 +116,7 @@ def test_a_stopped_consumer_keeps_its_entry_until_its_time_is_over(serving):
         consumer.stop()
         with pytest.raises(TimeoutError):
             serving.store.drop_select(PROMPT, timeout=0.2)
-        serving.store.insert([1], None, None, None, None, timeout=0)  # nobody else is held up
+        serving.store.insert([1], None, None, None, None, timeout=0)  # no other caller is held up
         entry = serving.store.drop_select(PROMPT, timeout=15)
         assert torch.equal(torch.stack((entry.key, entry.value)), kv())
         consumer.cont()

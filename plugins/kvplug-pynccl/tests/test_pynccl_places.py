@@ -113,11 +113,11 @@ def test_where_there_is_none_the_error_says_where_it_was_looked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torch = nowhere(monkeypatch, tmp_path)
-    monkeypatch.setattr(places_module, "SONAME", "libnccl-that-nobody-has.so.2")
+    monkeypatch.setattr(places_module, "SONAME", "libnccl-that-is-not-there.so.2")
     with pytest.raises(NcclLibraryError) as caught:
         load()
     text = str(caught.value)
     assert f"install {PACKAGE}" in text and VARIABLE in text
     assert f"the package {PACKAGE}: it is not installed" in text
     assert str(torch / "lib") in text and str(torch.parent / "nvidia") in text
-    assert "the system's loader: libnccl-that-nobody-has.so.2 cannot be loaded" in text
+    assert "the system's loader: libnccl-that-is-not-there.so.2 cannot be loaded" in text

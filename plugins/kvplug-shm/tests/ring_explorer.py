@@ -96,7 +96,7 @@ class Explorer:
                         before[known].append(number)
                 if not going:
                     if any(local.node is not None for local in state[self._num_words :]):
-                        raise StuckError("nobody goes on")
+                        raise StuckError("no end goes on")
                     at_end(state[: self._num_words])
                     ends.append(number)
             except AssertionError as breach:

@@ -25,7 +25,7 @@ CASES = [
 ]
 """Those that find most, and fast, first."""
 
-WAKES = "a call of the kernel more, which wakes nobody, or somebody who looks again and sleeps on"
+WAKES = "a call of the kernel more, which wakes no end, or one that looks again and sleeps on"
 STRANGE = (
     "no end of ours stores what it looks for, or an evicted reader does not believe it; see test_ring_counts"
 )

@@ -240,7 +240,7 @@ def test_another_host_or_network_namespace_is_refused_with_advice() -> None:
 
 def test_a_contact_of_nobody_is_gone() -> None:
     with pytest.raises(PeerGoneError):
-        ends.endpoint().connect(str(ShmContact.here("unix:@kvplug-nobody-here")), timeout=5)
+        ends.endpoint().connect(str(ShmContact.here("unix:@kvplug-no-listener")), timeout=5)
 
 
 @pytest.mark.parametrize("dead_at", ["connecting", "accepting"])
@@ -365,7 +365,7 @@ import os, sys
 import kvplug_shm.pipe.endpoint
 from kvplug import KvplugError
 from kvplug.transport import Credentials, PipeContext, dial, local_domain
-local_domain()  # nothing more is read once this is somebody else, who may not be able to read our files
+local_domain()  # nothing more is read as another user, which may not be able to read our files
 os.setgid(65534); os.setuid(65534)
 end = kvplug_shm.pipe.endpoint.ShmEndpoint(PipeContext(options=None, credentials=Credentials()))
 try:

@@ -92,7 +92,7 @@ def test_abort_ends_a_close_that_waits_for_whoever_is_inside(queue: Any) -> None
     assert closes.outcome() is None
     with pytest.raises(PeerGoneError):
         reader.dequeue()
-    assert mapped() == 2, "somebody is inside with this memory"
+    assert mapped() == 2, "a thread is inside with this memory"
     go_on.set()
     assert isinstance(holds.outcome(), ClosedError)
     assert mapped() == 1

@@ -331,7 +331,7 @@ def test_a_plugin_that_keeps_the_laws_passes(site: Any) -> None:
 def test_a_breach_is_told_with_its_law_and_no_other_law(site: Any, fault: Fault) -> None:
     hangs = "had not come" in fault.said
     done = check(site, fault, 3.0 if hangs else 30.0)
-    assert done.returncode == 1, "nobody noticed"
+    assert done.returncode == 1, "it was not noticed"
     told, _, laws = done.stderr.strip().partition("\n\n")
     first, *breaches = told.split("\n  - ")
     assert first.startswith("the plugin 'subject' breaks "), done.stderr

@@ -420,7 +420,7 @@ class Unread(Pipe):
 
     def send_tensor(self, tensor: Any, *, timeout: Any = None) -> Transfer:
         if len(self.taken) == self.room:
-            raise PeerGoneError("nobody is gone")
+            raise PeerGoneError("no peer is gone")
         self.taken.append(Transfer(tensor.nbytes))
         return self.taken[-1]
 

@@ -86,7 +86,7 @@ BROKEN = {
         HEADER + "@hookimpl\ndef kvplug_transport():\n    return []",
         "no hook is called kvplug_transport; did you mean kvplug_transports? there are kvplug_transports,",
     ),
-    "hook of nobody": (
+    "unknown hook": (
         HEADER + "@hookimpl\ndef kvplug_x():\n    return []",
         "no hook is called kvplug_x; there are kvplug_transports",
     ),

@@ -83,7 +83,7 @@ def test_a_rank_that_is_gone_ends_the_waits_for_it_and_takes_its_letters_along(s
     assert ask(store, 1, "take", "send", 0, 2, 0) == b"last words"
     ask(store, 1, "taken", "send", 0, 2)
     assert store.answer(1, ("take", "send", 1, 2, None))[0] == "gone"
-    ask(store, 0, "post", "send", 0, [2], b"to nobody")
+    ask(store, 0, "post", "send", 0, [2], b"to no rank")
     assert store.num_entries == 1, "the round that can never be complete"
 
 

@@ -1,4 +1,4 @@
-"""What is this pipe's own: the bytes on its socket, whom it lets in, and where it works."""
+"""What is this pipe's own: the bytes on its socket, which peers it lets in, and where it works."""
 
 from __future__ import annotations
 

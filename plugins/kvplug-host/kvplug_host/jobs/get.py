@@ -124,7 +124,7 @@ class Landing(Steps):
         return [reason if each is UNKNOWN else each for each in self.results]
 
     def do(self, step: int) -> None:
-        raise NotImplementedError
+        """A step in a worker: none, where the pages come over a pipe."""
 
 
 class SlotGet(Landing):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from kvplug import UnsupportedError
 from kvplug.transport import (
     Deadline,
     Job,
@@ -27,7 +28,7 @@ _MAX_DROPPED: Final = 1 << 30
 
 
 class Elsewhere(PageMemory):
-    """The memory of a put whose pages come over the pipe."""
+    """The memory of a put whose pages come over the pipe, straight into slots: nothing copies it."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -36,10 +37,10 @@ class Elsewhere(PageMemory):
         return self._count
 
     def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        raise NotImplementedError
+        raise UnsupportedError("these pages come over a pipe")
 
     def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        raise NotImplementedError
+        raise UnsupportedError("these pages come over a pipe")
 
 
 class Arrival:

@@ -1,4 +1,4 @@
-"""Entries on their way through the data pipe: whose turn it is, receiving them, draining what nobody wants.
+"""Entries on their way through the data pipe: their order, receiving and draining them.
 
 Entries come on the data pipe in the order in which they were announced. One whose caller gave up in the
 middle is received and dropped, up to its last tensor or the ``None`` that cuts it short, by the drainer, a
@@ -76,7 +76,7 @@ class Deliveries:
 
     Args:
         max_bytes: the largest entry to take memory for; ``None``: what this process can have.
-        lock: of the end that reaches the store; whoever is woken by it asks ``check``.
+        lock: of the end that reaches the store; a thread that it wakes calls ``check``.
         check: raises what every call raises once that end has ended.
         lose: ends it, because the data pipe cannot be trusted any more.
     """
@@ -102,7 +102,7 @@ class Deliveries:
         self._queue: deque[Delivery] = deque()
         """In the order of the data pipe; the first one's tensors come next."""
         self._scratch: dict[str, Tensor] = {}
-        """Receive memory for one layer of key and value, used again and again by whose turn it is."""
+        """Receive memory for one layer of key and value, used again for each entry in its turn."""
         self._drains = False
         """The drainer is alive."""
 

@@ -1,7 +1,7 @@
 """Which entries are held, found by their tokens: a radix tree, exact, without torch.
 
 The store has one, and every scheduler side keeps a replica of it from the store's events. It knows
-entry ids and tokens, nothing of tensors. It has no lock: whoever owns it has.
+entry ids and tokens, nothing of tensors. It has no lock: its owner has one.
 
 One tree for each ``extra``. An edge carries a run of tokens; a node lies where keys part or end, so
 a look-up passes one node for each place where *some* held key parts from the query, and costs in the
@@ -10,7 +10,7 @@ heap holds ``(oldest id below a child, the child's first token)``. An element of
 longer says what its child says is stale; stale ones are dropped when they come to the top, or all at
 once when they outnumber the children.
 
-A *suspended* entry (one that is being read) still counts for the longest prefix, but is nobody's
+A *suspended* entry (one that is being read) still counts for the longest prefix, but is no match
 oldest: it cannot be taken.
 """
 
@@ -30,7 +30,7 @@ TokenArray: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 """Token ids, one-dimensional."""
 
 _NOBODY = sys.maxsize
-"""Older than nobody: the ``oldest`` of a node below which no entry is free."""
+"""Later than any time: the ``oldest`` of a node below which no entry is free."""
 
 
 def token_array(tokens: Any) -> TokenArray:
@@ -120,7 +120,7 @@ class TokenIndex:
         return True
 
     def suspend(self, entry_id: int) -> None:
-        """The entry is being read: it stays, and nobody may take it. Idempotent.
+        """The entry is being read: it stays, and no call may take it. Idempotent.
 
         Raises:
             KeyError: no such entry.

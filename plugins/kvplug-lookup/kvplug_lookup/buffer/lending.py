@@ -1,7 +1,7 @@
 """The shelf made safe for threads: waiting for room, and waiting for an entry.
 
 One lock. Nothing slow happens under it: tensors are copied and sent outside. Each reason to wait has
-its own way to be woken: inserts wait on a condition for room, whoever wants to take an entry is a
+its own way to be woken: inserts wait on a condition for room, a caller that wants to take an entry is a
 :class:`Waiter` in a queue to which an entry that becomes free is *handed*, so that no wake-up can go to
 the wrong one.
 """
@@ -22,7 +22,7 @@ from kvplug_lookup.buffer.shelf import Held, Loan, Shelf
 
 @attrs.define(eq=False, kw_only=True)
 class Waiter:
-    """Somebody who wants to take an entry. Exactly one of ``loan`` and ``error`` comes, or neither."""
+    """A caller that wants to take an entry. Exactly one of ``loan`` and ``error`` comes, or neither."""
 
     key: TokenArray | None
     """``None`` takes any."""

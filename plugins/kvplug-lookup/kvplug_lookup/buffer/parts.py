@@ -114,5 +114,5 @@ def copy_of(part: Tensor | None, device: str | torch.device) -> Tensor | None:
 
 
 def describe_query(key: TokenArray | None) -> str:
-    """For messages: no token ids, which are somebody's prompt."""
+    """For messages: no token ids, which are a user's prompt."""
     return "a query for any entry" if key is None else f"a query of {key.size} tokens"

@@ -208,7 +208,7 @@ class ReachingEnd(LookupBuffer):
             key = None if query.key is None else key_to_bytes(query.key)
             self._say(Take(call.number, key, query.extra, deadline.remaining()), deadline)
             entry = self._fetch(call, query, None, deadline)
-            # All of it is here, and only the store can say that nobody else gets it. To leave now would
+            # All of it is here, and only the store can say that no other caller gets it. To leave now would
             # lose the entry for everybody, so the answer, which waits for nothing, may still come.
             last = Deadline(max(deadline.at, Deadline.after(_SETTLE_S).at))
             self._say(Done(call.number), last)

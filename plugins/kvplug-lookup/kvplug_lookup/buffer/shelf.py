@@ -47,7 +47,7 @@ class Held:
 
 @attrs.define(eq=False)
 class Loan:
-    """An entry lent to somebody, to read or to take."""
+    """An entry that is lent to one caller, to read or to take."""
 
     held: Held
     lease: Lease
@@ -97,7 +97,7 @@ class Shelf:
         self.bytes_used -= nbytes
 
     def next_expiry(self, now: float) -> float | None:
-        """When the next entry that nobody reads will become old enough to go."""
+        """When the next entry that is not being read will become old enough to go."""
         if self._ttl_s is None:
             return None
         ends = (held.born + self._ttl_s for held in self._unused())

@@ -46,7 +46,7 @@ class SimpleStore(LookupStore):
 
     Callers at this end get an entry that they take as it is, and a copy of one that they read. Entries
     that several wait to take go to them in the order in which they began to wait. Inserts that wait
-    for room have no order: whoever's entry fits goes first.
+    for room have no order: the first entry that fits goes in.
 
     Not promised. Entries outlive neither the process nor ``close``. There is no thread of its own: an
     entry past its ``ttl_s`` goes when room is needed, not before.
@@ -106,7 +106,7 @@ class SimpleStore(LookupStore):
             raise ValueError("no token of the entry is under its roi: it could never be found")
         num_layers = count_layers(tokens.numel(), key, value, hidden)
         extra_as_bytes = extra_bytes(extra)
-        # A copy, and a refusal here rather than at whoever asks for the entry.
+        # A copy, and a refusal here rather than at the end that asks for the entry.
         plain = decode(encode(dict(metadata or {})))
         nbytes = nbytes_of(tokens, kept_roi, key, value, hidden)
         if nbytes > self._buffer_size:

@@ -252,7 +252,7 @@ class Replica:
                 link = self._connect(_CONNECT_S)
             except TimeoutError:
                 with self._lock:
-                    self._has_gap = False  # whoever had the missing events is not there
+                    self._has_gap = False  # the store that had the missing events is not there
                 continue
             except ClosedError:
                 return

@@ -67,7 +67,7 @@ class _Tracked:
 
 
 class LookupScheduler(SchedulerConnector):
-    """Promises pages that every worker can load, plans loads and saves. Touches no tensor, waits for nobody.
+    """Promises pages that every worker can load, plans loads and saves. Touches no tensor, and never waits.
 
     It looks for pages in *sources*, in this order: the stores of the config, then the peer engines. Of stores
     that live in workers it keeps replicas; it asks those that every process reaches.
@@ -197,7 +197,7 @@ class LookupScheduler(SchedulerConnector):
 
     @property
     def links(self) -> tuple[PeerLink, ...]:
-        """Of the replicas that are connected: what was agreed on, and with whom."""
+        """Of the replicas that are connected: what was agreed on, and with which peer."""
         return tuple(replica.link for replica in self._replicas if replica.link is not None)
 
     # -- at start and at the end ---------------------------------------------------------------

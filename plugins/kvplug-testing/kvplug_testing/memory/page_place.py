@@ -129,7 +129,7 @@ class PagePlace:
             return True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Evict pages that nobody leased until there is room; none if there are too few."""
+        """Evict pages that are not leased until there is room; none if there are too few."""
         now, free, evicted = time.monotonic(), self.budget_bytes - self.used_bytes, []
         for key, page in self.pages.items():
             if free >= nbytes:

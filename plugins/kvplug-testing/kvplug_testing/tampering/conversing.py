@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import random
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ JOIN_S: Final = 0.5
 """The timeout of joins when something was changed."""
 
 
-class Conversing:
+class Conversing(abc.ABC):
     """Conversations of a victim and an honest end, whose words the relay may change, one after the other.
 
     Of each kind, a subclass says how one begins (:meth:`_begin`), goes on and ends.
@@ -38,7 +39,7 @@ class Conversing:
         calls = self.go_on()
         first = calls[0] if calls else None
         if first is None or first.error:
-            why = f"{first.call} ends in {first.error}: {first.text}" if first is not None else "nobody joins"
+            why = f"{first.call} ends in {first.error}: {first.text}" if first is not None else "no end joins"
             pytest.skip(f"not judged: through a relay {why}")
         for call in calls:
             assert not call.error, f"nothing was changed, and {call.call} ends in {call.error}: {call.text}"
@@ -87,16 +88,17 @@ class Conversing:
 
     # -- for subclasses ----------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def _begin(self, join_s: float) -> None:
-        raise NotImplementedError
+        """The two ends join."""
 
+    @abc.abstractmethod
     def _go_on(self, call_s: float) -> Any:
         """The victim's report: calls and faults."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _wanted(self) -> list[Any]:
         """What is to be received, described in plain values."""
-        raise NotImplementedError
 
     def _answer(self) -> Any:
         """What the victim's process says next."""

@@ -699,7 +699,7 @@ class TestDialsWhoeverIsNamed(Mutant):
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         def _refused(self, tracked: Any, reason: Any) -> int:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
-                sock.connect("\0kvplug-nobody-is-here")
+                sock.connect("\0kvplug-no-listener")
             return super()._refused(tracked, reason)
 
 
