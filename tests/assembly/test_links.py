@@ -94,10 +94,10 @@ def test_closed_peers_neither_dial_nor_listen() -> None:
         peers.listen()
 
 
-def test_without_retry_nobody_there_is_told_at_once() -> None:
+def test_without_retry_a_missing_listener_is_told_at_once() -> None:
     peers = ControlPeers(settings(), connect="unix:@kvplug-test-links-no-listener")
     begun = time.monotonic()
-    with pytest.raises(PeerGoneError, match="nobody"):
+    with pytest.raises(PeerGoneError, match="no-listener"):
         peers.connect(0, "x", retry=False)
     assert time.monotonic() - begun < 4
 
