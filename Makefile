@@ -7,14 +7,16 @@ TOX = .venv/bin/tox
 TOX_ARGS ?=
 # Number of concurrent environments; `make test-all PARALLEL=1` runs them one after another.
 PARALLEL ?= auto
-# Number of test processes of `make test`: three per CPU, since most tests wait, and at most eight.
-JOBS ?= $(shell expr 3 '*' "$$(getconf _NPROCESSORS_ONLN)")
+# Number of test processes of `make test`: two per CPU, since many tests wait, and at most eight. Each process
+# collects all tests, which takes 20 seconds.
+JOBS ?= $(shell expr 2 '*' "$$(getconf _NPROCESSORS_ONLN)")
 # More arguments for `make demo` and `make test`, such as ARGS="-k wire".
 ARGS ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
 PLUGINS = testing bench cpu shm host fs lookup pynccl cuda-ipc transformers
-EDITABLE = $(PLUGINS:%=plugins/kvplug-%) docs/examples/kvplug-sample docs/examples/kvplug-sqlite
+EXAMPLES = kvplug-sample kvplug-sqlite
+EDITABLE = $(PLUGINS:%=plugins/kvplug-%) $(EXAMPLES:%=docs/examples/%)
 SHM = plugins/kvplug-shm
 INSTALLED = .venv/installed-for-tests
 INSTALLED_FROM = Makefile constraints.txt pyproject.toml $(EDITABLE:%=%/pyproject.toml) \
@@ -35,7 +37,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	.venv/bin/pytest -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
 		--hypothesis-profile dev -m "$(QUICK)" --ignore plugins/kvplug-vllm \
-		--ignore docs/examples/kvplug-sqlite $(ARGS)
+		$(EXAMPLES:%=--ignore docs/examples/%) $(ARGS)
 
 test-all: $(TOX)
 	rm -rf .tox/coverage-data .tox/failed-tests

@@ -6,7 +6,7 @@ import fuzz_targets
 import fuzzing
 import pytest
 
-SECONDS = 10.0
+SECONDS = 3.0
 
 
 @pytest.mark.full

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.full
+
 SAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "kvplug-sample"
 
 PREFILL = """

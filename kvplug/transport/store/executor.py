@@ -244,11 +244,11 @@ class ExecutedStore(Store):
             return taken
 
     def _take(self) -> tuple[Task, int] | None:
-        """With the lock: the next call. Jobs take turns; a job that has ended has none left."""
+        """With the lock: the next call. Jobs take turns; a job that has ended or failed has none left."""
         for tasks in (self._urgent, self._tasks):
             while tasks:
                 task = tasks.popleft()
-                if task not in self._live:
+                if task not in self._live or task.next_call >= task.num_calls:
                     continue
                 call = task.next_call
                 task.next_call += 1

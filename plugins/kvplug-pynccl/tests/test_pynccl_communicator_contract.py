@@ -33,15 +33,6 @@ class TestPyncclCommunicator(DeviceCommunicatorContract):
 
 
 @pytest.mark.variant
-class TestPyncclCommunicatorThatCompares(TestPyncclCommunicator):
+class TestPyncclCommunicatorThatComparesInProcesses(TestPyncclCommunicator):
+    ends_are_processes = True
     options: ClassVar[dict[str, Any]] = {"check_order": True}
-
-
-@pytest.mark.variant
-class TestPyncclCommunicatorInProcesses(TestPyncclCommunicator):
-    ends_are_processes = True
-
-
-@pytest.mark.variant
-class TestPyncclCommunicatorThatComparesInProcesses(TestPyncclCommunicatorThatCompares):
-    ends_are_processes = True

@@ -44,9 +44,12 @@ LIES = {
 @pytest.mark.parametrize("what", list(LIES))
 def test_a_peer_that_says_what_cannot_be_ends_the_pipe_and_nothing_else(local_pair: Any, what: str) -> None:
     one, other = local_pair()
-    receiving = Call(lambda: other.recv_tensor(timeout=None))
+    # What is announced and taken is told to the liar, which knows nothing of it and ends the pipe for its part.
+    is_taken = what == "more than the window"
+    receiving = None if is_taken else Call(lambda: other.recv_tensor(timeout=None))
     one._control.send(LIES[what])
-    assert isinstance(receiving.outcome(), TransportError | None)  # a None may have come first
+    if receiving is not None:
+        assert isinstance(receiving.outcome(), TransportError)
     until(lambda: other._lifecycle.ended)
     with pytest.raises(TransportError, match="cannot be"):
         other.send_tensor(None)

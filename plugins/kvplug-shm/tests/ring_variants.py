@@ -29,30 +29,36 @@ _FUNCTIONS = {
 
 
 class Variant(NamedTuple):
-    name: str
     protocol: ModuleType
     ends: ModuleType
 
 
-def variants(protocol: ModuleType, ends: ModuleType) -> Iterator[Variant]:
-    """No two of one name."""
+def variants(protocol: ModuleType, ends: ModuleType) -> dict[str, Callable[[], Variant]]:
+    """By name, what makes each: names are needed to collect the tests, modules only to run them."""
+    found: dict[str, Callable[[], Variant]] = {}
     for module in (protocol, ends):
-        source = Path(str(module.__file__)).read_text()
+        tree = ast.parse(Path(str(module.__file__)).read_text())
         for function in _FUNCTIONS[module.__name__.rpartition(".")[2]]:
             names = Counter[str]()
-            for number in range(len(list(_changes(_function(ast.parse(source), function))))):
-                tree = ast.parse(source)
-                name, change = list(_changes(_function(tree, function)))[number]
-                change()
-                made = _module(ast.fix_missing_locations(tree))
-                names[name] += 1
-                name = f"{function}: {name}" + (f", number {names[name]}" if names[name] > 1 else "")
-                if module is ends:
-                    yield Variant(name, protocol, made)
-                else:
-                    theirs = _module(ast.parse(Path(str(ends.__file__)).read_text()))
-                    theirs.protocol = made  # type: ignore[attr-defined]
-                    yield Variant(name, made, theirs)
+            for number, (change, _) in enumerate(_changes(_function(tree, function))):
+                names[change] += 1
+                name = f"{function}: {change}" + (f", number {names[change]}" if names[change] > 1 else "")
+                found[name] = partial(_variant, protocol, ends, module, function, number)
+    return found
+
+
+def _variant(
+    protocol: ModuleType, ends: ModuleType, module: ModuleType, function: str, number: int
+) -> Variant:
+    """The change of this number in ``function`` of ``module``, which is one of the two."""
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    list(_changes(_function(tree, function)))[number][1]()
+    made = _module(ast.fix_missing_locations(tree))
+    if module is ends:
+        return Variant(protocol, made)
+    theirs = _module(ast.parse(Path(str(ends.__file__)).read_text()))
+    theirs.protocol = made  # type: ignore[attr-defined]
+    return Variant(made, theirs)
 
 
 def _module(tree: ast.Module) -> ModuleType:

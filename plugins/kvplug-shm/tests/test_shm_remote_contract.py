@@ -16,11 +16,3 @@ class TestShmQueueOverTheNetwork(MessageQueueContract):
 
     def endpoint(self, **context: Any) -> QueueEndpoint:
         return super().endpoint(**{"local_reader_ranks": (), **context})
-
-
-@pytest.mark.variant
-class TestShmQueueOverTheNetworkInIPv6(MessageQueueContract):
-    transport = "shm"
-
-    def endpoint(self, **context: Any) -> QueueEndpoint:
-        return super().endpoint(**{"local_reader_ranks": (), "host": "::1", **context})

@@ -14,6 +14,7 @@ from kvplug_testing.memory.communicator import MemoryCommunicator
 subject = module_at(str(Path(__file__).parent / "subjects" / "group_communicator.py"))
 
 
+@pytest.mark.full
 class TestMemoryCommunicator(DeviceCommunicatorContract):
     transport = "memory"
     across_processes = False

@@ -50,24 +50,6 @@ class TestTransparent(PipeContract):
         return Different(super().make_endpoint(context))
 
 
-@pytest.mark.variant
-class TestWithoutRules(PipeContract):
-    transport = "memory"
-    across_processes = False
-
-    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
-        return FaultyEndpoint(super().make_endpoint(context), Plan())
-
-
-@pytest.mark.variant
-class TestWithRulesThatHitNothing(PipeContract):
-    transport = "memory"
-    across_processes = False
-
-    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
-        return FaultyEndpoint(super().make_endpoint(context), NEVER)
-
-
 class Different(FaultyEndpoint):
     """Who connects has no rules, who accepts has some."""
 

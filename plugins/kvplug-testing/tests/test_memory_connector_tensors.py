@@ -10,6 +10,7 @@ from kvplug_testing.contract.connector.schedules import QUICK
 from kvplug_testing.memory.connector.suite import MemoryConnectorContract
 
 
+@pytest.mark.full
 class TestMemory(MemoryConnectorContract):
     @pytest.mark.parametrize(
         ("first", "given"),

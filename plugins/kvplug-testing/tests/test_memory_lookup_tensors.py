@@ -11,6 +11,7 @@ from kvplug_testing import LookupBufferContract
 from kvplug_testing.memory.entries import checked_tokens, extra_bytes, key_under
 
 
+@pytest.mark.full
 class TestMemory(LookupBufferContract):
     transport = "memory"
     across_processes = False

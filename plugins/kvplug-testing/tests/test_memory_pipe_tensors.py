@@ -13,6 +13,7 @@ from kvplug_testing import PipeContract  # noqa: E402
 from kvplug_testing.contract.pipe.suite import PipeSuite  # noqa: E402
 
 
+@pytest.mark.full
 class TestMemoryPipe(PipeContract):
     transport = "memory"
     across_processes = False

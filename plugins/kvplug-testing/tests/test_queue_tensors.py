@@ -15,6 +15,7 @@ from kvplug_testing.contract.suite_ref import module_at
 subject = module_at(str(Path(__file__).parent / "subjects" / "socket_queue.py"))
 
 
+@pytest.mark.full
 class TestMemoryQueue(MessageQueueContract):
     transport = "memory"
 
