@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cuda_ipc_ends as ends
-from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.transport import Channel, Credentials, HeartbeatTerms, dial
 from kvplug_cuda_ipc import peer_process
 from kvplug_cuda_ipc.cudart.errors import CudaError
@@ -287,11 +287,14 @@ def test_both_ends_report_that_there_is_no_memory_and_the_listener_goes_on(
 ) -> None:
     with ends.endpoint(fake_path).listen() as listener:
         controls.set(malloc_result=2)
-        with pytest.raises(CapacityError, match="does not have enough free memory"):
+        with pytest.raises(ResourceExhaustedError, match="does not have enough free memory"):
             ends.endpoint(fake_path).connect(listener.contact)
         with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:
             said = child.result(PATIENCE_S)
-        assert said.startswith("TransportError") and "cudaMalloc returned cudaErrorMemoryAllocation" in said
+        assert (
+            said.startswith("ResourceExhaustedError")
+            and "cudaMalloc returned cudaErrorMemoryAllocation" in said
+        )
         assert "was not completed" in caplog.text
         controls.set(malloc_result=0)
         with fork_server.start(f"{ENDS}:connects", fake_path, listener.contact) as child:

@@ -375,7 +375,7 @@ def test_what_needs_a_library_that_is_not_here_is_not_judged_and_says_so(site: A
     done = check(site, Fault("", "", "import click", "import click, cupy"))
     assert done.returncode == 0, done.stderr
     reasons = json.loads(done.stdout)
-    assert len(reasons) == 5  # everything is in one module
+    assert len(reasons) == 7  # everything is in one module
     assert "was not loaded: cupy is not installed here" in reasons[0]
 
 

@@ -150,7 +150,8 @@ class _PipeBuilder:
             pidfd = connection.peer.open_pidfd()
             check_reach(connection.peer)
             agreed = self._agree(sees_death=pidfd is not None)
-            self._streams = [settings.device.new_stream(), settings.device.new_stream()]
+            for _ in range(2):  # one by one: the second may be refused
+                self._streams.append(settings.device.new_stream())
             self._start_nccl(agreed)
             self._start_nccl(
                 self._receive(Step.ID) if self._rank == _CONNECTED else self._send_id(Join(step=Step.ID))

@@ -26,7 +26,7 @@ SLACK_S: Final = 10.0
 """How much later than its timeout a call may end: machines are busy."""
 _ENDING_S: Final = 0.5
 """How long no thread has ended when none is ending any more."""
-ROOM_BYTES: Final = 2 << 30
+ROOM_BYTES: Final = 4 << 30
 """Addresses that the process may take beyond what it has when the lies begin. Stacks take most of them."""
 MOST_GROWN_BYTES: Final = 512 << 20
 """Memory that it may really use beyond that."""

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 struct item {
@@ -44,6 +45,7 @@ __attribute__((constructor)) static void begin(void) {
 }
 
 static void *live(void *argument) {
+    prctl(PR_SET_NAME, "fake-stream");
     struct stream *stream = argument;
     pthread_mutex_lock(&lock);
     for (;;) {

@@ -194,10 +194,11 @@ EXPORT cudaError_t cudaIpcCloseMemHandle(void *address) {
     return memory ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-/* The memory is the parent's; its descriptors are not to stay open here. */
+/* The memory is the parent's: as with a real GPU, it is not mapped here, and no descriptor stays open. */
 static void forget_in_child(void) {
     pthread_mutex_init(&lock, NULL);
     for (struct memory *memory = all; memory; memory = memory->next) {
+        munmap(memory->bytes - PAGE, PAGE + memory->nbytes);
         if (memory->fd >= 0)
             close(memory->fd);
         tally(memory->fd >= 0 ? ALLOCATIONS : MAPPINGS, -1);

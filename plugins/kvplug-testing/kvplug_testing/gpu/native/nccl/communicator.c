@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 static const uint64_t ALIVE = 0x6576696c61636e6e;
@@ -68,6 +69,7 @@ static ncclResult_t check_gpus(const struct mesh *mesh) {
 
 static void *start(void *argument) {
     ncclComm_t comm = argument;
+    prctl(PR_SET_NAME, "fake-nccl-start");
     if (!enter(comm))
         return NULL;
     enum outcome outcome = setting(INIT_HANGS) ? mesh_wait_for_wake(&comm->mesh) : mesh_meet(&comm->mesh);
@@ -90,6 +92,7 @@ static void wait_for_all_given(ncclComm_t comm) {
 
 static void *end(void *argument) {
     ncclComm_t comm = argument;
+    prctl(PR_SET_NAME, "fake-nccl-end");
     struct operation finalize = {.kind = FINALIZE};
     wait_for_all_given(comm);
     if (!enter(comm))
