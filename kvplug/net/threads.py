@@ -124,8 +124,9 @@ def _end_all(deadline: Deadline, ended: dict[int, object]) -> None:
     After an interruption it goes on with what it was ending.
     """
     while not deadline.expired:
-        ends: list[tuple[object, Stop]] = list(_running.items())
-        ends += [(thing, thing._end_at_exit) for thing in _called.all()]
+        # Objects first: one whose thread ended before it was closed would report a failure.
+        ends: list[tuple[object, Stop]] = [(thing, thing._end_at_exit) for thing in _called.all()]
+        ends += _running.items()
         for thing, end in ends:
             if id(thing) not in ended:  # others may have been made meanwhile
                 try:

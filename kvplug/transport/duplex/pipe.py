@@ -70,15 +70,20 @@ class DuplexPipe(Pipe, abc.ABC):
         return self._peer
 
     # -- the calls -------------------------------------------------------------------------------------
+    #
+    # Each looks twice whether the pipe has ended. A program that leaves ends its pipes, and then waits for those
+    # in use: of a call that begins at that moment, either this end or that look sees the other.
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         self._check_sending()
         with self._sending.taken(), self._naming:
+            self._check_sending()
             return self._send(tensor, Deadline.after(timeout, self._timeout_s))
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         self._check_receiving()
         with self._receiving.taken(), self._naming:
+            self._check_receiving()
             return self._receive(out, Deadline.after(timeout, self._timeout_s))
 
     def send_blocks(
@@ -86,6 +91,7 @@ class DuplexPipe(Pipe, abc.ABC):
     ) -> Transfer:
         self._check_sending()
         with self._sending.taken(), self._naming:
+            self._check_sending()
             return self._send_blocks(Blocks(views, block_ids), Deadline.after(timeout, self._timeout_s))
 
     def recv_blocks(
@@ -93,6 +99,7 @@ class DuplexPipe(Pipe, abc.ABC):
     ) -> None:
         self._check_receiving()
         with self._receiving.taken(), self._naming:
+            self._check_receiving()
             blocks = Blocks(views, block_ids)
             blocks.check_distinct()
             self._receive_blocks(blocks, Deadline.after(timeout, self._timeout_s))
