@@ -71,8 +71,8 @@ class DuplexPipe(Pipe, abc.ABC):
 
     # -- the calls -------------------------------------------------------------------------------------
     #
-    # Each looks twice whether the pipe has ended. A program that leaves ends its pipes, and then waits for those
-    # in use: of a call that begins at that moment, either this end or that look sees the other.
+    # Each looks twice whether the pipe has ended. A program that leaves ends its pipes, and then waits for
+    # those in use. A call that begins at that moment sees the end, or is waited for.
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         self._check_sending()

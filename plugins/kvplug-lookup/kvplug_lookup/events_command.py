@@ -11,10 +11,8 @@ from typing import Any
 
 import click
 import msgspec
-import zmq
 
 from kvplug import KvplugError, TimeoutError
-from kvplug_lookup.connector.publisher import END_SEQ
 
 
 @click.command()
@@ -48,6 +46,8 @@ def events(
 
 
 def _batches(address: str, replay: str | None, timeout_s: float | None) -> Iterator[dict[str, Any]]:
+    import zmq
+
     context = zmq.Context()
     sockets = contextlib.ExitStack()
     try:
@@ -79,6 +79,10 @@ def _batches(address: str, replay: str | None, timeout_s: float | None) -> Itera
 def _replayed(
     context: Any, sockets: contextlib.ExitStack, address: str, timeout_s: float | None
 ) -> Iterator[tuple[int, bytes]]:
+    import zmq
+
+    from kvplug_lookup.connector.publisher import END_SEQ
+
     asking = sockets.enter_context(context.socket(zmq.DEALER))
     asking.connect(address)
     asking.send_multipart((b"", (0).to_bytes(8, "big")))

@@ -44,7 +44,7 @@ LIES = {
 @pytest.mark.parametrize("what", list(LIES))
 def test_a_peer_that_says_what_cannot_be_ends_the_pipe_and_nothing_else(local_pair: Any, what: str) -> None:
     one, other = local_pair()
-    # What is announced and taken is told to the liar, which knows nothing of it and ends the pipe for its part.
+    # What is taken is told to the liar, which has not sent it, and might end the pipe first.
     is_taken = what == "more than the window"
     receiving = None if is_taken else Call(lambda: other.recv_tensor(timeout=None))
     one._control.send(LIES[what])

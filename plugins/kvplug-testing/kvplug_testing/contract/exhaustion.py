@@ -233,7 +233,7 @@ class Trial:
                 return None
             if again is None:
                 return failure, ""
-            # A thread of the object may have met the shortage: then the next call is the first that can say so.
+            # A thread of the object may have met the shortage: then only the next call can say so.
             if not (attempt.may_break(failure.step) and (again.says_broken or again.names)):
                 return failure, again.what
         finally:
