@@ -117,9 +117,9 @@ class CheckedCalls(Primitives):
         if not self._busy.acquire(blocking=False):
             raise BusyError("another thread is in a collective of this communicator already")
         try:
-            if self._destroyed:  # since the first look: a program that leaves may not have seen this call
-                raise ClosedError(f"{self!r} is destroyed")
-            self._check_unbroken()  # by the thread that was in a call until now
+            # The thread that was in a call until now may have broken it, and a program that leaves destroys
+            # it without having seen this call.
+            self._check_whole()
             yield deadline
         except REFUSALS:
             raise

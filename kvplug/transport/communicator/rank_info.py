@@ -129,13 +129,13 @@ class RankInfo:
             )
 
     def _check_usable(self) -> None:
-        if self._destroyed:
-            raise ClosedError(f"{self!r} is destroyed")
-        self._check_unbroken()
+        self._check_whole()
         if self._suspended:
             raise TransportError(f"{self!r}: call resume() at every rank first")
 
-    def _check_unbroken(self) -> None:
+    def _check_whole(self) -> None:
+        if self._destroyed:
+            raise ClosedError(f"{self!r} is destroyed")
         if self._broken:
             raise TransportError(
                 f"{self!r}: ranks may be in different calls since one failed ({self._broken}); make another"

@@ -275,7 +275,7 @@ class TestWorksAfterItsEnd(Mutant):
     breaks = ("ALL-1", "ALL-6")
 
     class end(MemoryCommunicator):  # noqa: N801
-        def _check_usable(self) -> None:
+        def _check_whole(self) -> None:
             pass
 
 
