@@ -10,7 +10,9 @@ So kvplug's threads are :class:`BackgroundThread`, each with a function that end
 are made in threads of the program register with :func:`end_at_exit`. When the program leaves, after Python
 has waited for the program's own threads, all of them are ended, and waited for, for :data:`EXIT_S` in total.
 A thread that is still there then usually waits for a peer, and Python may stop it: only frames of C are on
-its stack. In a forked child nothing is waited for but what the child itself has started.
+its stack. A thread of the program whose call has failed so would go back into the program, and drop tensors
+there, which is a call of torch again: :func:`hold_at_exit` keeps it. In a forked child nothing is waited for
+but what the child itself has started.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 EXIT_S: Final = 2.0
 """How long a program that leaves waits for threads inside kvplug, at most."""
 _LOOK_S: Final = 0.001
+_HELD_S: Final = 10.0
+"""For a program whose own function at exit waits for its thread without a limit: it ends, if late."""
 
 Stop = Callable[[], object]
 
@@ -99,6 +103,18 @@ _is_leaving = _has_left = False
 def is_leaving() -> bool:
     """Whether the program is leaving. From then on Python 3.12 starts no more threads."""
     return _is_leaving
+
+
+def hold_at_exit() -> None:
+    """For a call of an object that ends at exit, when it has failed: it no longer counts as in use.
+
+    Returns at once, except in a thread of the program's that Python is about to stop: there it waits, so that
+    the thread is stopped here. Python 3.14 keeps such threads in the same way.
+    """
+    if _is_leaving:
+        thread = threading.current_thread()
+        if thread is not threading.main_thread() and not isinstance(thread, BackgroundThread):
+            time.sleep(_HELD_S)
 
 
 @atexit.register

@@ -75,6 +75,7 @@ from kvplug.net.streams import (
 from kvplug.net.threads import (
     BackgroundThread as BackgroundThread,
     end_at_exit as end_at_exit,
+    hold_at_exit as hold_at_exit,
     is_leaving as is_leaving,
 )
 from kvplug.net.trust.addresses import (

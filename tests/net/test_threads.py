@@ -15,7 +15,7 @@ from kvplug.net.threads import EXIT_S, BackgroundThread
 
 BEGINNING = """
 import atexit, os, signal, sys, threading, time
-from kvplug.transport import BackgroundThread, end_at_exit
+from kvplug.transport import BackgroundThread, end_at_exit, hold_at_exit
 
 def out(text):
     os.write(1, text.encode() + b" ")
@@ -71,10 +71,10 @@ called.begun.wait()
 """
 
 
-def left(program: str, *, flags: tuple[str, ...] = ()) -> tuple[Any, ...]:
+def left(program: str, *, flags: tuple[str, ...] = (), before: str = "") -> tuple[Any, ...]:
     """A program's exit code and words; its stderr has to be empty."""
     done = subprocess.run(
-        [sys.executable, *flags, "-c", BEGINNING + program],
+        [sys.executable, *flags, "-c", before + BEGINNING + program],
         capture_output=True,
         text=True,
         timeout=60,
@@ -90,6 +90,33 @@ def test_a_thread_at_work_is_ended_and_waited_for() -> None:
 
 def test_a_call_of_the_programs_own_thread_is_ended_and_waited_for() -> None:
     assert left(CALLED + "sys.exit(7)") == (7, "left")
+
+
+@pytest.mark.parametrize(("after", "said"), [("", ("left", "goes", "on")), ("hold_at_exit()", ("left",))])
+def test_a_call_that_failed_does_not_go_back_into_a_program_that_leaves(
+    after: str, said: tuple[str, ...]
+) -> None:
+    call = CALLED.replace('out("left")\n', f'out("left")\n        {after}\n        out("goes on")\n')
+    # What is registered before kvplug is imported runs last, here for long enough.
+    early = "import atexit, time\natexit.register(time.sleep, 0.5)\n"
+    assert left(call + "sys.exit(7)", before=early) == (7, *said)
+
+
+def test_a_call_that_failed_goes_back_where_the_program_does_not_leave_or_the_thread_is_not_its_own() -> None:
+    program = """
+def work():
+    wanted.wait()
+    hold_at_exit()
+    out("ended")
+
+wanted = threading.Event()
+thread = threading.Thread(target=hold_at_exit, daemon=True)
+thread.start()
+thread.join()
+BackgroundThread(work, name="kvplug work", stop=wanted.set).start()
+atexit.register(hold_at_exit)
+"""
+    assert left(program + "sys.exit(7)") == (7, "ended")
 
 
 def test_a_signals_handler_may_leave_the_program() -> None:

@@ -17,6 +17,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
+from kvplug.net.threads import hold_at_exit
 from kvplug.transport.communicator.calls import (
     PAIRED,
     check_dim,
@@ -112,25 +113,29 @@ class CheckedCalls(Primitives):
     @contextmanager
     def _attempt(self, timeout: Timeout) -> Iterator[Deadline]:
         """One thread at a time; a call that fails after it has begun breaks the communicator."""
-        self._check_usable()
-        deadline = Deadline.after(timeout, self.context.timeout_s)
-        if not self._busy.acquire(blocking=False):
-            raise BusyError("another thread is in a collective of this communicator already")
         try:
-            # The thread that was in a call until now may have broken it, and a program that leaves destroys
-            # it without having seen this call.
-            self._check_whole()
-            yield deadline
-        except REFUSALS:
+            self._check_usable()
+            deadline = Deadline.after(timeout, self.context.timeout_s)
+            if not self._busy.acquire(blocking=False):
+                raise BusyError("another thread is in a collective of this communicator already")
+            try:
+                # The thread that was in a call until now may have broken it, and a program that leaves
+                # destroys it without having seen this call.
+                self._check_whole()
+                yield deadline
+            except REFUSALS:
+                raise
+            except BaseException as e:
+                if self._destroyed:
+                    raise ClosedError(f"{self!r} was destroyed during the call") from e
+                self._break(exhaustion_of(e, repr(self)) or e)
+                raise_if_exhausted(e, repr(self))
+                raise
+            finally:
+                self._busy.release()
+        except BaseException:
+            hold_at_exit()
             raise
-        except BaseException as e:
-            if self._destroyed:
-                raise ClosedError(f"{self!r} was destroyed during the call") from e
-            self._break(exhaustion_of(e, repr(self)) or e)
-            raise_if_exhausted(e, repr(self))
-            raise
-        finally:
-            self._busy.release()
 
     def _break(self, error: BaseException) -> None:
         if not self._broken:

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import abc
+import functools
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import attrs
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.threads import end_at_exit
+from kvplug.net.threads import end_at_exit, hold_at_exit
 from kvplug.transport.duplex.lifecycle import Lifecycle
 from kvplug.transport.duplex.limit import MessageLimit
 from kvplug.transport.pipe import Blocks, Pipe, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _held_at_exit(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A call that does not return into a program that leaves."""
+
+    @functools.wraps(call)
+    def held(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return call(*args, **kwargs)
+        except BaseException:
+            hold_at_exit()
+            raise
+
+    return held
 
 
 @attrs.frozen(kw_only=True)
@@ -72,20 +91,24 @@ class DuplexPipe(Pipe, abc.ABC):
     # -- the calls -------------------------------------------------------------------------------------
     #
     # Each looks twice whether the pipe has ended. A program that leaves ends its pipes, and then waits for
-    # those in use. A call that begins at that moment sees the end, or is waited for.
+    # those in use. A call that begins at that moment sees the end, or is waited for; one that has failed then
+    # does not return.
 
+    @_held_at_exit
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         self._check_sending()
         with self._sending.taken(), self._naming:
             self._check_sending()
-            return self._send(tensor, Deadline.after(timeout, self._timeout_s))
+            return self._send_tensor(tensor, timeout)
 
+    @_held_at_exit
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         self._check_receiving()
         with self._receiving.taken(), self._naming:
             self._check_receiving()
-            return self._receive(out, Deadline.after(timeout, self._timeout_s))
+            return self._receive_tensor(out, timeout)
 
+    @_held_at_exit
     def send_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Transfer:
@@ -94,6 +117,7 @@ class DuplexPipe(Pipe, abc.ABC):
             self._check_sending()
             return self._send_blocks(Blocks(views, block_ids), Deadline.after(timeout, self._timeout_s))
 
+    @_held_at_exit
     def recv_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> None:
@@ -147,6 +171,14 @@ class DuplexPipe(Pipe, abc.ABC):
     @abc.abstractmethod
     def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
         """The next message. Only one thread at a time. Raises as :meth:`Pipe.recv_tensor`."""
+
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
+        """:meth:`_send`; a transport overrides it where it can often do without a deadline."""
+        return self._send(tensor, Deadline.after(timeout, self._timeout_s))
+
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
+        """:meth:`_receive`; a transport overrides it where it can often do without a deadline."""
+        return self._receive(out, Deadline.after(timeout, self._timeout_s))
 
     def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
         """The same for blocks of a cache; gathers them first unless a transport overrides it."""

@@ -146,29 +146,25 @@ class ShmPipe(DuplexPipe):
 
     # -- the fast path: messages that fit at once --------------------------------------------------------
 
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        self._check_sending()
-        with self._sending.taken(), self._naming:
-            deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
-            transfer = None
-            if tensor is None:
-                transfer = self._outbox.send_at_once(NONE_HEADER, 0)
-            elif is_plain(tensor):
-                header = header_of(tensor.dtype, tensor.shape)
-                transfer = self._outbox.send_at_once(header, tensor.data_ptr())
-            if transfer is None:
-                transfer = self._send(tensor, deadline or Deadline.after(self._timeout_s))
-            return transfer
+    def _send_tensor(self, tensor: Tensor | None, timeout: Timeout) -> Transfer:
+        deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
+        transfer = None
+        if tensor is None:
+            transfer = self._outbox.send_at_once(NONE_HEADER, 0)
+        elif is_plain(tensor):
+            header = header_of(tensor.dtype, tensor.shape)
+            transfer = self._outbox.send_at_once(header, tensor.data_ptr())
+        if transfer is None:
+            transfer = self._send(tensor, deadline or Deadline.after(self._timeout_s))
+        return transfer
 
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        self._check_receiving()
-        with self._receiving.taken(), self._naming:
-            deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
-            patient = deadline is None or not deadline.expired
-            tensor = self._inbox.receive_at_once(out, patient)
-            if tensor is NOT_YET:
-                tensor = self._receive(out, deadline or Deadline.after(self._timeout_s))
-            return tensor
+    def _receive_tensor(self, out: Tensor | None, timeout: Timeout) -> Tensor | None:
+        deadline = None if timeout is DEFAULT_TIMEOUT else Deadline.after(timeout)
+        patient = deadline is None or not deadline.expired
+        tensor = self._inbox.receive_at_once(out, patient)
+        if tensor is NOT_YET:
+            tensor = self._receive(out, deadline or Deadline.after(self._timeout_s))
+        return tensor
 
     # -- moving bytes ------------------------------------------------------------------------------------
 

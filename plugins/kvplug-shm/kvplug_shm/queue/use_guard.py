@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvplug import ClosedError
-from kvplug.transport import BusyError, Deadline
+from kvplug.transport import BusyError, Deadline, hold_at_exit
 
 _AGAIN_S: Final = 0.005
 
@@ -48,9 +48,11 @@ class UseGuard:
             self.check()
         self._inside = threading.get_ident()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._inside = 0
         self._leave()
+        if kind is not None:
+            hold_at_exit()
 
     def check(self) -> None:
         """Raises ClosedError if the end is closed."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
-from kvplug.net.threads import is_leaving
 from kvplug.transport.communicator import DeviceCommunicator, RecvOp, SendOp
 
 
@@ -82,8 +80,6 @@ def perform(
         found = getattr(made, method)
         value = found(*args, **given) if callable(found) else found
     except Exception as e:
-        if is_leaving():
-            threading.Event().wait()  # a thread that does anything with its tensors now may abort the process
         took = time.monotonic() - began
         return CallOutcome(rank=rank, error=type(e).__name__, text=str(e), took_s=took, first=_here(first))
     took = time.monotonic() - began
