@@ -36,7 +36,7 @@ install: $(INSTALLED)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	.venv/bin/pytest -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
-		--hypothesis-profile dev -m "$(QUICK)" --ignore plugins/kvplug-vllm \
+		--hypothesis-profile dev --kvplug-level brief -m "$(QUICK)" --ignore plugins/kvplug-vllm \
 		$(EXAMPLES:%=--ignore docs/examples/%) $(ARGS)
 
 test-all: $(TOX)

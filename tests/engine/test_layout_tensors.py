@@ -102,6 +102,7 @@ def check_gather(axes: str) -> None:
             assert value is None and key.shape[1] == 1
 
 
+@pytest.mark.full
 @EVERY_ORDER
 def test_scatter_agrees_with_the_reference_in_every_axis_order_and_touches_nothing_else(
     orders: list[str],

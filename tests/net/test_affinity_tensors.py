@@ -51,6 +51,7 @@ def told(**variables: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "variables",
     [
@@ -66,6 +67,7 @@ def test_a_thread_that_copies_keeps_its_cpus_where_openmp_binds_threads(variable
     assert found["main after"] == found["main"], "the program's own threads are as they were"
 
 
+@pytest.mark.full
 def test_a_thread_copies_with_others_where_openmp_binds_none() -> None:
     found = told()
     assert found["main"] == found["ours"] == {"cpus": CPUS, "threads": 2}

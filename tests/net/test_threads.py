@@ -155,6 +155,7 @@ BackgroundThread(threading.Event().wait, name="kvplug blocked", stop=lock.acquir
 """
 
 
+@pytest.mark.full
 @pytest.mark.timing
 @pytest.mark.parametrize("program", [WAITS, BLOCKS, BLOCKS + WAITS], ids=["wait", "stop", "both"])
 def test_what_nothing_ends_delays_the_exit_by_the_limit_in_total(program: str) -> None:

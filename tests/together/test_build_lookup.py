@@ -25,6 +25,7 @@ def holds(parent: peers.Parent) -> None:
         store.close()
 
 
+@pytest.mark.full
 def test_a_store_in_one_process_is_read_from_another() -> None:
     with peers.start(holds, timeout_s=50) as holder:
         contact = holder.recv()

@@ -82,6 +82,7 @@ def test_so_do_the_parts_whose_children_are_the_same(script: Any, tmp_path: Path
     } <= whats
 
 
+@pytest.mark.full
 def test_without_a_gpu_it_says_so_and_a_part_that_is_not_there_is_named(script: Any, tmp_path: Path) -> None:
     import torch
 
@@ -135,6 +136,7 @@ def test_what_nccl_refuses_is_a_row_that_says_what_it_said(
     assert "NcclInvalidUsageError" in row.said
 
 
+@pytest.mark.full
 def test_a_program_that_does_not_end_is_killed_when_its_time_is_up(script: Any) -> None:
     began = time.monotonic()
     deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('here', flush=True)"

@@ -37,6 +37,7 @@ for spec in plugin.specs:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 @pytest.mark.parametrize("look", [pytest.param(LOOK, id="looked at"), pytest.param(USE, id="used")])
 def test_a_plugin_keeps_what_its_specs_say(name: str, look: str) -> None:

@@ -74,6 +74,7 @@ def test_a_server_that_polls_turns_no_client_away(at_once: int, monkeypatch: pyt
             pipe.close()
 
 
+@pytest.mark.full
 def test_clients_that_are_stopped_or_killed_half_way_delay_no_other(fork_server) -> None:
     with (
         listen_pipe(CONFIG, "unix:") as server,

@@ -99,6 +99,7 @@ def echoes(parent: peers.Parent, tls: dict[str, Any]) -> None:
         pipe.recv_tensor()
 
 
+@pytest.mark.full
 def test_tensors_cross_a_pipe_over_tls_and_a_death_is_noticed(tls: dict[str, Any], fork_server) -> None:
     with fork_server.start(f"{__file__}:echoes", tls, timeout_s=50) as peer:
         pipe = connect_pipe(config(tls), peer.recv())

@@ -108,6 +108,7 @@ def all_ranks(what: Any, folder: Path, world_size: int = 3) -> list[Any]:
         return [rank.result(LIFE_S) for rank in ranks]
 
 
+@pytest.mark.full
 def test_a_torch_group_makes_a_queue_from_one_rank_to_all_others(tmp_path: Path) -> None:
     of_all = {"from": 1}
     assert all_ranks(broadcasts, tmp_path) == [

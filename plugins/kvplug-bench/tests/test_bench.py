@@ -285,6 +285,7 @@ def test_a_size_that_does_not_fit_a_chunk_is_a_row_that_says_so() -> None:
 # -- the program -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_what_is_called_wrongly_is_told_before_anything_is_measured(site: Any) -> None:
     for arguments, part in (
         (["--baseline", "memcpy,glo"], "there is no baseline 'glo'; did you mean 'gloo'?"),

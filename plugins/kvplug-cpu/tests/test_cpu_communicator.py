@@ -66,6 +66,7 @@ def carry(children: list[Peer]) -> None:
         child.send(contact)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [(signal.SIGSTOP, "TimeoutError"), (signal.SIGKILL, "PeerGoneError")],
@@ -120,6 +121,7 @@ def test_without_a_deadline_a_death_in_the_middle_is_heard(ranks: Start) -> None
         assert child.result() == [3, 3, 3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [(signal.SIGSTOP, "TimeoutError"), (signal.SIGKILL, "PeerGoneError")],
@@ -135,6 +137,7 @@ def test_a_rank_that_is_struck_while_the_ranks_meet(ranks: Start, fault: int, ki
     children[-1].kill()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL], ids=["stop", "kill"])
 def test_a_rank_that_is_struck_while_the_ranks_make_their_pipes_is_named(ranks: Start, fault: int) -> None:
     children = ranks("joiner", 3, 3.0, int(fault), "pipes", 2)
@@ -146,6 +149,7 @@ def test_a_rank_that_is_struck_while_the_ranks_make_their_pipes_is_named(ranks: 
     children[-1].kill()
 
 
+@pytest.mark.full
 @pytest.mark.timing
 @pytest.mark.parametrize("when", ["gloo", "ready"])
 def test_the_rank_that_keeps_the_groups_store_is_not_waited_for_longer(ranks: Start, when: str) -> None:
@@ -203,6 +207,7 @@ print("in time", flush=True)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", [ALONE, UNDER_WAY], ids=["meeting", "operation"])
 def test_a_process_whose_thread_is_in_gloo_ends_as_any_other(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -38,6 +38,7 @@ def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_may_be(
         pipe.send_tensor(None, timeout=5)
 
 
+@pytest.mark.full
 def test_without_a_pidfd_silence_counts_as_death(remote_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvplug.transport import PeerIdentity
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from kvplug.transport import Kind
 from kvplug_cpu import plugin
 from kvplug_testing import check_plugin
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws_of_plugins() -> None:
     assert check_plugin("cpu") == ()
 

@@ -156,6 +156,7 @@ def test_a_connection_that_breaks_alone_ends_a_receive_at_once(local_pair: Any) 
     assert isinstance(receiving.outcome(3), PeerGoneError)
 
 
+@pytest.mark.full
 def test_a_message_that_was_received_has_been_sent_whatever_is_queued_behind_it(local_pair: Any) -> None:
     # The writer gives the kernel small messages together; the kernel has room for two or three of these.
     one, other = local_pair(connections=1, socket_buffer_bytes=4096)

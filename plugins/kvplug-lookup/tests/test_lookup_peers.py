@@ -81,6 +81,7 @@ def consumer(*addresses: str, seed: int = 2, **more: Any) -> Iterator[FakeEngine
         yield decode
 
 
+@pytest.mark.full
 def test_a_consumer_loads_from_whichever_of_its_peers_has_the_pages(engines: Engines) -> None:
     first, second, absent = (an_address(name) for name in ("first", "second", "absent"))
     engines.start(first, [0])
@@ -107,6 +108,7 @@ def test_one_load_takes_its_pages_from_several_peers(engines: Engines) -> None:
             assert runs == (((f"peer {long}-0", 6),),)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_engines", [(2, 3), (3, 1)])
 def test_data_parallel_ranks_of_different_number_find_each_others_pages(
     engines: Engines, num_engines: tuple[int, int]
@@ -170,6 +172,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_load_fails_its_own_pages_only(
         until_promised(decode, PROMPT, 0)
 
 
+@pytest.mark.full
 @pytest.mark.timing
 @pytest.mark.parametrize("is_mapped", [True, False])
 def test_no_call_of_an_engine_takes_50_ms_while_a_background_load_waits_for_a_stopped_peer(
@@ -205,6 +208,7 @@ def test_no_call_of_an_engine_takes_50_ms_while_a_background_load_waits_for_a_st
         until_promised(decode, PROMPT, 96)
 
 
+@pytest.mark.full
 def test_a_step_that_needs_a_load_from_a_stopped_peer_waits_for_the_stall_timeout(engines: Engines) -> None:
     address = an_address("stopped")
     child = engines.start(address, [0])

@@ -92,6 +92,7 @@ def saving_engine(parent: Any, path: str) -> None:
         parent.recv(timeout=60)
 
 
+@pytest.mark.full
 def test_pages_on_disk_are_found_after_their_engine_was_killed(
     tmp_path: Path, fork_server: ForkServer
 ) -> None:

@@ -108,6 +108,7 @@ def stop_in_the_middle(parent, contact, timeout):
 # -- tests -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_stopped_consumer_keeps_its_entry_until_its_time_is_over(serving):
     insert(serving.store)
     with peers.start(stop_in_the_middle, serving.contact, 1.5) as consumer:

@@ -212,6 +212,7 @@ def test_no_patience_of_a_peer_makes_a_pipe_beat_without_end(fake_path: str) -> 
     assert silence_s(2**32 - 1, sees_death=True) is None
 
 
+@pytest.mark.full
 def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
     fake_path: str, controls: Any, fork_server: Any
 ) -> None:

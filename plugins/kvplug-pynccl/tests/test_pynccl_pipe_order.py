@@ -114,6 +114,7 @@ def test_a_sender_hears_of_memory_only_when_the_receivers_device_has_done_with_i
     assert_same(source, other.recv_tensor(timeout=PATIENCE_S))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["strided", "blocks"])
 def test_a_copy_behind_what_never_ends_keeps_the_deadline_and_the_message(
     local_pair: Any, gated: Any, controls: Any, where: str

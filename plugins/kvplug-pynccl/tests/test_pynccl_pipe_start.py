@@ -46,6 +46,7 @@ def test_a_start_that_hangs_ends_at_the_deadline_and_the_listener_goes_on(
             assert one.recv_tensor().tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_a_start_that_fails_says_at_both_ends_why(fake_path: str, controls: Any, caplog: Any) -> None:
     end = ends.endpoint(fake_path)
     with (
@@ -92,6 +93,7 @@ def test_a_peer_elsewhere_gets_an_error_that_nccl_listens_on_loopback_only(
     interface.check_reach(this_process())
 
 
+@pytest.mark.full
 def test_ends_with_two_releases_of_nccl_get_an_error_that_names_both(fake_path: str, controls: Any) -> None:
     end = ends.endpoint(fake_path)
     with (
@@ -107,6 +109,7 @@ def test_ends_with_two_releases_of_nccl_get_an_error_that_names_both(fake_path: 
     assert "2.21.5" in said and "2.32.3" in said and "same release" in said
 
 
+@pytest.mark.full
 def test_a_peer_that_is_killed_while_nccl_starts_is_gone(fake_path: str, controls: Any) -> None:
     end = ends.endpoint(fake_path)
     with (

@@ -96,6 +96,7 @@ def test_what_is_loaded_already_is_found(fake_path: str, nccl: Library) -> None:
     assert not found.missing and Path(found.path).name.startswith("libnccl")
 
 
+@pytest.mark.full
 @compiled
 def test_one_that_cannot_be_loaded_is_passed_over_where_none_was_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

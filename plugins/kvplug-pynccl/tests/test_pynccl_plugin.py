@@ -23,6 +23,7 @@ PATIENCE_S = ends.PATIENCE_S
 # -- ranks ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_three_ranks_are_joined_in_a_ring(fake_path: str) -> None:
     with StatelessGroup.listen("unix:") as listener:
         address = listener.address

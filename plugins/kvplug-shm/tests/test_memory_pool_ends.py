@@ -196,6 +196,7 @@ sys.modules["kept for ever"] = pool.tensor(TensorMeta("uint8", (2 << 20,)))
 """
 
 
+@pytest.mark.full
 def test_a_process_may_end_with_memory_lent() -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

@@ -95,6 +95,7 @@ def test_without_a_pidfd_silence_counts_as_death_and_both_ends_hear_of_it(
 # -- races -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("end", ["close", "abort"])
 @pytest.mark.parametrize("spin_us", [0, 50])
 def test_ending_wakes_whoever_sleeps_whatever_the_longest_sleep(
@@ -352,6 +353,7 @@ def without_addresses(parent: peers.Parent) -> str:
     return "connected"
 
 
+@pytest.mark.full
 def test_too_little_memory_for_the_rings_is_an_error_at_both_ends() -> None:
     with peers.start(without_addresses) as child:
         said = child.result()
@@ -376,6 +378,7 @@ except KvplugError as e:
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 def test_another_user_is_refused() -> None:
     end = ends.endpoint()
@@ -455,6 +458,7 @@ def test_a_host_without_dev_shm_room_does_not_matter(local_pair: Any) -> None:
     assert not os.path.isdir("/dev/shm") or set(os.listdir("/dev/shm")) - before == set()
 
 
+@pytest.mark.full
 def test_a_tensor_that_is_given_other_memory_is_sent_from_what_it_had(local_pair: Any) -> None:
     one, other = local_pair(slots=1, slot_bytes=4096)
     tensor = torch.full((2**22,), 7, dtype=torch.uint8)

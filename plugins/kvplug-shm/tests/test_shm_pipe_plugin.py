@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from kvplug.transport import Kind
 from kvplug_testing import check_plugin
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws_of_plugins() -> None:
     assert check_plugin("shm") == ()
 

@@ -140,6 +140,7 @@ def without_addresses(parent: peers.Parent) -> list[str]:
     return told
 
 
+@pytest.mark.full
 def test_too_few_addresses_are_an_error_that_names_the_limit() -> None:
     with peers.start(f"{__file__}:without_addresses", timeout_s=60) as child:
         refused, passed = child.result()

@@ -150,6 +150,7 @@ def test_a_process_that_cannot_be_watched_is_told_by_its_silence(
     writer.network.abort()
 
 
+@pytest.mark.full
 def test_the_more_impatient_end_says_how_often_both_say_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     for ours, theirs in ((0.8, 60.0), (60.0, 0.8)):
@@ -413,6 +414,7 @@ def test_a_handler_may_come_in_while_the_thread_is_woken() -> None:
     assert not aborting.is_alive()
 
 
+@pytest.mark.full
 def test_a_writer_that_is_stopped_takes_readers_in_when_it_goes_on(fork_server: Any) -> None:
     with fork_server.start(f"{REMOTE}:remote_writer", 1) as child:
         data = child.recv()

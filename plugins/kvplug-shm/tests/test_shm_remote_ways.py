@@ -163,6 +163,7 @@ def test_a_writer_that_sends_a_pickle_gets_nothing_run(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_nothing_of_the_network_is_imported_before_it_is_needed() -> None:
     where = "kvplug_shm.queue.endpoint"
     program = f"import sys, {where}; sys.exit('zmq' in sys.modules)"

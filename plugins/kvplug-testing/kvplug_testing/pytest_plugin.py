@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
-_LEVELS = ("quick", "full", "soak")
+_LEVELS = ("brief", "quick", "full", "soak")
 _MARKER = "kvplug_law(id, ..., level, needs): a test of kvplug's conformance kit, and the laws that it judges"
 
 
@@ -48,7 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kvplug-level",
         choices=_LEVELS,
         default="quick",
-        help="quick: less than two minutes per transport (default); full: minutes; soak: gigabytes, an hour",
+        help="brief: half a minute per transport; quick: less than two minutes (default); full: minutes;"
+        " soak: gigabytes, an hour",
     )
     group.addoption(
         "--kvplug-law",

@@ -28,7 +28,7 @@ class TestMine(Contract):
     def test_that_is_kept(self):
         pass
 
-    @law("PIPE-5", "PIPE-6")
+    @law("PIPE-5", "PIPE-6", level="quick")
     def test_that_is_broken(self):
         assert 1 + 1 == 3, "two and a half came"
 

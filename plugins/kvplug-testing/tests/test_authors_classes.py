@@ -107,6 +107,7 @@ def test_a_class_that_does_not_say_what_it_judges_is_told_what_to_set(
         ask(mine)
 
 
+@pytest.mark.full
 def test_in_a_run_it_is_the_failure_of_every_test(package: Any) -> None:
     (package.folder / "tests" / "test_mine.py").write_text(
         "from kvplug_testing import MessageQueueContract\n\nclass TestMine(MessageQueueContract): ...\n"

@@ -119,6 +119,7 @@ def look(parent: Parent, nbytes: int) -> list[Any]:
     return [found, kilobytes("VmHWM") - before]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads /proc")
 def test_comparing_takes_no_more_memory_for_a_larger_tensor(fork_server: Any) -> None:
     with fork_server.start(f"{__file__}:look", 128 * MIB) as child:

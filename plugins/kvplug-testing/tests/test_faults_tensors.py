@@ -498,6 +498,7 @@ def listener() -> Any:
     listener.close()
 
 
+@pytest.mark.full
 def test_a_process_that_kills_itself_after_so_many_bytes_leaves_nothing(listener: Any) -> None:
     with peers.nothing_left(), peers.start(send_until_it_ends, listener.contact, "SIGKILL") as child:
         pipe = listener.accept(timeout=PATIENCE_S)
@@ -514,6 +515,7 @@ def test_a_process_that_kills_itself_after_so_many_bytes_leaves_nothing(listener
         assert child.exit_code == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_a_process_that_stops_itself_is_alive_and_goes_on_when_it_may(listener: Any) -> None:
     with peers.start(send_until_it_ends, listener.contact, "SIGSTOP") as child:
         pipe = listener.accept(timeout=PATIENCE_S)

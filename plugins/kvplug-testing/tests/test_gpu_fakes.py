@@ -19,6 +19,7 @@ compiled = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no co
 every_library = pytest.mark.parametrize("library", [NCCL, OLD_NCCL, CUDART], ids=lambda each: each.file)
 
 
+@pytest.mark.full
 @compiled
 @every_library
 def test_the_source_gives_no_warning(library: FakeLibrary, tmp_path: Path) -> None:
@@ -34,6 +35,7 @@ def test_without_a_compiler_it_cannot_be_built(
         library.build(tmp_path)
 
 
+@pytest.mark.full
 @compiled
 @every_library
 def test_a_fault_that_there_is_not_is_refused(library: FakeLibrary, tmp_path: Path) -> None:
@@ -51,6 +53,7 @@ def test_a_fault_that_there_is_not_is_refused(library: FakeLibrary, tmp_path: Pa
     assert f"{library.variable}: what is fial_after=1?" in done.stderr
 
 
+@pytest.mark.full
 @compiled
 @pytest.mark.parametrize(("library", "counter"), [(NCCL, "operations"), (CUDART, "copies")])
 def test_a_reset_takes_back_what_was_set_and_leaves_what_was_counted(
@@ -64,6 +67,7 @@ def test_a_reset_takes_back_what_was_set_and_leaves_what_was_counted(
     assert found == {"version": 1, "hold": 0, "fail_after": -1, counter: 4}
 
 
+@pytest.mark.full
 @compiled
 @every_library
 def test_streams_keep_their_order_and_wait_for_each_other(library: FakeLibrary, tmp_path: Path) -> None:

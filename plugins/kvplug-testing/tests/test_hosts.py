@@ -91,6 +91,7 @@ def test_a_host_has_its_own_processes_shared_memory_names_and_boot_id(hosts: Hos
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("kvplug-")]
 
 
+@pytest.mark.full
 def test_the_hosts_reach_each_other_and_not_their_loopback(hosts: HostPair) -> None:
     for here in (0, 1):
         with run(hosts, here, listen, ADDRESSES[here]) as listener:

@@ -160,6 +160,7 @@ def test_a_value_where_a_result_was_expected_is_not_lost() -> None:
         assert child.result() == "done"
 
 
+@pytest.mark.full
 def test_a_child_whose_time_is_up_dumps_its_stacks_and_exits() -> None:
     with peers.start(sleep_in_here, timeout_s=5.0) as child:
         child.recv()

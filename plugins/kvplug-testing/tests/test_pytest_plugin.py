@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COLLECT = """
 import json, sys
 import pytest
@@ -36,6 +38,7 @@ def loaded(folder: Path, *arguments: str) -> set[str]:
     return {*modules}
 
 
+@pytest.mark.full
 def test_it_loads_nothing_but_itself(tmp_path: Path) -> None:
     more = loaded(tmp_path) - loaded(tmp_path, "-p", "no:kvplug")
     assert {module for module in more if module.startswith("kvplug")} == {

@@ -59,7 +59,7 @@ class TestMine(Contract):
     assert "left behind: descriptors" in then
 
 
-@pytest.mark.parametrize(("level", "number"), [("quick", 4), ("full", 5), ("soak", 6)])
+@pytest.mark.parametrize(("level", "number"), [("brief", 3), ("quick", 4), ("full", 5), ("soak", 6)])
 def test_a_level_runs_what_is_of_it_and_of_those_below(package: Any, level: str, number: int) -> None:
     assert len(package.outcomes("--kvplug-level", level)) == number
 

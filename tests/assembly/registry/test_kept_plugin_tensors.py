@@ -45,6 +45,7 @@ with kvplug.connect_pipe(config, sys.argv[1], timeout=60) as pipe:
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_it_moves_tensors_both_ways(site: Any) -> None:
     with zipfile.ZipFile(WHEEL) as wheel:

@@ -90,6 +90,7 @@ def meddle(parent: peers.Parent, fd: int) -> list[str]:
     return refused
 
 
+@pytest.mark.full
 def test_a_peer_that_means_harm_can_zero_it_and_no_more(made: tuple[Segment, int]) -> None:
     segment, fd = made
     segment.view[SIZE - 4 :] = b"abcd"
@@ -276,6 +277,7 @@ def refused(parent: peers.Parent, limit: str, what: str) -> Any:
     return [text, before, [descriptors(), mappings()]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("limit", "what"),
     [
@@ -398,6 +400,7 @@ def attempt_to_write(parent: peers.Parent, fd: int) -> list[str]:
     return [*refused, bytes(view[:5]).decode()]
 
 
+@pytest.mark.full
 def test_readers_see_what_the_owner_writes_and_cannot_write_themselves() -> None:
     segment, fd = written_by_one()
     with peers.start(attempt_to_write, fd, pass_fds=[fd]) as child:

@@ -112,6 +112,7 @@ def test_ranks_exchange_values(address: str, credentials: Credentials | None) ->
     in_threads(4, work, address, credentials)
 
 
+@pytest.mark.full
 def test_a_thousand_rounds_leave_nothing_in_the_store() -> None:
     held: list[int] = []
 

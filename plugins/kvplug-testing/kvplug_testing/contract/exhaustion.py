@@ -110,7 +110,7 @@ class Exhaustion(Contract):
         """A new attempt with this suite's subject. Makes nothing that needs a resource."""
         raise NotImplementedError
 
-    @law("ALL-9", needs="running_out_processes", timeout_s=CHILD_S)
+    @law("ALL-9", needs="running_out_processes", timeout_s=CHILD_S, level="quick")
     def test_what_runs_out_is_named_nothing_is_left_and_the_next_try_succeeds(self) -> None:
         self._run_out(LIMITS, SAMPLE, is_sample=True)
 

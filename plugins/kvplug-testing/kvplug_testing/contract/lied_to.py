@@ -71,7 +71,7 @@ class LiedTo(Contract):
             _known[key] = "" if found else why
         return _known[key]
 
-    @law("ALL-10", needs="lied_to_processes", timeout_s=300)
+    @law("ALL-10", needs="lied_to_processes", timeout_s=300, level="quick")
     @_victims
     def test_whatever_a_peer_says_each_call_ends_in_time_in_a_message_or_an_error(self, role: str) -> None:
         self._lie(role, self.lies, seed=8)
@@ -81,7 +81,7 @@ class LiedTo(Contract):
     def test_of_many_lies_none_is_believed(self, role: str) -> None:
         self._lie(role, _FULL, seed=1)
 
-    @law("ALL-10", needs="lied_to_processes", timeout_s=300)
+    @law("ALL-10", needs="lied_to_processes", timeout_s=300, level="quick")
     @_victims
     def test_whatever_a_peer_writes_into_shared_memory_each_call_ends_in_time(self, role: str) -> None:
         with self._conversing(role) as conversing:
@@ -148,7 +148,7 @@ class LiedToOverPipes(Contract):
         """The reason to skip a test, for ``needs``."""
         return self.forked_processes
 
-    @law("ALL-10", needs="lied_to_processes", timeout_s=300)
+    @law("ALL-10", needs="lied_to_processes", timeout_s=300, level="quick")
     def test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for(self) -> None:
         self._lie(self.lies, seed=8)
 

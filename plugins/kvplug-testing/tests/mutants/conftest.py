@@ -84,7 +84,7 @@ def _broken(item: Any) -> set[tuple[Any, str]]:
 
 
 def _level(item: Any) -> int:
-    """The sort key: quick tests run first, and other levels only for mutants that they do not catch."""
+    """The sort key: tests of low levels run first, and others only for mutants that those do not catch."""
     return base.LEVELS.index(item.get_closest_marker("kvplug_law").kwargs["level"])
 
 
@@ -93,7 +93,7 @@ def pytest_runtest_setup(item: Any) -> None:
     if not _is_control(item):
         if _broken(item) <= _caught:
             pytest.skip("caught already")
-    elif _level(item):
+    elif _level(item) > base.LEVELS.index("quick"):
         pytest.skip("above quick")
     elif not any(name == item.name and issubclass(cls, item.cls.__base__) for cls, name in _catching):
         pytest.skip("has caught nothing")

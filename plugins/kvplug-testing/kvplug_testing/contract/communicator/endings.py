@@ -102,7 +102,7 @@ class Endings(CommunicatorSuite):
         child = self.start_forked(f"{__name__}:_forks", self.suite_ref(), timeout_s=90)
         assert child.result(timeout=90) == ["ClosedError"]
 
-    @law("ALL-8", needs="remote_and_forked_processes", timeout_s=120)
+    @law("ALL-8", needs="remote_and_forked_processes", timeout_s=120, level="quick")
     @pytest.mark.parametrize("way", leaving.WAYS)
     def test_a_program_that_leaves_during_a_collective_ends_with_its_own_code(self, way: str) -> None:
         ranks = self.ranks(2)

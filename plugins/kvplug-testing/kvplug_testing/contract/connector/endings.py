@@ -221,7 +221,7 @@ class Endings(ConnectorSuite):
         assert not report.invalid_block_ids, "the peer is back, and what it has does not come"
         assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
 
-    @law("ALL-2", "ALL-5", "ALL-7", needs="other_processes")
+    @law("ALL-2", "ALL-5", "ALL-7", needs="other_processes", level="quick")
     @pytest.mark.parametrize("when", ["promised", "loading", "half"])
     def test_a_peer_that_is_killed_is_a_reported_failure(self, when: str) -> None:
         config = self.config_of("producer")  # reserves the address

@@ -200,7 +200,7 @@ class Schedules(ConnectorSuite):
         fresh.submit(*arrivals(chance, "fresh", 8, first=900))
         Call(fresh.run).result(4 * waits.patience_s)
 
-    @law("CONN-7")
+    @law("CONN-7", level="quick")
     @pytest.mark.parametrize("seed", QUICK)
     def test_whenever_it_is_reset_nothing_old_is_loaded(self, seed: int) -> None:
         self._run_resets(6000 + seed)

@@ -217,7 +217,7 @@ class Endings(LookupSuite):
 
     # -- forks -----------------------------------------------------------------------------------
 
-    @law("ALL-6", needs="forked_processes")
+    @law("ALL-6", needs="forked_processes", level="quick")
     @at_both_ends
     def test_in_a_forked_child_it_is_closed_and_the_parents_goes_on(self, end: str) -> None:
         store, buffer = self.ends(end)

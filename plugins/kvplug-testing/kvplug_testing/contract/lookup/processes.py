@@ -156,7 +156,7 @@ class Processes(LookupSuite):
         raises(PeerGoneError, lambda: end.match([7]))
         Call(end.close).result()
 
-    @law("ALL-8", needs="other_and_forked_processes")
+    @law("ALL-8", needs="other_and_forked_processes", level="quick")
     @pytest.mark.parametrize("way", leaving.WAYS)
     @pytest.mark.parametrize("side", ["holding", "remote"])
     def test_a_program_that_leaves_during_a_read_ends_with_its_own_code(self, side: str, way: str) -> None:

@@ -41,7 +41,7 @@ class Connecting(PipeSuite):
             pipe.send_tensor(remote.content(1, 1000))
             assert not (wrong := remote.unlike(received(pipe), 1, 1000)), wrong
 
-    @law("END-2", needs="other_processes")
+    @law("END-2", needs="other_processes", level="quick")
     @pytest.mark.parametrize("way", ["while it connects", "before it is accepted"])
     def test_a_peer_that_is_killed_before_it_is_accepted_stops_nobody_who_comes_after(self, way: str) -> None:
         self._kill_while_connecting(way, rounds=8)

@@ -96,7 +96,7 @@ class Forks(PipeSuite):
         for call in (accepting, connecting):
             self.later(call.result().abort)
 
-    @law("ALL-6", "ALL-5", needs="forked_processes")
+    @law("ALL-6", "ALL-5", needs="forked_processes", level="quick")
     def test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent(self) -> None:
         one, other = self.pair()
         sizes = [40 * MIB, 1000, 2 * MIB]
@@ -128,7 +128,7 @@ class Forks(PipeSuite):
         for call in waiting:
             call.result()
 
-    @law("ALL-6", "ALL-5", needs="forked_processes")
+    @law("ALL-6", "ALL-5", needs="forked_processes", level="quick")
     def test_no_transfer_is_under_way_in_a_forked_child_also_if_a_thread_was_ending_it(self) -> None:
         if sys.gettrace() is not None:
             pytest.skip("a tracer, such as coverage's, has a lock that a forked child may inherit taken")

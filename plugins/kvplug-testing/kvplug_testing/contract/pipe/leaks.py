@@ -29,7 +29,7 @@ NBYTES = MIB
 class Leaks(PipeSuite):
     """Many equal rounds."""
 
-    @law("ALL-7", needs="other_processes")
+    @law("ALL-7", needs="other_processes", level="quick")
     def test_peers_that_come_and_end_or_are_killed_leave_nothing(self) -> None:
         self._come_and_go(20)
 

@@ -57,7 +57,7 @@ def _send_all(pipe: Pipe, messages: list[Any]) -> None:
 class Leaving(PipeSuite):
     """Leaving a program with a pipe."""
 
-    @law("ALL-8", needs="other_and_forked_processes")
+    @law("ALL-8", needs="other_and_forked_processes", level="quick")
     @pytest.mark.parametrize("way", WAYS)
     def test_a_program_that_leaves_while_its_pipe_is_at_work_ends_with_its_own_code(self, way: str) -> None:
         both_ways = not self.both_ways

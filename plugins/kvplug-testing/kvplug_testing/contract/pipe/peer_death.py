@@ -142,7 +142,7 @@ class PeerDeath(PipeSuite):
         closing.result()
         assert transfer.done(), "the pipe is closed, and a transfer is still under way"
 
-    @law("ALL-2", needs="other_processes")
+    @law("ALL-2", needs="other_processes", level="quick")
     @pytest.mark.parametrize("nbytes", SIZES)
     def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received(
         self, nbytes: int, tmp_path: Path

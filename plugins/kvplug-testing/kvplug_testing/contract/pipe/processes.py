@@ -30,7 +30,7 @@ class Processes(PipeSuite):
             pipe.send_tensor(message)
             assert_same(message, received(pipe))
 
-    @law("PIPE-1", needs="both_ways_and_other_processes")
+    @law("PIPE-1", needs="both_ways_and_other_processes", level="quick")
     @pytest.mark.parametrize("kind", ["spawned", "forked"])
     def test_order_holds_under_load_both_ways_with_another_process(self, kind: str) -> None:
         count, nbytes = 400, 60_000

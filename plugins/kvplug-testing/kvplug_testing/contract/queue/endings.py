@@ -242,7 +242,7 @@ class Endings(QueueSuite):
         grown = _resident_kib() - before
         assert grown < 30_000, f"{ROUNDS:,} queues came and went, and {grown:,} KiB of memory stayed"
 
-    @law("ALL-6", needs="forked_processes")
+    @law("ALL-6", needs="forked_processes", level="quick")
     def test_in_a_forked_child_everything_is_closed_and_the_parents_goes_on(self) -> None:
         child = self.start(_forks, self.suite_ref())
         assert child.result() == {"child": [], "parent": ["after the fork"]}

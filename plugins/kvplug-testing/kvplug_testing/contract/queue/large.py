@@ -82,7 +82,7 @@ class Large(QueueSuite):
         for reader in readers:
             assert_same(values, all_received(reader, CHUNKS).result(), f"at reader rank {reader.rank}")
 
-    @law("QUEUE-1")
+    @law("QUEUE-1", level="quick")
     def test_tensors_and_arrays_in_a_value_of_a_mebibyte_reach_every_reader(self) -> None:
         self._cross(MIB, n_reader=2)
 

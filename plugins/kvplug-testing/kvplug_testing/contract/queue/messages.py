@@ -91,7 +91,7 @@ class Messages(QueueSuite):
                 got = received(reader)
                 assert_same(value, got)
 
-    @law("QUEUE-1")
+    @law("QUEUE-1", level="quick")
     def test_each_reader_gets_thousands_of_messages_once_and_in_order(self) -> None:
         count = 3_000
         writer, readers = self.queue(3)

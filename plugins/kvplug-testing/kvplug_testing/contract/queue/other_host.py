@@ -67,7 +67,7 @@ class OtherHost(QueueSuite):
         writer.kill()
         _check_gone(readers["far"], "its writer was killed")
 
-    @law("ALL-3", "ALL-5", needs="another_host")
+    @law("ALL-3", "ALL-5", needs="another_host", level="quick")
     def test_both_ends_are_told_when_the_other_host_vanishes(self) -> None:
         writer, readers = self._queue(heartbeat_timeout_s=HEARTBEAT_S)
         readers["far"].send(["dequeue"])

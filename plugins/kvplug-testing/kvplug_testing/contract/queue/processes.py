@@ -110,7 +110,7 @@ def _has_lost_a_reader(writer: MessageQueue) -> bool:
 class Processes(QueueSuite):
     """One queue with ends in several processes."""
 
-    @law("QUEUE-1", needs="other_processes")
+    @law("QUEUE-1", needs="other_processes", level="quick")
     def test_readers_in_other_processes_get_every_message_in_order(self) -> None:
         count = 2_000
         writer = self.writer(3)
@@ -313,7 +313,7 @@ class Processes(QueueSuite):
             )
             writer.close()
 
-    @law("ALL-8", needs="other_and_forked_processes")
+    @law("ALL-8", needs="other_and_forked_processes", level="quick")
     @pytest.mark.parametrize("way", leaving.WAYS)
     @pytest.mark.parametrize("end", ["writer", "reader"])
     def test_a_program_that_leaves_while_its_queue_is_at_work_ends_with_its_own_code(

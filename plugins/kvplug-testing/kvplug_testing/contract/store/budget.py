@@ -95,7 +95,7 @@ class Budget(StoreSuite):
         """The reason to skip a test, for ``needs``."""
         return "" if self.evicts_by_use else f"{self.called} does not evict by use (evicts_by_use)"
 
-    @law("STORE-6", needs="eviction_by_use")
+    @law("STORE-6", needs="eviction_by_use", level="quick")
     @at_both_ends
     def test_pages_that_are_got_stay_and_others_are_evicted(self, end: str) -> None:
         first, store = self.ends(end, self.budget_bytes)
@@ -158,7 +158,7 @@ class Budget(StoreSuite):
         assert usage.used_bytes - before.used_bytes < 4 * nbytes, "removed pages are still counted"
         self._within(store)
 
-    @law("STORE-6", "ALL-7")
+    @law("STORE-6", "ALL-7", level="quick")
     def test_memory_does_not_grow_with_the_pages_that_come_and_go(self) -> None:
         self._churn(2_000)
 

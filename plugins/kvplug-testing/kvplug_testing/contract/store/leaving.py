@@ -38,7 +38,7 @@ def leave_at_work(
 class Leaving(StoreSuite):
     """Leaving a program with an end of a store."""
 
-    @law("ALL-8", needs="forked_processes")
+    @law("ALL-8", needs="forked_processes", level="quick")
     @at_both_ends
     @pytest.mark.parametrize("way", WAYS)
     def test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code(

@@ -143,7 +143,7 @@ class Writers(StoreSuite):
         kept(store, pages)
         got(store, pages)
 
-    @law("STORE-2", "ALL-5", needs="other_and_forked_processes", timeout_s=120)
+    @law("STORE-2", "ALL-5", needs="other_and_forked_processes", timeout_s=120, level="quick")
     def test_writers_that_are_killed_at_any_point_leave_whole_pages(self) -> None:
         self._kill_writers(6)
 
