@@ -6,6 +6,7 @@ import mmap
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -498,6 +499,7 @@ class Short(Mutant):
         def connecting(contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
             if met:
                 self.meet(met[0])
+            self.prepare()
             try:
                 return connect(contact, timeout)  # type: ignore[no-any-return]
             except ResourceExhaustedError as e:
@@ -510,6 +512,9 @@ class Short(Mutant):
         return endpoint
 
     remembers = False
+
+    def prepare(self) -> None:
+        """Before each connect."""
 
     def meet(self, error: ResourceExhaustedError) -> None:
         raise error
@@ -529,6 +534,45 @@ class TestSaysNothingOfAShortage(Short):
 
     def meet(self, error: ResourceExhaustedError) -> None:
         raise TransportError("it cannot be connected")
+
+
+class TestLetsAnErrorOfDescriptorsOut(Short):
+    """A connect opens something itself, and the error is the system's."""
+
+    breaks = ("ALL-9",)
+
+    def prepare(self) -> None:
+        os.close(os.open("/dev/null", os.O_RDONLY))
+
+
+class TestLetsAnErrorOfThreadsOut(Short):
+    """A connect starts a thread itself, and the error is Python's."""
+
+    breaks = ("ALL-9",)
+
+    def prepare(self) -> None:
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+
+class TestLetsAnErrorOfMemoryOut(Short):
+    """A connect takes memory itself, and the error is Python's."""
+
+    breaks = ("ALL-9",)
+
+    def prepare(self) -> None:
+        bytearray(64 << 20)
+
+
+class TestLetsAnErrorOfSpaceOut(Short):
+    """A connect writes to shared memory itself, and the error is the system's."""
+
+    breaks = ("ALL-9",)
+
+    def prepare(self) -> None:
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            file.write(bytes(1 << 20))
 
 
 # -- the control -----------------------------------------------------------------------------------
