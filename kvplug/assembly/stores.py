@@ -18,6 +18,7 @@ from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, W
 from kvplug.metrics.record import RecordedStore
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
+from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.addresses import TcpAddress, parse_address
 from kvplug.transport.context import StoreContext
@@ -49,15 +50,23 @@ class StoreOpener:
         Raises:
             UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
             ConfigError: its options are wrong.
-            PluginError: it cannot work here, or its factory returned something else.
+            PluginError: it cannot work here, its factory failed, or returned something else.
+            ResourceExhaustedError: a descriptor, thread, memory or space ran out.
         """
         spec = self._spec(name)
         context = self._context(spec)
-        made = spec.load_factory()(context)
-        if isinstance(made, BlockingStore):
-            made = ExecutedStore(
-                made, name=spec.name, seal=context.seal, timeout_s=self._resolved.config.timeout_s
-            )
+        factory = spec.load_factory()
+        try:
+            with NamedExhaustion(f"opening the store {spec.name!r}"):
+                made = factory(context)
+                if isinstance(made, BlockingStore):
+                    made = ExecutedStore(
+                        made, name=spec.name, seal=context.seal, timeout_s=self._resolved.config.timeout_s
+                    )
+        except KvplugError:
+            raise
+        except Exception as e:
+            raise PluginError(f"the store {spec.name!r} cannot be opened: {type(e).__name__}: {e}") from e
         return self._recorded(spec, made)
 
     def client(self, name: str, link: StoreLink) -> Store:

@@ -19,6 +19,7 @@ import os
 import resource
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -142,8 +143,15 @@ def disk(number: int) -> Iterator[None]:
     """So many more :func:`pages` fit into what :func:`mount_small_disk` has mounted."""
     filler = f"{_SHARED_MEMORY}/{_FILLER}"
     with open(filler, "wb") as f:
-        free = os.statvfs(_SHARED_MEMORY).f_bfree
-        os.posix_fallocate(f.fileno(), 0, max(1, free - pages(number)) * PAGE)
+        for patience in range(100, -1, -1):
+            free = os.statvfs(_SHARED_MEMORY).f_bfree
+            try:
+                os.posix_fallocate(f.fileno(), 0, max(1, free - pages(number)) * PAGE)
+                break
+            except OSError:  # a thread of an earlier attempt took some meanwhile
+                if not patience:
+                    raise
+                time.sleep(0.01)
     try:
         yield
     finally:

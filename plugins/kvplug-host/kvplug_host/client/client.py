@@ -38,6 +38,7 @@ from kvplug.transport import (
     WireError,
     close_after_fork,
     peer_text,
+    raise_if_exhausted,
 )
 from kvplug_host import protocol
 from kvplug_host.client.asking import Question
@@ -130,6 +131,7 @@ class HostClient(Store):
         try:
             pipe = self._link.open_pipe(protocol.PIPE, timeout=deadline.remaining())
         except (HandshakeError, TransportError) as e:  # both ends know
+            raise_if_exhausted(e, "a pipe to a store")
             _log.info("there is no pipe to the store of %s: %s", self._link.channel.peer, e)
         else:
             self._pages = PagePipe(pipe, self._requests, stop=self._give_up, failed=self._fail)

@@ -49,6 +49,14 @@ CHILD_S: Final = 240.0
 _WORKERS: Final = 4
 
 
+class ResultError(KvplugError):
+    """For a step whose calls say by a result, and not by an error, that something could not be had."""
+
+
+class EndedError(ResultError):
+    """The same, and the object says that it has ended for good."""
+
+
 class Attempt(abc.ABC):
     """An object that is made, used and closed in steps.
 
@@ -89,13 +97,17 @@ class _Failure:
     is_foreign: bool
     is_late: bool
     """All of them are timeouts."""
+    is_result: bool
+    """All of them are results, which name nothing."""
+    is_ended: bool
+    """All of them are results of an object that has ended."""
     names: frozenset[str]
     """The resources that they name."""
 
     @property
     def says_broken(self) -> bool:
         """Whether they say that the object has ended, for which nothing else is a reason."""
-        return not (self.is_foreign or self.is_late or self.names)
+        return self.is_ended or not (self.is_foreign or self.is_late or self.is_result or self.names)
 
 
 class Exhaustion(Contract):
@@ -205,7 +217,7 @@ class Trial:
             failure, again = found
             if failure.is_foreign:
                 faults.append(f"it raised what is no error of kvplug: {failure.what}")
-            elif not failure.names & self._limit.resources:
+            elif not (failure.is_result or failure.names & self._limit.resources):
                 faults.append(f"no error named what ran out: {failure.what}")
             if again:
                 faults.append(f"the very next try without the limit failed: {again}")
@@ -272,6 +284,8 @@ def _failure(attempt: Attempt, step: int, error: Exception) -> _Failure:
         what=f"{_name(attempt, step)}: {said}"[:2000],
         is_foreign=not all(isinstance(each, KvplugError) for each in errors),
         is_late=all(isinstance(each, TimeoutError) for each in errors),
+        is_result=all(isinstance(each, ResultError) for each in errors),
+        is_ended=all(isinstance(each, EndedError) for each in errors),
         names=frozenset(each.resource for each in errors if isinstance(each, ResourceExhaustedError)),
     )
 

@@ -7,6 +7,7 @@ from kvplug_testing.contract.store.contents import Contents
 from kvplug_testing.contract.store.deadlines import Deadlines
 from kvplug_testing.contract.store.declared import Declared
 from kvplug_testing.contract.store.endings import Endings
+from kvplug_testing.contract.store.exhaustion import Exhaustion
 from kvplug_testing.contract.store.gone import Gone
 from kvplug_testing.contract.store.index import WhatIsThere
 from kvplug_testing.contract.store.leases import Leases
@@ -19,6 +20,7 @@ from kvplug_testing.contract.store.writers import Writers
 
 # pytest collects the last base first.
 class StoreContract(
+    Exhaustion,
     Leaving,
     Endings,
     Gone,
