@@ -54,7 +54,7 @@ class ResultError(KvplugError):
 
 
 class EndedError(ResultError):
-    """The same, and the object says that it has ended for good."""
+    """For a step whose calls say by a result that the object has ended for good."""
 
 
 class Attempt(abc.ABC):
