@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import abc
-import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -20,24 +19,6 @@ from kvplug.transport.pipe import Blocks, Pipe, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _held_at_exit(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A call that does not return into a program that leaves."""
-
-    @functools.wraps(call)
-    def held(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return call(*args, **kwargs)
-        except BaseException:
-            hold_at_exit()
-            raise
-
-    return held
 
 
 @attrs.frozen(kw_only=True)
@@ -94,39 +75,51 @@ class DuplexPipe(Pipe, abc.ABC):
     # those in use. A call that begins at that moment sees the end, or is waited for; one that has failed then
     # does not return.
 
-    @_held_at_exit
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        self._check_sending()
-        with self._sending.taken(), self._naming:
+        try:
             self._check_sending()
-            return self._send_tensor(tensor, timeout)
+            with self._sending.taken(), self._naming:
+                self._check_sending()
+                return self._send_tensor(tensor, timeout)
+        except BaseException:
+            hold_at_exit()
+            raise
 
-    @_held_at_exit
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        self._check_receiving()
-        with self._receiving.taken(), self._naming:
+        try:
             self._check_receiving()
-            return self._receive_tensor(out, timeout)
+            with self._receiving.taken(), self._naming:
+                self._check_receiving()
+                return self._receive_tensor(out, timeout)
+        except BaseException:
+            hold_at_exit()
+            raise
 
-    @_held_at_exit
     def send_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Transfer:
-        self._check_sending()
-        with self._sending.taken(), self._naming:
+        try:
             self._check_sending()
-            return self._send_blocks(Blocks(views, block_ids), Deadline.after(timeout, self._timeout_s))
+            with self._sending.taken(), self._naming:
+                self._check_sending()
+                return self._send_blocks(Blocks(views, block_ids), Deadline.after(timeout, self._timeout_s))
+        except BaseException:
+            hold_at_exit()
+            raise
 
-    @_held_at_exit
     def recv_blocks(
         self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> None:
-        self._check_receiving()
-        with self._receiving.taken(), self._naming:
+        try:
             self._check_receiving()
-            blocks = Blocks(views, block_ids)
-            blocks.check_distinct()
-            self._receive_blocks(blocks, Deadline.after(timeout, self._timeout_s))
+            with self._receiving.taken(), self._naming:
+                self._check_receiving()
+                blocks = Blocks(views, block_ids)
+                blocks.check_distinct()
+                self._receive_blocks(blocks, Deadline.after(timeout, self._timeout_s))
+        except BaseException:
+            hold_at_exit()
+            raise
 
     def limit_messages(self, nbytes: int) -> None:
         self._limit.lower(nbytes)
