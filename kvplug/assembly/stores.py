@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -36,6 +38,18 @@ STATS_PURPOSE = "store stats"
 """The purpose of a link that asks such a program what its store holds, and ends."""
 
 
+@contextlib.contextmanager
+def _opening(spec: StoreSpec) -> Iterator[None]:
+    """Errors of a store's own code name the store."""
+    try:
+        with NamedExhaustion(f"opening the store {spec.name!r}"):
+            yield
+    except KvplugError:
+        raise
+    except Exception as e:
+        raise PluginError(f"the store {spec.name!r} cannot be opened: {type(e).__name__}: {e}") from e
+
+
 class StoreOpener:
     """Opens the stores of one config."""
 
@@ -56,17 +70,12 @@ class StoreOpener:
         spec = self._spec(name)
         context = self._context(spec)
         factory = spec.load_factory()
-        try:
-            with NamedExhaustion(f"opening the store {spec.name!r}"):
-                made = factory(context)
-                if isinstance(made, BlockingStore):
-                    made = ExecutedStore(
-                        made, name=spec.name, seal=context.seal, timeout_s=self._resolved.config.timeout_s
-                    )
-        except KvplugError:
-            raise
-        except Exception as e:
-            raise PluginError(f"the store {spec.name!r} cannot be opened: {type(e).__name__}: {e}") from e
+        with _opening(spec):
+            made = factory(context)
+            if isinstance(made, BlockingStore):
+                made = ExecutedStore(
+                    made, name=spec.name, seal=context.seal, timeout_s=self._resolved.config.timeout_s
+                )
         return self._recorded(spec, made)
 
     def client(self, name: str, link: StoreLink) -> Store:
@@ -74,12 +83,16 @@ class StoreOpener:
 
         Raises:
             UnknownTransportError, AmbiguousNameError, ConfigError: as :meth:`open`.
-            PluginError: that store serves no peers.
+            PluginError: that store serves no peers, or the maker of its clients failed.
+            ResourceExhaustedError: a descriptor, thread, memory or space ran out, here or there.
         """
         spec = self._spec(name)
         if spec.client is None:
             raise PluginError(f"the store {spec.name!r} serves no other processes: name another one first")
-        return self._recorded(spec, spec.load_client()(self._context(spec), link))
+        maker = spec.load_client()
+        with _opening(spec):
+            made = maker(self._context(spec), link)
+        return self._recorded(spec, made)
 
     def _spec(self, name: str) -> StoreSpec:
         spec = self._resolved.registry.get(Kind.STORE, name)

@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kvplug-level",
         choices=_LEVELS,
         default="quick",
-        help="brief: half a minute per transport; quick: less than two minutes (default); full: minutes;"
+        help="brief: a minute per transport; quick: less than two minutes (default); full: minutes;"
         " soak: gigabytes, an hour",
     )
     group.addoption(

@@ -240,9 +240,8 @@ class Leases(StoreSuite):
         reader.send("end")
         last: Any = None
         while last is None:
-            said = _next(
-                reader, waits.patience_s + self.timeout_s
-            )  # its last get may last until its deadline
+            # Its last get may last until its deadline.
+            said = _next(reader, waits.patience_s + self.timeout_s)
             last = said if isinstance(said, str) else None
         assert not last, f"a reader that was stopped got wrong bytes in {last}"
 
