@@ -1,6 +1,6 @@
 # `make demo` runs the demo, `make test` the tests in one environment, `make test-all` the tests in all
-# environments. They need make, Python 3.11 or later and access to a package index. They install only into
-# .venv and .tox.
+# environments, `make coverage` those of `make test`, and says which lines they reached. They need make, Python
+# 3.11 or later and access to a package index. They install only into .venv and .tox.
 
 PYTHON ?= python3
 TOX = .venv/bin/tox
@@ -21,11 +21,14 @@ SHM = plugins/kvplug-shm
 INSTALLED = .venv/installed-for-tests
 INSTALLED_FROM = Makefile constraints.txt pyproject.toml $(EDITABLE:%=%/pyproject.toml) \
 	$(SHM)/hatch_build.py $(SHM)/kvplug_shm/native/ring.c
-IN_VENV = .venv/bin/python -m pip install --quiet -c constraints.txt
+# Modules are compiled when they are imported; most of PyTorch's never are.
+IN_VENV = .venv/bin/python -m pip install --quiet --no-compile -c constraints.txt
+# `make coverage` replaces this.
+RUN_TESTS = pytest
 # CONTRIBUTING.md explains the markers.
 QUICK = not (slow or mutant or variant or full)
 
-.PHONY: demo install test test-all clean
+.PHONY: demo install test test-all coverage clean
 
 demo: $(TOX)
 	$(TOX) run -e demo $(TOX_ARGS) -- $(ARGS)
@@ -35,12 +38,12 @@ install: $(INSTALLED)
 # Without stored bytecode every process compiles what it imports, and each run rewrites the asserts of all tests.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
-	.venv/bin/pytest -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
+	.venv/bin/$(RUN_TESTS) -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
 		--hypothesis-profile dev --kvplug-level brief -m "$(QUICK)" --ignore plugins/kvplug-vllm \
 		$(EXAMPLES:%=--ignore docs/examples/%) $(ARGS)
 
 test-all: $(TOX)
-	rm -rf .tox/coverage-data .tox/failed-tests
+	rm -rf .tox/failed-tests
 	$(TOX) run-parallel --parallel $(PARALLEL) $(TOX_ARGS) || \
 		{ tail -n +1 .tox/failed-tests/* 2>/dev/null; echo "Failed. Above: a line for each environment, then what tests failed."; exit 1; }
 	@echo "Passed. A line with SKIP above is an environment whose Python this machine does not have."
@@ -58,6 +61,14 @@ $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch transformers trustme
 	$(IN_VENV) --no-deps --no-build-isolation $(EDITABLE:%=-e ./%)
 	touch $@
+
+# Coverage makes tests half as long again, so it is measured only on request.
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
+coverage: export COVERAGE_RCFILE = $(CURDIR)/pyproject.toml
+coverage: RUN_TESTS = coverage run -m pytest
+coverage: test
+	.venv/bin/coverage combine --quiet
+	.venv/bin/coverage report
 
 clean:
 	rm -rf .venv .tox .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build

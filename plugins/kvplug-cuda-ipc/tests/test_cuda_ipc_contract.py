@@ -18,6 +18,7 @@ pytestmark = pytest.mark.full
 class TestCudaIpcPipe(PipeContract):
     options_class = CudaIpcPipeOptions
     options: ClassVar[dict[str, Any]] = {"staging_bytes": 4 << 20, "piece_bytes": 256 << 10}
+    lies = 15
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -47,4 +48,3 @@ class TestCudaIpcPipe(PipeContract):
 class TestCudaIpcPipeWithMuchMemory(TestCudaIpcPipe):
     options: ClassVar[dict[str, Any]] = {}
     beyond_limit_bytes = 64 << 20
-    lies = 15

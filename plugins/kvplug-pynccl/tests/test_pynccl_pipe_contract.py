@@ -17,6 +17,7 @@ pytestmark = pytest.mark.full
 
 class TestPyncclPipe(PipeContract):
     options_class = PyncclPipeOptions
+    lies = 15
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -45,4 +46,3 @@ class TestPyncclPipe(PipeContract):
 @pytest.mark.variant
 class TestPyncclPipeThatComparesAndCopiesLittle(TestPyncclPipe):
     options: ClassVar[dict[str, Any]] = {"check_order": True, "copy_bytes": 4096}
-    lies = 15

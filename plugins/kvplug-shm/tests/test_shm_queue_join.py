@@ -19,9 +19,11 @@ import torch
 import shm_queue_ends as ends
 from kvplug import CapacityError, ConfigError, PeerGoneError, ResourceExhaustedError, TransportError
 from kvplug.transport import PeerIdentity
+from kvplug_shm.queue import join
 from kvplug_shm.queue.join import hang_up
 from kvplug_shm.ring import protocol
 from kvplug_testing.comparison import assert_same
+from kvplug_testing.contract.forked_child import held, in_forked_child
 from kvplug_testing.waits import Call, until
 
 queue, remote_reader, sound_sleep, asleep = ends.queue, ends.remote_reader, ends.sound_sleep, ends.asleep
@@ -73,6 +75,25 @@ def test_the_ring_is_handed_out_until_all_have_joined(
         with reader:
             writer.enqueue("both")
             assert reader.dequeue() == "both"
+
+
+def test_a_child_that_is_forked_while_a_reader_joins_does_not_hold_the_ring(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(lambda: "kvplug-queue" not in held())  # of queues before
+    writer, _ = queue(2, attached=0)
+    found: list[str] = []
+    welcome = join.welcome
+
+    def forks_before(*args: Any) -> None:
+        found.append(in_forked_child(held))
+        welcome(*args)
+
+    monkeypatch.setattr(join, "welcome", forks_before)
+    with ends.endpoint().create_from_handle(writer.export_handle(), 1):
+        assert "/memfd:kvplug-queue" in held()
+    assert len(found) == 1
+    assert "/memfd:kvplug-queue" not in found[0]
 
 
 def head(writer: Any) -> int:

@@ -196,10 +196,16 @@ class Peer:
         self.wait()
 
     def stop(self) -> None:
-        """Send SIGSTOP, and wait until the child has stopped."""
+        """Send SIGSTOP, and wait until the child has stopped.
+
+        Raises:
+            PeerGoneError: it has ended; what it said last is there to be received.
+        """
         self._process.send_signal(signal.SIGSTOP)
         limit = time.monotonic() + DEFAULT_TIMEOUT_S
         while not self._is_stopped():
+            if self.exit_code is not None:
+                raise PeerGoneError(f"{self!r} cannot be stopped: it has ended; it wrote:\n{self.stderr}")
             if time.monotonic() > limit:
                 raise TimeoutError(f"{self!r} does not stop")
             time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""The suite of device communicators, over threads and over processes."""
+"""The suite of device communicators, over threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,3 @@ class TestGroupCommunicator(DeviceCommunicatorContract):
 
     def make_communicator(self, context: Any) -> Any:
         return subject.GroupCommunicator(context)
-
-
-class TestGroupCommunicatorInProcesses(TestGroupCommunicator):
-    ends_are_processes = True

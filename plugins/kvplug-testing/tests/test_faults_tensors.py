@@ -498,9 +498,16 @@ def listener() -> Any:
     listener.close()
 
 
+def sender(fork_server: Any, listener: Any, ends_by: str) -> peers.Peer:
+    """A process that sends until this signal of its own comes."""
+    return fork_server.start(f"{os.path.abspath(__file__)}:send_until_it_ends", listener.contact, ends_by)
+
+
 @pytest.mark.full
-def test_a_process_that_kills_itself_after_so_many_bytes_leaves_nothing(listener: Any) -> None:
-    with peers.nothing_left(), peers.start(send_until_it_ends, listener.contact, "SIGKILL") as child:
+def test_a_process_that_kills_itself_after_so_many_bytes_leaves_nothing(
+    listener: Any, fork_server: Any
+) -> None:
+    with peers.nothing_left(), sender(fork_server, listener, "SIGKILL") as child:
         pipe = listener.accept(timeout=PATIENCE_S)
         got: list[int] = []
 
@@ -516,8 +523,10 @@ def test_a_process_that_kills_itself_after_so_many_bytes_leaves_nothing(listener
 
 
 @pytest.mark.full
-def test_a_process_that_stops_itself_is_alive_and_goes_on_when_it_may(listener: Any) -> None:
-    with peers.start(send_until_it_ends, listener.contact, "SIGSTOP") as child:
+def test_a_process_that_stops_itself_is_alive_and_goes_on_when_it_may(
+    listener: Any, fork_server: Any
+) -> None:
+    with sender(fork_server, listener, "SIGSTOP") as child:
         pipe = listener.accept(timeout=PATIENCE_S)
         assert received(pipe, 3) == [1, 2, 3]
         raises(TimeoutError, lambda: pipe.recv_tensor(timeout=0.3))

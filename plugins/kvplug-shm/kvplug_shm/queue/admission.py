@@ -42,6 +42,8 @@ class Admission:
         self._lock = threading.RLock()  # a signal handler may close it
         self._closed = False
         self._joined: dict[int, tuple[Connection, Watch]] = {}
+        self._handed_over: set[int] = set()
+        """Descriptors that are being handed over to readers."""
         try:
             self._listener = Listener.open("unix:", credentials, PURPOSE)
         except BaseException:
@@ -86,6 +88,8 @@ class Admission:
         self._lock = threading.RLock()  # a thread of the parent may have held it
         for connection, _ in list(self._joined.values()):
             connection.close()
+        for fd in self._handed_over:
+            os.close(fd)
         self._close_memory()
 
     def _close_memory(self) -> None:
@@ -112,6 +116,7 @@ class Admission:
                 if self._closed:
                     raise ClosedError("the queue was closed")
                 fd = os.dup(self._fd)
+                self._handed_over.add(fd)
             on_gone = join.LateCall()
             watch: Watch | None = None
             try:
@@ -125,6 +130,7 @@ class Admission:
                     watch.close()
                 raise
             finally:
+                self._handed_over.discard(fd)
                 os.close(fd)
             welcomed = True
             if watch is None:
