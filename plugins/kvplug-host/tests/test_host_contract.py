@@ -15,6 +15,7 @@ from kvplug.transport import PutReason, Store
 from kvplug_host.arena.segments import WORD
 from kvplug_host.store import HostStore
 from kvplug_testing import StoreContract, peers, waits
+from kvplug_testing.contract.store.lying_peers import LyingPeers
 from kvplug_testing.contract.store.suite import Place
 
 _numbers = itertools.count()
@@ -77,6 +78,13 @@ class TestHost(_Raw):
 
     __test__ = True
     store = "host"
+
+
+class TestHostIsLiedToOverAPipe(LyingPeers):
+    """Where its memory is mapped, no page comes over the pipe."""
+
+    store = "host"
+    options: ClassVar[dict[str, Any]] = {"map": False}
 
 
 @pytest.mark.variant

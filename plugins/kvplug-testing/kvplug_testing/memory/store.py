@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvplug.errors import CapacityError, ClosedError, PeerGoneError, UnsupportedError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.errors import CapacityError, ClosedError, PeerGoneError, UnsupportedError, WireError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.transport.context import StoreContext
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.events import PageEvent
@@ -128,13 +128,12 @@ class MemoryStore(ExecutedStore):
             "read": self.place.read,
             "write": self._write_for_peer,
             "remove": self.place.remove,
-            "clear": self.place.clear,
             "keys": self.place.keys,
             "touch": self.place.touch,
         }
         try:
             while True:
-                number, name, *args = link.channel.recv(None)
+                number, name, args = asked(link.channel.recv(None))
                 answer = calls[name](*args)
                 link.channel.send([number, answer, len(self.place.pages), self.place.used_bytes])
         except (PeerGoneError, ClosedError):
@@ -158,6 +157,26 @@ class MemoryStore(ExecutedStore):
         super().abort()
 
 
+def asked(message: Any) -> tuple[int, str, list[Any]]:
+    """What an end asks for: the number of its call, the call's name, and its arguments.
+
+    Raises:
+        WireError: it is no call.
+    """
+    match message:
+        case [int(number), "has" | "remove" | "touch" as name, keys] if is_list_of(bytes, keys):
+            return number, name, [keys]
+        case [int(number), "read" | "keys" as name, bytes(key)]:
+            return number, name, [key]
+        case [int(number), "write", bytes(key), bytes(page)]:
+            return number, "write", [key, page]
+    raise WireError("an end of a store sends what is no call")
+
+
+def is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
 # -- an end that reaches it by a link --------------------------------------------------------------
 
 
@@ -166,27 +185,56 @@ class RemotePlace(BlockingStore):
 
     num_threads = 1
 
-    def __init__(self, link: StoreLink) -> None:
+    def __init__(self, link: StoreLink, timeout_s: float) -> None:
         self._channel = link.channel
         self._link = link
+        self._timeout_s = timeout_s
         self._number = 0
         self._usage = Usage(num_pages=0, used_bytes=0, budget_bytes=None)
         self._lock = threading.Lock()
         self.is_gone = False
 
     def _call(self, name: str, *args: Any) -> Any:
+        deadline = Deadline.after(self._timeout_s)
         with self._lock:
             self._number += 1
             try:
-                self._channel.send([self._number, name, *args])
+                self._channel.send([self._number, name, *args], timeout=deadline.remaining())
                 number = 0
                 while number != self._number:  # the answer to a call that ran out of time may come first
-                    number, answer, num_pages, used_bytes = self._channel.recv()
+                    said = self._channel.recv(timeout=deadline.remaining())
+                    number, answer, self._usage = self.answered(said)
             except PeerGoneError:
                 self.is_gone = True
                 raise
-        self._usage = Usage(num_pages=num_pages, used_bytes=used_bytes, budget_bytes=None)
+        if not self.fits(answer, name, *args):
+            raise WireError(f"{self._channel.peer} has answered {name!r} with something else")
         return answer
+
+    def answered(self, said: Any) -> tuple[int, Any, Usage]:
+        """The number of a call, its result, and the store's usage.
+
+        Raises:
+            WireError: it is no answer.
+        """
+        match said:
+            case [int(number), answer, int(num_pages), int(used_bytes)] if min(num_pages, used_bytes) >= 0:
+                usage = Usage(num_pages=num_pages, used_bytes=used_bytes, budget_bytes=None)
+                return number, answer, usage
+        raise WireError(f"{self._channel.peer} sends what is no answer")
+
+    def fits(self, answer: Any, name: str, *args: Any) -> bool:
+        """Whether it is an answer to that call."""
+        match name:
+            case "has":
+                return is_list_of(bool, answer) and len(answer) == len(args[0])
+            case "read":
+                return answer is None or isinstance(answer, bytes)
+            case "write":
+                return answer is None or isinstance(answer, bool)
+            case "keys":
+                return is_list_of(bytes, answer)
+        return answer is None
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         return self._call("has", list(keys))  # type: ignore[no-any-return]
@@ -223,8 +271,10 @@ class RemotePlace(BlockingStore):
 class RemoteMemoryStore(ExecutedStore):
     """An end in a process that reaches the store by a link: without leases, events and declared pages."""
 
+    remote_type = RemotePlace
+
     def __init__(self, context: StoreContext, link: StoreLink) -> None:
-        self._remote = RemotePlace(link)
+        self._remote = self.remote_type(link, context.timeout_s)
         super().__init__(self._remote, name="memory", seal=context.seal, timeout_s=context.timeout_s)
 
     @property

@@ -5,10 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
-
-import attrs
+from typing import TYPE_CHECKING, Final
 
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TensorMismatchError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
@@ -16,26 +13,15 @@ from kvplug.net.wire import decode, encode
 from kvplug.net.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.transport.duplex.limit import MessageLimit
 from kvplug.transport.pipe import Pipe, Transfer
+from kvplug_testing.tampering.falsehood import Falsehood, Falsifier, Message
 from kvplug_testing.tampering.lies import INTEGERS, lie
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Message = Any
-"""A tensor, or ``None``."""
 _TICK_S: Final = 0.02
 _WORDS_AT_MOST: Final = 1 << 16
 """Elements of a tensor in which one is changed."""
-
-
-@attrs.frozen
-class Falsehood:
-    """What becomes of the message with a number."""
-
-    at: int
-    seed: int
-    only: str = ""
-    """The name of one of the changes; empty: any."""
 
 
 class TamperingPipe(Pipe):
@@ -43,17 +29,20 @@ class TamperingPipe(Pipe):
 
     def __init__(self, pipe: Pipe, falsehood: Falsehood | None = None) -> None:
         self.pipe = pipe
-        self.num_received = 0
-        self.said = ""
-        """What was changed, in words."""
-        self._falsehood = falsehood
+        self._falsifier = Falsifier(falsehood, _changed, pipe.abort)
         self._limit = MessageLimit()
         self._turn = threading.Lock()
         self._ready: deque[Message] = deque()
-        self._held: Callable[[Message], list[Message]] | None = None
-        """What to do with the message after the one that was reached."""
-        self._is_silent = False
         self._over = threading.Event()
+
+    @property
+    def num_received(self) -> int:
+        return self._falsifier.num_received
+
+    @property
+    def said(self) -> str:
+        """What was changed, in words."""
+        return self._falsifier.said
 
     # -- receiving -------------------------------------------------------------------------------------
 
@@ -84,43 +73,14 @@ class TamperingPipe(Pipe):
         return out
 
     def _next(self, deadline: Deadline) -> list[Message]:
-        while self._is_silent:
+        while self._falsifier.is_silent:
             if self._over.wait(_TICK_S):
                 raise ClosedError("this pipe is closed")
             if self.pipe.closed:
                 raise PeerGoneError("the other end of this pipe is gone")
             if deadline.expired:
                 raise TimeoutError("nothing came in time")
-        message = self.pipe.recv_tensor(timeout=deadline.remaining())
-        number, self.num_received = self.num_received, self.num_received + 1
-        held, self._held = self._held, None
-        if held is not None:
-            return held(message)
-        if self._falsehood is None or self._falsehood.at != number:
-            return [message]
-        return self._falsified(message, self._falsehood)
-
-    def _falsified(self, message: Message, falsehood: Falsehood) -> list[Message]:
-        rng = random.Random(falsehood.seed)
-        what = falsehood.only or rng.choice(_CHANGES)
-        self.said = f"message {falsehood.at}: {what}"
-        match what:
-            case "it does not come":
-                return []
-            case "it comes twice":
-                return [message, message]
-            case "it comes after the next one":
-                self._held = lambda following: [following, message]
-                return []
-            case "nothing more comes":
-                self._is_silent = True
-                return []
-            case "the pipe ends":
-                self.pipe.abort()
-                return []
-        changed, words = _changed(message, rng)
-        self.said = f"message {falsehood.at}: {words}"
-        return [changed]
+        return self._falsifier.passed_on(self.pipe.recv_tensor(timeout=deadline.remaining()))
 
     # -- the rest is the other pipe's --------------------------------------------------------------------
 
@@ -145,16 +105,6 @@ class TamperingPipe(Pipe):
     def abort(self) -> None:
         self._over.set()
         self.pipe.abort()
-
-
-_CHANGES: Final[Sequence[str]] = (
-    *("it says something else",) * 8,
-    "it does not come",
-    "it comes twice",
-    "it comes after the next one",
-    "nothing more comes",
-    "the pipe ends",
-)
 
 
 def _changed(message: Message, rng: random.Random) -> tuple[Message, str]:

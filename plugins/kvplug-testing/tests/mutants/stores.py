@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 from kvplug.errors import CapacityError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
@@ -18,8 +19,9 @@ from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
 from kvplug.transport.store.results import MissReason, Presence, Usage
 from kvplug_testing import StoreContract
+from kvplug_testing.memory import store
 from kvplug_testing.memory.page_place import PagePlace
-from kvplug_testing.memory.store import MemoryStore, PlaceEnd, RemoteMemoryStore
+from kvplug_testing.memory.store import MemoryStore, PlaceEnd, RemoteMemoryStore, RemotePlace
 
 
 class Mutant(StoreContract):
@@ -1008,6 +1010,37 @@ class TestTakesAStoppedStoreForDead(LinkMutant):
         def _end(self, task: Any, reason: Any) -> None:
             super()._end(task, reason)
             self._remote.is_gone |= reason is MissReason.TIMEOUT
+
+
+LIED_TO = "test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for"
+
+
+class TestWaitsForAnswersForEver(LinkMutant):
+    """An answer that does not come is waited for."""
+
+    breaks = ("ALL-10",)
+    caught_by = LIED_TO
+
+    class client(RemoteMemoryStore):  # noqa: N801
+        class remote_type(RemotePlace):  # noqa: N801
+            def __init__(self, link: Any, timeout_s: float) -> None:
+                super().__init__(link, 600.0)
+
+
+class TestTakesAnyMessageForACall(LinkMutant):
+    """What an end asks for is called as it comes."""
+
+    breaks = ("ALL-10",)
+    caught_by = LIED_TO
+
+    class made(MemoryStore):  # noqa: N801
+        def serve(self, link: Any) -> None:
+            def call(message: Any) -> tuple[int, str, list[Any]]:
+                number, name, *args = message
+                return number, name, args
+
+            with mock.patch.object(store, "asked", call):
+                super().serve(link)
 
 
 # -- the controls ----------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from kvplug_testing.contract.lied_to import LiedToOverPipes, report_lies
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.tampering.edits import Edit, edits_of
-from kvplug_testing.tampering.pipe import Falsehood, TamperingPipe
+from kvplug_testing.tampering.falsehood import Falsehood
+from kvplug_testing.tampering.pipe import TamperingPipe
 from kvplug_testing.tampering.relay import Relay
 from kvplug_testing.tampering.victim import Ended, ended
 

@@ -20,7 +20,8 @@ from kvplug_testing.contract.lookup.entries import Put, Sink, entry
 from kvplug_testing.contract.lookup.model import shared
 from kvplug_testing.contract.lookup.suite import LookupSuite
 from kvplug_testing.contract.suite_ref import suite_from_ref
-from kvplug_testing.tampering.pipe import Falsehood, TamperingPipe
+from kvplug_testing.tampering.falsehood import Falsehood
+from kvplug_testing.tampering.pipe import TamperingPipe
 from kvplug_testing.tampering.victim import CALL_S, SLACK_S, Ended, ended
 
 PIPES: Final = ("the store's signal pipe", "the store's data pipe", "signal pipe", "data pipe")

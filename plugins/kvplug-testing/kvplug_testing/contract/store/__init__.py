@@ -12,6 +12,7 @@ from kvplug_testing.contract.store.gone import Gone
 from kvplug_testing.contract.store.index import WhatIsThere
 from kvplug_testing.contract.store.leases import Leases
 from kvplug_testing.contract.store.leaving import Leaving
+from kvplug_testing.contract.store.lying_peers import LyingPeers
 from kvplug_testing.contract.store.misses import Misses, Tenants
 from kvplug_testing.contract.store.model import Model
 from kvplug_testing.contract.store.removal import Removal
@@ -21,6 +22,7 @@ from kvplug_testing.contract.store.writers import Writers
 # pytest collects the last base first.
 class StoreContract(
     Exhaustion,
+    LyingPeers,
     Leaving,
     Endings,
     Gone,

@@ -217,10 +217,13 @@ class StoreSuite(Contract):
         if self.way(place) != "link" or place.address:
             return
         assert place.first is not None, "the first end of the place is opened first"
-        address = f"unix:@kvplug-judged-{os.getpid()}-{next(_numbers)}"
-        server = StoreServer(place.first, self._links, address)
+        server = StoreServer(place.first, self._links, self._new_address())
         self.later(server.close)
         place.address = server.contact
+
+    def _new_address(self) -> str:
+        """Where no other end listens."""
+        return f"unix:@kvplug-judged-{os.getpid()}-{next(_numbers)}"
 
     @property
     def _links(self) -> Any:

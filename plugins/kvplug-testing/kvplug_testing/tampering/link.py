@@ -1,0 +1,94 @@
+"""A link whose messages are changed before they are received: a store lies, or an end that reaches it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from typing import Any, Final
+
+from kvplug.errors import ClosedError, KvplugError, TimeoutError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.wire import encode
+from kvplug.transport.pipe import Pipe
+from kvplug.transport.store.store import StoreLink
+from kvplug_testing.tampering.falsehood import Falsehood, Falsifier
+from kvplug_testing.tampering.lies import lie
+from kvplug_testing.tampering.pipe import TamperingPipe
+
+CHANNEL: Final = "channel"
+PIPE: Final = "pipe"
+_TICK_S: Final = 0.02
+
+
+class TamperingChannel:
+    """A channel around another one. Only one thread receives, as a channel demands."""
+
+    def __init__(self, channel: Any, falsehood: Falsehood | None = None) -> None:
+        self._channel = channel
+        self._ready: deque[Any] = deque()
+        self.falsifier = Falsifier(falsehood, _changed, channel.close)
+
+    def recv(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        deadline = Deadline.after(timeout, 60.0)
+        while not self._ready:
+            while self.falsifier.is_silent:
+                if self._channel.closed:
+                    raise ClosedError("this channel is closed")
+                if deadline.expired:
+                    raise TimeoutError("nothing came in time")
+                time.sleep(_TICK_S)
+            self._ready.extend(self.falsifier.passed_on(self._channel.recv(timeout=deadline.remaining())))
+        return self._ready.popleft()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+
+def _changed(message: Any, rng: random.Random) -> tuple[Any, str]:
+    while True:
+        false, words = lie(message, rng)
+        try:
+            encode(false)
+        except KvplugError:
+            continue  # a peer cannot say that
+        return false, words
+
+
+class TamperingLink:
+    """A link around another one: what comes over its channel, or over its first pipe, may be changed.
+
+    Args:
+        where: :data:`CHANNEL` or :data:`PIPE`.
+    """
+
+    def __init__(self, link: StoreLink, where: str = "", falsehood: Falsehood | None = None) -> None:
+        self._link = link
+        self._of_the_pipe = falsehood if where == PIPE else None
+        self._channel = TamperingChannel(link.channel, falsehood if where == CHANNEL else None)
+        self._pipe: TamperingPipe | None = None
+
+    @property
+    def channel(self) -> Any:
+        return self._channel
+
+    def open_pipe(self, label: str, *, device: str = "cpu", timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        pipe = self._link.open_pipe(label, device=device, timeout=timeout)
+        if self._pipe is not None:
+            return pipe
+        self._pipe = TamperingPipe(pipe, self._of_the_pipe)
+        return self._pipe
+
+    def close(self) -> None:
+        self._link.close()
+
+    @property
+    def num_received(self) -> dict[str, int]:
+        """How many messages have come, over each."""
+        in_pipe = self._pipe.num_received if self._pipe is not None else 0
+        return {CHANNEL: self._channel.falsifier.num_received, PIPE: in_pipe}
+
+    @property
+    def said(self) -> str:
+        """What was changed, in words."""
+        return self._channel.falsifier.said or (self._pipe.said if self._pipe is not None else "")
