@@ -9,8 +9,9 @@ number of different pages times their size; "as entries" is what the same prompt
 A header holds the token ids of its page, so its share depends on the size of a page: 1 KiB is a tiny model's.
 
 A match is the connector's first answer about a new request, all of whose pages are there: it packs the token
-ids, hashes them page by page, and looks for each page in its index of the store. Beside it, in turns, its
-parts, and one hash (SHA-256) over all the token ids at once, which prompts could not share.
+ids, finds the chain of each page, and looks for it in its index of the store. The connector remembers the
+chains of pages that it has saved or found lately; those of others are hashed. Beside it, in turns, its parts,
+and one hash (SHA-256) over all the token ids at once, which prompts could not share.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import kvplug
 from kvplug.engine import Request, RequestEnd
 from kvplug.transport import (
+    ChainMemo,
     PageBuffers,
     PageRequest,
     Series,
@@ -124,15 +126,20 @@ def matched(rounds: int, num_tokens: int, count: int = 200) -> dict[str, list[fl
         for number, tokens in enumerate(asked):
             blocks = engine.prefill(request_of(f"saved {number}", tokens))
             engine.free_blocks.extend(blocks)
+        seen = engine.scheduler._memo  # type: ignore[attr-defined]
         for number in range(rounds + 1):
             times: dict[str, list[float]] = {}
             for at, tokens in enumerate(asked):
-                request = known(engine, f"{number}.{at}", tokens)
-                for what, call in calls(engine, request):
-                    begun = time.perf_counter()
-                    call()
-                    times.setdefault(what, []).append(time.perf_counter() - begun)
-                engine.finish(request, (), RequestEnd.ABORTED)
+                for is_new in (False, True):
+                    request = known(engine, f"{number}.{at}", tokens)
+                    chains = engine.scheduler._tracked[request.request_id].chains  # type: ignore[attr-defined]
+                    if is_new:
+                        chains._memo = ChainMemo()
+                    for what, call in calls(engine, request, chains.root, seen, is_new):
+                        begun = time.perf_counter()
+                        call()
+                        times.setdefault(what, []).append(time.perf_counter() - begun)
+                    engine.finish(request, (), RequestEnd.ABORTED)
             if number:  # the first one warms up
                 for what, taken in times.items():
                     found.setdefault(what, []).append(statistics.median(taken))
@@ -150,7 +157,9 @@ def known(engine: FakeEngine, name: str, tokens: tuple[int, ...]) -> Request:
     return request
 
 
-def calls(engine: FakeEngine, request: Request) -> list[tuple[str, Callable[[], Any]]]:
+def calls(
+    engine: FakeEngine, request: Request, root: bytes, memo: ChainMemo, is_new: bool
+) -> list[tuple[str, Callable[[], Any]]]:
     tokens = request.token_ids
     packed = pack_tokens(tokens)
 
@@ -158,9 +167,14 @@ def calls(engine: FakeEngine, request: Request) -> list[tuple[str, Callable[[], 
         new, _ = engine.scheduler.get_num_new_matched_tokens(request, 0)
         assert new == (len(tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS, new
 
+    if is_new:
+        return [
+            ("match, pages not seen before", match),
+            ("of it, the hashes of all pages", lambda: chains_of(root, tokens, PAGE_TOKENS)),
+        ]
     return [
-        ("match", match),
-        ("of it, the hashes of all pages", lambda: chains_of(b"", tokens, PAGE_TOKENS)),
+        ("match, pages seen before", match),
+        ("of it, the chains of all pages", lambda: chains_of(root, tokens, PAGE_TOKENS, memo=memo)),
         ("of that, packing the token ids", lambda: pack_tokens(tokens)),
         ("one hash over all token ids", lambda: hashlib.sha256(packed).digest()),
     ]

@@ -240,6 +240,7 @@ from kvplug.transport.store.job import (
     Job as Job,
 )
 from kvplug.transport.store.keys import (
+    ChainMemo as ChainMemo,
     Series as Series,
     chain_root as chain_root,
     chains_of as chains_of,

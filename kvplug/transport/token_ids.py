@@ -25,7 +25,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     try:
         view = memoryview(token_ids)  # type: ignore[arg-type]
     except TypeError:
-        found = [*token_ids]
+        found = token_ids if isinstance(token_ids, tuple | list) else [*token_ids]
         try:
             return struct.pack(f"<{len(found)}q", *found)  # several times as fast as an array
         except struct.error:

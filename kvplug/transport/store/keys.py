@@ -55,8 +55,51 @@ def next_chain(parent: bytes, packed_tokens: bytes) -> bytes:
     return _hash(parent + packed_tokens, person=_PAGE).digest()
 
 
+class ChainMemo:
+    """Chains that were computed lately: a page that is seen again costs no hash.
+
+    It is told from others by the chain before it and all its tokens, so nothing can be confused. Not locked.
+
+    Args:
+        max_pages: it forgets the older half of what it has when it has so many. A page of 16 tokens takes
+            about 300 bytes.
+    """
+
+    def __init__(self, max_pages: int = 1 << 16) -> None:
+        self._half = max(1, max_pages // 2)
+        self._young: dict[bytes, bytes] = {}
+        self._old: dict[bytes, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def extend(self, chains: list[bytes], parent: bytes, packed_tokens: bytes, step: int) -> None:
+        """Append the chains of all whole pages of ``step`` bytes; before the first is ``parent``."""
+        begun = _hash(person=_PAGE).copy  # a copy is made faster than a new one
+        get, append = self._young.get, chains.append
+        for begin in range(0, len(packed_tokens) - step + 1, step):
+            page = parent + packed_tokens[begin : begin + step]
+            chain = get(page)
+            if chain is None:
+                chain = self._old.get(page)
+                if chain is None:
+                    hashed = begun()
+                    hashed.update(page)
+                    chain = hashed.digest()
+                self._young[page] = chain
+                if len(self._young) >= self._half:
+                    self._old, self._young = self._young, {}
+                    get = self._young.get
+            parent = chain
+            append(parent)
+
+
 def chains_of(
-    root: bytes, token_ids: Iterable[int], page_tokens: int, known: Sequence[bytes] = ()
+    root: bytes,
+    token_ids: Iterable[int],
+    page_tokens: int,
+    known: Sequence[bytes] = (),
+    memo: ChainMemo | None = None,
 ) -> list[bytes]:
     """The chains of all whole pages of a sequence of tokens.
 
@@ -69,17 +112,13 @@ def chains_of(
         root: as :func:`chain_root` makes it.
         token_ids: integers of 64 bits; a buffer of them (an array, a numpy array) is taken as a whole.
         known: chains of the sequence's first pages, which are not computed again.
+        memo: has chains of other sequences, and gets those of this one.
     """
     packed = pack_tokens(token_ids)
     step = page_tokens * _TOKEN_BYTES
     found = list(known)
     parent = found[-1] if found else root
-    begun = _hash(person=_PAGE).copy  # a copy is made faster than a new one
-    for begin in range(len(found) * step, len(packed) - step + 1, step):
-        hashed = begun()
-        hashed.update(parent + packed[begin : begin + step])
-        parent = hashed.digest()
-        found.append(parent)
+    (ChainMemo() if memo is None else memo).extend(found, parent, packed[len(found) * step :], step)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from kvplug import build_connector
 from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism
 from kvplug.metrics.record import RecordedStore
-from kvplug.transport import Deadline, GetJob, MissReason, pack_tokens
+from kvplug.transport import ChainMemo, Deadline, GetJob, MissReason, pack_tokens
 from kvplug_lookup.connector.keys import PromptChains, namespace_of
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_testing.engine import MODEL, NUM_LAYERS, CallOrder, FakeEngine, layout_of, request_of
@@ -78,7 +78,7 @@ def test_what_was_computed_beside_a_failed_load_in_shared_blocks_is_not_saved(
 def save_of(request_id: str, token_ids: Any) -> SavePlan:
     """All pages of a prompt in one step, from the cache's first blocks."""
     whole = tuple(token_ids)[: len(token_ids) // PAGE * PAGE]
-    chains = PromptChains(namespace_of(MODEL), b"", PAGE)
+    chains = PromptChains(namespace_of(MODEL), b"", PAGE, ChainMemo())
     return SavePlan(
         request_id=request_id,
         first_page=0,

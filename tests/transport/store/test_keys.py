@@ -11,6 +11,7 @@ from kvplug.engine import LayoutError
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import (
     KEY_BYTES,
+    ChainMemo,
     Series,
     chain_root,
     chains_of,
@@ -37,6 +38,21 @@ def test_equal_prefixes_have_equal_chains_and_others_do_not(tokens, more, page) 
         other = chains_of(ROOT, changed, page)
         assert other[:at] == ours[:at]
         assert not set(other[at:]) & set(ours)
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), max_size=12), max_size=12),
+    page=st.integers(1, 3),
+    most=st.integers(1, 9),
+)
+def test_what_is_remembered_of_chains_is_what_their_hashes_are_and_is_bounded(prompts, page, most) -> None:
+    memo = ChainMemo(max_pages=most)
+    for number, tokens in enumerate(prompts):
+        root = chain_root(b"model", b"%d" % (number % 2))
+        known = chains_of(root, tokens[:4], page)
+        for given_chains in ((), known):
+            assert chains_of(root, tokens, page, given_chains, memo) == chains_of(root, tokens, page)
+        assert len(memo) <= max(2, most)
 
 
 def test_what_else_determines_the_kv_is_in_the_chain() -> None:

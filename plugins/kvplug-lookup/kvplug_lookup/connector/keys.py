@@ -10,7 +10,7 @@ import attrs
 
 from kvplug import ConfigError
 from kvplug.engine import KVCacheConfig, LayoutError, ModelInfo, Parallelism, page_format_of, page_tokens_of
-from kvplug.transport import PageFormat, Series, WireError, chain_root, chains_of
+from kvplug.transport import ChainMemo, PageFormat, Series, WireError, chain_root, chains_of
 
 _VERSION = 1
 """Of what is in the namespace and the shard. Pages of another version are misses."""
@@ -103,8 +103,9 @@ def shard_of(
 class PromptChains:
     """The chains of one request's pages, computed once each, as its tokens become known."""
 
-    def __init__(self, namespace: bytes, extra: bytes, page_tokens: int) -> None:
+    def __init__(self, namespace: bytes, extra: bytes, page_tokens: int, memo: ChainMemo) -> None:
         self.root = chain_root(namespace, extra)
+        self._memo = memo
         self._page_tokens = page_tokens
         self._chains: list[bytes] = []
 
@@ -113,7 +114,9 @@ class PromptChains:
         wanted = num_tokens // self._page_tokens
         if wanted > len(self._chains):
             tokens = token_ids[: wanted * self._page_tokens]
-            self._chains = chains_of(self.root, tokens, self._page_tokens, known=self._chains)
+            self._chains = chains_of(
+                self.root, tokens, self._page_tokens, known=self._chains, memo=self._memo
+            )
         return self._chains
 
     def parent_of(self, page: int) -> bytes:

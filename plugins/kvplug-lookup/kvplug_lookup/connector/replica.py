@@ -199,6 +199,8 @@ class Replica:
                 return [] if self._is_late.expired else None
             held, presence = self._index.held, self._index.presence
             asked = chains[first:]
+            if held.issuperset(asked):  # fast, and the usual case
+                return [Presence.HELD] * len(asked)
             found = [Presence.HELD for _ in itertools.takewhile(held.__contains__, asked)]
             for chain in asked[len(found) :]:
                 if chain in held:

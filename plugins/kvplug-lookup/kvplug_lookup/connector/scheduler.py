@@ -27,6 +27,7 @@ from kvplug.engine import (
 )
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
+    ChainMemo,
     Deadline,
     Store,
     Timeout,
@@ -86,6 +87,7 @@ class LookupScheduler(SchedulerConnector):
         self._shard = shard_of(context.cache, context.model, context.parallelism, options.page_tokens)
         self._page_tokens = self._shard.format.page_tokens
         self._namespace = namespace_of(context.model)
+        self._memo = ChainMemo()
         role = context.config.role
         self._saves = role in (Role.PRODUCER, Role.BOTH)
         self._loads = role in (Role.CONSUMER, Role.BOTH)
@@ -246,7 +248,7 @@ class LookupScheduler(SchedulerConnector):
         if tracked is None:
             tracked = _Tracked(
                 request,
-                PromptChains(self._namespace, request.extra, self._page_tokens),
+                PromptChains(self._namespace, request.extra, self._page_tokens, self._memo),
                 self._matcher.begin() if self._loads else Search([]),
             )
             self._tracked[request.request_id] = tracked
