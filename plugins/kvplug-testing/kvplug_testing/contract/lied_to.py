@@ -172,7 +172,7 @@ class LiedToOverPipes(Contract):
             if not_judged:
                 pytest.skip(not_judged)
             assert not breaches, f"{said}, and then: {'; '.join(breaches)}"
-        grown = child.result(2 * waits.patience_s + 2 * SLACK_S)
+        grown = child.result(2 * waits.patience_s + 3 * SLACK_S)
         assert not grown, grown
 
 

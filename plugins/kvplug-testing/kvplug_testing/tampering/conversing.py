@@ -83,7 +83,7 @@ class Conversing(abc.ABC):
         """The last of them is over: the victim has kept nothing."""
         self.relay.begin()
         self._child.send(["end"])
-        grown = self._child.result(waits.patience_s + 2 * SLACK_S)
+        grown = self._child.result(waits.patience_s + 3 * SLACK_S)
         assert not grown, grown
 
     # -- for subclasses ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug.errors import KvplugError
+from kvplug_testing.peers import stacks
 from kvplug_testing.waits import Call
 
 CALL_S: Final = 0.1
@@ -124,13 +125,14 @@ class Victim:
 
     def grown(self) -> str:
         """What it has taken too much of; empty: nothing."""
-        limit = time.monotonic() + SLACK_S
+        # A transport may keep for seconds what a peer that lives on without its connection might still use.
+        limit = time.monotonic() + 2 * SLACK_S
         while (more := threading.active_count() - self._threads) > 0 and time.monotonic() < limit:
             time.sleep(0.02)
         found = []
         if more > 0:
             names = ", ".join(sorted(thread.name for thread in threading.enumerate()))
-            found.append(f"{more} threads are left, among {names}")
+            found.append(f"{more} threads are left, among {names}:\n{stacks()}")
         if (used := _memory("VmHWM") - self._used) > MOST_GROWN_BYTES:
             found.append(f"{used} bytes of memory were used, for messages of far fewer")
         return "; ".join(found)
