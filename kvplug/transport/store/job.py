@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -155,13 +156,13 @@ class GetJob(Job[MissReason | None]):
     that was not missed.
     """
 
-    __slots__ = ("_num_layers", "_progress", "_ready")
+    __slots__ = ("_num_layers", "_progressed_at", "_ready")
 
     def __init__(self, count: int, num_layers: int, deadline: Deadline) -> None:
         super().__init__(count, deadline)
         self._num_layers = num_layers
         self._ready = 0
-        self._progress = 0
+        self._progressed_at = 0.0
 
     @property
     def num_layers_ready(self) -> int:
@@ -181,13 +182,13 @@ class GetJob(Job[MissReason | None]):
                     raise TimeoutError(f"layer {layer} of {self.count} pages did not come in time")
 
     @property
-    def progress(self) -> int:
-        """Grows with what has arrived; a load whose progress stands still is not being served."""
-        return self._progress
+    def progressed_at(self) -> float:
+        """When something arrived last, by ``time.monotonic``; 0: nothing yet."""
+        return self._progressed_at
 
     def advance(self, num_layers: int = 0) -> None:
         """For stores: something more has arrived, and so many layers may be used now."""
         with self._lock:
             self._ready = max(self._ready, num_layers)
-            self._progress += 1
+            self._progressed_at = time.monotonic()
             self._changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -40,32 +41,59 @@ class Asking:
         return self.job
 
 
+def load_of(engine: FakeEngine, chains: list[bytes], **given: Any) -> Load:
+    """Of two pages from the source "x"."""
+    plan = LoadPlan(
+        request_id="a",
+        first_page=0,
+        parent=bytes(32),
+        packed_tokens=b"",
+        block_ids=(1, 2),
+        start=0,
+        end=32,
+        sources=((("x", 2),),),
+        in_background=True,
+    )
+    settings = {"timeout_s": 20, "stall_timeout_s": 20, "progressed_at": lambda source: 0.0, **given}
+    return Load(
+        plan,
+        engine.worker._views,
+        rank=0,
+        block_size=16,
+        chains=chains,
+        identities=[bytes(160)] * 2,
+        stats=TransferStats(),
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("serves_others", [True, False])
+def test_a_load_is_not_stalled_while_its_source_serves_others(serves_others: bool) -> None:
+    with FakeEngine(config("producer"), listen="unix:") as engine:
+        series, store = engine.worker.first_tier.series, Asking()
+        store.goes_on.set()
+        asked: list[str] = []
+
+        def progressed_at(source: str) -> float:
+            asked.append(source)
+            return time.monotonic() if serves_others else 0.0
+
+        chains = [bytes([number]) * 32 for number in range(2)]
+        load = load_of(engine, chains, stall_timeout_s=0.1, progressed_at=progressed_at)
+        load.begin(load.parts[0], store, series)  # type: ignore[arg-type]
+        time.sleep(0.2)
+        load.check_stall()
+        assert set(asked) == {"x"}
+        assert (load.stalled is None) == serves_others
+        assert store.cancelled.is_set() != serves_others
+
+
 def test_a_load_that_fails_while_a_store_is_asked_has_not_ended_before_that_job_is_settled() -> None:
     """Its blocks would be another request's, and the job would still write into them."""
     with FakeEngine(config("producer"), listen="unix:") as engine:
         series, store = engine.worker.first_tier.series, Asking()
         chains = [bytes([number]) * 32 for number in range(2)]
-        load = Load(
-            LoadPlan(
-                request_id="a",
-                first_page=0,
-                parent=bytes(32),
-                packed_tokens=b"",
-                block_ids=(1, 2),
-                start=0,
-                end=32,
-                sources=((("x", 2),),),
-                in_background=True,
-            ),
-            engine.worker._views,
-            rank=0,
-            block_size=16,
-            chains=chains,
-            identities=[bytes(160)] * 2,
-            stats=TransferStats(),
-            timeout_s=20,
-            stall_timeout_s=20,
-        )
+        load = load_of(engine, chains)
         asking = Call(lambda: load.begin(load.parts[0], store, series))  # type: ignore[arg-type]
         assert store.is_asked.wait(10)
         load.fail(ClosedError("the test wants it so"))

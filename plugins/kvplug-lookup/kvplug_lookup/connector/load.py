@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
@@ -36,6 +37,7 @@ class Part:
     route: str = ""
     """How its pages come, for people."""
     job: GetJob | None = None
+    asked_at: float = 0.0
     error: Exception | None = None
     """Why it could not be asked for."""
     is_asking: bool = False
@@ -60,7 +62,9 @@ class Load:
         stats: TransferStats,
         timeout_s: float,
         stall_timeout_s: float,
+        progressed_at: Callable[[str], float],
     ) -> None:
+        """``progressed_at``: when something of any load came last from a source, by ``time.monotonic``."""
         self.plan = plan
         self._views = views
         self._block_size = block_size
@@ -79,7 +83,8 @@ class Load:
         for source, count in plan.sources[rank] if plan.sources else ():
             self.parts.append(Part(source, at, count))
             at += count
-        self._progress, self._progressed_at = -1, time.monotonic()
+        self._began_at = time.monotonic()
+        self._progressed_at = progressed_at
         self._is_over = False
         self.stalled: str | None = None
         """The source of which nothing arrived."""
@@ -118,7 +123,7 @@ class Load:
             self.give_up(part, e)
             return
         with self._lock:
-            part.job, part.is_asking = job, False
+            part.job, part.is_asking, part.asked_at = job, False, time.monotonic()
             failed = self._error is not None
             self._changed.notify_all()
         if failed:
@@ -157,18 +162,24 @@ class Load:
         return part.job is not None and (part.job.done or part.job.num_layers_ready > layer)
 
     def _before_stall(self) -> float:
-        """Seconds that may still pass without anything arriving."""
-        progress = sum(part.job.progress + part.job.done for part in self.parts if part.job is not None)
+        """Seconds that may still pass without anything arriving. While its source serves other loads, it is
+        its turn that has not come."""
         now = time.monotonic()
-        if progress != self._progress:
-            self._progress, self._progressed_at = progress, now
-        return min(self._progressed_at + self._stall_timeout_s, self.deadline.at) - now
+        last = self._began_at
+        for part in self.parts:
+            last = max(last, part.asked_at, part.job.progressed_at if part.job is not None else 0.0)
+        if now - last >= self._stall_timeout_s and (source := self._waits_for()):
+            last = max(last, self._progressed_at(source))
+        return min(last + self._stall_timeout_s, self.deadline.at) - now
+
+    def _waits_for(self) -> str:
+        """The first source that has not served it; empty if all have."""
+        return next((part.source for part in self.parts if part.job is None or not part.job.done), "")
 
     def check_stall(self) -> None:
         """For loads that no call waits for: fail if nothing has arrived for too long."""
         if not self.has_ended and self._before_stall() <= 0:
-            waiting = (part.source for part in self.parts if part.job is None or not part.job.done)
-            self._give_up(next(waiting, ""))
+            self._give_up(self._waits_for())
 
     def _give_up(self, source: str) -> None:
         self.stalled = source

@@ -62,6 +62,8 @@ class LookupWorker(WorkerConnector):
         self._views: list[list[Tensor]] = []
         self._plan = StepPlan()
         self._loads: dict[str, Load] = {}
+        self._ended_at: dict[str, float] = {}
+        """When the last page of loads that have ended came, by source."""
         """Of this step, and in the background."""
         self._step = 0
         self._step_began = 0.0
@@ -272,7 +274,13 @@ class LookupWorker(WorkerConnector):
             stats=self._context.stats,
             timeout_s=self._context.config.timeout_s,
             stall_timeout_s=self._context.options.stall_timeout_s,
+            progressed_at=self._progressed_at,
         )
+
+    def _progressed_at(self, source: str) -> float:
+        """When something arrived last from a source, of a load that ended or is under way."""
+        parts = [part for load in self._loads.values() for part in load.parts if part.source == source]
+        return max([self._ended_at.get(source, 0.0), *(part.job.progressed_at for part in parts if part.job)])
 
     def _begin(self, loads: list[Load]) -> None:
         for load in loads:
@@ -326,6 +334,10 @@ class LookupWorker(WorkerConnector):
         """A load has ended; if it failed, nothing of what it touched is used or saved."""
         request_id = load.request_id
         del self._loads[request_id]
+        for part in load.parts:
+            if part.job is not None:
+                ended_at = max(self._ended_at.get(part.source, 0.0), part.job.progressed_at)
+                self._ended_at[part.source] = ended_at
         load.settle()
         if load.error is not None:
             self._note_failure(load)

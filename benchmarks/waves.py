@@ -1,0 +1,219 @@
+"""Waves of requests whose KV another engine has: loaded in the background, and by the step that needs it.
+
+    python benchmarks/waves.py [--waves N] [--requests N] [--tokens N] [--busy N] [--rounds N]
+        [--markdown FILE]
+
+One engine has saved the prompts in its store "host"; another one, a process of its own, loads them with the
+connector "lookup". Beside them run busy processes (default six), which take what processors there are. A wave
+is 16 requests that arrive at once. "by the step": one step has all of them, and waits for their loads (the
+option async_load is off). "in the background": steps of 5 ms go on, as those of other requests would, until
+each load is reported. A request takes from the arrival of its wave until its KV is there. Both take turns,
+wave by wave; engines and connections live on. The first rows read the store's memory, which is mapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import kvplug
+from kvplug.engine import RequestEnd
+from kvplug_testing import peers
+from kvplug_testing.engine import FakeEngine, request_of
+
+BLOCK_SIZE, NUM_LAYERS = 16, 24
+STEP_S = 0.005
+PATIENCE_S = 60.0
+
+
+def config(role: str, *, is_async: bool = False, is_mapped: bool = True) -> kvplug.Config:
+    return kvplug.Config.from_dict(
+        {
+            "connector": "lookup",
+            "role": role,
+            "connect_timeout_s": 60,
+            "timeout_s": 30,
+            "options": {
+                "host": {"size": "1 GiB", "map": is_mapped},
+                "lookup": {"load_policy": "always", "async_load": is_async},
+            },
+        }
+    )
+
+
+def prompt(wave: int, number: int, num_tokens: int) -> range:
+    first = (wave * 1000 + number) * num_tokens
+    return range(first, first + num_tokens)
+
+
+def blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+# -- the engine that has the KV -------------------------------------------------------------------------
+
+
+def save(parent: peers.Parent, num_waves: int, num_requests: int, num_tokens: int) -> None:
+    with FakeEngine(
+        config("producer"),
+        listen="unix:",
+        block_size=BLOCK_SIZE,
+        num_blocks=2 * blocks_of(num_tokens),
+        num_layers=NUM_LAYERS,
+    ) as engine:
+        for wave in range(num_waves):
+            for number in range(num_requests):
+                request = request_of(f"{wave}.{number}", prompt(wave, number, num_tokens))
+                blocks = engine.prefill(request)
+                engine.free_blocks.extend(blocks)
+            parent.send(wave)
+        parent.send(engine.worker.contact)
+        parent.recv(None)
+
+
+# -- the engine that loads it -----------------------------------------------------------------------------
+
+
+class Loading:
+    """One engine that loads."""
+
+    def __init__(self, contact: str, given: argparse.Namespace, *, is_async: bool, is_mapped: bool) -> None:
+        self._given = given
+        self._is_async = is_async
+        self._number = 0
+        self.engine = FakeEngine(
+            config("consumer", is_async=is_async, is_mapped=is_mapped),
+            connect=contact,
+            block_size=BLOCK_SIZE,
+            num_blocks=(given.requests + 1) * blocks_of(given.tokens),
+            num_layers=NUM_LAYERS,
+        )
+        self.engine.scheduler.wait_until_ready(PATIENCE_S)
+        self.not_loaded = 0
+        """Requests that were not promised, or of whose blocks some were not loaded."""
+
+    def wave(self, wave: int) -> list[float]:
+        """Seconds that each request took."""
+        engine, tokens = self.engine, self._given.tokens
+        self._number += 1
+        began = time.perf_counter()
+        requests = {}
+        for number in range(self._given.requests):
+            request = request_of(f"{self._number}.{number}", prompt(wave, number, tokens))
+            found, _ = engine.matched(request)
+            blocks = engine.allocate(tokens)
+            engine.scheduler.update_state_after_alloc(request, (blocks,), found)
+            requests[request.request_id] = (request, blocks, found)
+            self.not_loaded += found == 0
+        taken: list[float] = []
+        waited = {each for each, (*_, found) in requests.items() if found}
+        if self._is_async:
+            while waited and time.perf_counter() - began < PATIENCE_S:
+                report = engine.step([])
+                self._note(report, requests)
+                taken += [time.perf_counter() - began] * len(waited & report.finished_recving)
+                waited -= report.finished_recving
+                time.sleep(STEP_S)
+            self.not_loaded += len(waited)
+        else:
+            scheduled = [(*each, tokens - each[2]) for each in requests.values()]
+            self._note(engine.step(scheduled, compute=False), requests)
+            taken = [time.perf_counter() - began] * len(waited)
+        for request, blocks, _ in requests.values():
+            engine.finish(request, blocks, RequestEnd.ABORTED)
+            engine.free_blocks.extend(blocks)
+        engine.settle()
+        return taken
+
+    def _note(self, report: Any, requests: dict[str, Any]) -> None:
+        for _, blocks, _ in requests.values():
+            self.not_loaded += bool(report.invalid_block_ids.intersection(blocks))
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def measured(contact: str, given: argparse.Namespace, *, is_mapped: bool) -> list[str]:
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    with ExitStack() as stack:
+        loading = {}
+        for is_async in taken:
+            loading[is_async] = Loading(contact, given, is_async=is_async, is_mapped=is_mapped)
+            stack.callback(loading[is_async].engine.__exit__)
+        for each in loading.values():
+            each.wave(0)  # connects, and warms up
+        stack.enter_context(busy_processes(given.busy))
+        for turn in range(given.rounds):
+            for wave in range(given.waves):
+                for is_async in sorted(loading, reverse=bool((turn + wave) % 2)):
+                    taken[is_async] += loading[is_async].wave(wave)
+        lost = {is_async: each.not_loaded for is_async, each in loading.items()}
+    rows, number = [], given.rounds * given.waves * given.requests
+    base = statistics.median(taken[False])
+    for is_async, what in ((False, "by the step"), (True, "in the background")):
+        seconds = sorted(taken[is_async])
+        median, most = statistics.median(seconds), seconds[int(0.9 * (len(seconds) - 1))]
+        way = "mapped" if is_mapped else "over a pipe"
+        rows.append(
+            f"| {way}, {what} | {median * 1e3:.1f} ms | {most * 1e3:.1f} ms"
+            f" | {seconds[-1] * 1e3:.0f} ms | {median / base:.2f} | {lost[is_async]} of {number} |"
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--waves", type=int, default=12, help="waves of a round (default 12)")
+    parser.add_argument("--requests", type=int, default=16, help="requests of a wave (default 16)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a prompt (default 512)")
+    parser.add_argument("--busy", type=int, default=6, help="busy processes beside (default 6)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds (default 3)")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    given = parser.parse_args()
+    with peers.start(save, given.waves, given.requests, given.tokens, timeout_s=1200) as child:
+        contact: Any = 0
+        while not isinstance(contact, str):
+            contact = child.recv(300)
+            if sys.stderr.isatty():
+                print(f"\rsaved {contact} of {given.waves} waves", end="", file=sys.stderr)
+        what = f"{given.waves} waves of {given.requests} requests of {given.tokens} tokens"
+        beside = f"{given.busy} busy processes on {os.cpu_count()} processors"
+        lines = [
+            f"{what}, {given.rounds} rounds, beside {beside}:",
+            "",
+            "| loads | median | nine of ten | longest | of the first row | not loaded |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for is_mapped in (True, False):
+            lines += measured(contact, given, is_mapped=is_mapped)
+        child.send("end")
+        child.result(60)
+    lines += ["", f"kvplug {kvplug.__version__}, Python {platform.python_version()}."]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if given.markdown:
+        given.markdown.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
