@@ -72,3 +72,5 @@ class Usage:
     """Pages, headers, and what is lost between them."""
     budget_bytes: int | None
     """The most that it may hold; ``None``: the store has no limit of its own."""
+    num_evicted: int = 0
+    """Pages that this end gave up to make room since it was opened. Stores with events tell them there."""

@@ -121,7 +121,12 @@ class FolderStore(BlockingStore):
 
     def usage(self) -> Usage:
         totals = self._ledger.last
-        return Usage(num_pages=totals.num_pages, used_bytes=totals.used_bytes, budget_bytes=self._budget)
+        return Usage(
+            num_pages=totals.num_pages,
+            used_bytes=totals.used_bytes,
+            budget_bytes=self._budget,
+            num_evicted=self._sweeper.num_evicted,
+        )
 
     def close(self) -> None:
         self._sweeper.close()

@@ -46,6 +46,8 @@ class Sweeper:
         self._rescan_s = rescan_s
         self._lock = threading.Lock()
         """Held while pages are evicted."""
+        self.num_evicted = 0
+        """Pages, by this process."""
         self._candidates: deque[_Candidate] = deque()
         self._counted = threading.Event()
         """Set once the ledger is known to count the pages that are there."""
@@ -110,6 +112,7 @@ class Sweeper:
                 os.unlink(oldest.path)
             except FileNotFoundError:
                 continue  # another process was first, and has counted it
+            self.num_evicted += 1
             cost = cost_of(oldest.size)
             self._ledger.release(cost)
             return cost

@@ -156,6 +156,20 @@ def test_a_page_file_that_was_changed_is_a_miss_counted_and_removed(tmp_path: Pa
         assert engine.ask(prompt) == (0, False), "it is computed now"
 
 
+def test_what_a_folder_has_no_room_for_any_more_is_counted(tmp_path: Path) -> None:
+    """A folder has no events: what this engine has evicted there is in its usage."""
+    options = {"fs": {"path": str(tmp_path), "size": 1 << 20}}
+    with both(stores=["fs"], options=options) as engine:
+        for number in range(10):
+            blocks = engine.prefill(request_of(f"p{number}", tokens(1600, first=10_000 * number)))
+            engine.free_blocks.extend(blocks)
+        until(lambda: not engine.worker._saver.bytes_unsaved, what="the end of all saves")
+        usage = first_store(engine).usage()
+        evicted = engine.figures()["ops"]["evict"]["count"]
+        assert evicted == usage.num_evicted > 0
+        assert engine.figures() is None, "counted twice"
+
+
 def test_peers_load_from_an_engines_first_store_whatever_follows_it(tmp_path: Path) -> None:
     with pair(producer=tiers(tmp_path)) as (prefill, decode):
         prefill.prefill(request_of("stored", PROMPT))

@@ -62,6 +62,8 @@ class LookupWorker(WorkerConnector):
         self._views: list[list[Tensor]] = []
         self._plan = StepPlan()
         self._loads: dict[str, Load] = {}
+        self._num_evicted: dict[str, int] = {}
+        """Pages that stores without events have given up, as far as they are counted."""
         self._ended_at: dict[str, float] = {}
         """When the last page of loads that have ended came, by source."""
         """Of this step, and in the background."""
@@ -413,4 +415,9 @@ class LookupWorker(WorkerConnector):
         return said
 
     def get_stats(self) -> Mapping[str, Any] | None:
+        for name, tier in self._tiers.items():
+            evicted = tier.store.usage().num_evicted
+            if new := evicted - self._num_evicted.get(name, 0):
+                self._num_evicted[name] = evicted
+                self._context.stats.record("evict", count=new)
         return self._context.stats.take()
