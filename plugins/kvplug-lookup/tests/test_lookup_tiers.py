@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,18 @@ from kvplug_testing import peers
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import until
-from lookup_engines import PROMPT, assert_loads, both, config, first_store, num_held, pair, tokens
+from lookup_engines import (
+    PROMPT,
+    assert_loads,
+    both,
+    config,
+    failures,
+    first_store,
+    num_held,
+    pair,
+    tokens,
+    until_promised,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -168,6 +181,39 @@ def test_what_a_folder_has_no_room_for_any_more_is_counted(tmp_path: Path) -> No
         evicted = engine.figures()["ops"]["evict"]["count"]
         assert evicted == usage.num_evicted > 0
         assert engine.figures() is None, "counted twice"
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_disk_that_does_not_answer_holds_up_no_step_longer_than_the_stall_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    answers = threading.Event()
+    lookup = {"async_load": in_background, "stall_timeout_s": 0.5}
+    with both(lookup, stores=["fs"], options={"fs": {"path": str(tmp_path)}}) as engine:
+        engine.prefill(request_of("saved", PROMPT))
+        assert num_held(engine) == 6
+        disk = first_store(engine).store._store
+        read = disk.read
+        monkeypatch.setattr(disk, "read", lambda *args: answers.wait(30) and read(*args))
+        try:
+            prompt = request_of("a", PROMPT)
+            began = time.monotonic()
+            blocks, loaded, report = engine.load(prompt)
+            took = time.monotonic() - began
+            assert loaded == 96
+            if in_background:
+                assert not report.finished_recving
+                assert took < 0.4, f"the step took {took:.2f} s"
+                reports: list[Any] = []
+                until(lambda: reports.append(engine.step([])) or reports[-1].finished_recving == {"a"})
+                report = reports[-1]
+            assert report.invalid_block_ids == set(blocks[:6])
+            assert failures(engine, "load") == {"stalled": 1}
+        finally:
+            answers.set()
+        engine.finish(prompt, blocks)
+        engine.free_blocks.extend(blocks)
+        until_promised(engine, PROMPT, 96)  # not at once: it was silent
 
 
 def test_peers_load_from_an_engines_first_store_whatever_follows_it(tmp_path: Path) -> None:
