@@ -99,7 +99,7 @@ def test_signals_do_not_move_the_deadline_of_a_receive(local_pair: Any) -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             other.recv_tensor(timeout=0.5)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 3.5, "until the pipe was aborted"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)

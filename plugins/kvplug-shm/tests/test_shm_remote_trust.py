@@ -318,7 +318,7 @@ def test_a_flood_of_strangers_takes_few_descriptors_while_readers_join_and_recei
                 for rank in range(4):
                     began = time.monotonic()
                     readers.append(joined(context(), data, rank))
-                    assert time.monotonic() - began < 2.0
+                    assert time.monotonic() - began < 8.0, "the flood delayed it"
                     child.send("go")
                     for reader in readers:
                         assert taken(reader)[2] == b"still there"

@@ -273,7 +273,7 @@ def test_a_killed_peer_wakes_who_waits_for_it(address: str) -> None:
     began = time.monotonic()
     with pytest.raises(PeerGoneError, match=f"pid {child.pid}"):
         channel.recv(30)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15, "it waited for its timeout"
     with pytest.raises(PeerGoneError):
         channel.send("x")
     channel.close()
@@ -318,7 +318,7 @@ time.sleep(60)
             channel.recv(30)
         with pytest.raises(PeerGoneError):
             channel.send("x")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15, "it waited for its timeout"
     finally:
         os.close(write_end)  # the grandchild ends
         channel.close()
