@@ -113,7 +113,9 @@ class PromptChains:
         """The chains of all whole pages among the first ``num_tokens``; maybe more. Must not be changed."""
         wanted = num_tokens // self._page_tokens
         if wanted > len(self._chains):
-            tokens = token_ids[: wanted * self._page_tokens]
+            end, tokens = wanted * self._page_tokens, token_ids
+            if len(token_ids) - end >= self._page_tokens:  # else there is not one page more in it
+                tokens = token_ids[:end]
             self._chains = chains_of(
                 self.root, tokens, self._page_tokens, known=self._chains, memo=self._memo
             )

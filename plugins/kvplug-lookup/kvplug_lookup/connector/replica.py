@@ -198,7 +198,7 @@ class Replica:
             if not self._is_current:
                 return [] if self._is_late.expired else None
             held, presence = self._index.held, self._index.presence
-            asked = chains[first:]
+            asked = chains[first:] if first else chains
             if held.issuperset(asked):  # fast, and the usual case
                 return [Presence.HELD] * len(asked)
             found = [Presence.HELD for _ in itertools.takewhile(held.__contains__, asked)]

@@ -297,7 +297,8 @@ class LookupScheduler(SchedulerConnector):
         reach = min(len(tracked.request.token_ids), usable + page_tokens - 1)
         chains = tracked.chains.upto(tracked.request.token_ids, reach)
         first, last = start // page_tokens, min(len(chains), -(-usable // page_tokens))
-        found = self._matcher.held(tracked.search, chains[:last], first)
+        wanted = chains if last == len(chains) else chains[:last]
+        found = self._matcher.held(tracked.search, wanted, first)
         if found is None:
             return None
         count, sources = found
