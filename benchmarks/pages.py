@@ -126,13 +126,13 @@ def matched(rounds: int, num_tokens: int, count: int = 200) -> dict[str, list[fl
         for number, tokens in enumerate(asked):
             blocks = engine.prefill(request_of(f"saved {number}", tokens))
             engine.free_blocks.extend(blocks)
-        seen = engine.scheduler._memo  # type: ignore[attr-defined]
         for number in range(rounds + 1):
             times: dict[str, list[float]] = {}
             for at, tokens in enumerate(asked):
                 for is_new in (False, True):
                     request = known(engine, f"{number}.{at}", tokens)
                     chains = engine.scheduler._tracked[request.request_id].chains  # type: ignore[attr-defined]
+                    seen = chains._memo
                     if is_new:
                         chains._memo = ChainMemo()
                     for what, call in calls(engine, request, chains.root, seen, is_new):
@@ -192,6 +192,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15, help="rounds of 200 matches (default 15)")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
     given = parser.parse_args()
+    if given.rounds < 2:
+        parser.error("--rounds: 2 at least, for quartiles")
     lines = [
         f"{given.prompts:,} prompts of {given.tokens:,} tokens, in pages of {PAGE_TOKENS} tokens:",
         "",

@@ -86,8 +86,7 @@ class LookupScheduler(SchedulerConnector):
         self._granule = group.layout.granule
         self._shard = shard_of(context.cache, context.model, context.parallelism, options.page_tokens)
         self._page_tokens = self._shard.format.page_tokens
-        self._namespace = namespace_of(context.model)
-        self._memo = ChainMemo()
+        self._chains = functools.partial(PromptChains, namespace_of(context.model), memo=ChainMemo())
         role = context.config.role
         self._saves = role in (Role.PRODUCER, Role.BOTH)
         self._loads = role in (Role.CONSUMER, Role.BOTH)
@@ -248,7 +247,7 @@ class LookupScheduler(SchedulerConnector):
         if tracked is None:
             tracked = _Tracked(
                 request,
-                PromptChains(self._namespace, request.extra, self._page_tokens, self._memo),
+                self._chains(request.extra, self._page_tokens),
                 self._matcher.begin() if self._loads else Search([]),
             )
             self._tracked[request.request_id] = tracked
@@ -297,8 +296,7 @@ class LookupScheduler(SchedulerConnector):
         reach = min(len(tracked.request.token_ids), usable + page_tokens - 1)
         chains = tracked.chains.upto(tracked.request.token_ids, reach)
         first, last = start // page_tokens, min(len(chains), -(-usable // page_tokens))
-        wanted = chains if last == len(chains) else chains[:last]
-        found = self._matcher.held(tracked.search, wanted, first)
+        found = self._matcher.held(tracked.search, chains[:last], first)
         if found is None:
             return None
         count, sources = found
