@@ -208,6 +208,21 @@ def test_no_call_of_an_engine_takes_50_ms_while_a_background_load_waits_for_a_st
         until_promised(decode, PROMPT, 96)
 
 
+def test_a_request_that_waits_in_vain_for_the_answer_of_a_stopped_peer_is_counted(engines: Engines) -> None:
+    address = an_address("stopped")
+    child = engines.start(address, [0])
+    with consumer(address, lookup={"wait_timeout_s": 0.3}) as decode:
+        until_promised(decode, PROMPT, 96)
+        before = (decode.scheduler.get_stats() or {"failures": {}})["failures"].get("match", {})
+        assert "expired" not in before
+        child.stop()
+        for number in range(3):
+            assert decode.matched(request_of(f"in vain {number}", PROMPT)) == (0, False)
+        stats = decode.scheduler.get_stats()
+        child.cont()
+        assert stats["failures"]["match"] == {"expired": 1}, "only the first one waits"
+
+
 @pytest.mark.full
 def test_a_step_that_needs_a_load_from_a_stopped_peer_waits_for_the_stall_timeout(engines: Engines) -> None:
     address = an_address("stopped")

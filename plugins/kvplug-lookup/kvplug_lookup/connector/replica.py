@@ -82,17 +82,20 @@ class Replica:
         model: ModelInfo,
         wait_timeout_s: float,
         listener: Callable[[PageEvent, Series], None] | None = None,
+        expired: Callable[[], object] = lambda: None,
     ) -> None:
         """
         Args:
             name: of the worker that is followed, for messages.
             listener: receives each event that is applied, in the replica's thread; must not block.
+            expired: called when a request has waited in vain for the store's answer.
         """
         self._connect = connect
         self._name = name
         self._model = model
         self._wait_timeout_s = wait_timeout_s
         self._listener = listener
+        self._expired = expired
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._index = PageIndex()
@@ -140,6 +143,8 @@ class Replica:
             if self._ponged >= fence.number:
                 return True
             if fence.expires.expired:
+                if self._silent <= self._ponged:
+                    self._expired()
                 self._silent = self._doubted = max(self._doubted, fence.number)
             if self._silent > self._ponged:
                 return True

@@ -126,6 +126,7 @@ def followed(
                 model=context.model,
                 wait_timeout_s=context.options.wait_timeout_s,
                 listener=None if told is None else functools.partial(told, rank),
+                expired=functools.partial(context.stats.fail, "match", "expired"),
             )
             for rank in range(context.parallelism.num_workers)
         ],
