@@ -29,7 +29,8 @@ class LookupConnectorOptions:
         default=2.0,
         unit="seconds",
         above=0,
-        help="A load of which nothing arrives for this long has failed, and its tokens are computed. Lower"
+        help="A load of which nothing arrives for this long has failed, and its tokens are computed. While"
+        " its store or peer serves other loads of this engine it has not, until timeout_s is over. Lower"
         " frees waiting requests sooner; higher tolerates slower stores.",
     )
     wait_timeout_s: float = option(

@@ -416,7 +416,7 @@ class LookupWorker(WorkerConnector):
 
     def get_stats(self) -> Mapping[str, Any] | None:
         for name, tier in self._tiers.items():
-            evicted = tier.store.usage().num_evicted
+            evicted = 0 if tier.store.has_events else tier.store.usage().num_evicted
             if new := evicted - self._num_evicted.get(name, 0):
                 self._num_evicted[name] = evicted
                 self._context.stats.record("evict", count=new)
