@@ -6,38 +6,37 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from kvplug.errors import WireError
 
+TOKEN_BYTES: Final = 4
+
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as int64, little-endian.
+    """Token ids as int32, little-endian, from a sequence or a buffer of them (an array, a numpy array).
 
-    An int64 buffer (an array, a numpy array, a memoryview) is taken over as a whole.
+    No vocabulary is larger, and headers and hashes are as long as their token ids are.
 
     >>> pack_tokens([1, 258]).hex()
-    '01000000000000000201000000000000'
+    '0100000002010000'
 
     Raises:
         TypeError: not integers, or bytes.
-        OverflowError: more than 64 bits.
+        OverflowError: more than 32 bits.
     """
     try:
         view = memoryview(token_ids)  # type: ignore[arg-type]
     except TypeError:
         found = token_ids if isinstance(token_ids, tuple | list) else [*token_ids]
-        try:
-            return struct.pack(f"<{len(found)}q", *found)  # several times as fast as an array
-        except struct.error:
-            packed = array("q", found)  # which says what is wrong
     else:
         if view.format in ("c", "b", "B"):
-            raise TypeError("token ids are integers of 64 bits, and bytes were given")
-        whole = view.format in ("q", "l") and view.itemsize == 8
-        packed = array("q", view.tobytes() if whole else view.tolist())
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+            raise TypeError("token ids are integers of 32 bits, and bytes were given")
+        found = view.tolist()
+    try:
+        return struct.pack(f"<{len(found)}i", *found)  # several times as fast as an array
+    except struct.error:
+        return array("i", found).tobytes()  # which says what is wrong
 
 
 def unpack_tokens(packed: bytes) -> Sequence[int]:
@@ -49,10 +48,10 @@ def unpack_tokens(packed: bytes) -> Sequence[int]:
     Raises:
         WireError: not a whole number of ids.
     """
-    if len(packed) % 8:
-        raise WireError(f"token ids take 8 bytes each, and {len(packed)} is no multiple of that")
+    if len(packed) % TOKEN_BYTES:
+        raise WireError(f"token ids take {TOKEN_BYTES} bytes each, and {len(packed)} is no multiple of that")
     if sys.byteorder == "little":
-        return memoryview(packed).cast("q")
-    swapped = array("q", packed)
+        return memoryview(packed).cast("i")
+    swapped = array("i", packed)
     swapped.byteswap()
     return tuple(swapped)

@@ -14,11 +14,11 @@ from kvplug.errors import WireError
 from kvplug.transport.token_ids import pack_tokens, unpack_tokens
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1)))
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
 def test_token_ids_survive_as_bytes(token_ids: list[int]) -> None:
     packed = pack_tokens(token_ids)
     assert list(unpack_tokens(packed)) == token_ids
-    assert packed == b"".join(token.to_bytes(8, "little", signed=True) for token in token_ids)
+    assert packed == b"".join(token.to_bytes(4, "little", signed=True) for token in token_ids)
 
 
 def test_buffers_of_integers_are_packed_by_value_whatever_their_width() -> None:
@@ -35,13 +35,13 @@ def test_what_are_no_token_ids_is_refused(token_ids: Any) -> None:
         pack_tokens(token_ids)
 
 
-def test_a_token_id_of_more_than_64_bits_is_refused() -> None:
+def test_a_token_id_of_more_than_32_bits_is_refused() -> None:
     with pytest.raises(OverflowError):
-        pack_tokens([2**63])
+        pack_tokens([2**31])
 
 
 def test_bytes_that_are_no_whole_number_of_token_ids_are_refused() -> None:
-    with pytest.raises(WireError, match="8 bytes each"):
+    with pytest.raises(WireError, match="4 bytes each"):
         unpack_tokens(b"1234567")
 
 

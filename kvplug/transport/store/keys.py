@@ -23,11 +23,10 @@ import attrs
 
 from kvplug.errors import LayoutError
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.token_ids import pack_tokens
+from kvplug.transport.token_ids import TOKEN_BYTES, pack_tokens
 
 KEY_BYTES: Final = 32
 """Bytes of a chain and of a key."""
-_TOKEN_BYTES: Final = 8
 _RUN: Final = 16
 """Pages that are remembered together: a page alone costs a dozen cold cache lines."""
 
@@ -53,7 +52,7 @@ def chain_root(namespace: bytes, extra: bytes = b"") -> bytes:
 
 
 def next_chain(parent: bytes, packed_tokens: bytes) -> bytes:
-    """The chain of a page with these tokens (int64, little-endian) after the page with chain ``parent``."""
+    """The chain of a page with these tokens (int32, little-endian) after the page with chain ``parent``."""
     return _hash(parent + packed_tokens, person=_PAGE).digest()
 
 
@@ -125,12 +124,12 @@ def chains_of(
 
     Args:
         root: as :func:`chain_root` makes it.
-        token_ids: integers of 64 bits; a buffer of them (an array, a numpy array) is taken as a whole.
+        token_ids: integers of 32 bits, or a buffer of them (an array, a numpy array).
         known: chains of the sequence's first pages, which are not computed again.
         memo: has chains of other sequences, and gets those of this one.
     """
     packed = pack_tokens(token_ids)
-    step = page_tokens * _TOKEN_BYTES
+    step = page_tokens * TOKEN_BYTES
     found = list(known)
     parent = found[-1] if found else root
     (ChainMemo() if memo is None else memo).extend(found, parent, packed[len(found) * step :], step)
@@ -213,10 +212,10 @@ def token_identities(
         LayoutError: there are fewer tokens than the pages have.
     """
     packed = pack_tokens(itertools.islice(token_ids, len(chains) * page_tokens))
-    step = page_tokens * _TOKEN_BYTES
+    step = page_tokens * TOKEN_BYTES
     if len(packed) < len(chains) * step:
         raise LayoutError(
-            f"{len(chains)} pages of {page_tokens} tokens, and there are {len(packed) // _TOKEN_BYTES}"
+            f"{len(chains)} pages of {page_tokens} tokens, and there are {len(packed) // TOKEN_BYTES}"
         )
     parents = [root, *chains]
     return [parents[at] + packed[at * step : (at + 1) * step] for at in range(first, len(chains))]
@@ -228,6 +227,6 @@ def tokens_of_identity(identity: bytes) -> tuple[bytes, bytes]:
     Raises:
         LayoutError: it is none.
     """
-    if len(identity) < KEY_BYTES or (len(identity) - KEY_BYTES) % _TOKEN_BYTES:
+    if len(identity) < KEY_BYTES or (len(identity) - KEY_BYTES) % TOKEN_BYTES:
         raise LayoutError(f"{len(identity)} bytes are no identity of a page of tokens")
     return identity[:KEY_BYTES], identity[KEY_BYTES:]

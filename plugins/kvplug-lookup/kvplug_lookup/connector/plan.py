@@ -9,7 +9,7 @@ import attrs
 
 from kvplug.transport import next_chain
 
-_TOKEN_BYTES = 8
+_TOKEN_BYTES = 4
 
 
 @attrs.frozen(kw_only=True)
@@ -22,7 +22,7 @@ class PagePlan:
     parent: bytes
     """The chain of the page before it."""
     packed_tokens: bytes = attrs.field(repr=False)
-    """The token ids of all pages: int64, little-endian."""
+    """The token ids of all pages: int32, little-endian."""
     block_ids: tuple[int, ...]
     """The request's blocks, from its first one to the one with the last token of the pages."""
 
