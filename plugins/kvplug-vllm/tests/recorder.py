@@ -34,7 +34,7 @@ def begin(llm: Any) -> None:
 def wait_for_loads(llm: Any) -> None:
     """Returns when what the connector "lookup" loads in the background is there, though not reported yet."""
     limit = time.monotonic() + WAIT_S
-    while not all(load.has_ended() for load in _of(llm).worker._loads.values()):
+    while not all(load.has_ended for load in _of(llm).worker._loads.values()):
         assert time.monotonic() < limit, "the loads do not end"
         time.sleep(0.001)
 

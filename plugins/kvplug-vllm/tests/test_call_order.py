@@ -127,9 +127,11 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
         prefill.ask("call", where=f"{FAULTS}:switch", corrupt=is_on)
 
     def record_failure(decode: Runs, name: str, about: str) -> None:
+        # Pages that were wrong once are gone, so each failure has its own.
+        prefill.one(asked["five"], max_tokens=1, salt=name)
         spoil(True)
         with decode.run(name, about, spoilt) as engine:
-            engine.generate([asked["five"]], **FEW)
+            engine.generate([asked["five"]], salt=name, **FEW)
         spoil(False)
 
     with recording.engine("consumer", enable_prefix_caching=False) as decode:
