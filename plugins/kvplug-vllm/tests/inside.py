@@ -7,21 +7,23 @@ import inspect
 import time
 from typing import Any
 
-from kvplug.engine import SchedulerConnector
+from kvplug_lookup.connector.scheduler import LookupScheduler
+from kvplug_lookup.connector.worker import LookupWorker
 from kvplug_vllm.plugin import register
 
 handshakes: list[dict[int, Any]] = []
 
 
-def note_handshake() -> None:
-    """From now on, what scheduler sides are told of their workers is kept."""
-    tell = SchedulerConnector.set_xfer_handshake_metadata
+def silence_workers() -> None:
+    """The workers of "lookup" say nothing at start, and what its scheduler sides are told of that is kept."""
+    tell = LookupScheduler.set_xfer_handshake_metadata
 
-    def note(self: SchedulerConnector, metadata: Any) -> None:
+    def note(self: LookupScheduler, metadata: Any) -> None:
         handshakes.append(dict(metadata))
         tell(self, metadata)
 
-    SchedulerConnector.set_xfer_handshake_metadata = note  # type: ignore[method-assign]
+    LookupScheduler.set_xfer_handshake_metadata = note  # type: ignore[method-assign]
+    LookupWorker.get_handshake_metadata = lambda self: None  # type: ignore[method-assign]
 
 
 def noted_handshakes(llm: Any) -> list[dict[int, Any]]:
