@@ -28,6 +28,7 @@ from kvplug.transport import (
     Timeout,
     Usage,
     close_after_fork,
+    token_identity,
 )
 from kvplug_host import copying
 from kvplug_host.jobs.clock import Clock
@@ -206,7 +207,7 @@ class HostStore(Store):
         self._check_open()
         # How long a page's identity is, is known when it is put: as a rule a parent and token ids.
         tokens = series.format.page_tokens
-        identity = bytes(32 + 8 * tokens if tokens else 128)
+        identity = token_identity(bytes(32), range(tokens)) if tokens else bytes(128)
         return self.pages.allocate(series.format, count, self.seal.header_length(series.format, identity))
 
     def free(self, memory: PageBuffers) -> None:
