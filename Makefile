@@ -19,10 +19,11 @@ ARGS ?=
 PLUGINS = testing bench cpu shm host fs lookup pynccl cuda-ipc transformers
 EXAMPLES = kvplug-sample kvplug-sqlite
 EDITABLE = $(PLUGINS:%=plugins/kvplug-%) $(EXAMPLES:%=docs/examples/%)
-SHM = plugins/kvplug-shm
+# They have a part in C, and are installed again when it changes.
+COMPILED = plugins/kvplug-shm plugins/kvplug-host
 INSTALLED = .venv/installed-for-tests
 INSTALLED_FROM = Makefile constraints.txt pyproject.toml $(EDITABLE:%=%/pyproject.toml) \
-	$(SHM)/hatch_build.py $(SHM)/kvplug_shm/native/ring.c
+	$(COMPILED:%=%/hatch_build.py) $(wildcard $(COMPILED:%=%/*/native/*.c))
 # Modules are compiled when they are imported; most of PyTorch's never are.
 IN_VENV = .venv/bin/python -m pip install --quiet --no-compile -c constraints.txt
 # `make coverage` replaces this.

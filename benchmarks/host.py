@@ -37,9 +37,9 @@ ROUTES = {"mapped": {}, "over shm": {"transport": "shm"}, "over cpu": {"transpor
 PROGRAM = (sys.executable, "-c", "from kvplug.cli.main import main; main()")
 
 
-def served(stack: ExitStack, address: str, budget: int) -> None:
+def served(stack: ExitStack, address: str, budget: int, *options: str) -> None:
     """A program that serves the store, until the stack ends."""
-    command = [*PROGRAM, "store", "serve", "host", "--address", address, "--set=timeout_s=120"]
+    command = [*PROGRAM, "store", "serve", "host", "--address", address, "--set=timeout_s=120", *options]
     command.append(f"--set=options.host.size={budget}")
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     stack.callback(program.wait)

@@ -256,6 +256,11 @@ from kvplug.transport.store.memory import (
     PageMemory as PageMemory,
     PageRows as PageRows,
 )
+from kvplug.transport.store.places import (
+    BlockViews as BlockViews,
+    PagePlaces as PagePlaces,
+    PartPlace as PartPlace,
+)
 from kvplug.transport.store.results import (
     MissReason as MissReason,
     Presence as Presence,

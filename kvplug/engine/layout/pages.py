@@ -15,6 +15,7 @@ from kvplug.engine.layout.axes import KVLayout
 from kvplug.engine.layout.copies import views
 from kvplug.errors import LayoutError
 from kvplug.transport.store.format import PageFormat, Part
+from kvplug.transport.store.places import BlockViews
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,9 +71,9 @@ def page_format_of(layout: KVLayout, dtype: str, num_layers: int, page_tokens: i
     )
 
 
-def page_views(caches: Sequence[Tensor], layout: KVLayout) -> list[list[Tensor]]:
+def page_views(caches: Sequence[Tensor], layout: KVLayout) -> BlockViews:
     """For each layer the views of its parts, for :class:`kvplug.transport.PageBlocks`.
 
     ``caches``: one tensor for each layer, in the order of the layers.
     """
-    return [[part for part in views(cache, layout) if part is not None] for cache in caches]
+    return BlockViews([[part for part in views(cache, layout) if part is not None] for cache in caches])

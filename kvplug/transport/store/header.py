@@ -94,11 +94,16 @@ class PageSeal:
             + identity
         )
 
-    def header(self, series: Series, identity: bytes, payload: memoryview) -> bytes:
-        """The header of a page whose bytes are ``payload``, layer after layer."""
+    def header(
+        self, series: Series, identity: bytes, payload: memoryview, checksums: bytes | None = None
+    ) -> bytes:
+        """The header of a page whose bytes are ``payload``, layer after layer.
+
+        ``checksums``: those of ``payload``, one after the other, where they were made before.
+        """
         header = self._known(series, identity)
         if self.checksums:
-            header += b"".join(checksums_of(series.format, payload))
+            header += b"".join(checksums_of(series.format, payload)) if checksums is None else checksums
         if self.secret is not None:
             header += _proof(self.secret, header, payload)
         return header
@@ -123,11 +128,20 @@ class PageSeal:
         """
         if not self.checksums:
             return None
+        found = b"".join(checksums_of(form, layers))
+        num_layers = len(layers) // form.layer_nbytes
+        wanted = self.checksums_in(form, header, range(first_layer, first_layer + num_layers))
+        return None if wanted == found else MissReason.CORRUPT
+
+    def checksums_in(self, form: PageFormat, header: Buffer, layers: range) -> bytes:
+        """The checksums of these layers, one after the other, in a header that has passed
+        :meth:`check_header`; empty without checksums."""
+        if not self.checksums:
+            return b""
         proof = _PROOF_BYTES if self.secret is not None else 0
         start = len(header) - proof - _num_checksums(form) * _CHECKSUM_BYTES
-        at = start + first_layer * len(form.parts) * _CHECKSUM_BYTES
-        found = b"".join(checksums_of(form, layers))
-        return None if bytes(header[at : at + len(found)]) == found else MissReason.CORRUPT
+        step = len(form.parts) * _CHECKSUM_BYTES
+        return bytes(header[start + layers.start * step : start + layers.stop * step])
 
     def check_proof(self, header: Buffer, payload: memoryview) -> MissReason | None:
         """Why the page is not proven to be of a holder of the secret; ``None`` if it is, or if none is

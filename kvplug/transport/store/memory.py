@@ -14,6 +14,7 @@ from kvplug.errors import LayoutError
 from kvplug.net.wire.copying import address_of
 from kvplug.transport.store.copies import copy_pieces, copy_tokens, ids_on
 from kvplug.transport.store.format import PageFormat
+from kvplug.transport.store.places import BlockViews, PagePlaces, PartPlace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,11 @@ class PageRows:
 
     def __len__(self) -> int:
         return len(self.offsets)
+
+    @property
+    def address(self) -> int:
+        """Where the buffer begins in this process's memory. It must stay alive."""
+        return address_of(self.buffer)
 
     @classmethod
     def dense(cls, buffer: memoryview, count: int, nbytes: int) -> PageRows:
@@ -120,10 +126,21 @@ class PageMemory(abc.ABC):
         """
         return None
 
+    def places(self, first: int, count: int) -> PagePlaces | None:
+        """Where pages ``first`` and on lie, for compiled code that copies them; ``None``: it cannot.
+
+        Raises:
+            LayoutError: there are fewer pages.
+        """
+        return None
+
+    def _check_count(self, first: int, count: int) -> None:
+        if not 0 <= first <= first + count <= len(self):
+            raise LayoutError(f"pages {first} to {first + count} of {len(self)}")
+
     def _check(self, first: int, rows: PageRows, layers: range | None) -> range:
         wanted = range(self.format.num_layers) if layers is None else layers
-        if not 0 <= first <= first + len(rows) <= len(self):
-            raise LayoutError(f"pages {first} to {first + len(rows)} of {len(self)}")
+        self._check_count(first, len(rows))
         if wanted.step != 1 or not 0 <= wanted.start <= wanted.stop <= self.format.num_layers:
             raise LayoutError(f"{wanted} of {self.format.num_layers} layers")
         if rows.nbytes != len(wanted) * self.format.layer_nbytes:
@@ -162,6 +179,19 @@ class PageBuffers(PageMemory):
 
     def rows(self) -> PageRows:
         return self._rows
+
+    def places(self, first: int, count: int) -> PagePlaces | None:
+        self._check_count(first, count)
+        form, rows = self.format, self._rows[first : first + count]
+        if not count or rows.buffer.readonly:
+            return None
+        address = rows.address
+        bases = array("q")
+        for layer in range(form.num_layers):
+            bases.extend(address + layer * form.layer_nbytes + at for at, _ in form.spans)
+        # each page is one block, and all of it one token
+        parts = tuple(PartPlace(1, nbytes, (nbytes,), (1,), 1) for _, nbytes in form.spans)
+        return PagePlaces(bases, parts, array("q", rows.offsets), 1, 1, 0, range(count))
 
     def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
         mine = self._mine(first, rows, layers)
@@ -216,7 +246,7 @@ class PageBlocks(PageMemory):
         self._in_memory: list[list[tuple[int, int]]] | None = None
         """Where the blocks lie, once that was looked up."""
         self.format = form
-        self._views = views
+        self._views = views if isinstance(views, BlockViews) else BlockViews(views)
         self._count = count
         self._block_size = sample.shape[1]
         end = first_token + count * form.page_tokens
@@ -246,6 +276,25 @@ class PageBlocks(PageMemory):
 
     def __len__(self) -> int:
         return self._count
+
+    def places(self, first: int, count: int) -> PagePlaces | None:
+        self._check_count(first, count)
+        known = self._views.places
+        if known is None or not count:
+            return None
+        page_tokens, block_tokens = self.format.page_tokens, self._block_size
+        start = self._first_token + first * page_tokens
+        end = start + count * page_tokens
+        origin = start // block_tokens * block_tokens
+        begin = origin // block_tokens - self._first_block
+        return PagePlaces(
+            *known,
+            self._block_ids[begin : -(-end // block_tokens) - self._first_block],
+            block_tokens,
+            page_tokens,
+            start - origin,
+            range(max(start, self._writable.start) - origin, min(end, self._writable.stop) - origin),
+        )
 
     def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
         self._move(first, rows, self._check(first, rows, layers), into_cache=False)
@@ -300,7 +349,7 @@ class PageBlocks(PageMemory):
             (self._block_ids[token // block_size - self._first_block], token % block_size)
             for token in range(start, start + len(rows) * form.page_tokens, tokens)
         ]
-        memory = address_of(rows.buffer)
+        memory = rows.address
         offsets: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for layer in layers:
             base = (layer - layers.start) * form.layer_nbytes

@@ -189,12 +189,14 @@ class HostStore(Store):
             with put.copying():
                 in_place = isinstance(memory, SlotBuffers) and memory.rows().offsets
                 copied = [at for at in slots if not in_place or in_place[at] != slots[at].offset]
+                checksums: dict[int, bytes | None] = {}
                 for run in runs_of(copied):
                     rows = PageRows(view, [slots[at].offset for at in run], form.nbytes)
-                    copying.save(memory, run.start, rows)
+                    checksums |= zip(run, copying.save(seal, memory, run.start, rows), strict=True)
                 for at, slot in slots.items():
                     end = slot.offset + form.nbytes
-                    header = seal.header(pages.series, pages.identities[at], view[slot.offset : end])
+                    payload = view[slot.offset : end]
+                    header = seal.header(pages.series, pages.identities[at], payload, checksums.get(at))
                     view[end : end + len(header)] = header
         except BaseException:
             self.pages.give_back(slots.values())

@@ -167,15 +167,15 @@ class RemotePut(Steps):
 
             def fill(rows: memoryview, run: Sequence[int] = run, row_bytes: int = row_bytes) -> None:
                 offsets = range(0, len(run) * row_bytes, row_bytes)
-                done = 0
+                checksums: list[bytes | None] = []
                 with self.copying():
                     for part in runs_of(run):
+                        done = len(checksums)
                         own = PageRows(rows, offsets[done : done + len(part)], form.nbytes)
-                        copying.save(pages.memory, part.start, own)
-                        done += len(part)
-                for at, offset in zip(run, offsets, strict=True):
+                        checksums += copying.save(self._seal, pages.memory, part.start, own)
+                for at, offset, made in zip(run, offsets, checksums, strict=True):
                     end = offset + form.nbytes
-                    header = self._seal.header(pages.series, pages.identities[at], rows[offset:end])
+                    header = self._seal.header(pages.series, pages.identities[at], rows[offset:end], made)
                     rows[end : offset + row_bytes] = header
 
             self._send(request, position.get(run[0], 0), len(run), row_bytes, fill)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -53,7 +53,7 @@ class Load:
     def __init__(
         self,
         plan: LoadPlan,
-        views: list[list[Tensor]],
+        views: Sequence[Sequence[Tensor]],
         *,
         rank: int,
         block_size: int,

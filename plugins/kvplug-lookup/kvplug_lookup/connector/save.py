@@ -72,7 +72,7 @@ class Saver:
         self,
         tiers: Sequence[Tier],
         *,
-        views: list[list[Tensor]],
+        views: Sequence[Sequence[Tensor]],
         timeout_s: float,
         wait_timeout_s: float,
         max_bytes: int,

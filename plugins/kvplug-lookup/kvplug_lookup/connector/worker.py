@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvplug import ClosedError, ConfigError
@@ -59,7 +59,7 @@ class LookupWorker(WorkerConnector):
         self._shard = shard_of(context.cache, context.model, context.parallelism, options.page_tokens)
         self._page_tokens = self._shard.format.page_tokens
         self._caches: tuple[Tensor, ...] = ()
-        self._views: list[list[Tensor]] = []
+        self._views: Sequence[Sequence[Tensor]] = ()
         self._plan = StepPlan()
         self._loads: dict[str, Load] = {}
         self._num_evicted: dict[str, int] = {}

@@ -1,0 +1,276 @@
+"""Pages of the store "host" into the blocks of a paged cache and out of them, beside a bare loop in C.
+
+    python benchmarks/host_blocks.py [--tokens N] [--rounds N] [--markdown FILE]
+
+A sequence of 1,024 tokens lies in shuffled blocks of 16 tokens; a page has 16 tokens. "get" loads its pages
+into the blocks, "put" saves them. The store is in this process, or in a program of its own whose memory is
+mapped ("mapped"). The layouts are keys and values apart with the tokens' axis outside (`KBTHD`, what
+transformers has) and both in one block, heads outside of tokens (`BHTKD`, vLLM's). Beside them, in turns: one
+memcpy of as many bytes, and a loop in C that does the same copies, page after page, and the same checksums
+(xxhash's own function), without jobs, threads, leases or headers. "Verified" has checksums on, as they are by
+default. Figures are medians, shares medians of the shares within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from fs import machine, quartiles, seconds
+from host import opened, served
+
+from kvplug.engine import KVLayout, page_format_of, page_views
+from kvplug.transport import PageBlocks, PageRequest, Series, Store, foreign_key
+from kvplug_host.native.library import library
+
+PAGE_TOKENS = BLOCK_TOKENS = 16
+
+BARE = """
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+typedef uint64_t (*hash_t)(const void *, size_t);
+
+/* One page a block. */
+void bare(char *rows, const int64_t *offsets, int64_t count, int64_t views, char **bases, const int64_t *ids,
+          int64_t block, int64_t token, int64_t head, int64_t tokens, int64_t heads, int64_t size,
+          hash_t hash, uint64_t *sums, int into)
+{
+    int64_t part = tokens * heads * size;
+    int dense = token == heads * size && (heads == 1 || head == size);
+    for (int64_t page = 0; page < count; page++) {
+        char *row = rows + offsets[page];
+        for (int64_t view = 0; view < views; view++, row += part) {
+            char *cache = bases[view] + ids[page] * block;
+            if (into && hash) *sums++ = hash(row, part);
+            if (dense)
+                into ? memcpy(cache, row, part) : memcpy(row, cache, part);
+            else
+                for (int64_t h = 0; h < heads; h++)
+                    for (int64_t t = 0; t < tokens; t++) {
+                        char *there = cache + h * head + t * token, *here = row + (t * heads + h) * size;
+                        into ? memcpy(there, here, size) : memcpy(here, there, size);
+                    }
+            if (!into && hash) *sums++ = hash(row, part);
+        }
+    }
+}
+"""
+
+
+@attrs.frozen
+class Model:
+    name: str
+    layers: int
+    heads: int
+    size: int
+    dtype: torch.dtype
+
+
+MODELS = (
+    Model("30 x 3 x 64, float16", 30, 3, 64, torch.float16),
+    Model("30 x 3 x 64, float32", 30, 3, 64, torch.float32),
+    Model("32 x 8 x 128, float16", 32, 8, 128, torch.float16),
+)
+LAYOUTS = ("KBTHD", "BHTKD")
+
+
+def bare_loop(folder: Path) -> Any:
+    source, library_ = folder / "bare.c", folder / "bare.so"
+    source.write_text(BARE)
+    subprocess.run(["cc", "-std=c11", "-O2", "-fPIC", "-shared", "-o", library_, source], check=True)
+    function = ctypes.CDLL(str(library_)).bare
+    pointer, i64 = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = (
+        pointer,
+        pointer,
+        i64,
+        i64,
+        pointer,
+        pointer,
+        *[i64] * 6,
+        pointer,
+        pointer,
+        ctypes.c_int,
+    )
+    function.restype = None
+    return function
+
+
+class Sequence:
+    """One sequence in the blocks of two caches of one model, and its pages."""
+
+    def __init__(self, model: Model, axes: str, num_tokens: int) -> None:
+        self.model = model
+        self.count = num_tokens // PAGE_TOKENS
+        layout = KVLayout(axes, {"T": BLOCK_TOKENS, "H": model.heads, "D": model.size})
+        self.form = page_format_of(layout, str(model.dtype).removeprefix("torch."), model.layers, PAGE_TOKENS)
+        blocks = 2 * self.count
+        shape = {"K": 2, "B": blocks, "T": BLOCK_TOKENS, "H": model.heads, "D": model.size}
+        generator = torch.Generator().manual_seed(1)
+
+        def cache() -> list[torch.Tensor]:
+            return [torch.rand([shape[axis] for axis in axes]).to(model.dtype) for _ in range(model.layers)]
+
+        self.source = page_views([cache_as_engines_have_it(one, axes) for one in cache()], layout)
+        self.target = page_views([cache_as_engines_have_it(one, axes) for one in cache()], layout)
+        self.blocks = torch.randperm(blocks, generator=generator)[: self.count].tolist()
+        self.nbytes = self.count * self.form.nbytes
+
+    def memory(self, views: Any) -> PageBlocks:
+        return PageBlocks(self.form, views, self.blocks, 0, self.count)
+
+    def request(self, store: Store, name: bytes, views: Any) -> PageRequest:
+        identities = [name + b" %d" % index for index in range(self.count)]
+        return PageRequest(
+            series=Series(self.form, b"", store.seal.id),
+            keys=[foreign_key(b"benchmark", identity) for identity in identities],
+            identities=identities,
+            memory=self.memory(views),
+        )
+
+
+def cache_as_engines_have_it(tensor: torch.Tensor, axes: str) -> torch.Tensor:
+    """vLLM has keys and values of a token in one axis."""
+    return tensor.flatten(-2) if axes == "BHTKD" else tensor
+
+
+def measure(
+    model: Model, axes: str, *, verified: bool, num_tokens: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each call in each round."""
+    taken: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        pages = Sequence(model, axes, num_tokens)
+        budget = 6 * pages.nbytes + (256 << 20)
+        address = f"unix:@kvplug-benchmark-blocks-{os.getpid()}"
+        common = {"integrity": "xxh3_64" if verified else "off"}
+        served(stack, address, budget, *(f"--set={name}={value}" for name, value in common.items()))
+        own = opened(stack, {"size": budget}, **common)
+        mapped = opened(stack, {"contact": address, "map": True}, **common)
+        assert "mapped" in mapped.route, mapped.route
+        kept = {}
+        for store in (own, mapped):
+            assert not any(store.submit_put(pages.request(store, b"kept", pages.source)).wait(120))
+            kept[store] = pages.request(store, b"kept", pages.target)
+        new = [pages.request(own, b"new %d" % number, pages.source) for number in range(rounds + 1)]
+        bare = Bare(bare_loop(Path(stack.enter_context(tempfile.TemporaryDirectory()))), pages, verified)
+        flat, other = torch.ones(pages.nbytes, dtype=torch.uint8), torch.ones(pages.nbytes, dtype=torch.uint8)
+
+        def get(store: Store) -> None:
+            assert not any(store.submit_get(kept[store]).wait(120))
+
+        def put() -> Callable[[], None]:
+            request = new.pop()
+            assert not any(own.submit_put(request).wait(120))
+            return lambda: own.submit_remove(request.keys).wait(120) and None
+
+        calls: dict[str, Callable[[], Any]] = {
+            "memcpy": lambda: ctypes.memmove(other.data_ptr(), flat.data_ptr(), pages.nbytes) and None,
+            "bare get": lambda: bare(into=True),
+            "get": lambda: get(own),
+            "get, mapped": lambda: get(mapped),
+            "bare put": lambda: bare(into=False),
+            "put": put,
+        }
+        for round_ in range(rounds + 1):
+            order = list(calls)
+            at = round_ % len(order)
+            for name in order[at:] + order[:at]:
+                took, clean_up = seconds(calls[name])
+                if clean_up is not None:
+                    clean_up()
+                if round_:
+                    taken.setdefault(name, []).append(took)
+        check(pages)
+    taken["nbytes"] = [pages.nbytes]
+    return taken
+
+
+def check(pages: Sequence) -> None:
+    """What was loaded is what was saved."""
+    for theirs, ours in zip(pages.source, pages.target, strict=True):
+        for one, other in zip(theirs, ours, strict=True):
+            assert torch.equal(one[pages.blocks], other[pages.blocks]), "the copies differ"
+
+
+class Bare:
+    """The loop in C, between a buffer of rows and the caches."""
+
+    def __init__(self, function: Any, pages: Sequence, verified: bool) -> None:
+        self._function, self._pages = function, pages
+        self._rows = torch.zeros(pages.nbytes, dtype=torch.uint8)
+        self._offsets = array("q", range(0, pages.nbytes, pages.form.nbytes))
+        self._ids = array("q", pages.blocks)
+        compiled = library()
+        assert compiled is not None, "kvplug-host was installed without compiled copies"
+        self._hash = compiled._hash if verified else None
+        self._sums = array("Q", bytes(8 * pages.count * 2 * pages.model.layers))
+        self(into=False)
+
+    def __call__(self, *, into: bool) -> None:
+        pages, view = self._pages, self._pages.source[0][0]
+        views = [part for layer in (pages.target if into else pages.source) for part in layer]
+        bases = array("Q", [part.data_ptr() for part in views])
+        block, token, head, _ = (stride * view.element_size() for stride in view.stride())
+        self._function(
+            self._rows.data_ptr(),
+            self._offsets.buffer_info()[0],
+            pages.count,
+            len(views),
+            bases.buffer_info()[0],
+            self._ids.buffer_info()[0],
+            *(block, token, head, BLOCK_TOKENS, pages.model.heads, pages.model.size * view.element_size()),
+            self._hash,
+            self._sums.buffer_info()[0],
+            int(into),
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=1024, help="of the sequence (default 1,024)")
+    parser.add_argument("--rounds", type=int, default=15, help="default 15")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    given = parser.parse_args()
+    lines = [
+        "| cache | layout | checksums | what | GB/s | of memcpy | of the bare loop | quartiles |",
+        "| --- " * 8 + "|",
+    ]
+    for model in MODELS:
+        for axes in LAYOUTS:
+            for verified in (True, False):
+                taken = measure(model, axes, verified=verified, num_tokens=given.tokens, rounds=given.rounds)
+                (nbytes,) = taken.pop("nbytes")
+                for what in ("get", "get, mapped", "put"):
+                    bare = taken["bare put" if what == "put" else "bare get"]
+                    each = taken[what]
+                    low, share, high = quartiles(b / f for f, b in zip(each, bare, strict=True))
+                    of_memcpy = statistics.median(m / f for f, m in zip(each, taken["memcpy"], strict=True))
+                    lines.append(
+                        f"| {model.name} | {axes} | {'verified' if verified else 'off'} | {what}"
+                        f" | {nbytes / statistics.median(each) / 1e9:.2f} | {of_memcpy:.2f} | {share:.2f}"
+                        f" | {low:.2f} to {high:.2f} |"
+                    )
+                print(lines[-3], lines[-2], lines[-1], sep="\n", flush=True)
+    text = "\n".join(lines) + f"\n\n{machine(Path(tempfile.gettempdir()), 2)}, {given.rounds} rounds.\n"
+    print(text)
+    if given.markdown:
+        given.markdown.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+/* Copies between rows of pages and the blocks of a paged cache, with the checksum of each part.
+ *
+ * A row has the bytes of consecutive layers of one page: layer after layer, part after part, token after token.
+ * In the cache, a token of a part lies at
+ *
+ *     base[layer, part] + id[token / block_tokens] * block_stride + (token % block_tokens) * token_stride
+ *
+ * and its bytes there have axes of their own, whose strides are given for both sides. kvplug_host/native/ has
+ * the Python side; see library.py for who checks what. Nothing is checked here.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define MAX_AXES 4
+
+typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
+
+/* One part of each layer. All but `counts` and the numbers of axes are bytes. */
+struct part {
+    int64_t offset; /* in a layer of a row */
+    int64_t nbytes; /* of a page */
+    int64_t block_stride;
+    int64_t token_stride;
+    int64_t token_bytes; /* in a row */
+    int64_t run;         /* bytes that are contiguous on both sides */
+    int64_t is_dense;    /* whether the tokens of a block are one run */
+    int64_t num_axes;    /* of a token, before its runs */
+    int64_t counts[MAX_AXES];
+    int64_t in_cache[MAX_AXES];
+    int64_t in_row[MAX_AXES];
+};
+
+struct task {
+    char *rows; /* where the offsets count from */
+    const int64_t *row_offsets;
+    int64_t num_rows;
+    int64_t num_layers; /* in the rows */
+    int64_t num_parts;
+    int64_t layer_nbytes;
+    const struct part *parts;
+    const int64_t *bases; /* of the first of these layers */
+    const int64_t *ids;
+    int64_t block_tokens;
+    int64_t page_tokens;
+    int64_t first_token; /* of the first row, counted from the first block's first token */
+    int64_t begin;       /* tokens before this one are left as they are */
+    int64_t end;
+    hash_function hash;      /* NULL: no checksums */
+    uint64_t *checksums;     /* of row after row, layer after layer, part after part; as in memory, big-endian */
+    unsigned char *is_wrong; /* for each row: whether a checksum is another; NULL: checksums are made */
+};
+
+/* Of this file, when it was compiled: see hatch_build.py. */
+#ifndef SOURCE_CRC32
+#define SOURCE_CRC32 0
+#endif
+uint32_t kvplug_pages_source(void) { return SOURCE_CRC32; }
+
+/* One run. The sizes of usual heads are moved without a call. */
+static inline void move(char *restrict to, const char *restrict from, int64_t nbytes) {
+    switch (nbytes) {
+    case 64: memcpy(to, from, 64); break;
+    case 128: memcpy(to, from, 128); break;
+    case 256: memcpy(to, from, 256); break;
+    case 512: memcpy(to, from, 512); break;
+    default: memcpy(to, from, (size_t)nbytes);
+    }
+}
+
+static inline void move_run(char *cache, char *row, int64_t nbytes, int into_cache) {
+    if (into_cache)
+        move(cache, row, nbytes);
+    else
+        move(row, cache, nbytes);
+}
+
+/* Tokens of one block: `count` of them, `axis` axes are left. */
+static void move_axes(const struct part *part, char *cache, char *row, int64_t count, int64_t axis,
+                      int into_cache) {
+    if (axis < part->num_axes) {
+        for (int64_t at = 0; at < part->counts[axis]; at++)
+            move_axes(part, cache + at * part->in_cache[axis], row + at * part->in_row[axis], count, axis + 1,
+                      into_cache);
+        return;
+    }
+    /* Tokens come last: in caches with an axis of heads outside of the tokens' they lie side by side. */
+    for (int64_t token = 0; token < count; token++)
+        move_run(cache + token * part->token_stride, row + token * part->token_bytes, part->run, into_cache);
+}
+
+static void move_tokens(const struct task *task, const struct part *part, int64_t base, char *row, int64_t first,
+                        int64_t begin, int64_t end, int into_cache) {
+    for (int64_t token = begin; token < end;) {
+        int64_t in_block = token % task->block_tokens;
+        int64_t count = task->block_tokens - in_block;
+        if (count > end - token) count = end - token;
+        char *cache = (char *)(intptr_t)base + task->ids[token / task->block_tokens] * part->block_stride +
+                      in_block * part->token_stride;
+        char *from = row + (token - first) * part->token_bytes;
+        if (part->is_dense)
+            move_run(cache, from, count * part->token_bytes, into_cache);
+        else
+            move_axes(part, cache, from, count, 0, into_cache);
+        token += count;
+    }
+}
+
+static inline uint64_t big_endian(uint64_t number) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    return __builtin_bswap64(number);
+#else
+    return number;
+#endif
+}
+
+/* Copies all rows into the cache, or out of it; verifies or makes checksums of what the rows have. */
+void kvplug_pages_move(const struct task *task, int into_cache) {
+    uint64_t *checksum = task->checksums;
+    for (int64_t number = 0; number < task->num_rows; number++) {
+        char *row = task->rows + task->row_offsets[number];
+        int64_t first = task->first_token + number * task->page_tokens;
+        int64_t begin = first > task->begin ? first : task->begin;
+        int64_t end = first + task->page_tokens < task->end ? first + task->page_tokens : task->end;
+        const int64_t *base = task->bases;
+        int is_wrong = 0;
+        for (int64_t layer = 0; layer < task->num_layers; layer++, row += task->layer_nbytes)
+            for (int64_t at = 0; at < task->num_parts; at++, base++) {
+                const struct part *part = &task->parts[at];
+                char *bytes = row + part->offset;
+                if (!into_cache) move_tokens(task, part, *base, bytes, first, begin, end, 0);
+                if (task->hash != NULL) {
+                    uint64_t found = big_endian(task->hash(bytes, (size_t)part->nbytes));
+                    if (task->is_wrong != NULL)
+                        is_wrong |= found != *checksum;
+                    else
+                        *checksum = found;
+                    checksum++;
+                }
+                if (into_cache) move_tokens(task, part, *base, bytes, first, begin, end, 1);
+            }
+        if (task->is_wrong != NULL) task->is_wrong[number] = (unsigned char)is_wrong;
+    }
+}

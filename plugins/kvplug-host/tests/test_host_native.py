@@ -1,0 +1,169 @@
+"""The compiled copies (pages.c) do what Python does, bit by bit, and find what it finds."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from kvplug.transport import (
+    BlockViews,
+    MissReason,
+    PageBlocks,
+    PageBuffers,
+    PageFormat,
+    PageMemory,
+    PageRows,
+    PageSeal,
+    Part,
+    Series,
+    opaque_format,
+)
+from kvplug_host import copying
+from kvplug_host.native import library as native
+
+LAYERS, BLOCKS, HEADS, SIZE = 3, 8, 2, 4
+SEAL = PageSeal()
+
+compiled = pytest.mark.skipif(native.library() is None, reason="there are no compiled copies here")
+
+
+def caches(block_size: int, order: str, dtype: torch.dtype, heads: int = HEADS) -> list[list[torch.Tensor]]:
+    """For each layer keys and values as views [block, token, head, element] of one tensor in that order."""
+    sizes = {"K": 2, "B": BLOCKS, "T": block_size, "H": heads, "D": SIZE}
+    found = []
+    for _ in range(LAYERS):
+        whole = torch.randint(0, 250, [sizes[axis] for axis in order]).to(dtype)
+        whole = whole.permute([order.index(axis) for axis in "KBTHD"])
+        found.append([whole[0], whole[1]])
+    return found
+
+
+def form_of(page_tokens: int, dtype: torch.dtype, heads: int = HEADS) -> PageFormat:
+    name = str(dtype).removeprefix("torch.")
+    parts = [Part(name=each, dtype=name, shape=(page_tokens, heads, SIZE), head_axis=1) for each in "kv"]
+    return PageFormat(page_tokens=page_tokens, num_layers=LAYERS, parts=tuple(parts))
+
+
+def in_python(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(copying, "library", lambda: None)
+    return monkeypatch
+
+
+def saved(memory: PageMemory, count: int, gap: int) -> tuple[PageRows, list[bytes]]:
+    """Rows with the pages of that memory, and their headers."""
+    form = memory.format
+    step = form.nbytes + gap
+    buffer = memoryview(bytearray(count * step))
+    rows = PageRows(buffer, [(index + 1) % count * step for index in range(count)], form.nbytes)
+    made = copying.save(SEAL, memory, 0, rows)
+    series = Series(form)
+    return rows, [SEAL.header(series, b"", rows.row(at), each) for at, each in enumerate(made)]
+
+
+def checks(rows: PageRows, headers: list[bytes], memory: PageMemory, layers: range) -> list[Any]:
+    step = memory.format.layer_nbytes
+    part = rows.columns(layers.start * step, layers.stop * step)
+    return copying.load(SEAL, memory.format, headers, part, memory, 0, layers)
+
+
+@compiled
+@pytest.mark.parametrize("order", ["KBTHD", "BHTKD", "KBHTD", "BKTHD", "HBTKD"])
+@given(
+    block_size=st.sampled_from([2, 4, 6]),
+    page_tokens=st.sampled_from([1, 2, 3, 4, 8]),
+    dtype=st.sampled_from([torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn]),
+    heads=st.sampled_from([1, HEADS]),
+    start=st.integers(0, 2),
+    count=st.integers(1, 3),
+    clip=st.booleans(),
+    flipped=st.none() | st.integers(0, 10**6),
+    seed=st.integers(0, 99),
+)
+def test_they_copy_and_check_as_python_does(
+    order, block_size, page_tokens, dtype, heads, start, count, clip, flipped, seed
+) -> None:
+    torch.manual_seed(seed)
+    first = start * page_tokens
+    end = first + count * page_tokens
+    blocks = torch.randperm(BLOCKS)[: -(-end // block_size)].tolist()
+    if len(blocks) * block_size < end:
+        return
+    form, source = form_of(page_tokens, dtype, heads), caches(block_size, order, dtype, heads)
+    from_cache = PageBlocks(form, source, blocks, first, count)
+    assert from_cache.places(0, count) is not None
+    rows, headers = saved(from_cache, count, gap=8)
+    with pytest.MonkeyPatch.context() as patch:
+        in_python(patch)
+        expected_rows, expected_headers = saved(from_cache, count, gap=8)
+    assert rows.buffer == expected_rows.buffer
+    assert headers == expected_headers
+    if flipped is not None:
+        rows.row(flipped % count)[flipped % form.nbytes] ^= 1
+    ours = caches(block_size, order, dtype, heads)
+    theirs = [[part.clone() for part in layer] for layer in ours]
+    writable = range(first + 1, end - 1) if clip else None
+    for views, patched in ((ours, False), (theirs, True)):
+        with pytest.MonkeyPatch.context() as patch:
+            if patched:
+                in_python(patch)
+            into = PageBlocks(form, views, blocks[::-1], first, count, writable=writable)
+            found = [checks(rows, headers, into, layers) for layers in (range(1), range(1, LAYERS))]
+        wrong = [[part[at] for part in found].count(MissReason.CORRUPT) for at in range(count)]
+        assert wrong == [int(flipped is not None and flipped % count == at) for at in range(count)]
+    for our_layer, their_layer in zip(ours, theirs, strict=True):
+        for one, other in zip(our_layer, their_layer, strict=True):
+            assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@compiled
+@pytest.mark.parametrize(
+    "form", [opaque_format(1000), form_of(4, torch.float16)], ids=["opaque", "of tokens"]
+)
+def test_rows_of_the_callers_are_served_too(form: PageFormat) -> None:
+    memory = PageBuffers.empty(form, 3)
+    memory.rows().buffer[:] = bytes(index % 251 for index in range(3 * form.nbytes))
+    rows, headers = saved(memory, 3, gap=0)
+    assert bytes(rows.row(2)) == bytes(memory.rows().row(2))
+    into = PageBuffers.empty(form, 3)
+    layers = range(form.num_layers)
+    assert checks(rows, headers, into, layers) == [None] * 3
+    assert into.rows().buffer == memory.rows().buffer
+    rows.row(1)[7] ^= 1
+    assert checks(rows, headers, into, layers) == [None, MissReason.CORRUPT, None]
+
+
+@compiled
+def test_caches_that_are_not_alike_in_all_layers_are_left_to_python() -> None:
+    views = caches(4, "KBTHD", torch.float16)
+    views[1] = caches(4, "BHTKD", torch.float16)[1]
+    assert BlockViews(views).places is None
+    pages = PageBlocks(form_of(4, torch.float16), views, [0, 1], 0, 2)
+    rows, headers = saved(pages, 2, gap=0)
+    assert checks(rows, headers, pages, range(LAYERS)) == [None, None]
+
+
+@pytest.mark.parametrize("broken", ["built from another source", "no hash"])
+def test_what_cannot_be_used_is_said_once_and_python_takes_its_place(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if native.library() is None:
+        pytest.skip("there are no compiled copies here")
+    if broken == "no hash":
+        monkeypatch.setattr(native.importlib, "import_module", lambda name: ctypes)
+    else:
+        monkeypatch.setattr(native.zlib, "crc32", lambda data: 1)
+    native._loaded.cache_clear()
+    native._say_once.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert native.library() is None
+            assert native.library() is None
+        assert len(caplog.records) == 1
+        assert "using Python instead" in caplog.text
+    finally:
+        native._loaded.cache_clear()
