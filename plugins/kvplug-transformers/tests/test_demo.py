@@ -29,6 +29,7 @@ KEYS = {
     "gb_per_s",
     "ttft_s",
     "ttft_recompute_s",
+    "ttft_floor_s",
     "identical",
     "text",
     "connector",
@@ -121,6 +122,7 @@ def test_the_real_models_kv_crosses_and_the_tokens_are_those_of_the_model_alone(
     assert found["tokens_loaded"] == (found["prompt_tokens"] - 1) // 16 * 16
     assert found["kv_bytes"] == found["tokens_loaded"] * REAL_KV_BYTES
     assert found["gb_per_s"] == pytest.approx(found["kv_bytes"] / found["transfer_s"] / 1e9)
+    assert 0 < found["ttft_floor_s"] < found["ttft_recompute_s"]
     assert 0 < found["ttft_s"] < found["ttft_recompute_s"]
     assert (found["connector"], len(found["text"]) > 20) == ("lookup", True)
     assert any(reason.startswith(f"{found['transport']}: ") for reason in found["reasons"])
@@ -142,6 +144,7 @@ def test_bits_flipped_with_integrity_on_are_refused_and_recomputed():
     assert found["identical"] is True
     assert found["tokens_loaded"] == 0
     assert (found["transfer_s"], found["gb_per_s"], found["kv_bytes"]) == (None, None, 0)
+    assert found["ttft_floor_s"] is None
     assert any("could not be loaded: corrupt" in reason for reason in found["reasons"])
     assert done.returncode == 1
 

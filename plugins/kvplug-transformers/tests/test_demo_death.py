@@ -162,7 +162,10 @@ def test_the_reference_process_would_be_caught_importing_kvplug(settings):
             prefill=[{"event": "prefilled", "seconds": 1.0, "found": 0}],
         ),
         DECODE: saying(
-            start=LOADED, open=[ready], decode=[decoded], recompute=[{"event": "recomputed", "ttft_s": 1.0}]
+            start=LOADED,
+            open=[ready],
+            decode=[decoded],
+            recompute=[{"event": "recomputed", "ttft_s": 1.0, "floor_s": None}],
         ),
         REFERENCE: [sys.executable, "-c", program],
     }

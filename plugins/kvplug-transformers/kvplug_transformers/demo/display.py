@@ -155,6 +155,10 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("KV bytes", f"{report.kv_bytes:,}"),
         ("transfer", seconds(report.transfer_s) + speed),
         ("time to first token, with the transfer", seconds(report.ttft_s)),
+        (
+            "time to first token, at least",
+            f"{seconds(report.ttft_floor_s)} (KV in place, and a copy of it)",
+        ),
         ("time to first token, recomputed", f"{seconds(report.ttft_recompute_s)} (in the decode process)"),
         ("connector, transport", f"{report.connector}, {report.transport or '-'}"),
         *([("store", report.store)] if report.store else []),

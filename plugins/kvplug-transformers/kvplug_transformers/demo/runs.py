@@ -128,7 +128,9 @@ def decode_and_compare(
             f"the {PREFILL} process had no KV of this prompt, so nothing was transferred: give both the same"
         )
         display.note(notes[-1])
-    session.send(DECODE, "recompute", ids=ids)
+    loaded = decoded["tokens_loaded"]
+    nbytes = loaded * decoded["kv_bytes_per_token"]
+    session.send(DECODE, "recompute", ids=ids, num_loaded=loaded, kv_bytes=nbytes)
     (recomputed,) = session.wait_for((DECODE, "recomputed"))
     display.generating(REFERENCE)
     session.send(REFERENCE, "generate", ids=ids, max_new_tokens=settings.max_new_tokens, stop=stop)
@@ -137,8 +139,6 @@ def decode_and_compare(
         raise DemoError(f"the reference process has imported {', '.join(generated['imported'])}")
 
     _note_if_lost(session, notes)  # the decode worker may notice its death long before this process does
-    loaded = decoded["tokens_loaded"]
-    nbytes = loaded * decoded["kv_bytes_per_token"]
     load = decoded["stats"]["ops"].get("load")
     seconds = load["seconds"] if load and loaded else None
     config = Config.load(settings.config, overrides=settings.overrides)
@@ -151,6 +151,7 @@ def decode_and_compare(
         gb_per_s=nbytes / seconds / 1e9 if seconds else None,
         ttft_s=decoded["ttft_s"],
         ttft_recompute_s=recomputed["ttft_s"],
+        ttft_floor_s=recomputed["floor_s"],
         identical=decoded["ids"] == generated["ids"],
         text=decoded["text"],
         connector=config.connector,

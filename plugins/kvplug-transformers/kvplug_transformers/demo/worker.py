@@ -225,15 +225,35 @@ class DemoWorker:
             store=getattr(self._connectors[Side.WORKER], "last_route", ""),
         )
 
-    def _do_recompute(self, ids: list[int]) -> None:
-        """Compute the first token again, in an engine without a connector."""
+    def _do_recompute(self, ids: list[int], num_loaded: int, kv_bytes: int) -> None:
+        """Compute the first token again, in an engine that loads nothing, then with the KV of ``num_loaded``
+        tokens in its own blocks."""
+        from kvplug_transformers.demo.floor import OwnBlocksScheduler, OwnBlocksWorker, copy_seconds
         from kvplug_transformers.engine.engine import Engine
 
-        engine = Engine(self._loaded.model, self._engine_options(len(ids) + 1), facts=self._facts)
-        began = time.perf_counter()
-        sequence = engine.add(ids, max_new_tokens=1)
-        for _ in self._steps(engine, sequence, "recompute_progress"):
-            self._parent.send("recomputed", ttft_s=time.perf_counter() - began)
+        scheduler = OwnBlocksScheduler()
+        engine = Engine(
+            self._loaded.model,
+            self._engine_options(len(ids)),  # the prompt has all blocks, so that it gets them again
+            facts=self._facts,
+            scheduler_connector=scheduler,
+            worker_connector=OwnBlocksWorker(),
+        )
+
+        def first_token(event: str) -> tuple[int | None, float]:
+            began = time.perf_counter()
+            for token in self._steps(engine, engine.add(ids, max_new_tokens=1), event):
+                return token.token_id, time.perf_counter() - began
+            raise AssertionError("an engine without a connector computes a token")
+
+        computed, recompute_s = first_token("recompute_progress")
+        floor_s = None
+        if num_loaded:
+            scheduler.num_tokens = num_loaded
+            again, floor_s = first_token("recompute_progress")
+            assert again == computed, "the blocks do not have the prompt's KV any more"
+            floor_s += copy_seconds(kv_bytes)
+        self._parent.send("recomputed", ttft_s=recompute_s, floor_s=floor_s)
 
     def _steps(self, engine: Engine, sequence: Sequence, event: str) -> Iterator[Token]:
         """Step until the request has ended; yields its tokens, and reports progress of its prompt."""
