@@ -130,18 +130,18 @@ class PageSeal:
             return None
         found = b"".join(checksums_of(form, layers))
         num_layers = len(layers) // form.layer_nbytes
-        wanted = self.checksums_in(form, header, range(first_layer, first_layer + num_layers))
+        wanted = header[self.checksums_at(form, range(first_layer, first_layer + num_layers))]
         return None if wanted == found else MissReason.CORRUPT
 
-    def checksums_in(self, form: PageFormat, header: Buffer, layers: range) -> bytes:
-        """The checksums of these layers, one after the other, in a header that has passed
-        :meth:`check_header`; empty without checksums."""
-        if not self.checksums:
-            return b""
-        proof = _PROOF_BYTES if self.secret is not None else 0
-        start = len(header) - proof - _num_checksums(form) * _CHECKSUM_BYTES
+    def checksums_at(self, form: PageFormat, layers: range) -> slice:
+        """Where the checksums of these layers are in a header of any length that has passed
+        :meth:`check_header`; an empty slice without checksums or layers."""
+        if not self.checksums or not layers:
+            return slice(0, 0)
         step = len(form.parts) * _CHECKSUM_BYTES
-        return bytes(header[start + layers.start * step : start + layers.stop * step])
+        proof = _PROOF_BYTES if self.secret is not None else 0
+        after = (form.num_layers - layers.stop) * step + proof
+        return slice(-after - len(layers) * step, -after or None)
 
     def check_proof(self, header: Buffer, payload: memoryview) -> MissReason | None:
         """Why the page is not proven to be of a holder of the secret; ``None`` if it is, or if none is
