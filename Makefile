@@ -5,13 +5,11 @@
 PYTHON ?= python3
 TOX = .venv/bin/tox
 TOX_ARGS ?=
-CPUS := $(shell getconf _NPROCESSORS_ONLN)
-# Number of concurrent environments: one more than CPUs, since many tests wait. `make test-all PARALLEL=1` runs
-# them one after another.
-PARALLEL ?= $(shell expr 1 + $(CPUS))
+# Number of concurrent environments; `make test-all PARALLEL=1` runs them one after another.
+PARALLEL ?= auto
 # Number of test processes of `make test`: two per CPU, since many tests wait, and at most eight. Each process
 # collects all tests, which takes 20 seconds.
-JOBS ?= $(shell expr 2 '*' $(CPUS))
+JOBS ?= $(shell expr 2 '*' "$$(getconf _NPROCESSORS_ONLN)")
 # More arguments for `make demo` and `make test`, such as ARGS="-k wire".
 ARGS ?=
 

@@ -105,14 +105,8 @@ CHEAP = {"SAMPLE_PIPE_GB_PER_S": "1000"}
 @pytest.mark.parametrize(
     ("prefill", "transport", "environ", "chosen"),
     [
-        pytest.param(
-            ("sample", {}), "sample", {}, "kvplug_sample.pipe", id="by name at both ends", marks=FULL
-        ),
         pytest.param(("auto", {}), "sample", {}, "kvplug_sample.pipe", id="by name at one end", marks=FULL),
         pytest.param(("auto", CHEAP), "auto", CHEAP, "kvplug_sample.pipe", id="auto, cheaper than ours"),
-        pytest.param(
-            ("auto", {}), "auto", {}, "kvplug_shm.pipe.pipe", id="auto, dearer than ours", marks=FULL
-        ),
         pytest.param(
             ("auto", CHEAP), "auto", {}, "kvplug_shm.pipe.pipe", id="auto, cheap at one end only", marks=FULL
         ),
