@@ -89,7 +89,7 @@ def versions() -> dict[str, str]:
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     def median(key: str) -> float:
-        return statistics.median(run[key] for run in runs)
+        return statistics.median(run[key] for run in runs if run[key] is not None)
 
     first = runs[0]
     return {
@@ -101,7 +101,9 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "ttft_s": median("ttft_s"),
         "ttft_floor_s": median("ttft_floor_s"),
         "ttft_recompute_s": median("ttft_recompute_s"),
-        "of_floor": statistics.median(run["ttft_s"] / run["ttft_floor_s"] for run in runs),
+        "of_floor": statistics.median(
+            run["ttft_s"] / run["ttft_floor_s"] for run in runs if run["ttft_floor_s"]
+        ),
         "ratio": statistics.median(run["ttft_recompute_s"] / run["ttft_s"] for run in runs),
         "transport": first["transport"],
         "rounds": len(runs),

@@ -36,7 +36,10 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     try:
         return struct.pack(f"<{len(found)}i", *found)  # several times as fast as an array
     except struct.error:
-        return array("i", found).tobytes()  # which says what is wrong
+        try:
+            return array("i", found).tobytes()  # which says what is wrong
+        except OverflowError as e:
+            raise OverflowError(f"token ids are integers of 32 bits: {e}") from e
 
 
 def unpack_tokens(packed: bytes) -> Sequence[int]:

@@ -1,6 +1,8 @@
-"""Compiles kvplug_shm/native/ring.c into the wheel, where there is a compiler; else the wheel is pure Python.
+"""Compiles a file of C into the wheel, where there is a compiler; else the wheel is pure Python.
 
-``HATCH_BUILD_NO_HOOKS=true`` leaves it out. ``CC`` names another compiler than ``cc``.
+Which file, and what the library is called, is said by ``source`` and ``library`` in the table
+``tool.hatch.build.hooks.custom`` of pyproject.toml. ``HATCH_BUILD_NO_HOOKS=true`` leaves it out. ``CC`` names
+another compiler than ``cc``. Each plugin with compiled code has a copy of this file.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "kvplug_shm/native/ring.c"
-TARGET = "kvplug_shm/native/_ring.so"
 FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fno-strict-aliasing")
 
 
@@ -30,15 +30,15 @@ class CompiledSteps(BuildHookInterface):
         if self.target_name != "wheel" or not sys.platform.startswith("linux"):
             return
         if version == "editable":
-            self._compile(Path(self.root, TARGET))  # is imported from where it lies
+            self._compile(Path(self.root, self.config["library"]))  # is imported from where it lies
             return
         self._folder = tempfile.TemporaryDirectory()
-        library = Path(self._folder.name, "_ring.so")
+        library = Path(self._folder.name, "library.so")
         if self._compile(library):
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
-            build_data["force_include"][str(library)] = TARGET
+            build_data["force_include"][str(library)] = self.config["library"]
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         folder = getattr(self, "_folder", None)
@@ -46,7 +46,7 @@ class CompiledSteps(BuildHookInterface):
             folder.cleanup()
 
     def _compile(self, library: Path) -> bool:
-        source = Path(self.root, SOURCE)
+        source = Path(self.root, self.config["source"])
         built_from = f"-DSOURCE_CRC32={zlib.crc32(source.read_bytes())}u"
         try:
             compiler = shlex.split(os.environ.get("CC") or "cc")
@@ -58,7 +58,7 @@ class CompiledSteps(BuildHookInterface):
             if done.returncode == 0:
                 return True
             why = done.stderr.strip()
-        self.app.display_warning(f"{SOURCE} is not compiled, and Python does without it: {why}")
+        self.app.display_warning(f"{source.name} is not compiled, and Python does without it: {why}")
         with contextlib.suppress(OSError):
             library.unlink()
         return False

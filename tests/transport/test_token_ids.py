@@ -36,7 +36,7 @@ def test_what_are_no_token_ids_is_refused(token_ids: Any) -> None:
 
 
 def test_a_token_id_of_more_than_32_bits_is_refused() -> None:
-    with pytest.raises(OverflowError):
+    with pytest.raises(OverflowError, match="token ids are integers of 32 bits"):
         pack_tokens([2**31])
 
 

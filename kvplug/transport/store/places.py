@@ -75,8 +75,11 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
 def _places_of(views: BlockViews) -> tuple[array[int], tuple[PartPlace, ...]] | None:
     parts: tuple[PartPlace, ...] | None = None
     bases = array("q")
+    blocks = views[0][0].shape[:2]
     for layer in views:
         if any(view.device.type != "cpu" or view.is_conj() or view.is_neg() for view in layer):
+            return None
+        if any(view.shape[:2] != blocks for view in layer):
             return None
         found = tuple(map(_place_of, layer))
         if parts is not None and found != parts:

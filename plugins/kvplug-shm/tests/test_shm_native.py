@@ -460,12 +460,14 @@ def test_the_wheel_has_them_where_a_compiler_is(compiler: str, tmp_path: Path) -
     hook = Path(__file__).parents[1] / "hatch_build.py"
     assert hook.exists()
     code = (
-        "import sys, runpy; from types import SimpleNamespace as N\n"
+        "import sys, runpy, tomllib; from types import SimpleNamespace as N\n"
         "hook = runpy.run_path(sys.argv[1])['CompiledSteps']\n"
+        "project = tomllib.load(open(sys.argv[2] + '/pyproject.toml', 'rb'))\n"
+        "config = project['tool']['hatch']['build']['hooks']['custom']\n"
         "told = []\n"
         "data = {'force_include': {}}\n"
         "app = N(display_warning=told.append)\n"
-        "build = hook(sys.argv[2], {}, None, None, '', 'wheel', app)\n"
+        "build = hook(sys.argv[2], config, None, None, '', 'wheel', app)\n"
         "build.initialize('standard', data)\n"
         "print(data.get('tag', 'pure'), len(data['force_include']), bool(told))\n"
         "build.finalize('standard', data, '')\n"

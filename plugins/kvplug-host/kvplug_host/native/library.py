@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.transport import PageFormat, PagePlaces, PageRows, PartPlace, raise_if_exhausted
+from kvplug.transport import PageFormat, PagePlaces, PageRows, PartPlace, exhaustion_of
 
 logger = logging.getLogger(__name__)
 
@@ -148,16 +148,13 @@ class Library:
 
 
 def library() -> Library | None:
-    """``None``: it was not built, or cannot be used here, which is logged.
-
-    Raises:
-        ResourceExhaustedError: the process has no free descriptor or memory to load it.
-    """
+    """``None``: it was not built, or cannot be used, which is logged. Where only a descriptor or memory is
+    missing to load it, the next call tries again."""
     try:
         return _loaded() if _FILE.exists() else None
     except (OSError, AttributeError, ImportError, _UnusableError) as e:
-        raise_if_exhausted(e, f"loading {_FILE}")
-        _say_once(str(e))
+        if exhaustion_of(e, f"loading {_FILE}") is None:
+            _say_once(str(e))
         return None
 
 
@@ -194,7 +191,7 @@ def _loaded() -> Library:
 
 @functools.lru_cache(maxsize=64)
 def _parts_of(form: PageFormat, places: tuple[PartPlace, ...], page_tokens: int) -> Any:
-    """An array of ``struct part``; ``None``: a part has too many axes."""
+    """An array of ``struct part``; ``None``: a part has too many axes, or the cache has other sizes."""
     found = (_Part * len(places))()
     for index, ((offset, nbytes), place) in enumerate(zip(form.spans, places, strict=True)):
         token_bytes = nbytes // page_tokens
@@ -208,7 +205,7 @@ def _parts_of(form: PageFormat, places: tuple[PartPlace, ...], page_tokens: int)
             else:
                 axes.append((stride, count, step))
             step *= count
-        if len(axes) > _MAX_AXES:
+        if len(axes) > _MAX_AXES or step * page_tokens != nbytes:
             return None
         axes.sort(reverse=True)  # what is furthest apart in the cache is outermost
         part = found[index]

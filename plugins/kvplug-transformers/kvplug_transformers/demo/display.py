@@ -157,7 +157,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("time to first token, with the transfer", seconds(report.ttft_s)),
         (
             "time to first token, at least",
-            f"{seconds(report.ttft_floor_s)} (KV in place, and a copy of it)",
+            f"{seconds(report.ttft_floor_s)} (KV in place, and one copy)",
         ),
         ("time to first token, recomputed", f"{seconds(report.ttft_recompute_s)} (in the decode process)"),
         ("connector, transport", f"{report.connector}, {report.transport or '-'}"),

@@ -55,10 +55,10 @@ class Report:
     """Seconds from the request's arrival in the decode worker to its first token: match, load, compute the
     rest."""
     ttft_recompute_s: float | None
-    """The same in the same process without a transfer: the whole prompt is computed."""
+    """The same in the same process without a connector: the whole prompt is computed."""
     ttft_floor_s: float | None
     """The same with the loaded tokens' KV in the engine's own blocks already, plus one copy of its bytes.
-    ``None``: nothing was loaded."""
+    ``None``: nothing was loaded, or the first token was another one, by rounding."""
     identical: bool
     text: str
     connector: str
