@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.resolve import ResolvedConfig, checksums_of, credentials_of, make_hello
+from kvplug.assembly.resolve import (
+    ResolvedConfig,
+    checksums_of,
+    credentials_of,
+    device_of_links,
+    make_hello,
+)
 from kvplug.assembly.stores import StoreOpener, store_links
 from kvplug.config import Config
 from kvplug.engine.connector.scheduler import SchedulerConnector
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
 from kvplug.engine.connector.worker import WorkerConnector
 from kvplug.engine.context import ConnectorContext
-from kvplug.errors import PluginError
+from kvplug.errors import PluginError, UnknownConnectorError
 from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.hello import EngineFacts
@@ -93,7 +100,9 @@ def build_connector(
     settings = LinkSettings(
         config=config,
         credentials=credentials_of(config),
-        hello=functools.partial(make_hello, resolved, facts, which is Side.WORKER),
+        hello=functools.partial(
+            make_hello, resolved, facts, which is Side.WORKER, device_of_links(config, spec)
+        ),
         endpoint=resolved.pipe_endpoint,
         pipe_options=resolved.pipe_options,
         stats=stats,
@@ -157,16 +166,19 @@ def check_config(config: Config, registry: Registry | None = None) -> None:
 
 
 def explain_missing_pipe(config: Config, registry: Registry | None = None) -> str | None:
-    """Why no pipe that the config allows can move tensors of its device here, with any peer.
+    """Why no pipe that the config allows can move what its connector sends, with any peer.
 
-    ``None`` if one can. For programs that should report this at start instead of in every handshake.
+    That is tensors of the config's device, or of the CPU for a connector that moves pages of stores. ``None``
+    if one can. For programs that should report this at start instead of in every handshake.
 
     Raises:
         UnknownTransportError, AmbiguousNameError, ConfigError: the config names a wrong transport.
     """
-    return ResolvedConfig(
-        config, Registry.from_env() if registry is None else registry
-    ).explain_missing_pipe()
+    resolved = ResolvedConfig(config, Registry.from_env() if registry is None else registry)
+    device = None
+    with contextlib.suppress(UnknownConnectorError):
+        device = device_of_links(config, resolved.registry.get(Kind.CONNECTOR, config.connector))
+    return resolved.explain_missing_pipe(device)
 
 
 def connector_class(config: Config, registry: Registry | None = None) -> type[SchedulerConnector]:

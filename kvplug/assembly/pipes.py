@@ -44,7 +44,7 @@ def _link_settings(resolved: ResolvedConfig, wrap_pipe: Callable[[Pipe], Pipe] |
     return LinkSettings(
         config=config,
         credentials=credentials_of(config),
-        hello=functools.partial(make_hello, resolved, None, True),
+        hello=functools.partial(make_hello, resolved, None, True, resolved.config.device.partition(":")[0]),
         endpoint=resolved.pipe_endpoint,
         pipe_options=resolved.pipe_options,
         stats=TransferStats(),

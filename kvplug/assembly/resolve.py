@@ -31,7 +31,7 @@ from kvplug.transport.capabilities import Requirements
 from kvplug.transport.context import LookupContext, PipeContext
 from kvplug.transport.lookup import LookupEndpoint
 from kvplug.transport.pipe import PipeEndpoint
-from kvplug.transport.spec import Kind, Probe, TransportSpec
+from kvplug.transport.spec import ConnectorSpec, Kind, Probe, TransportSpec
 
 EPOCH = uuid.uuid4().hex
 """The epoch of this process: changes at restart, so that stale references are recognised."""
@@ -118,9 +118,9 @@ class ResolvedConfig:
             self._viable[spec.name] = found
         return found
 
-    def explain_missing_pipe(self) -> str | None:
-        """As :func:`explain_missing_pipe`."""
-        device, named = self.config.device.partition(":")[0], self.requested_transport
+    def explain_missing_pipe(self, device: str | None = None) -> str | None:
+        """Why no pipe that the config allows can move tensors of this device; default: the config's."""
+        device, named = device or self.config.device.partition(":")[0], self.requested_transport
         reasons = []
         for offer in self.offers:
             if not (offer.auto if named == AUTO else offer.name == named):
@@ -266,7 +266,14 @@ def checksums_of(config: Config) -> tuple[str, ...]:
     return available() if config.role is Role.CONSUMER else available()[:1]
 
 
-def make_hello(resolved: ResolvedConfig, engine: EngineFacts | None, moves_kv: bool, purpose: str) -> Hello:
+def device_of_links(config: Config, spec: ConnectorSpec) -> str:
+    """Type of the device of the tensors that links between engines with this connector move."""
+    return "cpu" if spec.moves_pages else config.device.partition(":")[0]
+
+
+def make_hello(
+    resolved: ResolvedConfig, engine: EngineFacts | None, moves_kv: bool, device: str, purpose: str
+) -> Hello:
     """The Hello of this end; ``engine`` is ``None`` for a plain pipe."""
     config = resolved.config
     return Hello(
@@ -280,7 +287,7 @@ def make_hello(resolved: ResolvedConfig, engine: EngineFacts | None, moves_kv: b
         integrity=config.integrity,
         transports=resolved.offers,
         requested_transport=resolved.requested_transport,
-        device=config.device.partition(":")[0],
+        device=device,
         identity=this_process(),
         versions={"kvplug": kvplug.__version__},
     )

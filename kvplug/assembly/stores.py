@@ -28,6 +28,7 @@ from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.staging.store import StagedStore
 from kvplug.transport.store.store import Store, StoreLink
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,8 @@ class StoreOpener:
     def _recorded(self, spec: StoreSpec, made: Any) -> Store:
         if not isinstance(made, Store):
             raise PluginError(f"store {spec.name!r} made {made!r}, which is no Store; subclass it")
-        return RecordedStore(made, self._settings.stats)
+        staged = StagedStore(made, timeout_s=self._resolved.config.timeout_s, devices=spec.devices)
+        return RecordedStore(staged, self._settings.stats)
 
 
 def store_links(resolved: ResolvedConfig, stats: TransferStats) -> LinkSettings:
@@ -132,7 +134,7 @@ def store_links(resolved: ResolvedConfig, stats: TransferStats) -> LinkSettings:
     return LinkSettings(
         config=resolved.config,
         credentials=credentials_of(resolved.config),
-        hello=functools.partial(make_hello, resolved, None, True),
+        hello=functools.partial(make_hello, resolved, None, True, "cpu"),
         endpoint=resolved.pipe_endpoint,
         pipe_options=resolved.pipe_options,
         stats=stats,

@@ -13,12 +13,10 @@ from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.transport.pipe import Pipe, Transfer
-from kvplug.transport.store.events import PageEvent
 from kvplug.transport.store.job import GetJob, Job
-from kvplug.transport.store.keys import Series
-from kvplug.transport.store.memory import PageBuffers, PageMemory
-from kvplug.transport.store.results import Presence, PutReason, Usage
-from kvplug.transport.store.store import PageRequest, Store, StoreLink
+from kvplug.transport.store.results import Presence, PutReason
+from kvplug.transport.store.store import PageRequest, Store
+from kvplug.transport.store.wrapper import StoreWrapper
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,28 +112,15 @@ class RecordedPipe(Pipe):
         self.pipe.abort()
 
 
-class RecordedStore(Store):
+class RecordedStore(StoreWrapper):
     """Counts what passes into and out of another store, and is otherwise that store.
 
     Each page counts once, when its job is done, with the time since it was asked for.
     """
 
     def __init__(self, store: Store, stats: TransferStats) -> None:
-        self.store = store
-        """The store inside."""
-        self.seal = store.seal
+        super().__init__(store)
         self._stats = stats
-
-    def __repr__(self) -> str:
-        return f"<recorded {self.store!r}>"
-
-    @property
-    def is_shared(self) -> bool:
-        return self.store.is_shared
-
-    @property
-    def route(self) -> str:
-        return self.store.route
 
     def submit_lookup(
         self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
@@ -168,56 +153,6 @@ class RecordedStore(Store):
                     self._stats.fail(op, reason, count=number)
 
         job.add_done_callback(count)
-
-    def allocate(self, series: Series, count: int) -> PageBuffers | None:
-        return self.store.allocate(series, count)
-
-    def free(self, memory: PageBuffers) -> None:
-        self.store.free(memory)
-
-    def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self.store.declare(series, keys, timeout=timeout)
-
-    def withdraw(self, keys: Sequence[bytes]) -> None:
-        self.store.withdraw(keys)
-
-    def release(self, keys: Sequence[bytes]) -> None:
-        self.store.release(keys)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self.store.touch(keys)
-
-    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
-        return self.store.submit_remove(keys, timeout=timeout)
-
-    def keys(self, series: Series) -> Sequence[bytes]:
-        return self.store.keys(series)
-
-    def usage(self) -> Usage:
-        return self.store.usage()
-
-    @property
-    def has_events(self) -> bool:
-        return self.store.has_events
-
-    def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
-        return self.store.subscribe(listener)
-
-    def serve(self, link: StoreLink) -> None:
-        self.store.serve(link)
-
-    def register_memory(self, memory: PageMemory) -> None:
-        self.store.register_memory(memory)
-
-    @property
-    def is_lost(self) -> bool:
-        return self.store.is_lost
-
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self.store.close(timeout)
-
-    def abort(self) -> None:
-        self.store.abort()
 
 
 def _reason_of_presence(found: Presence) -> str | None:

@@ -1,7 +1,10 @@
-"""CUDA streams for the exclusive use of one owner.
+"""Streams of a device for the exclusive use of one owner, and marks behind what was queued for a device.
 
-torch hands out the same 32 streams again and again: the 17th pipe of a process would get the streams of the
-first, and a kernel of one pipe that spins for its peer would delay the other pipe.
+torch hands out the same 32 CUDA streams again and again: the 17th pipe of a process would get the streams of
+the first, and a kernel of one pipe that spins for its peer would delay the other pipe.
+
+Everything but the making of CUDA streams goes through ``torch.get_device_module``, so other accelerators, and
+the simulated device of the conformance kit, are served in the same way.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 _DRIVER: Final = "libcuda.so.1"
 _NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
+_PINS: Final = frozenset({"cuda", "xpu"})
+"""Devices for which torch can pin host memory."""
 _PRIORITY: Final = -1  # higher than the usual 0: what is moved is usually waited for
 
 _lock = threading.Lock()
@@ -30,7 +35,7 @@ def acquire_stream(device: torch.device) -> Any:
 
     Raises:
         TransportError: the driver cannot create one.
-        RuntimeError: the GPU failed.
+        RuntimeError: the device failed.
     """
     with _lock:
         idle = _idle[str(device)]
@@ -49,9 +54,68 @@ def release_stream(stream: Any) -> None:
         _idle[str(stream.device)].append(stream)
 
 
+def on_stream(stream: Any) -> Any:
+    """A context in which the calling thread queues work on ``stream``."""
+    import torch
+
+    return torch.get_device_module(stream.device).stream(stream)
+
+
+class DeviceMark:
+    """Behind everything that the calling thread has queued for a device by now, on its current stream.
+
+    A thread works on a stream of its own there: what another thread has only queued, it does not see. On a
+    CPU nothing is queued, and every mark is passed.
+    """
+
+    __slots__ = ("_event",)
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cpu":
+            return
+        import torch
+
+        module = torch.get_device_module(device)
+        # a thread that waits sleeps instead of spinning
+        self._event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
+        self._event.record(module.current_stream(device))
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the device has come past it."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Return when the device has come past it. Any thread, any number of times."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def hold(self, stream: Any) -> None:
+        """Let what is queued on ``stream`` from now on run after it. Does not wait."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """``nbytes`` of host memory, between which and the device copies run while the host goes on.
+
+    torch keeps freed memory of this kind for later calls, and hands it out again only when the device is done
+    with it.
+
+    Raises:
+        RuntimeError: the device's driver gives no more.
+    """
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type in _PINS)
+
+
 def _made(device: torch.device) -> Any:
     import torch
 
+    if device.type != "cuda":
+        return torch.get_device_module(device).Stream(device)
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream(device).query()  # the device's context is this thread's from here on

@@ -69,6 +69,7 @@ from kvplug.net.peer_text import (
     peer_text as peer_text,
 )
 from kvplug.net.streams import (
+    DeviceMark as DeviceMark,
     acquire_stream as acquire_stream,
     release_stream as release_stream,
 )

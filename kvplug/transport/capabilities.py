@@ -39,7 +39,7 @@ UNSTATED: Final = Cost(latency_us=1000.0, gb_per_s=0.1)
 """The cost of a transport that states none; the conformance kit refuses such a transport."""
 
 
-def _devices(given: Any) -> frozenset[str]:
+def device_names(given: Any) -> frozenset[str]:
     names = None if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if names is None or not all(isinstance(name, str) for name in names):
         raise PluginError(f"devices must be a set of names, such as {{'cpu'}}; got {given!r}")
@@ -57,7 +57,7 @@ class Capabilities:
         PluginError: ``devices`` is not a set of names; one name alone is none.
     """
 
-    devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=_devices)
+    devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=device_names)
     """Device types (``"cpu"``, ``"cuda"``) whose tensors it sends from and receives into."""
     cross_host: bool = False
     """The two ends may be on different hosts. Otherwise their probes must name the same domain."""

@@ -20,7 +20,7 @@ import attrs
 
 from kvplug.errors import PluginError, PluginLoadError
 from kvplug.net.exhaustion import raise_if_exhausted
-from kvplug.transport.capabilities import Capabilities
+from kvplug.transport.capabilities import Capabilities, device_names
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
 _MADE = (type, types.FunctionType)
@@ -241,6 +241,9 @@ class StoreSpec(_Spec):
     """Its pages outlive the processes that use it."""
     cross_host: bool = False
     """Processes of several hosts can use it."""
+    devices: frozenset[str] = attrs.field(default=frozenset({"cpu"}), converter=device_names)
+    """Types of devices whose memory it copies from and into itself. For memory of others its pages are staged
+    through host memory, by kvplug."""
 
     @property
     def kind(self) -> Kind:
@@ -264,6 +267,9 @@ class ConnectorSpec(_Spec):
     """
 
     worker_factory: str = attrs.field(validator=_check_target)
+    moves_pages: bool = False
+    """KV crosses between engines only as pages of stores, which lie in host memory: links need pipes for CPU
+    tensors, wherever the caches are. Otherwise a pipe must move tensors of the caches' device."""
 
     @property
     def kind(self) -> Kind:

@@ -31,7 +31,17 @@ class Job(Generic[T]):
     Thread-safe. The store calls :meth:`set` and :meth:`settle`; callers do the rest.
     """
 
-    __slots__ = ("_callbacks", "_changed", "_lock", "_on_cancel", "_results", "_settled", "count", "deadline")
+    __slots__ = (
+        "_callbacks",
+        "_changed",
+        "_lock",
+        "_on_cancel",
+        "_results",
+        "_settled",
+        "_watcher",
+        "count",
+        "deadline",
+    )
 
     def __init__(self, count: int, deadline: Deadline) -> None:
         self.count = count
@@ -43,6 +53,7 @@ class Job(Generic[T]):
         self._settled = False
         self._callbacks: list[Callable[[Job[T]], None]] = []
         self._on_cancel: Callable[[], None] | None = None
+        self._watcher: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         state = "under way" if self._results is None else "done" if self._settled else "done, not settled"
@@ -104,6 +115,16 @@ class Job(Generic[T]):
                 return
         callback(self)
 
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher()`` whenever the job changes: something has arrived, it is done, or settled. For one
+        watcher, which must not block."""
+        self._watcher = watcher
+        watcher()
+
+    def _tell(self) -> None:
+        if self._watcher is not None:
+            self._watcher()
+
     # -- for stores ----------------------------------------------------------------------------
 
     def on_cancel(self, cancel: Callable[[], None]) -> None:
@@ -127,6 +148,7 @@ class Job(Generic[T]):
                 callback(self)
             except Exception:  # it runs in a store's thread, which others depend on
                 _log.exception("a callback of %r failed", self)
+        self._tell()
         return True
 
     def settle(self) -> None:
@@ -134,6 +156,7 @@ class Job(Generic[T]):
         with self._lock:
             self._settled = True
             self._changed.notify_all()
+        self._tell()
 
     def after_fork(self, results: Sequence[T]) -> None:
         """For stores, in a forked child: the request is the parent's, and ends here with these results.
@@ -143,7 +166,7 @@ class Job(Generic[T]):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._callbacks = []
-        self._on_cancel = None
+        self._on_cancel = self._watcher = None
         if self._results is None:
             self._results = list(results)
         self._settled = True
@@ -192,3 +215,4 @@ class GetJob(Job[MissReason | None]):
             self._ready = max(self._ready, num_layers)
             self._progressed_at = time.monotonic()
             self._changed.notify_all()
+        self._tell()

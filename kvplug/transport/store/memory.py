@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import attrs
 
 from kvplug.errors import LayoutError
+from kvplug.net.streams import DeviceMark
 from kvplug.net.wire.copying import address_of
 from kvplug.transport.store.copies import copy_pieces, copy_tokens, ids_on
 from kvplug.transport.store.format import PageFormat
@@ -98,6 +99,8 @@ class PageMemory(abc.ABC):
     thread. It never touches it after the job has settled."""
 
     format: PageFormat
+    device: str = "cpu"
+    """Where it is: "cpu", "cuda:1". A store that takes memory of the CPU only is never given another."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -223,6 +226,7 @@ class PageBlocks(PageMemory):
         count: int,
         *,
         writable: range | None = None,
+        after: DeviceMark | None = None,
     ) -> None:
         """``count`` pages, from token ``first_token`` of the sequence on.
 
@@ -231,6 +235,8 @@ class PageBlocks(PageMemory):
             block_ids: the sequence's block table, from its first block on.
             writable: tokens of the sequence that :meth:`scatter` may write; it leaves the others of the same
                 pages as they are. Default: all tokens of the pages.
+            after: on a device, what must have run there before the blocks are read or written; what the
+                thread that calls the store has queued by then, if not given.
 
         Raises:
             LayoutError: the views are not those of the format; a block id is out of range or comes twice; the
@@ -246,6 +252,8 @@ class PageBlocks(PageMemory):
         self._in_memory: list[list[tuple[int, int]]] | None = None
         """Where the blocks lie, once that was looked up."""
         self.format = form
+        self.device = str(sample.device)
+        self.after = after
         self._views = views if isinstance(views, BlockViews) else BlockViews(views)
         self._count = count
         self._block_size = sample.shape[1]
@@ -307,8 +315,8 @@ class PageBlocks(PageMemory):
             return
         form = self.format
         num_tokens = len(rows) * form.page_tokens
-        first_token = self._first_token + first * form.page_tokens
-        start, end = first_token, first_token + num_tokens
+        start = self._first_token + first * form.page_tokens
+        end = start + num_tokens
         if into_cache:
             start, end = max(start, self._writable.start), min(end, self._writable.stop)
         if start >= end:
@@ -317,21 +325,41 @@ class PageBlocks(PageMemory):
         if is_whole and self._move_pieces(start, rows, layers, into_cache=into_cache):
             return
         dense = rows.as_tensor()
-        begin = start // self._block_size - self._first_block
-        block_ids = self._block_ids[begin : -(-end // self._block_size) - self._first_block]
-        ids = ids_on(block_ids, self._views[0][0].device)
+        move = self.mover(first, len(rows), into_cache=into_cache)
         for layer in layers:
             base = (layer - layers.start) * form.layer_nbytes
-            for view, (at, nbytes) in zip(self._views[layer], form.spans, strict=True):
+            for part, (at, nbytes) in enumerate(form.spans):
+                view = self._views[layer][part]
                 tokens = view.new_empty((num_tokens, *view.shape[2:]))
-                part = tokens[start - first_token : end - first_token]
                 columns = slice(base + at, base + at + nbytes)
                 if into_cache:
                     _copy_rows(rows, dense, columns, tokens, into_rows=False)
-                    copy_tokens(view, block_ids, ids, start, part, into_cache=True)
-                else:
-                    copy_tokens(view, block_ids, ids, start, part, into_cache=False)
+                move(layer, part, tokens)
+                if not into_cache:
                     _copy_rows(rows, dense, columns, tokens, into_rows=True)
+
+    def mover(self, first: int, count: int, *, into_cache: bool) -> Callable[[int, int, Tensor], None]:
+        """A function that copies one part of one layer of these pages into the cache, or out of it.
+
+        It is called with the numbers of layer and part, and with memory on the cache's device: of as many
+        bytes, contiguous, one token after the other. It queues the copy on the current stream.
+        """
+        self._check_count(first, count)
+        begin = self._first_token + first * self.format.page_tokens
+        start, end = begin, begin + count * self.format.page_tokens
+        if into_cache:
+            start, end = max(start, self._writable.start), min(end, self._writable.stop)
+        at = start // self._block_size - self._first_block
+        block_ids = self._block_ids[at : -(-end // self._block_size) - self._first_block]
+        ids = ids_on(block_ids, self._views[0][0].device)
+
+        def move(layer: int, part: int, memory: Tensor) -> None:
+            if start < end:
+                view = self._views[layer][part]
+                tokens = memory.view(view.dtype).view(-1, *view.shape[2:])[start - begin : end - begin]
+                copy_tokens(view, block_ids, ids, start, tokens, into_cache=into_cache)
+
+        return move
 
     def _move_pieces(self, start: int, rows: PageRows, layers: range, *, into_cache: bool) -> bool:
         """Copy straight between rows and blocks that are one piece of memory each, in as many pieces as pages

@@ -34,6 +34,7 @@ def kvplug_connectors() -> list[ConnectorSpec]:
             factory="kvplug_lookup.connector.scheduler:LookupScheduler",
             worker_factory="kvplug_lookup.connector.worker:LookupWorker",
             options="kvplug_lookup.connector.options:LookupConnectorOptions",
+            moves_pages=True,
             summary="Saves KV page by page into stores; loads the longest prefix that a store or a peer has",
         )
     ]

@@ -13,6 +13,7 @@ from kvplug import IntegrityError, TimeoutError
 from kvplug.engine import EntryGoneError, StalledError, TransferStats, reason_of
 from kvplug.transport import (
     Deadline,
+    DeviceMark,
     GetJob,
     MissReason,
     PageBlocks,
@@ -63,8 +64,13 @@ class Load:
         timeout_s: float,
         stall_timeout_s: float,
         progressed_at: Callable[[str], float],
+        after: DeviceMark,
     ) -> None:
-        """``progressed_at``: when something of any load came last from a source, by ``time.monotonic``."""
+        """
+        Args:
+            progressed_at: when something of any load came last from a source, by ``time.monotonic``.
+            after: what must have run on the caches' device before the blocks are written.
+        """
         self.plan = plan
         self._views = views
         self._block_size = block_size
@@ -85,6 +91,7 @@ class Load:
             at += count
         self._began_at = time.monotonic()
         self._progressed_at = progressed_at
+        self._after = after
         self._is_over = False
         self.stalled: str | None = None
         """The source of which nothing arrived."""
@@ -114,7 +121,13 @@ class Load:
                 keys=series.keys_of(self._chains[pages]),
                 identities=self._identities[pages],
                 memory=PageBlocks(
-                    form, self._views, plan.block_ids, first_token, part.count, writable=writable
+                    form,
+                    self._views,
+                    plan.block_ids,
+                    first_token,
+                    part.count,
+                    writable=writable,
+                    after=self._after,
                 ),
             )
             job = store.submit_get(request, timeout=self.deadline.remaining())

@@ -55,9 +55,8 @@ class _Batch:
     chains: list[bytes]
     identities: list[bytes]
     source: PageBlocks
-    memory: PageBuffers
-    first: int
-    """Number of its first page in :attr:`source`."""
+    memory: PageBuffers | None
+    """Where they are gathered; ``None``: they are on a device, and the store reads them there."""
     started: float
 
 
@@ -80,6 +79,7 @@ class Saver:
     ) -> None:
         self._tiers = tuple(tiers)
         self._views = views
+        self._gathers = views[0][0].device.type == "cpu"
         self._timeout_s = timeout_s
         self._wait_timeout_s = wait_timeout_s
         self._max_bytes = max_bytes
@@ -128,18 +128,12 @@ class Saver:
             self._settle([*chains[:begin], *chains[end:]])
         chains, identities, keys = chains[begin:end], identities[begin:end], keys[begin:end]
         room = self._take_bytes(len(chains), form.nbytes)
-        memory = tier.store.allocate(tier.series, room) if room else None
-        count = room
-        while memory is None and count > 1:  # the first pages are those that most prompts begin with
-            count //= 2
-            memory = tier.store.allocate(tier.series, count)
-        if memory is None:
-            count = 0
+        memory, count = self._allocate(room) if self._gathers else (None, room)
         self._return_bytes((room - count) * form.nbytes)
         if count < len(chains):
             what = f"the store {tier.name!r} has no room" if room > count else "more would exceed max_unsaved"
             self._give_up(what, "no_room", chains[count:])
-        if memory is None:
+        if not count:
             return
         chains, identities, keys = chains[:count], identities[:count], keys[:count]
         first_token = (plan.first_page + begin) * form.page_tokens
@@ -153,17 +147,26 @@ class Saver:
                 identities,
                 source,
                 memory,
-                0,
                 time.perf_counter(),
             )
         )
 
+    def _allocate(self, count: int) -> tuple[PageBuffers | None, int]:
+        """Memory of the first store for so many pages, or for fewer, and for how many."""
+        while count:  # the first pages are those that most prompts begin with
+            memory = self.first.store.allocate(self.first.series, count)
+            if memory is not None:
+                return memory, count
+            count //= 2
+        return None, 0
+
     def gather_layer(self, layer: int) -> None:
         """Copy this layer of the step's pages out of the paged cache."""
         for batch in self._batches:
-            form, rows = batch.memory.format, batch.memory.rows()
-            columns = rows.columns(layer * form.layer_nbytes, (layer + 1) * form.layer_nbytes)
-            batch.source.gather(batch.first, columns, range(layer, layer + 1))
+            if batch.memory is not None:
+                form, rows = batch.memory.format, batch.memory.rows()
+                columns = rows.columns(layer * form.layer_nbytes, (layer + 1) * form.layer_nbytes)
+                batch.source.gather(0, columns, range(layer, layer + 1))
 
     def spoil(self, suspect: frozenset[int]) -> frozenset[str]:
         """Give up pages that lie in these blocks. Returns the requests whose pages they are."""
@@ -180,9 +183,10 @@ class Saver:
     def _drop(self, batch: _Batch) -> None:
         self._batches.remove(batch)
         tier = self.first
-        tier.store.free(batch.memory)
+        if batch.memory is not None:
+            tier.store.free(batch.memory)
         tier.store.withdraw(tier.series.keys_of(batch.chains))
-        self._return_bytes(len(batch.chains) * batch.memory.format.nbytes)
+        self._return_bytes(len(batch.chains) * batch.source.format.nbytes)
         self._settle(batch.chains)
 
     def end(self) -> None:
@@ -194,12 +198,12 @@ class Saver:
                 series=tier.series,
                 keys=tier.series.keys_of(batch.chains),
                 identities=batch.identities,
-                memory=batch.memory,
+                memory=batch.source if batch.memory is None else batch.memory,
             )
             try:
                 job = tier.store.submit_put(request, timeout=self._timeout_s)
             except KvplugError as e:
-                self._return_bytes(len(batch.chains) * batch.memory.format.nbytes)
+                self._return_bytes(len(batch.chains) * batch.source.format.nbytes)
                 self._give_up(str(e), "closed", batch.chains)
                 continue
             job.add_done_callback(self._noting(batch))
@@ -236,7 +240,7 @@ class Saver:
         num_resets, series = self._num_resets, self.first.series
 
         def note(job: Job[PutReason | None]) -> None:
-            self._return_bytes(len(batch.chains) * batch.memory.format.nbytes)
+            self._return_bytes(len(batch.chains) * batch.source.format.nbytes)
             results = job.results() or []
             kept = [reason is None for reason in results]
             seconds = time.perf_counter() - batch.started

@@ -19,15 +19,13 @@ from kvplug.engine import (
 )
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
-    BackgroundThread,
     Deadline,
+    DeviceMark,
     PageEvent,
     PageRemoval,
     PagesRemoved,
     Timeout,
-    exhaustion_of,
 )
-from kvplug_lookup.connector.device import Mark
 from kvplug_lookup.connector.keys import hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
 from kvplug_lookup.connector.peers import PeerStore
@@ -199,6 +197,8 @@ class LookupWorker(WorkerConnector):
     def handle_preemptions(self, request_ids: frozenset[str]) -> None:
         for request_id in request_ids:
             self._forget(request_id)
+            if (load := self._loads.get(request_id)) is not None:
+                load.settle()  # the engine uses the blocks again when this returns
 
     def _forget(self, request_id: str) -> None:
         if self._saver is not None:
@@ -234,38 +234,16 @@ class LookupWorker(WorkerConnector):
         if not self._caches:
             raise LayoutError("there is no cache to load into: register_kv_caches was not called")
         # The requests that had the blocks before may still use them, in a forward pass that is only queued.
-        free = Mark(self._caches[0])
-        loads = [self._load_of(plan) for plan in self._plan.loads]
+        free = DeviceMark(self._caches[0].device)
+        loads = [self._load_of(plan, free) for plan in self._plan.loads]
         for load in loads:
             self._loads[load.request_id] = load
             if self._doubts_loads and not load.plan.in_background:
                 self._suspect |= dict.fromkeys(load.block_ids, self._step)
-        if free.is_passed:
-            self._begin(loads)
-        else:  # this thread must not wait for the device
-            thread = BackgroundThread(
-                self._begin_when_free,
-                args=(loads, free),
-                name="kvplug-lookup-load",
-                stop=lambda: None,  # it waits for the device, and for no peer
-            )
-            try:
-                thread.start()
-            except RuntimeError as e:  # no more threads
-                shortage = exhaustion_of(e, "loading pages")
-                for load in loads:
-                    load.fail(shortage or e)
+            for part in load.parts:
+                self._begin_part(load, part)
 
-    def _begin_when_free(self, loads: list[Load], free: Mark) -> None:
-        try:
-            free.wait()
-        except Exception as e:  # of the device
-            for load in loads:
-                load.fail(e)
-        else:
-            self._begin(loads)
-
-    def _load_of(self, plan: LoadPlan) -> Load:
+    def _load_of(self, plan: LoadPlan, after: DeviceMark) -> Load:
         return Load(
             plan,
             self._views,
@@ -277,17 +255,13 @@ class LookupWorker(WorkerConnector):
             timeout_s=self._context.config.timeout_s,
             stall_timeout_s=self._context.options.stall_timeout_s,
             progressed_at=self._progressed_at,
+            after=after,
         )
 
     def _progressed_at(self, source: str) -> float:
         """When something arrived last from a source, of a load that ended or is under way."""
         parts = [part for load in self._loads.values() for part in load.parts if part.source == source]
         return max([self._ended_at.get(source, 0.0), *(part.job.progressed_at for part in parts if part.job)])
-
-    def _begin(self, loads: list[Load]) -> None:
-        for load in loads:
-            for part in load.parts:
-                self._begin_part(load, part)
 
     def _begin_part(self, load: Load, part: Part) -> None:
         tier, peer = self._tiers.get(part.source), self._peers.get(part.source)

@@ -1,0 +1,121 @@
+"""Pages in host memory on their way between a store and a device, and the copies to and from the cache."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvplug.net.streams import on_stream, pinned_bytes
+from kvplug.net.wire.tensors import memory_of_writable
+from kvplug.transport.store.format import PageFormat
+from kvplug.transport.store.memory import PageBlocks, PageMemory, PageRows
+from kvplug.transport.store.places import PagePlaces, PartPlace
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class StagedPages(PageMemory):
+    """Pages in one piece of host memory: layer after layer, part after part, page after page.
+
+    So a layer of all pages is one copy to or from a device, where each of its parts is one tensor. In a store
+    a page is one piece; the store's copy into this memory, or out of it, changes the order.
+    """
+
+    def __init__(self, form: PageFormat, count: int, device: torch.device) -> None:
+        """New memory, of any content.
+
+        Raises:
+            RuntimeError: the device's driver gives no more pinned memory.
+        """
+        self.format = form
+        self._count = count
+        self._memory = pinned_bytes(count * form.nbytes, device)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def layer(self, layer: int) -> Tensor:
+        """The bytes of one layer of all pages."""
+        nbytes = self._count * self.format.layer_nbytes
+        return self._memory[layer * nbytes : (layer + 1) * nbytes]
+
+    def part(self, layer: Tensor, part: int, pages: range) -> Tensor:
+        """The bytes of one part of consecutive pages, in a tensor with one layer of all pages."""
+        at, nbytes = self.format.spans[part]
+        begin = at * self._count
+        return layer[begin + pages.start * nbytes : begin + pages.stop * nbytes]
+
+    def places(self, first: int, count: int) -> PagePlaces | None:
+        self._check_count(first, count)
+        form, base = self.format, self._memory.data_ptr()
+        bases = array("q")
+        for layer in range(form.num_layers):
+            at_layer = base + layer * self._count * form.layer_nbytes
+            bases.extend(at_layer + at * self._count for at, _ in form.spans)
+        # each page is one block, and all of it one token
+        parts = tuple(PartPlace(nbytes, nbytes, (nbytes,), (1,), 1) for _, nbytes in form.spans)
+        return PagePlaces(bases, parts, array("q", range(first, first + count)), 1, 1, 0, range(count))
+
+    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        for row, mine in self._pieces(first, rows, layers):
+            row[:] = mine
+
+    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        for row, mine in self._pieces(first, rows, layers):
+            mine[:] = row
+
+    def _pieces(
+        self, first: int, rows: PageRows, layers: range | None
+    ) -> Iterable[tuple[memoryview, memoryview]]:
+        """Each part of each layer of each row, and the same bytes here."""
+        form, wanted = self.format, self._check(first, rows, layers)
+        memory = memory_of_writable(self._memory)
+        for layer in wanted:
+            for at, nbytes in form.spans:
+                in_row = (layer - wanted.start) * form.layer_nbytes + at
+                here = (layer * form.layer_nbytes + at) * self._count + first * nbytes
+                for index in range(len(rows)):
+                    begin = here + index * nbytes
+                    yield rows.row(index)[in_row : in_row + nbytes], memory[begin : begin + nbytes]
+
+
+def queue_scatter(
+    staged: StagedPages,
+    blocks: PageBlocks,
+    first: int,
+    layers: Iterable[int],
+    runs: Sequence[range],
+    stream: Any,
+) -> None:
+    """Queue copies of these layers of staged pages into the cache.
+
+    Args:
+        first: the number in ``blocks`` of the first staged page.
+        runs: the staged pages that are copied.
+        stream: on the cache's device.
+    """
+    with on_stream(stream):
+        movers = [(run, blocks.mover(first + run.start, len(run), into_cache=True)) for run in runs]
+        for layer in layers:
+            on_device = staged.layer(layer).to(blocks.device, non_blocking=True)
+            for part in range(len(staged.format.parts)):
+                for run, move in movers:
+                    move(layer, part, staged.part(on_device, part, run))
+
+
+def queue_gather(staged: StagedPages, blocks: PageBlocks, stream: Any) -> None:
+    """Queue copies of the first pages out of the cache into all staged ones."""
+    import torch
+
+    pages = range(len(staged))
+    with on_stream(stream):
+        move = blocks.mover(0, len(staged), into_cache=False)
+        for layer in range(staged.format.num_layers):
+            here = staged.layer(layer)
+            on_device = torch.empty(len(here), dtype=torch.uint8, device=blocks.device)
+            for part in range(len(staged.format.parts)):
+                move(layer, part, staged.part(on_device, part, pages))
+            here.copy_(on_device, non_blocking=True)

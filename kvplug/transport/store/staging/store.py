@@ -1,0 +1,301 @@
+"""A store whose pages may also come from, and go to, a cache on a device: staged through pinned host memory.
+
+A get brings pages into host memory by the store itself, verified there, and copies each layer to the device
+once it has come for all pages. A put copies the pages into host memory, and gives them to the store when they
+are there. Copies run on streams of their own, one for each direction, so that they neither wait for the
+engine's kernels nor hold them up, beyond what they must:
+
+- a get's copies run after what the blocks were used for before (``PageBlocks.after``, or what the calling
+  thread has queued), and a layer counts as there when the device has come past its copy;
+- a put's copies run after what the calling thread has queued, which has computed the pages; and what that
+  thread queues next runs after them, so that blocks may be used again at once.
+
+Requests with memory of the host, or of a device that the store serves itself, pass straight through.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from kvplug.errors import ClosedError, KvplugError
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.net.exhaustion import exhaustion_of
+from kvplug.net.fork import close_after_fork
+from kvplug.net.streams import acquire_stream, release_stream
+from kvplug.net.threads import BackgroundThread
+from kvplug.transport.store.format import PageFormat
+from kvplug.transport.store.job import GetJob, Job
+from kvplug.transport.store.results import MissReason, PutReason
+from kvplug.transport.store.staging.pages import StagedPages
+from kvplug.transport.store.staging.transfers import Get, Lane, Put, Transfer
+from kvplug.transport.store.store import PageRequest, Store
+from kvplug.transport.store.wrapper import StoreWrapper
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+MAX_BYTES: Final = 256 << 20
+"""Of pinned memory, by default: a prompt of 2,000 tokens of a model with 128 KiB a token."""
+_LOOK_S: Final = (50e-6, 1e-3)
+"""How long the thread sleeps before it looks again at what the device has to do: at first, and at most. Marks
+of a device cannot be waited for together, nor with a deadline."""
+_CLOSE_S: Final = 1.0
+"""How long ``abort`` waits for the device."""
+
+
+class StagedStore(StoreWrapper):
+    """Another store, for memory on any device."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        timeout_s: float = 30.0,
+        max_bytes: int = MAX_BYTES,
+        devices: frozenset[str] = frozenset({"cpu"}),
+    ) -> None:
+        """Owns ``store`` from here on.
+
+        Args:
+            timeout_s: the default deadline of a job.
+            max_bytes: of pinned host memory. A get that finds none free waits, and one that is larger comes
+                in pieces; pages of a put that find none free are not kept.
+            devices: types of devices for which the store needs no staging.
+        """
+        super().__init__(store)
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._direct = devices
+        self._used_bytes = 0
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._live: list[Transfer] = []
+        self._is_told = False
+        self._lanes: dict[tuple[str, type[Transfer]], Lane] = {}
+        self._thread: BackgroundThread | None = None
+        self._closing = self._closed = False
+        self._devices: tuple[str, ...] = ()
+        close_after_fork(self)
+
+    @property
+    def route(self) -> str:
+        """That of the store, and for which devices it was staged."""
+        staged = f"staged to {', '.join(self._devices)}" if self._devices else ""
+        return ", ".join(filter(None, (self.store.route, staged)))
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+        if self._is_direct(pages):
+            return self.store.submit_put(pages, timeout=timeout)
+        self._check_open()
+        job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(timeout, self._timeout_s))
+        form, count = pages.series.format, len(pages.keys)
+        staged: StagedPages | None = None
+        try:
+            lane = self._lane(pages.memory.device, Put)
+            staged = lane.make_pages(form, count, may_be_fewer=True)
+            if staged is None:
+                job.set([PutReason.NO_ROOM] * job.count)
+                return job
+            put = Put(self.store, job, pages, lane, staged)
+        except (RuntimeError, KvplugError) as e:
+            if staged is not None:
+                lane.give_back(staged)
+            job.set([PutReason.NO_ROOM if exhaustion_of(e) else PutReason.OTHER] * job.count)
+            _log.warning("pages are not copied out of a cache on %s: %s", pages.memory.device, e)
+            return job
+        self._add(put)
+        return job
+
+    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+        if self._is_direct(pages):
+            return self.store.submit_get(pages, timeout=timeout)
+        self._check_open()
+        form = pages.series.format
+        job = GetJob(len(pages.keys), form.num_layers, Deadline.after(timeout, self._timeout_s))
+        try:
+            lane = self._lane(pages.memory.device, Get)
+            get = Get(self.store, job, pages, lane, max(1, self._max_bytes // form.nbytes))
+        except (RuntimeError, KvplugError) as e:
+            job.set([MissReason.NO_MEMORY if exhaustion_of(e) else MissReason.OTHER] * job.count)
+            _log.warning("pages are not copied into a cache on %s: %s", pages.memory.device, e)
+            return job
+        self._add(get)
+        return job
+
+    def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+        removed = None if keys is None else frozenset(keys)
+        with self._lock:
+            puts = [each for each in self._live if isinstance(each, Put)]
+        for put in puts:
+            put.forget(removed)
+        return self.store.submit_remove(keys, timeout=timeout)
+
+    def _is_direct(self, pages: PageRequest) -> bool:
+        return not pages.keys or pages.memory.device.partition(":")[0] in self._direct
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ClosedError(f"{self.store!r} is closed")
+
+    # -- memory and streams --------------------------------------------------------------------
+
+    def _lane(self, name: str, kind: type[Transfer]) -> Lane:
+        with self._lock:
+            lane = self._lanes.get((name, kind))
+            if lane is None:
+                import torch
+
+                device = torch.device(name)
+                make_pages = self._make_pages(device)
+                lane = Lane(device, acquire_stream(device), make_pages, self._give_back, self._wake)
+                self._lanes[name, kind] = lane
+                self._devices = tuple(sorted({name for name, _ in self._lanes}))
+            return lane
+
+    def _make_pages(self, device: torch.device) -> Any:
+        def make(form: PageFormat, count: int, *, may_be_fewer: bool = False) -> StagedPages | None:
+            with self._lock:
+                free = max(self._max_bytes - self._used_bytes, 0 if self._used_bytes else form.nbytes)
+                if may_be_fewer:
+                    count = min(count, free // form.nbytes)
+                nbytes = count * form.nbytes
+                if not 0 < nbytes <= free:
+                    return None
+                self._used_bytes += nbytes
+            try:
+                return StagedPages(form, count, device)
+            except BaseException:
+                with self._lock:
+                    self._used_bytes -= nbytes
+                raise
+
+        return make
+
+    def _give_back(self, staged: StagedPages) -> None:
+        with self._lock:
+            self._used_bytes -= len(staged) * staged.format.nbytes
+        self._wake()
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _add(self, transfer: Transfer) -> None:
+        try:
+            with self._lock:
+                if self._thread is None:
+                    thread = BackgroundThread(self._run, name="kvplug-staging", stop=self._give_up)
+                    thread.start()
+                    self._thread = thread
+                self._live.append(transfer)
+                closed = self._closed
+        except RuntimeError as e:  # no more threads
+            _log.warning("pages cannot be staged: %s", e)
+            transfer.end(MissReason.NO_MEMORY)
+            transfer.abandon()
+            return
+        if closed:
+            transfer.end(MissReason.CLOSED)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._is_told = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        pause, longest = _LOOK_S
+        while True:
+            with self._lock:
+                self._is_told = False
+                live = list(self._live)
+                if not live:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                    continue
+            over = [transfer for transfer in live if self._step(transfer)]
+            with self._lock:
+                self._live = [transfer for transfer in self._live if transfer not in over]
+                self._changed.notify_all()
+                if self._is_told or over:
+                    pause = _LOOK_S[0]
+                    continue
+                if any(transfer.is_on_device for transfer in live):
+                    self._changed.wait(pause)
+                    pause = min(2 * pause, longest)
+                else:
+                    ends = [transfer.job.deadline.at for transfer in live if not transfer.job.done]
+                    left = min(ends, default=math.inf) - time.monotonic()
+                    self._changed.wait(max(0.0, min(left, 1e6)))
+
+    def _step(self, transfer: Transfer) -> bool:
+        """Returns whether the request is over."""
+        try:
+            return transfer.step()
+        except Exception as e:  # of the device, or of the store's own
+            if transfer.job.done:
+                transfer.abandon()
+                return True
+            if isinstance(e, ClosedError):
+                transfer.end(MissReason.CLOSED)
+            else:
+                _log.warning("staging pages failed: %s", e)
+                transfer.end(MissReason.NO_MEMORY if exhaustion_of(e) else MissReason.OTHER)
+            self._wake()
+            return False
+
+    # -- the end -------------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        return self._closing or self.store.is_lost
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        deadline = Deadline.after(timeout, self._timeout_s)
+        with self._lock:
+            self._closing = True
+            gets = [transfer for transfer in self._live if not isinstance(transfer, Put)]
+        for get in gets:
+            get.end(MissReason.CLOSED)
+        self._wake()
+        with self._lock:
+            while not self._closed and any(type(each) is Put and not each.job.done for each in self._live):
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    break
+        self.store.close(deadline.remaining())
+        self.abort()
+
+    def abort(self) -> None:
+        self._give_up()
+        self.store.abort()
+        with self._lock:
+            lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            release_stream(lane.stream)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+
+    def _give_up(self) -> None:
+        """End every job; the thread ends when the device has done what was queued."""
+        with self._lock:
+            self._closing = self._closed = True
+            live = list(self._live)
+        for transfer in live:
+            transfer.end(MissReason.CLOSED)
+        self._wake()
+
+    def _after_fork_in_child(self) -> None:
+        self._closing = self._closed = True
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        self._changed = threading.Condition(self._lock)
+        live, self._live, self._thread = self._live, [], None
+        for transfer in live:
+            transfer.job.after_fork(transfer.failed(MissReason.CLOSED))

@@ -1,0 +1,319 @@
+"""Requests for pages whose memory is on a device: what each waits for, and does next.
+
+The thread of :class:`~kvplug.transport.store.staging.store.StagedStore` calls :meth:`Transfer.step` again and
+again. It never waits for the device: marks say what has run there.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from kvplug.net.streams import DeviceMark, on_stream
+from kvplug.transport.store.job import GetJob, Job
+from kvplug.transport.store.memory import PageBlocks
+from kvplug.transport.store.results import MissReason, PutReason
+from kvplug.transport.store.staging.pages import StagedPages, queue_gather, queue_scatter
+from kvplug.transport.store.store import PageRequest, Store
+
+if TYPE_CHECKING:
+    import torch
+
+_PUT_REASONS: Final = {
+    MissReason.TIMEOUT: PutReason.TIMEOUT,
+    MissReason.CANCELLED: PutReason.CANCELLED,
+    MissReason.CLOSED: PutReason.CLOSED,
+    MissReason.NO_MEMORY: PutReason.NO_ROOM,
+}
+
+
+@attrs.define(eq=False)
+class Lane:
+    """What transfers of one direction share on one device."""
+
+    device: torch.device
+    stream: Any
+    make_pages: Callable[..., StagedPages | None]
+    """``make_pages(format, count)``: host memory; ``None`` while others have it. With ``may_be_fewer`` for as
+    many pages as there is memory for."""
+    give_back: Callable[[StagedPages], None]
+    wake: Callable[[], None]
+    """The thread is to look at the transfer again."""
+
+    def mark(self) -> DeviceMark:
+        """Behind what was queued on the stream by now."""
+        with on_stream(self.stream):
+            return DeviceMark(self.device)
+
+    def follow(self, mark: DeviceMark | None) -> None:
+        """What is queued on the stream from now on runs after the mark."""
+        if mark is not None:
+            mark.hold(self.stream)
+
+    def go_before(self, mark: DeviceMark) -> None:
+        """What the calling thread queues from now on, on its own stream, runs after the mark."""
+        import torch
+
+        mark.hold(torch.get_device_module(self.device).current_stream(self.device))
+
+
+def part_of(request: PageRequest, pages: range, memory: StagedPages) -> PageRequest:
+    """Some pages of a request, in other memory."""
+    return attrs.evolve(
+        request,
+        keys=request.keys[pages.start : pages.stop],
+        identities=request.identities[pages.start : pages.stop],
+        memory=memory,
+    )
+
+
+class Transfer(abc.ABC):
+    """One request."""
+
+    job: Job[Any]
+    is_on_device: bool = False
+    """Whether the device has copies of it to do: then it is looked at often."""
+
+    @abc.abstractmethod
+    def step(self) -> bool:
+        """Do what can be done now. Returns whether the request is over: nothing of it is under way."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Give the memory back, and settle the job. Where the device has failed, without waiting for it."""
+
+    @abc.abstractmethod
+    def failed(self, reason: MissReason) -> list[Any]:
+        """The results when the job ends for this reason."""
+
+    def end(self, reason: MissReason) -> None:
+        """The job is done, if it was not: nothing more is queued for it. What is under way settles it."""
+        self.job.set(self.failed(reason), settled=False)
+
+
+@attrs.define(eq=False)
+class _Piece:
+    """Pages of one get that are staged together."""
+
+    pages: range
+    staged: StagedPages | None = None
+    job: GetJob | None = None
+    num_queued: int = 0
+    """Layers whose copies to the device were queued."""
+    num_landed: int = 0
+    """Layers that are in the cache."""
+    marks: deque[tuple[DeviceMark, int]] = attrs.field(factory=deque)
+    """Behind each group of queued copies, and the number of layers that have landed then."""
+    results: list[MissReason | None] | None = None
+    is_over: bool = False
+
+
+class Get(Transfer):
+    """Pages into a cache on a device."""
+
+    job: GetJob
+
+    def __init__(self, store: Store, job: GetJob, request: PageRequest, lane: Lane, max_pages: int) -> None:
+        """To be called in the thread that asks.
+
+        Args:
+            max_pages: that are staged together.
+        """
+        assert isinstance(request.memory, PageBlocks)
+        self.job = job
+        self._store = store
+        self._request = request
+        self._lane = lane
+        self._blocks = request.memory
+        self._after = self._blocks.after or DeviceMark(lane.device)
+        self._pieces = [
+            _Piece(range(at, min(at + max_pages, job.count))) for at in range(0, job.count, max_pages)
+        ]
+        job.on_cancel(self._cancel)
+
+    def _cancel(self) -> None:
+        self.end(MissReason.CANCELLED)
+        self._lane.wake()
+
+    def failed(self, reason: MissReason) -> list[MissReason | None]:
+        found: list[MissReason | None] = []
+        for piece in self._pieces:
+            found += [reason] * len(piece.pages) if piece.results is None else piece.results
+        return found
+
+    def step(self) -> bool:
+        num_layers = self._request.series.format.num_layers
+        if not self.job.done and self.job.deadline.expired:
+            self.end(MissReason.TIMEOUT)
+        for piece in self._pieces:
+            if not piece.is_over and not self._step(piece, num_layers):
+                break  # the next one is staged when this one has its memory
+        self.is_on_device = any(piece.marks for piece in self._pieces)
+        if self.job.done:
+            over = all(piece.is_over or piece.job is None for piece in self._pieces)
+        else:
+            arrived = max((piece.job.progressed_at for piece in self._pieces if piece.job), default=0.0)
+            ready = min(piece.num_landed for piece in self._pieces)
+            if ready > self.job.num_layers_ready or arrived > self.job.progressed_at:
+                self.job.advance(ready)
+            over = all(piece.is_over for piece in self._pieces)
+        if over:
+            self.job.set(self.failed(MissReason.OTHER))
+            self.abandon()
+        return over
+
+    def abandon(self) -> None:
+        for piece in self._pieces:
+            staged, piece.staged = piece.staged, None
+            if staged is not None:
+                self._lane.give_back(staged)
+        self.job.settle()
+
+    def _step(self, piece: _Piece, num_layers: int) -> bool:
+        """Returns whether the piece has its memory."""
+        if piece.job is None:
+            if self.job.done:
+                return False
+            staged = self._lane.make_pages(self._request.series.format, len(piece.pages))
+            if staged is None:
+                return False
+            piece.staged = staged
+            request = part_of(self._request, piece.pages, staged)
+            piece.job = self._store.submit_get(request, timeout=self.job.deadline.remaining())
+            piece.job.watch(self._lane.wake)
+        inner, staged = piece.job, piece.staged
+        assert staged is not None
+        if self.job.done:
+            inner.cancel()
+        else:
+            self._queue(piece, inner, staged, num_layers)
+        while piece.marks and piece.marks[0][0].is_passed:
+            piece.num_landed = piece.marks.popleft()[1]
+        if inner.done and inner.settled and not piece.marks:
+            if piece.results is None and not self.job.done:
+                piece.results = inner.results()
+            piece.is_over = True
+            piece.staged = None
+            self._lane.give_back(staged)  # for the next piece
+        return True
+
+    def _queue(self, piece: _Piece, inner: GetJob, staged: StagedPages, num_layers: int) -> None:
+        """Queue copies of the layers that have come."""
+        results = inner.results()
+        ready = num_layers if results is not None else inner.num_layers_ready
+        if ready <= piece.num_queued:
+            return
+        runs = [range(len(piece.pages))] if results is None else _found(results)
+        if not piece.num_queued:
+            self._lane.follow(self._after)
+        queue_scatter(
+            staged,
+            self._blocks,
+            piece.pages.start,
+            range(piece.num_queued, ready),
+            runs,
+            self._lane.stream,
+        )
+        piece.num_queued = ready
+        piece.marks.append((self._lane.mark(), ready))
+
+
+def _found(results: list[MissReason | None]) -> list[range]:
+    """The consecutive pages that were not missed."""
+    runs: list[range] = []
+    for at, missed in enumerate(results):
+        if missed is None:
+            if runs and runs[-1].stop == at:
+                runs[-1] = range(runs[-1].start, at + 1)
+            else:
+                runs.append(range(at, at + 1))
+    return runs
+
+
+class Put(Transfer):
+    """Pages out of a cache on a device."""
+
+    job: Job[PutReason | None]
+
+    def __init__(
+        self,
+        store: Store,
+        job: Job[PutReason | None],
+        request: PageRequest,
+        lane: Lane,
+        staged: StagedPages,
+    ) -> None:
+        """To be called in the thread that asks: what that queues next for the device runs after the pages are
+        read, so the blocks may be used again at once.
+
+        ``staged``: for the first pages; the others are not kept.
+
+        Raises:
+            RuntimeError: the device failed, or has no memory.
+        """
+        assert isinstance(request.memory, PageBlocks)
+        self.job = job
+        self._store = store
+        self._lane = lane
+        self._staged: StagedPages | None = staged
+        self._request = part_of(request, range(len(staged)), staged)
+        self._num_refused = job.count - len(staged)
+        self._lock = threading.RLock()
+        """Held while the pages go to the store: a removal finds them either here or there."""
+        self._inner: Job[PutReason | None] | None = None
+        lane.follow(request.memory.after)
+        lane.follow(DeviceMark(lane.device))
+        queue_gather(staged, request.memory, lane.stream)
+        self._mark = lane.mark()
+        lane.go_before(self._mark)
+        self.is_on_device = True
+        job.on_cancel(self._cancel)
+
+    def _cancel(self) -> None:
+        self.end(MissReason.CANCELLED)
+        self._lane.wake()
+
+    def failed(self, reason: MissReason) -> list[PutReason | None]:
+        return [_PUT_REASONS.get(reason, PutReason.OTHER)] * self.job.count
+
+    def forget(self, keys: frozenset[bytes] | None) -> None:
+        """Pages are removed: if some of these have not reached the store, none of the request are put.
+
+        ``None``: every page is removed.
+        """
+        with self._lock:
+            if self._inner is None and (keys is None or not keys.isdisjoint(self._request.keys)):
+                self._cancel()
+
+    def step(self) -> bool:
+        if not self.job.done and self.job.deadline.expired:
+            self.end(MissReason.TIMEOUT)
+        if self.is_on_device:
+            if not self._mark.is_passed:
+                return False
+            self.is_on_device = False
+        with self._lock:
+            if self._inner is None and not self.job.done:
+                left = self.job.deadline.remaining()
+                self._inner = self._store.submit_put(self._request, timeout=left)
+                self._inner.watch(self._lane.wake)
+        inner = self._inner
+        if inner is not None:
+            if self.job.done:
+                inner.cancel()
+            if not (inner.done and inner.settled):
+                return False
+            self.job.set([*(inner.results() or ()), *[PutReason.NO_ROOM] * self._num_refused])
+        self.abandon()
+        return True
+
+    def abandon(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            self._lane.give_back(staged)
+        self.job.settle()
