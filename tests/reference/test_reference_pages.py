@@ -22,7 +22,7 @@ from kvplug.cli.main import OWN, program
 from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config, describe_options
 from kvplug.config.sources import VLLM_IGNORED, VLLM_KEYS
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
-from kvplug.transport import TransportSpec, hookspecs
+from kvplug.transport import StoreSpec, TransportSpec, hookspecs
 from kvplug.transport.hookspecs import OFFERED
 from kvplug_testing.faults import Rule
 from kvplug_testing.faults.plan import BEFORE, CONTENT
@@ -81,13 +81,21 @@ MEANINGS = {
     "is the default of what is made for tests",
     "wraps": "whether it wraps another one of its kind; see [](#a-wrapper-of-another-transport)",
     "target": "a click command",
+    "client": "makes the end of a process that reaches a store which a peer serves, from the context and the "
+    "link",
+    "persistent": "whether its pages outlive the processes that use it",
+    "cross_host": "whether processes of several hosts can use it",
+    "devices": "types of devices whose memory it copies from and into itself; for others kvplug stages its "
+    "pages",
+    "moves_pages": "whether KV crosses between engines only as pages of stores, which lie in host memory; "
+    "then links need pipes for CPU tensors, wherever the caches are",
 }
 
 
 def spec_rows() -> list[str]:
     return [
         f"| `{cls.__name__}` | `{field.name}` | {MEANINGS[field.name]} |"
-        for cls in (TransportSpec, ConnectorSpec, SinkSpec, CommandSpec)
+        for cls in (TransportSpec, StoreSpec, ConnectorSpec, SinkSpec, CommandSpec)
         for field in attrs.fields(cls)
     ]
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvplug.metrics.record import RecordedStore
 from kvplug.transport import Deadline, GetJob, MissReason
+from kvplug.transport.store.wrapper import StoreWrapper
 from kvplug_testing import ConnectorContract
 
 SMALL = MappingProxyType({"segment_bytes": 1 << 20})
@@ -36,7 +37,10 @@ class TestOverPipes(ConnectorContract):
         get = RecordedStore.submit_get
 
         def submit_get(store: RecordedStore, pages: Any, **given: Any) -> GetJob:
-            if self._how != "fail" or type(store.store).__name__ != "HostStore":
+            inner: Any = store
+            while isinstance(inner, StoreWrapper):
+                inner = inner.store
+            if self._how != "fail" or type(inner).__name__ != "HostStore":
                 return get(store, pages, **given)
             return missed(len(pages.keys), pages.series.format.num_layers)
 

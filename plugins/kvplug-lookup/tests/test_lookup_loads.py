@@ -7,10 +7,11 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from kvplug import ClosedError
 from kvplug.engine import TransferStats
-from kvplug.transport import BackgroundThread, Deadline, GetJob
+from kvplug.transport import BackgroundThread, Deadline, DeviceMark, GetJob
 from kvplug_lookup.connector import block_events
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.load import Load
@@ -63,6 +64,7 @@ def load_of(engine: FakeEngine, chains: list[bytes], **given: Any) -> Load:
         chains=chains,
         identities=[bytes(160)] * 2,
         stats=TransferStats(),
+        after=DeviceMark(torch.device("cpu")),
         **settings,
     )
 

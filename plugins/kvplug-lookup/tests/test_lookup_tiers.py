@@ -192,7 +192,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_step_longer_than_the_stall_time
     with both(lookup, stores=["fs"], options={"fs": {"path": str(tmp_path)}}) as engine:
         engine.prefill(request_of("saved", PROMPT))
         assert num_held(engine) == 6
-        disk = first_store(engine).store._store
+        disk = first_store(engine).store.store._store
         read = disk.read
         monkeypatch.setattr(disk, "read", lambda *args: answers.wait(30) and read(*args))
         try:

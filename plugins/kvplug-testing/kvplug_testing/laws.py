@@ -278,6 +278,13 @@ STORE-10, what is there
   listener of a store with events gets a snapshot and then every change, in the order of their numbers and
   without a gap: an index made of them has the keys that `keys` has, and the pages that are expected.
 
+STORE-11, memory on a device
+: Pages come from and go to a cache on a device like others, staged through host memory where the store does
+  not serve that device itself. They are read after what the calling thread has queued there by then, and what
+  it queues next runs after that: blocks may be used again at once. They are written after what must have run
+  before (`PageBlocks.after`), and count as there only when the device has written them. A job ends by its
+  deadline also while the device does nothing, and settles when the device is done with its memory.
+
 ## Connector
 
 CONN-1, order
@@ -316,6 +323,11 @@ CONN-9, steps that go on
 : A load in the background holds up no call of the engine, whatever its peer does, and an engine that lets
   every request wait for its load gets no other loads from a connector that can do both. A load of which
   nothing comes fails after a limit of its own, much less than `timeout_s`, and no step waits longer for it.
+
+CONN-10, caches on a device
+: All of this holds for caches on a device, whose kernels and copies run some time after the engine's calls:
+  KV is read after the kernels that compute it, blocks are used again after they were read, KV is written
+  after the kernels that still use its blocks, and counts as loaded only once it is there.
 
 ## References to blocks
 

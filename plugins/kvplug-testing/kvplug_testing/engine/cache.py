@@ -75,12 +75,22 @@ class PagedCache:
         block_format: str = "",
         num_layers: int = NUM_LAYERS,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
-        """``block_format``: that of a kernel that transposes each head's block (axes KBHTD only)."""
+        """
+        Args:
+            block_format: that of a kernel that transposes each head's block (axes KBHTD only).
+            device: where the cache is, "simulated" for the kit's own device.
+        """
         if block_format and axes != "KBHTD":
             raise ValueError(f"the kernel with its own block format wants KBHTD, not {axes}")
         import torch
 
+        if device.partition(":")[0] == "simulated":
+            from kvplug_testing import simulated
+
+            simulated.enable()
+        self.is_on_cpu = device == "cpu"
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.layout = layout_of(axes, block_size, num_blocks, block_format)
@@ -88,23 +98,42 @@ class PagedCache:
         self.layer_names = tuple(f"layers.{index}" for index in range(num_layers))
         self.random = torch.Generator().manual_seed(seed)
         self.tensors = {
-            name: torch.randn(self.layout.shape, generator=self.random) for name in self.layer_names
+            name: torch.randn(self.layout.shape, generator=self.random).to(device)
+            for name in self.layer_names
         }
         self.weights = 0.0
         """A number that the KV depends on, besides its tokens."""
 
     def by_token(self, layer: int) -> Array:
-        """A view of one layer: [blocks, tokens in a block, 2 (1 for latent attention), heads, head size]."""
+        """One layer: [blocks, tokens in a block, 2 (1 for latent attention), heads, head size].
+
+        On a CPU a view; on a device a copy of what it is when the thread's stream has come this far.
+        """
+        array: Array = self._by_token(layer).cpu().numpy()
+        return array
+
+    def _write(self, layer: int, index: Any, values: Any) -> None:
+        """Write into the elements of :meth:`by_token`: on a device, queue that."""
+        if self.is_on_cpu:
+            self.by_token(layer)[index] = values
+        else:
+            import numpy as np
+            import torch
+
+            view = self._by_token(layer)
+            view[index] = torch.from_numpy(np.asarray(values, dtype=np.float32)).to(view.device)
+
+    def _by_token(self, layer: int) -> Tensor:
         tensor = self.tensors[self.layer_names[layer]]
         axes = self.layout.axes
         if self.layout.block_format:
             heads = tensor.view(2, self.num_blocks, NUM_HEADS, HEAD_SIZE, self.block_size)
-            return _array(heads.permute(1, 4, 0, 2, 3))
+            return heads.permute(1, 4, 0, 2, 3)
         if self.layout.is_packed:
             tensor = tensor.unflatten(axes.index("KD"), (2, HEAD_SIZE))
         if "H" not in axes:
-            return _array(tensor.permute([axes.index(letter) for letter in "BTD"])[:, :, None, None, :])
-        return _array(tensor.permute([axes.index(letter) for letter in "BTKHD"]))
+            return tensor.permute([axes.index(letter) for letter in "BTD"])[:, :, None, None, :]
+        return tensor.permute([axes.index(letter) for letter in "BTKHD"])
 
     def _expected(self, token_ids: Sequence[int], start: int, end: int, layer: int) -> Array:
         import numpy as np
@@ -128,7 +157,7 @@ class PagedCache:
         if start < end:
             kv = self._expected(token_ids, start, end, layer)
             spoilt = 0.0 if self._is_right_in(layer, token_ids, block_ids, 0, start) else 0.5
-            self.by_token(layer)[self._at(block_ids, start, end)] = kv + spoilt
+            self._write(layer, self._at(block_ids, start, end), kv + spoilt)
 
     def _is_right_in(
         self, layer: int, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
@@ -162,18 +191,17 @@ class PagedCache:
         """Fill freed blocks with :data:`FREED`."""
         blocks = list(block_ids)
         for layer in range(len(self.layer_names) if blocks else 0):
-            self.by_token(layer)[blocks] = FREED
+            self._write(layer, blocks, FREED)
 
     def written(self, block_ids: Iterable[int]) -> frozenset[int]:
         """The freed blocks that were written to after they were freed."""
         blocks = list(block_ids)
         touched: set[int] = set()
+        if blocks and not self.is_on_cpu:
+            import torch
+
+            torch.get_device_module(self._by_token(0).device).synchronize()
         for layer in range(len(self.layer_names) if blocks else 0):
             as_freed = (self.by_token(layer)[blocks] == FREED).all(axis=(1, 2, 3, 4)).tolist()
             touched |= {block for block, same in zip(blocks, as_freed, strict=True) if not same}
         return frozenset(touched)
-
-
-def _array(tensor: Tensor) -> Array:
-    array: Array = tensor.numpy()
-    return array

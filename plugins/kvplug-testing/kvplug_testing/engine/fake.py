@@ -78,12 +78,14 @@ class FakeEngine:
         num_layers: int = NUM_LAYERS,
         model: ModelInfo | None = None,
         seed: int = 0,
+        device: str = "cpu",
         make: Callable[..., Any] = build_connector,
         **build: Any,
     ) -> None:
         """
         Args:
             block_format: the block format of a kernel that transposes each head's block (axes KBHTD only).
+            device: where the cache is, "simulated" for the kit's own device.
             make: builds a side of the connector, like ``build_connector``.
             build: more arguments for ``make``.
         """
@@ -94,6 +96,7 @@ class FakeEngine:
             block_format=block_format,
             num_layers=num_layers,
             seed=seed,
+            device=device,
         )
         self.block_size = block_size
         self.layer_names, self.layout = self.cache.layer_names, self.cache.layout

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from kvplug.engine.connector.values import RequestEnd
-from kvplug_testing import waits
+from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.engine import Arrival, FakeEngine, Schedule, request_of
 from kvplug_testing.waits import Call
 
 QUICK, _FULL = range(4), range(4, 60)
+ON_DEVICE = MappingProxyType({"device": "simulated", "config": {"device": "simulated"}})
+"""The engine's cache, and what its config says of it."""
 
 
 def arrivals(chance: random.Random, name: str, count: int, first: int = 0) -> list[Arrival]:
@@ -48,9 +51,11 @@ class Schedules(ConnectorSuite):
 
     # -- a producer and a consumer ---------------------------------------------------------------
 
-    def _run_pair(self, seed: int, *, background: bool = False, spoils: bool = False) -> Schedule:
+    def _run_pair(
+        self, seed: int, *, background: bool = False, spoils: bool = False, **given: Any
+    ) -> Schedule:
         chance = random.Random(seed)
-        prefill, decode = self.pair(background=background, num_blocks=64)
+        prefill, decode = self.pair(background=background, num_blocks=64, **given)
         params: dict[tuple[Any, Any], dict[str, Any] | None] = {}
 
         def note(arrival: Arrival, given: dict[str, Any] | None) -> None:
@@ -92,7 +97,7 @@ class Schedules(ConnectorSuite):
             end=each.end,
         )
 
-    def _check_pair(self, seed: int, **given: bool) -> None:
+    def _check_pair(self, seed: int, **given: Any) -> None:
         done = self._run_pair(seed, **given)
         assert done.audit.num_loaded, "nothing was loaded, though much was stored"
 
@@ -131,9 +136,11 @@ class Schedules(ConnectorSuite):
 
     # -- one engine that saves and loads ---------------------------------------------------------
 
-    def _run_both(self, seed: int, *, spoils: bool = False, background: bool = False) -> Schedule:
+    def _run_both(
+        self, seed: int, *, spoils: bool = False, background: bool = False, **given: Any
+    ) -> Schedule:
         chance = random.Random(seed)
-        fake = self.both(num_blocks=96, background=background)
+        fake = self.both(num_blocks=96, background=background, **given)
         schedule = self._scheduled(fake, chance, spoils)
         for first in (0, 1000):  # so that there is KV to load from the beginning
             self.stored(fake, range(first, first + 96), f"stored{first}")
@@ -161,6 +168,28 @@ class Schedules(ConnectorSuite):
     @pytest.mark.parametrize("seed", QUICK)
     def test_whatever_an_engine_does_what_it_gets_back_is_right(self, seed: int) -> None:
         self._run_both(4000 + seed, background=not self.background and seed % 2 == 1)
+
+    # -- caches on a device ----------------------------------------------------------------------
+
+    @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whatever_two_engines_with_caches_on_a_device_do_what_arrives_is_right(self, seed: int) -> None:
+        with simulated.seeded(seed):
+            self._check_pair(7000 + seed, background=not self.background and seed % 2 == 1, **ON_DEVICE)
+
+    @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices", level="full")
+    @pytest.mark.parametrize("seed", _FULL[:16])
+    def test_whatever_they_do_for_long_on_a_device_what_arrives_is_right(self, seed: int) -> None:
+        with simulated.seeded(seed):
+            self._check_pair(7000 + seed, background=not self.background and seed % 2 == 1, **ON_DEVICE)
+
+    @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whatever_an_engine_on_a_device_does_what_it_gets_back_is_right(self, seed: int) -> None:
+        with simulated.seeded(seed):
+            self._run_both(8000 + seed, background=not self.background and seed % 2 == 1, **ON_DEVICE)
+
+    # -- one engine whose loads fail -------------------------------------------------------------
 
     @law("CONN-6", "CONN-3", needs="own_faults")
     @pytest.mark.parametrize("seed", QUICK)

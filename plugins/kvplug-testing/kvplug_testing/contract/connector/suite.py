@@ -260,6 +260,13 @@ class ConnectorSuite(Contract):
     # -- what tests need -----------------------------------------------------------------------
 
     @property
+    def devices(self) -> str:
+        """For ``needs``: caches on any device."""
+        if getattr(self.spec, "moves_pages", False):
+            return ""
+        return f"{self.called} needs a pipe for each device (moves_pages)"
+
+    @property
     def background(self) -> str:
         """For ``needs``: loads in the background."""
         if self._has_option(self.async_option):

@@ -6,6 +6,7 @@ from kvplug_testing.contract.store.budget import Budget
 from kvplug_testing.contract.store.contents import Contents
 from kvplug_testing.contract.store.deadlines import Deadlines
 from kvplug_testing.contract.store.declared import Declared
+from kvplug_testing.contract.store.devices import Devices
 from kvplug_testing.contract.store.endings import Endings
 from kvplug_testing.contract.store.exhaustion import Exhaustion
 from kvplug_testing.contract.store.gone import Gone
@@ -27,6 +28,7 @@ class StoreContract(
     Endings,
     Gone,
     Model,
+    Devices,
     WhatIsThere,
     Removal,
     Declared,

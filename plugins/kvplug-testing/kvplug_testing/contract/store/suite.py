@@ -31,6 +31,7 @@ from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import Job
 from kvplug.transport.store.results import MissReason, Presence, PutReason
+from kvplug.transport.store.staging.store import StagedStore
 from kvplug.transport.store.store import Store, StoreLink
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import base
@@ -251,6 +252,15 @@ class StoreSuite(Contract):
         peer = self.start_forked(f"{__name__}:run_first", self.suite_ref(), place.plain)
         place.address = peer.recv(waits.patience_s)
         return peer
+
+    # -- memory on a device --------------------------------------------------------------------
+
+    def staged(self, store: Store, **given: Any) -> StagedStore:
+        """The store as connectors have it: staged for devices that it does not serve itself."""
+        devices = self.spec.devices if self.spec is not None else frozenset({"cpu"})
+        made = StagedStore(store, timeout_s=self.timeout_s, devices=devices, **given)
+        self.later(made.abort)
+        return made
 
     # -- behind the store's back ---------------------------------------------------------------
 

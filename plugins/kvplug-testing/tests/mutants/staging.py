@@ -1,0 +1,149 @@
+"""Staging with one fault each: a GPU shows it now and then, and the simulated device by a seed."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from kvplug.net.streams import DeviceMark
+from kvplug.transport.store.staging import store, transfers
+from kvplug.transport.store.staging.pages import StagedPages
+from kvplug_testing import ConnectorContract, StoreContract
+
+
+class Mutant(StoreContract):
+    """One fault, of the lane."""
+
+    store = "memory"
+    reached_by = "options"
+    across_processes = False
+    use_granularity_s = 0.0
+    breaks: tuple[str, ...] = ()
+    lane: type[transfers.Lane] = transfers.Lane
+
+    @pytest.fixture(autouse=True)
+    def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(store, "Lane", self.lane)
+
+
+class _Passed(DeviceMark):
+    """A mark that counts as passed at once."""
+
+    is_passed = True  # type: ignore[assignment]
+
+
+class TestCountsCopiesAsDoneOnceTheyAreQueued(Mutant):
+    """Pages count as there, or go to the store, before the event behind their copies."""
+
+    breaks = ("STORE-11",)
+    caught_by = "test_pages_on_a_device_are_written_after_what_used_their_blocks"
+
+    class lane(transfers.Lane):  # noqa: N801
+        def mark(self) -> DeviceMark:
+            with transfers.on_stream(self.stream):
+                return _Passed(self.device)
+
+
+class TestReadsAndWritesBlocksWhenItLikes(Mutant):
+    """The side streams wait neither for what computes the pages nor for what still uses the blocks."""
+
+    breaks = ("STORE-11",)
+    caught_by = "test_pages_on_a_device_are_written_after_what_used_their_blocks"
+
+    class lane(transfers.Lane):  # noqa: N801
+        def follow(self, mark: Any) -> None:
+            pass
+
+
+class TestReadsBlocksThatAreUsedAgain(Mutant):
+    """What the engine queues after a put does not wait until the pages were read."""
+
+    breaks = ("STORE-11",)
+    caught_by = "test_blocks_on_a_device_may_be_used_again_as_soon_as_they_are_put"
+
+    class lane(transfers.Lane):  # noqa: N801
+        def go_before(self, mark: DeviceMark) -> None:
+            pass
+
+
+class TestLendsHostMemoryThatIsStillCopied(Mutant):
+    """Host memory is used for other pages while the device has not copied these yet."""
+
+    breaks = ("STORE-11",)
+    caught_by = "test_more_pages_than_there_is_host_memory_for_come_in_pieces"
+
+    @pytest.fixture(autouse=True)
+    def _lending(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lent: dict[Any, Any] = {}
+
+        def lend(form: Any, count: int, device: Any) -> StagedPages:
+            made: StagedPages = lent.setdefault((form, count), StagedPages(form, count, device))
+            return made
+
+        monkeypatch.setattr(store, "StagedPages", lend)
+
+    class lane(transfers.Lane):  # noqa: N801
+        def mark(self) -> DeviceMark:
+            with transfers.on_stream(self.stream):
+                return _Passed(self.device)
+
+
+class TestForgetsTheDeadline(Mutant):
+    """A request waits for the device, however long that does nothing."""
+
+    breaks = ("STORE-11",)
+    caught_by = "test_requests_end_while_the_device_does_nothing_and_settle_when_it_goes_on"
+
+    @pytest.fixture(autouse=True)
+    def _patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = transfers.Put.step
+
+        def wait(put: transfers.Put) -> bool:
+            put._mark.wait()
+            return step(put)
+
+        monkeypatch.setattr(transfers.Put, "step", wait)
+
+
+class ConnectorMutant(ConnectorContract):
+    """The same in engines with the connector "lookup"."""
+
+    connector = "lookup"
+    options: ClassVar[dict[str, Any]] = {"load_policy": "always"}
+    config: ClassVar[dict[str, Any]] = {"stores": ["host"]}
+    across_processes = False
+    breaks: tuple[str, ...] = ()
+    lane: type[transfers.Lane] = transfers.Lane
+
+    @pytest.fixture(autouse=True)
+    def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(store, "Lane", self.lane)
+
+
+class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
+    """The engine uses blocks again while their pages are still being read."""
+
+    breaks = ("CONN-10",)
+    caught_by = "test_whatever_an_engine_on_a_device_does_what_it_gets_back_is_right"
+    lane = TestReadsBlocksThatAreUsedAgain.lane
+
+
+class TestLoadsCountOnceTheyAreQueued(ConnectorMutant):
+    """A load has ended when its copies are queued."""
+
+    breaks = ("CONN-10",)
+    caught_by = "test_whatever_two_engines_with_caches_on_a_device_do_what_arrives_is_right"
+    lane = TestCountsCopiesAsDoneOnceTheyAreQueued.lane
+
+
+class TestConnectorHasNoFault(ConnectorMutant):
+    """The connector "lookup" as it is."""
+
+    is_control = True
+
+
+class TestHasNoFault(Mutant):
+    """Staging as it is."""
+
+    is_control = True
