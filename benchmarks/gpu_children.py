@@ -7,6 +7,7 @@ bytes, results are the seconds of each burst.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -186,6 +187,66 @@ def _paged_calls(
             out.copy_(given)
 
     return {"gather": gather, "scatter": scatter, "copy": copy}
+
+
+def staged(parent: peers.Parent, device: str, layers: int, tokens: int, times: int) -> Seconds:
+    """Pages of the store "host" into a paged cache on a device and out of it, beside copies of as many bytes
+    between pinned memory and the device."""
+    import torch
+
+    if device == "simulated":
+        from kvplug_testing import simulated
+
+        simulated.enable()
+    torch.set_num_threads(1)
+    finish = torch.get_device_module(torch.device(device)).synchronize
+    layout = kvplug.engine.KVLayout("BHTKD", {"T": BLOCK_TOKENS, "H": HEADS, "D": HEAD_SIZE})
+    form = kvplug.engine.page_format_of(layout, "float16", layers, BLOCK_TOKENS)
+    count = tokens // BLOCK_TOKENS
+    shape = (SPARE * count, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)
+    whole = [torch.rand(shape).half().to(device) for _ in range(layers)]
+    empty = [torch.zeros(shape, dtype=torch.float16).to(device) for _ in range(layers)]
+    ids = random.Random(1).sample(range(SPARE * count), count)
+    nbytes = count * form.nbytes
+    config = kvplug.Config.from_dict(
+        {"stores": ["host"], "timeout_s": 60, "options": {"host": {"size": 4 * nbytes + (256 << 20)}}}
+    )
+    with kvplug.build_store(config) as store:
+        series = kvplug.transport.Series(form, b"", store.seal.id)
+        number = itertools.count()
+
+        def request(caches: Sequence[torch.Tensor], name: bytes) -> kvplug.transport.PageRequest:
+            identities = [name + b" %d" % index for index in range(count)]
+            views = kvplug.engine.page_views(caches, layout)
+            memory = kvplug.transport.PageBlocks(form, views, ids, 0, count)
+            keys = [kvplug.transport.foreign_key(b"benchmark", identity) for identity in identities]
+            return kvplug.transport.PageRequest(
+                series=series, keys=keys, identities=identities, memory=memory
+            )
+
+        def put() -> None:
+            pages = request(whole, b"new %d" % next(number))
+            assert not any(store.submit_put(pages).wait(60))
+            store.submit_remove(pages.keys).wait(60)
+
+        kept, wanted = request(whole, b"kept"), request(empty, b"kept")
+        assert not any(store.submit_put(kept).wait(60))
+
+        def get() -> None:
+            assert not any(store.submit_get(wanted).wait(60))
+
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device != "simulated")
+        there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        calls = {
+            "get": get,
+            "copy in": lambda: there.copy_(host, non_blocking=True),
+            "put": put,
+            "copy out": lambda: host.copy_(there, non_blocking=True),
+        }
+        found = timed(calls, finish, times)
+    for one, other in zip(whole, empty):
+        check(other[ids].cpu().view(-1), one[ids].cpu().view(-1))
+    return found
 
 
 def to_itself(

@@ -204,6 +204,20 @@ def paged(setting: Setting, limit_s: float) -> Iterator[Row]:
             )
 
 
+def staged(setting: Setting, limit_s: float) -> Iterator[Row]:
+    """Pages between the store "host" and a cache on the GPU, through pinned memory."""
+    device, layers, tokens, times = ("cuda:0", 32, 1024, 5) if setting.gpus else ("simulated", 2, 64, 1)
+    with peers.start(gpu_children.staged, device, layers, tokens, times, timeout_s=limit_s) as child:
+        found = child.result(limit_s)
+    nbytes = paged_bytes(layers, tokens)
+    for what, copy, beside in (
+        ("get", "copy in", "from pinned memory to the device"),
+        ("put", "copy out", "from the device to pinned memory"),
+    ):
+        name = f"{what}, store host, staged (the copy is one {beside})"
+        yield _beside("staged", name, nbytes, times, found[what], found[copy])
+
+
 def to_itself(setting: Setting, limit_s: float) -> Iterator[Row]:
     """NCCL with one rank that sends to itself."""
     sizes, burst = setting.sizes(), setting.burst_bytes(GIB)

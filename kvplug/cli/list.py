@@ -37,6 +37,8 @@ class Line:
     """Of a store: whether its pages outlive the processes that use it."""
     cross_host: bool | None = None
     """Of a store: whether processes of several hosts can use it."""
+    devices: Sequence[str] | None = None
+    """Of a store: devices whose memory it serves itself."""
     summary: str = ""
 
 
@@ -115,6 +117,7 @@ def _offer(registry: Registry, plugin: PluginInfo, spec: Spec) -> Line:
         capabilities=transport.capabilities if transport is not None and not transport.wraps else None,
         persistent=spec.persistent if isinstance(spec, StoreSpec) else None,
         cross_host=spec.cross_host if isinstance(spec, StoreSpec) else None,
+        devices=sorted(spec.devices) if isinstance(spec, StoreSpec) else None,
         summary=spec.summary,
     )
 
@@ -135,7 +138,8 @@ def _cells(line: Line) -> tuple[str, ...]:
 def _store_in_words(line: Line) -> str:
     if line.persistent is None:
         return ""
-    words = ["any host" if line.cross_host else "one host", *(["persistent"] if line.persistent else [])]
+    words = [f"{'+'.join(line.devices or ())} (others staged)"]
+    words += ["any host" if line.cross_host else "one host", *(["persistent"] if line.persistent else [])]
     return ", ".join(words)
 
 

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(200),
     pytest.mark.skipif(not (BENCHMARKS / "gpu.py").exists(), reason="the benchmarks are not here"),
 ]
-MEASURED = ("cuda-ipc", "paged", "to-itself", "all-reduce")
+MEASURED = ("cuda-ipc", "paged", "staged", "to-itself", "all-reduce")
 
 
 @pytest.fixture

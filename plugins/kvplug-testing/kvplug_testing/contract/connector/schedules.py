@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvplug_testing.engine import Arrival, FakeEngine, Schedule, request_of
 from kvplug_testing.waits import Call
 
 QUICK, _FULL = range(4), range(4, 60)
-ON_DEVICE = MappingProxyType({"device": "simulated", "config": {"device": "simulated"}})
+ON_DEVICE: Mapping[str, Any] = MappingProxyType({"device": "simulated", "config": {"device": "simulated"}})
 """The engine's cache, and what its config says of it."""
 
 
