@@ -28,6 +28,7 @@ from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.store import StagedStore
 from kvplug.transport.store.store import Store, StoreLink
 
@@ -58,6 +59,7 @@ class StoreOpener:
         """``settings``: of links that pose as no engine, for stores that another program serves."""
         self._resolved = resolved
         self._settings = settings
+        self._memory = PinnedMemory(resolved.config.staging_size)
 
     def open(self, name: str) -> Store:
         """The store of that name.
@@ -125,7 +127,8 @@ class StoreOpener:
     def _recorded(self, spec: StoreSpec, made: Any) -> Store:
         if not isinstance(made, Store):
             raise PluginError(f"store {spec.name!r} made {made!r}, which is no Store; subclass it")
-        staged = StagedStore(made, timeout_s=self._resolved.config.timeout_s, devices=spec.devices)
+        timeout_s = self._resolved.config.timeout_s
+        staged = StagedStore(made, timeout_s=timeout_s, memory=self._memory, devices=spec.devices)
         return RecordedStore(staged, self._settings.stats)
 
 

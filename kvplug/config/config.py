@@ -185,6 +185,14 @@ class Config:
         at_least=1,
         validator=count("a size"),
     )
+    staging_size: int = option(
+        2**28,
+        help="Bytes of pinned host memory through which pages of caches on a GPU are copied. It is made when"
+        " the first such cache is registered.",
+        unit="bytes",
+        at_least=2**20,
+        validator=count("a size"),
+    )
     max_message_bytes: int | None = option(
         None,
         help="Largest message, or entry of a lookup buffer, for which kvplug takes memory. If a peer"

@@ -349,15 +349,16 @@ class PageBlocks(PageMemory):
         start, end = begin, begin + count * self.format.page_tokens
         if into_cache:
             start, end = max(start, self._writable.start), min(end, self._writable.stop)
+        if start >= end:
+            return lambda layer, part, memory: None
         at = start // self._block_size - self._first_block
         block_ids = self._block_ids[at : -(-end // self._block_size) - self._first_block]
         ids = ids_on(block_ids, self._views[0][0].device)
 
         def move(layer: int, part: int, memory: Tensor) -> None:
-            if start < end:
-                view = self._views[layer][part]
-                tokens = memory.view(view.dtype).view(-1, *view.shape[2:])[start - begin : end - begin]
-                copy_tokens(view, block_ids, ids, start, tokens, into_cache=into_cache)
+            view = self._views[layer][part]
+            tokens = memory.view(view.dtype).view(-1, *view.shape[2:])[start - begin : end - begin]
+            copy_tokens(view, block_ids, ids, start, tokens, into_cache=into_cache)
 
         return move
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
 
-from kvplug.net.streams import on_stream, pinned_bytes
+from kvplug.net.streams import on_stream
 from kvplug.net.wire.tensors import memory_of_writable
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.memory import PageBlocks, PageMemory, PageRows
 from kvplug.transport.store.places import PagePlaces, PartPlace
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+_ALIGN: Final = 16
+"""Where each part begins: at a multiple of the size of every dtype."""
 
 
 class StagedPages(PageMemory):
@@ -24,37 +27,44 @@ class StagedPages(PageMemory):
     a page is one piece; the store's copy into this memory, or out of it, changes the order.
     """
 
-    def __init__(self, form: PageFormat, count: int, device: torch.device) -> None:
-        """New memory, of any content.
-
-        Raises:
-            RuntimeError: the device's driver gives no more pinned memory.
-        """
+    def __init__(self, form: PageFormat, count: int, memory: Tensor) -> None:
+        """``memory``: :meth:`nbytes_of` bytes, of any content."""
         self.format = form
+        self.memory = memory
         self._count = count
-        self._memory = pinned_bytes(count * form.nbytes, device)
+        *self._starts, self._step = _starts(form, count)
+
+    @staticmethod
+    def nbytes_of(form: PageFormat, count: int) -> int:
+        """Bytes of memory for so many pages."""
+        return form.num_layers * _starts(form, count)[-1]
+
+    @classmethod
+    def most_in(cls, form: PageFormat, nbytes: int) -> int:
+        """How many pages so much memory has room for."""
+        count = nbytes // form.nbytes
+        while count and cls.nbytes_of(form, count) > nbytes:
+            count -= 1
+        return count
 
     def __len__(self) -> int:
         return self._count
 
     def layer(self, layer: int) -> Tensor:
         """The bytes of one layer of all pages."""
-        nbytes = self._count * self.format.layer_nbytes
-        return self._memory[layer * nbytes : (layer + 1) * nbytes]
+        return self.memory[layer * self._step : (layer + 1) * self._step]
 
     def part(self, layer: Tensor, part: int, pages: range) -> Tensor:
         """The bytes of one part of consecutive pages, in a tensor with one layer of all pages."""
-        at, nbytes = self.format.spans[part]
-        begin = at * self._count
+        begin, nbytes = self._starts[part], self.format.spans[part][1]
         return layer[begin + pages.start * nbytes : begin + pages.stop * nbytes]
 
     def places(self, first: int, count: int) -> PagePlaces | None:
         self._check_count(first, count)
-        form, base = self.format, self._memory.data_ptr()
+        form, base = self.format, self.memory.data_ptr()
         bases = array("q")
         for layer in range(form.num_layers):
-            at_layer = base + layer * self._count * form.layer_nbytes
-            bases.extend(at_layer + at * self._count for at, _ in form.spans)
+            bases.extend(base + layer * self._step + start for start in self._starts)
         # each page is one block, and all of it one token
         parts = tuple(PartPlace(nbytes, nbytes, (nbytes,), (1,), 1) for _, nbytes in form.spans)
         return PagePlaces(bases, parts, array("q", range(first, first + count)), 1, 1, 0, range(count))
@@ -72,14 +82,20 @@ class StagedPages(PageMemory):
     ) -> Iterable[tuple[memoryview, memoryview]]:
         """Each part of each layer of each row, and the same bytes here."""
         form, wanted = self.format, self._check(first, rows, layers)
-        memory = memory_of_writable(self._memory)
+        memory = memory_of_writable(self.memory)
         for layer in wanted:
-            for at, nbytes in form.spans:
+            for start, (at, nbytes) in zip(self._starts, form.spans, strict=True):
                 in_row = (layer - wanted.start) * form.layer_nbytes + at
-                here = (layer * form.layer_nbytes + at) * self._count + first * nbytes
+                here = layer * self._step + start + first * nbytes
                 for index in range(len(rows)):
                     begin = here + index * nbytes
                     yield rows.row(index)[in_row : in_row + nbytes], memory[begin : begin + nbytes]
+
+
+def _starts(form: PageFormat, count: int) -> list[int]:
+    """Where the parts of a layer of all pages begin, and where the layer ends."""
+    sizes = (-(-count * nbytes // _ALIGN) * _ALIGN for _, nbytes in form.spans)
+    return list(accumulate(sizes, initial=0))
 
 
 def queue_scatter(

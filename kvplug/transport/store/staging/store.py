@@ -20,29 +20,33 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from kvplug.errors import ClosedError, KvplugError
+from kvplug.errors import ClosedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of
 from kvplug.net.fork import close_after_fork
 from kvplug.net.streams import acquire_stream, release_stream
 from kvplug.net.threads import BackgroundThread
-from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
+from kvplug.transport.store.memory import PageMemory
 from kvplug.transport.store.results import MissReason, PutReason
+from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.pages import StagedPages
 from kvplug.transport.store.staging.transfers import Get, Lane, Put, Transfer
 from kvplug.transport.store.store import PageRequest, Store
 from kvplug.transport.store.wrapper import StoreWrapper
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 256 << 20
-"""Of pinned memory, by default: a prompt of 2,000 tokens of a model with 128 KiB a token."""
+"""Of pinned memory, by default."""
+_PIECE: Final = 4
+"""A large get comes in pieces of this part of the pinned memory: while one is copied to the device, the next
+ones are read."""
 _LOOK_S: Final = (50e-6, 1e-3)
 """How long the thread sleeps before it looks again at what the device has to do: at first, and at most. Marks
 of a device cannot be waited for together, nor with a deadline."""
@@ -58,22 +62,22 @@ class StagedStore(StoreWrapper):
         store: Store,
         *,
         timeout_s: float = 30.0,
-        max_bytes: int = MAX_BYTES,
+        memory: PinnedMemory | None = None,
         devices: frozenset[str] = frozenset({"cpu"}),
     ) -> None:
         """Owns ``store`` from here on.
 
         Args:
             timeout_s: the default deadline of a job.
-            max_bytes: of pinned host memory. A get that finds none free waits, and one that is larger comes
-                in pieces; pages of a put that find none free are not kept.
+            memory: shared with other stores of this process; by default its own, of :data:`MAX_BYTES`. A get
+                that finds none free waits for it, and a large one comes in pieces; pages of a put that find
+                none free are not kept.
             devices: types of devices for which the store needs no staging.
         """
         super().__init__(store)
         self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
+        self._memory = PinnedMemory(MAX_BYTES) if memory is None else memory
         self._direct = devices
-        self._used_bytes = 0
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._live: list[Transfer] = []
@@ -93,7 +97,7 @@ class StagedStore(StoreWrapper):
     # -- jobs ----------------------------------------------------------------------------------
 
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
-        if self._is_direct(pages):
+        if not pages.keys or self._is_direct(pages.memory):
             return self.store.submit_put(pages, timeout=timeout)
         self._check_open()
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(timeout, self._timeout_s))
@@ -101,14 +105,16 @@ class StagedStore(StoreWrapper):
         staged: StagedPages | None = None
         try:
             lane = self._lane(pages.memory.device, Put)
-            staged = lane.make_pages(form, count, may_be_fewer=True)
+            staged = lane.pages_at_once(form, count)
+            self.store.withdraw(pages.keys[len(staged) if staged is not None else 0 :])
             if staged is None:
                 job.set([PutReason.NO_ROOM] * job.count)
                 return job
             put = Put(self.store, job, pages, lane, staged)
-        except (RuntimeError, KvplugError) as e:
+        except Exception as e:  # of the device
             if staged is not None:
-                lane.give_back(staged)
+                lane.stream.synchronize()  # some copies may have been queued
+                self._memory.give_back(staged.memory)
             job.set([PutReason.NO_ROOM if exhaustion_of(e) else PutReason.OTHER] * job.count)
             _log.warning("pages are not copied out of a cache on %s: %s", pages.memory.device, e)
             return job
@@ -116,15 +122,19 @@ class StagedStore(StoreWrapper):
         return job
 
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
-        if self._is_direct(pages):
+        if not pages.keys or self._is_direct(pages.memory):
             return self.store.submit_get(pages, timeout=timeout)
         self._check_open()
         form = pages.series.format
         job = GetJob(len(pages.keys), form.num_layers, Deadline.after(timeout, self._timeout_s))
         try:
             lane = self._lane(pages.memory.device, Get)
-            get = Get(self.store, job, pages, lane, max(1, self._max_bytes // form.nbytes))
-        except (RuntimeError, KvplugError) as e:
+            most = StagedPages.most_in(form, self._memory.nbytes // _PIECE)
+            if not most and StagedPages.nbytes_of(form, 1) > self._memory.nbytes:
+                job.set([MissReason.NO_MEMORY] * job.count)
+                return job
+            get = Get(self.store, job, pages, lane, max(1, most))
+        except Exception as e:  # of the device
             job.set([MissReason.NO_MEMORY if exhaustion_of(e) else MissReason.OTHER] * job.count)
             _log.warning("pages are not copied into a cache on %s: %s", pages.memory.device, e)
             return job
@@ -139,8 +149,16 @@ class StagedStore(StoreWrapper):
             put.forget(removed)
         return self.store.submit_remove(keys, timeout=timeout)
 
-    def _is_direct(self, pages: PageRequest) -> bool:
-        return not pages.keys or pages.memory.device.partition(":")[0] in self._direct
+    def register_memory(self, memory: PageMemory) -> None:
+        """Also makes the pinned memory, which takes long, where it is needed."""
+        if self._is_direct(memory):
+            self.store.register_memory(memory)
+        else:
+            for kind in (Get, Put):
+                self._lane(memory.device, kind)
+
+    def _is_direct(self, memory: PageMemory) -> bool:
+        return memory.device.partition(":")[0] in self._direct
 
     def _check_open(self) -> None:
         if self._closing:
@@ -150,57 +168,45 @@ class StagedStore(StoreWrapper):
 
     def _lane(self, name: str, kind: type[Transfer]) -> Lane:
         with self._lock:
+            self._check_open()
             lane = self._lanes.get((name, kind))
             if lane is None:
                 import torch
 
                 device = torch.device(name)
-                make_pages = self._make_pages(device)
-                lane = Lane(device, acquire_stream(device), make_pages, self._give_back, self._wake)
+                self._start()
+                self._memory.prepare(device)
+                self._memory.listen(self._wake)
+                lane = Lane(device, acquire_stream(device), self._memory, self._wake)
                 self._lanes[name, kind] = lane
                 self._devices = tuple(sorted({name for name, _ in self._lanes}))
             return lane
 
-    def _make_pages(self, device: torch.device) -> Any:
-        def make(form: PageFormat, count: int, *, may_be_fewer: bool = False) -> StagedPages | None:
-            with self._lock:
-                free = max(self._max_bytes - self._used_bytes, 0 if self._used_bytes else form.nbytes)
-                if may_be_fewer:
-                    count = min(count, free // form.nbytes)
-                nbytes = count * form.nbytes
-                if not 0 < nbytes <= free:
-                    return None
-                self._used_bytes += nbytes
-            try:
-                return StagedPages(form, count, device)
-            except BaseException:
-                with self._lock:
-                    self._used_bytes -= nbytes
-                raise
-
-        return make
-
-    def _give_back(self, staged: StagedPages) -> None:
-        with self._lock:
-            self._used_bytes -= len(staged) * staged.format.nbytes
-        self._wake()
-
     # -- the thread ----------------------------------------------------------------------------
 
+    def _start(self) -> None:
+        """With the lock: there is a thread.
+
+        Raises:
+            RuntimeError: there can be no more threads.
+        """
+        if self._thread is None:
+            thread = BackgroundThread(self._run, name="kvplug-staging", stop=self._give_up)
+            thread.start()
+            self._thread = thread
+
     def _add(self, transfer: Transfer) -> None:
-        try:
-            with self._lock:
-                if self._thread is None:
-                    thread = BackgroundThread(self._run, name="kvplug-staging", stop=self._give_up)
-                    thread.start()
-                    self._thread = thread
-                self._live.append(transfer)
-                closed = self._closed
-        except RuntimeError as e:  # no more threads
-            _log.warning("pages cannot be staged: %s", e)
-            transfer.end(MissReason.NO_MEMORY)
-            transfer.abandon()
-            return
+        with self._lock:
+            closed = self._closed
+            self._live.append(transfer)
+            try:
+                self._start()  # another one, if the store was closed meanwhile
+            except RuntimeError as e:
+                _log.warning("pages cannot be staged: %s", e)
+                self._live.remove(transfer)
+                transfer.end(MissReason.NO_MEMORY)
+                transfer.lane.stream.synchronize()
+                transfer.abandon()
         if closed:
             transfer.end(MissReason.CLOSED)
         self._wake()
@@ -218,6 +224,7 @@ class StagedStore(StoreWrapper):
                 live = list(self._live)
                 if not live:
                     if self._closed:
+                        self._thread = None
                         return
                     self._changed.wait()
                     continue
@@ -238,10 +245,12 @@ class StagedStore(StoreWrapper):
 
     def _step(self, transfer: Transfer) -> bool:
         """Returns whether the request is over."""
+        was_done = transfer.job.done
         try:
-            return transfer.step()
+            with transfer.lane.on_device():
+                return transfer.step()
         except Exception as e:  # of the device, or of the store's own
-            if transfer.job.done:
+            if was_done:
                 transfer.abandon()
                 return True
             if isinstance(e, ClosedError):
@@ -276,12 +285,14 @@ class StagedStore(StoreWrapper):
     def abort(self) -> None:
         self._give_up()
         self.store.abort()
+        self._memory.ignore(self._wake)
         with self._lock:
             lanes, self._lanes = self._lanes, {}
+            thread = self._thread
         for lane in lanes.values():
             release_stream(lane.stream)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_S)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_S)
 
     def _give_up(self) -> None:
         """End every job; the thread ends when the device has done what was queued."""
@@ -296,6 +307,6 @@ class StagedStore(StoreWrapper):
         self._closing = self._closed = True
         self._lock = threading.RLock()  # a thread of the parent may have held it
         self._changed = threading.Condition(self._lock)
-        live, self._live, self._thread = self._live, [], None
-        for transfer in live:
+        self._thread = None
+        for transfer in self._live:  # which are kept: a child must not free what a device uses
             transfer.job.after_fork(transfer.failed(MissReason.CLOSED))

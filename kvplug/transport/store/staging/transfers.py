@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplug.net.streams import DeviceMark, on_stream
+from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageBlocks
 from kvplug.transport.store.results import MissReason, PutReason
+from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.pages import StagedPages, queue_gather, queue_scatter
 from kvplug.transport.store.store import PageRequest, Store
 
@@ -38,12 +40,15 @@ class Lane:
 
     device: torch.device
     stream: Any
-    make_pages: Callable[..., StagedPages | None]
-    """``make_pages(format, count)``: host memory; ``None`` while others have it. With ``may_be_fewer`` for as
-    many pages as there is memory for."""
-    give_back: Callable[[StagedPages], None]
+    memory: PinnedMemory
     wake: Callable[[], None]
     """The thread is to look at the transfer again."""
+
+    def on_device(self) -> Any:
+        """A context in which the device is the calling thread's current one: events ask the current one."""
+        import torch
+
+        return torch.get_device_module(self.device).device(self.device)
 
     def mark(self) -> DeviceMark:
         """Behind what was queued on the stream by now."""
@@ -61,6 +66,17 @@ class Lane:
 
         mark.hold(torch.get_device_module(self.device).current_stream(self.device))
 
+    def pages(self, form: PageFormat, count: int, waiter: object) -> StagedPages | None:
+        """Host memory for so many pages; ``None``: not now. The waiter has a turn."""
+        part = self.memory.take(StagedPages.nbytes_of(form, count), waiter)
+        return None if part is None else StagedPages(form, count, part)
+
+    def pages_at_once(self, form: PageFormat, count: int) -> StagedPages | None:
+        """Host memory for so many pages, or for as many as there is some; ``None``: for none."""
+        count = min(count, StagedPages.most_in(form, self.memory.largest()))
+        part = self.memory.take(StagedPages.nbytes_of(form, count)) if count else None
+        return None if part is None else StagedPages(form, count, part)
+
 
 def part_of(request: PageRequest, pages: range, memory: StagedPages) -> PageRequest:
     """Some pages of a request, in other memory."""
@@ -76,6 +92,7 @@ class Transfer(abc.ABC):
     """One request."""
 
     job: Job[Any]
+    lane: Lane
     is_on_device: bool = False
     """Whether the device has copies of it to do: then it is looked at often."""
 
@@ -85,7 +102,7 @@ class Transfer(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self) -> None:
-        """Give the memory back, and settle the job. Where the device has failed, without waiting for it."""
+        """Give the memory back, and settle the job: the device is done with both, or has failed."""
 
     @abc.abstractmethod
     def failed(self, reason: MissReason) -> list[Any]:
@@ -105,6 +122,8 @@ class _Piece:
     job: GetJob | None = None
     num_queued: int = 0
     """Layers whose copies to the device were queued."""
+    has_failed: bool = False
+    """Some copies could not be queued: no more of them are."""
     num_landed: int = 0
     """Layers that are in the cache."""
     marks: deque[tuple[DeviceMark, int]] = attrs.field(factory=deque)
@@ -128,7 +147,7 @@ class Get(Transfer):
         self.job = job
         self._store = store
         self._request = request
-        self._lane = lane
+        self.lane = lane
         self._blocks = request.memory
         self._after = self._blocks.after or DeviceMark(lane.device)
         self._pieces = [
@@ -138,7 +157,7 @@ class Get(Transfer):
 
     def _cancel(self) -> None:
         self.end(MissReason.CANCELLED)
-        self._lane.wake()
+        self.lane.wake()
 
     def failed(self, reason: MissReason) -> list[MissReason | None]:
         found: list[MissReason | None] = []
@@ -156,6 +175,8 @@ class Get(Transfer):
         self.is_on_device = any(piece.marks for piece in self._pieces)
         if self.job.done:
             over = all(piece.is_over or piece.job is None for piece in self._pieces)
+            if not self.is_on_device:
+                self.job.settle()  # the store may still write into host memory
         else:
             arrived = max((piece.job.progressed_at for piece in self._pieces if piece.job), default=0.0)
             ready = min(piece.num_landed for piece in self._pieces)
@@ -168,10 +189,11 @@ class Get(Transfer):
         return over
 
     def abandon(self) -> None:
+        self.lane.memory.forget(self)
         for piece in self._pieces:
             staged, piece.staged = piece.staged, None
             if staged is not None:
-                self._lane.give_back(staged)
+                self.lane.memory.give_back(staged.memory)
         self.job.settle()
 
     def _step(self, piece: _Piece, num_layers: int) -> bool:
@@ -179,13 +201,13 @@ class Get(Transfer):
         if piece.job is None:
             if self.job.done:
                 return False
-            staged = self._lane.make_pages(self._request.series.format, len(piece.pages))
+            staged = self.lane.pages(self._request.series.format, len(piece.pages), self)
             if staged is None:
                 return False
             piece.staged = staged
             request = part_of(self._request, piece.pages, staged)
             piece.job = self._store.submit_get(request, timeout=self.job.deadline.remaining())
-            piece.job.watch(self._lane.wake)
+            piece.job.watch(self.lane.wake)
         inner, staged = piece.job, piece.staged
         assert staged is not None
         if self.job.done:
@@ -199,28 +221,27 @@ class Get(Transfer):
                 piece.results = inner.results()
             piece.is_over = True
             piece.staged = None
-            self._lane.give_back(staged)  # for the next piece
+            self.lane.memory.give_back(staged.memory)  # for the next piece
         return True
 
     def _queue(self, piece: _Piece, inner: GetJob, staged: StagedPages, num_layers: int) -> None:
         """Queue copies of the layers that have come."""
         results = inner.results()
         ready = num_layers if results is not None else inner.num_layers_ready
-        if ready <= piece.num_queued:
+        layers = range(piece.num_queued, ready)
+        if not layers or piece.has_failed:
             return
         runs = [range(len(piece.pages))] if results is None else _found(results)
         if not piece.num_queued:
-            self._lane.follow(self._after)
-        queue_scatter(
-            staged,
-            self._blocks,
-            piece.pages.start,
-            range(piece.num_queued, ready),
-            runs,
-            self._lane.stream,
-        )
-        piece.num_queued = ready
-        piece.marks.append((self._lane.mark(), ready))
+            self.lane.follow(self._after)
+        piece.has_failed = True
+        try:
+            if runs:
+                queue_scatter(staged, self._blocks, piece.pages.start, layers, runs, self.lane.stream)
+            piece.has_failed = False
+            piece.num_queued = ready
+        finally:  # some copies may be queued though others could not be
+            piece.marks.append((self.lane.mark(), piece.num_queued))
 
 
 def _found(results: list[MissReason | None]) -> list[range]:
@@ -259,7 +280,7 @@ class Put(Transfer):
         assert isinstance(request.memory, PageBlocks)
         self.job = job
         self._store = store
-        self._lane = lane
+        self.lane = lane
         self._staged: StagedPages | None = staged
         self._request = part_of(request, range(len(staged)), staged)
         self._num_refused = job.count - len(staged)
@@ -276,7 +297,7 @@ class Put(Transfer):
 
     def _cancel(self) -> None:
         self.end(MissReason.CANCELLED)
-        self._lane.wake()
+        self.lane.wake()
 
     def failed(self, reason: MissReason) -> list[PutReason | None]:
         return [_PUT_REASONS.get(reason, PutReason.OTHER)] * self.job.count
@@ -301,11 +322,12 @@ class Put(Transfer):
             if self._inner is None and not self.job.done:
                 left = self.job.deadline.remaining()
                 self._inner = self._store.submit_put(self._request, timeout=left)
-                self._inner.watch(self._lane.wake)
+                self._inner.watch(self.lane.wake)
         inner = self._inner
         if inner is not None:
             if self.job.done:
                 inner.cancel()
+                self.job.settle()
             if not (inner.done and inner.settled):
                 return False
             self.job.set([*(inner.results() or ()), *[PutReason.NO_ROOM] * self._num_refused])
@@ -315,5 +337,5 @@ class Put(Transfer):
     def abandon(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
-            self._lane.give_back(staged)
+            self.lane.memory.give_back(staged.memory)
         self.job.settle()

@@ -21,6 +21,7 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
     DeviceMark,
+    PageBlocks,
     PageEvent,
     PageRemoval,
     PagesRemoved,
@@ -155,6 +156,9 @@ class LookupWorker(WorkerConnector):
                 raise LayoutError(f"the cache of {name} is of {dtype}, and the model's facts say {stated}")
         self._caches = tuple(kv_caches[name] for name in self._layer_names)
         self._views = page_views(self._caches, self._layout)
+        blocks = PageBlocks(self._shard.format, self._views, (), 0, 0)
+        for tier in self._tiers.values():
+            tier.store.register_memory(blocks)
         options, config = self._context.options, self._context.config
         if self._saves:
             self._saver = Saver(
@@ -198,7 +202,8 @@ class LookupWorker(WorkerConnector):
         for request_id in request_ids:
             self._forget(request_id)
             if (load := self._loads.get(request_id)) is not None:
-                load.settle()  # the engine uses the blocks again when this returns
+                while not load.has_ended:  # the engine uses the blocks again when this returns
+                    load.settle()
 
     def _forget(self, request_id: str) -> None:
         if self._saver is not None:

@@ -7,6 +7,7 @@ thread's stream was given: they make no new orders possible, and hide none betwe
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Final
 
 import torch
@@ -153,6 +154,10 @@ class _Module:
     default_stream = staticmethod(streams.default_stream)
     stream = staticmethod(streams.on_stream)
     synchronize = staticmethod(streams.synchronize)
+
+    @staticmethod
+    def device(device: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @staticmethod
     def is_initialized() -> bool:

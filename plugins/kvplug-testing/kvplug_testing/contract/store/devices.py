@@ -9,6 +9,8 @@ import pytest
 
 from kvplug.transport.store.memory import PageBlocks
 from kvplug.transport.store.results import MissReason, PutReason
+from kvplug.transport.store.staging.memory import PinnedMemory
+from kvplug.transport.store.staging.pages import StagedPages
 from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.pages import Batch, kv_format
@@ -134,7 +136,8 @@ class Devices(StoreSuite):
     def test_more_pages_than_there_is_host_memory_for_come_in_pieces(self, seed: int) -> None:
         store = self.hold()
         pages = self._pages(store, 7)
-        staged = self.staged(store, max_bytes=2 * pages.form.nbytes)
+        nbytes = StagedPages.nbytes_of(pages.form, 2)
+        staged = self.staged(store, memory=PinnedMemory(nbytes))
         kept(store, pages[:5])
         with simulated.seeded(seed):
             caches = [Cache(pages), Cache(pages)]

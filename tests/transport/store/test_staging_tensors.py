@@ -1,0 +1,159 @@
+"""Staging between stores and devices: what the conformance kit's suite of stores does not reach."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug.net.deadline import Deadline
+from kvplug.net.trust.credentials import Credentials
+from kvplug.transport.context import StoreContext
+from kvplug.transport.store.format import PageFormat, Part
+from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.job import GetJob
+from kvplug.transport.store.memory import PageBuffers
+from kvplug.transport.store.results import MissReason
+from kvplug.transport.store.staging import transfers
+from kvplug.transport.store.staging.memory import PinnedMemory
+from kvplug.transport.store.staging.pages import StagedPages
+from kvplug.transport.store.staging.store import StagedStore
+from kvplug_testing import simulated, waits
+from kvplug_testing.contract.store.devices import FIRST_TOKEN, Cache
+from kvplug_testing.contract.store.pages import Batch, batch, kv_format
+from kvplug_testing.memory.store import MemoryStore
+
+pytestmark = pytest.mark.timeout(60)
+CPU = torch.device("cpu")
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_parts_that_are_given_back_are_one_again() -> None:
+    memory = PinnedMemory(4096)
+    memory.prepare(CPU)
+    parts = [memory.take(1000) for _ in range(4)]
+    assert all(part is not None and part.numel() == 1000 for part in parts)
+    assert memory.take(1) is None
+    for part in random.Random(1).sample(parts, 4):
+        assert part is not None
+        memory.give_back(part)
+    assert memory.largest() == 4096
+
+
+def test_memory_goes_to_those_that_wait_in_the_order_of_coming() -> None:
+    memory = PinnedMemory(4096)
+    memory.prepare(CPU)
+    told: list[int] = []
+    memory.listen(lambda: told.append(memory.largest()))
+    first = memory.take(4096, "first")
+    assert first is not None
+    assert memory.take(4096, "second") is None
+    assert memory.take(256, "third") is None
+    memory.give_back(first)
+    assert told == [0], "there is some, and it is spoken for"
+    assert memory.take(256) is None
+    assert memory.take(256, "third") is None
+    assert memory.take(4096, "second") is not None
+    memory.forget("third")
+    assert memory.take(1) is None
+    assert memory.largest() == 0
+
+
+def test_pages_in_host_memory_are_those_in_rows_whatever_their_parts() -> None:
+    parts = (
+        Part(name="scale", dtype="uint8", shape=(2, 3), token_axis=0),
+        Part(name="key", dtype="float16", shape=(2, 5), token_axis=0),
+    )
+    form = PageFormat(page_tokens=2, num_layers=3, parts=parts)
+    rows = PageBuffers.empty(form, 5)
+    rows.rows().buffer[:] = random.Random(1).randbytes(5 * form.nbytes)
+    memory = torch.zeros(StagedPages.nbytes_of(form, 5), dtype=torch.uint8)
+    staged = StagedPages(form, 5, memory)
+    staged.scatter(0, rows.rows())
+    for layer in range(3):
+        for part, (at, nbytes) in enumerate(form.spans):
+            mine = staged.part(staged.layer(layer), part, range(1, 4))
+            begin = layer * form.layer_nbytes + at
+            wanted = b"".join(bytes(rows.rows().row(page)[begin : begin + nbytes]) for page in (1, 2, 3))
+            assert bytes(mine.tolist()) == wanted
+            mine.view(getattr(torch, parts[part].dtype))  # it begins where its dtype may
+    back = PageBuffers.empty(form, 2)
+    columns = back.rows().columns(form.layer_nbytes, 3 * form.layer_nbytes)
+    staged.gather(2, columns, range(1, 3))
+    for index in range(2):
+        wanted = bytes(rows.rows().row(2 + index)[form.layer_nbytes :])
+        assert bytes(columns.row(index)) == wanted
+    assert StagedPages.most_in(form, StagedPages.nbytes_of(form, 5)) == 5
+    assert StagedPages.most_in(form, StagedPages.nbytes_of(form, 5) - 1) == 4
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def staged() -> Iterator[tuple[StagedStore, Batch, Cache]]:
+    """A store that has six pages, and a cache for them."""
+    inner = MemoryStore(StoreContext(options=None, credentials=Credentials()))
+    with StagedStore(inner) as store:
+        pages = batch(6, kv_format(3), seal=PageSeal())
+        assert not any(store.submit_put(pages.filled()).wait(waits.patience_s))
+        yield store, pages, Cache(pages)
+
+
+def test_a_copy_that_cannot_be_queued_fails_the_load_and_those_before_it_settle_it(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, pages, cache = staged
+    scatter = transfers.queue_scatter
+
+    def fail_at_the_last(
+        staged: tuple[StagedStore, Batch, Cache], blocks: Any, first: int, layers: Any, *rest: Any
+    ) -> None:
+        scatter(staged, blocks, first, layers[:-1], *rest)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(transfers, "queue_scatter", fail_at_the_last)
+    with simulated.stalled():
+        job = store.submit_get(pages.request(cache.blocks()))
+        assert job.wait(waits.patience_s) == [MissReason.NO_MEMORY] * 6
+        assert not job.wait_settled(0.2), "the device has copies of it to do"
+    assert job.wait_settled(waits.patience_s)
+
+
+def test_pages_without_a_token_that_may_be_written_harm_no_others(staged: Any) -> None:
+    store, pages, cache = staged
+    store.submit_remove(pages.keys[1:2]).wait(waits.patience_s)
+    tokens = pages.form.page_tokens
+    blocks = cache.blocks(writable=range(FIRST_TOKEN + 3 * tokens, FIRST_TOKEN + 6 * tokens))
+    results = store.submit_get(pages.request(blocks)).wait(waits.patience_s)
+    assert [reason is None for reason in results] == [True, False, True, True, True, True]
+    assert cache.missing(pages) == [0, 1, 2]
+
+
+def test_a_large_load_is_not_held_up_by_small_ones_that_come_later(staged: Any) -> None:
+    inner, pages, cache = staged
+    memory = PinnedMemory(StagedPages.nbytes_of(pages.form, 2) * 4)
+    store = StagedStore(inner, memory=memory)
+    others = [Cache(pages[:1]) for _ in range(40)]
+    jobs = [store.submit_get(pages.request(cache.blocks()))]
+    jobs += [store.submit_get(pages[:1].request(each.blocks())) for each in others]
+    assert jobs[0].wait(waits.patience_s) == [None] * 6
+    assert cache.missing(pages) == []
+    for job in jobs[1:]:
+        assert job.wait(waits.patience_s) == [None]
+
+
+def test_a_request_that_comes_as_the_store_is_closed_ends_and_settles(staged: Any) -> None:
+    store, pages, cache = staged
+    assert store.submit_get(pages.request(cache.blocks())).wait(waits.patience_s) == [None] * 6
+    lane = store._lane("simulated:0", transfers.Get)
+    store.abort()
+    late = GetJob(6, 3, Deadline.after(20.0))
+    store._add(transfers.Get(store.store, late, pages.request(cache.blocks()), lane, 6))
+    assert late.wait(waits.patience_s) == [MissReason.CLOSED] * 6
+    assert late.wait_settled(waits.patience_s)
