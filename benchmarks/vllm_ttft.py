@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE.parents[1] / "plugins/kvplug-vllm/tests"))
 from engines import Engine, engine, transfer_config  # noqa: E402
 
 PORT = 29655
-INSIDE = f"{HERE.parents[1] / 'plugins/kvplug-vllm/tests/inside.py'}:forget_own_cache"
+INSIDE = f"{HERE.parents[1] / 'plugins/kvplug-vllm/tests/inside.py'}:reset_prefix_cache"
 SETTINGS = {"max_model_len": 2048}
 
 

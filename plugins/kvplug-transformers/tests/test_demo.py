@@ -30,6 +30,7 @@ KEYS = {
     "ttft_s",
     "ttft_recompute_s",
     "ttft_floor_s",
+    "ttft_pairs",
     "identical",
     "text",
     "connector",
@@ -114,7 +115,7 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
 
 @pytest.mark.demo
 def test_the_real_models_kv_crosses_and_the_tokens_are_those_of_the_model_alone():
-    done = run("--json", "--max-new-tokens", "24")
+    done = run("--json", "--max-new-tokens", "24", "--repeat", "2")
     found = report(done)
     assert done.returncode == 0, done.stderr
     assert found["identical"] is True
@@ -124,6 +125,7 @@ def test_the_real_models_kv_crosses_and_the_tokens_are_those_of_the_model_alone(
     assert found["gb_per_s"] == pytest.approx(found["kv_bytes"] / found["transfer_s"] / 1e9)
     assert 0 < found["ttft_floor_s"] < found["ttft_recompute_s"]
     assert 0 < found["ttft_s"] < found["ttft_recompute_s"]
+    assert len(found["ttft_pairs"]) == 2
     assert (found["connector"], len(found["text"]) > 20) == ("lookup", True)
     assert any(reason.startswith(f"{found['transport']}: ") for reason in found["reasons"])
 

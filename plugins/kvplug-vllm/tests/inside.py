@@ -95,8 +95,3 @@ def longest_calls(llm: Any) -> dict[str, float]:
     found = dict(_longest)
     _longest.clear()
     return found
-
-
-def forget_own_cache(llm: Any) -> bool:
-    """vLLM forgets its own prefix cache, and nothing of the connector's."""
-    return bool(llm.reset_prefix_cache())

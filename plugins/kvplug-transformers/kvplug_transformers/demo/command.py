@@ -88,6 +88,13 @@ def _generates(function: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="Tokens to decode after the prompt.",
         ),
+        click.option(
+            "--repeat",
+            type=click.IntRange(0),
+            default=0,
+            metavar="N",
+            help="Take the time to the first token N times more, in turns with its floor.",
+        ),
     ):
         function = option(function)
     return function

@@ -130,7 +130,7 @@ def decode_and_compare(
         display.note(notes[-1])
     loaded = decoded["tokens_loaded"]
     nbytes = loaded * decoded["kv_bytes_per_token"]
-    session.send(DECODE, "recompute", ids=ids, num_loaded=loaded, kv_bytes=nbytes)
+    session.send(DECODE, "recompute", ids=ids, num_loaded=loaded, kv_bytes=nbytes, repeat=settings.repeat)
     (recomputed,) = session.wait_for((DECODE, "recomputed"))
     display.generating(REFERENCE)
     session.send(REFERENCE, "generate", ids=ids, max_new_tokens=settings.max_new_tokens, stop=stop)
@@ -152,6 +152,7 @@ def decode_and_compare(
         ttft_s=decoded["ttft_s"],
         ttft_recompute_s=recomputed["ttft_s"],
         ttft_floor_s=recomputed["floor_s"],
+        ttft_pairs=tuple((with_s, floor_s) for with_s, floor_s in recomputed["pairs"]),
         identical=decoded["ids"] == generated["ids"],
         text=decoded["text"],
         connector=config.connector,

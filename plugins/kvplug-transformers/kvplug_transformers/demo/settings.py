@@ -20,6 +20,8 @@ class DemoSettings:
     overrides: Mapping[str, Any] = attrs.field(factory=dict)
     """Config keys that the command line sets."""
     max_new_tokens: int = 64
+    repeat: int = 0
+    """How often the time to the first token is taken again, in turns with its floor."""
     block_size: int = 16
     layout: str | None = None
     """``None``: the connector's required layout, else ``KBTHD``."""
@@ -59,6 +61,9 @@ class Report:
     ttft_floor_s: float | None
     """The same with the loaded tokens' KV in the engine's own blocks already, plus one copy of its bytes.
     ``None``: nothing was loaded, or the first token was another one, by rounding."""
+    ttft_pairs: tuple[tuple[float, float], ...]
+    """With ``--repeat``: the time to the first token, and its floor right after it, for each time that all KV
+    was loaded again and both first tokens were the same."""
     identical: bool
     text: str
     connector: str

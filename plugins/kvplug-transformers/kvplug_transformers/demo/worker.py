@@ -226,29 +226,40 @@ class DemoWorker:
             store=getattr(self._connectors[Side.WORKER], "last_route", ""),
         )
 
-    def _do_recompute(self, ids: list[int], num_loaded: int, kv_bytes: int) -> None:
+    def _do_recompute(self, ids: list[int], num_loaded: int, kv_bytes: int, repeat: int) -> None:
         """Compute the first token again, in an engine without a connector; then once more with the KV of
-        ``num_loaded`` tokens in its own blocks already, which is the floor of a transfer's time."""
+        ``num_loaded`` tokens in its own blocks already, which is the floor of a transfer's time.
+
+        Then ``repeat`` times, in turns, with a transfer and with the KV in place.
+        """
         from kvplug_transformers.engine.engine import Engine
 
         # Room for this prompt alone: the second time it gets the same blocks, in the same order.
         engine = Engine(self._loaded.model, self._engine_options(len(ids)), facts=self._facts)
 
-        def first_token(num_in_place: int) -> tuple[list[int], float]:
+        def first_token(which: Engine, num_in_place: int = 0) -> tuple[Sequence, float]:
             began = time.perf_counter()
-            sequence = engine.add(ids, max_new_tokens=1)
-            sequence.num_computed_tokens = num_in_place
-            for _ in self._steps(engine, sequence, "recompute_progress"):
+            sequence = which.add(ids, max_new_tokens=1)
+            if num_in_place:
+                sequence.num_computed_tokens = num_in_place
+            for _ in self._steps(which, sequence, "recompute_progress"):
                 pass
-            return sequence.output, time.perf_counter() - began
+            return sequence, time.perf_counter() - began
 
-        computed, recompute_s = first_token(0)
+        computed, recompute_s = first_token(engine)
         floor_s = None
+        pairs = []
         if num_loaded:
-            again, seconds = first_token(num_loaded)
+            again, seconds = first_token(engine, num_loaded)
+            copy_s = _copy_seconds(kv_bytes)
             # Another number of tokens in one step rounds differently, and may choose another token.
-            floor_s = seconds + _copy_seconds(kv_bytes) if again == computed else None
-        self._parent.send("recomputed", ttft_s=recompute_s, floor_s=floor_s)
+            floor_s = seconds + copy_s if again.output == computed.output else None
+            for _ in range(repeat):
+                loaded, with_s = first_token(self._opened())
+                in_place, seconds = first_token(engine, num_loaded)
+                if loaded.num_loaded_tokens == num_loaded and loaded.output == in_place.output:
+                    pairs.append((with_s, seconds + copy_s))
+        self._parent.send("recomputed", ttft_s=recompute_s, floor_s=floor_s, pairs=pairs)
 
     def _steps(self, engine: Engine, sequence: Sequence, event: str) -> Iterator[Token]:
         """Step until the request has ended; yields its tokens, and reports progress of its prompt."""
