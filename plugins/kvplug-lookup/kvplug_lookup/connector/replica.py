@@ -57,6 +57,10 @@ _RETRY_S = 1.0
 _PING_S = 0.2
 """A ping is a few bytes, and at most one is unanswered: there is room for it."""
 _JOIN_S = 3.0
+_MOMENT_S = 0.005
+"""How long a question about a new request waits for the store's answer, in total. On one host that comes in a
+fraction of a millisecond, but not while the engine's thread asks again and again: it would take the
+interpreter's lock from the threads that bring it."""
 _CATCH_UP_S = 30.0
 """How long a copy that is behind is waited for. A snapshot of a million pages takes less."""
 _MAX_PAGES = 1 << 23
@@ -69,6 +73,7 @@ class Fence:
 
     number: int
     expires: Deadline
+    is_worth_a_wait: Deadline
 
 
 class Replica:
@@ -136,10 +141,14 @@ class Replica:
             self._pinged += 1
             number = self._pinged
         self._ping()
-        return Fence(number, Deadline.after(self._wait_timeout_s))
+        return Fence(number, Deadline.after(self._wait_timeout_s), Deadline.after(_MOMENT_S))
 
     def has_passed(self, fence: Fence) -> bool:
+        """Whether the store has answered. Waits a moment for that, once for each request."""
         with self._lock:
+            while self._ponged < fence.number and self._link is not None and self._silent <= self._ponged:
+                if not self._changed.wait(fence.is_worth_a_wait.remaining()):
+                    break
             if self._ponged >= fence.number:
                 return True
             if fence.expires.expired:
@@ -337,6 +346,7 @@ class Replica:
                 raise WireError("an answer came to a ping that was not sent")
             self._ponged = max(self._ponged, number)
             self._asked = 0
+            self._changed.notify_all()
 
     def _series_of(self, link: PeerLink) -> Series:
         """The store's series, after its first words.
