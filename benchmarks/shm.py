@@ -81,7 +81,10 @@ def _peer(name: str, kind: str, link: str, **more: Any) -> Candidate:
 
 def _env(python: str = sys.executable) -> dict[str, str]:
     """Where processes find the peers; another interpreter's find kvplug there, too."""
-    path = [str(HERE), *([] if python == sys.executable else [str(HERE.parent)])]
+    path = [str(HERE)]
+    if python != sys.executable:
+        root = HERE.parent
+        path += [str(root), *(str(root / "plugins" / each) for each in ("kvplug-bench", "kvplug-testing"))]
     path += [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     return {"PYTHONPATH": os.pathsep.join(path), "VLLM_LOGGING_LEVEL": "ERROR"}
 

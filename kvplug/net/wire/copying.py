@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
+CopyBytes: TypeAlias = Callable[[memoryview, memoryview], None]
+"""Fills its first argument with the bytes of the second, as :func:`copy_bytes` does."""
 LOCK_FREE_BYTES: Final = 1 << 20
 """Copies of this size or larger release the interpreter's lock. A smaller one takes under 0.1 ms, and a
 thread that releases the lock may wait 5 ms for it."""

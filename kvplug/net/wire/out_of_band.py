@@ -8,6 +8,7 @@ at the next multiple of :data:`ALIGNMENT`.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -17,6 +18,7 @@ import msgspec
 from kvplug.errors import CapacityError, UnsupportedError, WireError
 from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.wire import tensors, values
+from kvplug.net.wire.copying import CopyBytes, copy_bytes
 from kvplug.net.wire.validate import DEFAULT_LIMITS, Leaf, Limits, validate
 
 if TYPE_CHECKING:
@@ -84,11 +86,13 @@ def decode_out_of_band(
     *,
     limits: Limits = DEFAULT_LIMITS,
     make: Callable[[tensors.TensorMeta], Tensor] | None = None,
+    copy: CopyBytes = copy_bytes,
 ) -> Any:
     """The value of a head and its memories, which lie back to back, each of them :func:`aligned`.
 
     What is out of band is copied out, a tensor into what ``make`` returns for its meta: one of that dtype and
     shape. Without it, for numpy arrays always, and for what lies in the head, memory is taken anew.
+    ``copy(target, source)`` copies the bytes of such a tensor.
 
     Raises:
         WireError: the bytes are not such a head, go beyond ``limits``, want other memories than these, or
@@ -100,14 +104,20 @@ def decode_out_of_band(
     nbytes = head.nbytes if isinstance(head, memoryview) else len(head)
     if nbytes > limits.max_bytes:
         raise WireError(f"a value of {nbytes} bytes; at most {limits.max_bytes} are accepted")
-    spans: list[slice] = []
     try:
         data = bytes(head)  # a private copy: shared memory could change between the check and the use
-        marked = validate(data, limits, spans)
-        leaves = deque(tensors.decode_meta(data[span]) for span in spans)
-        _check_memories(leaves, memories.nbytes, limits.max_bytes - nbytes)
+        checked = (_checked_short if nbytes <= _SHORT_BYTES else _checked)(data, limits)
+        marked, leaves, wanted, lying = checked
+        if wanted > limits.max_bytes - nbytes:
+            raise WireError(
+                f"a value whose tensors have {wanted} bytes; at most {limits.max_bytes - nbytes} are accepted"
+            )
+        if lying != memories.nbytes:
+            raise WireError(
+                f"the value's {len(leaves)} memories take {lying} bytes, and {memories.nbytes} came"
+            )
         if leaves:
-            extension = _from(memories.cast("B"), leaves, make or tensors.empty_like_meta)
+            extension = _from(memories.cast("B"), deque(leaves), make or tensors.empty_like_meta, copy)
             value = msgspec.msgpack.decode(data, ext_hook=extension)
         else:
             value = values.unpack(data)
@@ -119,17 +129,30 @@ def decode_out_of_band(
         raise
 
 
-def _check_memories(leaves: deque[tensors.TensorMeta], nbytes: int, most: int) -> None:
-    wanted = sum(meta.nbytes for meta in leaves)
-    if wanted > most:
-        raise WireError(f"a value whose tensors have {wanted} bytes; at most {most} are accepted")
-    lying = sum(aligned(meta.nbytes) for meta in leaves)
-    if lying != nbytes:
-        raise WireError(f"the value's {len(leaves)} memories take {lying} bytes, and {nbytes} came")
+def _checked(data: bytes, limits: Limits) -> tuple[bool, tuple[tensors.TensorMeta, ...], int, int]:
+    """Whether a head holds marked arrays, the tensors that are out of band, their bytes, and those that they
+    take with the gaps between them.
+
+    Raises:
+        WireError: it is no head.
+    """
+    spans: list[slice] = []
+    marked = validate(data, limits, spans)
+    leaves = tuple(tensors.decode_meta(data[span]) for span in spans)
+    sizes = [meta.nbytes for meta in leaves]
+    return marked, leaves, sum(sizes), sum(map(aligned, sizes))
+
+
+_SHORT_BYTES: Final = 256
+_checked_short = functools.lru_cache(maxsize=64)(_checked)
+"""Many messages of a stream have the same head."""
 
 
 def _from(
-    memories: memoryview, leaves: deque[tensors.TensorMeta], make: Callable[[tensors.TensorMeta], Tensor]
+    memories: memoryview,
+    leaves: deque[tensors.TensorMeta],
+    make: Callable[[tensors.TensorMeta], Tensor],
+    copy: CopyBytes,
 ) -> Callable[[int, memoryview], Any]:
     """What msgspec calls for each extension, in the order in which they stand."""
     at = 0
@@ -141,7 +164,7 @@ def _from(
         meta = leaves.popleft()
         flat = memories[at : at + meta.nbytes]
         at += aligned(meta.nbytes)
-        return values.build(code, meta, flat, make)
+        return values.build(code, meta, flat, make, copy)
 
     return extension
 

@@ -19,7 +19,7 @@ import attrs
 
 from kvplug.errors import UnsupportedError, WireError
 from kvplug.net.exhaustion import raise_if_exhausted
-from kvplug.net.wire.copying import copy_bytes
+from kvplug.net.wire.copying import CopyBytes, copy_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -286,8 +286,10 @@ def empty_like_meta(meta: TensorMeta) -> Tensor:
     return flat.view(dtype).view(meta.shape)
 
 
-def copy_into(out: Tensor, flat: Buffer) -> None:
+def copy_into(out: Tensor, flat: Buffer, copy: CopyBytes = copy_bytes) -> None:
     """Fill ``out``, contiguous or not, with the row-major bytes of a tensor of its shape and dtype.
+
+    ``copy(target, source)`` copies them.
 
     Raises:
         UnsupportedError: ``out`` is not a dense tensor in CPU memory.
@@ -298,10 +300,10 @@ def copy_into(out: Tensor, flat: Buffer) -> None:
     if source.nbytes != out.numel() * out.element_size():
         raise ValueError(f"{source.nbytes} bytes do not fill a tensor of {tuple(out.shape)} {out.dtype}")
     if _is_plain(out):
-        copy_bytes(_view(out), source)
+        copy(_view(out), source)
         return
     whole = empty_like_meta(meta_of(out))
-    copy_bytes(_view(whole), source)
+    copy(_view(whole), source)
     out = out.detach()
     if out.is_conj() or out.is_neg():
         out.copy_(whole)  # the caller sees out through its flag; copy_ writes what then reads as whole

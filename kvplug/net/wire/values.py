@@ -20,6 +20,7 @@ import msgspec
 from kvplug.errors import CapacityError, UnsupportedError, WireError
 from kvplug.net.exhaustion import raise_if_exhausted
 from kvplug.net.wire import arrays, tensors
+from kvplug.net.wire.copying import CopyBytes, copy_bytes
 from kvplug.net.wire.validate import DEFAULT_LIMITS, MARKS, Leaf, Limits, Mark, validate
 
 if TYPE_CHECKING:
@@ -274,14 +275,18 @@ def extension(code: int, payload: memoryview) -> Any:
 
 
 def build(
-    code: int, meta: tensors.TensorMeta, flat: memoryview, make: Callable[[tensors.TensorMeta], Tensor]
+    code: int,
+    meta: tensors.TensorMeta,
+    flat: memoryview,
+    make: Callable[[tensors.TensorMeta], Tensor],
+    copy: CopyBytes = copy_bytes,
 ) -> Any:
     """The tensor or array of those bytes. The caller has checked that there are as many as there must be."""
     if code in (Leaf.ARRAY, Leaf.ARRAY_OUT_OF_BAND):
         return arrays.array_of(meta, flat)
     try:
         tensor = make(meta)
-        tensors.copy_into(tensor, flat)
+        tensors.copy_into(tensor, flat, copy)
     except (UnsupportedError, RuntimeError) as e:
         raise_if_exhausted(e, f"decoding a tensor of {meta.nbytes} bytes")
         raise WireError(f"a tensor or dtype cannot be made here: {e}") from e

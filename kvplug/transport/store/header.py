@@ -76,8 +76,8 @@ class PageSeal:
         checksums = _num_checksums(form) * _CHECKSUM_BYTES if self.checksums else 0
         return _FIXED.size + len(identity) + checksums + (_PROOF_BYTES if self.secret is not None else 0)
 
-    def _known(self, series: Series, identity: bytes) -> bytes:
-        """The first bytes of a header: all that a reader knows before it reads."""
+    def _known(self, series: Series, identity: bytes, length: int) -> bytes:
+        """The first bytes of a header of that length: all that a reader knows before it reads."""
         return (
             _FIXED.pack(
                 MAGIC,
@@ -85,7 +85,7 @@ class PageSeal:
                 1 if self.checksums else 0,
                 1 if self.secret is not None else 0,
                 0,
-                self.header_length(series.format, identity),
+                length,
                 len(identity),
                 series.format.nbytes,
                 series.format.digest,
@@ -101,7 +101,7 @@ class PageSeal:
 
         ``checksums``: those of ``payload``, one after the other, where they were made before.
         """
-        header = self._known(series, identity)
+        header = self._known(series, identity, self.header_length(series.format, identity))
         if self.checksums:
             header += b"".join(checksums_of(series.format, payload)) if checksums is None else checksums
         if self.secret is not None:
@@ -110,14 +110,13 @@ class PageSeal:
 
     def check_header(self, series: Series, identity: bytes, header: Buffer) -> MissReason | None:
         """Why this is not the header of that page; ``None`` if it is, as far as a header can tell."""
-        known = self._known(series, identity)
+        length = self.header_length(series.format, identity)
+        known = self._known(series, identity, length)
         found = bytes(header[: len(known)])
-        if (
-            len(header) != self.header_length(series.format, identity)
-            or found[: _FIXED.size] != known[: _FIXED.size]
-        ):
-            return MissReason.FORMAT
-        return None if found == known else MissReason.IDENTITY
+        if len(header) == length and found == known:
+            return None
+        is_other_format = len(header) != length or found[: _FIXED.size] != known[: _FIXED.size]
+        return MissReason.FORMAT if is_other_format else MissReason.IDENTITY
 
     def check_layers(
         self, form: PageFormat, header: Buffer, first_layer: int, layers: memoryview

@@ -12,7 +12,7 @@ import attrs
 
 from kvplug.errors import LayoutError
 from kvplug.net.streams import DeviceMark
-from kvplug.net.wire.copying import address_of
+from kvplug.net.wire.copying import address_of, copy_bytes
 from kvplug.transport.store.copies import copy_pieces, copy_tokens, ids_on
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.places import BlockViews, PagePlaces, PartPlace
@@ -20,6 +20,7 @@ from kvplug.transport.store.places import BlockViews, PagePlaces, PartPlace
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LOCK_FREE_BYTES: Final = 256 << 10  # rows that are copied without the interpreter's lock, as they are hashed
 _MOST_PIECES: Final = 8
 """Of a page. More are copied by torch, in whole blocks."""
 
@@ -199,12 +200,12 @@ class PageBuffers(PageMemory):
     def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
         mine = self._mine(first, rows, layers)
         for index in range(len(rows)):
-            rows.row(index)[:] = mine.row(index)
+            copy_bytes(rows.row(index), mine.row(index), _LOCK_FREE_BYTES)
 
     def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
         mine = self._mine(first, rows, layers)
         for index in range(len(rows)):
-            mine.row(index)[:] = rows.row(index)
+            copy_bytes(mine.row(index), rows.row(index), _LOCK_FREE_BYTES)
 
     def _mine(self, first: int, rows: PageRows, layers: range | None) -> PageRows:
         wanted, step = self._check(first, rows, layers), self.format.layer_nbytes

@@ -26,7 +26,13 @@ from kvplug import TimeoutError
 from kvplug.transport import Blocks, Segment, WireError
 from kvplug_shm.memory.words import Words
 from kvplug_shm.native import library as native
-from kvplug_shm.native.ends import NativeReadingEnd, NativeWritingEnd, reading_end, writing_end
+from kvplug_shm.native.ends import (
+    NativeReadingEnd,
+    NativeWritingEnd,
+    copy_for_one_of,
+    reading_end,
+    writing_end,
+)
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.geometry import LINE, Pieces, lines, segment_size
 from kvplug_shm.pipe.header import Header, header_of
@@ -424,6 +430,21 @@ def test_a_message_that_is_stored_past_the_caches_arrives_whole(local_pair: Any,
         sending.result().wait()
     assert_same(tensor, within)
     assert set(out[:offset].tolist()) | set(out[offset + len(tensor) :].tolist()) == {7}
+
+
+@compiled
+@pytest.mark.parametrize("num_readers", [1, 64])
+@pytest.mark.parametrize("offset", [0, 1, 63], ids="at {}".format)
+def test_one_copy_of_many_is_whole_past_the_caches_and_not(offset: int, num_readers: int) -> None:
+    copy = copy_for_one_of(num_readers, native=True)
+    source = torch.arange(MIB + 1, dtype=torch.int32).view(torch.uint8)
+    out = torch.full((64 + len(source) + 64,), 7, dtype=torch.uint8)
+    within = memoryview(out.numpy())[offset : offset + len(source)]
+    copy(within, memoryview(source.numpy()).toreadonly())
+    assert_same(source, out[offset : offset + len(source)])
+    assert set(out[:offset].tolist()) | set(out[offset + len(source) :].tolist()) == {7}
+    with pytest.raises(ValueError):
+        copy(within[1:], memoryview(source.numpy()))
 
 
 @compiled

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 import shm_queue_ends as ends
 from kvplug import ClosedError, PeerGoneError
@@ -53,6 +54,29 @@ def test_a_reader_that_sleeps_is_woken_by_a_message_and_by_the_writers_end(queue
     time.sleep(0.3)
     writer.close()
     assert all(isinstance(each.outcome(), PeerGoneError) for each in waits)
+
+
+def test_a_writer_of_large_messages_waits_once_for_a_reader_that_does_not_go_on(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, (reader,) = queue(max_chunk_bytes=10 << 20, max_chunks=5)
+    end, parked = writer._writing, []
+    park = end.park
+    monkeypatch.setattr(end, "park", lambda *given: (parked.append(given), park(*given)))
+    large = torch.zeros(9 << 20, dtype=torch.uint8)
+    for _ in range(5):
+        writer.enqueue(large)
+    assert len(parked) == 1
+    assert reader.dequeue().shape == large.shape
+    writer.enqueue(large)
+    assert len(parked) == 2
+
+
+def test_a_large_message_that_has_no_time_does_not_wait_for_readers(queue: Any) -> None:
+    writer, (reader,) = queue(max_chunk_bytes=10 << 20, max_chunks=5)
+    for number in range(5):
+        writer.enqueue(torch.full((9 << 20,), number, dtype=torch.uint8), 0)
+    assert [int(reader.dequeue()[-1]) for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.usefixtures("sound_sleep")

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from kvplug.net.wire.copying import LOCK_FREE_BYTES, CopyBytes, address_of, copy_bytes
 from kvplug_shm.native.library import EndStruct, Library, library
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 
@@ -92,6 +93,22 @@ def _spin(
         left_ns -= LONGEST_NS
         if left_ns <= 0:
             return False
+
+
+def copy_for_one_of(num_readers: int, *, native: bool) -> CopyBytes:
+    """How a reader copies a large message out of memory from which others copy it, too."""
+    steps = library() if native else None
+    if steps is None:
+        return copy_bytes
+    copy_one_of, copies = steps.copy_one_of, num_readers + 1  # the ring has one as well
+
+    def copy(target: memoryview, source: memoryview) -> None:
+        if source.nbytes < LOCK_FREE_BYTES or source.nbytes != target.nbytes:
+            copy_bytes(target, source)  # raises for the latter
+        else:
+            copy_one_of(address_of(target), address_of(source), source.nbytes, copies)
+
+    return copy
 
 
 def writing_end(words: Words, num_readers: int, places: int, *, native: bool) -> WritingEnd:

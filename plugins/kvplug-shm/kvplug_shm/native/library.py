@@ -32,6 +32,7 @@ _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "kvplug_peek": (_I64, _POINTER, _POINTER, _I64),
     "kvplug_take": (None, _POINTER, _POINTER, _I64),
     "kvplug_push": (_I64, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 6),
+    "kvplug_copy_one_of": (None, _POINTER, _POINTER, _I64, _I64),
     "kvplug_pull": (_I64, _POINTER, _POINTER, *[_I64] * 6),
 }
 
@@ -91,6 +92,7 @@ class Library:
     long_put: Callable[..., int]
     long_push: Callable[..., int]
     long_pull: Callable[..., int]
+    copy_one_of: Callable[..., None]
 
 
 class _UnusableError(Exception):
@@ -126,6 +128,7 @@ def _loaded() -> Library:
         long_put=_function(lets_go, "put_long"),
         long_push=_function(lets_go, "push"),
         long_pull=_function(lets_go, "pull"),
+        copy_one_of=_function(lets_go, "copy_one_of"),
     )
 
 

@@ -315,6 +315,16 @@ static void stream_fence(void) {
 #endif
 }
 
+/* Copy a message that is one of `copies` of as many bytes: past the caches, if they do not fit there together. */
+void kvplug_copy_one_of(void *target, const void *source, int64_t nbytes, int64_t copies) {
+    if (nbytes < stream_from() / copies) {
+        memcpy(target, source, nbytes);
+        return;
+    }
+    stream(target, source, nbytes);
+    stream_fence();
+}
+
 typedef void copy_t(void *target, const void *source, uint64_t nbytes);
 
 static void copy(void *target, const void *source, uint64_t nbytes) { memcpy(target, source, nbytes); }

@@ -10,6 +10,7 @@ from typing import Final
 import attrs
 
 from kvplug import TransportError
+from kvplug.net.wire.copying import copy_bytes
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Credentials,
@@ -24,7 +25,7 @@ from kvplug.transport import (
     dial,
     local_domain,
 )
-from kvplug_shm.native.ends import writing_end
+from kvplug_shm.native.ends import copy_for_one_of, writing_end
 from kvplug_shm.options import ShmQueueOptions
 from kvplug_shm.queue.admission import Admission
 from kvplug_shm.queue.ends import limits_of
@@ -137,8 +138,12 @@ class ShmQueueEndpoint(QueueEndpoint):
         connection = dial(contact, context.credentials, PURPOSE, deadline.remaining())
         joined = join(connection, rank, context.heartbeat_timeout_s, deadline)
         source = LocalSource(joined, options.spin_us * 1e-6, native=options.native)
-        limits = limits_of(joined.ring.sizes.max_message_bytes)
-        return ShmReader(context, options, handle, rank, source, limits, source.drop, source.check_evicted)
+        sizes = joined.ring.sizes
+        limits = limits_of(sizes.max_message_bytes)
+        copy = copy_for_one_of(sizes.n_reader, native=options.native)
+        return ShmReader(
+            context, options, handle, rank, source, limits, source.drop, source.check_evicted, copy
+        )
 
     def _remote_reader(
         self, handle: QueueHandle, network: dict[str, object], rank: int, deadline: Deadline
@@ -149,7 +154,7 @@ class ShmQueueEndpoint(QueueEndpoint):
         context = attrs.evolve(self.context, options=options)
         source = attach(context, network, rank, deadline)
         limits = limits_of(self._max_message_bytes)
-        return ShmReader(context, options, handle, rank, source, limits, _nothing, _nothing)
+        return ShmReader(context, options, handle, rank, source, limits, _nothing, _nothing, copy_bytes)
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvplug import UnsupportedError
 from kvplug.net.wire import Limits, decode, decode_out_of_band
+from kvplug.net.wire.copying import CopyBytes
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
@@ -42,11 +43,13 @@ class ShmReader(ShmEnd):
         limits: Limits,
         drop: Callable[[], None],
         confirm: Callable[[], None],
+        copy: CopyBytes,
     ) -> None:
         """Takes ownership of ``source``. ``limits`` are the writer's.
 
         ``drop`` is called when this end has ended and no thread is inside: it releases the source's memory.
-        ``confirm`` raises if the current message may have been overwritten.
+        ``confirm`` raises if the current message may have been overwritten. ``copy`` copies a tensor's bytes
+        out of the source's memory.
         """
         pool = Pool(options.pool_bytes)
 
@@ -56,6 +59,7 @@ class ShmReader(ShmEnd):
 
         super().__init__(context, handle, rank, let_go)
         self._confirm = confirm
+        self._copy = copy
         self._source = source
         self._limits = limits
         self._pool = pool
@@ -86,7 +90,9 @@ class ShmReader(ShmEnd):
                     # Memory that its writer has not used takes no room, and may be larger than all there is.
                     check_room(nbytes, f"the next message of {self._source.writer}, which stays,")
                 if body.nbytes:
-                    value = decode_out_of_band(head, body, limits=self._limits, make=self._pool.tensor)
+                    value = decode_out_of_band(
+                        head, body, limits=self._limits, make=self._pool.tensor, copy=self._copy
+                    )
                 else:
                     value = decode(head, limits=self._limits)
             except Exception:
