@@ -216,7 +216,7 @@ class Bare:
         self._ids = array("q", pages.blocks)
         compiled = library()
         assert compiled is not None, "kvplug-host was installed without compiled copies"
-        self._hash = compiled._hash if verified else None
+        self._hash = compiled.hash if verified else None
         self._sums = array("Q", bytes(8 * pages.count * 2 * pages.model.layers))
         self(into=False)
 

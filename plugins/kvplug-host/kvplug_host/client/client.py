@@ -88,6 +88,7 @@ class HostClient(Store):
         options: HostOptions = context.options if context.options is not None else HostOptions()
         self.seal = PageSeal(checksums=context.seal.checksums)
         self._timeout_s = context.timeout_s
+        self._native = options.native
         self._link = link
         self._on_lost = on_lost
         self._lock = threading.RLock()
@@ -231,6 +232,7 @@ class HostClient(Store):
                 self.seal,
                 mapping=mapping,
                 requests=self._requests,
+                native=self._native,
                 wrong=self._wrong,
                 again=self._work,
                 unmap=self._unmap,
@@ -249,6 +251,7 @@ class HostClient(Store):
             self.seal,
             lambda index, reason: self._wrong(pages.keys[index], reason),
             lambda: self._requests.tell({"op": Op.CANCEL, "id": number}),
+            native=self._native,
         )
         self._start(get)
         if self._pages is None or not self._pages.ask(number, get, job, pages):
@@ -296,6 +299,7 @@ class HostClient(Store):
             pages,
             self.seal,
             requests=self._requests,
+            native=self._native,
             send=page_pipe.send_rows,
             note_usage=self._note_usage,
             again=self._work,

@@ -63,7 +63,7 @@ class Arrival:
         self._seal = seal
         job: Job[PutReason | None] = Job(len(pages.keys), deadline)
         job.add_done_callback(lambda ended: done(ended.results() or []))
-        self.put = Put(job, pages, _nothing, lambda put: self._settled())
+        self.put = Put(job, pages, lambda put: self._settled())
         self._lock = threading.Lock()
         self._header_bytes = {
             at: seal.header_length(pages.series.format, identity)
@@ -149,10 +149,6 @@ class Arrival:
         with self._lock:
             slots, self._slots = self._slots, {}
         self._store.give_back(slots.values())
-
-
-def _nothing(put: Put, numbers: range) -> None:
-    """Its pages come over the pipe."""
 
 
 def drop(pipe: Pipe, rows: int, row_bytes: int, timeout: float) -> None:

@@ -1,0 +1,59 @@
+"""A put of this process: pages are gathered into slots, their headers behind them, then published."""
+
+from __future__ import annotations
+
+from kvplug.transport import Job, PageRequest, PageRows, PageSeal, PutReason
+from kvplug_host.copying import Saving
+from kvplug_host.jobs.put import Put
+from kvplug_host.jobs.steps import runs_of
+from kvplug_host.pages.pages import Pages
+from kvplug_host.pages.slot_buffers import SlotBuffers
+
+
+class SlotPut(Put):
+    """Some pages in each step. Pages that lie in slots of the store already are not copied."""
+
+    def __init__(
+        self, job: Job[PutReason | None], pages: PageRequest, seal: PageSeal, store: Pages, *, native: bool
+    ) -> None:
+        """``native``: whether compiled code may copy."""
+        super().__init__(job, pages, store.settled)
+        self._seal = seal
+        self._store = store
+        self._native = native
+        self._prepared: tuple[Saving, list[bytes]] | None = None
+
+    def _prepare(self) -> tuple[Saving, list[bytes]]:
+        """What is the same for all steps: the copies, and the beginning of each page's header."""
+        with self.lock:
+            if self._prepared is None:
+                pages = self.pages
+                saving = Saving(self._seal, pages.memory, native=self._native)
+                self._prepared = saving, self._seal.beginnings(pages.series, pages.identities)
+            return self._prepared
+
+    def do(self, step: int) -> None:
+        numbers, pages, seal, store = self.ranges[step], self.pages, self._seal, self._store
+        form, memory, view = pages.series.format, pages.memory, store.segments.view
+        saving, beginnings = self._prepare()
+        header_bytes = {at: seal.header_length(form, pages.identities[at]) for at in numbers}
+        slots, results = store.reserve(
+            self, {at: form.nbytes + nbytes for at, nbytes in header_bytes.items()}
+        )
+        try:
+            with self.copying():
+                own = memory.rows().offsets if isinstance(memory, SlotBuffers) else None
+                in_place = {at for at, slot in slots.items() if own is not None and own[at] == slot.offset}
+                checksums: dict[int, bytes | None] = {}
+                for move, which in ((saving.save, set(slots) - in_place), (saving.hash, in_place)):
+                    for run in runs_of(sorted(which)):
+                        rows = PageRows(view, [slots[at].offset for at in run], form.nbytes)
+                        checksums |= zip(run, move(run.start, rows), strict=True)
+                for at, slot in slots.items():
+                    end = slot.offset + form.nbytes
+                    header = seal.complete(beginnings[at], form, view[slot.offset : end], checksums[at])
+                    view[end : end + len(header)] = header
+        except BaseException:
+            store.give_back(slots.values())
+            raise
+        store.publish(self, slots, header_bytes, results)
