@@ -48,7 +48,7 @@ class MappedGet(SlotGet):
             pages,
             seal,
             discard=lambda index, reason: wrong(pages.keys[index], reason, self._numbers[index]),
-            settled=lambda: requests.tell({"op": Op.DONE, "id": self._number}),
+            settled=self._read,
             again=again,
             prepare=self._map,
             native=native,
@@ -58,8 +58,24 @@ class MappedGet(SlotGet):
         self._unmap = unmap
         self._number = requests.new_number()
         self._segments: set[int] = set()
+        self._is_read = False
+        """No slot is read any more."""
         self._numbers: Sequence[int] = ()
         """The generations of the pages."""
+
+    def _read(self) -> None:
+        self._is_read = True
+        if self.job.done:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._requests.tell({"op": Op.DONE, "id": self._number})
+
+    def end(self, reason: MissReason | None) -> None:
+        is_over = self.job.done
+        super().end(reason)
+        if self._is_read and not is_over:  # the caller is woken first; the store is told twice at worst
+            self._tell()
 
     def ask(self) -> None:
         """Ask where the pages are."""

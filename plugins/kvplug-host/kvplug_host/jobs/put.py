@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvplug.transport import Job, MissReason, PageRequest, PutReason
-from kvplug_host.jobs.steps import Steps, page_ranges, put_results
+from kvplug_host.jobs.steps import PUT_STEP_BYTES, Steps, page_ranges, put_results
 
 
 class Put(Steps):
@@ -18,7 +18,7 @@ class Put(Steps):
         pages: PageRequest,
         settled: Callable[[Put], None],
     ) -> None:
-        self.ranges = page_ranges(job.count, pages.series.format.nbytes)
+        self.ranges = page_ranges(job.count, pages.series.format.nbytes, PUT_STEP_BYTES)
         super().__init__(job, len(self.ranges))
         self.pages = pages
         self._on_settled = settled

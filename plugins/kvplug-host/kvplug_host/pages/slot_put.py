@@ -21,32 +21,38 @@ class SlotPut(Put):
         self._seal = seal
         self._store = store
         self._native = native
-        self._prepared: tuple[Saving, list[bytes]] | None = None
+        self._prepared: tuple[Saving, list[bytes], int] | None = None
 
-    def _prepare(self) -> tuple[Saving, list[bytes]]:
-        """What is the same for all steps: the copies, and the beginning of each page's header."""
+    def _prepare(self) -> tuple[Saving, list[bytes], int]:
+        """What is the same for all steps: the copies, the beginning of each page's header, and how many bytes
+        each header has after it."""
         with self.lock:
             if self._prepared is None:
-                pages = self.pages
-                saving = Saving(self._seal, pages.memory, native=self._native)
-                self._prepared = saving, self._seal.beginnings(pages.series, pages.identities)
+                pages, seal = self.pages, self._seal
+                beginnings = seal.beginnings(pages.series, pages.identities)
+                first = pages.identities[0]
+                rest = seal.header_length(pages.series.format, first) - len(beginnings[0])
+                self._prepared = Saving(seal, pages.memory, native=self._native), beginnings, rest
             return self._prepared
 
     def do(self, step: int) -> None:
         numbers, pages, seal, store = self.ranges[step], self.pages, self._seal, self._store
         form, memory, view = pages.series.format, pages.memory, store.segments.view
-        saving, beginnings = self._prepare()
-        header_bytes = {at: seal.header_length(form, pages.identities[at]) for at in numbers}
+        saving, beginnings, rest = self._prepare()
+        header_bytes = {at: len(beginnings[at]) + rest for at in numbers}
         slots, results = store.reserve(
             self, {at: form.nbytes + nbytes for at, nbytes in header_bytes.items()}
         )
         try:
             with self.copying():
-                own = memory.rows().offsets if isinstance(memory, SlotBuffers) else None
-                in_place = {at for at, slot in slots.items() if own is not None and own[at] == slot.offset}
+                to_copy, in_place = list(slots), []
+                if isinstance(memory, SlotBuffers):
+                    own = memory.rows().offsets
+                    in_place = [at for at in to_copy if own[at] == slots[at].offset]
+                    to_copy = [at for at in to_copy if own[at] != slots[at].offset]
                 checksums: dict[int, bytes | None] = {}
-                for move, which in ((saving.save, set(slots) - in_place), (saving.hash, in_place)):
-                    for run in runs_of(sorted(which)):
+                for move, which in ((saving.save, to_copy), (saving.hash, in_place)):
+                    for run in runs_of(which):
                         rows = PageRows(view, [slots[at].offset for at in run], form.nbytes)
                         checksums |= zip(run, move(run.start, rows), strict=True)
                 for at, slot in slots.items():
