@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from kvplug.engine import LayoutError
 from kvplug.net.wire.copying import address_of
 from kvplug.transport import MissReason, PageFormat, PageMemory, PageRows, PageSeal
 from kvplug_host.native.library import IS_GONE, Copies, What, library
@@ -29,9 +30,6 @@ class Generations:
         """Whether the slots of these pages still hold them."""
         words, at, expected = self.words, self.at, self.expected
         return [words[at[page]] == expected[page] for page in pages]
-
-    def __getitem__(self, pages: slice) -> Generations:
-        return Generations(self.words, self.at[pages], self.expected[pages])
 
 
 class Loading:
@@ -125,6 +123,47 @@ class Loading:
         return found
 
 
+def _from_memory(
+    memory: PageMemory, first: int, addresses: array[int], checksums: array[int] | None
+) -> Copies | None:
+    """Copies of whole pages of ``memory``, from page ``first`` on, into rows; ``None``: Python must do."""
+    count, compiled = len(addresses), library()
+    places = memory.places(first, count) if count else None
+    if compiled is None or places is None or len(places.writable) != count * places.page_tokens:
+        return None
+    return compiled.copies(memory.format, places, addresses, checksums)
+
+
+class Filling:
+    """Pages of the caller's memory, which are copied into rows layer by layer, without checksums."""
+
+    def __init__(self, source: PageMemory, first: int, rows: PageRows, *, native: bool) -> None:
+        """
+        Args:
+            first: the page of ``source`` that the first row is for.
+            native: whether compiled code may be used.
+        """
+        self.source = source
+        self.first = first
+        self._rows = rows
+        self._copies: Copies | None = None
+        if native and rows.nbytes == source.format.nbytes:
+            origin = rows.address
+            addresses = array("q", [origin + offset for offset in rows.offsets])
+            self._copies = _from_memory(source, first, addresses, None)
+
+    def fill(self, layers: range) -> None:
+        """Copy these layers."""
+        form = self.source.format
+        if not 0 <= layers.start <= layers.stop <= form.num_layers or layers.step != 1:
+            raise LayoutError(f"{layers} of {form.num_layers} layers")
+        if self._copies is not None:
+            self._copies.move(What.SAVE, range(len(self._rows)), layers)
+            return
+        step = form.layer_nbytes
+        self.source.gather(self.first, self._rows.columns(layers.start * step, layers.stop * step), layers)
+
+
 class Saving:
     """Pages of the caller's memory, which are copied into rows, some at a time. Threads may share it."""
 
@@ -133,19 +172,12 @@ class Saving:
         self._memory = memory
         self._copies: Copies | None = None
         self._each = 0
-        """Bytes of the checksums of a page."""
-        count = len(memory)
-        if native and count:
-            self._prepare(memory, count, checksums=seal.checksums)
-
-    def _prepare(self, memory: PageMemory, count: int, *, checksums: bool) -> None:
-        compiled, places = library(), memory.places(0, count)
-        if compiled is None or places is None or len(places.writable) != count * places.page_tokens:
-            return
-        form = memory.format
-        self._each = 8 * form.num_layers * len(form.parts) if checksums else 0
-        made = array("Q", bytes(count * self._each)) if checksums else None
-        self._copies = compiled.copies(form, places, array("q", bytes(8 * count)), made)
+        """Checksums of a page."""
+        if native:
+            form, count = memory.format, len(memory)
+            self._each = form.num_layers * len(form.parts) if seal.checksums else 0
+            made = array("Q", bytes(8 * count * self._each)) if seal.checksums else None
+            self._copies = _from_memory(memory, 0, array("q", bytes(8 * count)), made)
 
     def save(self, first: int, rows: PageRows) -> Sequence[bytes | None]:
         """Copy whole pages, from page ``first`` on, into the rows: one page each.
@@ -170,5 +202,5 @@ class Saving:
         copies.move(what, pages, range(self._memory.format.num_layers))
         if copies.checksums is None:
             return [b""] * len(rows)
-        each = self._each // 8
+        each = self._each
         return [copies.checksums[page * each : (page + 1) * each].tobytes() for page in pages]

@@ -184,7 +184,8 @@ class HostStore(Store):
         # How long a page's identity is, is known when it is put: as a rule a parent and token ids.
         tokens = series.format.page_tokens
         identity = token_identity(bytes(32), range(tokens)) if tokens else bytes(128)
-        return self.pages.allocate(series.format, count, self.seal.header_length(series.format, identity))
+        header_bytes = self.seal.header_length(series.format, identity)
+        return self.pages.allocate(series.format, count, header_bytes, native=self._native)
 
     def free(self, memory: PageBuffers) -> None:
         if isinstance(memory, SlotBuffers) and not memory.is_put:

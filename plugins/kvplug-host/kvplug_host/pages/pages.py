@@ -217,7 +217,9 @@ class Pages:
                 self.give_back(memory.take_all())
             self.index.refresh(put.pages.keys)
 
-    def allocate(self, form: PageFormat, count: int, header_bytes: int) -> SlotBuffers | None:
+    def allocate(
+        self, form: PageFormat, count: int, header_bytes: int, *, native: bool
+    ) -> SlotBuffers | None:
         """Slots for pages that the caller fills; ``None``: there is no room."""
         slots: list[Slot] = []
         with self.changing() as index:
@@ -227,7 +229,7 @@ class Pages:
                     self.give_back(slots)
                     return None
                 slots.append(found)
-        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append)
+        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append, native=native)
 
     # -- what is expected, and what goes -------------------------------------------------------
 
