@@ -20,7 +20,7 @@ from kvplug.transport import (
 from kvplug_host import protocol
 from kvplug_host.client.requests import Requests
 from kvplug_host.copying import Saving
-from kvplug_host.jobs.steps import Steps, page_ranges, put_results, runs_of
+from kvplug_host.jobs.steps import PUT_STEP_BYTES, Steps, page_ranges, put_results, runs_of
 from kvplug_host.protocol import Op
 
 _AHEAD: Final = 3
@@ -57,7 +57,7 @@ class RemotePut(Steps):
         self._native = native
         self._saving: Saving | None = None
         self._requests, self._send, self._note_usage, self._again = requests, send, note_usage, again
-        self._ranges = deque(page_ranges(job.count, pages.series.format.nbytes))
+        self._ranges = deque(page_ranges(job.count, pages.series.format.nbytes, PUT_STEP_BYTES))
         self._asked: dict[int, Sequence[int]] = {}
         """The numbers of the pages of each request under way."""
         self._ready: deque[tuple[int, list[int]]] = deque()
