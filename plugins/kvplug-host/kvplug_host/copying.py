@@ -123,6 +123,25 @@ class Loading:
         return found
 
 
+def verify(
+    seal: PageSeal, form: PageFormat, headers: Sequence[bytes], rows: PageRows, *, native: bool
+) -> list[MissReason | None]:
+    """Why the bytes in each row are not those of the page with this header; ``None`` where they are.
+
+    ``headers`` have passed :meth:`PageSeal.check_header`; ``native``: whether compiled code may be used.
+    """
+    compiled = library() if native and seal.checksums and headers else None
+    if compiled is None:
+        return [seal.check_layers(form, header, 0, rows.row(index)) for index, header in enumerate(headers)]
+    layers, origin = range(form.num_layers), rows.address
+    at = seal.checksums_at(form, layers)
+    expected = array("Q", b"".join([header[at] for header in headers]))
+    copies = compiled.copies(form, None, array("q", [origin + offset for offset in rows.offsets]), expected)
+    assert copies is not None, "rows that are only hashed need no places"
+    faults = copies.move(What.VERIFY, range(len(rows)), layers) or bytes(len(rows))
+    return [MissReason.CORRUPT if each else None for each in faults]
+
+
 def _from_memory(
     memory: PageMemory, first: int, addresses: array[int], checksums: array[int] | None
 ) -> Copies | None:

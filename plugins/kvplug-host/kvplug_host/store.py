@@ -62,9 +62,9 @@ class HostStore(Store):
         # No proof: pages come only from processes that have proved themselves.
         self.seal = PageSeal(checksums=context.seal.checksums)
         self._timeout_s = context.timeout_s
-        self._native = options.native
         self._clock = Clock(NAME, self._give_up)
-        self.pages = Pages(*_shape(options.size or context.buffer_size, options.segment_bytes), self._clock)
+        shape = _shape(options.size or context.buffer_size, options.segment_bytes)
+        self.pages = Pages(*shape, self._clock, native=options.native)
         self._workers = Workers(NAME, options.threads, self._give_up)
         self._server = Server(self.pages, context, options)
         self._lock = threading.RLock()
@@ -113,7 +113,7 @@ class HostStore(Store):
             discard=lambda index, reason: self.pages.discard(entries[index], reason),
             settled=lambda: self.pages.unpin(entries, were_used=pages.is_use),
             again=self._workers.add,
-            native=self._native,
+            native=self.pages.native,
         )
         get.found(
             self.pages.segments.view,
@@ -135,7 +135,7 @@ class HostStore(Store):
             if memory.is_put:
                 raise ValueError("this memory was put already: it belongs to the store")
             memory.is_put = True
-        put = SlotPut(job, pages, self.seal, self.pages, native=self._native)
+        put = SlotPut(job, pages, self.seal, self.pages)
         self._begin(put, self._puts, lambda ended: self.pages.begin_put(put, ended), is_needed=job.count > 0)
         return job
 
@@ -185,7 +185,7 @@ class HostStore(Store):
         tokens = series.format.page_tokens
         identity = token_identity(bytes(32), range(tokens)) if tokens else bytes(128)
         header_bytes = self.seal.header_length(series.format, identity)
-        return self.pages.allocate(series.format, count, header_bytes, native=self._native)
+        return self.pages.allocate(series.format, count, header_bytes)
 
     def free(self, memory: PageBuffers) -> None:
         if isinstance(memory, SlotBuffers) and not memory.is_put:

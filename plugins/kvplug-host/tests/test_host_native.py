@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from array import array
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from kvplug.engine import LayoutError
 from kvplug.transport import (
     BlockViews,
     MissReason,
@@ -113,6 +115,10 @@ def test_they_copy_and_check_as_python_does(
         found = [
             checks(rows, headers, into, layers, native=is_native) for layers in (range(1), range(1, LAYERS))
         ]
+        verified = copying.verify(SEAL, form, headers, rows, native=is_native)
+        assert verified == [
+            MissReason.CORRUPT if MissReason.CORRUPT in part else None for part in zip(*found)
+        ]
         wrong = [[part[at] for part in found].count(MissReason.CORRUPT) for at in range(count)]
         assert wrong == [int(flipped is not None and flipped % count == at) for at in range(count)]
     for our_layer, their_layer in zip(ours, theirs, strict=True):
@@ -145,6 +151,51 @@ def test_caches_that_are_not_alike_in_all_layers_are_left_to_python() -> None:
     pages = PageBlocks(form_of(4, torch.float16), views, [0, 1], 0, 2)
     rows, headers = saved(pages, 2, gap=0, native=True)
     assert checks(rows, headers, pages, range(LAYERS)) == [None, None]
+
+
+@pytest.mark.parametrize("is_native", [pytest.param(True, marks=compiled), False])
+@pytest.mark.parametrize("changed", [0, 2])
+def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(
+    changed: int, is_native: bool
+) -> None:
+    form = form_of(4, torch.float16)
+    pages = PageBlocks(form, caches(4, "KBTHD", torch.float16), [0, 1, 2], 0, 3)
+    rows, headers = saved(pages, 3, gap=8, native=True)
+    words = memoryview(bytearray(8 * 6)).cast("Q")
+    at, expected = array("Q", [1, 3, 5]), array("Q", [7, 2**63 + 1, 9])
+    for word, generation in zip(at, expected, strict=True):
+        words[word] = generation
+    loading = copying.Loading(
+        SEAL,
+        pages,
+        0,
+        headers,
+        rows,
+        range(LAYERS),
+        generations=copying.Generations(words, at, expected),
+        native=is_native,
+    )
+    some, layers = range(1, 3), range(1, LAYERS)
+    assert not any(loading.load(some, layers) or ())
+    rows.row(2)[form.layer_nbytes] ^= 1
+    words[at[changed]] += 1
+    found = loading.load(some, layers)
+    assert found == [None, MissReason.EVICTED if changed == 2 else MissReason.CORRUPT]
+
+
+@pytest.mark.parametrize("is_native", [pytest.param(True, marks=compiled), False])
+@pytest.mark.parametrize("order", ["KBTHD", "BHTKD"])
+def test_rows_are_filled_layer_by_layer(order: str, is_native: bool) -> None:
+    source = PageBlocks(form_of(4, torch.float16), caches(4, order, torch.float16), [3, 0, 5, 1], 0, 4)
+    expected, _ = saved(source, 4, gap=8, native=False)
+    buffer = memoryview(bytearray(3 * source.format.nbytes))
+    rows = PageRows.dense(buffer, 3, source.format.nbytes)
+    filling = copying.Filling(source, 1, rows, native=is_native)
+    for layer in range(LAYERS):
+        filling.fill(range(layer, layer + 1))
+    assert [bytes(rows.row(at)) for at in range(3)] == [bytes(expected.row(at)) for at in range(1, 4)]
+    with pytest.raises(LayoutError):
+        filling.fill(range(LAYERS, LAYERS + 1))
 
 
 @pytest.mark.parametrize("broken", ["built from another source", "no hash"])

@@ -1,4 +1,4 @@
-"""pages.c under gcc's sanitizers: AddressSanitizer and UndefinedBehaviorSanitizer, in the tests of the compiled
+"""pages.c under gcc's sanitizers, for addresses and for undefined behaviour, in the tests of the compiled
 copies. A fault planted in pages.c must be found."""
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 HERE: Final = Path(__file__).parent
 PACKAGE: Final = Path(kvplug_host.__file__ or "").parent
 SANITIZERS: Final = "-fsanitize=address,undefined"
-FLAGS: Final = ("-std=c11", "-O1", "-g", "-fPIC", "-shared", "-fno-strict-aliasing", "-fno-omit-frame-pointer")
+FLAGS: Final = (
+    "-std=c11",
+    "-O1",
+    "-g",
+    "-fPIC",
+    "-shared",
+    "-fno-strict-aliasing",
+    "-fno-omit-frame-pointer",
+)
 DENSE: Final = "move_run(cache, from, {}count * part->token_bytes, into_cache);"
 
 

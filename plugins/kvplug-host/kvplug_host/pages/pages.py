@@ -26,14 +26,18 @@ _log = logging.getLogger(__name__)
 class Pages:
     """Thread-safe. Listeners of events are called without the lock."""
 
-    def __init__(self, num_segments: int, segment_bytes: int, clock: Clock) -> None:
-        """``clock``: calls at the deadlines of declared pages and of puts.
+    def __init__(self, num_segments: int, segment_bytes: int, clock: Clock, *, native: bool) -> None:
+        """
+        Args:
+            clock: calls at the deadlines of declared pages and of puts.
+            native: whether compiled code may copy and hash.
 
         Raises:
             CapacityError: there are not enough addresses for the memory.
         """
         self.segments = Segments(num_segments, segment_bytes)
         self.clock = clock
+        self.native = native
         self._slots = SlotTable(num_segments, segment_bytes, self.segments.grow)
         self.index = Index(self._slots, self.segments.clear_generation, time.monotonic)
         self.lock = threading.RLock()
@@ -217,9 +221,7 @@ class Pages:
                 self.give_back(memory.take_all())
             self.index.refresh(put.pages.keys)
 
-    def allocate(
-        self, form: PageFormat, count: int, header_bytes: int, *, native: bool
-    ) -> SlotBuffers | None:
+    def allocate(self, form: PageFormat, count: int, header_bytes: int) -> SlotBuffers | None:
         """Slots for pages that the caller fills; ``None``: there is no room."""
         slots: list[Slot] = []
         with self.changing() as index:
@@ -229,7 +231,7 @@ class Pages:
                     self.give_back(slots)
                     return None
                 slots.append(found)
-        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append, native=native)
+        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append, native=self.native)
 
     # -- what is expected, and what goes -------------------------------------------------------
 

@@ -13,14 +13,10 @@ from kvplug_host.pages.slot_buffers import SlotBuffers
 class SlotPut(Put):
     """Some pages in each step. Pages that lie in slots of the store already are not copied."""
 
-    def __init__(
-        self, job: Job[PutReason | None], pages: PageRequest, seal: PageSeal, store: Pages, *, native: bool
-    ) -> None:
-        """``native``: whether compiled code may copy."""
+    def __init__(self, job: Job[PutReason | None], pages: PageRequest, seal: PageSeal, store: Pages) -> None:
         super().__init__(job, pages, store.settled)
         self._seal = seal
         self._store = store
-        self._native = native
         self._prepared: tuple[Saving, list[bytes], int] | None = None
 
     def _prepare(self) -> tuple[Saving, list[bytes], int]:
@@ -32,7 +28,7 @@ class SlotPut(Put):
                 beginnings = seal.beginnings(pages.series, pages.identities)
                 first = pages.identities[0]
                 rest = seal.header_length(pages.series.format, first) - len(beginnings[0])
-                self._prepared = Saving(seal, pages.memory, native=self._native), beginnings, rest
+                self._prepared = Saving(seal, pages.memory, native=self._store.native), beginnings, rest
             return self._prepared
 
     def do(self, step: int) -> None:
