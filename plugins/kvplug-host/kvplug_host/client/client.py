@@ -109,6 +109,7 @@ class HostClient(Store):
             with NamedExhaustion("a store in another process"):
                 self._thread.start()
         except BaseException:
+            self._give_up()
             self._release()
             raise
         close_after_fork(self)
@@ -320,8 +321,7 @@ class HostClient(Store):
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         for_s = self._deadline(timeout).remaining()
-        until = math.inf if for_s is None else for_s
-        self._tell_of_keys(Op.DECLARE, keys, series=series.id, for_s=until)
+        self._tell_of_keys(Op.DECLARE, keys, series=series.id, for_s=math.inf if for_s is None else for_s)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
         self._tell_of_keys(Op.WITHDRAW, keys)
@@ -446,13 +446,11 @@ class HostClient(Store):
             self._join(Deadline.after(_CLOSE_S))
 
     def _release(self) -> None:
-        self._link.close()
+        """After :meth:`_give_up`."""
         if self._pages is not None:
             self._pages.end()
         if self._mapping is not None:
             self._mapping.close()
-        self._workers.close()
-        self._clock.close()
 
     def _join(self, deadline: Deadline) -> None:
         self._outbox.end()
