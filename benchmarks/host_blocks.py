@@ -9,6 +9,10 @@ transformers has) and both in one block, heads outside of tokens (`BHTKD`, vLLM'
 memcpy of as many bytes, and a loop in C that does the same copies, page after page, and the same checksums
 (xxhash's own function), without jobs, threads, leases or headers. "Verified" has checksums on, as they are by
 default. Figures are medians, shares medians of the shares within a round.
+
+`--saving` measures what saving costs the engine's thread instead: the connector "lookup" gathers all layers
+of the sequence into pages of the store in this process, one layer after the other, and hands the pages over.
+The rest happens in the store's threads. `--python` adds gets and puts of a store with `native = false`.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,9 +36,11 @@ import torch
 from fs import machine, quartiles, seconds
 from host import opened, served
 
-from kvplug.engine import KVLayout, page_format_of, page_views
-from kvplug.transport import PageBlocks, PageRequest, Series, Store, foreign_key
+from kvplug.engine import KVLayout, TransferStats, page_format_of, page_views
+from kvplug.transport import BlockViews, PageBlocks, PageRequest, Series, Store, foreign_key
 from kvplug_host.native.library import library
+from kvplug_lookup.connector.plan import SavePlan
+from kvplug_lookup.connector.save import Saver, Tier
 
 PAGE_TOKENS = BLOCK_TOKENS = 16
 
@@ -148,7 +155,7 @@ def cache_as_engines_have_it(tensor: torch.Tensor, axes: str) -> torch.Tensor:
 
 
 def measure(
-    model: Model, axes: str, *, verified: bool, num_tokens: int, rounds: int
+    model: Model, axes: str, *, verified: bool, num_tokens: int, rounds: int, in_python: bool
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round."""
     taken: dict[str, list[float]] = {}
@@ -162,20 +169,21 @@ def measure(
         mapped = opened(stack, {"contact": address, "map": True}, **common)
         assert "mapped" in mapped.route, mapped.route
         kept = {}
-        for store in (own, mapped):
+        own_python = opened(stack, {"size": budget, "native": False}, **common) if in_python else None
+        for store in filter(None, (own, mapped, own_python)):
             assert not any(store.submit_put(pages.request(store, b"kept", pages.source)).wait(120))
             kept[store] = pages.request(store, b"kept", pages.target)
-        new = [pages.request(own, b"new %d" % number, pages.source) for number in range(rounds + 1)]
+        new = {store: pages.request(store, b"new", pages.source) for store in kept}
         bare = Bare(bare_loop(Path(stack.enter_context(tempfile.TemporaryDirectory()))), pages, verified)
         flat, other = torch.ones(pages.nbytes, dtype=torch.uint8), torch.ones(pages.nbytes, dtype=torch.uint8)
 
         def get(store: Store) -> None:
             assert not any(store.submit_get(kept[store]).wait(120))
 
-        def put() -> Callable[[], None]:
-            request = new.pop()
-            assert not any(own.submit_put(request).wait(120))
-            return lambda: own.submit_remove(request.keys).wait(120) and None
+        def put(store: Store) -> Callable[[], None]:
+            request = new[store]
+            assert not any(store.submit_put(request).wait(120))
+            return lambda: store.submit_remove(request.keys).wait(120) and None
 
         calls: dict[str, Callable[[], Any]] = {
             "memcpy": lambda: ctypes.memmove(other.data_ptr(), flat.data_ptr(), pages.nbytes) and None,
@@ -183,8 +191,11 @@ def measure(
             "get": lambda: get(own),
             "get, mapped": lambda: get(mapped),
             "bare put": lambda: bare(into=False),
-            "put": put,
+            "put": lambda: put(own),
         }
+        if own_python is not None:
+            calls["get, in Python"] = lambda: get(own_python)
+            calls["put, in Python"] = lambda: put(own_python)
         for round_ in range(rounds + 1):
             order = list(calls)
             at = round_ % len(order)
@@ -196,6 +207,52 @@ def measure(
                     taken.setdefault(name, []).append(took)
         check(pages)
     taken["nbytes"] = [pages.nbytes]
+    return taken
+
+
+def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each part of saving on the engine's thread, in each round."""
+    taken: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        pages = Sequence(model, axes, num_tokens)
+        store = opened(stack, {"size": 6 * pages.nbytes + (256 << 20)})
+        series = Series(pages.form, b"", store.seal.id)
+        saver = Saver(
+            [Tier("host", store, series)],
+            views=BlockViews(pages.source),
+            timeout_s=120,
+            wait_timeout_s=120,
+            max_bytes=2 * pages.nbytes,
+            stats=TransferStats(),
+        )
+        flat, other = torch.ones(pages.nbytes, dtype=torch.uint8), torch.ones(pages.nbytes, dtype=torch.uint8)
+        addresses = other.data_ptr(), flat.data_ptr()
+        tokens = torch.randint(0, 30_000, (num_tokens,), dtype=torch.int32).numpy().tobytes()
+
+        def save(round_: int) -> tuple[float, float, float]:
+            plan = SavePlan(
+                request_id=str(round_),
+                first_page=0,
+                parent=bytes([round_]) * 32,
+                packed_tokens=tokens,
+                block_ids=tuple(pages.blocks),
+            )
+            begin, _ = seconds(lambda: saver.begin([plan]))
+            gather, _ = seconds(lambda: [saver.gather_layer(layer) for layer in range(model.layers)] and None)
+            end, _ = seconds(saver.end)
+            while saver.bytes_unsaved:
+                time.sleep(0.001)
+            assert store.usage().num_pages == pages.count, "the pages were not saved"
+            store.submit_remove(None).wait(120)
+            return begin, gather, end
+
+        for round_ in range(rounds + 1):
+            copied, _ = seconds(lambda: bool(ctypes.memmove(*addresses, pages.nbytes)) and None)
+            parts = save(round_)
+            if round_:
+                for name, took in zip(("begin", "gather", "end"), parts, strict=True):
+                    taken.setdefault(name, []).append(took)
+                taken.setdefault("memcpy", []).append(copied)
     return taken
 
 
@@ -216,7 +273,7 @@ class Bare:
         self._ids = array("q", pages.blocks)
         compiled = library()
         assert compiled is not None, "kvplug-host was installed without compiled copies"
-        self._hash = compiled._hash if verified else None
+        self._hash = compiled.hash if verified else None
         self._sums = array("Q", bytes(8 * pages.count * 2 * pages.model.layers))
         self(into=False)
 
@@ -244,7 +301,36 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1024, help="of the sequence (default 1,024)")
     parser.add_argument("--rounds", type=int, default=15, help="default 15")
     parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    parser.add_argument("--saving", action="store_true", help="measure saving on the engine's thread")
+    parser.add_argument("--python", action="store_true", help="gets and puts without compiled copies, too")
     given = parser.parse_args()
+    text = saving_table(given) if given.saving else copies_table(given)
+    text += f"\n\n{machine(Path(tempfile.gettempdir()), 2)}, {given.rounds} rounds.\n"
+    print(text)
+    if given.markdown:
+        given.markdown.write_text(text)
+    return 0
+
+
+def saving_table(given: argparse.Namespace) -> str:
+    lines = [
+        "| cache | layout | memcpy, ms | begin | gather | end | all, of memcpy | quartiles |",
+        "| --- " * 8 + "|",
+    ]
+    for model in MODELS:
+        for axes in LAYOUTS:
+            taken = measure_saving(model, axes, num_tokens=given.tokens, rounds=given.rounds)
+            each = zip(taken["begin"], taken["gather"], taken["end"], taken["memcpy"], strict=True)
+            low, share, high = quartiles((b + g + e) / copied for b, g, e, copied in each)
+            figures = " | ".join(
+                f"{1e3 * statistics.median(taken[name]):.2f}" for name in ("memcpy", "begin", "gather", "end")
+            )
+            lines.append(f"| {model.name} | {axes} | {figures} | {share:.2f} | {low:.2f} to {high:.2f} |")
+            print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def copies_table(given: argparse.Namespace) -> str:
     lines = [
         "| cache | layout | checksums | what | GB/s | of memcpy | of the bare loop | quartiles |",
         "| --- " * 8 + "|",
@@ -252,10 +338,18 @@ def main() -> int:
     for model in MODELS:
         for axes in LAYOUTS:
             for verified in (True, False):
-                taken = measure(model, axes, verified=verified, num_tokens=given.tokens, rounds=given.rounds)
+                taken = measure(
+                    model,
+                    axes,
+                    verified=verified,
+                    num_tokens=given.tokens,
+                    rounds=given.rounds,
+                    in_python=given.python,
+                )
                 (nbytes,) = taken.pop("nbytes")
-                for what in ("get", "get, mapped", "put"):
-                    bare = taken["bare put" if what == "put" else "bare get"]
+                rows = [name for name in taken if name != "memcpy" and not name.startswith("bare")]
+                for what in rows:
+                    bare = taken["bare put" if what.startswith("put") else "bare get"]
                     each = taken[what]
                     low, share, high = quartiles(b / f for f, b in zip(each, bare, strict=True))
                     of_memcpy = statistics.median(m / f for f, m in zip(each, taken["memcpy"], strict=True))
@@ -264,12 +358,8 @@ def main() -> int:
                         f" | {nbytes / statistics.median(each) / 1e9:.2f} | {of_memcpy:.2f} | {share:.2f}"
                         f" | {low:.2f} to {high:.2f} |"
                     )
-                print(lines[-3], lines[-2], lines[-1], sep="\n", flush=True)
-    text = "\n".join(lines) + f"\n\n{machine(Path(tempfile.gettempdir()), 2)}, {given.rounds} rounds.\n"
-    print(text)
-    if given.markdown:
-        given.markdown.write_text(text)
-    return 0
+                print(*lines[-len(rows) :], sep="\n", flush=True)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

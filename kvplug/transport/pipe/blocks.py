@@ -139,7 +139,9 @@ class Blocks:
         wide = _as_wide(rows)
         for number, index, begin, end in self._runs(first, rows.shape[0]):
             view = views.wide[number]
-            if view is None or wide is None:
+            if len(self._ids) == 1:  # one piece of memory, as a rule, which an index copies byte by byte
+                views.bits[number][self._ids[0]].copy_(rows[begin])
+            elif view is None or wide is None:
                 views.bits[number].index_copy_(0, index, rows[begin:end])
             else:
                 view.index_copy_(0, index, wide[begin:end])

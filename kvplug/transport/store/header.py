@@ -28,7 +28,7 @@ import functools
 import hashlib
 import hmac
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import attrs
@@ -76,23 +76,24 @@ class PageSeal:
         checksums = _num_checksums(form) * _CHECKSUM_BYTES if self.checksums else 0
         return _FIXED.size + len(identity) + checksums + (_PROOF_BYTES if self.secret is not None else 0)
 
-    def _known(self, series: Series, identity: bytes, length: int) -> bytes:
-        """The first bytes of a header of that length: all that a reader knows before it reads."""
-        return (
-            _FIXED.pack(
-                MAGIC,
-                VERSION,
-                1 if self.checksums else 0,
-                1 if self.secret is not None else 0,
-                0,
-                length,
-                len(identity),
-                series.format.nbytes,
-                series.format.digest,
-                series.id,
-            )
-            + identity
-        )
+    def beginnings(self, series: Series, identities: Sequence[bytes]) -> list[bytes]:
+        """The first bytes of the header of each of these pages: all that a reader knows before it reads."""
+        fixed: dict[int, bytes] = {}
+        for identity in identities:
+            if len(identity) not in fixed:
+                fixed[len(identity)] = _FIXED.pack(
+                    MAGIC,
+                    VERSION,
+                    1 if self.checksums else 0,
+                    1 if self.secret is not None else 0,
+                    0,
+                    self.header_length(series.format, identity),
+                    len(identity),
+                    series.format.nbytes,
+                    series.format.digest,
+                    series.id,
+                )
+        return [fixed[len(identity)] + identity for identity in identities]
 
     def header(
         self, series: Series, identity: bytes, payload: memoryview, checksums: bytes | None = None
@@ -101,22 +102,35 @@ class PageSeal:
 
         ``checksums``: those of ``payload``, one after the other, where they were made before.
         """
-        header = self._known(series, identity, self.header_length(series.format, identity))
+        (header,) = self.beginnings(series, (identity,))
+        return self.complete(header, series.format, payload, checksums)
+
+    def complete(
+        self, beginning: bytes, form: PageFormat, payload: memoryview, checksums: bytes | None = None
+    ) -> bytes:
+        """:meth:`header`, of which :meth:`beginnings` has made the first bytes."""
+        header = beginning
         if self.checksums:
-            header += b"".join(checksums_of(series.format, payload)) if checksums is None else checksums
+            header += b"".join(checksums_of(form, payload)) if checksums is None else checksums
         if self.secret is not None:
             header += _proof(self.secret, header, payload)
         return header
 
     def check_header(self, series: Series, identity: bytes, header: Buffer) -> MissReason | None:
         """Why this is not the header of that page; ``None`` if it is, as far as a header can tell."""
-        length = self.header_length(series.format, identity)
-        known = self._known(series, identity, length)
-        found = bytes(header[: len(known)])
-        if len(header) == length and found == known:
-            return None
-        is_other_format = len(header) != length or found[: _FIXED.size] != known[: _FIXED.size]
-        return MissReason.FORMAT if is_other_format else MissReason.IDENTITY
+        return self.check_headers(series, (identity,), (bytes(header),))[0]
+
+    def check_headers(
+        self, series: Series, identities: Sequence[bytes], headers: Sequence[bytes]
+    ) -> list[MissReason | None]:
+        """The same of several pages."""
+        rest = self.header_length(series.format, b"") - _FIXED.size
+        return [
+            None
+            if header.startswith(known) and len(header) == len(known) + rest
+            else _difference(known, rest, header)
+            for known, header in zip(self.beginnings(series, identities), headers, strict=True)
+        ]
 
     def check_layers(
         self, form: PageFormat, header: Buffer, first_layer: int, layers: memoryview
@@ -202,6 +216,13 @@ def split_header(page: Buffer) -> tuple[bytes, bytes, bytes, int] | None:
     if len(identity) != identity_length or length < _FIXED.size + identity_length:
         return None
     return form, series, identity, payload
+
+
+def _difference(known: bytes, rest: int, header: bytes) -> MissReason:
+    """Of a header that does not begin as ``known``, or has not ``rest`` more bytes."""
+    if len(header) != len(known) + rest or header[: _FIXED.size] != known[: _FIXED.size]:
+        return MissReason.FORMAT
+    return MissReason.IDENTITY
 
 
 def _num_checksums(form: PageFormat) -> int:

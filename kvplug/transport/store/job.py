@@ -142,7 +142,7 @@ class Job(Generic[T]):
             self._settled = self._settled or settled
             callbacks, self._callbacks = self._callbacks, []
             self._on_cancel = None
-            self._changed.notify_all()
+            self._notify()
         for callback in callbacks:
             try:
                 callback(self)
@@ -150,6 +150,10 @@ class Job(Generic[T]):
                 _log.exception("a callback of %r failed", self)
         self._tell()
         return True
+
+    def _notify(self) -> None:
+        """With the lock: wake what waits for the end."""
+        self._changed.notify_all()
 
     def settle(self) -> None:
         """The store touches the caller's memory no more."""
@@ -179,13 +183,15 @@ class GetJob(Job[MissReason | None]):
     that was not missed.
     """
 
-    __slots__ = ("_num_layers", "_progressed_at", "_ready")
+    __slots__ = ("_advanced", "_num_layers", "_progressed_at", "_ready")
 
     def __init__(self, count: int, num_layers: int, deadline: Deadline) -> None:
         super().__init__(count, deadline)
         self._num_layers = num_layers
         self._ready = 0
         self._progressed_at = 0.0
+        self._advanced = threading.Condition(self._lock)
+        """Apart from what waits for the end, which is not woken by each layer."""
 
     @property
     def num_layers_ready(self) -> int:
@@ -201,7 +207,7 @@ class GetJob(Job[MissReason | None]):
         deadline = Deadline.after(timeout)
         with self._lock:
             while self._ready <= layer and self._results is None:
-                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                if not self._advanced.wait(deadline.remaining()) and deadline.expired:
                     raise TimeoutError(f"layer {layer} of {self.count} pages did not come in time")
 
     @property
@@ -214,5 +220,13 @@ class GetJob(Job[MissReason | None]):
         with self._lock:
             self._ready = max(self._ready, num_layers)
             self._progressed_at = time.monotonic()
-            self._changed.notify_all()
+            self._advanced.notify_all()
         self._tell()
+
+    def _notify(self) -> None:
+        super()._notify()
+        self._advanced.notify_all()
+
+    def after_fork(self, results: Sequence[MissReason | None]) -> None:
+        super().after_fork(results)
+        self._advanced = threading.Condition(self._lock)

@@ -207,6 +207,12 @@ class PageBuffers(PageMemory):
         for index in range(len(rows)):
             copy_bytes(mine.row(index), rows.row(index), _LOCK_FREE_BYTES)
 
+    def fill(self, source: PageMemory, first: int, layers: range) -> None:
+        """Copy these layers of pages ``first`` and on of ``source`` into all pages, as :meth:`gather` of the
+        source does. A store's own memory may do it faster."""
+        step = self.format.layer_nbytes
+        source.gather(first, self._rows.columns(layers.start * step, layers.stop * step), layers)
+
     def _mine(self, first: int, rows: PageRows, layers: range | None) -> PageRows:
         wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
         return self._rows[first : first + len(rows)].columns(wanted.start * step, wanted.stop * step)

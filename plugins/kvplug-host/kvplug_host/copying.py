@@ -1,61 +1,225 @@
 """Copies between slots and the caller's memory, with the checksums: all of them pass through here.
 
 Compiled code does both at once where it was built and the memory can be reached from it (native/pages.c);
-elsewhere Python does."""
+elsewhere Python does. What is the same for all steps of a request is prepared once."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
+import attrs
+
+from kvplug.engine import LayoutError
+from kvplug.net.wire.copying import address_of
 from kvplug.transport import MissReason, PageFormat, PageMemory, PageRows, PageSeal
-from kvplug_host.native.library import library
+from kvplug_host.native.library import IS_GONE, Copies, What, library
 
 
-def save(seal: PageSeal, memory: PageMemory, first: int, rows: PageRows) -> Sequence[bytes | None]:
-    """Copy whole pages of ``memory``, from page ``first`` on, into the rows: one page each.
+@attrs.frozen(eq=False)
+class Generations:
+    """What the slots of a request's pages must hold after a copy, where the store may use them again."""
 
-    Returns: for each page its checksums, as :meth:`PageSeal.header` takes them.
-    """
-    form, compiled = memory.format, library()
-    if compiled is not None and rows.nbytes == form.nbytes:
-        places = memory.places(first, len(rows))
-        if places is not None and len(places.writable) == len(rows) * places.page_tokens:
-            made = compiled.save(form, rows, places, checksums=seal.checksums)
-            if made is not None:
-                return made
-    memory.gather(first, rows)
-    return [None] * len(rows)
+    words: memoryview
+    """The memory of all slots, as words."""
+    at: array[int]
+    """The word of each page's slot, counted in words."""
+    expected: array[int]
+
+    def are_there(self, pages: Sequence[int]) -> list[bool]:
+        """Whether the slots of these pages still hold them."""
+        words, at, expected = self.words, self.at, self.expected
+        return [words[at[page]] == expected[page] for page in pages]
 
 
-def load(
-    seal: PageSeal,
-    form: PageFormat,
-    headers: Sequence[bytes],
-    rows: PageRows,
-    memory: PageMemory,
-    first: int,
-    layers: range,
+class Loading:
+    """Pages in rows, which are verified and copied into the caller's memory, some layers at a time.
+
+    Threads may share it."""
+
+    def __init__(
+        self,
+        seal: PageSeal,
+        memory: PageMemory,
+        first: int,
+        headers: Sequence[bytes],
+        rows: PageRows,
+        layers: range,
+        *,
+        generations: Generations | None = None,
+        native: bool,
+    ) -> None:
+        """
+        Args:
+            first: the page of ``memory`` that the first row belongs to.
+            headers: of each page; they have passed :meth:`PageSeal.check_header`. An empty one: that page is
+                never loaded.
+            rows: one for each page.
+            layers: those that the rows have.
+            generations: of the slots that the rows are in; ``None``: they stay what they are.
+            native: whether compiled code may be used.
+        """
+        self._seal, self._memory, self._first = seal, memory, first
+        self._headers, self._rows, self._layers, self._generations = headers, rows, layers, generations
+        self._copies = self._prepared() if native else None
+
+    def _prepared(self) -> Copies | None:
+        form, rows, layers = self._memory.format, self._rows, self._layers
+        compiled = library()
+        if compiled is None or rows.nbytes != len(layers) * form.layer_nbytes:
+            return None
+        places = self._memory.places(self._first, len(rows))
+        if places is None:
+            return None
+        origin = rows.address - layers.start * form.layer_nbytes
+        copies = compiled.copies(
+            form,
+            places,
+            array("q", [origin + offset for offset in rows.offsets]),
+            self._checksums(form) if self._seal.checksums else None,
+        )
+        generations = self._generations
+        if copies is not None and generations is not None:
+            begin, step = address_of(generations.words), generations.words.itemsize
+            copies.compare(array("q", [begin + at * step for at in generations.at]), generations.expected)
+        return copies
+
+    def _checksums(self, form: PageFormat) -> array[int]:
+        at = self._seal.checksums_at(form, range(form.num_layers))
+        none = bytes(form.num_layers * len(form.parts) * array("Q").itemsize)
+        return array("Q", b"".join([header[at] or none for header in self._headers]))
+
+    def load(self, pages: range, layers: range) -> list[MissReason | None] | None:
+        """Verify these layers of these rows, and copy them.
+
+        Returns: for each row why it must not be used; ``None``: all are right, as far as the seal can tell.
+            All are copied: what is wrong is found by the caller, who releases nothing of it.
+        """
+        if self._copies is None:
+            return self._load_in_python(pages, layers)
+        faults = self._copies.move(What.LOAD, pages, layers)
+        if faults is None:
+            return None
+        return [
+            None if not each else MissReason.EVICTED if each & IS_GONE else MissReason.CORRUPT
+            for each in faults
+        ]
+
+    def _load_in_python(self, pages: range, layers: range) -> list[MissReason | None]:
+        form, step = self._memory.format, self._memory.format.layer_nbytes
+        begin, end = layers.start - self._layers.start, layers.stop - self._layers.start
+        rows = self._rows[pages.start : pages.stop].columns(begin * step, end * step)
+        found = [
+            self._seal.check_layers(form, self._headers[page], layers.start, rows.row(index))
+            for index, page in enumerate(pages)
+        ]
+        self._memory.scatter(self._first + pages.start, rows, layers)
+        if self._generations is not None:
+            there = self._generations.are_there(pages)
+            found = [
+                check if is_there else MissReason.EVICTED
+                for check, is_there in zip(found, there, strict=True)
+            ]
+        return found
+
+
+def verify(
+    seal: PageSeal, form: PageFormat, headers: Sequence[bytes], rows: PageRows, *, native: bool
 ) -> list[MissReason | None]:
-    """Verify layers of pages, and copy them into ``memory``, from page ``first`` on.
+    """Why the bytes in each row are not those of the page with this header; ``None`` where they are.
 
-    Args:
-        headers: of each page; they have passed :meth:`PageSeal.check_header`.
-        rows: the bytes of these layers, of one page each.
-
-    Returns: for each page why its bytes are wrong; ``None`` if they are right, as far as the seal can tell.
-        All pages are copied: what is wrong is found by the caller, who releases nothing of it.
+    ``headers`` have passed :meth:`PageSeal.check_header`; ``native``: whether compiled code may be used.
     """
-    compiled = library()
-    if compiled is not None and rows.nbytes == len(layers) * form.layer_nbytes:
-        places = memory.places(first, len(rows))
-        if places is not None:
-            at = seal.checksums_at(form, layers)
-            expected = b"".join([header[at] for header in headers])
-            wrong = compiled.load(form, rows, places, layers, expected)
-            if wrong is not None:
-                return [MissReason.CORRUPT if each else None for each in wrong]
-    checks = [
-        seal.check_layers(form, header, layers.start, rows.row(index)) for index, header in enumerate(headers)
-    ]
-    memory.scatter(first, rows, layers)
-    return checks
+    compiled = library() if native and seal.checksums and headers else None
+    if compiled is None:
+        return [seal.check_layers(form, header, 0, rows.row(index)) for index, header in enumerate(headers)]
+    layers, origin = range(form.num_layers), rows.address
+    at = seal.checksums_at(form, layers)
+    expected = array("Q", b"".join([header[at] for header in headers]))
+    copies = compiled.copies(form, None, array("q", [origin + offset for offset in rows.offsets]), expected)
+    assert copies is not None, "rows that are only hashed need no places"
+    faults = copies.move(What.VERIFY, range(len(rows)), layers) or bytes(len(rows))
+    return [MissReason.CORRUPT if each else None for each in faults]
+
+
+def _from_memory(
+    memory: PageMemory, first: int, addresses: array[int], checksums: array[int] | None
+) -> Copies | None:
+    """Copies of whole pages of ``memory``, from page ``first`` on, into rows; ``None``: Python must do."""
+    count, compiled = len(addresses), library()
+    places = memory.places(first, count) if count else None
+    if compiled is None or places is None or len(places.writable) != count * places.page_tokens:
+        return None
+    return compiled.copies(memory.format, places, addresses, checksums)
+
+
+class Filling:
+    """Pages of the caller's memory, which are copied into rows layer by layer, without checksums."""
+
+    def __init__(self, source: PageMemory, first: int, rows: PageRows, *, native: bool) -> None:
+        """
+        Args:
+            first: the page of ``source`` that the first row is for.
+            native: whether compiled code may be used.
+        """
+        self.source = source
+        self.first = first
+        self._rows = rows
+        self._copies: Copies | None = None
+        if native and rows.nbytes == source.format.nbytes:
+            origin = rows.address
+            addresses = array("q", [origin + offset for offset in rows.offsets])
+            self._copies = _from_memory(source, first, addresses, None)
+
+    def fill(self, layers: range) -> None:
+        """Copy these layers."""
+        form = self.source.format
+        if not 0 <= layers.start <= layers.stop <= form.num_layers or layers.step != 1:
+            raise LayoutError(f"{layers} of {form.num_layers} layers")
+        if self._copies is not None:
+            self._copies.move(What.SAVE, range(len(self._rows)), layers)
+            return
+        step = form.layer_nbytes
+        self.source.gather(self.first, self._rows.columns(layers.start * step, layers.stop * step), layers)
+
+
+class Saving:
+    """Pages of the caller's memory, which are copied into rows, some at a time. Threads may share it."""
+
+    def __init__(self, seal: PageSeal, memory: PageMemory, *, native: bool) -> None:
+        """``native``: whether compiled code may be used."""
+        self._memory = memory
+        self._copies: Copies | None = None
+        self._each = 0
+        """Checksums of a page."""
+        if native:
+            form, count = memory.format, len(memory)
+            self._each = form.num_layers * len(form.parts) if seal.checksums else 0
+            made = array("Q", bytes(8 * count * self._each)) if seal.checksums else None
+            self._copies = _from_memory(memory, 0, array("q", bytes(8 * count)), made)
+
+    def save(self, first: int, rows: PageRows) -> Sequence[bytes | None]:
+        """Copy whole pages, from page ``first`` on, into the rows: one page each.
+
+        Returns: for each page its checksums, as :meth:`PageSeal.header` takes them.
+        """
+        if self._copies is None:
+            self._memory.gather(first, rows)
+            return [None] * len(rows)
+        return self._moved(self._copies, What.SAVE, first, rows)
+
+    def hash(self, first: int, rows: PageRows) -> Sequence[bytes | None]:
+        """The same of rows that have the pages already."""
+        return (
+            [None] * len(rows) if self._copies is None else self._moved(self._copies, What.HASH, first, rows)
+        )
+
+    def _moved(self, copies: Copies, what: int, first: int, rows: PageRows) -> Sequence[bytes | None]:
+        pages, address = range(first, first + len(rows)), rows.address
+        for page, offset in zip(pages, rows.offsets, strict=True):
+            copies.addresses[page] = address + offset
+        copies.move(what, pages, range(self._memory.format.num_layers))
+        if copies.checksums is None:
+            return [b""] * len(rows)
+        each = self._each
+        return [copies.checksums[page * each : (page + 1) * each].tobytes() for page in pages]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import attrs
 
@@ -196,8 +196,7 @@ def usage_from(message: Any) -> Usage:
 # -- where pages are ---------------------------------------------------------------------------
 
 
-@attrs.frozen
-class Place:
+class Place(NamedTuple):
     """A page in shared memory."""
 
     offset: int
@@ -215,7 +214,7 @@ ABSENT: Final = _PLACE.pack(0, 0, 0, 0, 0)
 
 def place_to_bytes(place: Place) -> bytes:
     """Of a page that is there; :data:`ABSENT` for one that is not."""
-    return _PLACE.pack(*attrs.astuple(place))
+    return _PLACE.pack(*place)
 
 
 def places_from(message: Any, count: int, segment_bytes: int, num_segments: int) -> list[Place | None]:
@@ -231,16 +230,15 @@ def places_from(message: Any, count: int, segment_bytes: int, num_segments: int)
         raise WireError(f"a message of a store: {len(joined)} bytes are not the places of {count} pages")
     found: list[Place | None] = []
     for values in _PLACE.iter_unpack(joined):
-        place = Place(*values)
-        if not place.generation:
+        offset, generation, slot_bytes, payload_bytes, header_bytes = values
+        if not generation:
             found.append(None)
             continue
-        last = place.offset + place.slot_bytes - 1
-        fits = place.payload_bytes + place.header_bytes + 8 <= place.slot_bytes
-        inside = place.offset // segment_bytes == last // segment_bytes < num_segments
-        if not (fits and inside and place.offset % 8 == place.slot_bytes % 8 == 0):
-            raise WireError(f"a message of a store: a page lies at {place}")
-        found.append(place)
+        fits = payload_bytes + header_bytes + 8 <= slot_bytes
+        inside = offset // segment_bytes == (offset + slot_bytes - 1) // segment_bytes < num_segments
+        if not (fits and inside and offset % 8 == slot_bytes % 8 == 0):
+            raise WireError(f"a message of a store: a page lies at {Place(*values)}")
+        found.append(Place._make(values))
     return found
 
 

@@ -17,7 +17,6 @@ from kvplug.transport import (
     PageBuffers,
     PageEvent,
     PageRequest,
-    PageRows,
     PageSeal,
     Presence,
     PutReason,
@@ -30,15 +29,14 @@ from kvplug.transport import (
     close_after_fork,
     token_identity,
 )
-from kvplug_host import copying
 from kvplug_host.jobs.clock import Clock
 from kvplug_host.jobs.get import SlotGet
-from kvplug_host.jobs.put import Put
-from kvplug_host.jobs.steps import Steps, runs_of
+from kvplug_host.jobs.steps import Steps
 from kvplug_host.jobs.workers import Workers
 from kvplug_host.options import HostOptions
 from kvplug_host.pages.pages import Pages
 from kvplug_host.pages.slot_buffers import SlotBuffers
+from kvplug_host.pages.slot_put import SlotPut
 from kvplug_host.serving.server import Server
 
 _log = logging.getLogger(__name__)
@@ -65,7 +63,8 @@ class HostStore(Store):
         self.seal = PageSeal(checksums=context.seal.checksums)
         self._timeout_s = context.timeout_s
         self._clock = Clock(NAME, self._give_up)
-        self.pages = Pages(*_shape(options.size or context.buffer_size, options.segment_bytes), self._clock)
+        shape = _shape(options.size or context.buffer_size, options.segment_bytes)
+        self.pages = Pages(*shape, self._clock, native=options.native)
         self._workers = Workers(NAME, options.threads, self._give_up)
         self._server = Server(self.pages, context, options)
         self._lock = threading.RLock()
@@ -114,6 +113,7 @@ class HostStore(Store):
             discard=lambda index, reason: self.pages.discard(entries[index], reason),
             settled=lambda: self.pages.unpin(entries, were_used=pages.is_use),
             again=self._workers.add,
+            native=self.pages.native,
         )
         get.found(
             self.pages.segments.view,
@@ -135,7 +135,7 @@ class HostStore(Store):
             if memory.is_put:
                 raise ValueError("this memory was put already: it belongs to the store")
             memory.is_put = True
-        put = Put(job, pages, self._put_some, self.pages.settled)
+        put = SlotPut(job, pages, self.seal, self.pages)
         self._begin(put, self._puts, lambda ended: self.pages.begin_put(put, ended), is_needed=job.count > 0)
         return job
 
@@ -177,32 +177,6 @@ class HostStore(Store):
         job.set([True] * job.count)
         return job
 
-    def _put_some(self, put: Put, numbers: range) -> None:
-        """Some pages of a put: gathered into slots, their headers behind them, then published."""
-        pages, seal, view = put.pages, self.seal, self.pages.segments.view
-        form, memory = pages.series.format, pages.memory
-        header_bytes = {at: seal.header_length(form, pages.identities[at]) for at in numbers}
-        slots, results = self.pages.reserve(
-            put, {at: form.nbytes + nbytes for at, nbytes in header_bytes.items()}
-        )
-        try:
-            with put.copying():
-                in_place = isinstance(memory, SlotBuffers) and memory.rows().offsets
-                copied = [at for at in slots if not in_place or in_place[at] != slots[at].offset]
-                checksums: dict[int, bytes | None] = {}
-                for run in runs_of(copied):
-                    rows = PageRows(view, [slots[at].offset for at in run], form.nbytes)
-                    checksums |= zip(run, copying.save(seal, memory, run.start, rows), strict=True)
-                for at, slot in slots.items():
-                    end = slot.offset + form.nbytes
-                    payload = view[slot.offset : end]
-                    header = seal.header(pages.series, pages.identities[at], payload, checksums.get(at))
-                    view[end : end + len(header)] = header
-        except BaseException:
-            self.pages.give_back(slots.values())
-            raise
-        self.pages.publish(put, slots, header_bytes, results)
-
     # -- at once -------------------------------------------------------------------------------
 
     def allocate(self, series: Series, count: int) -> PageBuffers | None:
@@ -210,7 +184,8 @@ class HostStore(Store):
         # How long a page's identity is, is known when it is put: as a rule a parent and token ids.
         tokens = series.format.page_tokens
         identity = token_identity(bytes(32), range(tokens)) if tokens else bytes(128)
-        return self.pages.allocate(series.format, count, self.seal.header_length(series.format, identity))
+        header_bytes = self.seal.header_length(series.format, identity)
+        return self.pages.allocate(series.format, count, header_bytes)
 
     def free(self, memory: PageBuffers) -> None:
         if isinstance(memory, SlotBuffers) and not memory.is_put:

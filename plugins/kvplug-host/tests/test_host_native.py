@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from array import array
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from kvplug.engine import LayoutError
 from kvplug.transport import (
     BlockViews,
     MissReason,
@@ -49,26 +51,29 @@ def form_of(page_tokens: int, dtype: torch.dtype, heads: int = HEADS) -> PageFor
     return PageFormat(page_tokens=page_tokens, num_layers=LAYERS, parts=tuple(parts))
 
 
-def in_python(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(copying, "library", lambda: None)
-    return monkeypatch
-
-
-def saved(memory: PageMemory, count: int, gap: int) -> tuple[PageRows, list[bytes]]:
+def saved(memory: PageMemory, count: int, gap: int, *, native: bool) -> tuple[PageRows, list[bytes]]:
     """Rows with the pages of that memory, and their headers."""
     form = memory.format
     step = form.nbytes + gap
     buffer = memoryview(bytearray(count * step))
     rows = PageRows(buffer, [(index + 1) % count * step for index in range(count)], form.nbytes)
-    made = copying.save(SEAL, memory, 0, rows)
+    saving = copying.Saving(SEAL, memory, native=native)
+    made = saving.save(0, rows)
+    assert saving.hash(0, rows) == made
     series = Series(form)
     return rows, [SEAL.header(series, b"", rows.row(at), each) for at, each in enumerate(made)]
 
 
-def checks(rows: PageRows, headers: list[bytes], memory: PageMemory, layers: range) -> list[Any]:
-    step = memory.format.layer_nbytes
-    part = rows.columns(layers.start * step, layers.stop * step)
-    return copying.load(SEAL, memory.format, headers, part, memory, 0, layers)
+def loading(rows: PageRows, headers: list[bytes], memory: PageMemory, *, native: bool) -> copying.Loading:
+    layers = range(memory.format.num_layers)
+    return copying.Loading(SEAL, memory, 0, headers, rows, layers, native=native)
+
+
+def checks(
+    rows: PageRows, headers: list[bytes], memory: PageMemory, layers: range, *, native: bool = True
+) -> list[Any]:
+    count = len(rows)
+    return loading(rows, headers, memory, native=native).load(range(count), layers) or [None] * count
 
 
 @compiled
@@ -96,10 +101,8 @@ def test_they_copy_and_check_as_python_does(
     form, source = form_of(page_tokens, dtype, heads), caches(block_size, order, dtype, heads)
     from_cache = PageBlocks(form, source, blocks, first, count)
     assert from_cache.places(0, count) is not None
-    rows, headers = saved(from_cache, count, gap=8)
-    with pytest.MonkeyPatch.context() as patch:
-        in_python(patch)
-        expected_rows, expected_headers = saved(from_cache, count, gap=8)
+    rows, headers = saved(from_cache, count, gap=8, native=True)
+    expected_rows, expected_headers = saved(from_cache, count, gap=8, native=False)
     assert rows.buffer == expected_rows.buffer
     assert headers == expected_headers
     if flipped is not None:
@@ -107,12 +110,15 @@ def test_they_copy_and_check_as_python_does(
     ours = caches(block_size, order, dtype, heads)
     theirs = [[part.clone() for part in layer] for layer in ours]
     writable = range(first + 1, end - 1) if clip else None
-    for views, patched in ((ours, False), (theirs, True)):
-        with pytest.MonkeyPatch.context() as patch:
-            if patched:
-                in_python(patch)
-            into = PageBlocks(form, views, blocks[::-1], first, count, writable=writable)
-            found = [checks(rows, headers, into, layers) for layers in (range(1), range(1, LAYERS))]
+    for views, is_native in ((ours, True), (theirs, False)):
+        into = PageBlocks(form, views, blocks[::-1], first, count, writable=writable)
+        found = [
+            checks(rows, headers, into, layers, native=is_native) for layers in (range(1), range(1, LAYERS))
+        ]
+        verified = copying.verify(SEAL, form, headers, rows, native=is_native)
+        assert verified == [
+            MissReason.CORRUPT if MissReason.CORRUPT in part else None for part in zip(*found)
+        ]
         wrong = [[part[at] for part in found].count(MissReason.CORRUPT) for at in range(count)]
         assert wrong == [int(flipped is not None and flipped % count == at) for at in range(count)]
     for our_layer, their_layer in zip(ours, theirs, strict=True):
@@ -127,7 +133,7 @@ def test_they_copy_and_check_as_python_does(
 def test_rows_of_the_callers_are_served_too(form: PageFormat) -> None:
     memory = PageBuffers.empty(form, 3)
     memory.rows().buffer[:] = bytes(index % 251 for index in range(3 * form.nbytes))
-    rows, headers = saved(memory, 3, gap=0)
+    rows, headers = saved(memory, 3, gap=0, native=True)
     assert bytes(rows.row(2)) == bytes(memory.rows().row(2))
     into = PageBuffers.empty(form, 3)
     layers = range(form.num_layers)
@@ -143,8 +149,53 @@ def test_caches_that_are_not_alike_in_all_layers_are_left_to_python() -> None:
     views[1] = caches(4, "BHTKD", torch.float16)[1]
     assert BlockViews(views).places is None
     pages = PageBlocks(form_of(4, torch.float16), views, [0, 1], 0, 2)
-    rows, headers = saved(pages, 2, gap=0)
+    rows, headers = saved(pages, 2, gap=0, native=True)
     assert checks(rows, headers, pages, range(LAYERS)) == [None, None]
+
+
+@pytest.mark.parametrize("is_native", [pytest.param(True, marks=compiled), False])
+@pytest.mark.parametrize("changed", [0, 2])
+def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(
+    changed: int, is_native: bool
+) -> None:
+    form = form_of(4, torch.float16)
+    pages = PageBlocks(form, caches(4, "KBTHD", torch.float16), [0, 1, 2], 0, 3)
+    rows, headers = saved(pages, 3, gap=8, native=True)
+    words = memoryview(bytearray(8 * 6)).cast("Q")
+    at, expected = array("Q", [1, 3, 5]), array("Q", [7, 2**63 + 1, 9])
+    for word, generation in zip(at, expected, strict=True):
+        words[word] = generation
+    loading = copying.Loading(
+        SEAL,
+        pages,
+        0,
+        headers,
+        rows,
+        range(LAYERS),
+        generations=copying.Generations(words, at, expected),
+        native=is_native,
+    )
+    some, layers = range(1, 3), range(1, LAYERS)
+    assert not any(loading.load(some, layers) or ())
+    rows.row(2)[form.layer_nbytes] ^= 1
+    words[at[changed]] += 1
+    found = loading.load(some, layers)
+    assert found == [None, MissReason.EVICTED if changed == 2 else MissReason.CORRUPT]
+
+
+@pytest.mark.parametrize("is_native", [pytest.param(True, marks=compiled), False])
+@pytest.mark.parametrize("order", ["KBTHD", "BHTKD"])
+def test_rows_are_filled_layer_by_layer(order: str, is_native: bool) -> None:
+    source = PageBlocks(form_of(4, torch.float16), caches(4, order, torch.float16), [3, 0, 5, 1], 0, 4)
+    expected, _ = saved(source, 4, gap=8, native=False)
+    buffer = memoryview(bytearray(3 * source.format.nbytes))
+    rows = PageRows.dense(buffer, 3, source.format.nbytes)
+    filling = copying.Filling(source, 1, rows, native=is_native)
+    for layer in range(LAYERS):
+        filling.fill(range(layer, layer + 1))
+    assert [bytes(rows.row(at)) for at in range(3)] == [bytes(expected.row(at)) for at in range(1, 4)]
+    with pytest.raises(LayoutError):
+        filling.fill(range(LAYERS, LAYERS + 1))
 
 
 @pytest.mark.parametrize("broken", ["built from another source", "no hash"])

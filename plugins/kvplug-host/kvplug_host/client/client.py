@@ -88,6 +88,7 @@ class HostClient(Store):
         options: HostOptions = context.options if context.options is not None else HostOptions()
         self.seal = PageSeal(checksums=context.seal.checksums)
         self._timeout_s = context.timeout_s
+        self._native = options.native
         self._link = link
         self._on_lost = on_lost
         self._lock = threading.RLock()
@@ -108,6 +109,7 @@ class HostClient(Store):
             with NamedExhaustion("a store in another process"):
                 self._thread.start()
         except BaseException:
+            self._give_up()
             self._release()
             raise
         close_after_fork(self)
@@ -231,6 +233,7 @@ class HostClient(Store):
                 self.seal,
                 mapping=mapping,
                 requests=self._requests,
+                native=self._native,
                 wrong=self._wrong,
                 again=self._work,
                 unmap=self._unmap,
@@ -249,6 +252,7 @@ class HostClient(Store):
             self.seal,
             lambda index, reason: self._wrong(pages.keys[index], reason),
             lambda: self._requests.tell({"op": Op.CANCEL, "id": number}),
+            native=self._native,
         )
         self._start(get)
         if self._pages is None or not self._pages.ask(number, get, job, pages):
@@ -296,6 +300,7 @@ class HostClient(Store):
             pages,
             self.seal,
             requests=self._requests,
+            native=self._native,
             send=page_pipe.send_rows,
             note_usage=self._note_usage,
             again=self._work,
@@ -316,8 +321,7 @@ class HostClient(Store):
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         for_s = self._deadline(timeout).remaining()
-        until = math.inf if for_s is None else for_s
-        self._tell_of_keys(Op.DECLARE, keys, series=series.id, for_s=until)
+        self._tell_of_keys(Op.DECLARE, keys, series=series.id, for_s=math.inf if for_s is None else for_s)
 
     def withdraw(self, keys: Sequence[bytes]) -> None:
         self._tell_of_keys(Op.WITHDRAW, keys)
@@ -442,13 +446,11 @@ class HostClient(Store):
             self._join(Deadline.after(_CLOSE_S))
 
     def _release(self) -> None:
-        self._link.close()
+        """After :meth:`_give_up`."""
         if self._pages is not None:
             self._pages.end()
         if self._mapping is not None:
             self._mapping.close()
-        self._workers.close()
-        self._clock.close()
 
     def _join(self, deadline: Deadline) -> None:
         self._outbox.end()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvplug import KvplugError
 from kvplug.transport import GetJob, MissReason, PageRequest, PageSeal
 from kvplug_host import protocol
+from kvplug_host.arena.segments import WORD
 from kvplug_host.client.mapping import Mapping
 from kvplug_host.client.requests import Requests
+from kvplug_host.copying import Generations
 from kvplug_host.jobs.get import SlotGet
 from kvplug_host.jobs.workers import Task
 from kvplug_host.protocol import Op
@@ -29,6 +32,7 @@ class MappedGet(SlotGet):
         *,
         mapping: Mapping,
         requests: Requests,
+        native: bool,
         wrong: Callable[[bytes, MissReason, int], None],
         again: Callable[[Task], object],
         unmap: Callable[[KvplugError], None],
@@ -43,17 +47,35 @@ class MappedGet(SlotGet):
             job,
             pages,
             seal,
-            discard=lambda index, reason: wrong(pages.keys[index], reason, self._generations[index]),
-            settled=lambda: requests.tell({"op": Op.DONE, "id": self._number}),
+            discard=lambda index, reason: wrong(pages.keys[index], reason, self._numbers[index]),
+            settled=self._read,
             again=again,
             prepare=self._map,
+            native=native,
         )
         self._mapping = mapping
         self._requests = requests
         self._unmap = unmap
         self._number = requests.new_number()
         self._segments: set[int] = set()
-        self._generations: list[int] = []
+        self._is_read = False
+        """No slot is read any more."""
+        self._numbers: Sequence[int] = ()
+        """The generations of the pages."""
+
+    def _read(self) -> None:
+        self._is_read = True
+        if self.job.done:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._requests.tell({"op": Op.DONE, "id": self._number})
+
+    def end(self, reason: MissReason | None) -> None:
+        is_over = self.job.done
+        super().end(reason)
+        if self._is_read and not is_over:  # the caller is woken first; the store is told twice at worst
+            self._tell()
 
     def ask(self) -> None:
         """Ask where the pages are."""
@@ -71,18 +93,16 @@ class MappedGet(SlotGet):
                 self.miss(index, MissReason.ABSENT)
             else:
                 self._segments.add(place.offset // mapping.segment_bytes)
-        generations = self._generations = [place.generation if place else 0 for place in places]
-        words = [place.offset + place.slot_bytes - 8 if place else 0 for place in places]
-
-        def is_valid(numbers: Sequence[int]) -> list[bool]:
-            return mapping.are([words[at] for at in numbers], [generations[at] for at in numbers])
-
+        self._numbers = array("Q", [place.generation if place else 0 for place in places])
+        words = array(
+            "Q", [(place.offset + place.slot_bytes) // WORD - 1 if place else 0 for place in places]
+        )
         self.found(
             mapping.view,
             [place.offset if place else 0 for place in places],
             [place.header_bytes if place else 0 for place in places],
             [place.payload_bytes if place else 0 for place in places],
-            is_valid,
+            Generations(mapping.words, words, self._numbers),
         )
         if self._segments:
             self._again(self)

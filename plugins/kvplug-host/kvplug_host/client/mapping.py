@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from kvplug import CapacityError, KvplugError
@@ -24,7 +23,6 @@ from kvplug.transport import (
 )
 from kvplug_host import protocol
 from kvplug_host.arena.addresses import AddressSpace
-from kvplug_host.arena.segments import WORD
 from kvplug_host.protocol import ANSWER, MEMORY_PURPOSE, WELCOME
 
 _log = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class Mapping:
             raise
         self.view = self._space.view
         """All segments, one after the other. To be read only, and only where they are mapped."""
-        self._words = self.view.cast("Q")
+        self.words = self.view.cast("Q")
         close_after_fork(self)
 
     def lacks(self, number: int) -> bool:
@@ -101,17 +99,6 @@ class Mapping:
         finally:
             for fd in fds:
                 os.close(fd)
-
-    def generation(self, word: int) -> int:
-        """The word at that place."""
-        return self._words[word // WORD]
-
-    def are(self, words: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Whether each slot still holds the page that it held."""
-        found = self._words
-        return [
-            found[word // WORD] == generation for word, generation in zip(words, generations, strict=True)
-        ]
 
     def close(self) -> None:
         """Hand back the connection. The memory is unmapped with the last copy out of it."""

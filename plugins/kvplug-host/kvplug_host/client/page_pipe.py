@@ -129,8 +129,10 @@ class PagePipe:
         """Send rows over the pipe, from memory that is used again."""
         try:
             with self._sending:
-                stage = self._stage(rows * row_bytes)[: rows * row_bytes].view(rows, 1, row_bytes)
-                fill(memory_of_writable(stage))
+                flat = self._stage(rows * row_bytes)
+            stage = flat[: rows * row_bytes].view(rows, 1, row_bytes)
+            fill(memory_of_writable(stage))  # while another thread sends
+            with self._sending:
                 self.pipe.send_tensor(protocol.tag(request, first, rows, row_bytes), timeout=None)
                 transfer = self.pipe.send_tensor(stage, timeout=None)
                 self._stages.append((stage, transfer))

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvplug import PeerGoneError
 from kvplug.transport import GetJob, MissReason, PageRequest, PageRows, PageSeal, WireError
+from kvplug_host.copying import Loading
 from kvplug_host.jobs.get import Landing
 from kvplug_host.jobs.steps import UNKNOWN, OverError
 from kvplug_host.protocol import Pieces
@@ -28,8 +29,10 @@ class PipedGet(Landing):
         seal: PageSeal,
         discard: Callable[[int, MissReason], None],
         on_settled: Callable[[], None],
+        *,
+        native: bool,
     ) -> None:
-        super().__init__(job, pages, seal, discard)
+        super().__init__(job, pages, seal, discard, native=native)
         step = pages.series.format.layer_nbytes
         self.pieces = Pieces(
             tuple((layers.start * step, layers.stop * step) for layers in self.layers),
@@ -49,14 +52,12 @@ class PipedGet(Landing):
         there = sum(code in (_SENT, _OTHER_SIZE) for code in codes)
         if len(codes) != self.job.count or len(headers) != there:
             raise WireError(f"{len(codes)} pages and {len(headers)} headers came for {self.job.count} pages")
-        left = iter(headers)
+        self.check_headers(
+            [index for index, code in enumerate(codes) if code in (_SENT, _OTHER_SIZE)], headers
+        )
         for index, code in enumerate(codes):
-            if code not in (_SENT, _OTHER_SIZE):
-                self.miss(index, MissReason.ABSENT)
-                continue
-            self.check_header(index, next(left))
-            if code == _OTHER_SIZE:
-                self.miss(index, MissReason.CORRUPT)
+            if code != _SENT:
+                self.miss(index, MissReason.CORRUPT if code == _OTHER_SIZE else MissReason.ABSENT)
         self._sent = [code == _SENT for code in codes]
         for piece in range(len(self.pieces)):
             if any(self._sent[at] for at in self.pieces.piece(piece)[1]):
@@ -89,11 +90,22 @@ class PipedGet(Landing):
         offsets = {at: row * row_bytes for row, at in enumerate(sent)}
         group, number = divmod(piece, len(self.ranges))
 
-        def rows(run: Sequence[int]) -> PageRows:
-            return PageRows(buffer, [offsets[at] for at in run], row_bytes)
+        layers = self.layers[group]
+
+        def load(run: range) -> list[MissReason | None] | None:
+            loading = Loading(
+                self.seal,
+                self.pages.memory,
+                run.start,
+                self.headers[run.start : run.stop],
+                PageRows(buffer, [offsets[at] for at in run], row_bytes),
+                layers,
+                native=self.native,
+            )
+            return loading.load(range(len(run)), layers)
 
         try:
-            self.land(self.layers[group], self.ranges[number], rows, _all_valid)
+            self.land(self.ranges[number], load)
         except OverError:
             return
         except MemoryError:
@@ -116,7 +128,3 @@ class PipedGet(Landing):
 
     def _settled(self) -> None:
         self._on_settled()
-
-
-def _all_valid(numbers: Sequence[int]) -> list[bool]:
-    return [True] * len(numbers)

@@ -17,9 +17,10 @@ from kvplug.transport import (
     Usage,
     WireError,
 )
-from kvplug_host import copying, protocol
+from kvplug_host import protocol
 from kvplug_host.client.requests import Requests
-from kvplug_host.jobs.steps import Steps, page_ranges, put_results, runs_of
+from kvplug_host.copying import Saving
+from kvplug_host.jobs.steps import PUT_STEP_BYTES, Steps, page_ranges, put_results, runs_of
 from kvplug_host.protocol import Op
 
 _AHEAD: Final = 3
@@ -38,6 +39,7 @@ class RemotePut(Steps):
         seal: PageSeal,
         *,
         requests: Requests,
+        native: bool,
         send: Send,
         note_usage: Callable[[Usage], None],
         again: Callable[[RemotePut], object],
@@ -52,8 +54,10 @@ class RemotePut(Steps):
         super().__init__(job, None)
         self.pages = pages
         self._seal = seal
+        self._native = native
+        self._saving: Saving | None = None
         self._requests, self._send, self._note_usage, self._again = requests, send, note_usage, again
-        self._ranges = deque(page_ranges(job.count, pages.series.format.nbytes))
+        self._ranges = deque(page_ranges(job.count, pages.series.format.nbytes, PUT_STEP_BYTES))
         self._asked: dict[int, Sequence[int]] = {}
         """The numbers of the pages of each request under way."""
         self._ready: deque[tuple[int, list[int]]] = deque()
@@ -163,6 +167,10 @@ class RemotePut(Steps):
         request, numbers = self._steps.pop(step)
         position = {at: index for index, at in enumerate(self._asked.get(request, ()))}
         pages, form = self.pages, self.pages.series.format
+        with self.lock:
+            if self._saving is None:
+                self._saving = Saving(self._seal, pages.memory, native=self._native)
+            saving = self._saving
         for row_bytes, run in self._rows(numbers):
 
             def fill(rows: memoryview, run: Sequence[int] = run, row_bytes: int = row_bytes) -> None:
@@ -172,11 +180,13 @@ class RemotePut(Steps):
                     for part in runs_of(run):
                         done = len(checksums)
                         own = PageRows(rows, offsets[done : done + len(part)], form.nbytes)
-                        checksums += copying.save(self._seal, pages.memory, part.start, own)
-                for at, offset, made in zip(run, offsets, checksums, strict=True):
+                        checksums += saving.save(part.start, own)
+                beginnings = self._seal.beginnings(pages.series, [pages.identities[at] for at in run])
+                for offset, beginning, made in zip(offsets, beginnings, checksums, strict=True):
                     end = offset + form.nbytes
-                    header = self._seal.header(pages.series, pages.identities[at], rows[offset:end], made)
-                    rows[end : offset + row_bytes] = header
+                    rows[end : offset + row_bytes] = self._seal.complete(
+                        beginning, form, rows[offset:end], made
+                    )
 
             self._send(request, position.get(run[0], 0), len(run), row_bytes, fill)
 

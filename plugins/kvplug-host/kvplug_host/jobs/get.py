@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -28,9 +29,16 @@ class Landing(Steps):
         pages: PageRequest,
         seal: PageSeal,
         discard: Callable[[int, MissReason], None],
+        *,
+        native: bool,
     ) -> None:
-        """``discard``: called with the number of a page that is wrong, and why."""
+        """
+        Args:
+            discard: called with the number of a page that is wrong, and why.
+            native: whether compiled code may copy.
+        """
         super().__init__(job, None)
+        self.native = native
         self.pages = pages
         self.seal = seal
         self._discard = discard
@@ -55,51 +63,38 @@ class Landing(Steps):
         if reason in WRONG:
             self._discard(index, reason)
 
-    def check_header(self, index: int, header: bytes) -> None:
-        """The header of a page has come."""
+    def check_headers(self, numbers: Sequence[int], headers: Sequence[bytes]) -> None:
+        """The headers of these pages have come."""
         pages = self.pages
-        reason = self.seal.check_header(pages.series, pages.identities[index], header)
-        if reason is None:
-            self.headers[index] = header
-        else:
-            self.miss(index, reason)
+        identities = [pages.identities[at] for at in numbers]
+        reasons = self.seal.check_headers(pages.series, identities, headers)
+        for index, header, reason in zip(numbers, headers, reasons, strict=True):
+            if reason is None:
+                self.headers[index] = header
+            else:
+                self.miss(index, reason)
 
-    def land(
-        self,
-        layers: range,
-        pages: range,
-        rows: Callable[[Sequence[int]], PageRows],
-        is_valid: Callable[[Sequence[int]], Sequence[bool]],
-    ) -> None:
-        """Verify these layers of these pages, as far as they are not missed, and copy them to the caller.
+    def land(self, pages: range, load: Callable[[range], list[MissReason | None] | None]) -> None:
+        """Verify some layers of these pages, as far as they are not missed, and copy them to the caller.
 
         Args:
-            rows: the bytes of the layers of pages with these numbers.
-            is_valid: asked after the copy: whether the bytes were those of the page all the time.
+            load: ``load(run)``: does so for some of the pages, as :meth:`copying.Loading.load` does.
 
         Raises:
             OverError: the job has ended.
         """
-        form = self.pages.series.format
         for run in self._runs(pages):
             with self.copying():
-                checks = copying.load(
-                    self.seal,
-                    form,
-                    [self.headers[index] for index in run],
-                    rows(run),
-                    self.pages.memory,
-                    run[0],
-                    layers,
-                )
-            for index, valid, check in zip(run, is_valid(run), checks, strict=True):
-                if not valid:
-                    self.miss(index, MissReason.EVICTED)
-                elif check is not None:
-                    self.miss(index, check)
+                reasons = load(run)
+            for index, reason in zip(run, reasons or (), strict=reasons is not None):
+                if reason is not None:
+                    self.miss(index, reason)
 
     def _runs(self, pages: range) -> Iterator[range]:
         """Consecutive pages that are not missed."""
+        if not self._is_missing:
+            yield pages
+            return
         begin = pages.start
         for index in pages:
             if self.results[index] is not UNKNOWN:
@@ -144,6 +139,7 @@ class SlotGet(Landing):
         settled: Callable[[], None],
         again: Callable[[SlotGet], object],
         prepare: Callable[[], None] = lambda: None,
+        native: bool,
     ) -> None:
         """
         Args:
@@ -152,17 +148,18 @@ class SlotGet(Landing):
             again: puts this task to the workers once more.
             prepare: called in the first step. May raise what the caller of :meth:`end` should know.
         """
-        super().__init__(job, pages, seal, discard)
+        super().__init__(job, pages, seal, discard, native=native)
         self._on_settled = settled
         self._again = again
         self._prepare = prepare
         self._num_steps = 1
-        self._is_checked = False
+        self._loading: copying.Loading | None = None
+        """Once the headers are checked."""
         self._buffer = memoryview(b"")
         self._offsets: Sequence[int] = ()
         self._header_bytes: Sequence[int] = ()
         self._payload_bytes: Sequence[int] = ()
-        self._is_valid: Callable[[Sequence[int]], Sequence[bool]] = _all_valid
+        self._generations: copying.Generations | None = None
 
     def found(
         self,
@@ -170,32 +167,33 @@ class SlotGet(Landing):
         offsets: Sequence[int],
         header_bytes: Sequence[int],
         payload_bytes: Sequence[int],
-        is_valid: Callable[[Sequence[int]], Sequence[bool]] | None = None,
+        generations: copying.Generations | None = None,
     ) -> None:
         """Where the pages are.
 
         Args:
             buffer: has all slots.
             offsets: of each page's slot: its bytes, then the header. Of a page that is missed: any.
-            is_valid: whether each of these pages was in its slot until now; default: they stay there.
+            generations: those of all slots; ``None``: the pages stay there.
         """
         self._buffer = buffer
         self._offsets = offsets
         self._header_bytes = header_bytes
         self._payload_bytes = payload_bytes
-        self._is_valid = is_valid or _all_valid
+        self._generations = generations
 
     def do(self, step: int) -> None:
-        if not self._is_checked:
+        if self._loading is None:
             self._prepare()
             self._check_headers()
-            self._is_checked = True
+            self._loading = self._new_loading()
             if any(each is UNKNOWN for each in self.results):
                 self._num_steps = 1 + len(self.layers) * len(self.ranges)
                 self._again(self)
             return
+        loading = self._loading
         group, number = divmod(step - 1, len(self.ranges))
-        self.land(self.layers[group], self.ranges[number], self._rows_of(self.layers[group]), self._is_valid)
+        self.land(self.ranges[number], lambda run: loading.load(run, self.layers[group]))
         self.landed(group)
 
     def _check_headers(self) -> None:
@@ -206,26 +204,32 @@ class SlotGet(Landing):
             for index in left:
                 begin = self._offsets[index] + self._payload_bytes[index]
                 headers.append(bytes(self._buffer[begin : begin + self._header_bytes[index]]))
-        for index, header, valid in zip(left, headers, self._is_valid(left), strict=True):
-            if not valid:
-                self.miss(index, MissReason.EVICTED)
-                continue
-            self.check_header(index, header)
+        if self._generations is not None:
+            there = self._generations.are_there(left)
+            for index, is_there in zip(left, there, strict=True):
+                if not is_there:
+                    self.miss(index, MissReason.EVICTED)
+            headers = list(itertools.compress(headers, there))
+            left = list(itertools.compress(left, there))
+        self.check_headers(left, headers)
+        for index in left:
             if self._payload_bytes[index] != wanted:
                 self.miss(index, MissReason.CORRUPT)
 
-    def _rows_of(self, layers: range) -> Callable[[Sequence[int]], PageRows]:
-        step = self.pages.series.format.layer_nbytes
-
-        def rows(run: Sequence[int]) -> PageRows:
-            offsets = [self._offsets[index] + layers.start * step for index in run]
-            return PageRows(self._buffer, offsets, len(layers) * step)
-
-        return rows
+    def _new_loading(self) -> copying.Loading:
+        form = self.pages.series.format
+        is_left = [each is UNKNOWN for each in self.results]
+        offsets = [offset if left else 0 for offset, left in zip(self._offsets, is_left, strict=True)]
+        return copying.Loading(
+            self.seal,
+            self.pages.memory,
+            0,
+            self.headers,
+            PageRows(self._buffer, offsets if any(is_left) else [], form.nbytes),
+            range(form.num_layers),
+            generations=self._generations,
+            native=self.native,
+        )
 
     def _settled(self) -> None:
         self._on_settled()
-
-
-def _all_valid(numbers: Sequence[int]) -> list[bool]:
-    return [True] * len(numbers)

@@ -1,4 +1,4 @@
-"""A put: pages are gathered into slots, their headers are made there, and they become visible."""
+"""A put: pages come into slots, and become visible there."""
 
 from __future__ import annotations
 
@@ -6,31 +6,27 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvplug.transport import Job, MissReason, PageRequest, PutReason
-from kvplug_host.jobs.steps import Steps, page_ranges, put_results
+from kvplug_host.jobs.steps import PUT_STEP_BYTES, Steps, page_ranges, put_results
 
 
 class Put(Steps):
-    """Pages of one request, some in each step.
-
-    ``step`` does the work: it gets the put and the numbers of some of its pages."""
+    """Pages of one request, some in each step; none, where they come over a pipe."""
 
     def __init__(
         self,
         job: Job[PutReason | None],
         pages: PageRequest,
-        step: Callable[[Put, range], None],
         settled: Callable[[Put], None],
     ) -> None:
-        self.ranges = page_ranges(job.count, pages.series.format.nbytes)
+        self.ranges = page_ranges(job.count, pages.series.format.nbytes, PUT_STEP_BYTES)
         super().__init__(job, len(self.ranges))
         self.pages = pages
-        self._step = step
         self._on_settled = settled
         self._forgotten: set[bytes] = set()
         self._all_forgotten = False
 
     def do(self, step: int) -> None:
-        self._step(self, self.ranges[step])
+        """Do nothing."""
 
     def forget(self, keys: Iterable[bytes] | None) -> None:
         """Pages are removed before they were put: they are not kept. ``None``: all."""

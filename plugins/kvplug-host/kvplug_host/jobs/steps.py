@@ -20,6 +20,9 @@ UNKNOWN: Final = object()
 STEP_BYTES: Final = 2 << 20
 """Of the copies between two looks at the other tasks. They fit into the cache of one core or two."""
 
+PUT_STEP_BYTES: Final = 2 * STEP_BYTES
+"""The same of puts, which look up, make headers and publish in each step."""
+
 
 class OverError(Exception):
     """The job ended before the copy began."""
@@ -170,9 +173,9 @@ def put_results(
     ]
 
 
-def page_ranges(count: int, page_bytes: int) -> list[range]:
-    """Consecutive pages, of about :data:`STEP_BYTES` together."""
-    each = max(1, STEP_BYTES // max(1, page_bytes))
+def page_ranges(count: int, page_bytes: int, step_bytes: int = STEP_BYTES) -> list[range]:
+    """Consecutive pages, of about ``step_bytes`` together."""
+    each = max(1, step_bytes // max(1, page_bytes))
     return [range(first, min(first + each, count)) for first in range(0, count, each)]
 
 

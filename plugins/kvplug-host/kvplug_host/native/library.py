@@ -1,7 +1,7 @@
 """The functions of pages.c, if they were compiled with this package and xxhash's own function can be called.
 
-:func:`kvplug_host.copying.load` and ``save`` have checked that rows and pages fit together before they come
-here; the caches' addresses and strides are those of tensors, and block ids were checked with their table."""
+:mod:`kvplug_host.copying` has checked that rows and pages fit together before they come here; the caches'
+addresses and strides are those of tensors, and block ids were checked with their table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.transport import PageFormat, PagePlaces, PageRows, PartPlace, exhaustion_of
+from kvplug.transport import PageFormat, PagePlaces, PartPlace, exhaustion_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,6 @@ class _Task(ctypes.Structure):
 
     _fields_ = (
         ("rows", _POINTER),
-        ("row_offsets", _POINTER),
-        ("num_rows", _I64),
         ("num_layers", _I64),
         ("num_parts", _I64),
         ("layer_nbytes", _I64),
@@ -66,96 +64,122 @@ class _Task(ctypes.Structure):
         ("end", _I64),
         ("hash", _POINTER),
         ("checksums", _POINTER),
-        ("is_wrong", _POINTER),
+        ("words", _POINTER),
+        ("generations", _POINTER),
     )
+
+
+class What:
+    """``enum what`` of pages.c."""
+
+    SAVE: Final = 0
+    LOAD: Final = 1
+    HASH: Final = 2
+    VERIFY: Final = 3
+
+
+IS_WRONG: Final = 1
+IS_GONE: Final = 2
+
+
+class Copies:
+    """The copies of one request, some layers of some rows at a time. Threads may share it."""
+
+    def __init__(
+        self,
+        library: Library,
+        form: PageFormat,
+        parts: Any,
+        places: PagePlaces | None,
+        addresses: array[int],
+        checksums: array[int] | None,
+    ) -> None:
+        """
+        Args:
+            parts: what :meth:`Library.copies` has found for these places.
+            addresses: of the first layer of each row. May be changed later.
+            checksums: of each part of each layer of each row; ``None``: there are none.
+        """
+        self.addresses = addresses
+        self.checksums = checksums
+        self._move = library.move
+        self._kept = [parts, places, addresses, checksums]
+        self._task = _Task(
+            rows=addresses.buffer_info()[0],
+            num_layers=form.num_layers,
+            num_parts=len(form.parts),
+            layer_nbytes=form.layer_nbytes,
+            parts=ctypes.addressof(parts),
+        )
+        if places is not None:
+            self._task.bases = places.bases.buffer_info()[0]
+            self._task.ids = places.block_ids.buffer_info()[0]
+            self._task.block_tokens, self._task.page_tokens = places.block_tokens, places.page_tokens
+            self._task.first_token = places.first_token
+            self._task.begin, self._task.end = places.writable.start, places.writable.stop
+        if checksums is not None:
+            self._task.hash, self._task.checksums = library.hash, checksums.buffer_info()[0]
+        self._at = ctypes.addressof(self._task)
+
+    def compare(self, words: array[int], generations: array[int]) -> None:
+        """After each copy of a row, compare the word at its address with its generation."""
+        self._kept += [words, generations]
+        self._task.words = words.buffer_info()[0]
+        self._task.generations = generations.buffer_info()[0]
+
+    def move(self, what: int, rows: range, layers: range) -> bytes | None:
+        """Do what :class:`What` says with these layers of these rows.
+
+        Returns: for each row :data:`IS_WRONG` and :data:`IS_GONE`; ``None``: they are all right.
+        """
+        faults = ctypes.create_string_buffer(len(rows))
+        is_faulty = self._move(
+            self._at, what, rows.start, len(rows), layers.start, len(layers), ctypes.addressof(faults)
+        )
+        return faults.raw if is_faulty else None
 
 
 @attrs.frozen
 class Library:
-    """The compiled copies. Both release the interpreter's lock."""
+    """The compiled copies, which release the interpreter's lock."""
 
-    _move: Callable[[Any, int], None]
-    _hash: int
+    move: Callable[..., int]
+    hash: int
     """Address of xxhash's XXH3_64bits."""
 
-    def load(
-        self, form: PageFormat, rows: PageRows, places: PagePlaces, layers: range, expected: bytes
-    ) -> list[bool] | None:
-        """Verify rows of these layers, and copy them to their places.
+    def copies(
+        self,
+        form: PageFormat,
+        places: PagePlaces | None,
+        addresses: array[int],
+        checksums: array[int] | None,
+    ) -> Copies | None:
+        """Prepare copies between rows and these places; without places rows are only hashed.
 
-        Args:
-            expected: the checksums of each row, one after the other; empty: nothing is verified.
-
-        Returns: for each row whether a checksum is another; ``None``: these places are not served.
+        Returns: ``None``: these places are not served.
         """
-        parts = _parts_of(form, places.parts, places.page_tokens)
-        if parts is None:
-            return None
-        wrong = bytearray(len(rows))
-        checksums = array("Q", expected)
-        task, kept = self._task(form, rows, places, layers, parts)
-        if checksums:
-            task.hash, task.checksums = self._hash, checksums.buffer_info()[0]
-            task.is_wrong = ctypes.addressof((ctypes.c_char * len(wrong)).from_buffer(wrong))
-        self._move(ctypes.byref(task), 1)
-        del kept
-        return list(map(bool, wrong))
-
-    def save(
-        self, form: PageFormat, rows: PageRows, places: PagePlaces, *, checksums: bool
-    ) -> list[bytes] | None:
-        """Copy whole pages from their places into the rows.
-
-        Returns: the checksums of each row, if they are wanted, else as many empty strings; ``None``: these
-            places are not served.
-        """
-        parts = _parts_of(form, places.parts, places.page_tokens)
-        if parts is None:
-            return None
-        each = form.num_layers * len(form.parts) if checksums else 0
-        made = array("Q", bytes(8 * each * len(rows)))
-        task, kept = self._task(form, rows, places, range(form.num_layers), parts)
-        if checksums:
-            task.hash, task.checksums = self._hash, made.buffer_info()[0]
-        self._move(ctypes.byref(task), 0)
-        del kept
-        all_bytes = made.tobytes()
-        return [all_bytes[at * each * 8 : (at + 1) * each * 8] for at in range(len(rows))]
-
-    def _task(
-        self, form: PageFormat, rows: PageRows, places: PagePlaces, layers: range, parts: Any
-    ) -> tuple[_Task, tuple[Any, ...]]:
-        """The task without checksums, and what must live as long as it does."""
-        offsets = array("q", rows.offsets)
-        bases = places.bases
-        task = _Task(
-            rows=rows.address,
-            row_offsets=offsets.buffer_info()[0],
-            num_rows=len(rows),
-            num_layers=len(layers),
-            num_parts=len(form.parts),
-            layer_nbytes=form.layer_nbytes,
-            parts=ctypes.addressof(parts),
-            bases=bases.buffer_info()[0] + layers.start * len(form.parts) * bases.itemsize,
-            ids=places.block_ids.buffer_info()[0],
-            block_tokens=places.block_tokens,
-            page_tokens=places.page_tokens,
-            first_token=places.first_token,
-            begin=places.writable.start,
-            end=places.writable.stop,
-        )
-        return task, (offsets, bases, parts, places, rows)
+        if places is None:
+            parts = _spans_of(form)
+        else:
+            parts = _parts_of(form, places.parts, places.page_tokens)
+        return None if parts is None else Copies(self, form, parts, places, addresses, checksums)
 
 
 def library() -> Library | None:
     """``None``: it was not built, or cannot be used, which is logged. Where only a descriptor or memory is
     missing to load it, the next call tries again."""
     try:
-        return _loaded() if _FILE.exists() else None
+        return _loaded()
+    except _UnbuiltError:
+        return None
     except (OSError, AttributeError, ImportError, _UnusableError) as e:
         if exhaustion_of(e, f"loading {_FILE}") is None:
             _say_once(str(e))
         return None
+
+
+class _UnbuiltError(Exception):
+    """The compiled copies are not there."""
 
 
 class _UnusableError(Exception):
@@ -169,6 +193,8 @@ def _say_once(why: str) -> None:
 
 @functools.cache  # of what it returns; what it raises is not kept
 def _loaded() -> Library:
+    if not _FILE.exists():
+        raise _UnbuiltError
     import xxhash
 
     functions = ctypes.CDLL(str(_FILE))
@@ -183,7 +209,7 @@ def _loaded() -> Library:
         if hash_of(sample, len(sample)) != xxhash.xxh3_64_intdigest(sample):
             raise _UnusableError("xxhash's XXH3_64bits is another function than its Python one")
     move = functions.kvplug_pages_move
-    move.restype, move.argtypes = None, (_POINTER, ctypes.c_int)
+    move.restype, move.argtypes = ctypes.c_int, (_POINTER, ctypes.c_int, _I64, _I64, _I64, _I64, _POINTER)
     address = ctypes.cast(hash_of, _POINTER).value
     assert address
     return Library(move, address)
@@ -216,4 +242,13 @@ def _parts_of(form: PageFormat, places: tuple[PartPlace, ...], page_tokens: int)
         part.num_axes = len(axes)
         for at, (stride, count, step) in enumerate(axes):
             part.in_cache[at], part.counts[at], part.in_row[at] = stride, count, step
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _spans_of(form: PageFormat) -> Any:
+    """The same of rows that are only hashed."""
+    found = (_Part * len(form.parts))()
+    for part, (offset, nbytes) in zip(found, form.spans, strict=True):
+        part.offset, part.nbytes = offset, nbytes
     return found

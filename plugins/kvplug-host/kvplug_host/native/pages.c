@@ -1,7 +1,7 @@
 /* Copies between rows of pages and the blocks of a paged cache, with the checksum of each part.
  *
- * A row has the bytes of consecutive layers of one page: layer after layer, part after part, token after token.
- * In the cache, a token of a part lies at
+ * A row has the bytes of one page: layer after layer, part after part, token after token. In the cache, a token
+ * of a part lies at
  *
  *     base[layer, part] + id[token / block_tokens] * block_stride + (token % block_tokens) * token_stride
  *
@@ -9,6 +9,7 @@
  * the Python side; see library.py for who checks what. Nothing is checked here.
  */
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -32,25 +33,28 @@ struct part {
     int64_t in_row[MAX_AXES];
 };
 
+/* All rows of one request. Threads share it: each call names some rows and some layers. */
 struct task {
-    char *rows; /* where the offsets count from */
-    const int64_t *row_offsets;
-    int64_t num_rows;
-    int64_t num_layers; /* in the rows */
+    const int64_t *rows; /* addresses of the first layer */
+    int64_t num_layers;
     int64_t num_parts;
     int64_t layer_nbytes;
     const struct part *parts;
-    const int64_t *bases; /* of the first of these layers */
+    const int64_t *bases; /* of layer after layer, part after part */
     const int64_t *ids;
     int64_t block_tokens;
     int64_t page_tokens;
     int64_t first_token; /* of the first row, counted from the first block's first token */
     int64_t begin;       /* tokens before this one are left as they are */
     int64_t end;
-    hash_function hash;      /* NULL: no checksums */
-    uint64_t *checksums;     /* of row after row, layer after layer, part after part; as in memory, big-endian */
-    unsigned char *is_wrong; /* for each row: whether a checksum is another; NULL: checksums are made */
+    hash_function hash;  /* NULL: no checksums */
+    uint64_t *checksums; /* of row after row, layer after layer, part after part; as in memory, big-endian */
+    const int64_t *words;        /* addresses of the rows' generations; NULL: the rows stay what they are */
+    const uint64_t *generations; /* what they must be after the copy */
 };
+
+enum what { SAVE, LOAD, HASH, VERIFY }; /* HASH and VERIFY leave the cache alone */
+enum fault { IS_WRONG = 1, IS_GONE = 2 };
 
 /* Of this file, when it was compiled: see hatch_build.py. */
 #ifndef SOURCE_CRC32
@@ -115,31 +119,46 @@ static inline uint64_t big_endian(uint64_t number) {
 #endif
 }
 
-/* Copies all rows into the cache, or out of it; verifies or makes checksums of what the rows have. */
-void kvplug_pages_move(const struct task *task, int into_cache) {
-    uint64_t *checksum = task->checksums;
-    for (int64_t number = 0; number < task->num_rows; number++) {
-        char *row = task->rows + task->row_offsets[number];
-        int64_t first = task->first_token + number * task->page_tokens;
-        int64_t begin = first > task->begin ? first : task->begin;
-        int64_t end = first + task->page_tokens < task->end ? first + task->page_tokens : task->end;
-        const int64_t *base = task->bases;
-        int is_wrong = 0;
-        for (int64_t layer = 0; layer < task->num_layers; layer++, row += task->layer_nbytes)
-            for (int64_t at = 0; at < task->num_parts; at++, base++) {
-                const struct part *part = &task->parts[at];
-                char *bytes = row + part->offset;
-                if (!into_cache) move_tokens(task, part, *base, bytes, first, begin, end, 0);
-                if (task->hash != NULL) {
-                    uint64_t found = big_endian(task->hash(bytes, (size_t)part->nbytes));
-                    if (task->is_wrong != NULL)
-                        is_wrong |= found != *checksum;
-                    else
-                        *checksum = found;
-                    checksum++;
-                }
-                if (into_cache) move_tokens(task, part, *base, bytes, first, begin, end, 1);
+/* One row. Returns whether a checksum is another than the one that was given; SAVE and HASH make checksums. */
+static int move_row(const struct task *task, int what, int64_t number, int64_t first_layer, int64_t num_layers) {
+    int64_t first = task->first_token + number * task->page_tokens;
+    int64_t begin = first > task->begin ? first : task->begin;
+    int64_t end = first + task->page_tokens < task->end ? first + task->page_tokens : task->end;
+    char *row = (char *)(intptr_t)(task->rows[number] + first_layer * task->layer_nbytes);
+    int64_t at_part = first_layer * task->num_parts;
+    int is_wrong = 0;
+    for (int64_t layer = 0; layer < num_layers; layer++, row += task->layer_nbytes)
+        for (int64_t at = 0; at < task->num_parts; at++, at_part++) {
+            const struct part *part = &task->parts[at];
+            char *bytes = row + part->offset;
+            if (what == SAVE) move_tokens(task, part, task->bases[at_part], bytes, first, begin, end, 0);
+            if (task->hash != NULL) {
+                uint64_t *checksum = &task->checksums[number * task->num_layers * task->num_parts + at_part];
+                uint64_t found = big_endian(task->hash(bytes, (size_t)part->nbytes));
+                if (what == LOAD || what == VERIFY)
+                    is_wrong |= found != *checksum;
+                else
+                    *checksum = found;
             }
-        if (task->is_wrong != NULL) task->is_wrong[number] = (unsigned char)is_wrong;
+            if (what == LOAD) move_tokens(task, part, task->bases[at_part], bytes, first, begin, end, 1);
+        }
+    return is_wrong;
+}
+
+/* Some layers of some rows. `faults` has a byte for each of these rows. Returns whether one is not 0. */
+int kvplug_pages_move(const struct task *task, int what, int64_t first_row, int64_t num_rows, int64_t first_layer,
+                      int64_t num_layers, unsigned char *faults) {
+    int any = 0;
+    for (int64_t at = 0; at < num_rows; at++)
+        faults[at] = move_row(task, what, first_row + at, first_layer, num_layers) ? IS_WRONG : 0;
+    /* Words are read after the bytes. */
+    atomic_thread_fence(memory_order_acquire);
+    for (int64_t at = 0; at < num_rows; at++) {
+        if (task->words != NULL) {
+            const volatile uint64_t *word = (const volatile uint64_t *)(intptr_t)task->words[first_row + at];
+            if (*word != task->generations[first_row + at]) faults[at] |= IS_GONE;
+        }
+        any |= faults[at];
     }
+    return any;
 }

@@ -26,14 +26,18 @@ _log = logging.getLogger(__name__)
 class Pages:
     """Thread-safe. Listeners of events are called without the lock."""
 
-    def __init__(self, num_segments: int, segment_bytes: int, clock: Clock) -> None:
-        """``clock``: calls at the deadlines of declared pages and of puts.
+    def __init__(self, num_segments: int, segment_bytes: int, clock: Clock, *, native: bool) -> None:
+        """
+        Args:
+            clock: calls at the deadlines of declared pages and of puts.
+            native: whether compiled code may copy and hash.
 
         Raises:
             CapacityError: there are not enough addresses for the memory.
         """
         self.segments = Segments(num_segments, segment_bytes)
         self.clock = clock
+        self.native = native
         self._slots = SlotTable(num_segments, segment_bytes, self.segments.grow)
         self.index = Index(self._slots, self.segments.clear_generation, time.monotonic)
         self.lock = threading.RLock()
@@ -227,7 +231,7 @@ class Pages:
                     self.give_back(slots)
                     return None
                 slots.append(found)
-        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append)
+        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append, native=self.native)
 
     # -- what is expected, and what goes -------------------------------------------------------
 

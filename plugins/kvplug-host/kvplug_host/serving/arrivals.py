@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from kvplug import UnsupportedError
@@ -20,6 +20,7 @@ from kvplug.transport import (
 )
 from kvplug_host import protocol
 from kvplug_host.arena.slots import Slot
+from kvplug_host.copying import verify
 from kvplug_host.jobs.put import Put
 from kvplug_host.pages.pages import Pages
 
@@ -63,7 +64,7 @@ class Arrival:
         self._seal = seal
         job: Job[PutReason | None] = Job(len(pages.keys), deadline)
         job.add_done_callback(lambda ended: done(ended.results() or []))
-        self.put = Put(job, pages, _nothing, lambda put: self._settled())
+        self.put = Put(job, pages, lambda put: self._settled())
         self._lock = threading.Lock()
         self._header_bytes = {
             at: seal.header_length(pages.series.format, identity)
@@ -129,7 +130,7 @@ class Arrival:
                 memory.as_strided((1, row_bytes), (row_bytes, 1), slot.offset) for slot in slots.values()
             ]
             pipe.recv_blocks(views, (0,), timeout=self.put.job.deadline.remaining())
-            wrong = {at for at, slot in slots.items() if not self._is_right(at, slot)}
+            wrong = self._wrong(slots)
         except BaseException:
             store.give_back(slots.values())
             raise
@@ -138,21 +139,29 @@ class Arrival:
         self.resolved(rows)
         return True
 
-    def _is_right(self, at: int, slot: Slot) -> bool:
-        pages, view = self.put.pages, self._store.segments.view
-        end = slot.offset + pages.series.format.nbytes
-        header = bytes(view[end : end + self._header_bytes[at]])
-        payload = view[slot.offset : end]
-        return self._seal.check(pages.series, pages.identities[at], header, payload) is None
+    def _wrong(self, slots: Mapping[int, Slot]) -> set[int]:
+        """The pages that are not what the put has announced."""
+        pages, seal, view = self.put.pages, self._seal, self._store.segments.view
+        form = pages.series.format
+        ends = {at: slot.offset + form.nbytes for at, slot in slots.items()}
+        headers = {at: bytes(view[end : end + self._header_bytes[at]]) for at, end in ends.items()}
+        reasons = seal.check_headers(
+            pages.series, [pages.identities[at] for at in slots], list(headers.values())
+        )
+        left = [at for at, reason in zip(slots, reasons, strict=True) if reason is None]
+        checks = verify(
+            seal,
+            form,
+            [headers[at] for at in left],
+            PageRows(view, [slots[at].offset for at in left], form.nbytes),
+            native=self._store.native,
+        )
+        return {*slots} - {at for at, reason in zip(left, checks, strict=True) if reason is None}
 
     def _settled(self) -> None:
         with self._lock:
             slots, self._slots = self._slots, {}
         self._store.give_back(slots.values())
-
-
-def _nothing(put: Put, numbers: range) -> None:
-    """Its pages come over the pipe."""
 
 
 def drop(pipe: Pipe, rows: int, row_bytes: int, timeout: float) -> None:

@@ -164,9 +164,7 @@ class Saver:
         """Copy this layer of the step's pages out of the paged cache."""
         for batch in self._batches:
             if batch.memory is not None:
-                form, rows = batch.memory.format, batch.memory.rows()
-                columns = rows.columns(layer * form.layer_nbytes, (layer + 1) * form.layer_nbytes)
-                batch.source.gather(0, columns, range(layer, layer + 1))
+                batch.memory.fill(batch.source, 0, range(layer, layer + 1))
 
     def spoil(self, suspect: frozenset[int]) -> frozenset[str]:
         """Give up pages that lie in these blocks. Returns the requests whose pages they are."""

@@ -1,0 +1,110 @@
+"""pages.c under gcc's sanitizers, for addresses and for undefined behaviour, in the tests of the compiled
+copies. A fault planted in pages.c must be found."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import kvplug_host
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
+
+HERE: Final = Path(__file__).parent
+PACKAGE: Final = Path(kvplug_host.__file__ or "").parent
+SANITIZERS: Final = "-fsanitize=address,undefined"
+FLAGS: Final = (
+    "-std=c11",
+    "-O1",
+    "-g",
+    "-fPIC",
+    "-shared",
+    "-fno-strict-aliasing",
+    "-fno-omit-frame-pointer",
+)
+DENSE: Final = "move_run(cache, from, {}count * part->token_bytes, into_cache);"
+
+
+def gcc(folder: Path) -> str:
+    """The path of gcc. Skips the test, with the reason, where its programs with sanitizers do not run."""
+    found = shutil.which("gcc")
+    if found is None:
+        pytest.skip("there is no gcc")
+    source, program = folder / "program.c", folder / "program"
+    source.write_text("int main(void) { return 0; }\n", encoding="ascii")
+    for step in ([found, SANITIZERS, "-o", str(program), str(source)], [str(program)]):
+        done = subprocess.run(step, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode:
+            pytest.skip(f"gcc {SANITIZERS} cannot be used: {(done.stderr.strip() or done)!s:.300}")
+    return found
+
+
+def run_tests(
+    tmp_path: Path, config: pytest.Config, old: str = "", new: str = ""
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run test_host_native.py with a copy of the package whose pages.c is built with sanitizers.
+
+    Returns what pytest has said, and what the sanitizers have reported.
+    """
+    compiler = gcc(tmp_path)
+    preloaded = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
+    package = tmp_path / "packages" / "kvplug_host"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "_pages.so"))
+    source = package / "native" / "pages.c"
+    text = source.read_text(encoding="utf-8")
+    assert not old or text.count(old) == 1
+    source.write_text(text.replace(old, new) if old else text, encoding="utf-8")
+    crc = f"-DSOURCE_CRC32={zlib.crc32(source.read_bytes())}u"
+    made = source.with_name("_pages.so")
+    recover = "-fno-sanitize-recover=undefined"
+    build = [compiler, *FLAGS, SANITIZERS, recover, crc, "-o", str(made), str(source)]
+    subprocess.run(build, check=True, timeout=120)
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    env = {
+        **os.environ,
+        "LD_PRELOAD": preloaded,
+        "PYTHONPATH": os.pathsep.join([str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONMALLOC": "malloc",  # so that the bounds of small arrays are seen
+        # Python keeps memory until it ends, which is no leak; freed memory is kept a little while only.
+        "ASAN_OPTIONS": f"detect_leaks=0:quarantine_size_mb=16:log_path={reports / 'address'}",
+        "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={reports / 'undefined'}",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-c", str(config.inipath), "--rootdir", str(config.rootpath), "--hypothesis-profile", "dev"]
+    done = subprocess.run(
+        [*command, str(HERE / "test_host_native.py")],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    return done, "\n".join(each.read_text(errors="replace") for each in sorted(reports.iterdir()))
+
+
+def test_the_compiled_copies_make_no_fault_in_memory(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    done, reports = run_tests(tmp_path, pytestconfig)
+    assert not reports
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+    assert "no compiled copies" not in done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None and int(passed[1]) > 5, done.stdout[-1000:]
+
+
+@pytest.mark.mutant
+def test_a_byte_too_many_is_found(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    done, reports = run_tests(tmp_path, pytestconfig, DENSE.format(""), DENSE.format("1 + "))
+    assert done.returncode
+    assert "AddressSanitizer: heap-buffer-overflow" in reports and "move" in reports
