@@ -113,6 +113,11 @@ from kvplug.transport.acceptor import (
     Acceptor as Acceptor,
     PipeAcceptor as PipeAcceptor,
 )
+from kvplug.transport.block_views import (
+    BlockViews as BlockViews,
+    PartPlace as PartPlace,
+    RowMemory as RowMemory,
+)
 from kvplug.transport.capabilities import (
     Capabilities as Capabilities,
     Cost as Cost,
@@ -257,9 +262,7 @@ from kvplug.transport.store.memory import (
     PageRows as PageRows,
 )
 from kvplug.transport.store.places import (
-    BlockViews as BlockViews,
     PagePlaces as PagePlaces,
-    PartPlace as PartPlace,
 )
 from kvplug.transport.store.results import (
     MissReason as MissReason,

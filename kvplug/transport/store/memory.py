@@ -12,9 +12,10 @@ import attrs
 
 from kvplug.errors import LayoutError
 from kvplug.net.wire.copying import address_of
+from kvplug.transport.block_views import BlockViews, PartPlace
 from kvplug.transport.store.copies import copy_pieces, copy_tokens, ids_on
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.places import BlockViews, PagePlaces, PartPlace
+from kvplug.transport.store.places import PagePlaces
 
 if TYPE_CHECKING:
     from torch import Tensor
