@@ -329,9 +329,10 @@ def test_blocks_and_bytes_go_through_a_ring_that_is_smaller(row: tuple[int, ...]
     assert not target[untouched].any()
 
 
-def test_rows_in_pieces_are_not_described() -> None:
+def test_rows_in_many_axes_are_not_described() -> None:
     cache = torch.zeros(4, 6, 5)
-    assert Span.of_blocks(Blocks([cache.transpose(1, 2)], [0, 1])) is None
+    assert Span.of_blocks(Blocks([cache.transpose(1, 2)], [0, 1])) is not None
+    assert Span.of_blocks(Blocks([torch.zeros(2, 3, 3, 3, 3, 3, 2)[..., 1:, 1:, 1:, 1:, :1]], [0])) is None
     assert Span.of_blocks(Blocks([cache[:, :, :0]], [0])) is None
     assert Span.of_blocks(Blocks([cache], [])) is None
     assert Span.of_blocks(Blocks([cache[::2]], [1])) is not None
@@ -528,10 +529,10 @@ def test_after_the_deadline_nothing_is_looked_for(local_pair: Any, what: str) ->
     name = "push" if what == "send" else "pull"
     step, found, caller = getattr(ring, name), [], threading.current_thread()
 
-    def seen(*args: Any, patient: bool) -> int:
+    def seen(*args: Any, patient: bool, **given: Any) -> int:
         if threading.current_thread() is caller:
             found.append(patient)
-        return step(*args, patient=patient)
+        return step(*args, patient=patient, **given)
 
     setattr(ring, name, seen)
     if what == "send":

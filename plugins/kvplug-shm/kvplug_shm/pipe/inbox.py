@@ -262,10 +262,10 @@ class Inbox:
                     memory.span,
                     message.got,
                     nbytes,
-                    nbytes if blocks is None else blocks.awaited_bytes,
                     message.unreleased,
                     piece,
                     patient=not deadline.expired,
+                    enough=None if blocks is None else blocks.awaited_bytes,
                 )
                 if step == 0:
                     end.available()  # raises, if the writer's words are the cause
