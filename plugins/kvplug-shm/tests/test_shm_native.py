@@ -34,7 +34,7 @@ from kvplug_shm.pipe.native import NativeIncoming, NativeOutgoing, incoming, out
 from kvplug_shm.pipe.rings import Incoming, Outgoing
 from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
-from kvplug_testing.comparison import assert_same
+from kvplug_testing.comparison import assert_filled, assert_same
 
 local_pair = ends_of_pipes.local_pair
 STEPS_THERE: Any = native.library()
@@ -545,3 +545,16 @@ def test_after_the_deadline_nothing_is_looked_for(local_pair: Any, what: str) ->
             other.recv_tensor(timeout=0)
     assert found
     assert not any(found)
+
+
+@compiled
+def test_blocks_that_wait_for_room_take_no_memory(local_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = local_pair(native=True)
+    source, target = (torch.full((40, 1 << 18), value, dtype=torch.uint8) for value in (1, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(one._pool, "tensor", None)
+        transfer = one.send_blocks([source], range(40))
+    assert not transfer.done()
+    other.recv_blocks([target], range(40))
+    transfer.wait(30)
+    assert_filled(1, target, "blocks that waited were not sent")
