@@ -1,8 +1,9 @@
 """Blocks of a paged KV cache: gathered, sent, scattered into the peer's, beside a copy of as many bytes.
 
-Each layer is one message, the blocks of its keys and of its values; block ids are shuffled, other ones at
-each end. Fresh processes, all candidates alternating in each round, content compared outside of the timed
-part. ``python benchmarks/blocks.py --help``; needs kvplug, torch, and the pipes that it is to measure.
+The blocks of all layers are one message, or each layer's are one; block ids are shuffled, other ones at each
+end. The layouts are those of KVLayout: in BHTKD, vLLM's, keys and values of a head lie side by side. Fresh
+processes, all candidates alternating in each round, content compared outside of the timed part.
+``python benchmarks/blocks.py --help``; needs kvplug, torch, and the pipes that it is to measure.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvplug.engine import KVLayout, page_views
 from kvplug_bench.content import SMALLEST, content
 from kvplug_bench.links import Rendezvous
 from kvplug_bench.stopwatch import BURSTS, Stopwatch
@@ -28,26 +30,26 @@ MODELS = {
     "32 x 8 x 128": (32, 8, 128),
 }
 BLOCK_SIZES = (16, 128)
+LAYOUTS = ("BKTHD", "BHTKD")
 TOKENS = 1024
 SPARE = 2
 """A cache has so many times the blocks that are sent."""
 LIFE_S = 300.0
 MEMCPY = "memcpy"
+BY_LAYER = ", layer by layer"
 
 
 class Cache:
     """One end's, and which blocks of it are sent or filled."""
 
-    def __init__(self, model: str, block_size: int, end: int) -> None:
+    def __init__(self, model: str, block_size: int, axes: str, end: int) -> None:
         self.layers, heads, head_size = MODELS[model]
         self.blocks = TOKENS // block_size
-        self.shape = (SPARE * self.blocks, 2, block_size, heads, head_size)
-        self.ids = random.Random(f"{model} {block_size} {end}").sample(range(self.shape[0]), self.blocks)
-
-    @property
-    def layer_bytes(self) -> int:
-        """Of a message."""
-        return 2 * self.shape[0] * self.shape[2] * self.shape[3] * self.shape[4] * 2 // SPARE
+        sizes = {"B": SPARE * self.blocks, "T": block_size, "H": heads, "D": head_size}
+        self.layout = KVLayout(axes, sizes)
+        self.layer_bytes = TOKENS * 2 * heads * head_size * 2
+        """Of those blocks, in one layer."""
+        self.ids = random.Random(f"{model} {block_size} {end}").sample(range(sizes["B"]), self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -56,19 +58,26 @@ class Cache:
     def layer(self, number: int) -> Any:
         """Content that is another one in each layer."""
         words = content(SPARE * self.layer_bytes).view(-1)
-        return words.roll(2 * number).view(self.shape)
+        return words.roll(2 * number).view(self.layout.shape)
+
+    def messages(self, layers: Sequence[Any], *, by_layer: bool) -> list[Any]:
+        """The views of each message."""
+        views = page_views(layers, self.layout)
+        return list(views) if by_layer else [views]
 
 
-def run_sender(parent: peers.Parent, name: str, model: str, block_size: int) -> dict[str, Any]:
+def run_sender(
+    parent: peers.Parent, name: str, model: str, block_size: int, axes: str, by_layer: bool
+) -> dict[str, Any]:
     link = _link(parent, name, 0)
-    cache = Cache(model, block_size, 0)
+    cache = Cache(model, block_size, axes, 0)
     layers = [cache.layer(number) for number in range(cache.layers)]
-    views = [(layer[:, 0], layer[:, 1]) for layer in layers]
+    messages = cache.messages(layers, by_layer=by_layer)
     answer, watch = content(SMALLEST), Stopwatch()
     for _ in range(BURSTS):
         link.receive(answer)
         watch.start()
-        for each in views:
+        for each in messages:
             link.pipe.send_blocks(each, cache.ids, timeout=None)
         link.receive(answer)
         watch.stop()
@@ -76,20 +85,22 @@ def run_sender(parent: peers.Parent, name: str, model: str, block_size: int) -> 
     return watch.plain()
 
 
-def run_receiver(parent: peers.Parent, name: str, model: str, block_size: int) -> dict[str, Any]:
+def run_receiver(
+    parent: peers.Parent, name: str, model: str, block_size: int, axes: str, by_layer: bool
+) -> dict[str, Any]:
     import torch
 
     link = _link(parent, name, 1)
-    theirs, cache = Cache(model, block_size, 0), Cache(model, block_size, 1)
-    layers = [torch.zeros(cache.shape, dtype=torch.float16) for _ in range(cache.layers)]
-    views = [(layer[:, 0], layer[:, 1]) for layer in layers]
+    theirs, cache = (Cache(model, block_size, axes, end) for end in (0, 1))
+    layers = [torch.zeros(cache.layout.shape, dtype=torch.float16) for _ in range(cache.layers)]
+    messages = cache.messages(layers, by_layer=by_layer)
     ping, watch = content(SMALLEST), Stopwatch()
     for _ in range(BURSTS):
         for layer in layers:
             layer.zero_()
         watch.start()
         link.send(ping)
-        for each in views:
+        for each in messages:
             link.pipe.recv_blocks(each, cache.ids, timeout=None)
         link.send(ping)
         watch.stop()
@@ -102,19 +113,28 @@ def run_receiver(parent: peers.Parent, name: str, model: str, block_size: int) -
 
 
 def run_copy(parent: peers.Parent, model: str, block_size: int) -> dict[str, Any]:
-    """Layer by layer, from contiguous memory to contiguous memory."""
+    """Layer by layer, from contiguous memory to contiguous memory.
+
+    What a pipe's receiver does between two bursts is done here too, so that the caches hold as much.
+    """
     import torch
 
     torch.set_num_threads(1)
-    cache = Cache(model, block_size, 0)
+    cache = Cache(model, block_size, LAYOUTS[0], 0)
     sources = [content(cache.layer_bytes) for _ in range(cache.layers)]
     copies = [torch.zeros_like(source) for source in sources]
     watch = Stopwatch()
     for _ in range(BURSTS):
+        for copy in copies:
+            copy.zero_()
         watch.start()
         for source, copy in zip(sources, copies):
             copy.copy_(source)
         watch.stop()
+        for number, copy in enumerate(copies):
+            expected = sources[number].roll(0)
+            if not torch.equal(copy.view(torch.int16), expected.view(torch.int16)):
+                raise AssertionError(f"memcpy changed layer {number}")
     return watch.plain()
 
 
@@ -130,14 +150,14 @@ def _link(parent: peers.Parent, name: str, rank: int) -> Any:
     )
 
 
-def one_cell(name: str, model: str, block_size: int, options: Sequence[str]) -> dict[str, float]:
-    nbytes = Cache(model, block_size, 0).nbytes
+def one_cell(name: str, model: str, block_size: int, axes: str, options: Sequence[str]) -> dict[str, float]:
+    nbytes = Cache(model, block_size, axes, 0).nbytes
     if name == MEMCPY:
         with peers.start(run_copy, model, block_size, timeout_s=LIFE_S) as child:
             ends = [child.result(LIFE_S)]
     else:
         env = {"OPTIONS": json.dumps(list(options))}
-        given = (name, model, block_size)
+        given = (name.removesuffix(BY_LAYER), model, block_size, axes, name.endswith(BY_LAYER))
         with (
             peers.start(run_sender, *given, timeout_s=LIFE_S, env=env) as sender,
             peers.start(run_receiver, *given, timeout_s=LIFE_S, env=env) as receiver,
@@ -178,13 +198,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--block-size", nargs="+", type=int, default=list(BLOCK_SIZES))
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of a transport"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     given = parser.parse_args()
-    names = [MEMCPY, *given.transport]
+    names = [MEMCPY, *(name + how for name in given.transport for how in ("", BY_LAYER))]
     rounds = []
     for number in range(given.rounds):
         print(f"round {number + 1} of {given.rounds}", file=sys.stderr)
@@ -192,10 +213,11 @@ def main() -> None:
         order = names[first:] + names[:first]
         rounds.append(
             {
-                f"{model}, blocks of {block_size}": {
-                    name: one_cell(name, model, block_size, given.set) for name in order
+                f"{model}, {axes}, blocks of {block_size}": {
+                    name: one_cell(name, model, block_size, axes, given.set) for name in order
                 }
                 for model in given.model
+                for axes in given.layout
                 for block_size in given.block_size
             }
         )

@@ -6,12 +6,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplug.errors import BusyError, ClosedError, LayoutError, TensorMismatchError, TimeoutError
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe import Pipe, Transfer
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.results import Presence, PutReason
@@ -56,7 +57,11 @@ class RecordedPipe(Pipe):
         return self._received(lambda: self.pipe.recv_tensor(out, timeout=timeout), _nbytes)
 
     def send_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+        self,
+        views: BlockViews | Sequence[Tensor],
+        block_ids: Sequence[int],
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Transfer:
         return self._sent(
             lambda: self.pipe.send_blocks(views, block_ids, timeout=timeout),
@@ -64,10 +69,15 @@ class RecordedPipe(Pipe):
         )
 
     def recv_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+        self,
+        views: BlockViews | Sequence[Tensor],
+        block_ids: Sequence[int],
+        *,
+        on_layer: Callable[[int], None] | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
         self._received(
-            lambda: self.pipe.recv_blocks(views, block_ids, timeout=timeout),
+            lambda: self.pipe.recv_blocks(views, block_ids, on_layer=on_layer, timeout=timeout),
             lambda _: _nbytes_of_blocks(views, block_ids),
         )
 
@@ -167,7 +177,8 @@ def _nbytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else int(tensor.nbytes)
 
 
-def _nbytes_of_blocks(views: Sequence[Tensor], block_ids: Sequence[int]) -> int:
-    view = views[0]
-    nbytes: int = len(views) * len(block_ids) * math.prod(view.shape[1:]) * view.dtype.itemsize
+def _nbytes_of_blocks(views: BlockViews | Sequence[Tensor], block_ids: Sequence[int]) -> int:
+    flat: Any = [view for layer in views for view in layer] if isinstance(views, BlockViews) else views
+    view = flat[0]
+    nbytes: int = len(flat) * len(block_ids) * math.prod(view.shape[1:]) * view.dtype.itemsize
     return nbytes

@@ -114,6 +114,11 @@ from kvplug.transport.acceptor import (
     Acceptor as Acceptor,
     PipeAcceptor as PipeAcceptor,
 )
+from kvplug.transport.block_views import (
+    BlockViews as BlockViews,
+    PartPlace as PartPlace,
+    RowMemory as RowMemory,
+)
 from kvplug.transport.capabilities import (
     Capabilities as Capabilities,
     Cost as Cost,
@@ -211,6 +216,9 @@ from kvplug.transport.spec import (
 from kvplug.transport.store.blocking import (
     BlockingStore as BlockingStore,
 )
+from kvplug.transport.store.cache_blocks import (
+    PageBlocks as PageBlocks,
+)
 from kvplug.transport.store.events import (
     PageEvent as PageEvent,
     PageEventLog as PageEventLog,
@@ -252,15 +260,12 @@ from kvplug.transport.store.keys import (
     tokens_of_identity as tokens_of_identity,
 )
 from kvplug.transport.store.memory import (
-    PageBlocks as PageBlocks,
     PageBuffers as PageBuffers,
     PageMemory as PageMemory,
     PageRows as PageRows,
 )
 from kvplug.transport.store.places import (
-    BlockViews as BlockViews,
     PagePlaces as PagePlaces,
-    PartPlace as PartPlace,
 )
 from kvplug.transport.store.results import (
     MissReason as MissReason,

@@ -21,6 +21,7 @@ from kvplug.errors import (
 from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe import Pipe, Transfer
 
 
@@ -73,8 +74,10 @@ class Inside(Pipe):
             raise self.error
         return self.transfer
 
-    def recv_blocks(self, views: Any, block_ids: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self.calls.append(("recv", block_ids, timeout))
+    def recv_blocks(
+        self, views: Any, block_ids: Any, *, on_layer: Any = None, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> None:
+        self.calls.append(("recv", block_ids, on_layer, timeout))
         if self.error is not None:
             raise self.error
 
@@ -203,10 +206,10 @@ def test_blocks_go_to_the_pipe_inside_and_are_counted_with_their_bytes(
     pipe: RecordedPipe, inside: Inside, stats: TransferStats
 ) -> None:
     inside.transfer.finish()
-    views: Any = [Rows(), Rows()]
+    views: Any = BlockViews([[Rows()], [Rows()]])
     assert pipe.send_blocks(views, [4, 1, 2], timeout=2.0) is inside.transfer
-    pipe.recv_blocks(views, [3], timeout=1.0)
-    assert inside.calls == [("send", [4, 1, 2], 2.0), ("recv", [3], 1.0)]
+    pipe.recv_blocks([Rows(), Rows()], [3], on_layer=print, timeout=1.0)  # type: ignore[list-item]
+    assert inside.calls == [("send", [4, 1, 2], 2.0), ("recv", [3], print, 1.0)]
     counted = stats.snapshot()["ops"]
     assert (counted["send"]["bytes"], counted["recv"]["bytes"]) == (2 * 3 * 8 * 5 * 2, 2 * 8 * 5 * 2)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from kvplug.engine import LayoutError
+from kvplug.engine import KVLayout, LayoutError, page_views
 from kvplug.net.wire.tensors import dtype_of
-from kvplug.transport import Blocks
+from kvplug.transport import Blocks, BlockViews
 
 DTYPES = [
     "uint8",
@@ -156,14 +156,99 @@ def test_the_views_are_kept_whatever_becomes_of_the_list() -> None:
     assert torch.equal(bits(blocks.gathered()), wanted)
 
 
-def test_rows_that_lie_over_each_other_or_nowhere_are_at_no_address() -> None:
+def test_blocks_that_lie_over_each_other_or_nowhere_are_at_no_address() -> None:
     plain = torch.zeros(4, 3)
-    assert Blocks([plain], [1]).rows_in_memory() == [(plain.data_ptr(), 12)]
-    assert Blocks([plain[:1].expand(4, 3)], [1]).rows_in_memory() is None
-    assert Blocks([torch.zeros(9).as_strided((4, 3), (1, 1))], [1]).rows_in_memory() is None
-    assert Blocks([plain.t()], [1]).rows_in_memory() is None
-    assert Blocks([plain.to("meta")], [1]).rows_in_memory() is None
-    assert Blocks([plain.as_subclass(type("Ours", (torch.Tensor,), {}))], [1]).rows_in_memory() is None
+    memory = Blocks([plain], [1]).memory
+    assert memory is not None
+    assert (list(memory.bases), list(memory.block_strides)) == ([plain.data_ptr()], [12])
+    assert (memory.num_parts, memory.run_bytes, memory.counts) == (1, 12, ())
+    assert Blocks([plain], []).memory is None
+    assert Blocks([plain[:1].expand(4, 3)], [1]).memory is None
+    assert Blocks([torch.zeros(9).as_strided((4, 3), (1, 1))], [1]).memory is None
+    assert Blocks([plain, torch.zeros(3, 4).t()], [1]).memory is None  # of other strides
+    assert Blocks([plain.to("meta")], [1]).memory is None
+    assert Blocks([plain.as_subclass(type("Ours", (torch.Tensor,), {}))], [1]).memory is None
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        # parts, bytes of a run, and the axes outside: of 3 heads of 8 numbers of 2 bytes, 4 tokens a block
+        ("BKTHD", (1, 2 * 4 * 3 * 16, (), ())),
+        ("KBTHD", (1, 4 * 3 * 16, (2,), (9 * 4 * 3 * 16,))),
+        ("BHTKD", (1, 16, (2, 4, 3), (16, 32, 4 * 32))),
+        ("BTHKD", (1, 16, (2, 12), (16, 32))),
+    ],
+)
+def test_where_blocks_lie_has_as_few_runs_as_the_layout_allows(axes: str, said: Any) -> None:
+    layout = KVLayout(axes, {"B": 9, "T": 4, "H": 3, "D": 8})
+    caches = [filled(layout.shape, torch.float16, seed) for seed in range(3)]
+    memory = Blocks(page_views(caches, layout), [1]).memory
+    assert memory is not None
+    assert (memory.num_parts, memory.run_bytes, memory.counts, memory.strides) == said
+    assert list(memory.bases) == [cache.data_ptr() for cache in caches]
+
+
+def test_parts_that_are_not_equally_far_apart_are_places_of_their_own() -> None:
+    views = [[filled((4, 3), torch.int8, seed) for seed in range(2)] for _ in range(9)]
+    memory = Blocks(BlockViews(views), [1]).memory
+    assert memory is not None
+    assert memory.num_parts in (1, 2)  # 1: the allocator has put all pairs equally far apart
+    apart = torch.zeros(100, dtype=torch.int8)
+    views = [[apart[:12].view(4, 3), apart[start : start + 12].view(4, 3)] for start in (20, 50)]
+    memory = Blocks(BlockViews(views), [1]).memory
+    assert memory is not None
+    assert (memory.num_parts, len(memory.bases)) == (2, 4)
+
+
+@pytest.mark.parametrize("axes", ["BKTHD", "KBTHD", "BHTKD"])
+def test_blocks_of_many_layers_are_one_message_in_the_order_of_layers_blocks_and_parts(axes: str) -> None:
+    layout = KVLayout(axes, {"B": 9, "T": 4, "H": 3, "D": 8})
+    views = page_views([filled(layout.shape, torch.float16, seed) for seed in range(3)], layout)
+    message = Blocks(views, [7, 2]).gathered()
+    assert tuple(message.shape) == (3, 2, 2, 4, 3, 8)
+    wanted = [view[block_id] for layer in views for block_id in (7, 2) for view in layer]
+    assert torch.equal(bits(message), torch.cat([bits(each) for each in wanted]))
+    empty = page_views([torch.zeros(layout.shape, dtype=torch.float16) for _ in range(3)], layout)
+    Blocks(empty, [0, 5]).scatter(0, message.view(6, 2, 4, 3, 8))
+    got = [view[block_id] for layer in empty for block_id in (0, 5) for view in layer]
+    assert torch.equal(bits(message), torch.cat([bits(each) for each in got]))
+    assert Blocks(views, [2, 3]).runs() is None
+
+
+def test_layers_are_reported_in_order_once_and_an_error_of_the_callback_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = []
+
+    def on_layer(layer: int) -> None:
+        told.append(layer)
+        if layer == 1:
+            raise ValueError("no use for it")
+
+    blocks = Blocks([torch.zeros(4, 3)] * 4, [1, 2], on_layer=on_layer)
+    assert (blocks.awaited_bytes, blocks.nbytes) == (24, 96)
+    blocks.arrived(23)
+    assert told == []
+    blocks.arrived(71)
+    assert (told, blocks.awaited_bytes) == ([0, 1], 72)
+    for _ in range(2):
+        blocks.arrived(96)
+    assert (told, blocks.awaited_bytes) == ([0, 1, 2, 3], 96)
+    assert "no use for it" in caplog.text
+    told.clear()
+    Blocks([torch.zeros(4, 3)] * 2, [], on_layer=told.append).arrived(0)
+    assert told == [0, 1]
+
+
+def test_layers_with_another_number_of_parts_and_tensors_for_layers_are_refused() -> None:
+    view = torch.zeros(4, 3)
+    with pytest.raises(LayoutError, match="layer 0 has 2 parts, and layer 1 has 1"):
+        Blocks(BlockViews([[view, view], [view]]), [0])
+    with pytest.raises(LayoutError, match=r"\[4, 3\] and \[4, 2\] \(layer 1, part 0\)"):
+        Blocks(BlockViews([[view], [torch.zeros(4, 2)]]), [0])
+    with pytest.raises(LayoutError, match=r"\[layer\]\[part\]"):
+        BlockViews([view, view])  # type: ignore[list-item]
 
 
 def test_blocks_that_follow_one_another_are_one_piece_of_each_view() -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from kvplug.engine.layout.axes import KVLayout
 from kvplug.engine.layout.copies import views
 from kvplug.errors import LayoutError
+from kvplug.transport.block_views import BlockViews
 from kvplug.transport.store.format import PageFormat, Part
-from kvplug.transport.store.places import BlockViews
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,8 @@ def page_format_of(layout: KVLayout, dtype: str, num_layers: int, page_tokens: i
 
 
 def page_views(caches: Sequence[Tensor], layout: KVLayout) -> BlockViews:
-    """For each layer the views of its parts, for :class:`kvplug.transport.PageBlocks`.
+    """For each layer the views of its parts, for :class:`kvplug.transport.PageBlocks` and for
+    :meth:`kvplug.transport.Pipe.send_blocks`.
 
     ``caches``: one tensor for each layer, in the order of the layers.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -13,6 +13,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.threads import end_at_exit, hold_at_exit
+from kvplug.transport.block_views import BlockViews
 from kvplug.transport.duplex.lifecycle import Lifecycle
 from kvplug.transport.duplex.limit import MessageLimit
 from kvplug.transport.pipe import Blocks, Pipe, Transfer
@@ -96,7 +97,11 @@ class DuplexPipe(Pipe, abc.ABC):
             raise
 
     def send_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+        self,
+        views: BlockViews | Sequence[Tensor],
+        block_ids: Sequence[int],
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Transfer:
         try:
             self._check_sending()
@@ -108,15 +113,21 @@ class DuplexPipe(Pipe, abc.ABC):
             raise
 
     def recv_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+        self,
+        views: BlockViews | Sequence[Tensor],
+        block_ids: Sequence[int],
+        *,
+        on_layer: Callable[[int], None] | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
         try:
             self._check_receiving()
             with self._receiving.taken(), self._naming:
                 self._check_receiving()
-                blocks = Blocks(views, block_ids)
+                blocks = Blocks(views, block_ids, on_layer=on_layer)
                 blocks.check_distinct()
                 self._receive_blocks(blocks, Deadline.after(timeout, self._timeout_s))
+                blocks.arrived(blocks.nbytes)
         except BaseException:
             hold_at_exit()
             raise

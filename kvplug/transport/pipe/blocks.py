@@ -3,72 +3,71 @@
 from __future__ import annotations
 
 import itertools
-import math
+import logging
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvplug.errors import LayoutError
+from kvplug.transport.block_views import BlockViews, RowMemory, RowViews, as_bits, as_wide
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 
 class Blocks:
-    """The rows ``block_ids`` of each of ``views``, one view after the other.
+    """The blocks ``block_ids`` of many layers, layer after layer, each block with all its parts.
 
     A view has a block in each row, as ``cache[:, 0]`` and ``cache[:, 1]`` of a cache ``[blocks, 2, tokens,
     heads, head size]`` have; it need not be contiguous. As a message it is one tensor of the shape
-    ``[len(views), len(block_ids), *row]``: what was sent as blocks can be received as a tensor, and the
-    other way round.
+    ``[layers, len(block_ids), parts, *row of a view]``, without the axis of parts where there is one: what
+    was sent as blocks can be received as a tensor, and the other way round. The order of the bytes is that of
+    the views' axes, whatever their strides are.
     """
 
-    def __init__(self, views: Sequence[Tensor], block_ids: Sequence[int]) -> None:
-        """Check the views and ids; nothing is copied.
+    def __init__(
+        self,
+        views: BlockViews | Sequence[Tensor],
+        block_ids: Sequence[int],
+        *,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        """Check the ids, and the views unless that was done before; nothing is copied.
+
+        Args:
+            views: ``[layer][part]``, checked once; or tensors, each of which is a layer with one part.
+            on_layer: as :meth:`Pipe.recv_blocks` says.
 
         Raises:
-            LayoutError: there is no view, or views differ in shape, dtype or device, or are to be conjugated
-                or negated first; a block id is no integer of 64 bits, or no row of the views.
+            LayoutError: there is no view; layers differ in their number of parts, or views in shape, dtype
+                or device; numbers are to be conjugated or negated first; a block id is no integer of 64 bits,
+                or no row of the views.
         """
-        views = tuple(views)  # which keeps them, whatever becomes of what was given
-        if not views:
-            raise LayoutError("blocks of no tensor: give at least one view")
-        first = views[0]
-        for view in views:
-            if view.dim() == 0 or view.shape != first.shape:
-                raise LayoutError(
-                    f"views have blocks of one shape; got {list(first.shape)} and {list(view.shape)}"
-                )
-            if view.dtype != first.dtype or view.device != first.device:
-                raise LayoutError(
-                    f"views are of one dtype on one device; got {first.dtype} on {first.device} and"
-                    f" {view.dtype} on {view.device}"
-                )
-            if view.is_conj() or view.is_neg():
-                raise LayoutError(
-                    "a view's numbers are still to be conjugated or negated: resolve that first"
-                )
+        self._of = of = views.rows if isinstance(views, BlockViews) else RowViews([(view,) for view in views])
         try:
             self._ids = array("q", block_ids)
         except (TypeError, OverflowError) as e:
             raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
-        if self._ids and not 0 <= min(self._ids) <= max(self._ids) < first.shape[0]:
-            wrong = next(each for each in self._ids if not 0 <= each < first.shape[0])
-            raise LayoutError(f"block {wrong} is out of range, the cache has {first.shape[0]} blocks")
-        self._views = views
-        self._copied: _Copied | None = None  # what torch copies, once it does
-        self.dtype = first.dtype
+        if self._ids and not 0 <= min(self._ids) <= max(self._ids) < of.num_blocks:
+            wrong = next(each for each in self._ids if not 0 <= each < of.num_blocks)
+            raise LayoutError(f"block {wrong} is out of range, the cache has {of.num_blocks} blocks")
+        self.dtype = of.dtype
         """A ``torch.dtype``."""
-        self.device = first.device
-        self.row_shape = tuple(first.shape[1:])
-        self.row_bytes: int = math.prod(self.row_shape) * first.dtype.itemsize
-        self.num_rows = len(views) * len(self._ids)
+        self.device = of.device
+        self.row_shape = of.row_shape
+        """Of a block of one layer, with all its parts."""
+        self.row_bytes = of.row_bytes
+        self.num_rows = len(of.layers) * len(self._ids)
         self._index: Tensor | None = None  # of the ids, made on first use
+        self._on_layer = on_layer
+        self._reported = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the message."""
-        return (len(self._views), len(self._ids), *self.row_shape)
+        return (len(self._of.layers), len(self._ids), *self.row_shape)
 
     @property
     def nbytes(self) -> int:
@@ -89,28 +88,45 @@ class Blocks:
         """The block ids as an array; callers must not change it."""
         return self._ids
 
-    def rows_in_memory(self) -> list[tuple[int, int]] | None:
-        """For each view the address of its row 0, and how many bytes further each next one is.
+    @property
+    def memory(self) -> RowMemory | None:
+        """Where the blocks lie, for compiled code; ``None``: only :meth:`gather` and
+        :meth:`scatter` can copy them. The addresses are good for as long as this object is alive."""
+        return self._of.memory if self._ids else None
 
-        ``None``: not in the memory of this machine's processor, or rows that are no single piece of it, or
-        that lie over each other. The addresses are good for as long as this object is alive.
+    @property
+    def awaited_bytes(self) -> int:
+        """Bytes of the message after which :meth:`arrived` reports the next layer; all of them if none is
+        to be reported."""
+        layers = self._reported + 1 if self._on_layer is not None else self.shape[0]
+        return min(layers * len(self._ids) * self.row_bytes, self.nbytes)
+
+    def arrived(self, nbytes: int) -> None:
+        """Report the layers that are whole: the first ``nbytes`` bytes of the message are in the views.
+
+        A transport may call it while a message arrives; :meth:`Pipe.recv_blocks` calls it at the end.
         """
-        if self.device.type != "cpu" or not (self._ids and self.row_bytes):
-            return None
-        rows = []
-        for view in self._views:
-            stride = view.stride(0) * view.element_size() if _is_plain(view) else 0
-            if stride < self.row_bytes or not view[0].is_contiguous():
-                return None
-            rows.append((view.data_ptr(), stride))
-        return rows
+        on_layer = self._on_layer
+        while on_layer is not None and self._reported < self.shape[0]:
+            if nbytes < self.awaited_bytes:
+                return
+            layer, self._reported = self._reported, self._reported + 1
+            try:
+                on_layer(layer)
+            except Exception:  # the rest of the message is still to be received
+                logger.exception("on_layer(%d) of recv_blocks failed", layer)
 
     def runs(self) -> list[Tensor] | None:
-        """The blocks of each view as one contiguous tensor; ``None`` if the ids are not consecutive."""
+        """The blocks of each layer as one contiguous tensor; ``None`` if the ids are not consecutive, or a
+        layer has several parts."""
         ids = self._ids
-        if not self.nbytes or any(after - before != 1 for before, after in itertools.pairwise(ids)):
+        if (
+            not self.nbytes
+            or len(self._of.layers[0]) > 1
+            or any(after - before != 1 for before, after in itertools.pairwise(ids))
+        ):
             return None
-        found = [view.detach()[ids[0] : ids[-1] + 1] for view in self._views]
+        found = [view.detach()[ids[0] : ids[-1] + 1] for (view,) in self._of.layers]
         return found if all(each.is_contiguous() for each in found) else None
 
     def empty(self) -> Tensor:
@@ -129,31 +145,33 @@ class Blocks:
         """Copy the rows of the message from row ``first`` on into ``rows``: ``[count, *row]``, dense."""
         import torch
 
-        rows, views = _as_bits(rows), self._in_bits().bits
-        for number, index, begin, end in self._runs(first, rows.shape[0]):
-            torch.index_select(views[number], 0, index, out=rows[begin:end])
+        rows = self._by_part(as_bits(rows))
+        for layer, index, begin, end in self._runs(first, len(rows)):
+            for part, view in enumerate(self._of.bits[layer]):
+                torch.index_select(view, 0, index, out=rows[begin:end, part])
 
     def scatter(self, first: int, rows: Tensor) -> None:
         """The inverse of :meth:`gather`: into the views."""
-        rows, views = _as_bits(rows), self._in_bits()
-        wide = _as_wide(rows)
-        for number, index, begin, end in self._runs(first, rows.shape[0]):
-            view = views.wide[number]
-            if len(self._ids) == 1:  # one piece of memory, as a rule, which an index copies byte by byte
-                views.bits[number][self._ids[0]].copy_(rows[begin])
-            elif view is None or wide is None:
-                views.bits[number].index_copy_(0, index, rows[begin:end])
-            else:
-                view.index_copy_(0, index, wide[begin:end])
+        rows = as_bits(rows)
+        wide = as_wide(rows)
+        rows = self._by_part(rows)
+        if wide is not None:
+            wide = wide.unflatten(1, (rows.shape[1], -1)) if wide.shape[1] % rows.shape[1] == 0 else None
+        for layer, index, begin, end in self._runs(first, len(rows)):
+            for part, view in enumerate(self._of.wide[layer]):
+                if len(self._ids) == 1:  # one piece of memory, as a rule, which an index copies byte by byte
+                    self._of.bits[layer][part][self._ids[0]].copy_(rows[begin, part])
+                elif view is None or wide is None:
+                    self._of.bits[layer][part].index_copy_(0, index, rows[begin:end, part])
+                else:
+                    view.index_copy_(0, index, wide[begin:end, part])
 
-    def _in_bits(self) -> _Copied:
-        if self._copied is None:
-            bits = [_as_bits(view) for view in self._views]
-            self._copied = _Copied(bits, [_as_wide(view) for view in bits])
-        return self._copied
+    def _by_part(self, rows: Tensor) -> Tensor:
+        """``[count, parts, *row of a view]``."""
+        return rows if len(self._of.layers[0]) > 1 else rows.unsqueeze(1)
 
     def _runs(self, first: int, count: int) -> Iterator[tuple[int, Any, int, int]]:
-        """(which view, which of its rows, and where in ``rows`` they begin and end)."""
+        """(which layer, which of its blocks, and where in ``rows`` they begin and end)."""
         import torch
 
         if self._index is None:
@@ -167,51 +185,3 @@ class Blocks:
             step = min(count - done, len(self._ids) - at)
             yield number, self._index[at : at + step], done, done + step
             done += step
-
-
-def _is_plain(view: Tensor) -> bool:
-    """Whether it is a plain strided tensor: no subclass, sparse or nested one."""
-    import torch
-
-    return (
-        type(view) in (torch.Tensor, torch.nn.Parameter)
-        and view.layout is torch.strided
-        and not view.is_nested
-    )
-
-
-class _Copied(NamedTuple):
-    """The views, as torch copies them fastest."""
-
-    bits: list[Tensor]
-    wide: list[Tensor | None]
-
-
-def _as_bits(tensor: Tensor) -> Tensor:
-    """As integers: bits stay bits, and torch indexes few of its float8 and unsigned types."""
-    import torch
-
-    of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    dtype = of_size.get(tensor.dtype.itemsize)
-    return tensor if dtype is None else tensor.view(dtype)
-
-
-def _as_wide(bits: Tensor) -> Tensor | None:
-    """The same rows in elements of 16 bytes, if they are made of such; they are copied as they are.
-
-    index_copy_ goes element by element: with 16 bytes at a time it was measured at 22 to 31 GB/s for rows of
-    6 to 256 KiB, with 8 at 9, with 2 at 3.6. (index_select copies whole rows, however they are looked at.)
-    """
-    import torch
-
-    wide = torch.complex128
-    count = wide.itemsize // bits.element_size()
-    if not (
-        bits.device.type == "cpu"
-        and bits.numel()
-        and bits[0].is_contiguous()
-        and bits[0].numel() % count == bits.stride(0) % count == bits.storage_offset() % count == 0
-        and bits.data_ptr() % wide.itemsize == 0
-    ):
-        return None
-    return bits.view(bits.shape[0], -1).view(wide)

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe.blocks import Blocks
 from kvplug.transport.pipe.transfer import Transfer
 
@@ -76,11 +77,17 @@ class Pipe(abc.ABC):
         """
 
     def send_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+        self,
+        views: BlockViews | Sequence[Tensor],
+        block_ids: Sequence[int],
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> Transfer:
-        """Queue the rows ``block_ids`` of each of ``views`` as one message.
+        """Queue the blocks ``block_ids`` of all layers as one message.
 
-        It is the tensor ``[len(views), len(block_ids), *row]``, and may be received as one. Written here for
+        ``views`` is best made once for each cache, by :func:`kvplug.engine.page_views` or as
+        :class:`BlockViews`. Plain tensors are layers with one part each, and are checked in each call. The
+        message is the tensor that :class:`Blocks` describes, and may be received as one. Written here for
         every pipe: it is gathered first. A transport that can gather into its own memory does that instead.
 
         Raises:
@@ -91,23 +98,34 @@ class Pipe(abc.ABC):
         return self.send_tensor(Blocks(views, block_ids).gathered(), timeout=timeout)
 
     def recv_blocks(
-        self, views: Sequence[Tensor], block_ids: Sequence[int], *, timeout: Timeout = DEFAULT_TIMEOUT
+        self,
+        views: BlockViews | Sequence[Tensor],
+        block_ids: Sequence[int],
+        *,
+        on_layer: Callable[[int], None] | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
-        """The next message, received into the rows ``block_ids`` of each of ``views``.
+        """The next message, received into the blocks ``block_ids`` of all layers.
 
-        After an error those rows may hold a part of it; the message stays, or is resumed by the next call.
+        After an error those blocks may hold a part of it; the message stays, or is resumed by the next call.
         Written here for every pipe, as :meth:`send_blocks` is.
+
+        Args:
+            on_layer: Called in this thread with the index of each layer of ``views``, in order, once its
+                blocks are written: while later layers are on their way if the transport can, at the end
+                otherwise. What it raises is logged. A call that resumes a message reports all layers.
 
         Raises:
             LayoutError: as :class:`Blocks` says, or a block comes twice; the message stays.
             TensorMismatchError, TimeoutError, PeerGoneError, ClosedError, BusyError: as :meth:`recv_tensor`
                 says, with ``out``.
         """
-        blocks = Blocks(views, block_ids)
+        blocks = Blocks(views, block_ids, on_layer=on_layer)
         blocks.check_distinct()
         tensor = blocks.empty()
         self.recv_tensor(tensor, timeout=timeout)
         blocks.scatter(0, tensor.view(blocks.num_rows, *blocks.row_shape))
+        blocks.arrived(blocks.nbytes)
 
     def limit_messages(self, nbytes: int) -> None:  # noqa: B027 - a transport need not be able to
         """Take no memory for messages of more than ``nbytes`` bytes from now on.

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import abc
-import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import attrs
 
 from kvplug.errors import LayoutError
-from kvplug.net.streams import DeviceMark
 from kvplug.net.wire.copying import address_of, copy_bytes
-from kvplug.transport.store.copies import copy_pieces, copy_tokens, ids_on
+from kvplug.transport.block_views import PartPlace
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.places import BlockViews, PagePlaces, PartPlace
+from kvplug.transport.store.places import PagePlaces
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _LOCK_FREE_BYTES: Final = 256 << 10  # rows that are copied without the interpreter's lock, as they are hashed
-_MOST_PIECES: Final = 8
-"""Of a page. More are copied by torch, in whole blocks."""
 
 
 @attrs.frozen(eq=False)
@@ -216,220 +212,3 @@ class PageBuffers(PageMemory):
     def _mine(self, first: int, rows: PageRows, layers: range | None) -> PageRows:
         wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
         return self._rows[first : first + len(rows)].columns(wanted.start * step, wanted.stop * step)
-
-
-class PageBlocks(PageMemory):
-    """Pages of one sequence in the blocks of a paged cache.
-
-    The cache is seen through *views*: for each layer one tensor for each part of the format, with any
-    strides. Its shape is (blocks, tokens in a block), and then the rest of the part's shape."""
-
-    def __init__(
-        self,
-        form: PageFormat,
-        views: Sequence[Sequence[Tensor]],
-        block_ids: Sequence[int],
-        first_token: int,
-        count: int,
-        *,
-        writable: range | None = None,
-        after: DeviceMark | None = None,
-    ) -> None:
-        """``count`` pages, from token ``first_token`` of the sequence on.
-
-        Args:
-            views: ``[layer][part]``, in the order of the format.
-            block_ids: the sequence's block table, from its first block on.
-            writable: tokens of the sequence that :meth:`scatter` may write; it leaves the others of the same
-                pages as they are. Default: all tokens of the pages.
-            after: on a device, what must have run there before the blocks are read or written; what the
-                thread that calls the store has queued by then, if not given.
-
-        Raises:
-            LayoutError: the views are not those of the format; a block id is out of range or comes twice; the
-            table is
-                too short.
-        """
-        if len(views) != form.num_layers or any(len(layer) != len(form.parts) for layer in views):
-            raise LayoutError(
-                f"views of {len(views)} layers for pages of {form.num_layers} layers with {len(form.parts)}"
-                " parts each"
-            )
-        sample = views[0][0]
-        self._in_memory: list[list[tuple[int, int]]] | None = None
-        """Where the blocks lie, once that was looked up."""
-        self.format = form
-        self.device = str(sample.device)
-        self.after = after
-        self._views = views if isinstance(views, BlockViews) else BlockViews(views)
-        self._count = count
-        self._block_size = sample.shape[1]
-        end = first_token + count * form.page_tokens
-        if writable is not None:
-            end = min(end, writable.stop)
-        self._first_token = first_token
-        self._first_block = first_token // self._block_size
-        self._writable = range(first_token, end) if writable is None else writable
-        used = block_ids[self._first_block : -(-end // self._block_size)]
-        if len(block_ids) * self._block_size < end:
-            raise LayoutError(
-                f"{len(block_ids)} blocks of {self._block_size} tokens do not reach to token {end}"
-            )
-        try:
-            self._block_ids = array("q", used)
-        except (TypeError, OverflowError) as e:
-            raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
-        if self._block_ids:
-            low, high = min(self._block_ids), max(self._block_ids)
-            if low < 0 or high >= sample.shape[0]:
-                raise LayoutError(
-                    f"block {low if low < 0 else high} is out of range: the cache has {sample.shape[0]}"
-                    " blocks"
-                )
-            if len(set(self._block_ids)) != len(self._block_ids):
-                raise LayoutError("a block comes twice in one sequence's table")
-
-    def __len__(self) -> int:
-        return self._count
-
-    def places(self, first: int, count: int) -> PagePlaces | None:
-        self._check_count(first, count)
-        known = self._views.places
-        if known is None or not count:
-            return None
-        page_tokens, block_tokens = self.format.page_tokens, self._block_size
-        start = self._first_token + first * page_tokens
-        end = start + count * page_tokens
-        origin = start // block_tokens * block_tokens
-        begin = origin // block_tokens - self._first_block
-        return PagePlaces(
-            *known,
-            self._block_ids[begin : -(-end // block_tokens) - self._first_block],
-            block_tokens,
-            page_tokens,
-            start - origin,
-            range(max(start, self._writable.start) - origin, min(end, self._writable.stop) - origin),
-        )
-
-    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._move(first, rows, self._check(first, rows, layers), into_cache=False)
-
-    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._move(first, rows, self._check(first, rows, layers), into_cache=True)
-
-    def _move(self, first: int, rows: PageRows, layers: range, *, into_cache: bool) -> None:
-        if not len(rows) or not layers:
-            return
-        form = self.format
-        num_tokens = len(rows) * form.page_tokens
-        start = self._first_token + first * form.page_tokens
-        end = start + num_tokens
-        if into_cache:
-            start, end = max(start, self._writable.start), min(end, self._writable.stop)
-        if start >= end:
-            return
-        is_whole = end - start == num_tokens
-        if is_whole and self._move_pieces(start, rows, layers, into_cache=into_cache):
-            return
-        dense = rows.as_tensor()
-        move = self.mover(first, len(rows), into_cache=into_cache)
-        for layer in layers:
-            base = (layer - layers.start) * form.layer_nbytes
-            for part, (at, nbytes) in enumerate(form.spans):
-                view = self._views[layer][part]
-                tokens = view.new_empty((num_tokens, *view.shape[2:]))
-                columns = slice(base + at, base + at + nbytes)
-                if into_cache:
-                    _copy_rows(rows, dense, columns, tokens, into_rows=False)
-                move(layer, part, tokens)
-                if not into_cache:
-                    _copy_rows(rows, dense, columns, tokens, into_rows=True)
-
-    def mover(self, first: int, count: int, *, into_cache: bool) -> Callable[[int, int, Tensor], None]:
-        """A function that copies one part of one layer of these pages into the cache, or out of it.
-
-        It is called with the numbers of layer and part, and with memory on the cache's device: of as many
-        bytes, contiguous, one token after the other. It queues the copy on the current stream.
-        """
-        self._check_count(first, count)
-        begin = self._first_token + first * self.format.page_tokens
-        start, end = begin, begin + count * self.format.page_tokens
-        if into_cache:
-            start, end = max(start, self._writable.start), min(end, self._writable.stop)
-        if start >= end:
-            return lambda layer, part, memory: None
-        at = start // self._block_size - self._first_block
-        block_ids = self._block_ids[at : -(-end // self._block_size) - self._first_block]
-        ids = ids_on(block_ids, self._views[0][0].device)
-
-        def move(layer: int, part: int, memory: Tensor) -> None:
-            view = self._views[layer][part]
-            tokens = memory.view(view.dtype).view(-1, *view.shape[2:])[start - begin : end - begin]
-            copy_tokens(view, block_ids, ids, start, tokens, into_cache=into_cache)
-
-        return move
-
-    def _move_pieces(self, start: int, rows: PageRows, layers: range, *, into_cache: bool) -> bool:
-        """Copy straight between rows and blocks that are one piece of memory each, in as many pieces as pages
-        have blocks. Returns whether they are."""
-        form, block_size = self.format, self._block_size
-        tokens = math.gcd(start, form.page_tokens, block_size)
-        per_page = form.page_tokens // tokens
-        if per_page > _MOST_PIECES or (not into_cache and rows.buffer.readonly):
-            return False
-        if self._in_memory is None:
-            self._in_memory = _rows_in_memory(self._views)
-        if not self._in_memory:
-            return False
-        where = [
-            (self._block_ids[token // block_size - self._first_block], token % block_size)
-            for token in range(start, start + len(rows) * form.page_tokens, tokens)
-        ]
-        memory = rows.address
-        offsets: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        for layer in layers:
-            base = (layer - layers.start) * form.layer_nbytes
-            for (address, stride), (at, nbytes) in zip(self._in_memory[layer], form.spans, strict=True):
-                token_bytes = nbytes // form.page_tokens
-                piece = tokens * token_bytes
-                if (stride, token_bytes) not in offsets:
-                    in_cache = [block * stride + token * token_bytes for block, token in where]
-                    steps = range(0, per_page * piece, piece)
-                    in_rows = [offset + step for offset in rows.offsets for step in steps]
-                    offsets[stride, token_bytes] = in_cache, in_rows
-                in_cache, in_rows = offsets[stride, token_bytes]
-                if into_cache:
-                    copy_pieces(address, in_cache, memory + base + at, in_rows, piece)
-                else:
-                    copy_pieces(memory + base + at, in_rows, address, in_cache, piece)
-        return True
-
-
-def _rows_in_memory(views: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int]]]:
-    """For each layer and part the address of block 0, and how many bytes further each next one is.
-
-    Empty: not in this processor's memory, or a block is no single piece of it.
-    """
-    found = []
-    for layer in views:
-        for view in layer:
-            if view.device.type != "cpu" or not view[:1].is_contiguous():
-                return []
-        found.append([(view.data_ptr(), view.stride(0) * view.element_size()) for view in layer])
-    return found
-
-
-def _copy_rows(
-    rows: PageRows, dense: Tensor | None, columns: slice, tokens: Tensor, *, into_rows: bool
-) -> None:
-    """Between columns of the rows and tokens, which are as many bytes, one page after the other."""
-    import torch
-
-    flat = tokens.view(-1).view(torch.uint8).view(len(rows), -1)
-    if dense is not None:
-        part = dense[:, columns]
-        part.copy_(flat) if into_rows else flat.copy_(part)
-        return
-    for index in range(len(rows)):
-        part = torch.frombuffer(rows.row(index)[columns], dtype=torch.uint8)
-        part.copy_(flat[index]) if into_rows else flat[index].copy_(part)

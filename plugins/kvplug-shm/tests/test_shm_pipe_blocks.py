@@ -11,10 +11,13 @@ from hypothesis import given, settings, strategies as st
 
 import shm_pipe_ends as ends
 from kvplug import TimeoutError, UnsupportedError
+from kvplug.engine import KVLayout, page_views
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.waits import Call
 
 local_pair = ends.local_pair
+
+LAYOUTS = ("BKTHD", "KBTHD", "BHTKD", "BTHKD", "TBHKD", "DBTHK")
 
 
 def cache_of(num_blocks: int, row: tuple[int, ...], dtype: torch.dtype, seed: int) -> Any:
@@ -63,6 +66,41 @@ def test_any_blocks_go_through_any_ring(
     assert_same(bits(message(source, there)), bits(message(target, here)))
     others = [each for each in range(20) if each not in here]
     assert_same(bits(message(before, others)), bits(message(target, others)))
+
+
+@settings(max_examples=3 * settings.default.max_examples // 5)
+@given(
+    there=st.sampled_from(LAYOUTS),
+    here=st.sampled_from(LAYOUTS),
+    sizes=st.fixed_dictionaries({"T": st.integers(1, 5), "H": st.integers(1, 4), "D": st.integers(1, 70)}),
+    count=st.integers(1, 6),
+    tiny=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_blocks_of_any_layout_go_through_any_ring(
+    there: str, here: str, sizes: dict[str, int], count: int, tiny: bool, seed: int
+) -> None:
+    shuffled = random.Random(seed)
+    sent, taken = shuffled.sample(range(7), count), shuffled.sample(range(9), count)
+    source, target, before = (
+        page_views([cache_of(1, layout.shape, torch.int16, salt + layer)[0, 0] for layer in range(3)], layout)
+        for axes, num_blocks, salt in ((there, 7, seed), (here, 9, seed + 10), (here, 9, seed + 10))
+        if (layout := KVLayout(axes, {"B": num_blocks, **sizes}))
+    )
+    told: list[int] = []
+    end = ends.endpoint(**(ends.TINY if tiny else {"slots": 3, "slot_bytes": 4096}))
+    with end.listen() as listener, end.connect(listener.contact) as one, listener.accept() as other:
+        one.send_tensor(None)
+        assert other.recv_tensor() is None
+        sending = Call(lambda: one.send_blocks(source, sent))
+        other.recv_blocks(target, taken, on_layer=told.append)
+        sending.outcome().wait(ends.PATIENCE_S)
+    assert told == [0, 1, 2]
+    others = [each for each in range(9) if each not in taken]
+    for layer in range(3):
+        for old, got, wanted in zip(before[layer], target[layer], source[layer], strict=True):
+            assert_same(bits(wanted[sent]), bits(got[taken]))
+            assert_same(bits(old[others]), bits(got[others]))
 
 
 @pytest.mark.parametrize("how", ["blocks", "other blocks", "a tensor", "out"])

@@ -116,14 +116,15 @@ def test_a_message_of_blocks_that_finds_no_memory_was_never_there(
 ) -> None:
     one, other = local_pair(**ends.TINY)
     first = one.send_tensor(torch.zeros(4000, dtype=torch.uint8))
-    cache = torch.ones(8, 1000, dtype=torch.uint8)
+    cache = torch.ones(8, 10, 100, dtype=torch.uint8)
+    views = [cache, torch.ones(8, 100, 10, dtype=torch.uint8).transpose(1, 2)]  # torch gathers these strides
     with monkeypatch.context() as patch:
         patch.setattr(one._pool, "tensor", raises(MemoryError))
         with pytest.raises(ResourceExhaustedError):
-            one.send_blocks([cache], range(8))
-    second = one.send_blocks([cache], [1])
+            one.send_blocks(views, range(8))
+    second = one.send_blocks(views, [1])
     assert other.recv_tensor().shape == (4000,)
-    assert other.recv_tensor().shape == (1, 1, 1000), "something of a message that was not sent has come"
+    assert other.recv_tensor().shape == (2, 1, 10, 100), "something of a message that was not sent has come"
     for transfer in (first, second):
         transfer.wait(ends.PATIENCE_S)
 

@@ -118,8 +118,8 @@ END-2, coming and going
 PIPE-1, what arrives
 : Each tensor arrives whole, once, in the order of sending, with its shape, its dtype and its bits: every
   dtype of torch (bfloat16, the float8 kinds and bool among them), tensors without dimensions, without
-  elements, and not contiguous ones. `None` is a message too. `send_blocks` sends the given rows of its
-  views as one tensor, in the given order.
+  elements, and not contiguous ones. `None` is a message too. `send_blocks` sends the given blocks of all
+  layers as one tensor, layer after layer, in the given order, whatever the strides of the views are.
 
 PIPE-2, sending
 : `send_tensor` returns a `Transfer` at once while fewer than `max_in_flight_bytes` are unsent; otherwise it
@@ -134,8 +134,8 @@ PIPE-4, whose memory
 
 PIPE-5, receiving into memory
 : `recv_tensor(out=...)` fills `out`, contiguous or not. If the message has another shape or dtype, or is
-  `None`, it raises `TensorMismatchError` and the message stays. `recv_blocks` fills the given rows of its
-  views, and no others.
+  `None`, it raises `TensorMismatchError` and the message stays. `recv_blocks` fills the given
+  blocks of its views, and no others; it reports each layer once, in order, when it is whole.
 
 PIPE-6, a receive that runs out of time
 : If it runs out of time before the first byte, nothing is lost. After the first byte, the next call

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from kvplug.engine import LayoutError
+from kvplug.transport.store.cache_blocks import PageBlocks
 from kvplug.transport.store.format import PageFormat, Part, opaque_format
-from kvplug.transport.store.memory import PageBlocks, PageBuffers, PageRows
+from kvplug.transport.store.memory import PageBuffers, PageRows
 
 LAYERS, BLOCKS, HEADS, SIZE = 3, 8, 2, 4
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvplug.net.streams import on_stream
 from kvplug.net.wire.tensors import memory_of_writable
+from kvplug.transport.block_views import PartPlace
+from kvplug.transport.store.cache_blocks import PageBlocks
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.memory import PageBlocks, PageMemory, PageRows
-from kvplug.transport.store.places import PagePlaces, PartPlace
+from kvplug.transport.store.memory import PageMemory, PageRows
+from kvplug.transport.store.places import PagePlaces
 
 if TYPE_CHECKING:
     from torch import Tensor

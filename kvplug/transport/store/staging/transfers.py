@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplug.net.streams import DeviceMark, on_stream
+from kvplug.transport.store.cache_blocks import PageBlocks
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
-from kvplug.transport.store.memory import PageBlocks
 from kvplug.transport.store.results import MissReason, PutReason
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.pages import StagedPages, queue_gather, queue_scatter

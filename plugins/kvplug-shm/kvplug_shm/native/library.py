@@ -20,6 +20,8 @@ _FILE: Final = Path(__file__).with_name("_ring.so")
 _SOURCE: Final = Path(__file__).with_name("ring.c")
 
 _POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
+MAX_AXES: Final = 4
+"""Of the runs of a row, as in ring.c."""
 _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     # name: (what it returns, its arguments)
     "kvplug_publish": (None, _POINTER, _I64),
@@ -33,7 +35,7 @@ _PROTOTYPES: Final[dict[str, tuple[Any, ...]]] = {
     "kvplug_take": (None, _POINTER, _POINTER, _I64),
     "kvplug_push": (_I64, _POINTER, ctypes.c_char_p, _I64, _POINTER, *[_I64] * 6),
     "kvplug_copy_one_of": (None, _POINTER, _POINTER, _I64, _I64),
-    "kvplug_pull": (_I64, _POINTER, _POINTER, *[_I64] * 6),
+    "kvplug_pull": (_I64, _POINTER, _POINTER, *[_I64] * 7),
 }
 
 
@@ -69,7 +71,14 @@ class SpanStruct(ctypes.Structure):
         ("strides", _POINTER),
         ("ids", _POINTER),
         ("num_ids", _I64),
+        ("num_parts", _I64),
         ("row_bytes", _I64),
+        ("run_bytes", _I64),
+        ("num_axes", _I64),
+        ("slowest", _I64),
+        ("counts", _I64 * MAX_AXES),
+        ("steps", _I64 * MAX_AXES),
+        ("in_message", _I64 * MAX_AXES),
     )
 
 

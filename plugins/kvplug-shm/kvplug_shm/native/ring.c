@@ -31,12 +31,13 @@
 #define LOOKS 16
 #define LONELY_NS 2000
 
-/* A message of half the last-level cache or more, within these limits, received into rows of at least so many
- * bytes, is stored past the caches: see `stream`. Smaller ones fit there beside their source. Measured on an AMD
- * EPYC (32 MiB of L3) and an Intel Xeon (480 MiB, shared with other machines). */
+/* A message of half the last-level cache or more, within these limits, is stored past the caches: see `stream`.
+ * Smaller ones fit there beside their source. Of blocks, half as many bytes are enough: a processor does not fetch
+ * the next lines in advance where they are scattered. Exempt are runs shorter than `STREAM_UNALIGNED` that are no whole
+ * lines. Measured on an AMD EPYC (32 MiB of L3) and an Intel Xeon (480 MiB, shared with other machines). */
 #define STREAM_FROM_LEAST (4 << 20)
 #define STREAM_FROM_MOST (32 << 20)
-#define STREAM_ROW 2048
+#define STREAM_UNALIGNED 2048
 
 /* A reader of so many bytes or more does not share a processor with the writer: see `leave_processor`. */
 #define APART_FROM (1 << 20)
@@ -53,14 +54,25 @@ struct end {
     int64_t readers;   /* of the writing end: the number of readers; of a reading end: its index */
 };
 
-/* The memory of a message's bytes: from `flat` on, or the rows `ids` of one array after the other. */
+#define MAX_AXES 4
+
+/* The memory of a message's bytes: from `flat` on, or the rows `ids` of one layer after the other. A layer has
+ * `num_parts` arrays, and a row of each comes before the next id. A row is made of contiguous runs. They lie in axes, the one with the longest steps in memory first, so that memory is accessed in
+ * its own order; in the message their order may be another one. All sizes and steps are bytes. */
 struct span {
     unsigned char *flat;
     unsigned char **bases;
-    const int64_t *strides;
+    const int64_t *strides; /* from one row of an array to the next */
     const int64_t *ids;
     int64_t num_ids;
+    int64_t num_parts;
     int64_t row_bytes;
+    int64_t run_bytes;
+    int64_t num_axes; /* 0: a row is one run */
+    int64_t slowest;  /* the axis with the longest steps in the message */
+    int64_t counts[MAX_AXES];
+    int64_t steps[MAX_AXES];
+    int64_t in_message[MAX_AXES];
 };
 
 /* The common part of all small messages of one shape and dtype. */
@@ -267,17 +279,30 @@ static void write_at(struct end *end, uint64_t at, const void *source, uint64_t 
         memcpy(end->bytes, (const unsigned char *)source + first, nbytes - first);
 }
 
+static void read_at(const struct end *end, uint64_t at, void *target, uint64_t nbytes) {
+    uint64_t first = end->places - at < nbytes ? end->places - at : nbytes;
+    if (first)
+        memcpy(target, end->bytes + at, first);
+    if (first < nbytes)
+        memcpy((unsigned char *)target + first, end->bytes, nbytes - first);
+}
+
 /* memcpy with non-temporal stores: the target's lines are not read from memory before they are overwritten, which
  * is a third of the traffic of a copy larger than the caches, and the ring stays in them. A store fence must follow
  * before another thread uses the target. */
-static void stream(void *target, const void *source, uint64_t nbytes) {
+static inline void stream(void *target, const void *source, uint64_t nbytes) {
 #if defined(__SSE2__)
     unsigned char *to = target;
     const unsigned char *from = source;
-    uint64_t head = -(uintptr_t)to & (LINE - 1);
-    head = head < nbytes ? head : nbytes;
-    memcpy(to, from, head);
-    uint64_t done = head;
+    uint64_t head = -(uintptr_t)to & (LINE - 1), done = 0;
+    if (head || nbytes % LINE) {
+        if (nbytes < STREAM_UNALIGNED) {
+            memcpy(to, from, nbytes);
+            return;
+        }
+        memcpy(to, from, head);
+        done = head;
+    }
     for (; done + LINE <= nbytes; done += LINE) {
         const __m128i *in = (const __m128i *)(from + done);
         __m128i *out = (__m128i *)(to + done);
@@ -288,7 +313,8 @@ static void stream(void *target, const void *source, uint64_t nbytes) {
         _mm_stream_si128(out + 2, c);
         _mm_stream_si128(out + 3, d);
     }
-    memcpy(to + done, from + done, nbytes - done);
+    if (done < nbytes)
+        memcpy(to + done, from + done, nbytes - done);
 #else
     memcpy(target, source, nbytes);
 #endif
@@ -325,20 +351,133 @@ void kvplug_copy_one_of(void *target, const void *source, int64_t nbytes, int64_
     stream_fence();
 }
 
-typedef void copy_t(void *target, const void *source, uint64_t nbytes);
+enum way { GATHER, SCATTER, SCATTER_STREAM };
 
-static void copy(void *target, const void *source, uint64_t nbytes) { memcpy(target, source, nbytes); }
+/* Inlined wherever it is called, so that each `way` has loops of its own. */
+#define EACH_WAY static inline __attribute__((always_inline))
 
-static void read_by(copy_t *by, const struct end *end, uint64_t at, void *target, uint64_t nbytes) {
-    uint64_t first = end->places - at < nbytes ? end->places - at : nbytes;
-    if (first)
-        by(target, end->bytes + at, first);
-    if (first < nbytes)
-        by((unsigned char *)target + first, end->bytes, nbytes - first);
+/* Contiguous bytes, to or from the ring. */
+EACH_WAY void move(unsigned char *memory, unsigned char *ring, int64_t nbytes, enum way way) {
+    if (way == GATHER)
+        memcpy(ring, memory, nbytes);
+    else if (way == SCATTER)
+        memcpy(memory, ring, nbytes);
+    else
+        stream(memory, ring, nbytes);
 }
 
-static void read_at(const struct end *end, uint64_t at, void *target, uint64_t nbytes) {
-    read_by(copy, end, at, target, nbytes);
+/* The same for a part of a row, run by run in the order of the message. */
+EACH_WAY void move_runs(const struct span *span, unsigned char *row, int64_t skip, unsigned char *ring,
+                        int64_t nbytes, enum way way) {
+    while (nbytes > 0) {
+        int64_t in_run = skip % span->run_bytes, count = span->run_bytes - in_run, offset = in_run;
+        count = count < nbytes ? count : nbytes;
+        for (int64_t axis = 0; axis < span->num_axes; axis++)
+            offset += skip / span->in_message[axis] % span->counts[axis] * span->steps[axis];
+        move(row + offset, ring, count, way);
+        skip += count;
+        ring += count;
+        nbytes -= count;
+    }
+}
+
+/* The same for `num_slabs` whole steps of the slowest axis, in the order of memory. `run_bytes` are the span's. */
+EACH_WAY void move_slabs_of(int64_t run_bytes, const struct span *span, unsigned char *memory, unsigned char *ring,
+                            int64_t num_slabs, enum way way) {
+    int64_t at[MAX_AXES] = {0}, counts[MAX_AXES], last = span->num_axes - 1, axis = 0;
+    memcpy(counts, span->counts, sizeof counts);
+    counts[span->slowest] = num_slabs;
+    while (axis >= 0) {
+        for (int64_t each = 0; each < counts[last]; each++)
+            move(memory + each * span->steps[last], ring + each * span->in_message[last], run_bytes, way);
+        for (axis = last - 1; axis >= 0; axis--) {
+            memory += span->steps[axis];
+            ring += span->in_message[axis];
+            if (++at[axis] < counts[axis])
+                break;
+            memory -= at[axis] * span->steps[axis];
+            ring -= at[axis] * span->in_message[axis];
+            at[axis] = 0;
+        }
+    }
+}
+
+/* The same. The runs of usual heads are moved without a call. */
+EACH_WAY void move_slabs(const struct span *span, unsigned char *memory, unsigned char *ring, int64_t num_slabs,
+                         enum way way) {
+    switch (span->run_bytes) {
+    case 64: move_slabs_of(64, span, memory, ring, num_slabs, way); break;
+    case 128: move_slabs_of(128, span, memory, ring, num_slabs, way); break;
+    case 256: move_slabs_of(256, span, memory, ring, num_slabs, way); break;
+    default: move_slabs_of(span->run_bytes, span, memory, ring, num_slabs, way);
+    }
+}
+
+/* The `nbytes` of a row from byte `skip` on. */
+EACH_WAY void move_row(const struct span *span, unsigned char *row, int64_t skip, unsigned char *ring,
+                       int64_t nbytes, enum way way) {
+    if (!span->num_axes) {
+        move(row + skip, ring, nbytes, way);
+        return;
+    }
+    int64_t slab = span->in_message[span->slowest], head = (slab - skip % slab) % slab;
+    head = head < nbytes ? head : nbytes;
+    int64_t whole = (nbytes - head) / slab, end = head + whole * slab;
+    move_runs(span, row, skip, ring, head, way);
+    if (whole)
+        move_slabs(span, row + (skip + head) / slab * span->steps[span->slowest], ring + head, whole, way);
+    move_runs(span, row, skip + end, ring + end, nbytes - end, way);
+}
+
+/* The `nbytes` of a message from byte `done` on. */
+EACH_WAY void move_span(const struct span *span, int64_t done, unsigned char *ring, int64_t nbytes, enum way way) {
+    if (span->flat) {
+        move(span->flat + done, ring, nbytes, way);
+        return;
+    }
+    int64_t row = done / span->row_bytes, skip = done % span->row_bytes;
+    int64_t part = row % span->num_parts, at = row / span->num_parts % span->num_ids;
+    int64_t first = row / span->num_parts / span->num_ids * span->num_parts; /* array of this layer */
+    while (nbytes > 0) {
+        int64_t count = span->row_bytes - skip < nbytes ? span->row_bytes - skip : nbytes;
+        unsigned char *memory = span->bases[first + part] + span->strides[first + part] * span->ids[at];
+        move_row(span, memory, skip, ring, count, way);
+        ring += count;
+        nbytes -= count;
+        skip = 0;
+        if (++part < span->num_parts)
+            continue;
+        part = 0;
+        if (++at == span->num_ids) {
+            at = 0;
+            first += span->num_parts;
+        }
+    }
+}
+
+/* The same, at place `at` of the ring, around its end. */
+EACH_WAY void move_around(const struct end *end, uint64_t at, const struct span *span, int64_t done, int64_t nbytes,
+                          enum way way) {
+    int64_t first = end->places - at;
+    first = first < nbytes ? first : nbytes;
+    if (first)
+        move_span(span, done, end->bytes + at, first, way);
+    if (first < nbytes)
+        move_span(span, done + first, end->bytes, nbytes - first, way);
+}
+
+static void gather(const struct end *end, uint64_t at, const struct span *span, int64_t done, int64_t nbytes) {
+    move_around(end, at, span, done, nbytes, GATHER);
+}
+
+static void scatter(const struct end *end, uint64_t at, const struct span *span, int64_t done, int64_t nbytes) {
+    move_around(end, at, span, done, nbytes, SCATTER);
+}
+
+static void scatter_stream(const struct end *end, uint64_t at, const struct span *span, int64_t done,
+                           int64_t nbytes) {
+    move_around(end, at, span, done, nbytes, SCATTER_STREAM);
+    stream_fence();
 }
 
 /* Whether there is room for a whole message now, with `limit` units unread at most. */
@@ -378,17 +517,6 @@ void kvplug_take(struct end *end, void *target, int64_t nbytes) {
     kvplug_release(end, LINE + lines(nbytes));
 }
 
-/* The contiguous part of a message from byte `done` on, `nbytes` at most. */
-static unsigned char *part_of(const struct span *span, int64_t done, int64_t *nbytes) {
-    if (span->flat)
-        return span->flat + done;
-    int64_t row = done / span->row_bytes, skip = done % span->row_bytes;
-    int64_t array = row / span->num_ids, id = span->ids[row % span->num_ids];
-    if (*nbytes > span->row_bytes - skip)
-        *nbytes = span->row_bytes - skip;
-    return span->bases[array] + span->strides[array] * id + skip;
-}
-
 /* Write as much of a message, from byte `done` of `nbytes` on, as the peer makes room for.
  *
  * A prefix, if any, goes before it. The steps are short at the beginning and towards the end, when the other end
@@ -418,13 +546,7 @@ int64_t kvplug_push(struct end *end, const char *prefix, int64_t prefix_bytes, c
         uint64_t at = end->count % end->places;
         if (prefix_bytes)
             write_at(end, at, prefix, prefix_bytes);
-        at += prefix_bytes;
-        for (int64_t put = 0; put < step;) {
-            int64_t part = step - put;
-            const unsigned char *source = part_of(span, done + put, &part);
-            write_at(end, (at + put) % end->places, source, part);
-            put += part;
-        }
+        gather(end, (at + prefix_bytes) % end->places, span, done, step);
         if (no_reader_left(end))
             break; /* the reader was evicted meanwhile: the transfer fails */
         kvplug_publish(end, prefix_bytes + lines(step));
@@ -450,15 +572,15 @@ int kvplug_put_long(struct end *end, const struct message *message, const void *
     return there;
 }
 
-/* Take as much of a message, from byte `done` of `nbytes` on, as arrives.
+/* Take as much of a message, from byte `done` of `nbytes` on, as arrives, and at least `enough` bytes of it.
  *
  * `unreleased` units before it were read already and are released with the first step. Returns the number of bytes:
  * fewer if it had to wait for longer than `spin_ns`, after `most_ns`, and when the writer has ended. */
-int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes,
+int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int64_t nbytes, int64_t enough,
                     int64_t unreleased, int64_t largest, int64_t spin_ns, int64_t most_ns) {
     int64_t begun = done, stop_ns = now_ns() + most_ns;
-    int moved = 0, streams = nbytes >= stream_from() && (span->flat || span->row_bytes >= STREAM_ROW);
-    while (done < nbytes) {
+    int moved = 0, streams = nbytes >= (span->flat ? stream_from() : stream_from() / 2);
+    while (done < enough) {
         int64_t left = nbytes - done, step = available_to(end);
         if (step < 0)
             break;
@@ -475,15 +597,7 @@ int64_t kvplug_pull(struct end *end, const struct span *span, int64_t done, int6
                 break;
             continue;
         }
-        uint64_t at = (end->count + unreleased) % end->places;
-        for (int64_t got = 0; got < step;) {
-            int64_t part = step - got;
-            unsigned char *target = part_of(span, done + got, &part);
-            read_by(streams ? stream : copy, end, (at + got) % end->places, target, part);
-            got += part;
-        }
-        if (streams)
-            stream_fence();
+        (streams ? scatter_stream : scatter)(end, (end->count + unreleased) % end->places, span, done, step);
         kvplug_release(end, unreleased + lines(step));
         unreleased = 0;
         done += step;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import operator
 from array import array
 
 from kvplug.transport import Blocks
@@ -26,17 +28,28 @@ class Span:
 
     @classmethod
     def of_blocks(cls, blocks: Blocks) -> Span | None:
-        """Memory by rows; ``None`` if a row is not contiguous."""
-        rows = blocks.rows_in_memory()
-        if rows is None:
+        """Memory by rows; ``None`` if the compiled steps cannot copy it."""
+        memory = blocks.memory
+        if memory is None or len(memory.counts) > library.MAX_AXES:
             return None
         ids = blocks.block_ids
-        bases, strides = (array("q", column) for column in zip(*rows, strict=True))
+        *sizes, row_bytes = itertools.accumulate(
+            reversed(memory.counts), operator.mul, initial=memory.run_bytes
+        )
+        axes = sorted(zip(memory.strides, memory.counts, reversed(sizes), strict=True), reverse=True)
+        steps, counts, in_message = zip(*axes) if axes else ((), (), ())
         struct = library.SpanStruct(
-            bases=bases.buffer_info()[0],
-            strides=strides.buffer_info()[0],
+            bases=memory.bases.buffer_info()[0],
+            strides=memory.block_strides.buffer_info()[0],
             ids=ids.buffer_info()[0],
             num_ids=len(ids),
-            row_bytes=blocks.row_bytes,
+            num_parts=memory.num_parts,
+            row_bytes=row_bytes,
+            run_bytes=memory.run_bytes,
+            num_axes=len(axes),
+            slowest=in_message.index(max(in_message)) if axes else 0,
+            counts=counts,
+            steps=steps,
+            in_message=in_message,
         )
-        return cls(struct, bases, strides, ids)
+        return cls(struct, memory.bases, memory.block_strides, ids)

@@ -33,14 +33,15 @@ def _check_device(blocks: Blocks) -> None:
 class BlockContent(Content):
     """A message that is gathered while it is copied. It keeps the caches alive."""
 
-    __slots__ = ("_blocks", "_cut", "_pool")
+    __slots__ = ("_blocks", "_cut", "_native", "_pool")
 
-    def __init__(self, blocks: Blocks, pool: Pool) -> None:
+    def __init__(self, blocks: Blocks, pool: Pool, *, native: bool) -> None:
         """Raises UnsupportedError: a device or dtype that is not carried."""
         _check_device(blocks)
         super().__init__(None)
         self._blocks: Blocks | None = blocks
         self._pool = pool
+        self._native = native
         self._cut = _CutRow(blocks)
         self.header = header_of(blocks.dtype, torch.Size(blocks.shape))
 
@@ -61,13 +62,13 @@ class BlockContent(Content):
             done += len(memory)
 
     def leave(self, done: int) -> None:
-        """Gather the rest into memory of its own: a daemon thread, which Python may end at exit, must not use
-        torch.
+        """Gather the rest into memory of its own, unless the compiled steps gather it: a daemon thread, which
+        Python may end at exit, must not use torch.
 
         Raises:
             ResourceExhaustedError: there is not enough memory.
         """
-        if self._blocks is not None:
+        if self._blocks is not None and not (self._native and self.span):
             rest = self._pool.tensor(TensorMeta("uint8", (self.nbytes - done,)))
             self._gather(done, rest)
             self._blocks, self._span = None, None
@@ -93,7 +94,7 @@ class BlockTarget:
     def __init__(self, blocks: Blocks, *, native: bool) -> None:
         """Raises UnsupportedError: a device that is not supported."""
         _check_device(blocks)
-        self._blocks = blocks
+        self.blocks = blocks
         self._cut = _CutRow(blocks)
         self.span = Span.of_blocks(blocks) if native else None
         """The rows' memory for the compiled steps; ``None``: only :meth:`take` can copy them."""
@@ -101,7 +102,7 @@ class BlockTarget:
     @property
     def meta(self) -> TensorMeta:
         """The meta of the message that fits."""
-        return TensorMeta(dtype_name(self._blocks.dtype), self._blocks.shape)
+        return TensorMeta(dtype_name(self.blocks.dtype), self.blocks.shape)
 
     def take(self, ring: Incoming, count: int, done: int, nbytes: int) -> None:
         """Copy ``nbytes`` from byte ``count`` of the stream on; ``done`` bytes were copied before."""
@@ -116,7 +117,7 @@ class BlockTarget:
 
     def taken(self, memory: Tensor) -> None:
         """Copy the received bytes back out of the caches into ``memory``."""
-        blocks = self._blocks
+        blocks = self.blocks
         for first, whole, skip, part in _rows(blocks.row_bytes, 0, memory):
             if whole:
                 blocks.gather(first, _as_rows(blocks, part))
@@ -126,7 +127,7 @@ class BlockTarget:
                 part.copy_(self._cut.gathered(first)[skip : skip + len(part)])
 
     def _scatter(self, done: int, memory: Tensor) -> None:
-        blocks = self._blocks
+        blocks = self.blocks
         for first, whole, skip, part in _rows(blocks.row_bytes, done, memory):
             if whole:
                 blocks.scatter(first, _as_rows(blocks, part))

@@ -253,6 +253,7 @@ class Inbox:
     def _fill(self, ring: Incoming, message: Arrival, memory: Flat | BlockTarget, deadline: Deadline) -> bool:
         """Copy the tensor's bytes out of the ring; False at the deadline."""
         end, nbytes, piece = ring.end, message.nbytes, self._pieces.largest
+        blocks = memory.blocks if isinstance(memory, BlockTarget) else None
         while message.got < nbytes:
             if self._stopped:
                 raise self._lifecycle.error()
@@ -264,6 +265,7 @@ class Inbox:
                     message.unreleased,
                     piece,
                     patient=not deadline.expired,
+                    enough=None if blocks is None else blocks.awaited_bytes,
                 )
                 if step == 0:
                     end.available()  # raises, if the writer's words are the cause
@@ -278,6 +280,8 @@ class Inbox:
             if step > 0:
                 message.unreleased = 0
                 message.got += step
+                if blocks is not None:
+                    blocks.arrived(message.got)
             elif not self._wait(ring, message.unreleased + LINE, deadline):
                 return False
         if message.unreleased:

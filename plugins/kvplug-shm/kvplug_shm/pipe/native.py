@@ -103,17 +103,27 @@ class NativeIncoming(Incoming):
         self._take(self._end, address, nbytes)
 
     def pull(
-        self, span: Span, done: int, nbytes: int, unreleased: int, largest: int, *, patient: bool
+        self,
+        span: Span,
+        done: int,
+        nbytes: int,
+        unreleased: int,
+        largest: int,
+        *,
+        patient: bool,
+        enough: int | None = None,
     ) -> int:
         """Take as much of a message as arrives without sleeping, from byte ``done`` of ``nbytes`` on.
 
-        ``patient``: spin for more. Returns the number of bytes. If there are any, ``unreleased`` bytes before
-        them are released too. Reads nothing if the writer's word is invalid.
+        ``patient``: spin for more. ``enough``: return once so many bytes of the message were taken, counting
+        those before ``done``. Returns the number of bytes. If there are any, ``unreleased`` bytes before them
+        are released too. Reads nothing if the writer's word is invalid.
         """
         small = nbytes - done < RELEASE_GIL_BYTES
         pull = self._pull if small else self._long_pull
         spin_ns = _spin_ns(self._spin_ns, nbytes - done) if patient and not small else 0
-        return pull(self._end, span.pointer, done, nbytes, unreleased, largest, spin_ns, LONGEST_NS)
+        enough = nbytes if enough is None else enough
+        return pull(self._end, span.pointer, done, nbytes, enough, unreleased, largest, spin_ns, LONGEST_NS)
 
 
 def outgoing(segment: Segment, ring: int, nbytes: int, library: Library | None, spin_s: float) -> Outgoing:

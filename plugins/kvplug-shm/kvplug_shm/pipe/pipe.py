@@ -175,7 +175,7 @@ class ShmPipe(DuplexPipe):
         return self._inbox.receive(out, deadline)
 
     def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
-        return self._outbox.send(BlockContent(blocks, self._pool), deadline)
+        return self._outbox.send(BlockContent(blocks, self._pool, native=self._native), deadline)
 
     def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
         self._inbox.receive_blocks(BlockTarget(blocks, native=self._native), deadline)

@@ -12,6 +12,7 @@ import attrs
 
 from kvplug.errors import CapacityError, TensorMismatchError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
+from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe import Transfer
 from kvplug_testing import PipeContract
 from kvplug_testing.memory import pipe as memory
@@ -148,6 +149,29 @@ class TestWritesTheBlockBehind(Mutant):
             for view in views:
                 if last + 1 < len(view):
                     view[last + 1] = view[last]
+
+
+class TestSendsTheLastLayerFirst(Mutant):
+    """The layers of one message come in another order."""
+
+    breaks = ("PIPE-1",)
+
+    class pipe(MemoryPipe):  # noqa: N801
+        def send_blocks(self, views: Any, block_ids: Any, **given: Any) -> Transfer:
+            turned = BlockViews(views[::-1]) if isinstance(views, BlockViews) else views
+            return super().send_blocks(turned, block_ids, **given)
+
+
+class TestReportsLayersThatHaveNotCome(Mutant):
+    """All layers are reported before the message is received."""
+
+    breaks = ("PIPE-5",)
+
+    class pipe(MemoryPipe):  # noqa: N801
+        def recv_blocks(self, views: Any, block_ids: Any, *, on_layer: Any = None, **given: Any) -> None:
+            for layer in range(len(views)) if on_layer else ():
+                on_layer(layer)
+            super().recv_blocks(views, block_ids, **given)
 
 
 class TestReceivesIntoAPool(Mutant):

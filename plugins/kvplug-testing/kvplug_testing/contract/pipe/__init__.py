@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.pipe.backpressure import Backpressure
-from kvplug_testing.contract.pipe.blocks import BlockMessages
+from kvplug_testing.contract.pipe.blocks import BlockMessages, LayerMessages
 from kvplug_testing.contract.pipe.connecting import Connecting
 from kvplug_testing.contract.pipe.deadlines import Deadlines
 from kvplug_testing.contract.pipe.endings import Endings
@@ -29,6 +29,7 @@ class PipeContract(
     Order,
     RecvInto,
     BlockMessages,
+    LayerMessages,
     Backpressure,
     Transfers,
     Deadlines,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvplug.transport.store.memory import PageBlocks
+from kvplug.transport.store.cache_blocks import PageBlocks
 from kvplug.transport.store.results import MissReason, PutReason
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.pages import StagedPages
