@@ -78,17 +78,17 @@ def test_steps_that_were_planned_before_save_nothing_that_lasts(num_ahead: int) 
 
 def test_pages_that_are_being_kept_meanwhile_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store has them in hand when it is cleared."""
-    from kvplug_host.store import HostStore
+    from kvplug_host.pages.slot_put import SlotPut
 
     reached, opened = threading.Event(), threading.Event()
-    put_some = HostStore._put_some
+    put_some = SlotPut.do
 
     def wait(*given: Any) -> Any:
         reached.set()
         assert opened.wait(20)
         return put_some(*given)
 
-    monkeypatch.setattr(HostStore, "_put_some", wait)
+    monkeypatch.setattr(SlotPut, "do", wait)
     with pair() as (prefill, decode):
         prefill.prefill(request_of("a", PROMPT))
         assert reached.wait(5)
