@@ -44,6 +44,8 @@ def copy_tokens(
     raw = _raw_dtype(torch, view.dtype.itemsize)
     if raw is not None:
         view, tokens = view.view(raw), tokens.view(raw)
+        if view.dim() > 2 and _is_wide(view) and _is_wide(tokens):  # or the last dimension is the tokens'
+            view, tokens = view.view(torch.complex128), tokens.view(torch.complex128)
     block_size, num_tokens = view.shape[1], tokens.shape[0]
     offset = start % block_size
     head = min(-offset % block_size, num_tokens)
@@ -67,6 +69,7 @@ def copy_tokens(
 
 
 _LOCK_FREE_BYTES: Final = 256 << 10
+_WIDE_BYTES: Final = 16
 # Calls of a PyDLL keep the interpreter's lock. Releasing it for each small piece would take 5 ms each time,
 # while another thread computes.
 _move_locked = ctypes.PyDLL(None).memmove
@@ -84,6 +87,19 @@ def copy_pieces(
     move = _move_locked if nbytes < _LOCK_FREE_BYTES else ctypes.memmove
     for to, at in zip(target_offsets, source_offsets, strict=True):
         move(target + to, source + at, nbytes)
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    """Whether it can be seen as elements of 16 bytes, in memory of the CPU. torch scatters element by
+    element: with those 4 to 7 times as fast as with 2 bytes."""
+    count = _WIDE_BYTES // tensor.element_size()
+    return (
+        tensor.device.type == "cpu"
+        and tensor.shape[-1] % count == 0
+        and tensor.stride(-1) == 1
+        and all(stride % count == 0 for stride in tensor.stride()[:-1])
+        and tensor.data_ptr() % _WIDE_BYTES == 0
+    )
 
 
 def _raw_dtype(torch: Any, itemsize: int) -> Any:
