@@ -77,6 +77,18 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
         return _places_of(self)
 
     @cached_property
+    def elements(self) -> tuple[tuple[Tensor, ...], ...] | None:
+        """The views as elements of 16 bytes, whose copies are the fastest; ``None``: they are not made of
+        such, or not in this processor's memory."""
+        import torch
+
+        found = tuple(tuple(as_elements(view) for view in layer) for layer in self)
+        if any(view is None for layer in found for view in layer):
+            return None
+        assert all(view is None or view.dtype is torch.complex128 for layer in found for view in layer)
+        return found
+
+    @cached_property
     def rows(self) -> RowViews:
         """The same views, checked to be alike.
 
@@ -246,6 +258,31 @@ def as_bits(tensor: Tensor) -> Tensor:
     of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     dtype = of_size.get(tensor.dtype.itemsize)
     return tensor if dtype is None else tensor.view(dtype)
+
+
+def as_elements(view: Tensor) -> Tensor | None:
+    """The same memory in elements of 16 bytes, whatever the strides; ``None``: its last axis is not made of
+    such, or is that of tokens, or it is not in this processor's memory.
+
+    torch copies strided tensors element by element: with those 4 to 7 times as fast as with 2 bytes.
+    """
+    import torch
+
+    wide = torch.complex128
+    count = wide.itemsize // view.element_size()
+    if (
+        view.device.type != "cpu"
+        or view.is_conj()
+        or view.is_neg()
+        or view.dim() < 3
+        or view.shape[-1] % count
+        or view.stride(-1) != 1
+        or any(stride % count for stride in view.stride()[:-1])
+        or view.data_ptr() % wide.itemsize
+    ):
+        return None
+    bits = as_bits(view)
+    return bits if bits.dtype is wide else bits.view(wide)
 
 
 def as_wide(bits: Tensor) -> Tensor | None:

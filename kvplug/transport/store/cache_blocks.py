@@ -135,6 +135,8 @@ class PageBlocks(PageMemory):
         is_whole = end - start == num_tokens
         if is_whole and self._move_pieces(start, rows, layers, into_cache=into_cache):
             return
+        if len(rows) == 1 and self._move_page(first, rows, layers, range(start, end), into_cache=into_cache):
+            return
         dense = rows.as_tensor()
         move = self.mover(first, len(rows), into_cache=into_cache)
         for layer in layers:
@@ -172,6 +174,41 @@ class PageBlocks(PageMemory):
             copy_tokens(view, block_ids, ids, start, tokens, into_cache=into_cache)
 
         return move
+
+    def _move_page(
+        self, first: int, rows: PageRows, layers: range, tokens: range, *, into_cache: bool
+    ) -> bool:
+        """Copy tokens of one page between its row and blocks, part by part, each in one operation for each
+        block: what an index needs besides takes longer. Returns whether that was possible."""
+        import torch
+
+        elements = self._views.elements
+        if elements is None or (not into_cache and rows.buffer.readonly):
+            return False
+        form, block_size = self.format, self._block_size
+        begin = self._first_token + first * form.page_tokens
+        pieces = []
+        token = tokens.start
+        while token < tokens.stop:
+            at = token % block_size
+            end = min(tokens.stop, token - at + block_size)
+            block = self._block_ids[token // block_size - self._first_block]
+            pieces.append((block, slice(at, at + end - token), slice(token - begin, end - begin)))
+            token = end
+        offset = rows.offsets[0]
+        row = torch.frombuffer(rows.buffer, dtype=torch.uint8, count=rows.nbytes, offset=offset)
+        if row.data_ptr() % elements[0][0].element_size() or rows.nbytes % elements[0][0].element_size():
+            return False
+        row = row.view(elements[0][0].dtype)
+        size = row.element_size()
+        for layer in layers:
+            base = (layer - layers.start) * form.layer_nbytes
+            for view, (at, nbytes) in zip(elements[layer], form.spans, strict=True):
+                part = row[(base + at) // size : (base + at + nbytes) // size].view(-1, *view.shape[2:])
+                for block, in_block, in_page in pieces:
+                    here, there = view[block, in_block], part[in_page]
+                    here.copy_(there) if into_cache else there.copy_(here)
+        return True
 
     def _move_pieces(self, start: int, rows: PageRows, layers: range, *, into_cache: bool) -> bool:
         """Copy straight between rows and blocks that are one piece of memory each, in as many pieces as pages

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from kvplug.transport.block_views import as_bits, as_elements
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +43,11 @@ def copy_tokens(
     import torch
 
     # as integers: bits stay bits, and torch indexes few of its float8 and unsigned types
-    raw = _raw_dtype(torch, view.dtype.itemsize)
-    if raw is not None:
-        view, tokens = view.view(raw), tokens.view(raw)
-        if view.dim() > 2 and _is_wide(view) and _is_wide(tokens):  # or the last dimension is the tokens'
-            view, tokens = view.view(torch.complex128), tokens.view(torch.complex128)
+    wide = as_elements(view), as_elements(tokens[None])
+    if wide[0] is not None and wide[1] is not None:
+        view, tokens = wide[0], wide[1][0]
+    else:
+        view, tokens = as_bits(view), as_bits(tokens)
     block_size, num_tokens = view.shape[1], tokens.shape[0]
     offset = start % block_size
     head = min(-offset % block_size, num_tokens)
@@ -69,7 +71,6 @@ def copy_tokens(
 
 
 _LOCK_FREE_BYTES: Final = 256 << 10
-_WIDE_BYTES: Final = 16
 # Calls of a PyDLL keep the interpreter's lock. Releasing it for each small piece would take 5 ms each time,
 # while another thread computes.
 _move_locked = ctypes.PyDLL(None).memmove
@@ -87,21 +88,3 @@ def copy_pieces(
     move = _move_locked if nbytes < _LOCK_FREE_BYTES else ctypes.memmove
     for to, at in zip(target_offsets, source_offsets, strict=True):
         move(target + to, source + at, nbytes)
-
-
-def _is_wide(tensor: Tensor) -> bool:
-    """Whether it can be seen as elements of 16 bytes, in memory of the CPU. torch scatters element by
-    element: with those 4 to 7 times as fast as with 2 bytes."""
-    count = _WIDE_BYTES // tensor.element_size()
-    return (
-        tensor.device.type == "cpu"
-        and tensor.shape[-1] % count == 0
-        and tensor.stride(-1) == 1
-        and all(stride % count == 0 for stride in tensor.stride()[:-1])
-        and tensor.data_ptr() % _WIDE_BYTES == 0
-    )
-
-
-def _raw_dtype(torch: Any, itemsize: int) -> Any:
-    """The integer type of that many bytes; ``None`` where there is none."""
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(itemsize)

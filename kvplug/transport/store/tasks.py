@@ -148,8 +148,9 @@ class GetTask(Task):
         pages, seal = self._pages, self._seal
         series, key, identity = pages.series, pages.keys[call], pages.identities[call]
         header_length = seal.header_length(series.format, identity)
-        whole = scratch.take(header_length + series.format.nbytes)
-        header, payload = whole[:header_length], whole[header_length:]
+        whole = scratch.take(series.format.nbytes + header_length)
+        # the payload comes first, where memory is aligned as its elements are
+        payload, header = whole[: series.format.nbytes], whole[series.format.nbytes :]
         length = self._store.read(key, (header, payload))
         if length is None:
             reason: MissReason | None = MissReason.ABSENT
