@@ -43,9 +43,9 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         """The arguments are those of torch, and mean nothing here."""
-        from kvplug_testing.simulated.tensors import DEVICE
+        import torch
 
-        self.device = DEVICE
+        self.device = torch.device("privateuseone:0")
         self._queue: deque[Work | _Order] = deque()
         self.num_queued = 0
         self.num_done = 0
@@ -169,19 +169,10 @@ def synchronize(device: Any = None) -> None:
             stream.run(stream.num_queued)
 
 
-def enable() -> None:
-    """Make torch know the device, in this process. Idempotent."""
-    from kvplug_testing.simulated.tensors import register
-
-    register()
-
-
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Make torch know the device, and let the choices in the block be those of this seed. What was queued
-    before runs first."""
+def choosing(seed: int) -> Iterator[None]:
+    """The choices in the block are those of this seed. What was queued before, and in it, runs first."""
     global _choice
-    enable()
     synchronize()
     with _lock:
         _choice = random.Random(seed)
