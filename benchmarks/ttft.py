@@ -95,6 +95,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
     first = runs[0]
     pairs = [pair for run in runs for pair in run["ttft_pairs"]]
+    pairs = pairs or [(run["ttft_s"], run["ttft_floor_s"] or run["ttft_s"]) for run in runs]
     return {
         "prompt_tokens": first["prompt_tokens"],
         "tokens_loaded": first["tokens_loaded"],

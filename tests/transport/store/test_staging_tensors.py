@@ -157,3 +157,27 @@ def test_a_request_that_comes_as_the_store_is_closed_ends_and_settles(staged: An
     store._add(transfers.Get(store.store, late, pages.request(cache.blocks()), lane, 6))
     assert late.wait(waits.patience_s) == [MissReason.CLOSED] * 6
     assert late.wait_settled(waits.patience_s)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: staging over real streams is not tested")
+@pytest.mark.parametrize("busy", [False, True])
+def test_pages_leave_a_gpu_and_come_back_in_the_order_of_its_streams(staged: Any, busy: bool) -> None:
+    """``busy``: earlier kernels take a while, so that what does not wait for them is wrong."""
+    store, _, _ = staged
+    pages = batch(6, kv_format(3), seal=PageSeal())
+    cache = Cache(pages, "cuda:0")
+    for _ in range(5):
+        if busy:
+            torch.cuda._sleep(50_000_000)
+        cache.write(pages)
+        put = store.submit_put(pages.request(cache.blocks()))
+        cache.overwrite()
+        assert put.wait(waits.patience_s) == [None] * 6
+        if busy:
+            torch.cuda._sleep(50_000_000)
+        cache.overwrite()
+        got = store.submit_get(pages.request(cache.blocks()))
+        assert got.wait(waits.patience_s) == [None] * 6
+        assert cache.missing(pages) == []
+        assert store.submit_remove(pages.keys).wait(waits.patience_s) == [True] * 6

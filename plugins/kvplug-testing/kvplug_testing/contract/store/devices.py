@@ -27,18 +27,19 @@ seeds = pytest.mark.parametrize("seed", SEEDS)
 
 
 class Cache:
-    """A paged cache on the simulated device. What is written is queued on the calling thread's stream."""
+    """A paged cache on a device. What is written is queued on the calling thread's stream."""
 
-    def __init__(self, pages: Batch) -> None:
+    def __init__(self, pages: Batch, device: str = "simulated") -> None:
         import torch
 
-        simulated.enable()
+        if device == "simulated":
+            simulated.enable()
         self.form, self.count = pages.form, len(pages)
         num_blocks = -(-(FIRST_TOKEN + self.count * self.form.page_tokens) // BLOCK)
         self.table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1)).tolist()
         shape = (len(self.table), BLOCK, *self.form.parts[0].shape[1:])
         self.views = [
-            [torch.zeros(shape, dtype=torch.float16, device="simulated") for _ in self.form.parts]
+            [torch.zeros(shape, dtype=torch.float16, device=device) for _ in self.form.parts]
             for _ in range(self.form.num_layers)
         ]
         self.table = self.table[:num_blocks]
