@@ -36,7 +36,8 @@ def read(store: FolderStore, name: object) -> bytes | None:
     if length is None:
         return None
     page = bytearray(length)
-    store.read(key_of(name), (memoryview(page),))
+    if store.read(key_of(name), (memoryview(page),)) is None:
+        return None  # it was evicted in between
     return bytes(page)
 
 
