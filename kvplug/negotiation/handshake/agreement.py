@@ -239,7 +239,8 @@ def _transports(local: Hello, remote: Hello, cross_host: bool) -> tuple[dict[str
     """One selection for signals and one for the KV, which is the same where the KV is in CPU memory.
 
     Ends whose KV is on different kinds of device get the pipe for CPU tensors only, and nothing stages the KV
-    for it. The names in the configs are for the KV.
+    for it: engines whose pages are staged state that their KV is on the CPU. The names in the configs are for
+    the KV.
     """
     if not (local.moves_kv and remote.moves_kv):
         return {}, []

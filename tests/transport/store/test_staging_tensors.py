@@ -181,3 +181,18 @@ def test_pages_leave_a_gpu_and_come_back_in_the_order_of_its_streams(staged: Any
         assert got.wait(waits.patience_s) == [None] * 6
         assert cache.missing(pages) == []
         assert store.submit_remove(pages.keys).wait(waits.patience_s) == [True] * 6
+
+
+def test_a_load_that_is_given_up_does_not_keep_its_turn(staged: Any) -> None:
+    inner, pages, cache = staged
+    memory = PinnedMemory(StagedPages.nbytes_of(pages.form, 2) * 4)
+    store = StagedStore(inner, memory=memory)
+    with simulated.stalled():  # so that memory is not given back
+        first = [store.submit_get(pages.request(cache.blocks())) for _ in range(2)]
+        waits.until(lambda: memory.largest() == 0, what="a load that waits for memory")
+        for job in first:
+            job.cancel()
+        waits.until(lambda: not memory._waiting)
+    assert all(job.wait_settled(waits.patience_s) for job in first)
+    store.abort()
+    assert memory._listeners == []

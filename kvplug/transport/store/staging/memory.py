@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from kvplug.net.fork import close_after_fork
 from kvplug.net.streams import pinned_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ class PinnedMemory:
         """Where free parts begin and end, in their order."""
         self._waiting: deque[object] = deque()
         self._listeners: list[Callable[[], None]] = []
+        close_after_fork(self)
+
+    def _after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        self._waiting, self._listeners = deque(), []
 
     def prepare(self, device: torch.device) -> None:
         """Make it, if it was not.

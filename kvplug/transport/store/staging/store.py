@@ -106,7 +106,8 @@ class StagedStore(StoreWrapper):
         try:
             lane = self._lane(pages.memory.device, Put)
             staged = lane.pages_at_once(form, count)
-            self.store.withdraw(pages.keys[len(staged) if staged is not None else 0 :])
+            if refused := pages.keys[0 if staged is None else len(staged) :]:
+                self.store.withdraw(refused)
             if staged is None:
                 job.set([PutReason.NO_ROOM] * job.count)
                 return job
@@ -176,7 +177,8 @@ class StagedStore(StoreWrapper):
                 device = torch.device(name)
                 self._start()
                 self._memory.prepare(device)
-                self._memory.listen(self._wake)
+                if not self._lanes:
+                    self._memory.listen(self._wake)
                 lane = Lane(device, acquire_stream(device), self._memory, self._wake)
                 self._lanes[name, kind] = lane
                 self._devices = tuple(sorted({name for name, _ in self._lanes}))

@@ -174,6 +174,7 @@ class Get(Transfer):
                 break  # the next one is staged when this one has its memory
         self.is_on_device = any(piece.marks for piece in self._pieces)
         if self.job.done:
+            self.lane.memory.forget(self)  # what is under way may take long, and others wait behind it
             over = all(piece.is_over or piece.job is None for piece in self._pieces)
             if not self.is_on_device:
                 self.job.settle()  # the store may still write into host memory
