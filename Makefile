@@ -17,11 +17,11 @@ ARGS ?=
 PLUGINS = testing bench cpu shm host fs lookup pynccl cuda-ipc transformers
 EXAMPLES = kvplug-sample kvplug-sqlite
 EDITABLE = $(PLUGINS:%=plugins/kvplug-%) $(EXAMPLES:%=docs/examples/%)
-# They have a part in C, and are installed again when it changes.
-COMPILED = plugins/kvplug-shm plugins/kvplug-host
+# What has a part in C is installed again when it changes.
+COMPILED = hatch_build.py plugins/kvplug-shm/hatch_build.py kvplug/transport/store/copying/pages.c \
+	plugins/kvplug-shm/kvplug_shm/native/ring.c
 INSTALLED = .venv/installed-for-tests
-INSTALLED_FROM = Makefile constraints.txt pyproject.toml $(EDITABLE:%=%/pyproject.toml) \
-	$(COMPILED:%=%/hatch_build.py) $(wildcard $(COMPILED:%=%/*/native/*.c))
+INSTALLED_FROM = Makefile constraints.txt pyproject.toml $(EDITABLE:%=%/pyproject.toml) $(COMPILED)
 # Modules are compiled when they are imported; most of PyTorch's never are.
 IN_VENV = .venv/bin/python -m pip install --quiet --no-compile -c constraints.txt
 # `make coverage` replaces this.

@@ -124,8 +124,9 @@ def main(folder: str) -> int:
     dist = Path(folder)
     shutil.rmtree(dist, ignore_errors=True)
     faults = []
-    if len({hook.read_bytes() for hook in ROOT.glob("plugins/*/hatch_build.py")}) > 1:
-        faults.append("the copies of hatch_build.py in plugins/ differ")
+    hooks = [ROOT / "hatch_build.py", *ROOT.glob("plugins/*/hatch_build.py")]
+    if len({hook.read_bytes() for hook in hooks}) > 1:
+        faults.append("the copies of hatch_build.py differ")
     for project in [*PROJECTS, *EXAMPLES]:
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(project)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

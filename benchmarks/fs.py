@@ -4,7 +4,7 @@
 
 The plain read opens the same files with the same number of threads and reads them into memory that is there
 already. "and hash" computes the checksums of the same bytes, too. "and copy" also copies them once more, as
-the store does, which verifies a page before it writes to memory of the caller. The plain write makes as many
+the store does, which reads a page into memory of its own first. The plain write makes as many
 files, and renames each. All take turns within a round, in an order that changes, without the first. The
 figures are medians, the shares medians of the shares within a round, with their quartiles.
 

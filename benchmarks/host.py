@@ -48,8 +48,8 @@ def served(stack: ExitStack, address: str, budget: int, *options: str) -> None:
     assert program.stdout.readline().strip() == address, "the program does not serve"
 
 
-def opened(stack: ExitStack, options: dict[str, Any], **common: Any) -> Store:
-    given = {"stores": ["host"], "timeout_s": 120, "options": {"host": options}, **common}
+def opened(stack: ExitStack, options: dict[str, Any], *, name: str = "host", **common: Any) -> Store:
+    given = {"stores": [name], "timeout_s": 120, "options": {name: options}, **common}
     store = kvplug.build_store(kvplug.Config.from_dict(given))
     stack.callback(store.close)
     return store

@@ -12,13 +12,15 @@ default. Figures are medians, shares medians of the shares within a round.
 
 `--saving` measures what saving costs the engine's thread instead: the connector "lookup" gathers all layers
 of the sequence into pages of the store in this process, one layer after the other, and hands the pages over.
-The rest happens in the store's threads. `--python` adds gets and puts of a store with `native = false`.
+The rest happens in the store's threads. `--python` adds gets and puts of a store with `native = false`,
+`--files` those of the store "fs", whose files are in the page cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import os
 import statistics
 import subprocess
@@ -38,7 +40,7 @@ from host import opened, served
 
 from kvplug.engine import KVLayout, TransferStats, page_format_of, page_views
 from kvplug.transport import BlockViews, PageBlocks, PageRequest, Series, Store, foreign_key
-from kvplug_host.native.library import library
+from kvplug.transport.store.copying.library import library
 from kvplug_lookup.connector.plan import SavePlan
 from kvplug_lookup.connector.save import Saver, Tier
 
@@ -155,7 +157,7 @@ def cache_as_engines_have_it(tensor: torch.Tensor, axes: str) -> torch.Tensor:
 
 
 def measure(
-    model: Model, axes: str, *, verified: bool, num_tokens: int, rounds: int, in_python: bool
+    model: Model, axes: str, *, verified: bool, num_tokens: int, rounds: int, in_python: bool, files: bool
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round."""
     taken: dict[str, list[float]] = {}
@@ -169,8 +171,13 @@ def measure(
         mapped = opened(stack, {"contact": address, "map": True}, **common)
         assert "mapped" in mapped.route, mapped.route
         kept = {}
-        own_python = opened(stack, {"size": budget, "native": False}, **common) if in_python else None
-        for store in filter(None, (own, mapped, own_python)):
+        others: dict[str, Store] = {}
+        if in_python:
+            others["in Python"] = opened(stack, {"size": budget, "native": False}, **common)
+        if files:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-"))
+            others["fs"] = opened(stack, {"path": folder, "size": 4 * budget}, name="fs", **common)
+        for store in (own, mapped, *others.values()):
             assert not any(store.submit_put(pages.request(store, b"kept", pages.source)).wait(120))
             kept[store] = pages.request(store, b"kept", pages.target)
         new = {store: pages.request(store, b"new", pages.source) for store in kept}
@@ -193,9 +200,9 @@ def measure(
             "bare put": lambda: bare(into=False),
             "put": lambda: put(own),
         }
-        if own_python is not None:
-            calls["get, in Python"] = lambda: get(own_python)
-            calls["put, in Python"] = lambda: put(own_python)
+        for name, other_store in others.items():
+            calls[f"get, {name}"] = functools.partial(get, other_store)
+            calls[f"put, {name}"] = functools.partial(put, other_store)
         for round_ in range(rounds + 1):
             order = list(calls)
             at = round_ % len(order)
@@ -272,7 +279,7 @@ class Bare:
         self._offsets = array("q", range(0, pages.nbytes, pages.form.nbytes))
         self._ids = array("q", pages.blocks)
         compiled = library()
-        assert compiled is not None, "kvplug-host was installed without compiled copies"
+        assert compiled is not None, "kvplug was installed without compiled copies"
         self._hash = compiled.hash if verified else None
         self._sums = array("Q", bytes(8 * pages.count * 2 * pages.model.layers))
         self(into=False)
@@ -303,6 +310,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
     parser.add_argument("--saving", action="store_true", help="measure saving on the engine's thread")
     parser.add_argument("--python", action="store_true", help="gets and puts without compiled copies, too")
+    parser.add_argument("--files", action="store_true", help='gets and puts of the store "fs", too')
     given = parser.parse_args()
     text = saving_table(given) if given.saving else copies_table(given)
     text += f"\n\n{machine(Path(tempfile.gettempdir()), 2)}, {given.rounds} rounds.\n"
@@ -345,6 +353,7 @@ def copies_table(given: argparse.Namespace) -> str:
                     num_tokens=given.tokens,
                     rounds=given.rounds,
                     in_python=given.python,
+                    files=given.files,
                 )
                 (nbytes,) = taken.pop("nbytes")
                 rows = [name for name in taken if name != "memcpy" and not name.startswith("bare")]

@@ -219,6 +219,14 @@ from kvplug.transport.store.blocking import (
 from kvplug.transport.store.cache_blocks import (
     PageBlocks as PageBlocks,
 )
+from kvplug.transport.store.copying.rows import (
+    PageFilling as PageFilling,
+    PageLoading as PageLoading,
+    PageReading as PageReading,
+    PageSaving as PageSaving,
+    RowGenerations as RowGenerations,
+    verify_rows as verify_rows,
+)
 from kvplug.transport.store.events import (
     PageEvent as PageEvent,
     PageEventLog as PageEventLog,

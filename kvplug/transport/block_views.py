@@ -77,18 +77,6 @@ class BlockViews(tuple[tuple[Any, ...], ...]):
         return _places_of(self)
 
     @cached_property
-    def elements(self) -> tuple[tuple[Tensor, ...], ...] | None:
-        """The views as elements of 16 bytes, whose copies are the fastest; ``None``: they are not made of
-        such, or not in this processor's memory."""
-        import torch
-
-        found = tuple(tuple(as_elements(view) for view in layer) for layer in self)
-        if any(view is None for layer in found for view in layer):
-            return None
-        assert all(view is None or view.dtype is torch.complex128 for layer in found for view in layer)
-        return found
-
-    @cached_property
     def rows(self) -> RowViews:
         """The same views, checked to be alike.
 

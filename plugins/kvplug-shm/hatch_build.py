@@ -2,7 +2,7 @@
 
 Which file, and what the library is called, is said by ``source`` and ``library`` in the table
 ``tool.hatch.build.hooks.custom`` of pyproject.toml. ``HATCH_BUILD_NO_HOOKS=true`` leaves it out. ``CC`` names
-another compiler than ``cc``. Each plugin with compiled code has a copy of this file.
+another compiler than ``cc``. Each package with compiled code has a copy of this file.
 """
 
 from __future__ import annotations

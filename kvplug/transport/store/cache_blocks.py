@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvplug.errors import LayoutError
 from kvplug.net.streams import DeviceMark
 from kvplug.transport.block_views import BlockViews
-from kvplug.transport.store.copies import copy_pieces, copy_tokens, ids_on
+from kvplug.transport.store.copies import copy_tokens, ids_on
+from kvplug.transport.store.copying.library import What, library
 from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.memory import PageMemory, PageRows
 from kvplug.transport.store.places import PagePlaces
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_MOST_PIECES: Final = 8
-"""Of a page. More are copied by torch, in whole blocks."""
 
 
 class PageBlocks(PageMemory):
@@ -51,8 +48,7 @@ class PageBlocks(PageMemory):
 
         Raises:
             LayoutError: the views are not those of the format; a block id is out of range or comes twice; the
-            table is
-                too short.
+                table is too short.
         """
         if len(views) != form.num_layers or any(len(layer) != len(form.parts) for layer in views):
             raise LayoutError(
@@ -60,8 +56,6 @@ class PageBlocks(PageMemory):
                 " parts each"
             )
         sample = views[0][0]
-        self._in_memory: list[list[tuple[int, int]]] | None = None
-        """Where the blocks lie, once that was looked up."""
         self.format = form
         self.device = str(sample.device)
         self.after = after
@@ -132,10 +126,7 @@ class PageBlocks(PageMemory):
             start, end = max(start, self._writable.start), min(end, self._writable.stop)
         if start >= end:
             return
-        is_whole = end - start == num_tokens
-        if is_whole and self._move_pieces(start, rows, layers, into_cache=into_cache):
-            return
-        if len(rows) == 1 and self._move_page(first, rows, layers, range(start, end), into_cache=into_cache):
+        if self._move_compiled(first, rows, layers, into_cache=into_cache):
             return
         dense = rows.as_tensor()
         move = self.mover(first, len(rows), into_cache=into_cache)
@@ -175,89 +166,19 @@ class PageBlocks(PageMemory):
 
         return move
 
-    def _move_page(
-        self, first: int, rows: PageRows, layers: range, tokens: range, *, into_cache: bool
-    ) -> bool:
-        """Copy tokens of one page between its row and blocks, part by part, each in one operation for each
-        block: what an index needs besides takes longer. Returns whether that was possible."""
-        import torch
-
-        elements = self._views.elements
-        if elements is None or (not into_cache and rows.buffer.readonly):
+    def _move_compiled(self, first: int, rows: PageRows, layers: range, *, into_cache: bool) -> bool:
+        """Copy in compiled code. Returns whether that was possible."""
+        compiled = library()
+        places = None if compiled is None else self.places(first, len(rows))
+        if compiled is None or places is None or (not into_cache and rows.buffer.readonly):
             return False
-        form, block_size = self.format, self._block_size
-        begin = self._first_token + first * form.page_tokens
-        pieces = []
-        token = tokens.start
-        while token < tokens.stop:
-            at = token % block_size
-            end = min(tokens.stop, token - at + block_size)
-            block = self._block_ids[token // block_size - self._first_block]
-            pieces.append((block, slice(at, at + end - token), slice(token - begin, end - begin)))
-            token = end
-        offset = rows.offsets[0]
-        row = torch.frombuffer(rows.buffer, dtype=torch.uint8, count=rows.nbytes, offset=offset)
-        if row.data_ptr() % elements[0][0].element_size() or rows.nbytes % elements[0][0].element_size():
+        origin = rows.address - layers.start * self.format.layer_nbytes
+        addresses = array("q", [origin + offset for offset in rows.offsets])
+        copies = compiled.copies(self.format, places, addresses, None)
+        if copies is None:
             return False
-        row = row.view(elements[0][0].dtype)
-        size = row.element_size()
-        for layer in layers:
-            base = (layer - layers.start) * form.layer_nbytes
-            for view, (at, nbytes) in zip(elements[layer], form.spans, strict=True):
-                part = row[(base + at) // size : (base + at + nbytes) // size].view(-1, *view.shape[2:])
-                for block, in_block, in_page in pieces:
-                    here, there = view[block, in_block], part[in_page]
-                    here.copy_(there) if into_cache else there.copy_(here)
+        copies.move(What.LOAD if into_cache else What.SAVE, range(len(rows)), layers)
         return True
-
-    def _move_pieces(self, start: int, rows: PageRows, layers: range, *, into_cache: bool) -> bool:
-        """Copy straight between rows and blocks that are one piece of memory each, in as many pieces as pages
-        have blocks. Returns whether they are."""
-        form, block_size = self.format, self._block_size
-        tokens = math.gcd(start, form.page_tokens, block_size)
-        per_page = form.page_tokens // tokens
-        if per_page > _MOST_PIECES or (not into_cache and rows.buffer.readonly):
-            return False
-        if self._in_memory is None:
-            self._in_memory = _rows_in_memory(self._views)
-        if not self._in_memory:
-            return False
-        where = [
-            (self._block_ids[token // block_size - self._first_block], token % block_size)
-            for token in range(start, start + len(rows) * form.page_tokens, tokens)
-        ]
-        memory = rows.address
-        offsets: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        for layer in layers:
-            base = (layer - layers.start) * form.layer_nbytes
-            for (address, stride), (at, nbytes) in zip(self._in_memory[layer], form.spans, strict=True):
-                token_bytes = nbytes // form.page_tokens
-                piece = tokens * token_bytes
-                if (stride, token_bytes) not in offsets:
-                    in_cache = [block * stride + token * token_bytes for block, token in where]
-                    steps = range(0, per_page * piece, piece)
-                    in_rows = [offset + step for offset in rows.offsets for step in steps]
-                    offsets[stride, token_bytes] = in_cache, in_rows
-                in_cache, in_rows = offsets[stride, token_bytes]
-                if into_cache:
-                    copy_pieces(address, in_cache, memory + base + at, in_rows, piece)
-                else:
-                    copy_pieces(memory + base + at, in_rows, address, in_cache, piece)
-        return True
-
-
-def _rows_in_memory(views: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int]]]:
-    """For each layer and part the address of block 0, and how many bytes further each next one is.
-
-    Empty: not in this processor's memory, or a block is no single piece of it.
-    """
-    found = []
-    for layer in views:
-        for view in layer:
-            if view.device.type != "cpu" or not view[:1].is_contiguous():
-                return []
-        found.append([(view.data_ptr(), view.stride(0) * view.element_size()) for view in layer])
-    return found
 
 
 def _copy_rows(

@@ -5,10 +5,8 @@ a last block that is left early. They copy bits, whatever the dtype."""
 
 from __future__ import annotations
 
-import ctypes
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvplug.transport.block_views import as_bits, as_elements
 
@@ -68,23 +66,3 @@ def copy_tokens(
     if tail:
         in_cache, outside = view[block_ids[-1], :tail], tokens[num_tokens - tail :]
         in_cache.copy_(outside) if into_cache else outside.copy_(in_cache)
-
-
-_LOCK_FREE_BYTES: Final = 256 << 10
-# Calls of a PyDLL keep the interpreter's lock. Releasing it for each small piece would take 5 ms each time,
-# while another thread computes.
-_move_locked = ctypes.PyDLL(None).memmove
-_move_locked.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-def copy_pieces(
-    target: int, target_offsets: Sequence[int], source: int, source_offsets: Sequence[int], nbytes: int
-) -> None:
-    """Copy pieces of ``nbytes`` each between two places in memory.
-
-    Args:
-        target, source: addresses, from which the offsets count. Nothing is checked.
-    """
-    move = _move_locked if nbytes < _LOCK_FREE_BYTES else ctypes.memmove
-    for to, at in zip(target_offsets, source_offsets, strict=True):
-        move(target + to, source + at, nbytes)

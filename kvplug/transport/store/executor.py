@@ -1,9 +1,10 @@
 """Makes a :class:`Store` of a :class:`BlockingStore`: threads, deadlines, verification, back-off.
 
 Calls of the blocking store run in a few threads. Jobs take turns page by page, so that a long one does not
-hold up the others; lookups go first. Pages are read into memory of the thread, verified there, and only then
-copied to the caller. So a call that returns after its job's deadline touches nothing of the caller's. A job
-whose deadline comes during such a copy is done, and settled when the copy has ended.
+hold up the others; lookups go first. A page is read into memory of the thread, and verified while it is
+copied from there to the caller: a wrong one is a miss, whatever its memory then holds. So a call that returns
+after its job's deadline touches nothing of the caller's. A job whose deadline comes during such a copy is
+done, and settled when the copy has ended.
 
 A call that does not return holds its thread. The jobs go on in another one, up to a bound; then they end by
 their deadlines. A call that raises counts as a loss of the store: requests end at once, as misses, until the

@@ -129,6 +129,9 @@ class PageMemory(abc.ABC):
     def places(self, first: int, count: int) -> PagePlaces | None:
         """Where pages ``first`` and on lie, for compiled code that copies them; ``None``: it cannot.
 
+        Where it can, :meth:`gather` and :meth:`scatter` may not be called: a subclass that changes them
+        changes this method as well.
+
         Raises:
             LayoutError: there are fewer pages.
         """

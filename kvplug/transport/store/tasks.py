@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from kvplug.errors import CapacityError, UnsupportedError
 from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.copying.rows import PageReading, PageSaving
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
@@ -143,6 +144,7 @@ class GetTask(Task):
         self._store = store
         self._seal = seal
         self._pages = pages
+        self._reading: PageReading | None = None
 
     def run(self, call: int, scratch: Scratch) -> None:
         pages, seal = self._pages, self._seal
@@ -158,13 +160,21 @@ class GetTask(Task):
             header = header[: min(length, header_length)]
             reason = seal.check_header(series, identity, header) or MissReason.CORRUPT
         else:
-            reason = seal.check(series, identity, header, payload)
+            reason = seal.check_header(series, identity, header) or seal.check_proof(header, payload)
         if reason is None:
-            self.copy(lambda: pages.memory.scatter(call, PageRows.dense(payload, 1, len(payload))))
-        elif reason is not MissReason.ABSENT:
+            checks: list[MissReason | None] = []
+            if not self.copy(lambda: checks.append(self._loaded(call, header, payload))):
+                return
+            (reason,) = checks
+        if reason is not None and reason is not MissReason.ABSENT:
             self._discard(key, reason)
         self.note(call, reason)
         self.job.advance()
+
+    def _loaded(self, call: int, header: memoryview, payload: memoryview) -> MissReason | None:
+        if self._reading is None:
+            self._reading = PageReading(self._seal, self._pages.memory)
+        return self._reading.load(call, header, payload)
 
     def _discard(self, key: bytes, reason: MissReason | None) -> None:
         """Make room under the key: as long as a wrong page is there, a right one would not be kept.
@@ -188,6 +198,7 @@ class PutTask(Task):
         self._store = store
         self._seal = seal
         self._pages = pages
+        self._saving: PageSaving | None = None
         self._forgotten: set[int] = set()
         """Calls whose pages were removed before they were written."""
         self._writing: dict[int, list[RemoveTask]] = {}
@@ -196,9 +207,10 @@ class PutTask(Task):
     def run(self, call: int, scratch: Scratch) -> None:
         pages, series = self._pages, self._pages.series
         payload = scratch.take(series.format.nbytes)
-        if not self.copy(lambda: pages.memory.gather(call, PageRows.dense(payload, 1, len(payload)))):
+        checksums: list[bytes | None] = []
+        if not self.copy(lambda: checksums.append(self._saved(call, payload))):
             return
-        header = self._seal.header(series, pages.identities[call], payload)
+        header = self._seal.header(series, pages.identities[call], payload, checksums[0])
         with self.lock:
             forgotten = call in self._forgotten
             if not forgotten:
@@ -220,6 +232,11 @@ class PutTask(Task):
             if removals or not has_failed:
                 self.note(call, PutReason.CANCELLED if removals else result)
             self._undo(pages.keys[call], removals)
+
+    def _saved(self, call: int, payload: memoryview) -> bytes | None:
+        if self._saving is None:
+            self._saving = PageSaving(self._seal, self._pages.memory)
+        return self._saving.save(call, PageRows.dense(payload, 1, len(payload)))[0]
 
     def _undo(self, key: bytes, removals: Sequence[RemoveTask]) -> None:
         """The page was removed while it was written: remove it now."""

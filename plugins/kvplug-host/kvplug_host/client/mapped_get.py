@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvplug import KvplugError
-from kvplug.transport import GetJob, MissReason, PageRequest, PageSeal
+from kvplug.transport import GetJob, MissReason, PageRequest, PageSeal, RowGenerations
 from kvplug_host import protocol
 from kvplug_host.arena.segments import WORD
 from kvplug_host.client.mapping import Mapping
 from kvplug_host.client.requests import Requests
-from kvplug_host.copying import Generations
 from kvplug_host.jobs.get import SlotGet
 from kvplug_host.jobs.workers import Task
 from kvplug_host.protocol import Op
@@ -102,7 +101,7 @@ class MappedGet(SlotGet):
             [place.offset if place else 0 for place in places],
             [place.header_bytes if place else 0 for place in places],
             [place.payload_bytes if place else 0 for place in places],
-            Generations(mapping.words, words, self._numbers),
+            RowGenerations(mapping.words, words, self._numbers),
         )
         if self._segments:
             self._again(self)

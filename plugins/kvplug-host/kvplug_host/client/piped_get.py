@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvplug import PeerGoneError
-from kvplug.transport import GetJob, MissReason, PageRequest, PageRows, PageSeal, WireError
-from kvplug_host.copying import Loading
+from kvplug.transport import GetJob, MissReason, PageLoading, PageRequest, PageRows, PageSeal, WireError
 from kvplug_host.jobs.get import Landing
 from kvplug_host.jobs.steps import UNKNOWN, OverError
 from kvplug_host.protocol import Pieces
@@ -93,7 +92,7 @@ class PipedGet(Landing):
         layers = self.layers[group]
 
         def load(run: range) -> list[MissReason | None] | None:
-            loading = Loading(
+            loading = PageLoading(
                 self.seal,
                 self.pages.memory,
                 run.start,

@@ -12,6 +12,7 @@ from kvplug.transport import (
     MissReason,
     PageRequest,
     PageRows,
+    PageSaving,
     PageSeal,
     PutReason,
     Usage,
@@ -19,7 +20,6 @@ from kvplug.transport import (
 )
 from kvplug_host import protocol
 from kvplug_host.client.requests import Requests
-from kvplug_host.copying import Saving
 from kvplug_host.jobs.steps import PUT_STEP_BYTES, Steps, page_ranges, put_results, runs_of
 from kvplug_host.protocol import Op
 
@@ -55,7 +55,7 @@ class RemotePut(Steps):
         self.pages = pages
         self._seal = seal
         self._native = native
-        self._saving: Saving | None = None
+        self._saving: PageSaving | None = None
         self._requests, self._send, self._note_usage, self._again = requests, send, note_usage, again
         self._ranges = deque(page_ranges(job.count, pages.series.format.nbytes, PUT_STEP_BYTES))
         self._asked: dict[int, Sequence[int]] = {}
@@ -169,7 +169,7 @@ class RemotePut(Steps):
         pages, form = self.pages, self.pages.series.format
         with self.lock:
             if self._saving is None:
-                self._saving = Saving(self._seal, pages.memory, native=self._native)
+                self._saving = PageSaving(self._seal, pages.memory, native=self._native)
             saving = self._saving
         for row_bytes, run in self._rows(numbers):
 

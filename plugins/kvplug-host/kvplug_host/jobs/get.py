@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvplug.transport import GetJob, MissReason, PageRequest, PageRows, PageSeal
-from kvplug_host import copying
+from kvplug.transport import GetJob, MissReason, PageLoading, PageRequest, PageRows, PageSeal, RowGenerations
 from kvplug_host.jobs.steps import UNKNOWN, Steps, layer_ranges, page_ranges
 
 WRONG: Final = frozenset({MissReason.FORMAT, MissReason.IDENTITY, MissReason.CORRUPT})
@@ -78,7 +77,7 @@ class Landing(Steps):
         """Verify some layers of these pages, as far as they are not missed, and copy them to the caller.
 
         Args:
-            load: ``load(run)``: does so for some of the pages, as :meth:`copying.Loading.load` does.
+            load: ``load(run)``: does so for some of the pages, as :meth:`PageLoading.load` does.
 
         Raises:
             OverError: the job has ended.
@@ -153,13 +152,13 @@ class SlotGet(Landing):
         self._again = again
         self._prepare = prepare
         self._num_steps = 1
-        self._loading: copying.Loading | None = None
+        self._loading: PageLoading | None = None
         """Once the headers are checked."""
         self._buffer = memoryview(b"")
         self._offsets: Sequence[int] = ()
         self._header_bytes: Sequence[int] = ()
         self._payload_bytes: Sequence[int] = ()
-        self._generations: copying.Generations | None = None
+        self._generations: RowGenerations | None = None
 
     def found(
         self,
@@ -167,7 +166,7 @@ class SlotGet(Landing):
         offsets: Sequence[int],
         header_bytes: Sequence[int],
         payload_bytes: Sequence[int],
-        generations: copying.Generations | None = None,
+        generations: RowGenerations | None = None,
     ) -> None:
         """Where the pages are.
 
@@ -216,11 +215,11 @@ class SlotGet(Landing):
             if self._payload_bytes[index] != wanted:
                 self.miss(index, MissReason.CORRUPT)
 
-    def _new_loading(self) -> copying.Loading:
+    def _new_loading(self) -> PageLoading:
         form = self.pages.series.format
         is_left = [each is UNKNOWN for each in self.results]
         offsets = [offset if left else 0 for offset, left in zip(self._offsets, is_left, strict=True)]
-        return copying.Loading(
+        return PageLoading(
             self.seal,
             self.pages.memory,
             0,

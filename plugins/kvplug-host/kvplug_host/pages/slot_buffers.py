@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from kvplug.transport import PageBuffers, PageFormat, PageMemory, PageRows
+from kvplug.transport import PageBuffers, PageFilling, PageFormat, PageMemory, PageRows
 from kvplug_host.arena.slots import Slot
-from kvplug_host.copying import Filling
 
 
 class SlotBuffers(PageBuffers):
@@ -32,13 +31,13 @@ class SlotBuffers(PageBuffers):
         self._slots: list[Slot | None] = [*slots]
         self.is_put = False
         self._native = native
-        self._filling: Filling | None = None
+        self._filling: PageFilling | None = None
         weakref.finalize(self, abandon, self._slots).atexit = False
 
     def fill(self, source: PageMemory, first: int, layers: range) -> None:
         filling = self._filling
         if filling is None or filling.source is not source or filling.first != first:
-            filling = self._filling = Filling(source, first, self.rows(), native=self._native)
+            filling = self._filling = PageFilling(source, first, self.rows(), native=self._native)
         filling.fill(layers)
 
     def take(self, index: int, nbytes: int) -> Slot | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Job, PageRequest, PageRows, PageSeal, PutReason
-from kvplug_host.copying import Saving
+from kvplug.transport import Job, PageRequest, PageRows, PageSaving, PageSeal, PutReason
 from kvplug_host.jobs.put import Put
 from kvplug_host.jobs.steps import runs_of
 from kvplug_host.pages.pages import Pages
@@ -17,9 +16,9 @@ class SlotPut(Put):
         super().__init__(job, pages, store.settled)
         self._seal = seal
         self._store = store
-        self._prepared: tuple[Saving, list[bytes], int] | None = None
+        self._prepared: tuple[PageSaving, list[bytes], int] | None = None
 
-    def _prepare(self) -> tuple[Saving, list[bytes], int]:
+    def _prepare(self) -> tuple[PageSaving, list[bytes], int]:
         """What is the same for all steps: the copies, the beginning of each page's header, and how many bytes
         each header has after it."""
         with self.lock:
@@ -28,7 +27,7 @@ class SlotPut(Put):
                 beginnings = seal.beginnings(pages.series, pages.identities)
                 first = pages.identities[0]
                 rest = seal.header_length(pages.series.format, first) - len(beginnings[0])
-                self._prepared = Saving(seal, pages.memory, native=self._store.native), beginnings, rest
+                self._prepared = PageSaving(seal, pages.memory, native=self._store.native), beginnings, rest
             return self._prepared
 
     def do(self, step: int) -> None:

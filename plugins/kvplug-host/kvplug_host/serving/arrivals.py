@@ -17,10 +17,10 @@ from kvplug.transport import (
     Pipe,
     PutReason,
     WireError,
+    verify_rows,
 )
 from kvplug_host import protocol
 from kvplug_host.arena.slots import Slot
-from kvplug_host.copying import verify
 from kvplug_host.jobs.put import Put
 from kvplug_host.pages.pages import Pages
 
@@ -149,7 +149,7 @@ class Arrival:
             pages.series, [pages.identities[at] for at in slots], list(headers.values())
         )
         left = [at for at, reason in zip(slots, reasons, strict=True) if reason is None]
-        checks = verify(
+        checks = verify_rows(
             seal,
             form,
             [headers[at] for at in left],

@@ -14,12 +14,12 @@ from typing import Final
 
 import pytest
 
-import kvplug_host
+import kvplug
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
 HERE: Final = Path(__file__).parent
-PACKAGE: Final = Path(kvplug_host.__file__ or "").parent
+PACKAGE: Final = Path(kvplug.__file__ or "").parent
 SANITIZERS: Final = "-fsanitize=address,undefined"
 FLAGS: Final = (
     "-std=c11",
@@ -50,7 +50,7 @@ def gcc(folder: Path) -> str:
 def run_tests(
     tmp_path: Path, config: pytest.Config, old: str = "", new: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Run test_host_native.py with a copy of the package whose pages.c is built with sanitizers.
+    """Run test_copying_tensors.py with a copy of the package whose pages.c is built with sanitizers.
 
     Returns what pytest has said, and what the sanitizers have reported.
     """
@@ -58,9 +58,9 @@ def run_tests(
     preloaded = subprocess.run(
         [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
-    package = tmp_path / "packages" / "kvplug_host"
+    package = tmp_path / "packages" / "kvplug"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "_pages.so"))
-    source = package / "native" / "pages.c"
+    source = package / "transport" / "store" / "copying" / "pages.c"
     text = source.read_text(encoding="utf-8")
     assert not old or text.count(old) == 1
     source.write_text(text.replace(old, new) if old else text, encoding="utf-8")
@@ -83,7 +83,7 @@ def run_tests(
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-c", str(config.inipath), "--rootdir", str(config.rootpath), "--hypothesis-profile", "dev"]
     done = subprocess.run(
-        [*command, str(HERE / "test_host_native.py")],
+        [*command, str(HERE / "test_copying_tensors.py")],
         env=env,
         cwd=tmp_path,
         capture_output=True,

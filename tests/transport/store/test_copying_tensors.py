@@ -25,8 +25,7 @@ from kvplug.transport import (
     Series,
     opaque_format,
 )
-from kvplug_host import copying
-from kvplug_host.native import library as native
+from kvplug.transport.store.copying import library as native, rows as copying
 
 LAYERS, BLOCKS, HEADS, SIZE = 3, 8, 2, 4
 SEAL = PageSeal()
@@ -57,16 +56,16 @@ def saved(memory: PageMemory, count: int, gap: int, *, native: bool) -> tuple[Pa
     step = form.nbytes + gap
     buffer = memoryview(bytearray(count * step))
     rows = PageRows(buffer, [(index + 1) % count * step for index in range(count)], form.nbytes)
-    saving = copying.Saving(SEAL, memory, native=native)
+    saving = copying.PageSaving(SEAL, memory, native=native)
     made = saving.save(0, rows)
     assert saving.hash(0, rows) == made
     series = Series(form)
     return rows, [SEAL.header(series, b"", rows.row(at), each) for at, each in enumerate(made)]
 
 
-def loading(rows: PageRows, headers: list[bytes], memory: PageMemory, *, native: bool) -> copying.Loading:
+def loading(rows: PageRows, headers: list[bytes], memory: PageMemory, *, native: bool) -> copying.PageLoading:
     layers = range(memory.format.num_layers)
-    return copying.Loading(SEAL, memory, 0, headers, rows, layers, native=native)
+    return copying.PageLoading(SEAL, memory, 0, headers, rows, layers, native=native)
 
 
 def checks(
@@ -115,7 +114,7 @@ def test_they_copy_and_check_as_python_does(
         found = [
             checks(rows, headers, into, layers, native=is_native) for layers in (range(1), range(1, LAYERS))
         ]
-        verified = copying.verify(SEAL, form, headers, rows, native=is_native)
+        verified = copying.verify_rows(SEAL, form, headers, rows, native=is_native)
         assert verified == [
             MissReason.CORRUPT if MissReason.CORRUPT in part else None for part in zip(*found)
         ]
@@ -165,14 +164,14 @@ def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(
     at, expected = array("Q", [1, 3, 5]), array("Q", [7, 2**63 + 1, 9])
     for word, generation in zip(at, expected, strict=True):
         words[word] = generation
-    loading = copying.Loading(
+    loading = copying.PageLoading(
         SEAL,
         pages,
         0,
         headers,
         rows,
         range(LAYERS),
-        generations=copying.Generations(words, at, expected),
+        generations=copying.RowGenerations(words, at, expected),
         native=is_native,
     )
     some, layers = range(1, 3), range(1, LAYERS)
@@ -190,7 +189,7 @@ def test_rows_are_filled_layer_by_layer(order: str, is_native: bool) -> None:
     expected, _ = saved(source, 4, gap=8, native=False)
     buffer = memoryview(bytearray(3 * source.format.nbytes))
     rows = PageRows.dense(buffer, 3, source.format.nbytes)
-    filling = copying.Filling(source, 1, rows, native=is_native)
+    filling = copying.PageFilling(source, 1, rows, native=is_native)
     for layer in range(LAYERS):
         filling.fill(range(layer, layer + 1))
     assert [bytes(rows.row(at)) for at in range(3)] == [bytes(expected.row(at)) for at in range(1, 4)]

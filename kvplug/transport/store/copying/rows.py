@@ -1,7 +1,7 @@
-"""Copies between slots and the caller's memory, with the checksums: all of them pass through here.
+"""Copies between rows of pages and the caller's memory, with the checksums.
 
-Compiled code does both at once where it was built and the memory can be reached from it (native/pages.c);
-elsewhere Python does. What is the same for all steps of a request is prepared once."""
+Compiled code does both at once where it was built and can reach the memory (pages.c); elsewhere Python does.
+What is the same for all steps of a request is prepared once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvplug.engine import LayoutError
+from kvplug.errors import LayoutError
 from kvplug.net.wire.copying import address_of
-from kvplug.transport import MissReason, PageFormat, PageMemory, PageRows, PageSeal
-from kvplug_host.native.library import IS_GONE, Copies, What, library
+from kvplug.transport.store.copying.library import IS_GONE, Copies, What, library
+from kvplug.transport.store.format import PageFormat
+from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.memory import PageMemory, PageRows
+from kvplug.transport.store.results import MissReason
 
 
 @attrs.frozen(eq=False)
-class Generations:
+class RowGenerations:
     """What the slots of a request's pages must hold after a copy, where the store may use them again."""
 
     words: memoryview
@@ -32,7 +35,7 @@ class Generations:
         return [words[at[page]] == expected[page] for page in pages]
 
 
-class Loading:
+class PageLoading:
     """Pages in rows, which are verified and copied into the caller's memory, some layers at a time.
 
     Threads may share it."""
@@ -46,7 +49,7 @@ class Loading:
         rows: PageRows,
         layers: range,
         *,
-        generations: Generations | None = None,
+        generations: RowGenerations | None = None,
         native: bool,
     ) -> None:
         """
@@ -123,7 +126,51 @@ class Loading:
         return found
 
 
-def verify(
+class PageReading:
+    """Pages that are read one at a time, each into a row of its own, where they are verified and copied into
+    the caller's memory.
+
+    Threads may share it, each with other pages."""
+
+    def __init__(self, seal: PageSeal, memory: PageMemory, *, native: bool = True) -> None:
+        """``native``: whether compiled code may be used."""
+        form, count = memory.format, len(memory)
+        self._seal, self._memory = seal, memory
+        self._each = form.num_layers * len(form.parts) if seal.checksums else 0
+        self._layers = range(form.num_layers)
+        self._copies: Copies | None = None
+        compiled = library() if native and count else None
+        places = memory.places(0, count) if compiled is not None else None
+        if compiled is not None and places is not None:
+            sums = array("Q", bytes(8 * count * self._each)) if seal.checksums else None
+            self._copies = compiled.copies(form, places, array("q", bytes(8 * count)), sums)
+
+    def load(self, page: int, header: bytes | memoryview, row: memoryview) -> MissReason | None:
+        """Copy one page, and verify it.
+
+        Args:
+            header: has passed :meth:`PageSeal.check_header`.
+            row: all of the page's bytes.
+
+        Returns: why the page must not be used, as far as the seal can tell. Then its memory holds anything.
+        """
+        form, copies = self._memory.format, self._copies
+        if copies is None:
+            reason = self._seal.check_layers(form, header, 0, row)
+            if reason is None:
+                self._memory.scatter(page, PageRows.dense(row, 1, len(row)))
+            return reason
+        if len(row) != form.nbytes:
+            raise LayoutError(f"a row of {len(row)} bytes for a page of {form.nbytes}")
+        copies.addresses[page] = address_of(row)
+        if copies.checksums is not None:
+            expected = bytes(header[self._seal.checksums_at(form, self._layers)])
+            copies.checksums[page * self._each : (page + 1) * self._each] = array("Q", expected)
+        is_right = copies.move(What.LOAD, range(page, page + 1), self._layers) is None
+        return None if is_right else MissReason.CORRUPT
+
+
+def verify_rows(
     seal: PageSeal, form: PageFormat, headers: Sequence[bytes], rows: PageRows, *, native: bool
 ) -> list[MissReason | None]:
     """Why the bytes in each row are not those of the page with this header; ``None`` where they are.
@@ -153,7 +200,7 @@ def _from_memory(
     return compiled.copies(memory.format, places, addresses, checksums)
 
 
-class Filling:
+class PageFilling:
     """Pages of the caller's memory, which are copied into rows layer by layer, without checksums."""
 
     def __init__(self, source: PageMemory, first: int, rows: PageRows, *, native: bool) -> None:
@@ -183,10 +230,10 @@ class Filling:
         self.source.gather(self.first, self._rows.columns(layers.start * step, layers.stop * step), layers)
 
 
-class Saving:
+class PageSaving:
     """Pages of the caller's memory, which are copied into rows, some at a time. Threads may share it."""
 
-    def __init__(self, seal: PageSeal, memory: PageMemory, *, native: bool) -> None:
+    def __init__(self, seal: PageSeal, memory: PageMemory, *, native: bool = True) -> None:
         """``native``: whether compiled code may be used."""
         self._memory = memory
         self._copies: Copies | None = None

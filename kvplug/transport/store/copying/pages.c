@@ -5,8 +5,8 @@
  *
  *     base[layer, part] + id[token / block_tokens] * block_stride + (token % block_tokens) * token_stride
  *
- * and its bytes there have axes of their own, whose strides are given for both sides. kvplug_host/native/ has
- * the Python side; see library.py for who checks what. Nothing is checked here.
+ * and its bytes there have axes of their own, whose strides are given for both sides. library.py has the Python
+ * side, and says who checks what. Nothing is checked here.
  */
 
 #include <stdatomic.h>

@@ -1,7 +1,7 @@
 """The functions of pages.c, if they were compiled with this package and xxhash's own function can be called.
 
-:mod:`kvplug_host.copying` has checked that rows and pages fit together before they come here; the caches'
-addresses and strides are those of tensors, and block ids were checked with their table."""
+The callers have checked that rows and pages fit together before they come here; the caches' addresses and
+strides are those of tensors, and block ids were checked with their table."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.transport import PageFormat, PagePlaces, PartPlace, exhaustion_of
+from kvplug.net.exhaustion import exhaustion_of
+from kvplug.transport.block_views import PartPlace
+from kvplug.transport.store.format import PageFormat
+from kvplug.transport.store.places import PagePlaces
 
 logger = logging.getLogger(__name__)
 
 _FILE: Final = Path(__file__).with_name("_pages.so")
 _SOURCE: Final = Path(__file__).with_name("pages.c")
 _MAX_AXES: Final = 4
+_LOCK_FREE_BYTES: Final = 256 << 10
+"""Single pages of this size or larger are copied without the interpreter's lock."""
 _POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
 _Axes = _I64 * _MAX_AXES
 
@@ -102,7 +107,8 @@ class Copies:
         """
         self.addresses = addresses
         self.checksums = checksums
-        self._move = library.move
+        self._move, self._move_locked = library.move, library.move_locked
+        self._locked_layers = -(-_LOCK_FREE_BYTES // form.layer_nbytes)
         self._kept = [parts, places, addresses, checksums]
         self._task = _Task(
             rows=addresses.buffer_info()[0],
@@ -130,10 +136,14 @@ class Copies:
     def move(self, what: int, rows: range, layers: range) -> bytes | None:
         """Do what :class:`What` says with these layers of these rows.
 
+        One small row is moved with the interpreter's lock held: a thread that releases it for some
+        microseconds may wait 5 ms for it.
+
         Returns: for each row :data:`IS_WRONG` and :data:`IS_GONE`; ``None``: they are all right.
         """
         faults = ctypes.create_string_buffer(len(rows))
-        is_faulty = self._move(
+        is_small = len(rows) == 1 and len(layers) < self._locked_layers
+        is_faulty = (self._move_locked if is_small else self._move)(
             self._at, what, rows.start, len(rows), layers.start, len(layers), ctypes.addressof(faults)
         )
         return faults.raw if is_faulty else None
@@ -141,9 +151,12 @@ class Copies:
 
 @attrs.frozen
 class Library:
-    """The compiled copies, which release the interpreter's lock."""
+    """The compiled copies."""
 
     move: Callable[..., int]
+    """Releases the interpreter's lock."""
+    move_locked: Callable[..., int]
+    """The same, and keeps it."""
     hash: int
     """Address of xxhash's XXH3_64bits."""
 
@@ -208,11 +221,13 @@ def _loaded() -> Library:
     for sample in (b"", b"kvplug", bytes(range(256)) * 17):
         if hash_of(sample, len(sample)) != xxhash.xxh3_64_intdigest(sample):
             raise _UnusableError("xxhash's XXH3_64bits is another function than its Python one")
-    move = functions.kvplug_pages_move
-    move.restype, move.argtypes = ctypes.c_int, (_POINTER, ctypes.c_int, _I64, _I64, _I64, _I64, _POINTER)
+    move, move_locked = functions.kvplug_pages_move, ctypes.PyDLL(str(_FILE)).kvplug_pages_move
+    for each in (move, move_locked):
+        each.restype = ctypes.c_int
+        each.argtypes = (_POINTER, ctypes.c_int, _I64, _I64, _I64, _I64, _POINTER)
     address = ctypes.cast(hash_of, _POINTER).value
     assert address
-    return Library(move, address)
+    return Library(move, move_locked, address)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,1 +1,0 @@
-"""The compiled copies between slots and caches (pages.c). They are optional: Python does the same, slower."""
