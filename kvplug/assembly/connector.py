@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from kvplug.assembly.links import LinkSettings
+from kvplug.assembly.members import members_of
 from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import (
@@ -111,10 +112,20 @@ def build_connector(
     )
     stores = StoreOpener(resolved, store_links(resolved, stats))
     peers = ControlPeers(settings, rank=parallelism.worker_rank, listen=listen, connect=connect)
+    members = members_of(
+        resolved,
+        rank=parallelism.worker_rank,
+        num_workers=parallelism.num_workers,
+        model=model,
+        credentials=settings.credentials,
+        stats=stats,
+    )
     labels = {"connector": spec.name, "side": which.value, "role": str(config.role)}
     reporter = Reporter(stats, (*resolved.sinks(), *sinks), labels)
 
     def close() -> None:
+        if members is not None:
+            members.close()
         peers.close()
         reporter.close()
 
@@ -127,6 +138,7 @@ def build_connector(
         parallelism=parallelism,
         loads_in_background=loads_in_background,
         peers=peers,
+        members=members,
         stats=stats,
         checksums=checksums_of(config),
         open_store=stores.open,

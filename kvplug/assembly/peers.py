@@ -276,16 +276,17 @@ class ControlPeers(Peers):
             raise ClosedError("this connector was shut down")
         return listener
 
-    def address_of(self, rank: int, peer: str | None = None) -> str:
+    def address_of(self, rank: int, peer: str | Mapping[int, str] | None = None) -> str:
         """The address or contact of a peer engine's worker ``rank``."""
-        if peer is not None:
+        if isinstance(peer, str):
             return self._settings.config.address_beside(peer, rank)
-        if self._connect is None:
+        contacts = self._connect if peer is None else peer
+        if contacts is None:
             return self._settings.config.control_address(rank)
-        if rank not in self._connect:
-            known = ", ".join(str(known) for known in sorted(self._connect))
+        if rank not in contacts:
+            known = ", ".join(str(known) for known in sorted(contacts))
             raise HandshakeError(f"no contact is known for rank {rank} of the peer engine, only for {known}")
-        return self._connect[rank]
+        return contacts[rank]
 
     def connect(
         self,
@@ -294,7 +295,7 @@ class ControlPeers(Peers):
         timeout: Timeout = DEFAULT_TIMEOUT,
         *,
         retry: bool = True,
-        peer: str | None = None,
+        peer: str | Mapping[int, str] | None = None,
     ) -> ControlLink:
         if self._closed.is_set():
             raise ClosedError("this connector was shut down")

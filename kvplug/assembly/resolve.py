@@ -201,7 +201,7 @@ class ResolvedConfig:
             made.append(sink)
         return tuple(made)
 
-    def check(self, keys: Iterable[str] = (*CHOSEN, *NAMED, "integrity")) -> None:
+    def check(self, keys: Iterable[str] = (*CHOSEN, *NAMED, "peers", "integrity")) -> None:
         """Resolve the names in the config and check every table of options.
 
         ``keys``: the keys that the caller uses. The default of ``stores`` is checked when a connector opens

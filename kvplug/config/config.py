@@ -18,15 +18,16 @@ from kvplug.config.schema import (
     HASH,
     LAST_PORT,
     NAME,
-    address_form,
     chosen,
     count,
     cpus_form,
     cross_faults,
+    directory_of,
     each_one,
     host_form,
     matches,
     name_form,
+    peer_form,
 )
 from kvplug.config.sources import Layer, SourcedValue
 from kvplug.errors import ConfigError
@@ -116,9 +117,18 @@ class Config:
     )
     peers: tuple[str, ...] = option(
         (),
-        help="Addresses of the engines whose KV is loaded: host:port or unix:@name of rank 0 of each, or the"
-        " contact of a program. None given: the one at host and port, for a consumer.",
-        validator=each_one(address_form),
+        help="The engines whose KV is loaded. Addresses: host:port or unix:@name of rank 0 of each, or the"
+        " contact of a program. Or the URL of a directory where engines announce themselves, such as"
+        " redis://10.0.0.7:6379/0 or etcd://10.0.0.7:2379. None given: the one at host and port, for a"
+        " consumer.",
+        validator=each_one(peer_form),
+    )
+    peers_lease_s: float = option(
+        15.0,
+        help="With a directory in peers: how long an engine counts as there after its last announcement. Each"
+        " announces itself, and reads the others' announcements, five times as often.",
+        unit="seconds",
+        at_least=0.5,
     )
     role: Role | None = attrs.field(
         default=None,
@@ -356,6 +366,16 @@ class Config:
                 " unix:@name-0 of worker 0"
             )
         return f"{head}{separator}{int(number) + rank}"
+
+    @property
+    def directory(self) -> str | None:
+        """The directory of engines that ``peers`` names; ``None``: only addresses."""
+        return next((peer for peer in self.peers if directory_of(peer) is not None), None)
+
+    @property
+    def peer_addresses(self) -> tuple[str, ...]:
+        """``peers`` without a directory."""
+        return tuple(peer for peer in self.peers if directory_of(peer) is None)
 
     def source_of(self, key: str) -> str:
         """Source of the value of ``key`` (also ``options.cpu.connections``); ``"default"`` if none set it."""

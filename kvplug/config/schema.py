@@ -71,6 +71,16 @@ def address_form(_: Any, __: Any, value: Any) -> None:
         )
 
 
+DIRECTORY_URL = re.compile(r"([a-z][a-z0-9-]{0,39})://(\S+)")
+"""A directory of engines: its name, and what that makes of the rest."""
+
+
+def peer_form(_: Any, __: Any, value: Any) -> None:
+    address_form(_, __, value)
+    if "://" in value and not value.startswith("tcp://") and not DIRECTORY_URL.fullmatch(value):
+        raise ValueError('a directory of engines is written as a URL, such as "redis://10.0.0.7:6379/0"')
+
+
 def cpus_form(_: Any, __: Any, value: Any) -> None:
     if not isinstance(value, str) or not _CPUS.fullmatch(value):
         raise ValueError('allowed is "all", "inherit", or a list of CPUs such as "0-3,8"')
@@ -85,6 +95,12 @@ def count(what: str) -> Any:
             raise ValueError(f"allowed is {what}")
 
     return check
+
+
+def directory_of(peer: str) -> str | None:
+    """The name of the directory that an element of ``peers`` stands for; ``None``: it is an address."""
+    found = None if peer.startswith("tcp://") else DIRECTORY_URL.fullmatch(peer)
+    return None if found is None else found[1]
 
 
 TLS_KEYS = ("tls_cert", "tls_key", "tls_ca")
@@ -108,6 +124,9 @@ def cross_faults(values: Mapping[str, Any]) -> list[str]:
             f"heartbeat_timeout_s: {heartbeat:g} was given; allowed is at most timeout_s ({timeout:g}), or"
             " calls would give up before the death of a peer is noticed"
         )
+    directories = [peer for peer in values.get("peers", ()) if directory_of(peer)]
+    if len(directories) > 1:
+        faults.append(f"peers: {len(directories)} directories were given; allowed is one, beside addresses")
     missing = [key for key in TLS_KEYS if not values.get(key)]
     given = [key for key in TLS_KEYS if key not in missing]
     if given and missing:

@@ -46,6 +46,10 @@ from kvplug.engine.layout import (
     spans as spans,
     views as views,
 )
+from kvplug.engine.members import (
+    Engine as Engine,
+    Members as Members,
+)
 from kvplug.errors import (
     EntryGoneError as EntryGoneError,
     LayoutError as LayoutError,

@@ -7,13 +7,14 @@ its metrics and its access to other processes here.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
 from kvplug.config import Config
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
+from kvplug.engine.members import Members
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.model import ModelInfo
@@ -80,14 +81,14 @@ class Peers(abc.ABC):
         timeout: Timeout = DEFAULT_TIMEOUT,
         *,
         retry: bool = True,
-        peer: str | None = None,
+        peer: str | Mapping[int, str] | None = None,
     ) -> PeerLink:
         """Connect to worker ``rank`` of a peer engine; retries until it listens or the deadline passes.
 
         ``purpose`` is a word both connectors understand; the acceptor finds it in the agreement. With
         ``retry=False`` the peer must already listen. ``peer`` is the address of the peer engine's worker 0,
-        as in the config's ``peers``; by default the config's host and port, or what the embedding program
-        says.
+        as in the config's ``peers``, or the contact of each worker by its rank; by default the config's host
+        and port, or what the embedding program says.
 
         Raises:
             TimeoutError: no process listened there in time; names the address.
@@ -120,6 +121,9 @@ class ConnectorContext:
     its options say.
     """
     peers: Peers
+    members: Members | None = None
+    """The engines that a directory knows, where ``peers`` names one. A connector closes it in
+    ``shutdown``."""
     stats: TransferStats
     """The counters of this connector. One object for each side; sinks read it."""
     checksums: tuple[str, ...] = ()

@@ -50,6 +50,8 @@ class Op(enum.StrEnum):
     """One page that an engine's own store gave up to make room for another."""
     HANDSHAKE = "handshake"
     """One agreement with a peer, from the proven connection on."""
+    MEMBERS = "members"
+    """One round with a directory of engines: this one is announced, and the others are listed."""
     OTHER = "other"
     """An operation of a newer plugin that this core does not know."""
 
@@ -90,7 +92,7 @@ class Reason(enum.StrEnum):
     IDENTITY = "identity"
     """What is stored there is the page of other tokens."""
     FORGED = "forged"
-    """The page's proof was not made with the secret."""
+    """The proof of a page or an announcement was not made with the secret."""
     CANCELLED = "cancelled"
     """The caller needed it no more."""
     STORE_GONE = "store_gone"

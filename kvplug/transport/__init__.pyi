@@ -133,10 +133,14 @@ from kvplug.transport.communicator import (
 )
 from kvplug.transport.context import (
     CommunicatorContext as CommunicatorContext,
+    DirectoryContext as DirectoryContext,
     LookupContext as LookupContext,
     PipeContext as PipeContext,
     QueueContext as QueueContext,
     StoreContext as StoreContext,
+)
+from kvplug.transport.directory import (
+    Directory as Directory,
 )
 from kvplug.transport.duplex.contact import (
     Contact as Contact,
@@ -208,6 +212,7 @@ from kvplug.transport.queue import (
     Wait as Wait,
 )
 from kvplug.transport.spec import (
+    DirectorySpec as DirectorySpec,
     Kind as Kind,
     Probe as Probe,
     StoreSpec as StoreSpec,

@@ -107,6 +107,18 @@ class StoreContext:
 
 
 @attrs.frozen(kw_only=True)
+class DirectoryContext:
+    """For the factory of a directory, which returns a ``Directory``."""
+
+    options: Any
+    """An instance of the spec's options class, or ``None``."""
+    url: str = attrs.field(repr=False)
+    """As the config's ``peers`` names it, for example ``redis://10.0.0.7:6379/0``. May hold a password."""
+    timeout_s: float = 3.0
+    """Every call ends within it."""
+
+
+@attrs.frozen(kw_only=True)
 class CommunicatorContext:
     """For the factory of a device communicator, which returns a ``DeviceCommunicator``."""
 

@@ -18,7 +18,14 @@ from typing import Final
 
 import pluggy
 
-from kvplug.transport.spec import CommandSpec, ConnectorSpec, SinkSpec, StoreSpec, TransportSpec
+from kvplug.transport.spec import (
+    CommandSpec,
+    ConnectorSpec,
+    DirectorySpec,
+    SinkSpec,
+    StoreSpec,
+    TransportSpec,
+)
 
 PROJECT: Final = "kvplug"
 """Name of the pluggy project and of the entry-point group."""
@@ -42,6 +49,11 @@ def kvplug_stores() -> list[StoreSpec]:  # type: ignore[empty-body]
 
 
 @hookspec
+def kvplug_directories() -> list[DirectorySpec]:  # type: ignore[empty-body]
+    """Directories of engines that the plugin offers."""
+
+
+@hookspec
 def kvplug_connectors() -> list[ConnectorSpec]:  # type: ignore[empty-body]
     """Connectors that the plugin offers."""
 
@@ -59,6 +71,7 @@ def kvplug_commands() -> list[CommandSpec]:  # type: ignore[empty-body]
 OFFERED: Final = {
     "kvplug_transports": TransportSpec,
     "kvplug_stores": StoreSpec,
+    "kvplug_directories": DirectorySpec,
     "kvplug_connectors": ConnectorSpec,
     "kvplug_sinks": SinkSpec,
     "kvplug_commands": CommandSpec,

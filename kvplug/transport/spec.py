@@ -36,6 +36,7 @@ class Kind(enum.StrEnum):
     LOOKUP_BUFFER = "lookup_buffer"
     COMMUNICATOR = "communicator"
     STORE = "store"
+    DIRECTORY = "directory"
     SINK = "sink"
     COMMAND = "command"
 
@@ -259,6 +260,26 @@ class StoreSpec(_Spec):
 
 
 @attrs.frozen(kw_only=True)
+class DirectorySpec(_Spec):
+    """One directory of engines. A config chooses it by the scheme of a URL in ``peers``, which is its name.
+
+    ``factory`` is called with one argument, a ``kvplug.transport.DirectoryContext``, and returns a
+    ``Directory``.
+    """
+
+    probe: str | None = attrs.field(default=None, validator=_check_target)
+    """A function without arguments that returns a :class:`Probe`."""
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.DIRECTORY
+
+    def run_probe(self) -> Probe:
+        """The probe's result, as :meth:`TransportSpec.run_probe` gives it."""
+        return _probed(self)
+
+
+@attrs.frozen(kw_only=True)
 class ConnectorSpec(_Spec):
     """One connector: a factory for each of its two sides.
 
@@ -316,7 +337,7 @@ class CommandSpec(_Offered):
         return self._load("target")
 
 
-def _probed(spec: TransportSpec | StoreSpec) -> Probe:
+def _probed(spec: TransportSpec | StoreSpec | DirectorySpec) -> Probe:
     if spec.probe is None:
         return Probe()
     try:
@@ -333,5 +354,5 @@ def _probed(spec: TransportSpec | StoreSpec) -> Probe:
     return found
 
 
-Spec = TransportSpec | StoreSpec | ConnectorSpec | SinkSpec | CommandSpec
+Spec = TransportSpec | StoreSpec | DirectorySpec | ConnectorSpec | SinkSpec | CommandSpec
 """Anything a plugin can offer."""

@@ -9,6 +9,7 @@ from kvplug.assembly.registry.registry import Registry
 from kvplug.config import check_options
 from kvplug.config.messages import did_you_mean, listed, shown
 from kvplug.config.options import option_fields
+from kvplug.config.schema import directory_of
 from kvplug.errors import ConfigError, PluginError
 from kvplug.net import checksum
 from kvplug.transport.spec import CommandSpec, Kind, Spec, TransportSpec
@@ -31,8 +32,8 @@ def name_faults(
 ) -> tuple[str, ...]:
     """The faults of the names in a config, and of every table of options in it.
 
-    ``names`` holds the keys of :data:`CHOSEN` and :data:`NAMED`, and ``integrity``, as far as their form is
-    right.
+    ``names`` holds the keys of :data:`CHOSEN` and :data:`NAMED`, ``peers`` and ``integrity``, as far as their
+    form is right.
     """
     faults: list[str] = []
     for key, kind in CHOSEN.items():
@@ -58,6 +59,19 @@ def name_faults(
                 continue
             if listed_spec.name not in options:
                 faults += _spec_faults(listed_spec, {})  # something may have to be given
+    for peer in names.get("peers", ()):
+        directory = directory_of(peer)
+        if directory is None:
+            continue
+        try:
+            registry.get(Kind.DIRECTORY, directory)
+        except PluginError as e:
+            faults.append(f"peers: {e}")
+            continue
+        if directory not in options:
+            faults += _spec_faults(
+                registry.get(Kind.DIRECTORY, directory), {}
+            )  # something may have to be given
     integrity = names.get("integrity", "auto")
     if integrity not in ("auto", "off", *checksum.NAMES):
         allowed = f"allowed is {listed(['auto', 'off', *checksum.NAMES])}"

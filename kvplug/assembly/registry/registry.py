@@ -34,6 +34,7 @@ from kvplug.transport.spec import (
     TRANSPORTS,
     CommandSpec,
     ConnectorSpec,
+    DirectorySpec,
     Kind,
     SinkSpec,
     Spec,
@@ -165,6 +166,8 @@ class Registry:
     def get(self, kind: _TransportKind, name: str) -> TransportSpec: ...
     @overload
     def get(self, kind: Literal[Kind.STORE], name: str) -> StoreSpec: ...
+    @overload
+    def get(self, kind: Literal[Kind.DIRECTORY], name: str) -> DirectorySpec: ...
     @overload
     def get(self, kind: Literal[Kind.SINK], name: str) -> SinkSpec: ...
     @overload

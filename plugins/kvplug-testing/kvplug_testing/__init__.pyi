@@ -9,6 +9,9 @@ from kvplug_testing.contract.communicator import (
 from kvplug_testing.contract.connector import (
     ConnectorContract as ConnectorContract,
 )
+from kvplug_testing.contract.directory import (
+    DirectoryContract as DirectoryContract,
+)
 from kvplug_testing.contract.lookup import (
     LookupBufferContract as LookupBufferContract,
 )

@@ -285,6 +285,22 @@ STORE-11, memory on a device
   before (`PageBlocks.after`), and count as there only when the device has written them. A job ends by its
   deadline also while the device does nothing, and settles when the device is done with its memory.
 
+## Directory
+
+DIR-1, announcements
+: An entry that was announced is seen by every process, as it was announced, from the next question on. Names
+  do not touch each other. A later announcement of a name replaces the earlier one, whoever made it, and what
+  is withdrawn is gone.
+
+DIR-2, leases
+: An entry is gone when its lease has ended, at most some seconds late, and stays while it is renewed. The
+  process that announced it need not be there, and need not run. What was lost, or removed by another program,
+  is there again after the next announcement.
+
+DIR-3, time
+: Making a directory waits for nothing. Every other call ends within the context's `timeout_s`, in an answer
+  or in an error, also while the service is stopped; when the service goes on, so does the directory.
+
 ## Connector
 
 CONN-1, order

@@ -21,8 +21,8 @@ Runs = tuple[tuple[str, int], ...]
 class Search:
     """The search for the pages of one request."""
 
-    inquiries: list[Inquiry]
-    """One for each source, in their order."""
+    inquiries: list[tuple[str, Inquiry]]
+    """The name of each source, and its inquiry, in their order."""
     waits_until: float = 0.0
     """When the request is computed instead of waiting for pages that are coming; 0: it does not wait yet;
     ``_HAS_WAITED``: it has waited, and does not again, however often it is asked about."""
@@ -50,7 +50,7 @@ class Matcher:
 
     def begin(self) -> Search:
         """A new request has come in."""
-        return Search([source.inquire() for source in self._sources])
+        return Search([(source.name, source.inquire()) for source in self._sources])
 
     def held(self, search: Search, chains: list[bytes], first: int) -> tuple[int, tuple[Runs, ...]] | None:
         """How many pages from number ``first`` on every worker can load, and from where, for each of them.
@@ -77,7 +77,7 @@ class Matcher:
         at = first
         while at < len(chains):
             must_wait, taken = False, 0
-            for number, inquiry in enumerate(search.inquiries):
+            for number, (name, inquiry) in enumerate(search.inquiries):
                 if number not in answers or at < begun[number] or at - begun[number] >= len(answers[number]):
                     known = inquiry.presences(chains, at, rank)
                     if known is None:
@@ -89,7 +89,7 @@ class Matcher:
                 have = answers[number][at - begun[number] :]
                 taken = _num_held(have)
                 if taken:
-                    runs.append((self._sources[number].name, taken))
+                    runs.append((name, taken))
                     break
                 must_wait = must_wait or bool(have)
             if taken:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvplug import ClosedError, HandshakeError, PeerGoneError, TimeoutError
 from kvplug.engine import ConnectorContext, PeerLink
@@ -28,11 +28,18 @@ class PeerStore:
     A thread of its own connects, so that a peer that does not answer holds up no loads from others.
     """
 
-    def __init__(self, context: ConnectorContext, address: str | None, shard: Shard) -> None:
+    def __init__(
+        self, context: ConnectorContext, address: str | Mapping[int, str] | None, shard: Shard, name: str
+    ) -> None:
+        """
+        Args:
+            address: of the peer engine's worker 0, or the contacts of its workers.
+            name: of the source that it is.
+        """
         self._context = context
         self._address = address
         self._shard = shard
-        self.name = f"peer {address or ''}".strip()
+        self.name = name
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         """Held by the thread that connects."""
@@ -154,6 +161,14 @@ class PeerStore:
         if link is not None:
             link.close()
         self._waiting.put(None)
+
+    def close_in_background(self) -> None:
+        """:meth:`close`, without waiting for it."""
+        self._stop()
+        try:
+            BackgroundThread(self.close, name="kvplug-lookup-peer-close", stop=self._stop).start()
+        except RuntimeError:  # no more threads
+            self.close()
 
     def close(self) -> None:
         """End the connection, and what waits for one. Idempotent."""

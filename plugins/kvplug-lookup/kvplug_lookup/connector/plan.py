@@ -78,6 +78,10 @@ class StepPlan:
     reset."""
     num_tokens: int = 0
     """Tokens that the step computes."""
+    left: tuple[str, ...] = ()
+    """Sources of engines that have left, before what follows."""
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=(), repr=False)
+    """Sources of engines that have come, and the contacts of their workers, by rank."""
 
     def to_plain(self) -> dict[str, Any]:
         return attrs.asdict(self)
@@ -105,4 +109,6 @@ class StepPlan:
             forget=tuple(plain["forget"]),
             reset=plain["reset"],
             num_tokens=plain["num_tokens"],
+            left=tuple(plain["left"]),
+            joined=tuple((name, tuple(contacts)) for name, contacts in plain["joined"]),
         )

@@ -130,7 +130,7 @@ class Replica:
         """It was connected once, or refused."""
         self._was_connected = False
         self._closed = threading.Event()
-        self._thread = BackgroundThread(self._run, name="kvplug-lookup-replica", stop=self._stop)
+        self._thread = BackgroundThread(self._run, name="kvplug-lookup-replica", stop=self.end)
         self._thread.start()
 
     # -- asked by the scheduler ----------------------------------------------------------------
@@ -248,10 +248,11 @@ class Replica:
                     raise TimeoutError(f"{self._name} did not come in time")
 
     def close(self) -> None:
-        self._stop()
+        self.end()
         self._thread.join(timeout=_JOIN_S)
 
-    def _stop(self) -> None:
+    def end(self) -> None:
+        """Follow no more, and promise nothing. Does not wait for the thread."""
         self._closed.set()
         with self._lock:
             link = self._link

@@ -34,12 +34,13 @@ from kvplug.transport import (
     pack_tokens,
 )
 from kvplug_lookup.connector.block_events import BlockEvents
+from kvplug_lookup.connector.engines import EngineSources
 from kvplug_lookup.connector.keys import PromptChains, Shard, namespace_of, shard_of
 from kvplug_lookup.connector.matching import Matcher, Runs, Search, first_of
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_lookup.connector.publisher import EventPublisher
 from kvplug_lookup.connector.replica import Replica
-from kvplug_lookup.connector.sources import AskedSource, FollowedSource, Source, followed
+from kvplug_lookup.connector.sources import AskedSource, FollowedSource, Source, followed, peers_of
 from kvplug_lookup.connector.worth import Worth
 
 _log = logging.getLogger(__name__)
@@ -114,6 +115,10 @@ class LookupScheduler(SchedulerConnector):
             options.wait_timeout_s,
             functools.partial(context.stats.fail, "match", "expired"),
         )
+        self._engines: EngineSources | None = None
+        self._left: list[str] = []
+        self._joined: dict[str, tuple[str, ...]] = {}
+        """Engines that have left and come, of which the workers are told with the next plan."""
         self._own: list[Source] = []
         """The sources that this engine's workers put pages into."""
         self._shards: dict[int, Shard] = {}
@@ -144,11 +149,21 @@ class LookupScheduler(SchedulerConnector):
         self._name_series()
         if not self._loads:
             return
-        peers: tuple[str | None, ...] = context.config.peers
-        if not peers and not self._saves and not self._sources:
-            peers = (None,)
-        for peer in peers:
-            self._sources.append(followed(context, f"peer {peer or ''}".strip(), peer))
+        for name, address in peers_of(context.config, self._saves or bool(self._sources)):
+            self._sources.append(followed(context, name, address))
+        if context.members is not None:
+            self._engines = EngineSources(context)
+
+    def _take_engines(self) -> None:
+        """Engines that a directory knows have come or left."""
+        for change in self._engines.take() if self._engines is not None else ():
+            self._sources[:] = [source for source in self._sources if source.name != change.name]
+            self._joined.pop(change.name, None)
+            if change.source is None:
+                self._left.append(change.name)
+            else:
+                self._sources.append(change.source)
+                self._joined[change.name] = tuple(change.contacts[rank] for rank in sorted(change.contacts))
 
     def _source_of(self, name: str) -> Source | None:
         """The source that a store of the config is; ``None`` where nothing can be looked for in it."""
@@ -223,11 +238,15 @@ class LookupScheduler(SchedulerConnector):
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._context.config.connect_timeout_s)
+        if self._engines is not None and self._context.members is not None:
+            self._context.members.wait_until_known(deadline)
         for replica in self._replicas:
             replica.wait_until_ready(deadline)
 
     def shutdown(self) -> None:
         self._context.peers.close()  # wakes those that are connecting
+        if self._engines is not None:
+            self._engines.close()
         for source in self._sources:
             source.close()
         if self._publisher is not None:
@@ -245,6 +264,7 @@ class LookupScheduler(SchedulerConnector):
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
+            self._take_engines()
             tracked = _Tracked(
                 request,
                 self._chains(request.extra, self._page_tokens),
@@ -406,6 +426,7 @@ class LookupScheduler(SchedulerConnector):
         if self._reset:
             self._salt = self._reset
             self._name_series()
+        self._take_engines()
         plan = StepPlan(
             step=output.step,
             heard=self._heard,
@@ -414,8 +435,11 @@ class LookupScheduler(SchedulerConnector):
             forget=tuple(forget),
             reset=self._reset,
             num_tokens=sum(one.num_scheduled_tokens for one in output.scheduled),
+            left=tuple(self._left),
+            joined=tuple(self._joined.items()),
         )
         self._planned_loads, self._forget = [], []
+        self._left, self._joined = [], {}
         if self._reset:
             self._reset, self._reset_step, self._num_reset = b"", output.step, 0
         return plan.to_plain()

@@ -9,9 +9,9 @@ import abc
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvplug import KvplugError
+from kvplug import Config, KvplugError
 from kvplug.engine import ConnectorContext, PeerLink, Role
 from kvplug.transport import Job, PageEvent, Presence, Series, Store
 from kvplug_lookup.connector.replica import Fence, Replica
@@ -95,27 +95,55 @@ class FollowedSource(Source):
         for replica in self.replicas:
             replica.refuse()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether every worker's events are followed at this moment."""
+        return all(replica.link is not None for replica in self.replicas)
+
+    def end(self) -> None:
+        """As :meth:`close`, without waiting for its threads."""
+        for replica in self.replicas:
+            replica.end()
+
     def close(self) -> None:
+        self.end()
         for replica in self.replicas:
             replica.close()
+
+
+def peers_of(config: Config, has_stores: bool) -> list[tuple[str, str | None]]:
+    """The names of the sources that the engines at the config's addresses are, and the addresses; ``None``:
+    the config's host and port.
+
+    ``has_stores``: it saves, or can load from stores of its own.
+    """
+    addresses: list[str | None] = [*config.peer_addresses]
+    if not addresses and not has_stores and config.directory is None:
+        addresses = [None]
+    return [(f"peer {address or ''}".strip(), address) for address in addresses]
 
 
 def followed(
     context: ConnectorContext,
     name: str,
-    peer: str | None = None,
+    peer: str | Mapping[int, str] | None = None,
     told: Callable[[int, PageEvent, Series], None] | None = None,
 ) -> FollowedSource:
-    """The stores of the workers of this engine, or of its peer, or of the engine at the address ``peer``.
+    """The stores of the workers of this engine, or of its peer, or of the engine ``peer``.
 
-    ``told``: gets their events, with the rank of the worker and the series of its pages.
+    Args:
+        peer: the address of its worker 0, or the contacts of its workers, from a directory.
+        told: gets their events, with the rank of the worker and the series of its pages.
     """
     whose = "the peer engine's" if context.config.role is Role.CONSUMER else "this engine's"
-    if peer is not None:
+    if isinstance(peer, str):
         whose = f"the engine at {peer}:"
+    elif peer is not None:
+        whose = f"{name}:"
+    retry = peer is None or isinstance(peer, str)
 
     def connector_to(rank: int) -> Callable[[float], PeerLink]:
-        return lambda timeout: context.peers.connect(rank, "events", timeout=timeout, peer=peer)
+        return lambda timeout: context.peers.connect(rank, "events", timeout=timeout, retry=retry, peer=peer)
 
     return FollowedSource(
         name,

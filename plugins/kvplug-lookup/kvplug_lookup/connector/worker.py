@@ -33,6 +33,7 @@ from kvplug_lookup.connector.peers import PeerStore
 from kvplug_lookup.connector.plan import LoadPlan, StepPlan
 from kvplug_lookup.connector.save import Saver, Tier
 from kvplug_lookup.connector.serve import Service
+from kvplug_lookup.connector.sources import peers_of
 from kvplug_lookup.connector.worth import Rates
 
 if TYPE_CHECKING:
@@ -94,12 +95,8 @@ class LookupWorker(WorkerConnector):
         try:
             self._open_stores()
             if loads:
-                addresses: tuple[str | None, ...] = config.peers
-                if not addresses and not self._saves and not self._tiers:
-                    addresses = (None,)
-                for address in addresses:
-                    peer = PeerStore(context, address, self._shard)
-                    self._peers[peer.name] = peer
+                for name, address in peers_of(config, self._saves or bool(self._tiers)):
+                    self._peers[name] = PeerStore(context, address, self._shard, name)
             if self._saves and not self.first_tier.store.is_shared:
                 listener = context.peers.listen()
                 self.contact = listener.contact
@@ -110,6 +107,8 @@ class LookupWorker(WorkerConnector):
                     self.first_tier.store.seal.id,
                 )
                 self._service = Service(listener, self.first_tier.store, hello)
+                if context.members is not None:
+                    context.members.announce(listener.contact)
         except BaseException:
             self.shutdown()
             raise
@@ -181,6 +180,8 @@ class LookupWorker(WorkerConnector):
     def shutdown(self) -> None:
         # First what wakes those that wait, then what may need a moment to end.
         closing = ClosedError("the connector was shut down")
+        if self._context.members is not None:
+            self._context.members.close()
         for load in list(self._loads.values()):
             load.fail(closing)
         self._context.peers.close()
@@ -226,8 +227,21 @@ class LookupWorker(WorkerConnector):
             self._saver.reset(plan.reset, series)
         for request_id in plan.forget:
             self._forget(request_id)
+        for name in plan.left:
+            self._leave(name)
+        for name, contacts in plan.joined:
+            self._peers[name] = PeerStore(self._context, dict(enumerate(contacts)), self._shard, name)
         if self._saver is not None:
             self._saver.begin(plan.saves)
+
+    def _leave(self, name: str) -> None:
+        """The peer engine of that name has left; what is being loaded from it fails."""
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            peer.close_in_background()
+        self._ended_at.pop(name, None)
+        self._refused.discard(name)
+        self._rates.forget(name)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()

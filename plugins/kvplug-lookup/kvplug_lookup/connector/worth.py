@@ -29,6 +29,10 @@ class Rates:
         self._seconds_per_token[what] = before + _NEWEST * (newest - before)
         self._is_new = True
 
+    def forget(self, source: str) -> None:
+        """The source has left."""
+        self._seconds_per_token.pop(source, None)
+
     def take(self) -> dict[str, float] | None:
         """The rates, if any is new since the last call: seconds per token by source, and of "compute"."""
         if not self._is_new:

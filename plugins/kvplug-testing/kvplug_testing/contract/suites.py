@@ -24,6 +24,7 @@ _SUITES = {
     Kind.LOOKUP_BUFFER: "kvplug_testing.contract.lookup:LookupBufferContract",
     Kind.COMMUNICATOR: "kvplug_testing.contract.communicator:DeviceCommunicatorContract",
     Kind.STORE: "kvplug_testing.contract.store:StoreContract",
+    Kind.DIRECTORY: "kvplug_testing.contract.directory:DirectoryContract",
     Kind.CONNECTOR: "kvplug_testing.contract.connector:ConnectorContract",
 }
 _AROUND = {

@@ -1,0 +1,360 @@
+"""The engines of a deployment, by a directory: announcements with a lease, and what others announce.
+
+An announcement is JSON: who the worker is, and where it listens. With a secret it has an HMAC-SHA256 before
+it, made with a key of its own, and announcements without a right one count as forged. A directory is not
+believed beyond that: whoever is dialled proves itself in the handshake, as at an address of the config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+
+from kvplug.assembly.resolve import EPOCH, ResolvedConfig
+from kvplug.config.schema import directory_of
+from kvplug.engine.members import Engine, Listener, Members
+from kvplug.errors import ClosedError, ConfigError, PluginError, TimeoutError
+from kvplug.metrics.reasons import Op, Reason, reason_of
+from kvplug.metrics.stats import TransferStats
+from kvplug.negotiation.model import ModelInfo
+from kvplug.net.deadline import Deadline
+from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.fork import close_after_fork
+from kvplug.net.threads import BackgroundThread
+from kvplug.net.trust.credentials import Credentials
+from kvplug.transport.context import DirectoryContext
+from kvplug.transport.directory import Directory
+from kvplug.transport.spec import Kind
+
+_log = logging.getLogger(__name__)
+
+_VERSION: Final = 1
+_ROUNDS_PER_LEASE: Final = 5
+_CALLS_PER_LEASE: Final = 5
+"""A call of the directory takes at most this part of a lease: one that was lost is repeated in time."""
+_CLOSE_S: Final = 1.0
+_MAX_ENTRY_BYTES: Final = 16 << 10
+_MAX_WORKERS: Final = 1 << 16
+_UNSIGNED: Final = b"-"
+
+
+def fingerprint_of(model: ModelInfo) -> str:
+    """16 hex digits, equal for models whose facts a handshake compares are equal.
+
+    The name is informative and not part of it; nor are weights, which are compared only where both ends know
+    them.
+    """
+    facts = {key: value for key, value in attrs.asdict(model).items() if key not in ("name", "weights")}
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8, person=b"kvplug members").hexdigest()
+
+
+@attrs.frozen(kw_only=True)
+class Announcement:
+    """What one worker announces."""
+
+    engine_id: str
+    epoch: str
+    rank: int
+    num_workers: int
+    contact: str = attrs.field(repr=False)
+    role: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        """Under which it is announced."""
+        return f"{self.engine_id}/{self.rank}"
+
+    def to_bytes(self, key: bytes | None) -> bytes:
+        """``key``: that of the proof; ``None``: it has none."""
+        text = json.dumps({"version": _VERSION, **attrs.asdict(self)}, sort_keys=True).encode()
+        return _proof(key, text) + b" " + text
+
+    @classmethod
+    def from_bytes(cls, name: str, entry: bytes, key: bytes | None) -> Announcement | Reason:
+        """The announcement under that name, or why it is none that counts."""
+        proof, _, text = entry[:_MAX_ENTRY_BYTES].partition(b" ")
+        if key is not None and not hmac.compare_digest(proof, _proof(key, text)):
+            return Reason.FORGED
+        try:
+            plain: Any = json.loads(text)
+            if plain.pop("version") != _VERSION:
+                return Reason.FORMAT
+            found = cls(**{field.name: plain[field.name] for field in attrs.fields(cls)})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return Reason.CORRUPT
+        texts = (found.engine_id, found.epoch, found.contact, found.role, found.model)
+        numbers = (found.rank, found.num_workers)
+        if not all(type(each) is str and each.isprintable() for each in texts):
+            return Reason.CORRUPT
+        if not all(type(each) is int for each in numbers) or found.name != name:
+            return Reason.CORRUPT
+        return found if 0 <= found.rank < found.num_workers <= _MAX_WORKERS else Reason.CORRUPT
+
+
+def _proof(key: bytes | None, text: bytes) -> bytes:
+    return _UNSIGNED if key is None else hmac.digest(key, text, "sha256").hex().encode()
+
+
+class DirectoryMembers(Members):
+    """Announces one worker, and follows the others, from a thread of its own."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        *,
+        engine_id: str,
+        rank: int,
+        num_workers: int,
+        role: str,
+        model: ModelInfo,
+        credentials: Credentials,
+        lease_s: float,
+        stats: TransferStats,
+    ) -> None:
+        self.model = fingerprint_of(model)
+        self._directory = directory
+        self._about = Announcement(
+            engine_id=engine_id,
+            epoch=EPOCH,
+            rank=rank,
+            num_workers=num_workers,
+            contact="",
+            role=role,
+            model=self.model,
+        )
+        secret = credentials.secret
+        self._key = None if secret is None else hmac.digest(secret.reveal(), b"kvplug members", "sha256")
+        self._lease_s = lease_s
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._wanted = threading.Event()
+        """Set: the next round begins at once."""
+        self._announced: Announcement | None = None
+        self._kept: Announcement | None = None
+        """What the directory has had from us since the round before."""
+        self._listener: Listener | None = None
+        self._engines: tuple[Engine, ...] | None = None
+        self._answered_at = time.monotonic()
+        self._why = "the directory has not answered yet"
+        self._said = ""
+        self._rejected: dict[str, Reason] = {}
+        """Names whose entries do not count, which was logged."""
+        self._closed = False
+        self._thread: BackgroundThread | None = None
+        close_after_fork(self)
+
+    # -- called by a connector -----------------------------------------------------------------
+
+    def announce(self, contact: str) -> None:
+        if "token=" in contact:
+            raise ConfigError(
+                "peers: a directory shows contacts, and without a secret this one holds the token that"
+                " admits its peers; set KVPLUG_SECRET or secret_file, or host = 'unix:@name'"
+            )
+        with self._lock:
+            self._announced = attrs.evolve(self._about, contact=contact)
+        self._begin()
+
+    def follow(self, listener: Listener) -> None:
+        with self._lock:
+            self._listener = listener
+        self._begin()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the connector was shut down")
+            if self._thread is None:
+                thread = BackgroundThread(self._run, name="kvplug-members", stop=self._stop)
+                with NamedExhaustion("following a directory of engines"):
+                    thread.start()
+                self._thread = thread
+        self._wanted.set()
+
+    def wait_until_known(self, deadline: Deadline) -> None:
+        with self._lock:
+            while self._engines is None:
+                if self._closed:
+                    raise ClosedError("the connector was shut down")
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    raise TimeoutError(f"no engine is known from the directory: {self._why}")
+
+    def close(self) -> None:
+        self._stop()
+        thread = self._thread
+        if thread is None:
+            self._directory.close()
+        elif thread is not threading.current_thread():
+            thread.join(_CLOSE_S)
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+        self._wanted.set()
+
+    def _after_fork_in_child(self) -> None:
+        self._closed, self._thread = True, None
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        self._changed = threading.Condition(self._lock)
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                began = time.monotonic()
+                self._wanted.clear()
+                self._round()
+                # not all engines at the same moment
+                pause = self._lease_s / _ROUNDS_PER_LEASE * random.uniform(0.9, 1.1)
+                self._wanted.wait(max(0.0, pause - (time.monotonic() - began)))
+        finally:
+            self._leave()
+
+    def _round(self) -> None:
+        began = time.perf_counter()
+        with self._lock:
+            announced, listener = self._announced, self._listener
+        try:
+            entries = self._directory.entries()
+            if announced is not None:
+                entry = announced.to_bytes(self._key)
+                self._directory.announce(announced.name, entry, self._lease_s)
+        except Exception as e:
+            self._note_failure(e)
+            if listener is not None and time.monotonic() - self._answered_at > self._lease_s:
+                self._tell(listener, is_stale=True)
+            return
+        self._stats.record(Op.MEMBERS, seconds=time.perf_counter() - began)
+        if self._said:
+            self._said = ""
+            _log.info("the directory of engines answers again")
+        self._answered_at = time.monotonic()
+        engines = self._engines_of(entries)
+        self._kept = announced
+        with self._lock:
+            is_new = engines != self._engines
+            self._engines = engines
+            self._changed.notify_all()
+        if listener is not None and is_new:
+            self._tell(listener, is_stale=False)
+
+    def _tell(self, listener: Listener, *, is_stale: bool) -> None:
+        try:
+            listener(self._engines or (), is_stale)
+        except Exception:
+            _log.exception("a change of the engines in the directory was not taken up")
+
+    def _note_failure(self, error: Exception) -> None:
+        self._stats.fail(Op.MEMBERS, reason_of(error))
+        said = f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._why = said
+        if said != self._said and not self._closed:
+            self._said = said
+            _log.warning("the directory of engines does not answer, what it said last counts: %s", said)
+
+    def _engines_of(self, entries: Mapping[str, bytes]) -> tuple[Engine, ...]:
+        """The other engines, of which every worker is there, by their ids."""
+        workers: dict[str, dict[int, Announcement]] = {}
+        rejected: dict[str, Reason] = {}
+        for name, entry in entries.items():
+            found = Announcement.from_bytes(name, entry, self._key)
+            if isinstance(found, Reason):
+                rejected[name] = found
+                self._stats.fail(Op.MEMBERS, found)
+            elif found.engine_id != self._about.engine_id:
+                workers.setdefault(found.engine_id, {})[found.rank] = found
+            elif self._kept is not None and found.name == self._kept.name and found != self._kept:
+                rejected[name] = Reason.REFUSED
+        for name, reason in rejected.items():
+            if self._rejected.get(name) is not reason:
+                _log.warning("the announcement %r does not count: %s", name, _WHY.get(reason, reason))
+        self._rejected = rejected
+        engines = []
+        for engine_id, of in sorted(workers.items()):
+            first = of[min(of)]
+            alike = {(each.num_workers, each.role, each.model) for each in of.values()}
+            if len(of) == first.num_workers and len(alike) == 1:
+                engines.append(
+                    Engine(
+                        engine_id=engine_id,
+                        epochs=tuple(of[rank].epoch for rank in sorted(of)),
+                        contacts={rank: of[rank].contact for rank in sorted(of)},
+                        role=first.role,
+                        model=first.model,
+                    )
+                )
+        return tuple(engines)
+
+    def _leave(self) -> None:
+        try:
+            if self._announced is not None:
+                self._directory.withdraw(self._announced.name)
+            self._directory.close()
+        except Exception as e:  # the lease ends by itself
+            _log.debug("this engine's announcement was not withdrawn: %s", e)
+
+
+_WHY: Final = {
+    Reason.FORGED: "it is not proven with this deployment's secret",
+    Reason.FORMAT: "it is of another version of kvplug",
+    Reason.CORRUPT: "it is no announcement",
+    Reason.REFUSED: "another process announces itself with our engine_id, which must differ",
+}
+
+
+def members_of(
+    resolved: ResolvedConfig,
+    *,
+    rank: int,
+    num_workers: int,
+    model: ModelInfo,
+    credentials: Credentials,
+    stats: TransferStats,
+) -> Members | None:
+    """This process's access to the directory in the config's ``peers``; ``None``: there is none.
+
+    Raises:
+        UnknownNameError, AmbiguousNameError: no plugin offers that directory, or two do.
+        ConfigError: its options are wrong.
+        PluginError: it cannot work here.
+    """
+    config = resolved.config
+    url = config.directory
+    if url is None:
+        return None
+    spec = resolved.registry.get(Kind.DIRECTORY, directory_of(url) or "")
+    probe = spec.run_probe()
+    if not probe.viable:
+        raise PluginError(f"the directory {spec.name!r} cannot work here: {probe.reason}")
+    context = DirectoryContext(
+        options=resolved.options_of(spec), url=url, timeout_s=config.peers_lease_s / _CALLS_PER_LEASE
+    )
+    made = spec.load_factory()(context)
+    if not isinstance(made, Directory):
+        raise PluginError(f"directory {spec.name!r} made {made!r}, which is no Directory; subclass it")
+    return DirectoryMembers(
+        made,
+        engine_id=config.engine_id,
+        rank=rank,
+        num_workers=num_workers,
+        role=str(config.require_role()),
+        model=model,
+        credentials=credentials,
+        lease_s=config.peers_lease_s,
+        stats=stats,
+    )
