@@ -1,0 +1,297 @@
+"""Engines that find each other by a directory: they join, leave, restart, are stopped and killed."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import psutil
+import pytest
+
+from kvplug import Config
+from kvplug_testing import waits
+from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.peers import Parent, Peer
+
+PAGE = 16
+PROMPT_TOKENS = 6 * PAGE + 1
+LATE_S = 4.0
+"""How late an engine may be seen, besides: etcd counts leases in whole seconds, and machines are busy."""
+
+_addresses = itertools.count()
+
+
+def prompt_of(number: int) -> range:
+    return range(number * 1000, number * 1000 + PROMPT_TOKENS)
+
+
+def config_of(engine_id: str, url: str, lease_s: float, address: str) -> Config:
+    return Config.from_dict(
+        {
+            "role": "both",
+            "engine_id": engine_id,
+            "host": address,
+            "peers": [url],
+            "peers_lease_s": lease_s,
+            "timeout_s": 5,
+            "connect_timeout_s": 20,
+            "options": {
+                "host": {"size": 8 << 20, "segment_bytes": 1 << 20},
+                "lookup": {"load_policy": "always", "stall_timeout_s": 1},
+            },
+        }
+    )
+
+
+class Worked(FakeEngine):
+    """An engine that answers the test, and otherwise loads and saves prompts by chance."""
+
+    def __init__(self, *args: Any, seed: int, **given: Any) -> None:
+        super().__init__(*args, seed=seed, num_blocks=64, **given)
+        self.chance = random.Random(seed)
+        self.numbers = itertools.count()
+        self.num_wrong = self.num_loaded = self.num_from_peers = self.num_failed = 0
+
+    def work(self, number: int) -> int:
+        """Run a request for that prompt. Returns how many tokens were loaded."""
+        prompt = request_of(f"request {next(self.numbers)}", prompt_of(number))
+        blocks, loaded, report = self.load(prompt)
+        if report.invalid_block_ids:
+            self.num_failed += 1
+            loaded = 0
+        elif not self.is_right(prompt.token_ids, blocks, PROMPT_TOKENS):
+            self.num_wrong += 1
+        elif loaded:
+            self.num_loaded += 1
+            self.num_from_peers += "peer" in self.worker.last_route
+        self.finish(prompt, blocks)
+        self.settle()
+        self.free_blocks.extend(blocks)
+        return loaded
+
+    def sources(self) -> list[str]:
+        """The engines that it follows and is connected to."""
+        followed = self.scheduler._engines._followed
+        return sorted(engine.engine_id for engine, source in list(followed.values()) if source.is_connected)
+
+    def footprint(self) -> dict[str, int]:
+        me = psutil.Process()
+        threads = collections.Counter(thread.name for thread in threading.enumerate())
+        return {"rss": me.memory_info().rss, "fds": me.num_fds(), **threads}
+
+    def said(self, what: str, given: Any) -> Any:
+        if what == "work":
+            return self.work(given)
+        if what == "counts":
+            return [self.num_wrong, self.num_loaded, self.num_from_peers, self.num_failed]
+        return getattr(self, what)()
+
+
+def engine(
+    parent: Parent, engine_id: str, url: str, lease_s: float, address: str, seed: int, num_prompts: int
+) -> None:
+    """One engine, until it is told to leave. ``num_prompts`` 0: it works only when it is told."""
+    with Worked(config_of(engine_id, url, lease_s, address), seed=seed) as worked:
+        parent.send("up")
+        while True:
+            try:
+                what, given = parent.recv(timeout=0.05)
+            except TimeoutError:
+                if num_prompts:
+                    worked.work(min(int(worked.chance.paretovariate(0.7)) - 1, num_prompts - 1))
+                continue
+            if what == "leave":
+                return
+            parent.send(worked.said(what, given))
+
+
+@attrs.define
+class Running:
+    peer: Peer
+    address: str
+
+    def ask(self, what: str, given: Any = None) -> Any:
+        self.peer.send([what, given])
+        return self.peer.recv(60)
+
+
+class Fleet:
+    """Engines in processes of their own."""
+
+    def __init__(
+        self, server: ForkServer, url: str, lease_s: float, num_prompts: int, limit_s: float, stack: Any
+    ) -> None:
+        self._start, self._url, self.lease_s = server.start, url, lease_s
+        self._num_prompts, self._limit_s, self._stack = num_prompts, limit_s, stack
+        self.running: dict[str, Running] = {}
+
+    def begin(self, engine_id: str) -> None:
+        """Start one, and do not wait for it."""
+        address = f"unix:@kvplug-members-{os.getpid()}-{next(_addresses)}"
+        seed = len(self.running) + 1
+        arguments = (engine_id, self._url, self.lease_s, address, seed, self._num_prompts)
+        peer = self._start(f"{__file__}:engine", *arguments, timeout_s=self._limit_s)
+        self.running[engine_id] = Running(self._stack.enter_context(peer), address)
+
+    def start(self, *engine_ids: str) -> None:
+        for engine_id in engine_ids:
+            self.begin(engine_id)
+        for engine_id in engine_ids:
+            assert self.running[engine_id].peer.recv(120) == "up"
+
+    def signal(self, engine_id: str, number: int) -> None:
+        os.kill(self.running[engine_id].peer.pid, number)
+
+    def forget(self, engine_id: str) -> Running:
+        return self.running.pop(engine_id)
+
+    def knows(self, engine_id: str, *others: str) -> bool:
+        return self.running[engine_id].ask("sources") == sorted(others)
+
+    def wait_until_all_know(self, *engine_ids: str, within: float) -> None:
+        """Until each of these is connected to all of the others of them, and to no other engine."""
+
+        def is_known() -> bool:
+            return all(self.knows(each, *(set(engine_ids) - {each})) for each in engine_ids)
+
+        waits.until(is_known, within, f"{len(engine_ids)} engines that know each other")
+
+    def check(self, *engine_ids: str) -> list[int]:
+        """Nothing wrong was loaded. Returns the sums of what they have counted."""
+        counts = [self.running[each].ask("counts") for each in engine_ids]
+        sums = [sum(each) for each in zip(*counts, strict=True)]
+        assert not sums[0], f"wrong KV was loaded: {counts}"
+        return sums
+
+
+@pytest.fixture(params=["etcd", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("directory")
+    if request.param == "etcd":
+        from etcd_server import EtcdServer
+
+        server: Any = EtcdServer(folder)
+        found = f"etcd://{server.address}/fleet"
+    else:
+        from redis_server import RedisServer
+
+        server = RedisServer(folder)
+        found = f"redis://127.0.0.1:{server.port}/0"
+    yield found
+    server.kill()
+
+
+@pytest.fixture
+def fleet(url: str, fork_server: ForkServer) -> Iterator[Callable[..., Fleet]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda lease_s, num_prompts=0, limit_s=200.0: Fleet(
+            fork_server, url, lease_s, num_prompts, limit_s, stack
+        )
+
+
+@contextlib.contextmanager
+def nothing_dials(address: str, for_s: float) -> Iterator[None]:
+    """In the block, and for ``for_s`` altogether, no process connects to the address of one that is dead."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("\0" + address.removeprefix("unix:@"))
+        listening.listen()
+        until = time.monotonic() + for_s
+        yield
+        listening.settimeout(max(0.1, until - time.monotonic()))
+        with pytest.raises(TimeoutError):
+            listening.accept()
+
+
+@pytest.mark.timeout(150)
+def test_engines_find_each_other_and_a_dead_one_is_not_dialled_after_its_lease(
+    fleet: Callable[..., Fleet],
+) -> None:
+    made = fleet(2.0)
+    made.start("a", "b", "c")
+    made.wait_until_all_know("a", "b", "c", within=20)
+    assert made.running["a"].ask("work", 1) == 0
+    waits.until(lambda: made.running["b"].ask("work", 1) > 0, 10, "a page of another engine")
+    assert made.check("a", "b", "c")[2] > 0, "it came from no peer"
+    made.signal("a", signal.SIGKILL)
+    dead = made.forget("a")
+    made.wait_until_all_know("b", "c", within=made.lease_s + LATE_S)
+    time.sleep(made.lease_s + LATE_S)
+    with nothing_dials(dead.address, 2 * made.lease_s):
+        made.start("a")  # the same id, at another address
+    made.wait_until_all_know("a", "b", "c", within=20)
+    assert made.running["c"].ask("work", 2) == 0
+    waits.until(lambda: made.running["a"].ask("work", 2) > 0, 10, "a page for the new process")
+    made.running["b"].peer.send(["leave", None])
+    made.forget("b")
+    made.wait_until_all_know("a", "c", within=made.lease_s)
+    made.check("a", "c")
+
+
+def run_for(fleet: Fleet, seconds: float, num_engines: int, stopped_s: float) -> None:
+    """Let that many engines work, while some are killed, stopped, and started again."""
+    names = [f"engine-{number}" for number in range(num_engines)]
+    fleet.start(*names)
+    fleet.wait_until_all_know(*names, within=60 + num_engines)
+    began = time.monotonic()
+    stopped, killed, leaving, steady = names[0], names[1:3], names[3], names[4:]
+    fleet.signal(stopped, signal.SIGSTOP)
+    for each in killed:
+        fleet.signal(each, signal.SIGKILL)
+        fleet.forget(each)
+    fleet.running[leaving].peer.send(["leave", None])
+    fleet.forget(leaving)
+    fleet.wait_until_all_know(*steady, within=fleet.lease_s + LATE_S + num_engines)
+    before = {each: fleet.running[each].ask("footprint") for each in steady}
+    for turn in itertools.count():
+        if time.monotonic() - began > seconds - stopped_s / 4 and turn > 2:
+            break
+        fleet.start(*killed)
+        fleet.wait_until_all_know(*steady, *killed, within=60 + num_engines)
+        for each in killed:
+            fleet.signal(each, signal.SIGKILL)
+            fleet.forget(each)
+        fleet.wait_until_all_know(*steady, within=fleet.lease_s + LATE_S + num_engines)
+    time.sleep(max(0.0, stopped_s - (time.monotonic() - began)))
+    fleet.signal(stopped, signal.SIGCONT)
+    fleet.wait_until_all_know(*steady, stopped, within=60 + num_engines)
+    _, loaded, from_peers, _ = fleet.check(*steady, stopped)
+    assert loaded > num_engines and from_peers > num_engines, "they have hardly used each other's pages"
+    for each in steady:
+        waits.until(lambda each=each: has_left_nothing(fleet.running[each].ask("footprint"), len(steady)), 15)
+        grown = fleet.running[each].ask("footprint")["rss"] - before[each]["rss"]
+        assert grown < 24 << 20, f"{each} has grown by {grown} bytes"
+
+
+def has_left_nothing(footprint: dict[str, int], num_peers: int) -> bool:
+    """Whether an engine has no more threads and descriptors than those for its peers. It connects to each to
+    follow it and, once it loads from it, to read; and each may have connected to it in the same ways."""
+    return (
+        footprint["kvplug-lookup-replica"] == num_peers + 1
+        and footprint.get("kvplug-lookup-peer", 0) <= 3 * num_peers
+        and footprint.get("kvplug-host-client", 0) <= num_peers
+        and footprint["kvplug-host-clock"] <= num_peers + 1
+        and footprint["fds"] <= 30 + 14 * num_peers
+    )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_twelve_engines_come_and_go_for_a_minute(fleet: Callable[..., Fleet]) -> None:
+    run_for(fleet(3.0, num_prompts=60, limit_s=390), 60, 12, stopped_s=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_fifty_engines_come_and_go_for_ten_minutes(fleet: Callable[..., Fleet]) -> None:
+    run_for(fleet(10.0, num_prompts=200, limit_s=1490), 600, 50, stopped_s=60)
