@@ -13,7 +13,7 @@ from typing import Any, Final
 import urllib3
 
 from kvplug import ConfigError, KvplugError, TransportError
-from kvplug.transport import Deadline
+from kvplug.transport import Deadline, close_after_fork
 
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _LEAST_S: Final = 0.05
@@ -53,6 +53,7 @@ class Gateway:
         self._timeout_s = timeout_s
         self._token = ""
         self._pool = urllib3.PoolManager(num_pools=len(servers), retries=False, ssl_context=context)
+        close_after_fork(self)
 
     def call(self, path: str, deadline: Deadline | None = None, **body: Any) -> Mapping[str, Any]:
         """The answer to a POST of ``body`` at ``/v3/path``.
@@ -121,6 +122,13 @@ class Gateway:
             text, code = answer.get("message") or answer.get("error"), answer.get("code")
             raise EtcdError(f"{server} refuses {path}: {text}", code if isinstance(code, int) else 0)
         return answer
+
+    def _after_fork_in_child(self) -> None:
+        for key in self._pool.pools.keys():  # noqa: SIM118  (it cannot be iterated over)
+            for connection in [*self._pool.pools[key].pool.queue]:
+                if connection is not None and connection.sock is not None:
+                    connection.sock.close()  # the parent goes on with it
+        self._pool = urllib3.PoolManager()
 
     def close(self) -> None:
         """Close the connections: `clear` leaves that to the garbage collector."""

@@ -13,6 +13,7 @@ from kvplug.transport.directory import Directory
 from kvplug.transport.spec import Kind
 from kvplug_testing import waits
 from kvplug_testing.contract.base import Contract, law
+from kvplug_testing.contract.forked_child import held as descriptors_held, in_forked_child
 from kvplug_testing.peers import Parent
 
 _ENTRIES: Final = {
@@ -142,6 +143,17 @@ class DirectoryContract(Contract):
         assert dict(here.entries()) == {"engine/0": b"mine"}
         peer.kill()
         waits.until(lambda: not here.entries(), self.lease_s + 2 * self.late_s, "the end of the lease")
+
+    @law("ALL-6", needs="forked_processes")
+    def test_a_forked_child_holds_none_of_the_descriptors(self) -> None:
+        before = set(in_forked_child(descriptors_held).splitlines())
+        url = self.url()
+        mine = self.open(url)
+        mine.announce("engine/0", b"mine", 30)
+        after = {line for line in in_forked_child(descriptors_held).splitlines() if " -> pipe:" not in line}
+        assert not (more := after - before), f"a forked child holds {', '.join(sorted(more))}"
+        mine.announce("engine/0", b"still", 30)
+        assert dict(mine.entries()) == {"engine/0": b"still"}
 
     @law("DIR-3")
     def test_every_call_ends_in_time_at_a_service_that_is_stopped(self) -> None:

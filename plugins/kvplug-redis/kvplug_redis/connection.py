@@ -1,0 +1,241 @@
+"""Clients of Redis and Valkey, made from options, and what their errors mean for an operator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import valkey
+from valkey.backoff import NoBackoff
+from valkey.cluster import ClusterNode, ValkeyCluster
+from valkey.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    ValkeyError,
+)
+from valkey.retry import Retry
+from valkey.sentinel import MasterNotFoundError, Sentinel
+
+from kvplug import ConfigError, TransportError
+from kvplug.transport import close_after_fork
+from kvplug_redis.landing import LandingParser
+from kvplug_redis.options import RedisOptions
+
+_SERVER: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%]+\])(?::(?P<port>[0-9]{1,5}))?")
+_UNIX: Final = re.compile(r"unix:(?P<path>/.+)")
+_MAX_PASSWORD_BYTES: Final = 4096
+_PORTS: Final = {"single": 6379, "sentinel": 26379, "cluster": 6379}
+
+
+class NoRoomError(Exception):
+    """The server has no memory for it, and its policy evicts nothing."""
+
+
+class Client:
+    """A client that is made when it is first used, since that of a cluster asks its nodes at once."""
+
+    def __init__(self, options: RedisOptions, *, timeout_s: float | None = None) -> None:
+        """Raises ConfigError: as :func:`prepared`."""
+        self._make = prepared(options, timeout_s=timeout_s)
+        self._lock = threading.Lock()
+        self._made: Any = None
+        close_after_fork(self)
+
+    def _after_fork_in_child(self) -> None:
+        made, self._made, self._lock = self._made, None, threading.Lock()
+        for pool in _pools_of(made):
+            for connection in (*pool._available_connections, *pool._in_use_connections):
+                if (sock := connection._sock) is not None:
+                    sock.close()  # the parent goes on with it
+
+    def get(self) -> Any:
+        """Raises what the client raises where its servers do not answer."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def close(self) -> None:
+        with self._lock:
+            made, self._made = self._made, None
+        if made is not None:
+            made.close()
+            for pool in _pools_of(made):
+                pool.disconnect()
+
+
+def _pools_of(client: Any) -> list[Any]:
+    """The connection pools of a client: one, or one for each node of a cluster."""
+    if client is None:
+        return []
+    if (pool := getattr(client, "connection_pool", None)) is not None:
+        return [pool]
+    nodes = client.nodes_manager.nodes_cache.values()
+    return [node.valkey_connection.connection_pool for node in nodes if node.valkey_connection is not None]
+
+
+def prepared(options: RedisOptions, *, timeout_s: float | None = None) -> Callable[[], Any]:
+    """What makes a client of these options.
+
+    Args:
+        timeout_s: in place of the options'.
+
+    Raises:
+        ConfigError: an address is wrong, or a file cannot be used; every fault that can be told by now.
+    """
+    within = options.timeout_s if timeout_s is None else timeout_s
+    common: dict[str, Any] = {
+        "username": options.user,
+        "password": password_of(options.password_file, "password_file"),
+        "socket_timeout": within,
+        "socket_connect_timeout": within,
+        "retry": Retry(NoBackoff(), 1),  # an idle connection may be gone, and the server there
+        "retry_on_error": [valkey.ConnectionError],
+        "socket_read_size": 1 << 16,
+        "protocol": 2,
+        "client_name": "kvplug",
+        **_tls(options),
+    }
+    if options.user is not None and common["password"] is None:
+        raise ConfigError("options.redis.password_file: nothing was given; user needs it")
+    if options.mode == "single":
+        if len(options.address) != 1:
+            raise ConfigError(
+                f"options.redis.address: {len(options.address)} servers were given, and mode is single;"
+                " say sentinel or cluster"
+            )
+        return functools.partial(valkey.Valkey, connection_pool=_pool(options, common))
+    servers = [_server(each, options.mode) for each in options.address]
+    if options.mode == "sentinel":
+        sentinel = Sentinel(servers, sentinel_kwargs=common, **common)
+        more = {**common, "parser_class": LandingParser, "db": options.db}
+        return functools.partial(sentinel.master_for, options.service, **more)
+    if options.db:
+        raise ConfigError(f"options.redis.db: {options.db} was given; a cluster has number 0 only")
+    return functools.partial(
+        ValkeyCluster,
+        startup_nodes=[ClusterNode(host, port) for host, port in servers],
+        parser_class=LandingParser,
+        cluster_error_retry_attempts=1,
+        **common,
+    )
+
+
+def _pool(options: RedisOptions, common: dict[str, Any]) -> Any:
+    (address,) = options.address
+    unix = _UNIX.fullmatch(address)
+    if unix is None:
+        host, port = _server(address, "single")
+        where: dict[str, Any] = {"host": host, "port": port}
+        kind = valkey.SSLConnection if options.tls else valkey.Connection
+    else:
+        if options.tls:
+            raise ConfigError("options.redis.tls: it is set, and a Unix socket never leaves the host")
+        where, kind = {"path": unix["path"]}, valkey.UnixDomainSocketConnection
+    given = {key: value for key, value in common.items() if key != "ssl"}
+    if unix is not None:
+        del given["socket_connect_timeout"]
+    return valkey.ConnectionPool(
+        connection_class=kind, parser_class=LandingParser, db=options.db, **where, **given
+    )
+
+
+def _server(address: str, mode: str) -> tuple[str, int]:
+    found = _SERVER.fullmatch(address)
+    port = int(found["port"] or _PORTS[mode]) if found is not None else 0
+    if found is None or not 0 < port < 65536:
+        raise ConfigError(
+            f"options.redis.address: {address!r} was given; allowed is host:port, or unix:/path for one"
+        )
+    return found["host"].strip("[]"), port
+
+
+def password_of(path: str | None, key: str) -> str | None:
+    """What the file holds.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read(_MAX_PASSWORD_BYTES).strip()
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"options.redis.{key}: it cannot be read: {e}") from e
+
+
+def _tls(options: RedisOptions) -> dict[str, Any]:
+    files = {"tls_ca": options.tls_ca, "tls_cert": options.tls_cert, "tls_key": options.tls_key}
+    if not options.tls:
+        if given := [key for key, path in files.items() if path is not None]:
+            raise ConfigError(f"options.redis.{given[0]}: a file was given, and tls is not set")
+        return {}
+    if (options.tls_cert is None) != (options.tls_key is None):
+        missing = "tls_key" if options.tls_key is None else "tls_cert"
+        raise ConfigError(f"options.redis.{missing}: nothing was given; a client's certificate needs both")
+    for key, path in files.items():
+        if path is not None:
+            try:
+                with open(path, "rb"):
+                    pass
+            except OSError as e:
+                raise ConfigError(f"options.redis.{key}: it cannot be read: {e}") from e
+    return {
+        "ssl": True,
+        "ssl_ca_certs": options.tls_ca,
+        "ssl_certfile": options.tls_cert,
+        "ssl_keyfile": options.tls_key,
+        "ssl_check_hostname": options.tls_check_host,
+    }
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Errors of the client, as what an operator can do about them.
+
+    Raises:
+        PermissionError: the server is a replica that cannot be written to, or the user may not write.
+        NoRoomError: it is full.
+        TransportError: everything else.
+    """
+    try:
+        yield
+    except ReadOnlyError as e:
+        raise PermissionError("the server is a read-only replica: give the address of its primary") from e
+    except OutOfMemoryError as e:
+        raise NoRoomError from e
+    except NoPermissionError as e:
+        raise PermissionError(
+            f"the ACL user lacks a right ({e}); see the ACL line in kvplug-redis' readme"
+        ) from e
+    except AuthenticationError as e:
+        raise TransportError(f"the server does not take user and password_file: {_brief(e)}") from e
+    except MasterNotFoundError as e:
+        raise TransportError(f"no sentinel knows that service: {e}") from e
+    except BusyLoadingError as e:
+        raise TransportError("the server is loading its data") from e
+    except ClusterDownError as e:
+        raise TransportError(f"the cluster is down: {e}") from e
+    except ResponseError as e:
+        text = str(e)
+        if text.startswith(("MOVED", "ASK ")):
+            text = "it is a node of a cluster: set options.redis.mode to cluster"
+        elif "cluster support disabled" in text:
+            text = "it is no node of a cluster: set options.redis.mode to single"
+        raise TransportError(f"the server refuses: {text}") from e
+    except (ValkeyError, OSError) as e:
+        raise TransportError(f"the server does not answer: {_brief(e)}") from e
+
+
+def _brief(error: BaseException) -> str:
+    return re.sub(r"\s+", " ", str(error))[:300]

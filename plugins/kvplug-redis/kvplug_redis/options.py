@@ -1,0 +1,95 @@
+"""Options of the store and of the directory "redis"."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Literal
+
+import attrs
+
+from kvplug.transport import option
+
+_PREFIX: Final = re.compile(r"[\x21-\x7e]{1,100}")
+
+
+def _addresses(_: Any, __: Any, given: tuple[str, ...]) -> None:
+    if not given:
+        raise ValueError("allowed is at least one server")
+
+
+def _prefix(_: Any, __: Any, given: str) -> None:
+    if not _PREFIX.fullmatch(given) or set("{}*?[]\\") & set(given):
+        raise ValueError("allowed are up to 100 printable characters, without white space and {}*?[]\\")
+
+
+@attrs.frozen(kw_only=True)
+class RedisOptions:
+    """Options of the store "redis", and of the directory of that name, whose servers are in its URL."""
+
+    address: tuple[str, ...] = option(
+        default=("127.0.0.1:6379",),
+        help="The server: host:port, or unix:/path of its socket. Several sentinels, or nodes of a cluster.",
+        validator=_addresses,
+    )
+    mode: Literal["single", "sentinel", "cluster"] = option(
+        default="single",
+        help="What is at the address: one server, sentinels that know it, or nodes of a cluster.",
+        validator=attrs.validators.in_(("single", "sentinel", "cluster")),
+    )
+    service: str = option(default="mymaster", help="Name of the server at the sentinels.")
+    db: int = option(default=0, at_least=0, help="Number of the database. A cluster has number 0 only.")
+    user: str | None = option(default=None, help="Name of the ACL user. Default: the server's default user.")
+    password_file: str | None = option(
+        default=None, help="File with the password. White space around it does not count."
+    )
+    tls: bool = option(default=False, help="Connect with TLS.")
+    tls_ca: str | None = option(
+        default=None, help="PEM file with the authority that signed the server's certificate."
+    )
+    tls_cert: str | None = option(
+        default=None, help="PEM file with this client's certificate, where the server asks for one."
+    )
+    tls_key: str | None = option(default=None, help="PEM file with the private key of tls_cert.")
+    tls_check_host: bool = option(
+        default=True, help="Whether the server's certificate must name the host of the address."
+    )
+    prefix: str = option(
+        default="kvplug",
+        help="What the names of all keys begin with. Deployments that share a server have different ones.",
+        validator=_prefix,
+    )
+    size: int | None = option(
+        default=None,
+        unit="bytes",
+        at_least=1,
+        help="Bytes of the server's memory that the pages of this prefix may use, with headers and what the"
+        " server adds; all clients give the same. None: the server's maxmemory and its policy decide.",
+    )
+    ttl_s: float | None = option(
+        default=None,
+        unit="seconds",
+        at_least=1,
+        help="A page that was not used for this long expires. None: pages do not expire.",
+    )
+    connections: int = option(
+        default=4, at_least=1, help="How many pages are read and written at the same time."
+    )
+    piece_bytes: int = option(
+        default=2**20,
+        unit="bytes",
+        at_least=4096,
+        at_most=2**20,
+        help="Size of the largest value. Larger pages are kept in pieces.",
+    )
+    touch_s: float = option(
+        default=1.0,
+        unit="seconds",
+        at_least=0,
+        help="A read is recorded as a use of its page if the last recorded one is older than this.",
+    )
+    timeout_s: float = option(
+        default=5.0,
+        unit="seconds",
+        above=0,
+        help="How long a server may take to answer before its connection counts as lost.",
+    )

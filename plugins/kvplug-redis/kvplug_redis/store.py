@@ -1,0 +1,301 @@
+"""The store "redis": pages in values of Redis or Valkey."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from kvplug import CapacityError
+from kvplug.transport import BlockingStore, StoreContext, Usage, WireError, split_header
+from kvplug_redis.budget import Budget, drop_manifest
+from kvplug_redis.connection import Client, NoRoomError, told
+from kvplug_redis.landing import LANDED, landing
+from kvplug_redis.options import RedisOptions
+from kvplug_redis.values import HEAD_BYTES, TAG_BYTES, Head, Names, cost_of, cut, tag_of
+
+_ORPHAN_MS: Final = 600_000
+"""Pieces without a manifest, which a writer that died has left, expire."""
+_TAG_AT: Final = 8
+"""Where in a manifest its tag begins."""
+_TRIES: Final = 8
+_HEADER_BYTES: Final = (4096, 2 << 20)
+"""How much of a page is read to find its series: enough for most headers, and for every one."""
+_SCAN: Final = 1000
+_REMEMBERED: Final = 1 << 16
+
+
+class RedisStore(BlockingStore):
+    """Pages under keys, which every process that names the server and the prefix shares."""
+
+    is_shared = True
+
+    def __init__(self, context: StoreContext) -> None:
+        """Raises ConfigError: the options are wrong, or a file cannot be used."""
+        options: RedisOptions = context.options
+        self.num_threads = options.connections
+        self._client = Client(options)
+        self._names = Names(options.prefix)
+        self._piece = options.piece_bytes
+        self._ttl_ms = None if options.ttl_s is None else int(options.ttl_s * 1000)
+        self._touch_s = options.touch_s
+        self._budget: Budget | None = None
+        if options.size is not None:
+            self._budget = Budget(self._client.get, self._names.budget, options.size, options.ttl_s)
+        self._touched: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        with told(), self._pipe() as pipe:
+            for key in keys:
+                pipe.exists(self._names.manifest(key))
+            if self._budget is not None:
+                self._budget.refresh(pipe)
+            found = pipe.execute()
+        if self._budget is not None:
+            self._budget.note(found[len(keys) :])
+        return [bool(each) for each in found[: len(keys)]]
+
+    def _pipe(self) -> Any:
+        return self._client.get().pipeline(transaction=False)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        begin = memoryview(bytearray(HEAD_BYTES))
+        wanted = sum(map(len, into))
+        with told():
+            client = self._client.get()
+            with landing(HEAD_BYTES + wanted, [begin, *into]):
+                found = client.get(self._names.manifest(key))
+            if found is None:
+                return None
+            try:
+                head = Head.from_bytes(begin if found is LANDED else found)
+            except WireError:
+                return 0  # it is no page, and will be removed as a wrong one
+            if head.piece:
+                if not self._read_pieces(client, key, head, into):
+                    self._lost(client, key, head)
+                    return None
+            elif found is not LANDED:
+                _spread(memoryview(found)[HEAD_BYTES:], into)
+                if len(found) != HEAD_BYTES + head.length:
+                    return len(found) - HEAD_BYTES
+            self._note_use(client, key, head)
+        return head.length
+
+    def _read_pieces(self, client: Any, key: bytes, head: Head, into: Sequence[memoryview]) -> bool:
+        """Returns whether all of them are there."""
+        left = head.length
+        names = self._names.pieces(key, head.tag, head.num_pieces)
+        for name, group in zip(names, cut(into, head.piece), strict=False):
+            length = min(left, head.piece)
+            left -= length
+            with landing(length, group):
+                found = client.get(name)
+            if found is not LANDED:
+                if found is None or len(found) != length:
+                    return False
+                _spread(memoryview(found), group)
+        return True
+
+    def _lost(self, client: Any, key: bytes, head: Head) -> None:
+        """A piece is gone: the server has evicted it. So is the page."""
+        drop_manifest(client, self._names.manifest(key), head.tag, _TAG_AT)
+        self._unlink(self._names.pieces(key, head.tag, head.num_pieces))
+        if self._budget is not None:
+            self._budget.release([_member(key, head)])
+
+    def _note_use(self, client: Any, key: bytes, head: Head) -> None:
+        if self._budget is None and self._ttl_ms is None:
+            return
+        now = time.monotonic()
+        with self._lock:
+            if now - self._touched.get(key, -1e9) < self._touch_s:
+                return
+            self._touched[key] = now
+            self._touched.move_to_end(key)
+            if len(self._touched) > _REMEMBERED:
+                self._touched.popitem(last=False)
+        if self._budget is not None:
+            self._budget.touch([_member(key, head)])
+        if self._ttl_ms is not None:
+            self._live_on([self._names.manifest(key), *self._names.pieces(key, head.tag, head.num_pieces)])
+
+    def _live_on(self, names: Sequence[bytes]) -> None:
+        """These values are those of a page that is there: they live as long as a page does."""
+        with self._pipe() as pipe:
+            for name in names:
+                pipe.persist(name) if self._ttl_ms is None else pipe.pexpire(name, self._ttl_ms)
+            pipe.execute()
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with told():
+            client = self._client.get()
+            for key, head in self._heads(keys):
+                self._note_use(client, key, head)
+
+    def _heads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Head]]:
+        """Of those pages that are there."""
+        with self._pipe() as pipe:
+            for key in keys:
+                pipe.getrange(self._names.manifest(key), 0, HEAD_BYTES - 1)
+            found = pipe.execute()
+        for key, begin in zip(keys, found, strict=True):
+            with contextlib.suppress(WireError):
+                yield key, Head.from_bytes(begin)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        length = sum(map(len, page))
+        piece = 0 if HEAD_BYTES + length <= self._piece else self._piece
+        cost = cost_of(length, self._piece)
+        if self._budget is not None and cost > self._budget.size:
+            raise CapacityError(
+                f"a page of {cost} bytes in the server, and the budget is {self._budget.size}"
+            )
+        with told():
+            client = self._client.get()
+            if client.exists(self._names.manifest(key)):
+                return True
+            head = Head(tag_of(page), length, piece)
+            if self._budget is not None and not self._reserve(client, _member(key, head), cost):
+                return False
+            try:
+                with told():
+                    return self._write(client, key, head, page)
+            except NoRoomError:
+                self._take_back(key, head)
+                return False
+
+    def _write(self, client: Any, key: bytes, head: Head, page: Sequence[memoryview]) -> bool:
+        names = self._names.pieces(key, head.tag, head.num_pieces)
+        if head.piece:
+            for name, group in zip(names, cut(page, head.piece), strict=True):
+                client.set(name, _joined(group), px=_ORPHAN_MS)
+            value: Any = head.to_bytes()
+        else:
+            value = b"".join([head.to_bytes(), *page])
+        manifest = self._names.manifest(key)
+        if client.set(manifest, value, nx=True, px=self._ttl_ms):
+            if names:
+                self._live_on(names)
+            return True
+        first = [other for _, other in self._heads([key])]
+        if first != [head]:  # else the other writer's values are the same, and under the same names
+            self._take_back(key, head)
+        return bool(first)
+
+    def _reserve(self, client: Any, member: bytes, cost: int) -> bool:
+        """Have room in the budget. Returns whether there is."""
+        assert self._budget is not None
+        for _ in range(_TRIES):
+            reserved = self._budget.reserve(member, cost)
+            if reserved.is_made:
+                return True
+            if not reserved.victims:
+                return False
+            for victim in reserved.victims:
+                key, tag, count = _of_member(victim)
+                drop_manifest(client, self._names.manifest(key), tag, _TAG_AT)
+                self._unlink(self._names.pieces(key, tag, count))
+            self._budget.release(reserved.victims, evicted=True)
+        return False
+
+    def _take_back(self, key: bytes, head: Head) -> None:
+        """Remove pieces that have no manifest."""
+        self._unlink(self._names.pieces(key, head.tag, head.num_pieces))
+        if self._budget is not None:
+            self._budget.release([_member(key, head)])
+
+    def _unlink(self, names: Sequence[bytes]) -> None:
+        if names:
+            with self._pipe() as pipe:
+                for name in names:
+                    pipe.unlink(name)
+                pipe.execute()
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        with told():
+            heads = dict(self._heads(keys))
+            self._unlink([self._names.manifest(key) for key in keys])
+            for key, head in heads.items():
+                self._unlink(self._names.pieces(key, head.tag, head.num_pieces))
+            if self._budget is not None:
+                self._budget.release([_member(key, head) for key, head in heads.items()])
+
+    def clear(self) -> None:
+        with told():
+            client = self._client.get()
+            batch: list[bytes] = []
+            for name in client.scan_iter(match=self._names.every, count=_SCAN):
+                batch.append(name)
+                if len(batch) == _SCAN:
+                    self._unlink(batch)
+                    batch = []
+            self._unlink([*batch, *(name.encode() for name in self._names.budget)])
+            if self._budget is not None:
+                self._budget.note((0, 0))
+
+    # -- what is there -------------------------------------------------------------------------
+
+    def keys(self, series: bytes) -> list[bytes]:
+        with told():
+            client = self._client.get()
+            names = client.scan_iter(match=self._names.manifests, count=_SCAN)
+            keys = {key for name in names if (key := self._names.key_of(name)) is not None}
+            return [key for key, head in self._heads([*keys]) if self._series_of(client, key, head) == series]
+
+    def _series_of(self, client: Any, key: bytes, head: Head) -> bytes | None:
+        """The series in the header of a page; ``None``: it has none, or is gone."""
+        if head.piece:
+            name, at = self._names.pieces(key, head.tag, 1)[0], 0
+        else:
+            name, at = self._names.manifest(key), HEAD_BYTES
+        for nbytes in _HEADER_BYTES:
+            header = client.getrange(name, at, at + nbytes - 1)
+            stated = split_header(header)
+            if stated is not None:
+                return stated[1]
+            if len(header) < nbytes:
+                break
+        return None
+
+    def usage(self) -> Usage:
+        budget = self._budget
+        if budget is None:
+            return Usage(num_pages=0, used_bytes=0, budget_bytes=None)
+        return Usage(
+            num_pages=budget.num_pages,
+            used_bytes=budget.used_bytes,
+            budget_bytes=budget.size,
+            num_evicted=budget.num_evicted,
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _member(key: bytes, head: Head) -> bytes:
+    return key + head.tag + b"%d" % head.num_pieces
+
+
+def _of_member(member: bytes) -> tuple[bytes, bytes, int]:
+    end = len(member) - len(member[40:])
+    return member[: end - TAG_BYTES], member[end - TAG_BYTES : end], int(member[end:])
+
+
+def _joined(group: Sequence[memoryview]) -> memoryview | bytes:
+    return group[0] if len(group) == 1 else b"".join(group)
+
+
+def _spread(value: memoryview, into: Sequence[memoryview]) -> None:
+    """As much of the value as there is, one buffer after the other."""
+    for view in into:
+        part, value = value[: len(view)], value[len(view) :]
+        view[: len(part)] = part

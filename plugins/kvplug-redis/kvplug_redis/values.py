@@ -1,0 +1,136 @@
+"""The values that a page is: their names, their sizes, and what they cost in the server's memory.
+
+A page has one value under its own name, its *manifest*. It begins with the head below. The page follows if
+it is small; a larger one lies in pieces, whose names contain the checksum of the page's bytes, and the
+manifest is written last. So two writers of one page, whose bits may differ, do not mix.
+
+=========  =====  ================================================================
+field      bytes  content
+=========  =====  ================================================================
+magic      4      ``kvr1``
+in pieces  4      0: the page follows, 1: it is in pieces
+tag        8      xxh3_64 of the page's bytes
+length     8      of the page, little-endian, as all numbers here
+piece      8      bytes of each piece but the last; 0 without pieces
+=========  =====  ================================================================
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import attrs
+import xxhash
+
+from kvplug.transport import WireError
+
+LAYOUT: Final = 1
+"""Of the names and values; part of every name, so that another layout is a miss."""
+TAG_BYTES: Final = 8
+_MAGIC: Final = b"kvr1"
+_HEAD: Final = struct.Struct("<4sI8sQQ")
+HEAD_BYTES: Final = _HEAD.size
+_MAX_PIECES: Final = 1 << 20
+_PER_VALUE: Final = 224
+"""Bytes that the server needs for a key beside its value: a name of about 130 bytes, entries of tables."""
+_PER_PAGE: Final = 512
+"""Bytes of what is noted for the budget: one entry of a sorted set, one of a hash."""
+
+
+@attrs.frozen
+class Head:
+    """What a manifest begins with."""
+
+    tag: bytes
+    length: int
+    piece: int
+    """0: the page follows."""
+
+    def to_bytes(self) -> bytes:
+        return _HEAD.pack(_MAGIC, int(self.piece > 0), self.tag, self.length, self.piece)
+
+    @classmethod
+    def from_bytes(cls, value: bytes | memoryview) -> Head:
+        """Raises WireError: the value begins with something else."""
+        if len(value) < HEAD_BYTES:
+            raise WireError("a value is no manifest")
+        magic, in_pieces, tag, length, piece = _HEAD.unpack_from(value)
+        if magic != _MAGIC or in_pieces != int(piece > 0) or (piece and length > piece * _MAX_PIECES):
+            raise WireError("a value is no manifest")
+        return cls(tag, length, piece)
+
+    @property
+    def num_pieces(self) -> int:
+        return -(-self.length // self.piece) if self.piece else 0
+
+
+class Names:
+    """Of the keys of one prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self.every = f"{prefix}:{LAYOUT}:*"
+        """A pattern of all names but those of the budget."""
+        self.manifests = f"{prefix}:{LAYOUT}:m:*"
+        self._manifest = f"{prefix}:{LAYOUT}:m:".encode()
+        self._piece = f"{prefix}:{LAYOUT}:p:".encode()
+        # In a cluster the text in braces chooses the node: they are on one.
+        self.budget = [f"{{{prefix}:{LAYOUT}}}:{what}" for what in ("use", "cost", "total", "doomed")]
+
+    def manifest(self, key: bytes) -> bytes:
+        return self._manifest + key.hex().encode()
+
+    def key_of(self, manifest: bytes) -> bytes | None:
+        """The inverse; ``None``: it is no name of a manifest."""
+        try:
+            return bytes.fromhex(manifest.removeprefix(self._manifest).decode("ascii"))
+        except ValueError:
+            return None
+
+    def pieces(self, key: bytes, tag: bytes, count: int) -> list[bytes]:
+        begin = self._piece + f"{key.hex()}:{tag.hex()}:".encode()
+        return [begin + b"%d" % number for number in range(count)]
+
+
+def tag_of(page: Sequence[memoryview]) -> bytes:
+    """The checksum of a page."""
+    made = xxhash.xxh3_64()
+    for part in page:
+        made.update(part)
+    return made.digest()
+
+
+def cut(parts: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+    """The bytes of the parts, one after the other, in groups of ``nbytes``; the last one may be shorter."""
+    group: list[memoryview] = []
+    room = nbytes
+    for part in parts:
+        left = part.cast("B")
+        while left:
+            taken, left = left[:room], left[room:]
+            group.append(taken)
+            room -= len(taken)
+            if not room:
+                yield group
+                group, room = [], nbytes
+    if group:
+        yield group
+
+
+def cost_of(length: int, piece: int) -> int:
+    """Bytes of the server's memory for a page of that length, in pieces if it does not fit into one."""
+    if HEAD_BYTES + length <= piece:
+        return _allocated(HEAD_BYTES + length) + _PER_VALUE + _PER_PAGE
+    whole, rest = divmod(length, piece)
+    values = whole * _allocated(piece) + (_allocated(rest) if rest else 0) + _allocated(HEAD_BYTES)
+    return values + (whole + bool(rest) + 1) * _PER_VALUE + _PER_PAGE
+
+
+def _allocated(nbytes: int) -> int:
+    """What jemalloc hands out for a value: four sizes a doubling (jemalloc's manual, "size classes")."""
+    nbytes += 24  # the value's own header and end
+    if nbytes <= 128:
+        return -(-nbytes // 16) * 16
+    step = 1 << ((nbytes - 1).bit_length() - 3)
+    return -(-nbytes // step) * step
