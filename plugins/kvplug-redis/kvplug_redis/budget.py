@@ -3,7 +3,8 @@
 The server notes for each page what it costs, and when it was used. A page is noted before its values are
 written, so that what a client that dies leaves behind is counted, and given up like any unused page. Pages
 that make room are *doomed* first, and still count; they stop counting when a client has removed their values.
-So values that are there are counted at any moment, whoever dies."""
+So values that are there are counted at any moment, whoever dies. A 64th of the budget is freed at once, so
+that clients which write at the same time do not take each other's room again and again."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ elseif total + cost <= budget then
     return {1, redis.call('HLEN', costs), total, victims}
 else
     victims = redis.call('HKEYS', doomed)
-    local freed = 0
+    local freed, goal = 0, budget - math.floor(budget / 64)
     for _, victim in ipairs(victims) do freed = freed + tonumber(redis.call('HGET', costs, victim) or '0') end
-    while total - freed + cost > budget and #victims < 1024 do
+    while total - freed + cost > goal and #victims < 1024 do
         local oldest = redis.call('ZRANGE', use, 0, 0)[1]
         if not oldest then break end
         redis.call('ZREM', use, oldest)

@@ -100,7 +100,6 @@ def prepared(options: RedisOptions, *, timeout_s: float | None = None) -> Callab
         "socket_connect_timeout": within,
         "retry": Retry(NoBackoff(), 1),  # an idle connection may be gone, and the server there
         "retry_on_error": [valkey.ConnectionError],
-        "socket_read_size": 1 << 16,
         "protocol": 2,
         "client_name": "kvplug",
         **_tls(options),
@@ -210,6 +209,8 @@ def told() -> Iterator[None]:
     """
     try:
         yield
+    except (PermissionError, NoRoomError, TransportError):  # of a block inside this one
+        raise
     except ReadOnlyError as e:
         raise PermissionError("the server is a read-only replica: give the address of its primary") from e
     except OutOfMemoryError as e:

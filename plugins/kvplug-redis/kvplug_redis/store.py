@@ -21,7 +21,7 @@ _ORPHAN_MS: Final = 600_000
 """Pieces without a manifest, which a writer that died has left, expire."""
 _TAG_AT: Final = 8
 """Where in a manifest its tag begins."""
-_TRIES: Final = 8
+_TRIES: Final = 32
 _HEADER_BYTES: Final = (4096, 2 << 20)
 """How much of a page is read to find its series: enough for most headers, and for every one."""
 _SCAN: Final = 1000

@@ -15,9 +15,11 @@ _START_S: Final = 20.0
 
 
 def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+    while True:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            if (port := int(bound.getsockname()[1])) < 55_000:  # a cluster uses the port 10,000 above, too
+                return port
 
 
 class RedisServer:
@@ -31,10 +33,11 @@ class RedisServer:
             program: "server" or "sentinel".
             port: default: a free one.
         """
-        found = shutil.which(f"redis-{program}") or shutil.which(f"valkey-{program}")
+        found = shutil.which("redis-server") or shutil.which("valkey-server")
         if found is None:
-            pytest.skip(f"there is no redis-{program}: apt-get install redis-{program}")
+            pytest.skip("there is no redis-server: apt-get install redis-server")
         self._program, self._folder, self._options = found, folder, options
+        self._is_sentinel = program == "sentinel"
         self.port = free_port() if port is None else port
         self.address = f"127.0.0.1:{self.port}"
         self.socket = str(folder / "socket")
@@ -42,7 +45,9 @@ class RedisServer:
 
     def start(self) -> None:
         own = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
-        if self._program.endswith("server"):
+        if self._is_sentinel:
+            own += ["--sentinel"]
+        else:
             own += ["--save", "", "--appendonly", "no", "--unixsocket", self.socket]
         with open(self._folder / f"log-{self.port}", "ab") as log:
             self.process = subprocess.Popen([self._program, *self._options, *own], stdout=log, stderr=log)

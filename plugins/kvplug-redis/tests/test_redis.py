@@ -1,0 +1,401 @@
+"""The store "redis" with real servers: what the kit does not know of."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+import valkey
+
+from kvplug import Config, ConfigError, build_store
+from kvplug.transport import (
+    BlockingStore,
+    MissReason,
+    PageBuffers,
+    PageRequest,
+    PutReason,
+    Series,
+    Store,
+    foreign_key,
+    opaque_format,
+)
+from kvplug_redis.values import HEAD_BYTES, Head, Names
+from kvplug_testing import check_plugin, peers, waits
+from kvplug_testing.peers import Parent
+from redis_server import RedisServer, free_port
+
+README = Path(__file__).parents[1] / "README.md"
+READ_ONLY = "-@all +client|setname +exists +get +hlen +select"
+PIECE = 4096
+PAGE = 10 * PIECE + 77
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    yield server
+    server.kill()
+
+
+def opened(server: RedisServer, **options: Any) -> Store:
+    given = {"address": [server.address], "piece_bytes": PIECE, "timeout_s": 1, **options}
+    return build_store(Config.from_dict({"stores": ["redis"], "timeout_s": 10, "options": {"redis": given}}))
+
+
+def blocking(store: Any) -> BlockingStore:
+    """The plugin's own store, below kvplug's."""
+    while not isinstance(store, BlockingStore):
+        store = getattr(store, "store", None) or store._store
+    return store
+
+
+def request(store: Store, *names: str, nbytes: int = PAGE, fill: bytes = b"") -> PageRequest:
+    form = opaque_format(nbytes)
+    identities = [name.encode() for name in names]
+    memory = PageBuffers.empty(form, len(names))
+    for at, name in enumerate(names):
+        content = fill or name.encode() * nbytes
+        memory.rows().row(at)[:] = (content * (nbytes // len(content) + 1))[:nbytes]
+    return PageRequest(
+        series=Series(form, b"", store.seal.id),
+        keys=[foreign_key(b"test", identity) for identity in identities],
+        identities=identities,
+        memory=memory,
+    )
+
+
+def put(store: Store, *names: str, **given: Any) -> list[PutReason | None]:
+    return list(store.submit_put(request(store, *names, **given)).wait(20))
+
+
+def got(store: Store, *names: str, **given: Any) -> list[MissReason | None]:
+    """Pages that are got must be those that were put."""
+    wanted, expected = request(store, *names, **{**given, "fill": b"?"}), request(store, *names, **given)
+    reasons = list(store.submit_get(wanted).wait(20))
+    for at, reason in enumerate(reasons):
+        if reason is None:
+            assert wanted.memory.rows().row(at) == expected.memory.rows().row(at)  # type: ignore[union-attr]
+    return reasons
+
+
+def test_it_keeps_the_laws_of_plugins() -> None:
+    assert check_plugin("redis") == ()
+
+
+def test_a_large_page_lies_in_pieces_and_a_lost_piece_is_a_miss(server: RedisServer) -> None:
+    store, raw = opened(server, size=10 << 20), valkey.Valkey(port=server.port)
+    assert put(store, "a", "b") == [None, None]
+    sizes = sorted(raw.strlen(name) for name in raw.scan_iter(match="kvplug:1:*"))
+    assert sizes[:2] == [HEAD_BYTES] * 2 and sizes[-1] == PIECE
+    assert got(store, "a", "b") == [None, None]
+    assert all(raw.ttl(name) == -1 for name in raw.scan_iter(match="kvplug:1:*")), "a page expires"
+    raw.delete(next(raw.scan_iter(match="kvplug:1:p:*:5")))  # as the server's own eviction does
+    assert sorted(map(str, got(store, "a", "b"))) == ["None", "absent"]
+    assert len(list(raw.scan_iter(match="kvplug:1:m:*"))) == 1
+    assert len(list(raw.scan_iter(match="kvplug:1:p:*"))) == 11, "pieces of a page that is lost are left"
+    store.submit_lookup([]).wait(5)
+    assert store.usage().num_pages == 1
+    store.close()
+
+
+def test_the_first_of_two_writers_wins_and_leaves_nothing_of_the_other(server: RedisServer) -> None:
+    one, other, raw = (
+        opened(server, size=10 << 20),
+        opened(server, size=10 << 20),
+        valkey.Valkey(port=server.port),
+    )
+    mine, theirs = request(one, "a", fill=b"mine"), request(other, "a", fill=b"theirs")
+    inner = blocking(other)
+    header = other.seal.header(theirs.series, b"a", theirs.memory.rows().row(0))  # type: ignore[union-attr]
+    page = [memoryview(header), theirs.memory.rows().row(0)]  # type: ignore[union-attr]
+    head = Head(secrets.token_bytes(8), sum(map(len, page)), PIECE)
+    client = inner._client.get()  # type: ignore[attr-defined]
+    inner._reserve(client, mine.keys[0] + head.tag + b"%d" % head.num_pieces, 50_000)  # type: ignore[attr-defined]
+    assert put(one, "a", fill=b"mine") == [None]  # while the other is writing
+    assert inner._write(client, mine.keys[0], head, page)  # type: ignore[attr-defined]
+    assert got(other, "a", fill=b"mine") == [None]
+    assert len(list(raw.scan_iter(match="kvplug:1:p:*"))) == -(-(PAGE + len(header)) // PIECE)
+    other.submit_lookup([]).wait(5)
+    assert put(other, "a", fill=b"theirs") == [None]
+    assert other.usage().num_pages == 1
+    for store in (one, other):
+        store.close()
+
+
+def dying_writer(parent: Parent, address: str, port: int) -> None:
+    """Write pieces of a page, and wait to be killed before the last one."""
+    from kvplug_redis import store as module
+
+    server = type("Server", (), {"address": address, "port": port})()
+    store = opened(server, size=10 << 20)
+    written = 0
+
+    def cut_short(parts: Any, nbytes: int) -> Iterator[Any]:
+        nonlocal written
+        for group in module_cut(parts, nbytes):
+            if written == 5:
+                parent.send("half")
+                parent.recv(timeout=None)
+            written += 1
+            yield group
+
+    module_cut, module.cut = module.cut, cut_short
+    put(store, "a")
+
+
+def test_what_a_writer_that_dies_leaves_is_no_page_and_is_counted_and_goes(
+    server: RedisServer,
+) -> None:
+    with peers.start(dying_writer, server.address, server.port) as peer:
+        assert peer.recv() == "half"
+        peer.kill()
+    raw = valkey.Valkey(port=server.port)
+    left = list(raw.scan_iter(match="kvplug:1:*"))
+    assert len(left) == 5 and all(0 < raw.ttl(name) <= 600 for name in left), "orphans do not expire"
+    store = opened(server, size=100_000)
+    assert got(store, "a") == [MissReason.ABSENT]
+    assert store.submit_lookup(request(store, "a").keys).wait(5)
+    assert store.usage().num_pages == 1, "what is left is not counted"
+    assert put(store, "b") == [None]
+    assert not set(left) & set(raw.scan_iter(match="kvplug:1:*")), "orphans make no room"
+    assert got(store, "b") == [None]
+    store.close()
+
+
+def test_the_server_uses_no_more_memory_than_the_budget(server: RedisServer) -> None:
+    raw = valkey.Valkey(port=server.port)
+    for nbytes, piece in ((1000, PIECE), (70_000, PIECE), (300_000, 1 << 20), (2_500_000, 1 << 20)):
+        raw.flushall()
+        before, budget = raw.info("memory")["used_memory"], max(3 << 20, min(12 << 20, 1000 * nbytes))
+        store = opened(server, size=budget, piece_bytes=piece)
+        names = [f"{nbytes}-{number}" for number in range(min(3000, 2 * budget // nbytes))]
+        assert not any(put(store, *names, nbytes=nbytes))
+        assert got(store, names[-1], nbytes=nbytes) == [None]
+        stated = store.usage()
+        assert budget / 2 < stated.used_bytes <= budget
+        assert stated.num_evicted > 0
+        store.close()  # its connections have buffers in the server
+        waits.until(
+            lambda: raw.info("memory")["used_memory"] - before <= stated.used_bytes + (256 << 10),
+            5,
+            f"no more memory than {stated.used_bytes} bytes for pages of {nbytes}",
+        )
+
+
+def test_pages_that_are_not_used_expire_and_are_not_counted_then(server: RedisServer) -> None:
+    store = opened(server, size=10 << 20, ttl_s=2, touch_s=0)
+    assert put(store, "a", "b") == [None, None]
+    until = time.monotonic() + 3.5
+    while time.monotonic() < until:
+        assert got(store, "a") == [None], "a page that is used has expired"
+        time.sleep(0.3)
+    assert got(store, "a", "b") == [None, MissReason.ABSENT]
+    assert put(store, "c") == [None]
+    assert store.usage().num_pages == 2
+    store.close()
+
+
+def test_a_full_server_has_no_room_and_what_it_evicts_is_a_miss(
+    server: RedisServer,
+) -> None:
+    raw = valkey.Valkey(port=server.port)
+    raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (4 << 20))
+    store = opened(server)
+    names, small = [f"page {number}" for number in range(2000)], {"nbytes": 3000}
+    results = put(store, *names, **small)
+    assert set(results) == {None, PutReason.NO_ROOM}
+    kept = [name for name, result in zip(names, results, strict=True) if result is None]
+    assert got(store, *kept, **small) == [None] * len(kept)
+    raw.config_set("maxmemory-policy", "allkeys-random")
+    assert not any(put(store, *(f"more {number}" for number in range(200))))
+    assert set(got(store, *kept, **small)) == {None, MissReason.ABSENT}, "no page, or every one, had to go"
+    found = got(store, *(f"more {number}" for number in range(200)))
+    assert set(found) <= {None, MissReason.ABSENT}, "a page that has lost a piece is no miss"
+    store.close()
+
+
+def test_a_stopped_server_ends_requests_in_time_and_a_killed_one_at_once(server: RedisServer) -> None:
+    store = opened(server)
+    assert put(store, "a") == [None]
+    server.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    job = store.submit_get(request(store, "a"), timeout=0.7)
+    assert list(job.wait(10)) == [MissReason.TIMEOUT]
+    assert time.monotonic() - began < 2
+    server.process.send_signal(signal.SIGCONT)
+    waits.until(lambda: got(store, "a") == [None], 15, "pages of the server that goes on")
+    server.kill()
+    began = time.monotonic()
+    assert got(store, "a") == [MissReason.STORE_GONE]
+    assert time.monotonic() - began < 1
+    server.start()
+    waits.until(lambda: put(store, "b") == [None], 15, "a page in the new server")
+    assert got(store, "a", "b") == [MissReason.ABSENT, None]
+    store.close()
+
+
+def said(store: Store, caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    assert got(store, "a") != [None]
+    store.close()
+    return caplog.text
+
+
+def test_what_is_wrong_is_named_and_no_password_is_shown(
+    server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = valkey.Valkey(port=server.port)
+    password = tmp_path / "password"
+    password.write_text("a long password\n")
+    (line,) = (line for line in README.read_text().splitlines() if line.startswith("    ACL SETUSER kv "))
+    given = line.split()
+    raw.execute_command(*given[:4], ">a long password", *given[5:])
+    raw.execute_command("ACL", "SETUSER", "reader", "on", ">a long password", "~*", *READ_ONLY.split())
+    raw.execute_command("ACL", "SETUSER", "default", "off")
+    assert "Authentication required" in said(opened(server), caplog)
+    user = {"password_file": str(password)}
+    store = opened(server, user="kv", size=10 << 20, **user)
+    assert put(store, "a") == [None]
+    assert got(store, "a") == [None]
+    assert list(store.submit_remove(request(store, "a").keys).wait(5)) == [True]
+    store.close()
+    reader = opened(server, user="reader", **user)
+    assert put(reader, "a") == [PutReason.READ_ONLY]
+    reader.close()
+    wrong = tmp_path / "wrong"
+    wrong.write_text("a wrong password\n")
+    text = said(opened(server, user="kv", password_file=str(wrong)), caplog)
+    assert "does not take user and password_file" in text and "wrong password" not in text
+    assert "long password" not in repr(store) + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"address": ["a b"]}, "allowed is host:port"),
+        ({"address": ["a:1", "b:2"]}, "mode is single"),
+        ({"user": "kv"}, "password_file: nothing was given"),
+        ({"password_file": "/nowhere"}, "cannot be read"),
+        ({"tls_ca": "/nowhere"}, "tls is not set"),
+        ({"tls": True, "tls_ca": "/nowhere"}, "tls_ca: it cannot be read"),
+        ({"mode": "cluster", "db": 1}, "number 0 only"),
+        ({"mode": "many"}, "mode"),
+        ({"prefix": "a*"}, "prefix"),
+        ({"piece_bytes": 2 << 20}, "piece_bytes"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_connected(options: dict[str, Any], says: str) -> None:
+    server = type("Server", (), {"address": "127.0.0.1:1"})()
+    with pytest.raises(ConfigError, match=says):
+        opened(server, **options)
+
+
+def test_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    files = {name: str(tmp_path / name) for name in ("ca", "cert", "key", "stranger")}
+    authority.cert_pem.write_to_path(files["ca"])
+    stranger.cert_pem.write_to_path(files["stranger"])
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(files["key"])
+    for pem in issued.cert_chain_pems:
+        pem.write_to_path(files["cert"], append=True)
+    port = free_port()
+    options = ["--tls-port", str(port), "--tls-cert-file", files["cert"], "--tls-key-file", files["key"]]
+    server = RedisServer(tmp_path, *options, "--tls-ca-cert-file", files["ca"])
+    try:
+        address = {"address": [f"127.0.0.1:{port}"], "tls": True}
+        client = {"tls_cert": files["cert"], "tls_key": files["key"]}
+        store = opened(server, **address, tls_ca=files["ca"], **client)
+        assert put(store, "a") == [None]
+        assert got(store, "a") == [None]
+        store.close()
+        text = said(opened(server, **address, tls_ca=files["stranger"], **client), caplog)
+        assert "CERTIFICATE_VERIFY_FAILED" in text
+    finally:
+        server.kill()
+
+
+@pytest.mark.full
+def test_a_sentinel_names_the_new_primary(tmp_path: Path) -> None:
+    for name in ("one", "two", "sentinels"):
+        (tmp_path / name).mkdir()
+    primary = RedisServer(tmp_path / "one")
+    replica = RedisServer(tmp_path / "two", "--replicaof", "127.0.0.1", str(primary.port))
+    sentinels = []
+    try:
+        for number in range(3):
+            file = tmp_path / "sentinels" / f"{number}.conf"
+            lines = [f"sentinel monitor kv 127.0.0.1 {primary.port} 2"]
+            lines += ["sentinel down-after-milliseconds kv 1000", "sentinel failover-timeout kv 5000"]
+            file.write_text("\n".join(lines) + "\n")
+            sentinels.append(RedisServer(tmp_path / "sentinels", str(file), program="sentinel"))
+        addresses = [each.address for each in sentinels]
+        store = opened(primary, address=addresses, mode="sentinel", service="kv")
+        assert put(store, "a") == [None]
+        raw = valkey.Valkey(port=replica.port)
+        waits.until(lambda: raw.dbsize() > 0 and raw.info()["master_link_status"] == "up", 20)
+        names_two = valkey.Valkey(port=sentinels[0].port)
+        waits.until(lambda: names_two.execute_command("SENTINEL", "CKQUORUM", "kv"), 20)
+        time.sleep(3)  # until the sentinels know the replica
+        primary.kill()
+        waits.until(lambda: put(store, f"b {time.monotonic()}") == [None], 40, "the new primary")
+        assert got(store, "a") == [None]
+        store.close()
+    finally:
+        for each in (replica, *sentinels, primary):
+            each.kill()
+
+
+@pytest.mark.full
+def test_a_cluster_keeps_the_budget_and_a_node_alone_says_what_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes: list[RedisServer] = []
+    try:
+        for number in range(3):
+            (tmp_path / str(number)).mkdir()
+            nodes.append(RedisServer(tmp_path / str(number), "--cluster-enabled", "yes"))
+        addresses = [each.address for each in nodes]
+        make = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
+        subprocess.run(make, check=True, capture_output=True, timeout=60)
+        cluster = {"address": addresses[:2], "mode": "cluster", "size": 600_000}
+        waits.until(lambda: _works(nodes[0], cluster), 30, "the cluster")
+        store = opened(nodes[0], **cluster)
+        names = [f"page {number}" for number in range(40)]
+        assert not any(put(store, *names))
+        found = got(store, *names)
+        assert set(found) == {None, MissReason.ABSENT} and found[-1] is None
+        assert 300_000 < store.usage().used_bytes <= 600_000
+        assert len(store.keys(request(store, "a").series)) == found.count(None)
+        store.submit_remove(None).wait(10)
+        assert all(not valkey.Valkey(port=node.port).dbsize() for node in nodes)
+        store.close()
+        assert any("set options.redis.mode to cluster" in said(opened(node), caplog) for node in nodes), (
+            "no node has refused"
+        )
+    finally:
+        for each in nodes:
+            each.kill()
+
+
+def _works(server: RedisServer, options: dict[str, Any]) -> bool:
+    store = opened(server, **options)
+    try:
+        return put(store, "first") == [None]
+    finally:
+        store.close()
+
+
+def test_names_keep_layouts_and_prefixes_apart() -> None:
+    names, key = Names("mine"), b"k" * 32
+    assert names.key_of(names.manifest(key)) == key
+    assert names.key_of(b"mine:1:m:zz") is None
+    assert not set(names.pieces(key, b"t" * 8, 2)) & set(names.pieces(key, b"u" * 8, 2))
+    assert len({*names.budget}) == 4 and all(name.startswith("{mine:1}:") for name in names.budget)
