@@ -147,6 +147,8 @@ class DirectoryMembers(Members):
         self._listener: Listener | None = None
         self._engines: tuple[Engine, ...] | None = None
         self._answered_at = time.monotonic()
+        self._is_stale = False
+        """The listener was told so last."""
         self._why = "the directory has not answered yet"
         self._said = ""
         self._rejected: dict[str, Reason] = {}
@@ -249,10 +251,11 @@ class DirectoryMembers(Members):
             is_new = engines != self._engines
             self._engines = engines
             self._changed.notify_all()
-        if listener is not None and is_new:
+        if listener is not None and (is_new or self._is_stale):
             self._tell(listener, is_stale=False)
 
     def _tell(self, listener: Listener, *, is_stale: bool) -> None:
+        self._is_stale = is_stale
         try:
             listener(self._engines or (), is_stale)
         except Exception:
@@ -274,8 +277,9 @@ class DirectoryMembers(Members):
         for name, entry in entries.items():
             found = Announcement.from_bytes(name, entry, self._key)
             if isinstance(found, Reason):
-                rejected[name] = found
-                self._stats.fail(Op.MEMBERS, found)
+                if self._listener is not None:
+                    rejected[name] = found
+                    self._stats.fail(Op.MEMBERS, found)
             elif found.engine_id != self._about.engine_id:
                 workers.setdefault(found.engine_id, {})[found.rank] = found
             elif self._kept is not None and found.name == self._kept.name and found != self._kept:

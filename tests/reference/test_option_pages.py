@@ -24,7 +24,9 @@ found = []
 for line in sys.argv[1:]:
     module, _, distribution = line.partition(" ")
     module = importlib.import_module(module)
-    for hook in ("kvplug_transports", "kvplug_stores", "kvplug_connectors", "kvplug_sinks"):
+    for hook in (
+        *("kvplug_transports", "kvplug_stores", "kvplug_directories", "kvplug_connectors", "kvplug_sinks"),
+    ):
         for spec in getattr(module, hook, list)():
             cls = spec.load_options()
             if cls is not None:

@@ -75,7 +75,7 @@ class RedisOptions:
         default=4, at_least=1, help="How many pages are read and written at the same time."
     )
     piece_bytes: int = option(
-        default=2**20,
+        default=2**20 - 2**12,  # with the server's own header it takes 1 MiB, and not 1.25
         unit="bytes",
         at_least=4096,
         at_most=2**20,

@@ -182,11 +182,11 @@ def test_the_server_uses_no_more_memory_than_the_budget(server: RedisServer) -> 
         assert budget / 2 < stated.used_bytes <= budget
         assert stated.num_evicted > 0
         store.close()  # its connections have buffers in the server
-        waits.until(
-            lambda: raw.info("memory")["used_memory"] - before <= stated.used_bytes + (256 << 10),
-            5,
-            f"no more memory than {stated.used_bytes} bytes for pages of {nbytes}",
-        )
+        _until_used(raw, before + stated.used_bytes + (256 << 10), f"the budget for pages of {nbytes} bytes")
+
+
+def _until_used(raw: Any, most: int, what: str) -> None:
+    waits.until(lambda: raw.info("memory")["used_memory"] <= most, 5, what)
 
 
 def test_pages_that_are_not_used_expire_and_are_not_counted_then(server: RedisServer) -> None:

@@ -288,18 +288,15 @@ STORE-11, memory on a device
 ## Directory
 
 DIR-1, announcements
-: An entry that was announced is seen by every process, as it was announced, from the next question on. Names
-  do not touch each other. A later announcement of a name replaces the earlier one, whoever made it, and what
-  is withdrawn is gone.
+: An entry is seen by every process, as it was announced, from the next question on. A later announcement of
+  its name replaces it, whoever made it; other names stay as they are. What is withdrawn is gone.
 
 DIR-2, leases
-: An entry is gone when its lease has ended, at most some seconds late, and stays while it is renewed. The
-  process that announced it need not be there, and need not run. What was lost, or removed by another program,
-  is there again after the next announcement.
+: An entry stays while it is renewed, and is gone at most some seconds after the end of its lease, whatever
+  became of its process. The next announcement restores what was lost.
 
 DIR-3, time
-: Making a directory waits for nothing. Every other call ends within the context's `timeout_s`, in an answer
-  or in an error, also while the service is stopped; when the service goes on, so does the directory.
+: Making one waits for nothing. Other calls end within `timeout_s`, also while the service is stopped.
 
 ## Connector
 

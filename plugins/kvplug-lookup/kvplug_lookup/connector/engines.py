@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import attrs
 
 from kvplug.engine import ConnectorContext, Engine, Role
-from kvplug_lookup.connector.sources import FollowedSource, followed
+from kvplug.transport import Deadline
+from kvplug_lookup.connector.sources import FollowedSource, Source, followed
 
 _log = logging.getLogger(__name__)
 
@@ -33,16 +34,29 @@ class EngineSources:
     """
 
     def __init__(self, context: ConnectorContext) -> None:
-        assert context.members is not None
+        """Where the config names no directory, there are none."""
         self._context = context
         self._members = context.members
         self._lock = threading.Lock()
+        self._model = context.members.model if context.members is not None else ""
         self._closed = False
         self._followed: dict[str, tuple[Engine, FollowedSource]] = {}
         self._changes: list[Change] = []
         self._strange: frozenset[str] = frozenset()
         """Engines of other models, which were logged."""
-        self._members.follow(self._hear)
+        self._left: list[str] = []
+        self._joined: dict[str, tuple[str, ...]] = {}
+        """What the workers have not been told."""
+
+    def follow(self) -> None:
+        """Begin."""
+        if self._members is not None:
+            self._members.follow(self._hear)
+
+    def wait_until_known(self, deadline: Deadline) -> None:
+        """Raises what :meth:`Members.wait_until_known` raises."""
+        if self._members is not None:
+            self._members.wait_until_known(deadline)
 
     def _hear(self, engines: tuple[Engine, ...], is_stale: bool) -> None:
         wanted = {f"peer {engine.engine_id}": engine for engine in engines if self._is_source(engine)}
@@ -61,12 +75,12 @@ class EngineSources:
     def _is_source(self, engine: Engine) -> bool:
         return (
             engine.role != Role.CONSUMER
-            and engine.model == self._members.model
+            and engine.model == self._model
             and len(engine.contacts) == self._context.parallelism.num_workers
         )
 
     def _tell_strange(self, engines: tuple[Engine, ...]) -> None:
-        strange = frozenset(engine.engine_id for engine in engines if engine.model != self._members.model)
+        strange = frozenset(engine.engine_id for engine in engines if engine.model != self._model)
         for engine_id in sorted(strange - self._strange):
             _log.info("engine %s in the directory has another model: nothing is loaded from it", engine_id)
         self._strange = strange
@@ -83,19 +97,34 @@ class EngineSources:
         source.end()
         self._changes.append(Change(name, None))
 
-    def take(self) -> list[Change]:
-        """The changes since the last call, in their order."""
+    def update(self, sources: list[Source]) -> None:
+        """Change the list as engines have come and left since the last call."""
         if not self._changes:
-            return []
+            return
         with self._lock:
-            taken, self._changes = self._changes, []
-            return taken
+            changes, self._changes = self._changes, []
+        for change in changes:
+            sources[:] = [source for source in sources if source.name != change.name]
+            self._joined.pop(change.name, None)
+            if change.source is None:
+                self._left.append(change.name)
+            else:
+                sources.append(change.source)
+                self._joined[change.name] = tuple(change.contacts[rank] for rank in sorted(change.contacts))
+
+    def take_news(self) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
+        """What the workers must be told: sources that have left, and that have come after that with their
+        contacts."""
+        left, joined = tuple(self._left), tuple(self._joined.items())
+        self._left, self._joined = [], {}
+        return left, joined
 
     def close(self) -> None:
         """End all of them. Idempotent."""
         with self._lock:
             self._closed = True
             left, self._followed = list(self._followed.values()), {}
-        self._members.close()
+        if self._members is not None:
+            self._members.close()
         for _, source in left:
             source.close()

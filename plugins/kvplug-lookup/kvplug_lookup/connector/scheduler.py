@@ -41,31 +41,10 @@ from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_lookup.connector.publisher import EventPublisher
 from kvplug_lookup.connector.replica import Replica
 from kvplug_lookup.connector.sources import AskedSource, FollowedSource, Source, followed, peers_of
+from kvplug_lookup.connector.tracked import Tracked
 from kvplug_lookup.connector.worth import Worth
 
 _log = logging.getLogger(__name__)
-
-
-@attrs.define(eq=False)
-class _Tracked:
-    """What is remembered of a request between its first call and its last."""
-
-    request: Request
-    chains: PromptChains
-    search: Search
-    num_computed_at_match: int = 0
-    num_promised: int = 0
-    """When it was last asked about, and its blocks were not allocated yet."""
-    sources: tuple[Runs, ...] = ()
-    """Of what is promised: for each worker."""
-    num_saved: int = 0
-    """Pages whose save is planned, or which need none."""
-    has_failed: bool = False
-    """A load failed: it is computed from now on, without another try."""
-    is_loading: bool = False
-    """A background load is writing into its blocks."""
-    is_old: bool = False
-    """It may hold KV from before a reset: nothing of it is saved until its first token is computed again."""
 
 
 class LookupScheduler(SchedulerConnector):
@@ -92,7 +71,7 @@ class LookupScheduler(SchedulerConnector):
         self._saves = role in (Role.PRODUCER, Role.BOTH)
         self._loads = role in (Role.CONSUMER, Role.BOTH)
         self._in_background = options.async_load or context.loads_in_background
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._planned_loads: list[LoadPlan] = []
         self._forget: list[str] = []
         self._heard = -1
@@ -115,10 +94,7 @@ class LookupScheduler(SchedulerConnector):
             options.wait_timeout_s,
             functools.partial(context.stats.fail, "match", "expired"),
         )
-        self._engines: EngineSources | None = None
-        self._left: list[str] = []
-        self._joined: dict[str, tuple[str, ...]] = {}
-        """Engines that have left and come, of which the workers are told with the next plan."""
+        self._engines = EngineSources(context)
         self._own: list[Source] = []
         """The sources that this engine's workers put pages into."""
         self._shards: dict[int, Shard] = {}
@@ -151,19 +127,7 @@ class LookupScheduler(SchedulerConnector):
             return
         for name, address in peers_of(context.config, self._saves or bool(self._sources)):
             self._sources.append(followed(context, name, address))
-        if context.members is not None:
-            self._engines = EngineSources(context)
-
-    def _take_engines(self) -> None:
-        """Engines that a directory knows have come or left."""
-        for change in self._engines.take() if self._engines is not None else ():
-            self._sources[:] = [source for source in self._sources if source.name != change.name]
-            self._joined.pop(change.name, None)
-            if change.source is None:
-                self._left.append(change.name)
-            else:
-                self._sources.append(change.source)
-                self._joined[change.name] = tuple(change.contacts[rank] for rank in sorted(change.contacts))
+        self._engines.follow()
 
     def _source_of(self, name: str) -> Source | None:
         """The source that a store of the config is; ``None`` where nothing can be looked for in it."""
@@ -238,15 +202,13 @@ class LookupScheduler(SchedulerConnector):
 
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._context.config.connect_timeout_s)
-        if self._engines is not None and self._context.members is not None:
-            self._context.members.wait_until_known(deadline)
+        self._engines.wait_until_known(deadline)
         for replica in self._replicas:
             replica.wait_until_ready(deadline)
 
     def shutdown(self) -> None:
         self._context.peers.close()  # wakes those that are connecting
-        if self._engines is not None:
-            self._engines.close()
+        self._engines.close()
         for source in self._sources:
             source.close()
         if self._publisher is not None:
@@ -261,11 +223,11 @@ class LookupScheduler(SchedulerConnector):
     def on_new_request(self, request: Request) -> None:
         self._track(request)
 
-    def _track(self, request: Request) -> _Tracked:
+    def _track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            self._take_engines()
-            tracked = _Tracked(
+            self._engines.update(self._sources)
+            tracked = Tracked(
                 request,
                 self._chains(request.extra, self._page_tokens),
                 self._matcher.begin() if self._loads else Search([]),
@@ -307,7 +269,7 @@ class LookupScheduler(SchedulerConnector):
         tracked.sources = sources
         return new, self._in_background
 
-    def _held(self, tracked: _Tracked, start: int, usable: int) -> tuple[int, tuple[Runs, ...]] | None:
+    def _held(self, tracked: Tracked, start: int, usable: int) -> tuple[int, tuple[Runs, ...]] | None:
         """The end of the tokens from ``start`` on that every worker can load, and from where; ``None``: not
         known yet.
         """
@@ -426,7 +388,8 @@ class LookupScheduler(SchedulerConnector):
         if self._reset:
             self._salt = self._reset
             self._name_series()
-        self._take_engines()
+        self._engines.update(self._sources)
+        left, joined = self._engines.take_news()
         plan = StepPlan(
             step=output.step,
             heard=self._heard,
@@ -435,11 +398,10 @@ class LookupScheduler(SchedulerConnector):
             forget=tuple(forget),
             reset=self._reset,
             num_tokens=sum(one.num_scheduled_tokens for one in output.scheduled),
-            left=tuple(self._left),
-            joined=tuple(self._joined.items()),
+            left=left,
+            joined=joined,
         )
         self._planned_loads, self._forget = [], []
-        self._left, self._joined = [], {}
         if self._reset:
             self._reset, self._reset_step, self._num_reset = b"", output.step, 0
         return plan.to_plain()

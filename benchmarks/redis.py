@@ -1,0 +1,190 @@
+"""What the store "redis" costs: gets and puts of pages, beside valkey-py with values of the same sizes.
+
+    python benchmarks/redis.py [--sizes 64KiB,512KiB,4MiB] [--total 64MiB] [--rounds N] [--markdown FILE]
+
+A redis-server (or valkey-server) of its own runs on this host, without files. "Bare" has as many connections
+as the store, and gets and sets each page in values of at most 1 MiB, without checks; "and verified" also
+copies each page to its place and computes its checksum. All take turns within a round, in an order that
+changes, without the first. The figures are medians, the shares medians of the shares within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import valkey
+import xxhash
+from fs import machine, quartiles, seconds, size
+from host import opened
+
+from kvplug.transport import PageBuffers, PageRequest, Series, foreign_key, opaque_format
+
+PIECE = 1 << 20
+CONNECTIONS = 4
+
+
+def served(stack: ExitStack, folder: str) -> int:
+    """A server, until the stack ends. Returns its port; its socket is in the folder."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    assert program is not None, "there is no redis-server: apt-get install redis-server"
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = int(bound.getsockname()[1])
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", f"{folder}/socket"]
+    server = subprocess.Popen([*command, "--save", "", "--dir", folder], stdout=subprocess.DEVNULL)
+    stack.callback(server.wait)
+    stack.callback(server.terminate)
+    while True:
+        with socket.socket() as client:
+            if not client.connect_ex(("127.0.0.1", port)):
+                return port
+        time.sleep(0.02)
+
+
+class Pages:
+    """Pages of one size, in the store and in plain values."""
+
+    def __init__(self, stack: ExitStack, port: int, path: str, nbytes: int, total: int) -> None:
+        self.count = max(CONNECTIONS, total // nbytes)
+        self.total = self.count * nbytes
+        self._nbytes = nbytes
+        self._memory = PageBuffers.empty(opaque_format(nbytes), self.count)
+        self._memory.rows().buffer[:] = secrets.token_bytes(1 << 10) * (self.total >> 10)
+        self._pool = stack.enter_context(ThreadPoolExecutor(CONNECTIONS))
+        self._bare: dict[str, Any] = {}
+        self._stores: dict[str, Any] = {}
+        for where, address, given in (
+            ("Unix socket", f"unix:{path}", {"unix_socket_path": path}),
+            ("TCP", f"127.0.0.1:{port}", {"host": "127.0.0.1", "port": port}),
+        ):
+            self._bare[where] = valkey.Valkey(**given)
+            self._stores[where] = opened(
+                stack, {"address": [address], "prefix": f"bench{nbytes}"}, name="redis"
+            )
+        store = next(iter(self._stores.values()))
+        self._series = Series(opaque_format(nbytes), b"", store.seal.id)
+        self._kept = self._request(b"kept")
+        assert not any(store.submit_put(self._kept).wait(100)), "a page was not kept"
+        self._set("Unix socket", b"kept")
+
+    def _request(self, name: bytes) -> PageRequest:
+        identities = [name + b" %d" % index for index in range(self.count)]
+        keys = [foreign_key(b"benchmark", identity) for identity in identities]
+        return PageRequest(series=self._series, keys=keys, identities=identities, memory=self._memory)
+
+    def _each(self, work: Callable[[int], None]) -> None:
+        for done in [self._pool.submit(work, index) for index in range(self.count)]:
+            done.result()
+
+    def _names(self, name: bytes, index: int) -> list[tuple[bytes, int, int]]:
+        begins = range(0, self._nbytes, PIECE)
+        return [
+            (b"bare:%d:%s:%d:%d" % (self._nbytes, name, index, at), at, min(at + PIECE, self._nbytes))
+            for at in begins
+        ]
+
+    def _set(self, where: str, name: bytes) -> None:
+        client, rows = self._bare[where], self._memory.rows()
+
+        def work(index: int) -> None:
+            for key, begin, end in self._names(name, index):
+                client.set(key, rows.row(index)[begin:end])
+
+        self._each(work)
+
+    def get(self, where: str) -> None:
+        assert not any(self._stores[where].submit_get(self._kept).wait(100)), "a page was missed"
+
+    def bare_get(self, where: str, *, verified: bool) -> None:
+        client, rows = self._bare[where], self._memory.rows()
+
+        def work(index: int) -> None:
+            for key, begin, end in self._names(b"kept", index):
+                value = client.get(key)
+                if verified:
+                    rows.row(index)[begin:end] = value
+            if verified:
+                xxhash.xxh3_64_digest(rows.row(index))
+
+        self._each(work)
+
+    def put(self, where: str) -> Callable[[], None]:
+        pages, store = self._request(secrets.token_bytes(8).hex().encode()), self._stores[where]
+        assert not any(store.submit_put(pages).wait(100)), "a page was not kept"
+        return lambda: store.submit_remove(pages.keys).wait(100) and None
+
+    def bare_set(self, where: str) -> Callable[[], None]:
+        name = secrets.token_bytes(8).hex().encode()
+        self._set(where, name)
+        names = [key for index in range(self.count) for key, _, _ in self._names(name, index)]
+        return lambda: self._bare[where].unlink(*names) and None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sizes", default="64KiB,512KiB,4MiB")
+    parser.add_argument("--total", type=size, default=64 << 20, help="bytes that are moved at once")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--markdown", type=Path)
+    given = parser.parse_args()
+    lines = ["| pages | over | what | redis, GB/s | beside | GB/s | share | quartiles |", "| --- " * 8 + "|"]
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-"))
+        port = served(stack, folder)
+        for text in given.sizes.split(","):
+            pages = Pages(stack, port, f"{folder}/socket", size(text), given.total)
+            lines += rows_of(text, pages, given.rounds)
+            print(*lines[-6:], sep="\n", flush=True)
+    text = (
+        "\n".join(lines)
+        + f"\n\n{machine(Path(tempfile.gettempdir()), CONNECTIONS)}, {given.rounds} rounds.\n"
+    )
+    if given.markdown:
+        given.markdown.write_text(text)
+    return 0
+
+
+def rows_of(text: str, pages: Pages, rounds: int) -> list[str]:
+    lines = []
+    for where in ("Unix socket", "TCP"):
+        calls: dict[str, Callable[[], Any]] = {
+            "get": lambda where=where: pages.get(where),
+            "bare get": lambda where=where: pages.bare_get(where, verified=False),
+            "bare get, and verified": lambda where=where: pages.bare_get(where, verified=True),
+            "put": lambda where=where: pages.put(where),
+            "bare set": lambda where=where: pages.bare_set(where),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for round_ in range(rounds + 1):
+            names = list(calls)
+            at = round_ % len(names)
+            for name in names[at:] + names[:at]:
+                took, clean_up = seconds(calls[name])
+                if clean_up is not None:
+                    clean_up()
+                if round_:
+                    taken[name].append(took)
+        for what, beside in (("get", "bare get"), ("get", "bare get, and verified"), ("put", "bare set")):
+            low, share, high = quartiles(b / f for f, b in zip(taken[what], taken[beside], strict=True))
+            figures = [pages.total / sorted(taken[name])[rounds // 2] / 1e9 for name in (what, beside)]
+            lines.append(
+                f"| {text} | {where} | {what} | {figures[0]:.2f} | {beside} | {figures[1]:.2f} | {share:.2f}"
+                f" | {low:.2f} to {high:.2f} |"
+            )
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

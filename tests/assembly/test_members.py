@@ -1,0 +1,232 @@
+"""Announcements of engines: what counts, what does not, and a directory that fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug import Config, ConfigError, TimeoutError, check_config
+from kvplug.assembly.members import Announcement, DirectoryMembers, fingerprint_of
+from kvplug.engine import Engine, ModelInfo
+from kvplug.metrics.stats import TransferStats
+from kvplug.net.deadline import Deadline
+from kvplug.net.trust.credentials import Credentials, Secret
+from kvplug.transport import Directory, UnknownNameError
+from kvplug_testing import waits
+
+MODEL = ModelInfo(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32")
+LEASE_S = 0.5
+
+
+class InMemory(Directory):
+    """Entries in a dictionary, without leases. Calls raise :attr:`error` while there is one."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.error: Exception | None = None
+        self.num_calls = 0
+
+    def _call(self) -> None:
+        self.num_calls += 1
+        if self.error is not None:
+            raise self.error
+
+    def announce(self, name: str, entry: bytes, lease_s: float) -> None:
+        self._call()
+        self.kept[name] = entry
+
+    def withdraw(self, name: str) -> None:
+        self._call()
+        self.kept.pop(name, None)
+
+    def entries(self) -> Mapping[str, bytes]:
+        self._call()
+        return dict(self.kept)
+
+
+class Heard:
+    """What a listener was told."""
+
+    def __init__(self) -> None:
+        self.engines: tuple[Engine, ...] = ()
+        self.told: list[bool] = []
+
+    def __call__(self, engines: tuple[Engine, ...], is_stale: bool) -> None:
+        self.engines = engines
+        self.told.append(is_stale)
+
+    def knows(self, *engine_ids: str) -> bool:
+        return [engine.engine_id for engine in self.engines] == [*engine_ids]
+
+
+@pytest.fixture
+def directory() -> InMemory:
+    return InMemory()
+
+
+@pytest.fixture
+def members(directory: InMemory, request: pytest.FixtureRequest) -> Any:
+    def made(engine_id: str, rank: int = 0, num_workers: int = 1, secret: str = "", **given: Any) -> Any:
+        found = DirectoryMembers(
+            directory,
+            engine_id=engine_id,
+            rank=rank,
+            num_workers=num_workers,
+            role="both",
+            model=given.get("model", MODEL),
+            credentials=Credentials(Secret(secret) if secret else None),
+            lease_s=LEASE_S,
+            stats=given.get("stats") or TransferStats(),
+        )
+        request.addfinalizer(found.close)
+        return found
+
+    return made
+
+
+def failures(stats: TransferStats) -> dict[str, int]:
+    """Failures of rounds, by reason."""
+    found: Any = stats.take()
+    return dict(found["failures"]["members"])
+
+
+def test_an_engine_is_there_when_all_of_its_workers_are(members: Any, directory: InMemory) -> None:
+    heard = Heard()
+    members("reader").follow(heard)
+    first, second = members("two", 0, 2), members("two", 1, 2)
+    first.announce("unix:@two-0")
+    waits.until(lambda: "two/0" in directory.kept)
+    time.sleep(LEASE_S)
+    assert heard.knows()
+    second.announce("unix:@two-1")
+    waits.until(lambda: heard.knows("two"))
+    assert dict(heard.engines[0].contacts) == {0: "unix:@two-0", 1: "unix:@two-1"}
+    assert heard.engines[0].model == fingerprint_of(MODEL) != fingerprint_of(attrs.evolve(MODEL, head_size=4))
+    second.close()
+    waits.until(lambda: heard.knows())
+
+
+def test_an_announcement_without_the_secret_does_not_count(
+    members: Any, directory: InMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard, stats = Heard(), TransferStats()
+    members("reader", secret="0123456789abcdef", stats=stats).follow(heard)
+    members("friend", secret="0123456789abcdef").announce("unix:@friend")
+    with caplog.at_level(logging.WARNING):
+        members("stranger").announce("unix:@stranger")
+        members("enemy", secret="fedcba9876543210").announce("unix:@enemy")
+        waits.until(lambda: {"stranger/0", "enemy/0", "friend/0"} <= directory.kept.keys())
+        time.sleep(LEASE_S)
+    assert heard.knows("friend")
+    assert caplog.text.count("is not proven with this deployment's secret") == 2, "each is told once"
+    directory.kept["renamed/0"] = directory.kept["friend/0"]  # a proof is of one name only
+    time.sleep(LEASE_S)
+    assert heard.knows("friend")
+    assert failures(stats)["forged"] >= 2
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [b"", b"- ", b"- {}", b"- []", b"- nothing", b"- " + b"[" * 10_000, b"\xff\xfe", b"- " + b"1" * 20_000],
+)
+def test_what_is_no_announcement_is_passed_over(members: Any, directory: InMemory, entry: bytes) -> None:
+    heard = Heard()
+    directory.kept["broken/0"] = entry
+    members("reader").follow(heard)
+    members("friend").announce("unix:@friend")
+    waits.until(lambda: heard.knows("friend"))
+
+
+def test_an_announcement_survives_its_way_and_no_other_version_is_believed() -> None:
+    made = Announcement(
+        engine_id="a", epoch="e", rank=1, num_workers=2, contact="unix:@a", role="both", model="m"
+    )
+    for key in (None, b"a key"):
+        assert Announcement.from_bytes("a/1", made.to_bytes(key), key) == made
+        newer = made.to_bytes(key).replace(b'"version": 1', b'"version": 2')
+        assert not isinstance(Announcement.from_bytes("a/1", newer, key), Announcement)
+    assert "unix:@a" not in repr(made)
+
+
+def test_a_directory_that_fails_changes_nothing_and_is_told_once(
+    members: Any, directory: InMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard, stats = Heard(), TransferStats()
+    reader = members("reader", stats=stats)
+    reader.follow(heard)
+    members("friend").announce("unix:@friend")
+    waits.until(lambda: heard.knows("friend"))
+    with caplog.at_level(logging.INFO):
+        directory.error = ConnectionRefusedError("no server")
+        waits.until(lambda: heard.told[-1], 10, "a directory that is stale")
+        assert heard.knows("friend")
+        assert caplog.text.count("no server") == 2, "once for each of the two"
+        directory.error = None
+        waits.until(lambda: "answers again" in caplog.text)
+    directory.kept.pop("friend/0")  # its process comes back, and is heard
+    waits.until(lambda: heard.knows("friend") and not heard.told[-1])
+    assert failures(stats)["peer_gone"] > 0
+
+
+def test_waiting_for_a_directory_that_never_answers_says_why(members: Any, directory: InMemory) -> None:
+    directory.error = ConnectionRefusedError("no server")
+    reader = members("reader")
+    reader.follow(Heard())
+    with pytest.raises(TimeoutError, match="no server"):
+        reader.wait_until_known(Deadline.after(0.3))
+
+
+def test_two_engines_of_one_id_are_told_of(
+    members: Any, directory: InMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    members("same").announce("unix:@mine")
+    waits.until(lambda: "same/0" in directory.kept)
+    mine = directory.kept["same/0"]
+    with caplog.at_level(logging.WARNING):
+
+        def is_told() -> bool:
+            directory.kept["same/0"] = mine.replace(b"unix:@mine", b"unix:@theirs")
+            return "which must differ" in caplog.text
+
+        waits.until(is_told)
+
+
+def test_a_token_is_never_announced(members: Any) -> None:
+    with pytest.raises(ConfigError, match="set KVPLUG_SECRET or secret_file"):
+        members("open").announce("tcp://127.0.0.1:7000?token=abcdefghijklmnop")
+
+
+def test_a_closed_one_withdraws_and_asks_no_more(members: Any, directory: InMemory) -> None:
+    mine = members("mine")
+    mine.announce("unix:@mine")
+    waits.until(lambda: "mine/0" in directory.kept)
+    mine.close()
+    assert not directory.kept
+    before = directory.num_calls
+    time.sleep(LEASE_S)
+    assert directory.num_calls == before
+
+
+@pytest.mark.parametrize(
+    ("peers", "says"),
+    [
+        (["redis://a:1/0", "etcd://b:2"], "2 directories were given"),
+        (["Redis://a"], "written as a URL"),
+        (["redis://"], "written as a URL"),
+    ],
+)
+def test_wrong_directories_are_faults_of_the_config(peers: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Config.from_dict({"peers": peers})
+
+
+def test_an_unknown_directory_is_named_with_the_others() -> None:
+    config = Config.from_dict({"role": "both", "peers": ["zookeeper://a:1"], "connector": "lookup"})
+    assert (config.directory, config.peer_addresses) == ("zookeeper://a:1", ())
+    with pytest.raises((ConfigError, UnknownNameError), match="no directory named 'zookeeper'"):
+        check_config(config)
