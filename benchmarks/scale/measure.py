@@ -76,7 +76,7 @@ def where() -> str:
     kernel = ".".join(platform.release().split(".")[:2])
     return (
         f"{time.strftime('%-d %B %Y')}, {os.cpu_count()} cores of {model.strip()}, Linux {kernel},"
-        f" Python {platform.python_version()}, kvplug {kvplug.__version__}"
+        f" Python {platform.python_version()}, kvplug {kvplug.__version__}, load {os.getloadavg()[0]:.1f} before"
     )
 
 
@@ -388,7 +388,7 @@ def loads() -> dict[str, Any]:
         kept = _put(store, series, b"large", 32)
         for name, is_mapped, transport in (("mapped", True, "cpu"), ("shm", False, "shm"), ("cpu", False, "cpu")):
             other = _opened(stack, address, is_mapped=is_mapped, transport=transport)
-            assert is_mapped == ("mapped" in other.route), other.route
+            assert ("mapped" if is_mapped else "pipe") in other.route, other.route
             rates[name], get_s = _loaded(other, series, kept, pid)
     return {"get_store_s": get_s, "load_bytes_per_s": rates}
 
@@ -398,16 +398,16 @@ def _loaded(store: Store, series: Series, keys: list[bytes], pid: int) -> tuple[
     memory = PageBuffers.empty(series.format, len(keys))
     identities = [b"large %d" % index for index in range(len(keys))]
     get = PageRequest(series=series, keys=keys, identities=identities, memory=memory)
-    taken, before = [], 0.0
-    for number in range(12):
-        if number == 2:
+    taken, before, warm, rounds = [], 0.0, 3, 30
+    for number in range(warm + rounds):
+        if number == warm:
             before = _cpu(pid)
         began = time.perf_counter()
         missed = [each for each in store.submit_get(get, timeout=60).wait() if each is not None]
         assert not missed, missed
         taken.append(time.perf_counter() - began)
     nbytes = len(keys) * series.format.nbytes
-    return nbytes / statistics.median(taken[2:]), (_cpu(pid) - before) / 10 / len(keys)
+    return nbytes / statistics.median(taken[warm:]), (_cpu(pid) - before) / rounds / len(keys)
 
 
 def member_bytes() -> float:

@@ -128,10 +128,12 @@ class Simulation:
         bytes_per_s: float,
         stored_pages: float = 2.0,
         removed_per_put: float = 1.0,
+        is_full: bool = True,
         seed: int = 1,
     ) -> None:
         """
         Args:
+            is_full: the stores begin full of pages that no prompt needs any more.
             bytes_per_s: that one store sends to others.
             stored_pages: in one event.
             removed_per_put: events of evicted pages of a put into a full store.
@@ -145,7 +147,8 @@ class Simulation:
         self.cluster = Cluster(
             engines, topology, store_units=workload.store_units, cache_units=workload.cache_units
         )
-        self.cluster.fill()
+        if is_full:
+            self.cluster.fill()
         self._computes_until = [0.0] * engines
         self._sends_until = [0.0] * len(self.cluster.stores)
         self._heap: list[tuple[float, int, Any]] = []
