@@ -4,11 +4,12 @@
     python benchmarks/at_scale.py check [--requests N]
     python benchmarks/at_scale.py simulate [--engines 8,100,1000] [--rate R] [--plot FILE] [--markdown FILE]
 
-``measure`` runs kvplug's own code in processes of their own, over TCP on loopback, for some minutes, and writes the
-constants into ``scale/constants.json``. ``check`` runs eight engines (the kit's fakes) in a full mesh, and compares
-the events, links, threads and loads that they count with those that the model predicts for the same requests.
-``simulate`` runs conversations on simulated engines, and adds up what they cost, from the constants; it needs some
-minutes for 1,000 engines. The same seed gives the same figures. docs/explanation/at-scale.md describes the model.
+``measure`` runs kvplug's own code in processes of their own, over TCP on loopback, for some minutes, and
+writes the constants into ``scale/constants.json``. ``check`` runs eight engines (the kit's fakes) in a full
+mesh, and compares the events, links, threads and loads that they count with those that the model predicts for
+the same requests. ``simulate`` runs conversations on simulated engines, and adds up what they cost, from the
+constants; it needs some minutes for 1,000 engines. The same seed gives the same figures.
+docs/explanation/at-scale.md describes the model.
 """
 
 from __future__ import annotations
@@ -73,9 +74,7 @@ def simulate(known: Constants, given: argparse.Namespace) -> int:
             if topology.group != 1 and topology.group != float("inf") and topology.group >= engines:
                 continue
             began = time.monotonic()
-            rows.append(
-                report.row(known, engines, topology, load, warm_s=given.warm, seconds=given.seconds)
-            )
+            rows.append(report.row(known, engines, topology, load, warm_s=given.warm, seconds=given.seconds))
             print(f"{engines} {topology.name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     parts = [
         f"{load!r}",
@@ -112,7 +111,9 @@ def main() -> int:
     simulating = parts.add_parser("simulate", help="simulate, and print tables")
     simulating.add_argument("--engines", default="8,100,1000")
     simulating.add_argument("--rate", type=float, default=1.0, help="requests a second of each engine")
-    simulating.add_argument("--warm", type=float, default=200.0, help="simulated seconds that are not counted")
+    simulating.add_argument(
+        "--warm", type=float, default=200.0, help="simulated seconds that are not counted"
+    )
     simulating.add_argument("--seconds", type=float, default=200.0, help="simulated seconds that are")
     simulating.add_argument("--plot", type=Path, help="draw a picture (needs matplotlib)")
     simulating.add_argument("--markdown", type=Path, help="write the tables to this file, too")

@@ -1,4 +1,5 @@
-"""Engines in processes of their own, for what is measured: one that saves and serves, and one that follows it."""
+"""Engines in processes of their own, for what is measured: one that saves and serves, and one that follows
+it."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ def saving(parent: peers.Parent, port: int) -> None:
 
 
 def _events(engine: FakeEngine, cycles: int, num_keys: int, seconds: float) -> list[float]:
-    """Make three events a cycle, evenly over so many seconds. Returns what :func:`taken` does, and the number of
-    events."""
+    """Make three events a cycle, evenly over so many seconds. Returns what :func:`taken` does, and the number
+    of events."""
     store, series = engine.worker.first_tier.store, engine.worker.first_tier.series
     heard = [0]
 
@@ -94,8 +95,8 @@ def _events(engine: FakeEngine, cycles: int, num_keys: int, seconds: float) -> l
 
 
 def following(parent: peers.Parent, port: int, serving: int) -> None:
-    """Answers ``["taken"]``, ``["follow", count]``, ``["load", count]``, ``["fence", count, rounds]``, each with
-    what it has measured."""
+    """Answers ``["taken"]``, ``["follow", count]``, ``["load", count]``, ``["fence", count, rounds]``, each
+    with what it has measured."""
     address = f"127.0.0.1:{serving}"
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(
@@ -125,10 +126,13 @@ def following(parent: peers.Parent, port: int, serving: int) -> None:
 
 def _fences(sources: list[FollowedSource], rounds: int) -> list[float]:
     """Requests for a prompt that no store has, which all are asked about. Returns the seconds of the engine's
-    thread to ask, the seconds until all have answered, and of this process's processor time, for each round."""
+    thread to ask, the seconds until all have answered, and of this process's processor time, for
+    each round."""
     matcher = Matcher(sources, 1, 2.0, lambda: None)
     request: Request = request_of("nothing", range(128 * PAGE_TOKENS))
-    chains = [foreign_key(b"nothing", b"%d" % number) for number in range(len(request.token_ids) // PAGE_TOKENS)]
+    chains = [
+        foreign_key(b"nothing", b"%d" % number) for number in range(len(request.token_ids) // PAGE_TOKENS)
+    ]
     replicas: list[Replica] = [source.replicas[0] for source in sources]
     asking = answered = 0.0
     before = time.process_time()

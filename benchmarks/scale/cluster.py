@@ -70,8 +70,8 @@ class Lru:
 class Topology:
     """Who sees whom.
 
-    ``group``: engines in a group, which see each other; 1: nobody sees another. ``stores``: "own", or "shared", one
-    for each group. ``routed``: requests go where their prefix is, instead of to any engine.
+    ``group``: engines in a group, which see each other; 1: nobody sees another. ``stores``: "own", or
+    "shared", one for each group. ``routed``: requests go where their prefix is, instead of to any engine.
     """
 
     name: str
@@ -120,8 +120,9 @@ class Cluster:
         return engine if self.topology.stores == OWN else engine // self.group
 
     def match(self, engine: int, units: Sequence[Unit], first: int) -> Runs:
-        """Where the units from number ``first`` on are, up to the first that no store which the engine sees has:
-        its own store before its peers, and these in the order of their list, which begins after the engine."""
+        """Where the units from number ``first`` on are, up to the first that no store which the engine sees
+        has: its own store before its peers, and these in the order of their list, which begins after the
+        engine."""
         runs: Runs = []
         for unit in itertools.islice(units, first, None):
             source = self._source(engine, unit)

@@ -46,7 +46,7 @@ class Constants:
     publish: PerEvent
     """Seconds: a worker sends an event to one follower."""
     follow_busy: PerEvent
-    """As ``follow``, at a rate that keeps a core busy: fewer wake-ups, so it is what a core can do at most."""
+    """As ``follow``, at a rate that keeps a core busy: with fewer wake-ups, so what a core can do at most."""
     publish_busy: PerEvent
     """The same of ``publish``."""
     wire: PerEvent
@@ -58,7 +58,8 @@ class Constants:
     fence_engine_s: float
     """Of the engine's thread for each replica and request: a ping, and the question about the prompt."""
     fence_scheduler_s: float
-    """Processor time of the scheduler's process for each replica and request, that of the engine's thread too."""
+    """Processor time of the scheduler's process for each replica and request, that of the engine's thread
+    too."""
     fence_worker_s: float
     """Of the process that answers it."""
     fence_bytes: float

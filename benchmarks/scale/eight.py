@@ -1,7 +1,7 @@
 """Eight real engines in a full mesh: what they count, and what the model predicts of the same requests.
 
-The engines are the kit's fakes, each in a process of its own, with kvplug's own connectors, stores and links. They
-serve the requests one after the other, so that the counts do not depend on who is faster.
+The engines are the kit's fakes, each in a process of its own, with kvplug's own connectors, stores and links.
+They serve the requests one after the other, so that the counts do not depend on who is faster.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import time
 from contextlib import ExitStack
-from typing import Any
 
 import attrs
 

@@ -1,4 +1,5 @@
-"""Measures the constants of the model, with kvplug's own code in processes of their own, in about three minutes."""
+"""Measures the constants of the model, with kvplug's own code in processes of their own, in about three
+minutes."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ import attrs
 import msgspec
 
 import kvplug
+from kvplug.assembly.members import Announcement
 from kvplug.engine import BlocksStored
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.transport import (
     PageBuffers,
     PageEventLog,
-    PageRequest,
     PageRemoval,
+    PageRequest,
     Series,
     Store,
     foreign_key,
@@ -70,13 +72,18 @@ def environment() -> dict[str, str]:
 def where() -> str:
     """The machine and the versions."""
     model = next(
-        (line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.partition(": ")[2]
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     kernel = ".".join(platform.release().split(".")[:2])
     return (
         f"{time.strftime('%-d %B %Y')}, {os.cpu_count()} cores of {model.strip()}, Linux {kernel},"
-        f" Python {platform.python_version()}, kvplug {kvplug.__version__}, load {os.getloadavg()[0]:.1f} before"
+        f" Python {platform.python_version()}, kvplug {kvplug.__version__},"
+        f" load {os.getloadavg()[0]:.1f} before"
     )
 
 
@@ -191,7 +198,9 @@ def wire() -> PerEvent:
             log.stored(bytes(16), keys),
             log.removed(bytes(16), keys, PageRemoval.EVICTED),
         ]
-        return sum(HEADER_SIZE + len(values.encode(page_event_to_plain(each))) for each in events) / len(events)
+        return sum(HEADER_SIZE + len(values.encode(page_event_to_plain(each))) for each in events) / len(
+            events
+        )
 
     return _per_event(nbytes(FEW), nbytes(MANY))
 
@@ -386,7 +395,11 @@ def loads() -> dict[str, Any]:
         store = _opened(stack, address, is_mapped=False, transport="cpu")
         series = Series(opaque_format(2 << 20), b"", store.seal.id)
         kept = _put(store, series, b"large", 32)
-        for name, is_mapped, transport in (("mapped", True, "cpu"), ("shm", False, "shm"), ("cpu", False, "cpu")):
+        for name, is_mapped, transport in (
+            ("mapped", True, "cpu"),
+            ("shm", False, "shm"),
+            ("cpu", False, "cpu"),
+        ):
             other = _opened(stack, address, is_mapped=is_mapped, transport=transport)
             assert ("mapped" if is_mapped else "pipe") in other.route, other.route
             rates[name], get_s = _loaded(other, series, kept, pid)
@@ -411,15 +424,27 @@ def _loaded(store: Store, series: Series, keys: list[bytes], pid: int) -> tuple[
 
 
 def member_bytes() -> float:
-    """A record as text: address, name, when it ends, the model's digest, and the name that it is kept under."""
-    record = {"address": "10.123.45.67:29555", "engine": "0" * 32, "model": "0" * 64, "workers": 1}
-    return len("kvplug/members/" + "0" * 32) + len(msgspec.json.encode(record))
+    """An announcement with a proof, and the name that it is kept under."""
+    about = Announcement(
+        engine_id="0" * 32,
+        epoch="0" * 32,
+        rank=0,
+        num_workers=1,
+        contact="10.123.45.67:29555",
+        role="both",
+        model="0" * 16,
+    )
+    return len(about.name) + len(about.to_bytes(b"a key"))
 
 
 def measured(tell: Any = print) -> Constants:
     """All of it."""
     found: dict[str, Any] = {"where": where(), "wire": wire(), "member_bytes": member_bytes(), **router()}
-    for what, part in (("links and events", links_and_events), ("a shared store", shared_store), ("loads", loads)):
+    for what, part in (
+        ("links and events", links_and_events),
+        ("a shared store", shared_store),
+        ("loads", loads),
+    ):
         tell(f"measuring {what}")
         found |= part()
     tell("measuring an index")

@@ -1,9 +1,9 @@
 """What a number of engines costs, in closed formulas. ``simulate.py`` has the hit rates; this has the rest.
 
-An engine has one scheduler and ``workers`` workers. Its scheduler follows the store of each of its own workers, and
-that of each worker of each peer; each of its workers serves those followers, loads from the workers of its rank in
-peers, and is loaded from. *Peers* are the engines that it sees: all others in a full mesh, the rest of its group in
-groups, none behind a router or with a shared store.
+An engine has one scheduler and ``workers`` workers. Its scheduler follows the store of each of its own
+workers, and that of each worker of each peer; each of its workers serves those followers, loads from the
+workers of its rank in peers, and is loaded from. *Peers* are the engines that it sees: all others in a full
+mesh, the rest of its group in groups, none behind a router or with a shared store.
 """
 
 from __future__ import annotations
@@ -121,13 +121,16 @@ def most_peers(known: Constants, traffic: Traffic, *, cores: float = 1.0) -> int
 
 def descriptors_allow(known: Constants, limit: int) -> int:
     """So many peers, all of which load from each other, fit into a process's limit of descriptors."""
-    two = [cost(known, peers, Traffic(requests=0, events=0, event_pages=0), pages=0).descriptors for peers in (0, 1)]
+    two = [
+        cost(known, peers, Traffic(requests=0, events=0, event_pages=0), pages=0).descriptors
+        for peers in (0, 1)
+    ]
     return int((limit - two[0]) / (two[1] - two[0]))
 
 
 def served_allow(limit: int = MAX_SERVED) -> int:
-    """So many peers fit into the links that a worker serves: a follower of each and of its own scheduler, and one
-    that loads of each."""
+    """So many peers fit into the links that a worker serves: a follower of each and of its own scheduler, and
+    one that loads of each."""
     return (limit - 1) // 2
 
 
@@ -169,23 +172,23 @@ def router_cores(known: Constants, engines: int, *, events: float, pages: float)
 
 @attrs.frozen(kw_only=True)
 class Membership:
-    """Engines that announce themselves in a registry, and read the list of all."""
+    """Engines that announce themselves in a directory, and read the list of all."""
 
     lease_s: float = 15.0
-    announce_s: float = 5.0
-    """A third of the lease."""
-    list_s: float = 5.0
+    announce_s: float = 3.0
+    """A fifth of the lease."""
+    list_s: float = 3.0
 
     def announcements(self, engines: int) -> float:
-        """A second, at the registry."""
+        """A second, at the directory."""
         return engines / self.announce_s
 
     def list_bytes(self, known: Constants, engines: int) -> float:
         """Of one list."""
         return engines * known.member_bytes
 
-    def registry_bytes(self, known: Constants, engines: int) -> float:
-        """A second, that the registry sends."""
+    def directory_bytes(self, known: Constants, engines: int) -> float:
+        """A second, that the directory sends."""
         return engines / self.list_s * self.list_bytes(known, engines)
 
 

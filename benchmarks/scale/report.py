@@ -13,7 +13,7 @@ import attrs
 
 from scale import model
 from scale.cluster import Topology
-from scale.constants import Constants
+from scale.constants import Constants, Link
 from scale.simulate import Counts, Simulation, Workload
 
 MESH = Topology(name="full mesh")
@@ -48,7 +48,9 @@ class Row:
     """That a store sends to other processes."""
 
 
-def row(known: Constants, engines: int, topology: Topology, load: Workload, *, warm_s: float, seconds: float) -> Row:
+def row(
+    known: Constants, engines: int, topology: Topology, load: Workload, *, warm_s: float, seconds: float
+) -> Row:
     """Simulate it, and add what the formulas say."""
     simulation = Simulation(
         engines,
@@ -116,6 +118,10 @@ def micro(seconds: float) -> str:
     return f"{seconds * 1e6:,.1f} µs"
 
 
+def _kib(link: Link) -> str:
+    return f"{link.memory_bytes / 1024:.0f} KiB"
+
+
 def constants_table(known: Constants) -> str:
     """What was measured."""
     links = {
@@ -142,7 +148,7 @@ def constants_table(known: Constants) -> str:
         *(
             (
                 what,
-                f"{link.threads:.1f} threads, {link.descriptors:.1f} descriptors, {link.memory_bytes / 1024:.0f} KiB",
+                f"{link.threads:.1f} threads, {link.descriptors:.1f} descriptors, {_kib(link)}",
             )
             for what, link in links.items()
         ),
@@ -237,7 +243,9 @@ def costs_table(rows: Sequence[Row]) -> str:
     return table(head, found)
 
 
-def traffic_at(rate: float, load: Workload, known: Constants, *, computed_units: float = 0.1) -> model.Traffic:
+def traffic_at(
+    rate: float, load: Workload, known: Constants, *, computed_units: float = 0.1
+) -> model.Traffic:
     """Of an engine with so many requests a second, whose store is full, in a closed formula.
 
     ``computed_units``: that a request computes besides its new turn, on average.
@@ -263,36 +271,47 @@ def bends_table(known: Constants, load: Workload) -> str:
     ]
     for rate in RATES:
         traffic = traffic_at(rate, load, known)
-        for cores in (0.1, 1.0):
-            rows.append(
-                (
-                    f"{cores:g} core of an engine's process at {rate:g} requests/s",
-                    number(1 + model.most_peers(known, traffic, cores=cores)),
-                )
+        rows += [
+            (
+                f"{cores:g} core of an engine's process at {rate:g} requests/s",
+                number(1 + model.most_peers(known, traffic, cores=cores)),
             )
-    for milliseconds in (1, 10):
-        rows.append((f"{milliseconds} ms of the engine's thread a request", number(milliseconds / 1e3 / one.engine_s)))
+            for cores in (0.1, 1.0)
+        ]
+    rows += [
+        (f"{milliseconds} ms of the engine's thread a request", number(milliseconds / 1e3 / one.engine_s))
+        for milliseconds in (1, 10)
+    ]
     rows += [
         ("1 GiB of index", number(2**30 / one.index_bytes)),
-        (f"{model.FENCE_LIMIT_S:g} s until all stores have answered", number(model.FENCE_LIMIT_S / one.fence_wait_s)),
+        (
+            f"{model.FENCE_LIMIT_S:g} s until all stores have answered",
+            number(model.FENCE_LIMIT_S / one.fence_wait_s),
+        ),
     ]
     return table(("a full mesh uses up", "with so many engines"), rows)
 
 
 def membership_table(known: Constants, engines: Sequence[int]) -> str:
-    """Of a registry that all engines announce themselves in."""
+    """Of a directory that all engines announce themselves in."""
     members = model.Membership()
     rows = [
         (
             f"{count:,}",
             number(members.announcements(count)),
             number(members.list_bytes(known, count) / 1e3),
-            number(members.registry_bytes(known, count) / 1e6),
+            number(members.directory_bytes(known, count) / 1e6),
             number(model.full_dial_s(known, count)),
         )
         for count in engines
     ]
-    head = ("engines", "announcements/s", "a list, kB", "lists, MB/s", "a full mesh connects, CPU s of all hosts")
+    head = (
+        "engines",
+        "announcements/s",
+        "a list, kB",
+        "lists, MB/s",
+        "a full mesh connects, CPU s of all hosts",
+    )
     return table(head, rows)
 
 
@@ -330,7 +349,9 @@ def plot(file: Path, known: Constants, load: Workload, rows: Sequence[Row]) -> N
         those = [each for each in rows if each.topology == topology]
         at = [each.engines for each in those]
         panels[1][0].semilogx(at, [each.counts.hit_rate for each in those], "o-", label=topology.name)
-        cores = [each.cost.cpu + each.store_cores / max(1, each.topology.members(each.engines)) for each in those]
+        cores = [
+            each.cost.cpu + each.store_cores / max(1, each.topology.members(each.engines)) for each in those
+        ]
         panels[1][1].loglog(at, cores, "o-", label=topology.name)
     panels[1][0].set(title="pages that were not computed again", xlabel="engines")
     panels[1][1].set(title="cores for each engine, a shared store's part too", xlabel="engines")

@@ -1,14 +1,15 @@
-"""A discrete-event simulation: conversations arrive, their turns are routed, matched, loaded, computed and saved.
+"""A discrete-event simulation: conversations arrive, their turns are routed, matched, loaded, computed and
+saved.
 
-A unit is 512 tokens: a part of a system prompt, or a turn of a conversation (a user's or tool's text and the answer).
-A turn's prompt is the system prompt and all turns before it. Its pages come from the engine's own prefix cache, then
-from its store, then from peers' stores or the shared one; what none has is computed and saved, the prompt's pages
-with the step that computes them, those of the answer one by one.
+A unit is 512 tokens: a part of a system prompt, or a turn of a conversation (a user's or tool's text and the
+answer). A turn's prompt is the system prompt and all turns before it. Its pages come from the engine's own
+prefix cache, then from its store, then from peers' stores or the shared one; what none has is computed and
+saved, the prompt's pages with the step that computes them, those of the answer one by one.
 
-Time passes for computing (an engine computes one prompt after the other), for the bytes of a load at the store that
-sends them (one load after the other), for the answer, and between turns. A load that is expected to take longer than
-computing (``worth.py``) is not made. Times of lookups, events and fences are not simulated: what they cost is added
-up, and is compared with what a process can do.
+Time passes for computing (an engine computes one prompt after the other), for the bytes of a load at the
+store that sends them (one load after the other), for the answer, and between turns. A load that is expected
+to take longer than computing (``worth.py``) is not made. Times of lookups, events and fences are not
+simulated: what they cost is added up, and is compared with what a process can do.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ class Counts:
         """Of the busiest store, and of all stores on average."""
         if not self.sent:
             return 0.0, 0.0
-        return max(self.sent) * unit_bytes / self.seconds, sum(self.sent) * unit_bytes / self.seconds / len(self.sent)
+        return max(self.sent) * unit_bytes / self.seconds, sum(self.sent) * unit_bytes / self.seconds / len(
+            self.sent
+        )
 
 
 class Simulation:

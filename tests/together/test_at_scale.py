@@ -30,7 +30,7 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def simulated(scale: Any, engines: int, *, seconds: float = 500, seed: int = 1, **more: Any) -> Any:
-    """Counts of a run whose loads take no time. ``more``: of the topology, the simulation and the workload."""
+    """Counts of a run whose loads take no time. ``more``: of the topology, the simulation, the workload."""
     topology = {name: more.pop(name) for name in ("group", "routed", "stores") if name in more}
     given = {name: more.pop(name) for name in ("is_full", "stored_pages") if name in more}
     simulation = scale.simulate.Simulation(
@@ -50,8 +50,9 @@ def test_a_seed_gives_the_same_counts_and_another_one_others(scale: Any) -> None
 
 
 def test_without_sharing_an_engine_computes_what_the_law_of_random_visits_says(scale: Any) -> None:
-    """A turn d turns back is not at a random one of n engines with (1 - 1/n) to the power of d; turns are geometric,
-    and go on with a. Of all units that prompts have, q (1 - a) / (1 - q a) are computed, with q = 1 - 1/n."""
+    """A turn d turns back is not at a random one of n engines with (1 - 1/n) to the power of d; turns are
+    geometric, and go on with a. Of all units that prompts have, q (1 - a) / (1 - q a) are computed, with q =
+    1 - 1/n."""
     for engines in (2, 8):
         counts = simulated(
             scale,
@@ -105,6 +106,7 @@ def test_constants_are_read_as_they_were_written(scale: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.full
+@pytest.mark.timing
 def test_real_engines_count_what_the_model_predicts(scale: Any) -> None:
     pytest.importorskip("kvplug_lookup")
     eight = importlib.import_module("scale.eight")
