@@ -8,7 +8,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import attrs
@@ -93,11 +93,25 @@ class Ledger:
             totals.num_pages += 1
             return True
 
-    def release(self, nbytes: int) -> None:
-        """Count one page less. An error is left to the next scan."""
-        with contextlib.suppress(OSError), self.change() as totals:
-            totals.used_bytes = max(0, totals.used_bytes - nbytes)
-            totals.num_pages = max(0, totals.num_pages - 1)
+    def release(self, nbytes: int, remove: Callable[[], None]) -> None:
+        """Call ``remove``, and count one page less. An error of the ledger is left to the next scan.
+
+        In one turn: a scan that ended in between would not have found the page, and it would be counted less
+        twice.
+
+        Raises:
+            OSError: ``remove`` has raised it; nothing was counted.
+        """
+        is_removed = False
+        try:
+            with self.change() as totals:
+                remove()
+                is_removed = True
+                totals.used_bytes = max(0, totals.used_bytes - nbytes)
+                totals.num_pages = max(0, totals.num_pages - 1)
+        except OSError:
+            if not is_removed:
+                remove()
 
     def correct(self, before: Totals, used_bytes: int, num_pages: int) -> None:
         """Take over what a scan has found that began at ``before``.

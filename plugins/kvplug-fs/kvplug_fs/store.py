@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -97,8 +98,7 @@ class FolderStore(BlockingStore):
                     made = self._folder.publish(file, key)
                 finally:
                     if not made:  # it failed, or another one was first
-                        file.remove()
-                        self._ledger.release(cost)
+                        self._ledger.release(cost, file.remove)
                 return True
         except OSError as e:
             if e.errno not in _FULL:
@@ -111,8 +111,7 @@ class FolderStore(BlockingStore):
                 path = self._folder.path_of(key)
                 with contextlib.suppress(FileNotFoundError):
                     size = os.stat(path).st_size
-                    os.unlink(path)
-                    self._ledger.release(cost_of(size))
+                    self._ledger.release(cost_of(size), functools.partial(os.unlink, path))
 
     # -- what is there -------------------------------------------------------------------------
 

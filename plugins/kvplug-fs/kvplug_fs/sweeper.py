@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import logging
 import os
@@ -109,12 +110,11 @@ class Sweeper:
             try:
                 if os.stat(oldest.path).st_mtime_ns != oldest.used_ns:
                     continue  # it was used since
-                os.unlink(oldest.path)
+                cost = cost_of(oldest.size)
+                self._ledger.release(cost, functools.partial(os.unlink, oldest.path))
             except FileNotFoundError:
                 continue  # another process was first, and has counted it
             self.num_evicted += 1
-            cost = cost_of(oldest.size)
-            self._ledger.release(cost)
             return cost
         return 0
 

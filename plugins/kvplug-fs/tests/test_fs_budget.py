@@ -49,7 +49,7 @@ def test_several_ledgers_of_one_file_count_together(tmp_path: Path) -> None:
     assert one.reserve(60, 100)
     assert not other.reserve(60, 100)
     assert other.reserve(40, 100)
-    one.release(60)
+    one.release(60, lambda: None)
     with other.change() as totals:
         assert (totals.used_bytes, totals.num_pages, totals.added_bytes) == (40, 1, 100)
 
@@ -119,7 +119,7 @@ def add_without_end(parent: peers.Parent, path: str) -> None:
     parent.send("ready")
     while True:
         ledger.reserve(7, 1 << 40)
-        ledger.release(7)
+        ledger.release(7, lambda: None)
 
 
 def test_processes_that_count_at_the_same_time_lose_nothing(tmp_path: Path, fork_server: ForkServer) -> None:
@@ -222,6 +222,28 @@ def test_a_page_larger_than_all_else_makes_no_room_for_itself_in_vain(tmp_path: 
         assert used_in(tmp_path) == 4 * PAGE
     finally:
         store.close()
+
+
+def test_a_page_goes_and_is_counted_out_in_one_turn(tmp_path: Path) -> None:
+    """Else a scan in between, which does not find it, would have it counted out twice."""
+    path = tmp_path / "usage"
+    ledger = Ledger(str(path))
+    ledger.correct(Totals(), 100, 2)
+
+    def remove() -> None:
+        with open(path) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    ledger.release(40, remove)
+    assert (ledger.last.used_bytes, ledger.last.num_pages) == (60, 1)
+
+    def is_gone() -> None:
+        raise FileNotFoundError
+
+    with pytest.raises(FileNotFoundError):
+        ledger.release(40, is_gone)
+    with ledger.change() as totals:
+        assert totals.used_bytes == 60
 
 
 # -- several processes -----------------------------------------------------------------------------
