@@ -165,6 +165,8 @@ class PageReading:
         copies.addresses[page] = address_of(row)
         if copies.checksums is not None:
             expected = bytes(header[self._seal.checksums_at(form, self._layers)])
+            if len(expected) != 8 * self._each:
+                return MissReason.FORMAT
             copies.checksums[page * self._each : (page + 1) * self._each] = array("Q", expected)
         is_right = copies.move(What.LOAD, range(page, page + 1), self._layers) is None
         return None if is_right else MissReason.CORRUPT

@@ -12,6 +12,8 @@ from unittest import mock
 
 from kvplug.errors import CapacityError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
+from kvplug.transport.store import tasks
+from kvplug.transport.store.copying.rows import PageReading
 from kvplug.transport.store.events import PageEventLog, PageRemoval
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
@@ -53,9 +55,15 @@ class TestVerifiesNoBytes(Mutant):
     breaks = ("STORE-1",)
     caught_by = "test_a_page_with_wrong_bytes_is_a_miss_and_makes_room_for_the_right_one"
 
-    class seal(PageSeal):  # noqa: N801
-        def check_layers(self, *args: Any) -> None:
-            return None
+    def make_store(self, context: Any) -> Any:
+        class Believing(PageReading):
+            def load(self, page: int, header: bytes | memoryview, row: memoryview) -> None:
+                self._memory.scatter(page, PageRows.dense(row, 1, len(row)))
+
+        patch = mock.patch.object(tasks, "PageReading", Believing)
+        patch.start()
+        self.later(patch.stop)
+        return super().make_store(context)
 
 
 class TestComparesNoIdentity(Mutant):
