@@ -268,9 +268,17 @@ def run_for(fleet: Fleet, seconds: float, num_engines: int, stopped_s: float) ->
     _, loaded, from_peers, _ = fleet.check(*steady, stopped)
     assert loaded > num_engines and from_peers > num_engines, "they have hardly used each other's pages"
     for each in steady:
-        waits.until(lambda each=each: has_left_nothing(fleet.running[each].ask("footprint"), len(steady)), 15)
-        grown = fleet.running[each].ask("footprint")["rss"] - before[each]["rss"]
-        assert grown < 24 << 20, f"{each} has grown by {grown} bytes"
+        rss = check_footprint(fleet.running[each], len(steady))
+        assert rss - before[each]["rss"] < 24 << 20, f"{each} has grown: {before[each]['rss']} to {rss} bytes"
+
+
+def check_footprint(running: Running, num_peers: int) -> int:
+    """An engine has soon no more than it needs for its peers. Returns its memory in bytes."""
+    limit = time.monotonic() + 60
+    while not has_left_nothing(footprint := running.ask("footprint"), num_peers):
+        assert time.monotonic() < limit, footprint
+        time.sleep(0.5)
+    return int(footprint["rss"])
 
 
 def has_left_nothing(footprint: dict[str, int], num_peers: int) -> bool:
