@@ -8,6 +8,7 @@ that clients which write at the same time do not take each other's room again an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -108,21 +109,29 @@ class Budget:
         self._ttl_ms = 0 if ttl_s is None else int(ttl_s * 1000)
         self.num_pages = self.used_bytes = self.num_evicted = 0
         """As the server said last."""
+        self._lock = threading.Lock()
+        """Held during calls that change it, so that their answers are taken over in the server's order."""
+        self.version = 0
+        """Changes with each of them."""
 
     def _run(self, script: str, *arguments: Any) -> Any:
         return self._client().eval(script, len(self._names), *self._names, *arguments)
 
     def reserve(self, member: bytes, cost: int) -> Reserved:
         """Note a page that will be written, or was."""
-        made, count, total, victims = self._run(_RESERVE, member, cost, self.size, self._ttl_ms)
-        self.num_pages, self.used_bytes = count, total
+        with self._lock:
+            made, count, total, victims = self._run(_RESERVE, member, cost, self.size, self._ttl_ms)
+            self.num_pages, self.used_bytes, self.version = count, total, self.version + 1
         return Reserved(bool(made), victims)
 
     def release(self, members: Sequence[bytes], *, evicted: bool = False) -> None:
         """The values of these pages are gone."""
-        if members:
+        if not members:
+            return
+        with self._lock:
             count, self.num_pages, self.used_bytes = self._run(_RELEASE, *members)
             self.num_evicted += count if evicted else 0
+            self.version += 1
 
     def touch(self, members: Sequence[bytes]) -> None:
         """These pages were used."""
@@ -134,8 +143,11 @@ class Budget:
         pipe.hlen(self._names[1])
         pipe.get(self._names[2])
 
-    def note(self, answers: Sequence[Any]) -> None:
-        self.num_pages, self.used_bytes = int(answers[0]), int(answers[1] or 0)
+    def note(self, answers: Sequence[Any], version: int) -> None:
+        """``version``: that before the pipeline. What has changed since is newer."""
+        with self._lock:
+            if version == self.version:
+                self.num_pages, self.used_bytes = int(answers[0]), int(answers[1] or 0)
 
 
 def drop_manifest(client: Any, name: bytes, tag: bytes, at: int) -> None:

@@ -49,14 +49,15 @@ class RedisStore(BlockingStore):
         self._lock = threading.Lock()
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
+        budget, version = self._budget, 0 if self._budget is None else self._budget.version
         with told(), self._pipe() as pipe:
             for key in keys:
                 pipe.exists(self._names.manifest(key))
-            if self._budget is not None:
-                self._budget.refresh(pipe)
+            if budget is not None:
+                budget.refresh(pipe)
             found = pipe.execute()
-        if self._budget is not None:
-            self._budget.note(found[len(keys) :])
+        if budget is not None:
+            budget.note(found[len(keys) :], version)
         return [bool(each) for each in found[: len(keys)]]
 
     def _pipe(self) -> Any:
@@ -240,7 +241,7 @@ class RedisStore(BlockingStore):
                     batch = []
             self._unlink([*batch, *(name.encode() for name in self._names.budget)])
             if self._budget is not None:
-                self._budget.note((0, 0))
+                self._budget.note((0, 0), self._budget.version)
 
     # -- what is there -------------------------------------------------------------------------
 
