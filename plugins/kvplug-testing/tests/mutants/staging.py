@@ -10,6 +10,7 @@ from kvplug.net.streams import DeviceMark
 from kvplug.transport.store.staging import store, transfers
 from kvplug.transport.store.staging.pages import StagedPages
 from kvplug_testing import ConnectorContract, StoreContract
+from kvplug_testing.simulated import streams
 
 
 class Mutant(StoreContract):
@@ -126,7 +127,16 @@ class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
 
     breaks = ("CONN-10",)
     caught_by = "test_whatever_an_engine_on_a_device_does_what_it_gets_back_is_right"
-    lane = TestReadsBlocksThatAreUsedAgain.lane
+
+    @pytest.fixture(autouse=True)
+    def _late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The device runs the copies only when it is asked for them, and it is seldom asked."""
+        monkeypatch.setattr(store, "_LOOK_S", (0.05, 0.05))
+
+    class lane(transfers.Lane):  # noqa: N801
+        def go_before(self, mark: DeviceMark) -> None:
+            if self.stream in streams._streams:
+                streams._streams.remove(self.stream)
 
 
 class TestLoadsCountOnceTheyAreQueued(ConnectorMutant):
