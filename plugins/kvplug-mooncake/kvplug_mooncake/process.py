@@ -1,0 +1,266 @@
+"""The client process as the store sees it: started, called, given up, replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import msgspec
+
+from kvplug import TransportError
+from kvplug.transport import BackgroundThread, Deadline, close_after_fork
+from kvplug_mooncake.landing import Landing, LateError, Slot
+from kvplug_mooncake.protocol import (
+    MAX_PACKET,
+    Answer,
+    Ping,
+    Ready,
+    Refused,
+    Reply,
+    Request,
+    Setup,
+    decode_reply,
+    encode,
+)
+
+_START_S: Final = 10.0
+"""Python, Mooncake, the search for a master."""
+_CLOSE_S: Final = 3.0
+_PING_S: Final = 1.0
+
+
+class ClientGoneError(TransportError):
+    """The client process has ended."""
+
+
+class _Call:
+    __slots__ = ("answer", "done", "is_late", "slot")
+
+    def __init__(self, slot: Slot | None) -> None:
+        self.slot = slot
+        self.done = threading.Event()
+        self.answer: Answer | None = None
+        self.is_late = False
+
+
+class ClientProcess:
+    """One process, from its start to its end, and the landing area that it shares with this one.
+
+    Each process has an area of its own: nothing that an earlier one may still write to is used again.
+    """
+
+    def __init__(self, setup: Setup, log_file: str | None = None) -> None:
+        """Raises TransportError: it cannot be started, or has no master."""
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._is_closing = self._is_gone = False
+        self.num_late = 0
+        """Calls that were given up and have not ended."""
+        fd = os.memfd_create("kvplug-mooncake", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, setup.landing_bytes)
+            self.landing = Landing(memoryview(mmap.mmap(fd, setup.landing_bytes)))
+            self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                try:
+                    self._process = _started(theirs.fileno(), fd, log_file)
+                except BaseException:
+                    self._sock.close()
+                    raise
+        finally:
+            os.close(fd)
+        close_after_fork(self)
+        self._reader = BackgroundThread(self._read, name="kvplug-mooncake-client", stop=self._hang_up)
+        try:
+            self._begin(setup)
+            self._reader.start()
+        except BaseException:
+            self._process.kill()
+            self._reap()
+            raise
+
+    def _begin(self, setup: Setup) -> None:
+        self._sock.send(encode(setup))
+        self._sock.settimeout(_START_S)
+        try:
+            reply = self._received()
+        except TimeoutError as e:
+            raise TransportError(
+                f"Mooncake's client was not ready within {_START_S:.0f} s: the master at {setup.master} does"
+                " not answer"
+            ) from e
+        self._sock.settimeout(None)
+        if isinstance(reply, Refused):
+            raise TransportError(reply.reason)
+        if not isinstance(reply, Ready):
+            self._process.kill()
+            raise TransportError(
+                f"Mooncake's client ended at its start, with code {self._process.wait()};"
+                " options.mooncake.log_file says more"
+            )
+
+    def _received(self) -> Reply | None:
+        """The next message; ``None``: the process has ended, or says what is none."""
+        try:
+            packet = self._sock.recv(MAX_PACKET)
+            return decode_reply(packet) if packet else None
+        except TimeoutError:
+            raise
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def lent(self, nbytes: int, deadline: Deadline) -> Iterator[Slot]:
+        """A slot for one call. If that is given up, the slot is lent again only after the call has ended.
+
+        Raises:
+            CapacityError: the landing area is smaller.
+            LateError: there was none by the deadline.
+        """
+        slot = self.landing.take(nbytes, deadline)
+        try:
+            yield slot
+        finally:
+            if not slot.is_awaited:
+                self.landing.give(slot)
+
+    def call(
+        self, make: Callable[[int], Request], deadline: Deadline, slot: Slot | None = None
+    ) -> Answer:
+        """Send a request, made with a number, and wait for its answer.
+
+        Args:
+            slot: what the process may write to or read from until it answers.
+
+        Raises:
+            LateError: there was no answer by the deadline.
+            ClientGoneError: the process has ended.
+        """
+        call = _Call(slot)
+        with self._lock:
+            if self._is_gone:
+                raise ClientGoneError("Mooncake's client process has ended")
+            number = next(self._numbers)
+            self._calls[number] = call
+        try:
+            self._send(encode(make(number)), deadline)
+        except BaseException:
+            with self._lock:
+                self._calls.pop(number, None)
+            raise
+        if not call.done.wait(deadline.remaining()):
+            with self._lock:
+                if not call.done.is_set():
+                    call.is_late = True
+                    self.num_late += 1
+                    if slot is not None:
+                        slot.is_awaited = True
+                    raise LateError("Mooncake did not answer in time")
+        if call.answer is None:
+            raise ClientGoneError("Mooncake's client process has ended")
+        return call.answer
+
+    def _send(self, packet: bytes, deadline: Deadline) -> None:
+        while True:
+            try:
+                self._sock.send(packet, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                if not select.select([], [self._sock], [], deadline.remaining())[1]:
+                    raise LateError("Mooncake's client process does not read") from None
+            except OSError as e:
+                raise ClientGoneError(f"Mooncake's client process has ended: {e}") from e
+
+    def is_stuck(self) -> bool:
+        """Whether the process does not even answer a ping."""
+        try:
+            self.call(Ping, Deadline.after(_PING_S))
+        except LateError:
+            return True
+        except ClientGoneError:
+            return False
+        return False
+
+    # -- the end -------------------------------------------------------------------------------
+
+    @property
+    def is_gone(self) -> bool:
+        return self._is_gone
+
+    def _read(self) -> None:
+        while isinstance(reply := self._received(), Answer):
+            with self._lock:
+                call = self._calls.pop(reply.number, None)
+                if call is None:
+                    continue
+                call.answer = reply
+                call.done.set()
+                late = call.is_late
+                self.num_late -= late
+            if late and call.slot is not None:
+                self.landing.give(call.slot)
+        with self._lock:
+            self._is_gone = True
+            calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.done.set()
+        self._reap()
+
+    def _reap(self) -> None:
+        """The process ends, by itself if it was told to."""
+        if self._is_closing:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CLOSE_S)
+        self._process.kill()
+        self._process.wait()
+        self._sock.close()
+
+    def _hang_up(self) -> None:
+        """The process finishes what it writes, and ends. Does not wait."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        """End it at once. What is under way fails. Does not wait."""
+        if not self._is_gone:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End it, after puts under way unless one of them is late. Idempotent."""
+        if self.num_late:
+            self.kill()
+        self._hang_up()
+        self._reader.join(_CLOSE_S + 1)
+
+    def _after_fork_in_child(self) -> None:
+        self._is_gone = True
+        self._lock = threading.Lock()
+        self._sock.close()
+        self._process.returncode = 0  # it is the parent's
+
+
+def _started(sock: int, memory: int, log_file: str | None) -> subprocess.Popen[bytes]:
+    """Not in the session of this process, so that Ctrl-C reaches it by way of its parent only."""
+    command = [sys.executable, "-P", "-m", "kvplug_mooncake.client", str(sock), str(memory)]
+    with open(log_file or os.devnull, "ab") as log:
+        return subprocess.Popen(
+            command,
+            pass_fds=(sock, memory),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
