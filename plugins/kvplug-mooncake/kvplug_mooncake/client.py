@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -246,7 +247,9 @@ class Lanes:
             try:
                 answer = self._client.answer(request)
             except Exception as e:
-                answer = Answer(getattr(request, "number", 0), Outcome.FAILED, text=f"{type(e).__name__}: {e}")
+                answer = Answer(
+                    getattr(request, "number", 0), Outcome.FAILED, text=f"{type(e).__name__}: {e}"
+                )
             try:
                 self._sock.send(encode(answer))
             except OSError:  # the parent is gone
@@ -291,8 +294,13 @@ def main() -> None:
         closing = threading.Thread(target=client.store.close, daemon=True)
         closing.start()
         closing.join(setup.timeout_s)
-    os._exit(0)  # not through Mooncake's destructors, which wait for holders
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # not through the destructors of Mooncake, which wait for holders

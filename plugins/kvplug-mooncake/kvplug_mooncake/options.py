@@ -9,12 +9,12 @@ import attrs
 
 from kvplug.transport import option
 
-_PREFIX: Final = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_PREFIX: Final = re.compile(r"[A-Za-z0-9_./-]{1,100}")
 
 
 def _prefix(_: Any, __: Any, given: str) -> None:
     if not _PREFIX.fullmatch(given):
-        raise ValueError("allowed are up to 100 letters, digits and _ . -")
+        raise ValueError("allowed are up to 100 letters, digits and _ . / -")
 
 
 @attrs.frozen(kw_only=True)
@@ -41,9 +41,7 @@ class MooncakeOptions:
         help="Shared memory through which pages come and go. The largest page must fit, and as many pages"
         " should as lanes has.",
     )
-    lanes: int = option(
-        default=4, at_least=1, help="How many pages are read and written at the same time."
-    )
+    lanes: int = option(default=4, at_least=1, help="How many pages are read and written at the same time.")
     timeout_s: float = option(
         default=3.0,
         unit="seconds",

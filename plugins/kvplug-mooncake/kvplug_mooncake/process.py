@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import os
 import select
 import socket
@@ -17,7 +16,7 @@ from typing import Final
 import msgspec
 
 from kvplug import TransportError
-from kvplug.transport import BackgroundThread, Deadline, close_after_fork
+from kvplug.transport import BackgroundThread, Deadline, Segment, close_after_fork
 from kvplug_mooncake.landing import Landing, LateError, Slot
 from kvplug_mooncake.protocol import (
     MAX_PACKET,
@@ -59,17 +58,24 @@ class ClientProcess:
     """
 
     def __init__(self, setup: Setup, log_file: str | None = None) -> None:
-        """Raises TransportError: it cannot be started, or has no master."""
+        """Does not wait until the process is ready.
+
+        Raises:
+            ResourceExhaustedError, OSError: there is no memory, descriptor or thread for it.
+        """
+        self._setup = setup
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
-        self._is_closing = self._is_gone = False
+        self._is_started = threading.Event()
+        """Or it has ended before."""
+        self._is_ready = self._is_closing = self._is_gone = False
+        self._why = "Mooncake's client process has ended"
         self.num_late = 0
         """Calls that were given up and have not ended."""
-        fd = os.memfd_create("kvplug-mooncake", os.MFD_CLOEXEC)
+        segment, fd = Segment.create("mooncake", setup.landing_bytes)
         try:
-            os.ftruncate(fd, setup.landing_bytes)
-            self.landing = Landing(memoryview(mmap.mmap(fd, setup.landing_bytes)))
+            self.landing = Landing(segment.view)
             self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 try:
@@ -82,32 +88,41 @@ class ClientProcess:
         close_after_fork(self)
         self._reader = BackgroundThread(self._read, name="kvplug-mooncake-client", stop=self._hang_up)
         try:
-            self._begin(setup)
+            self._sock.send(encode(setup))
             self._reader.start()
         except BaseException:
-            self._process.kill()
             self._reap()
             raise
 
-    def _begin(self, setup: Setup) -> None:
-        self._sock.send(encode(setup))
+    def wait_until_ready(self) -> None:
+        """Return when it can be called.
+
+        Raises:
+            TransportError: it never will be, and why.
+        """
+        self._is_started.wait()
+        if self._is_gone:
+            raise TransportError(self._why)
+
+    def _begin(self) -> bool:
+        """Returns whether the process is ready."""
         self._sock.settimeout(_START_S)
         try:
             reply = self._received()
-        except TimeoutError as e:
-            raise TransportError(
-                f"Mooncake's client was not ready within {_START_S:.0f} s: the master at {setup.master} does"
-                " not answer"
-            ) from e
-        self._sock.settimeout(None)
-        if isinstance(reply, Refused):
-            raise TransportError(reply.reason)
-        if not isinstance(reply, Ready):
-            self._process.kill()
-            raise TransportError(
-                f"Mooncake's client ended at its start, with code {self._process.wait()};"
-                " options.mooncake.log_file says more"
+            self._sock.settimeout(None)
+        except TimeoutError:
+            self._why = (
+                f"Mooncake's client was not ready within {_START_S:.0f} s: the master at {self._setup.master}"
+                " does not answer"
             )
+            return False
+        if isinstance(reply, Refused):
+            self._why = reply.reason
+        elif not isinstance(reply, Ready):
+            self._why = (
+                "Mooncake's client process ended at its start: set options.mooncake.log_file to see why"
+            )
+        return isinstance(reply, Ready)
 
     def _received(self) -> Reply | None:
         """The next message; ``None``: the process has ended, or says what is none."""
@@ -136,9 +151,7 @@ class ClientProcess:
             if not slot.is_awaited:
                 self.landing.give(slot)
 
-    def call(
-        self, make: Callable[[int], Request], deadline: Deadline, slot: Slot | None = None
-    ) -> Answer:
+    def call(self, make: Callable[[int], Request], deadline: Deadline, slot: Slot | None = None) -> Answer:
         """Send a request, made with a number, and wait for its answer.
 
         Args:
@@ -200,6 +213,19 @@ class ClientProcess:
         return self._is_gone
 
     def _read(self) -> None:
+        self._is_ready = self._begin()
+        if self._is_ready:
+            self._is_started.set()
+            self._take_answers()
+        with self._lock:
+            self._is_gone = True
+            calls, self._calls = self._calls, {}
+        self._is_started.set()
+        for call in calls.values():
+            call.done.set()
+        self._reap()
+
+    def _take_answers(self) -> None:
         while isinstance(reply := self._received(), Answer):
             with self._lock:
                 call = self._calls.pop(reply.number, None)
@@ -211,16 +237,10 @@ class ClientProcess:
                 self.num_late -= late
             if late and call.slot is not None:
                 self.landing.give(call.slot)
-        with self._lock:
-            self._is_gone = True
-            calls, self._calls = self._calls, {}
-        for call in calls.values():
-            call.done.set()
-        self._reap()
 
     def _reap(self) -> None:
         """The process ends, by itself if it was told to."""
-        if self._is_closing:
+        if self._is_closing and self._is_ready:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_S)
         self._process.kill()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from kvplug import CapacityError, ConfigError, TransportError
+from kvplug import ConfigError, TransportError
 from kvplug.transport import (
     BlockingStore,
     Deadline,
@@ -18,13 +17,12 @@ from kvplug.transport import (
     MissReason,
     PageError,
     StoreContext,
-    Usage,
     close_after_fork,
     is_loopback,
 )
 from kvplug_mooncake.landing import LateError
 from kvplug_mooncake.options import MooncakeOptions
-from kvplug_mooncake.process import ClientGoneError, ClientProcess
+from kvplug_mooncake.process import ClientProcess
 from kvplug_mooncake.protocol import (
     MARK,
     MAX_KEYS,
@@ -53,11 +51,12 @@ class MooncakeStore(BlockingStore):
     is_shared = True
 
     def __init__(self, context: StoreContext) -> None:
-        """The client process starts with the first call.
+        """Starts the client process, and does not wait for it.
 
         Raises:
             ConfigError: the options are wrong.
             InsecureAddressError: the config does not permit what Mooncake does between hosts.
+            ResourceExhaustedError, OSError: there is no memory, descriptor or thread for it.
         """
         options: MooncakeOptions = context.options
         self.num_threads = options.lanes
@@ -65,43 +64,26 @@ class MooncakeStore(BlockingStore):
         self._log_file = options.log_file
         self._setup = _setup_of(context, options)
         self._lock = threading.Lock()
-        self._starting = threading.Lock()
-        self._client: ClientProcess | None = None
         self._is_closed = False
-        self._failed: tuple[float, TransportError] | None = None
-        """When a start failed last, and why."""
+        self._client = ClientProcess(self._setup, self._log_file)
         close_after_fork(self)
 
     # -- the client process --------------------------------------------------------------------
 
     def _running(self) -> ClientProcess:
-        """The client, started if there is none.
+        """The client, ready.
 
         Raises:
-            TransportError: it cannot be started.
+            TransportError: it cannot be started, or has no master.
         """
-        client = self._client
-        if client is not None and not client.is_gone:
-            return client
-        if self._is_closed:
-            raise TransportError("the store was closed")
-        asked = time.monotonic()
-        with self._starting:
-            if self._client is not None and not self._client.is_gone:
-                return self._client
-            if self._failed is not None and self._failed[0] > asked:
-                raise self._failed[1]  # while this call waited for its turn
-            try:
-                client = ClientProcess(self._setup, self._log_file)
-            except TransportError as e:
-                self._failed = time.monotonic(), e
-                raise
-            with self._lock:
-                if not self._is_closed:
-                    self._client = client
-                    return client
-        client.close()
-        raise TransportError("the store was closed")
+        with self._lock:
+            if self._is_closed:
+                raise TransportError("the store was closed")
+            if self._client.is_gone:
+                self._client = ClientProcess(self._setup, self._log_file)
+            client = self._client
+        client.wait_until_ready()
+        return client
 
     @contextmanager
     def _calling(self) -> Iterator[ClientProcess]:
@@ -182,22 +164,14 @@ class MooncakeStore(BlockingStore):
     def clear(self) -> None:
         self._asked(Clear, Deadline.after(self._timeout_s))
 
-    def usage(self) -> Usage:
-        """Nothing: the pool is everyone's, and its master counts it."""
-        return Usage(num_pages=0, used_bytes=0, budget_bytes=None)
-
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        self._client.close()
 
     def _after_fork_in_child(self) -> None:
-        self._client = None
         self._is_closed = True
         self._lock = threading.Lock()
-        self._starting = threading.Lock()
 
 
 def _setup_of(context: StoreContext, options: MooncakeOptions) -> Setup:

@@ -27,10 +27,18 @@ def free_port() -> int:
         return int(bound.getsockname()[1])
 
 
+def listens(port: int, host: str = "127.0.0.1") -> bool:
+    with socket.socket() as client:
+        client.settimeout(0.5)
+        return client.connect_ex((host, port)) == 0
+
+
 class Pool:
     """One master and its holders. Each may be stopped, killed and, but for the master, replaced."""
 
-    def __init__(self, folder: Path, *options: str, holders: int = 1, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, folder: Path, *options: str, holders: int = 1, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
         """Skips the test where Mooncake is missing.
 
         Args:
@@ -56,7 +64,7 @@ class Pool:
         where += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
         self.master = self._process("master", str(program), *where, *self._options)
         limit = time.monotonic() + _START_S
-        while socket.socket().connect_ex(("127.0.0.1", self.port)):
+        while not listens(self.port):
             assert self.master.poll() is None and time.monotonic() < limit, self.log("master")
             time.sleep(0.02)
 
