@@ -27,7 +27,7 @@ class BlockingStore(abc.ABC):
     Callers. An executor of kvplug, from several threads at once. It makes the headers and verifies them,
     keeps the deadlines, counts, and tries again after errors. So a method may take its time, and may raise
     whatever its libraries raise: for the callers that is a miss, and the store is left alone for a while.
-    :meth:`read` and :meth:`write` raise :class:`PageError` where only that page is lost."""
+    It raises :class:`PageError` where only this call has failed, and others may succeed."""
 
     num_threads: int = 4
     """How many calls the executor makes at the same time."""

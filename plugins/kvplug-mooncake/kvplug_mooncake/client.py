@@ -1,12 +1,13 @@
 """The program that is Mooncake's client: ``python -m kvplug_mooncake.client SOCKET MEMORY``.
 
 :class:`~kvplug_mooncake.process.ClientProcess` starts it with the numbers of two inherited descriptors: a
-packet socket, and the memory of the landing area. Mooncake's calls block as long as a holder does, cannot be
-cancelled, and belong to threads that do not survive a fork: here they harm no engine, and end with the process.
+packet socket, and the memory of the landing area. Mooncake's calls block as long as a holder does, cannot
+be cancelled, and belong to threads that do not survive a fork: here they harm no engine, and end with the
+process.
 
-Calls run in lanes, each a thread. There are twice as many as the parent makes calls at the same time, since it
-gives up calls that are late. The main thread reads the socket. At its end, also if the parent was killed, the
-calls under way are finished, so that no page stays half written, and the program ends.
+Calls run in lanes, each a thread. There are twice as many as the parent makes calls at the same time, since
+it gives up calls that are late. The main thread reads the socket. When the parent has closed it, or was
+killed, the calls under way are finished, so that no page stays half written, and the program ends.
 """
 
 from __future__ import annotations
@@ -197,8 +198,8 @@ def _find_master(master: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as e:
         raise SetupError(
-            f"there is no Mooncake master at {master} ({e.strerror or e}): start mooncake_master there, or set"
-            " options.mooncake.master"
+            f"there is no Mooncake master at {master} ({e.strerror or e}): start mooncake_master there, or"
+            " set options.mooncake.master"
         ) from e
 
 

@@ -1,9 +1,9 @@
 """Who may connect to the ports that Mooncake opens in this process.
 
 Mooncake listens on all interfaces whatever address it is given, and writes what a connection brings into
-memory that the process has registered. So a filter is put on its listening sockets (``SO_ATTACH_FILTER``, man
-7 socket): the kernel drops packets that come from elsewhere, and the port answers nothing. Needs no privilege,
-and cannot be removed again."""
+memory that the process has registered. So a filter is put on its listening sockets (``SO_ATTACH_FILTER``,
+man 7 socket): the kernel drops packets that come from elsewhere, and the port answers nothing. That needs no
+privilege, and the filter cannot be removed again."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from kvplug import TransportError
-from kvplug.transport import BackgroundThread, Deadline, Segment, close_after_fork
+from kvplug.transport import BackgroundThread, Deadline, MissReason, PageError, Segment, close_after_fork
 from kvplug_mooncake.landing import Landing, LateError, Slot
 from kvplug_mooncake.protocol import (
     MAX_PACKET,
@@ -34,6 +34,7 @@ from kvplug_mooncake.protocol import (
 _START_S: Final = 10.0
 """Python, Mooncake, the search for a master."""
 _CLOSE_S: Final = 3.0
+_REAP_S: Final = 1.0
 _PING_S: Final = 1.0
 
 
@@ -160,11 +161,12 @@ class ClientProcess:
         Raises:
             LateError: there was no answer by the deadline.
             ClientGoneError: the process has ended.
+            PageError: it was closed.
         """
         call = _Call(slot)
         with self._lock:
-            if self._is_gone:
-                raise ClientGoneError("Mooncake's client process has ended")
+            if self._is_gone or self._is_closing:
+                raise self._ended()
             number = next(self._numbers)
             self._calls[number] = call
         try:
@@ -182,8 +184,13 @@ class ClientProcess:
                         slot.is_awaited = True
                     raise LateError("Mooncake did not answer in time")
         if call.answer is None:
-            raise ClientGoneError("Mooncake's client process has ended")
+            raise self._ended()
         return call.answer
+
+    def _ended(self) -> TransportError:
+        if self._is_closing:
+            return PageError(MissReason.CLOSED, "the store was closed")
+        return ClientGoneError("Mooncake's client process has ended")
 
     def _send(self, packet: bytes, deadline: Deadline) -> None:
         while True:
@@ -194,7 +201,7 @@ class ClientProcess:
                 if not select.select([], [self._sock], [], deadline.remaining())[1]:
                     raise LateError("Mooncake's client process does not read") from None
             except OSError as e:
-                raise ClientGoneError(f"Mooncake's client process has ended: {e}") from e
+                raise self._ended() from e
 
     def is_stuck(self) -> bool:
         """Whether the process does not even answer a ping."""
@@ -202,8 +209,8 @@ class ClientProcess:
             self.call(Ping, Deadline.after(_PING_S))
         except LateError:
             return True
-        except ClientGoneError:
-            return False
+        except TransportError:
+            pass
         return False
 
     # -- the end -------------------------------------------------------------------------------
@@ -239,19 +246,19 @@ class ClientProcess:
                 self.landing.give(call.slot)
 
     def _reap(self) -> None:
-        """The process ends, by itself if it was told to."""
-        if self._is_closing and self._is_ready:
+        """Its socket is closed: the process ends, or is no use any more."""
+        if self._is_closing:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_CLOSE_S)
+                self._process.wait(_REAP_S)
         self._process.kill()
         self._process.wait()
         self._sock.close()
 
     def _hang_up(self) -> None:
-        """The process finishes what it writes, and ends. Does not wait."""
+        """The process answers what it was asked, and ends. Does not wait."""
         self._is_closing = True
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self._sock.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
         """End it at once. What is under way fails. Does not wait."""
@@ -259,11 +266,14 @@ class ClientProcess:
             self._process.kill()
 
     def close(self) -> None:
-        """End it, after puts under way unless one of them is late. Idempotent."""
-        if self.num_late:
+        """End it, after calls under way unless one of them is late. Idempotent."""
+        if self.num_late or not self._is_ready:
             self.kill()
         self._hang_up()
-        self._reader.join(_CLOSE_S + 1)
+        self._reader.join(_CLOSE_S)
+        if self._reader.is_alive():
+            self.kill()
+            self._reader.join(_REAP_S)
 
     def _after_fork_in_child(self) -> None:
         self._is_gone = True

@@ -86,15 +86,16 @@ class MooncakeStore(BlockingStore):
         return client
 
     @contextmanager
-    def _calling(self) -> Iterator[ClientProcess]:
-        """A call, which may be given up: too many of those, or a client that hangs, and it is replaced.
+    def _calling(self) -> Iterator[tuple[ClientProcess, Deadline]]:
+        """For calls until a deadline. Too many calls that are given up, or a client that hangs, and it is
+        replaced.
 
         Raises:
             PageError: it was given up.
         """
         client = self._running()
         try:
-            yield client
+            yield client, Deadline.after(self._timeout_s)
         except LateError as e:
             if client.num_late >= self._setup.lanes or client.is_stuck():
                 _log.warning("Mooncake's client process is replaced: %d calls do not end", client.num_late)
@@ -102,18 +103,17 @@ class MooncakeStore(BlockingStore):
             raise PageError(MissReason.TIMEOUT, str(e)) from e
 
     def _each(self, keys: Sequence[bytes], make: Callable[[int, list[bytes]], Request]) -> Iterator[Answer]:
-        deadline = Deadline.after(self._timeout_s)
         for at in range(0, len(keys), MAX_KEYS):
             some = list(keys[at : at + MAX_KEYS])
-            yield self._asked(lambda number, some=some: make(number, some), deadline)  # type: ignore[misc]
+            yield self._asked(lambda number, some=some: make(number, some))  # type: ignore[misc]
 
-    def _asked(self, make: Callable[[int], Request], deadline: Deadline) -> Answer:
+    def _asked(self, make: Callable[[int], Request]) -> Answer:
         """The answer of the master to what concerns no page alone.
 
         Raises:
             TransportError: there is none.
         """
-        with self._calling() as client:
+        with self._calling() as (client, deadline):
             answer = client.call(make, deadline)
         if answer.outcome is not Outcome.DONE:
             raise _error_of(answer, self._setup.master)
@@ -125,9 +125,8 @@ class MooncakeStore(BlockingStore):
         return [bool(held) for answer in self._each(keys, Exists) for held in answer.held]
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        deadline = Deadline.after(self._timeout_s)
         nbytes = len(MARK) + sum(map(len, into))
-        with self._calling() as client:
+        with self._calling() as (client, deadline):
             for _ in range(2):
                 with client.lent(nbytes, deadline) as slot:
                     at = slot.at
@@ -148,9 +147,8 @@ class MooncakeStore(BlockingStore):
         raise _error_of(answer, self._setup.master)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        deadline = Deadline.after(self._timeout_s)
         nbytes = len(MARK) + sum(map(len, page))
-        with self._calling() as client, client.lent(nbytes, deadline) as slot:
+        with self._calling() as (client, deadline), client.lent(nbytes, deadline) as slot:
             _gather(slot.view, (memoryview(MARK), *page))
             answer = client.call(lambda number: Put(number, key, slot.at, nbytes), deadline, slot)
         if answer.outcome in (Outcome.DONE, Outcome.NO_ROOM):
@@ -162,7 +160,7 @@ class MooncakeStore(BlockingStore):
             pass
 
     def clear(self) -> None:
-        self._asked(Clear, Deadline.after(self._timeout_s))
+        self._asked(Clear)
 
     def close(self) -> None:
         with self._lock:
