@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from kvplug import ConfigError, TransportError
+from kvplug import CapacityError, ConfigError, TransportError
 from kvplug.transport import (
     BlockingStore,
     Deadline,
@@ -126,20 +126,24 @@ class MooncakeStore(BlockingStore):
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         nbytes = len(MARK) + sum(map(len, into))
-        with self._calling() as (client, deadline):
-            for _ in range(2):
-                with client.lent(nbytes, deadline) as slot:
-                    at = slot.at
-                    answer = client.call(lambda number: Get(number, key, at, nbytes), deadline, slot)  # noqa: B023
-                    if answer.outcome is Outcome.DONE and answer.nbytes <= nbytes:
-                        value = slot.view[: answer.nbytes]
-                        if value[: len(MARK)] != MARK:
-                            return 0  # it is no page, and will be removed as a wrong one
-                        _spread(value[len(MARK) :], into)
-                        return answer.nbytes - len(MARK)
-                if answer.outcome is not Outcome.DONE or answer.nbytes > client.landing.nbytes:
-                    break
-                nbytes = answer.nbytes  # larger than expected: its beginning says what it is
+        try:
+            length = self._read(key, into, nbytes)
+            if length is not None and nbytes < len(MARK) + length <= self._setup.landing_bytes:
+                # larger than expected: its beginning says what it is
+                length = self._read(key, into, len(MARK) + length)
+        except CapacityError as e:
+            raise PageError(MissReason.NO_MEMORY, str(e)) from e
+        return length
+
+    def _read(self, key: bytes, into: Sequence[memoryview], nbytes: int) -> int | None:
+        """:meth:`read` with so many bytes of the landing area; fills nothing if the page is larger."""
+        with self._calling() as (client, deadline), client.lent(nbytes, deadline) as slot:
+            answer = client.call(lambda number: Get(number, key, slot.at, nbytes), deadline, slot)
+            if answer.outcome is Outcome.DONE and answer.nbytes <= nbytes:
+                value = slot.view[: answer.nbytes]
+                if value[: len(MARK)] != MARK:
+                    return 0  # it is no page, and will be removed as a wrong one
+                _spread(value[len(MARK) :], into)
         if answer.outcome is Outcome.DONE:
             return answer.nbytes - len(MARK)
         if answer.outcome is Outcome.ABSENT:
