@@ -269,11 +269,19 @@ def _each_within(within: float, waits: Sequence[Callable[[float], object]]) -> N
         wait(max(0.0, limit - time.monotonic()))
 
 
+def _received(sock: socket.socket) -> bytes:
+    """Empty if the parent is gone. One that was killed before it had read an answer is a reset."""
+    try:
+        return sock.recv(MAX_PACKET)
+    except ConnectionResetError:
+        return b""
+
+
 def main() -> None:
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS):  # the parent's may be low for a moment
         resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
     sock = socket.socket(fileno=int(sys.argv[1]))
-    setup = decode_request(sock.recv(MAX_PACKET))
+    setup = decode_request(_received(sock))
     assert isinstance(setup, Setup)
     landing = mmap.mmap(int(sys.argv[2]), setup.landing_bytes)
     os.close(int(sys.argv[2]))
@@ -284,7 +292,7 @@ def main() -> None:
         os._exit(1)
     lanes = Lanes(client, sock, 2 * setup.lanes)
     sock.send(encode(Ready()))
-    while packet := sock.recv(MAX_PACKET):
+    while packet := _received(sock):
         request = decode_request(packet)
         if isinstance(request, Ping):
             sock.send(encode(Answer(request.number, Outcome.DONE)))

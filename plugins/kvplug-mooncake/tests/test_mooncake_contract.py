@@ -20,7 +20,8 @@ class TestMooncake(StoreContract):
     def _served(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         from mooncake_pool import Pool  # not in the processes that the kit starts
 
-        cls.pool = Pool(tmp_path_factory.mktemp("mooncake"))
+        folder = tmp_path_factory.mktemp("mooncake")
+        cls.pool = Pool(folder, "--default_kv_lease_ttl=1000", segment_bytes=1 << 30)
         cls.options = {"master": cls.pool.address}
         yield
         cls.pool.close()
