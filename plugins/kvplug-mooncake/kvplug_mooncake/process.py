@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import select
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -35,6 +35,7 @@ _START_S: Final = 10.0
 """Python, Mooncake, the search for a master."""
 _CLOSE_S: Final = 3.0
 _REAP_S: Final = 1.0
+_AGAIN_S: Final = 0.002
 _PING_S: Final = 1.0
 
 
@@ -195,12 +196,16 @@ class ClientProcess:
     def _send(self, packet: bytes, deadline: Deadline) -> None:
         while True:
             try:
-                self._sock.send(packet, socket.MSG_DONTWAIT)
+                with self._lock:  # the socket is not closed meanwhile
+                    if self._is_gone:
+                        raise self._ended()
+                    self._sock.send(packet, socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:
-                if not select.select([], [self._sock], [], deadline.remaining())[1]:
+                if deadline.expired:
                     raise LateError("Mooncake's client process does not read") from None
-            except OSError as e:
+                time.sleep(_AGAIN_S)
+            except (BrokenPipeError, ConnectionResetError) as e:
                 raise self._ended() from e
 
     def is_stuck(self) -> bool:
@@ -220,17 +225,13 @@ class ClientProcess:
         return self._is_gone
 
     def _read(self) -> None:
-        self._is_ready = self._begin()
-        if self._is_ready:
-            self._is_started.set()
-            self._take_answers()
-        with self._lock:
-            self._is_gone = True
-            calls, self._calls = self._calls, {}
-        self._is_started.set()
-        for call in calls.values():
-            call.done.set()
-        self._reap()
+        try:
+            self._is_ready = self._begin()
+            if self._is_ready:
+                self._is_started.set()
+                self._take_answers()
+        finally:
+            self._reap()
 
     def _take_answers(self) -> None:
         while isinstance(reply := self._received(), Answer):
@@ -247,23 +248,28 @@ class ClientProcess:
 
     def _reap(self) -> None:
         """Its socket is closed: the process ends, or is no use any more."""
+        with self._lock:
+            self._is_gone = True
+            self._sock.close()
+            calls, self._calls = self._calls, {}
+        self._is_started.set()
+        for call in calls.values():
+            call.done.set()
         if self._is_closing:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)
         self._process.kill()
         self._process.wait()
-        self._sock.close()
 
     def _hang_up(self) -> None:
         """The process answers what it was asked, and ends. Does not wait."""
         self._is_closing = True
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
         """End it at once. What is under way fails. Does not wait."""
-        if not self._is_gone:
-            self._process.kill()
+        self._process.kill()
 
     def close(self) -> None:
         """End it, after calls under way unless one of them is late. Idempotent."""
@@ -292,5 +298,6 @@ def _started(sock: int, memory: int, log_file: str | None) -> subprocess.Popen[b
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env={name: value for name, value in os.environ.items() if not name.startswith("KVPLUG_")},
             start_new_session=True,
         )

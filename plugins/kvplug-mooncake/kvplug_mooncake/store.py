@@ -63,6 +63,11 @@ class MooncakeStore(BlockingStore):
         self._timeout_s = options.timeout_s + _GRACE_S
         self._log_file = options.log_file
         self._setup = _setup_of(context, options)
+        if options.log_file is not None:
+            try:
+                open(options.log_file, "ab").close()
+            except OSError as e:
+                raise ConfigError(f"options.mooncake.log_file: it cannot be written: {e}") from e
         self._lock = threading.Lock()
         self._is_closed = False
         self._client = ClientProcess(self._setup, self._log_file)

@@ -52,13 +52,13 @@ class Pool:
         for _ in range(holders):
             self.add_holder()
 
-    def start(self) -> None:
-        """The master, at a port of its own."""
+    def start(self, port: int | None = None) -> None:
+        """The master, by default at a port of its own."""
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None and spec.submodule_search_locations
         program = Path(spec.submodule_search_locations[0]) / "mooncake_master"
         program.chmod(0o755)
-        self.port = free_port()
+        self.port = free_port() if port is None else port
         self.address = f"127.0.0.1:{self.port}"
         where = ["--rpc_address=127.0.0.1", f"--rpc_port={self.port}"]
         where += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]

@@ -31,7 +31,7 @@ from kvplug.transport import (
 )
 from kvplug_mooncake.landing import LateError
 from kvplug_mooncake.probe import probe
-from kvplug_mooncake.protocol import Get, Outcome, Put
+from kvplug_mooncake.protocol import MARK, Get, Outcome, Put
 from kvplug_mooncake.store import MooncakeStore
 from kvplug_testing import check_plugin, peers, waits
 from kvplug_testing.peers import Parent
@@ -174,12 +174,13 @@ else:
 
 def test_a_late_write_reaches_no_page_of_another_call(pair: Pool) -> None:
     """A call is given up, its holder goes on, and its bytes come: into memory that is not lent again."""
-    store = opened(pair, timeout_s=5, landing_bytes=1 << 20, lanes=4)
-    assert not any(put(store, *NAMES))
+    scout, names = opened(pair), NAMES[:12]
+    assert not any(put(scout, *names))
     with stopped(pair.holders[1]):
-        others = [name for name in NAMES if got(store, name, timeout=SOON_S) != [None]]
-        assert 0 < len(others) < len(NAMES)
-    waits.until(lambda: not any(got(store, *NAMES)), 20)
+        others = [name for name in names if got(scout, name, timeout=0.3) != [None]]
+    scout.abort()
+    assert 0 < len(others) < len(names)
+    store = opened(pair, timeout_s=3, landing_bytes=1 << 20)
     client = inside(store)._running()
     nbytes = NBYTES * 2
     with stopped(pair.holders[1]):
@@ -192,9 +193,11 @@ def test_a_late_write_reaches_no_page_of_another_call(pair: Pool) -> None:
         assert client.num_late == 1
         with pytest.raises(LateError):
             client.landing.take(client.landing.nbytes, Deadline.after(0))
-        rest = [name for name in NAMES if name not in others]
+        rest = [name for name in names if name not in others]
         assert not any(got(store, *rest)), "the rest of the area is not used"
     waits.until(lambda: not client.num_late, 10, "the end of the late call")
+    came = client.landing._memory[slot.at : slot.at + len(MARK)]
+    assert came == MARK, "nothing came late, and the test shows nothing"
     assert client.landing.take(client.landing.nbytes, Deadline.after(1)).at == 0, "the slot did not come back"
     store.abort()
 
@@ -264,6 +267,20 @@ def test_a_master_that_is_stopped_ends_requests_in_time(pair: Pool) -> None:
         assert got(store, "a", timeout=SOON_S) == [MissReason.TIMEOUT]
         assert time.monotonic() - began < SOON_S + SLACK_S
     waits.until(lambda: got(store, "a") == [None], 15, "the master that goes on")
+    store.close()
+
+
+def test_a_master_that_was_replaced_is_used_again(pair: Pool) -> None:
+    store = opened(pair)
+    assert put(store, "a") == [None]
+    pair.master.kill()
+    pair.master.wait(10)
+    began = time.monotonic()
+    assert got(store, "a") == [MissReason.STORE_GONE]
+    assert time.monotonic() - began < 3
+    pair.start(pair.port)
+    waits.until(lambda: put(store, "b") == [None], 30, "that the holders have found the new master")
+    assert got(store, "a", "b") == [MissReason.ABSENT, None]
     store.close()
 
 
@@ -397,6 +414,7 @@ def test_the_probe_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Mo
         ({"protocol": "udp"}, "protocol"),
         ({"timeout_s": 0.1}, "timeout_s"),
         ({"lanes": 0}, "lanes"),
+        ({"log_file": "/nowhere/log"}, "log_file: it cannot be written"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], says: str) -> None:
