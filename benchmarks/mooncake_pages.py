@@ -1,6 +1,6 @@
 """What the store "mooncake" costs: gets and puts of pages, beside Mooncake's own client in this process.
 
-    python benchmarks/mooncake_pages.py [--sizes 64KiB,512KiB,4MiB] [--total 64MiB] [--rounds N] [--markdown M]
+    python benchmarks/mooncake_pages.py [--sizes 64KiB,512KiB] [--total 64MiB] [--rounds N] [--markdown FILE]
 
 A mooncake_master of its own and one holder run on this host; pages go over TCP. "Bare" has as many threads
 as the store has lanes, and puts and gets each page from and into registered memory, without checks; "and

@@ -5,24 +5,25 @@ packet socket, and the memory of the landing area. Mooncake's calls block as lon
 be cancelled, and belong to threads that do not survive a fork: here they harm no engine, and end with the
 process.
 
-Calls run in lanes, each a thread. There are twice as many as the parent makes calls at the same time, since
-it gives up calls that are late. The main thread reads the socket. When the parent has closed it, or was
-killed, the calls under way are finished, so that no page stays half written, and the program ends.
+Requests are answered in lanes, each a thread. There are twice as many as the parent makes calls at the same
+time, since it gives up calls that are late. When the parent has closed the socket, or was killed, calls under
+way are finished, so that no page stays half written, and the program ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
-import queue
 import resource
+import select
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from kvplug_mooncake.ports import LOOPBACK, NOBODY, StrangerError, restrict
@@ -103,6 +104,8 @@ class Client:
     def answer(self, request: Request) -> Answer:
         """Blocks as long as Mooncake does."""
         match request:
+            case Ping(number):
+                return Answer(number, Outcome.DONE)
             case Exists(number, keys):
                 return self._exists(number, [self._name(key) for key in keys])
             case Get(number, key, at, nbytes):
@@ -229,44 +232,16 @@ def _close_ports(setup: Setup) -> None:
         raise SetupError(str(e)) from e
 
 
-class Lanes:
-    """Threads that answer requests, one each."""
-
-    def __init__(self, client: Client, sock: socket.socket, count: int) -> None:
-        self._client = client
-        self._sock = sock
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def add(self, request: Request) -> None:
-        self._requests.put(request)
-
-    def _work(self) -> None:
-        while (request := self._requests.get()) is not None:
-            try:
-                answer = self._client.answer(request)
-            except Exception as e:
-                answer = Answer(
-                    getattr(request, "number", 0), Outcome.FAILED, text=f"{type(e).__name__}: {e}"
-                )
-            try:
-                self._sock.send(encode(answer))
-            except OSError:  # the parent is gone
-                pass
-
-    def finish(self, within: float) -> None:
-        """Let calls under way end."""
-        for _ in self._threads:
-            self._requests.put(None)
-        _each_within(within, [thread.join for thread in self._threads])
-
-
-def _each_within(within: float, waits: Sequence[Callable[[float], object]]) -> None:
-    limit = time.monotonic() + within
-    for wait in waits:
-        wait(max(0.0, limit - time.monotonic()))
+def _work(client: Client, sock: socket.socket) -> None:
+    """One lane: take a request and answer it, until the parent is gone."""
+    while packet := _received(sock):
+        request = decode_request(packet)
+        try:
+            answer = client.answer(request)
+        except Exception as e:
+            answer = Answer(getattr(request, "number", 0), Outcome.FAILED, text=f"{type(e).__name__}: {e}")
+        with contextlib.suppress(OSError):  # the parent is gone
+            sock.send(encode(answer))
 
 
 def _received(sock: socket.socket) -> bytes:
@@ -278,8 +253,8 @@ def _received(sock: socket.socket) -> bytes:
 
 
 def main() -> None:
-    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS):  # the parent's may be low for a moment
-        resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS):  # the parent's may be low for a moment
+        resource.setrlimit(kind, (resource.getrlimit(kind)[1],) * 2)
     sock = socket.socket(fileno=int(sys.argv[1]))
     setup = decode_request(_received(sock))
     assert isinstance(setup, Setup)
@@ -290,15 +265,16 @@ def main() -> None:
     except SetupError as e:
         sock.send(encode(Refused(str(e))))
         os._exit(1)
-    lanes = Lanes(client, sock, 2 * setup.lanes)
+    lanes = [threading.Thread(target=_work, args=(client, sock), daemon=True) for _ in range(2 * setup.lanes)]
+    for lane in lanes:
+        lane.start()
     sock.send(encode(Ready()))
-    while packet := _received(sock):
-        request = decode_request(packet)
-        if isinstance(request, Ping):
-            sock.send(encode(Answer(request.number, Outcome.DONE)))
-        else:
-            lanes.add(request)
-    lanes.finish(setup.timeout_s + 1)
+    parent = select.poll()
+    parent.register(sock, select.POLLRDHUP)
+    parent.poll()
+    limit = time.monotonic() + setup.timeout_s + 1
+    for lane in lanes:
+        lane.join(max(0.0, limit - time.monotonic()))
     if setup.segment_bytes:  # the master learns at once that its pages are gone
         closing = threading.Thread(target=client.store.close, daemon=True)
         closing.start()

@@ -41,7 +41,11 @@ class MooncakeOptions:
         help="Shared memory through which pages come and go. The largest page must fit, and as many pages"
         " should as lanes has.",
     )
-    lanes: int = option(default=4, at_least=1, help="How many pages are read and written at the same time.")
+    lanes: int = option(
+        default=4,
+        at_least=1,
+        help="How many pages are read and written at the same time. Mooncake keeps a core busy for each.",
+    )
     timeout_s: float = option(
         default=3.0,
         unit="seconds",

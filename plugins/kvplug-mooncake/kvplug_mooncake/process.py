@@ -209,7 +209,7 @@ class ClientProcess:
                 raise self._ended() from e
 
     def is_stuck(self) -> bool:
-        """Whether the process does not even answer a ping."""
+        """Whether the process does not even answer a ping: it hangs, or all of its lanes do."""
         try:
             self.call(Ping, Deadline.after(_PING_S))
         except LateError:

@@ -70,7 +70,7 @@ class Clear(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Answered at once, whatever the lanes do."""
+    """Answered at once, if a lane is free."""
 
     number: int
 
