@@ -77,6 +77,8 @@ class Client:
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(landing))
         self._suspects: dict[str, float] = {}
         """Holders that did not answer in time, and until when they are not asked."""
+        self._reading: dict[int, tuple[str, float]] = {}
+        """Pages that are read now, and until when their holders are no suspects."""
         _find_master(setup.master)
         _set_limits(setup.timeout_s)
         try:
@@ -133,7 +135,11 @@ class Client:
         if self._is_suspect(name):
             return Answer(number, Outcome.LATE, text="its holder did not answer a moment ago")
         began = time.monotonic()
-        code = self.store.get_into(name, self._base + at, nbytes)
+        self._reading[number] = name, began + self._setup.timeout_s
+        try:
+            code = self.store.get_into(name, self._base + at, nbytes)
+        finally:
+            self._reading.pop(number, None)
         if code >= 0:
             return Answer(number, Outcome.DONE, nbytes=code)
         if code == _INVALID:
@@ -169,8 +175,7 @@ class Client:
             return Answer(number, Outcome.FAILED, text=f"Mooncake's code {code}")
         if time.monotonic() - began < self._setup.timeout_s / 2:
             return Answer(number, Outcome.HOLDER_GONE, text=f"Mooncake's code {code}")
-        for holder in self._holders(name):
-            self._suspects[holder] = time.monotonic() + _SUSPECT_S
+        self._suspect(name)
         return Answer(number, Outcome.LATE, text="its holder does not answer")
 
     # -- holders that do not answer ------------------------------------------------------------
@@ -178,12 +183,20 @@ class Client:
     def _is_suspect(self, name: str) -> bool:
         """Whether all holders of the page are suspects. Asks the master only while there are any."""
         now = time.monotonic()
+        for number, (other, until) in list(self._reading.items()):
+            if until < now:  # the first word to a holder may take Mooncake a minute, whatever its limits are
+                self._reading[number] = other, float("inf")
+                self._suspect(other)
         suspects = {holder for holder, until in self._suspects.copy().items() if until > now}
         if not suspects:
             self._suspects.clear()
             return False
         holders = self._holders(name)
         return bool(holders) and suspects.issuperset(holders)
+
+    def _suspect(self, name: str) -> None:
+        for holder in self._holders(name):
+            self._suspects[holder] = time.monotonic() + _SUSPECT_S
 
     def _holders(self, name: str) -> list[str]:
         found = self.store.batch_get_replica_desc([name]).get(name, ())

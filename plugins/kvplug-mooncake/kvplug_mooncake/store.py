@@ -102,7 +102,7 @@ class MooncakeStore(BlockingStore):
         try:
             yield client, Deadline.after(self._timeout_s)
         except LateError as e:
-            if client.num_late >= self._setup.lanes or client.is_stuck():
+            if client.num_late > self._setup.lanes or client.is_stuck():
                 _log.warning("Mooncake's client process is replaced: %d calls do not end", client.num_late)
                 client.kill()
             raise PageError(MissReason.TIMEOUT, str(e)) from e

@@ -148,6 +148,23 @@ def test_a_stopped_holder_holds_up_no_request_and_not_the_pages_of_others(pair: 
     store.close()
 
 
+def test_a_holder_that_is_stopped_when_a_client_first_needs_it_is_found_out_as_well(pair: Pool) -> None:
+    """Mooncake's own limits do not hold there: a call takes a minute."""
+    first = opened(pair)
+    assert not any(put(first, *NAMES))
+    store = opened(pair)
+    client = inside(store)._running()
+    with stopped(pair.holders[0]):
+        began = time.monotonic()
+        found = got(store, *NAMES)
+        assert time.monotonic() - began < 1.5 + 2 * SLACK_S
+        assert set(found) == {None, MissReason.TIMEOUT}
+        assert found == got(store, *NAMES), "a page of the other holder was missed"
+        assert client.num_late and inside(store)._client is client, "the client was replaced"
+    for each in (first, store):
+        each.abort()
+
+
 @pytest.mark.full
 def test_without_kvplug_a_stopped_holder_holds_up_a_call_for_much_longer(pair: Pool) -> None:
     """What this package is for. If it fails, Mooncake has become better, and the docs are wrong."""
@@ -210,7 +227,8 @@ def test_calls_that_do_not_end_are_bounded_and_the_client_is_replaced(
     before = process_of(store)
     with stopped(pair.holders[0]), stopped(pair.holders[1]):
         inside(store)._timeout_s = 0.3  # the client's own limit is later
-        assert got(store, NAMES[0]) == [MissReason.TIMEOUT]
+        for name in NAMES[:2]:
+            assert got(store, name) == [MissReason.TIMEOUT]
         waits.until(lambda: not before.is_running(), 5, "the end of the client whose lanes are full")
     assert "is replaced" in caplog.text
     inside(store)._timeout_s = 5
