@@ -114,6 +114,7 @@ class StoreOpener:
                 checksums=config.integrity != "off", secret=None if secret is None else secret.reveal()
             ),
             host=config.host,
+            allow_unauthenticated_data_plane=config.allow_unauthenticated_data_plane,
             buffer_size=config.buffer_size,
             timeout_s=config.timeout_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,

@@ -220,6 +220,7 @@ from kvplug.transport.spec import (
 )
 from kvplug.transport.store.blocking import (
     BlockingStore as BlockingStore,
+    PageError as PageError,
 )
 from kvplug.transport.store.cache_blocks import (
     PageBlocks as PageBlocks,

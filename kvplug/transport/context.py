@@ -95,6 +95,8 @@ class StoreContext:
     secret."""
     host: str = "127.0.0.1"
     """The interface it may listen on. Loopback means that no other host will connect."""
+    allow_unauthenticated_data_plane: bool = False
+    """Whether it may use connections between hosts whose ends prove nothing."""
     buffer_size: int = 2**30
     """Bytes of memory that it may use for pages, where its options say nothing else."""
     timeout_s: float = 30.0

@@ -5,8 +5,17 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
-from kvplug.errors import UnsupportedError
-from kvplug.transport.store.results import Usage
+from kvplug.errors import TransportError, UnsupportedError
+from kvplug.transport.store.results import MissReason, Usage
+
+
+class PageError(TransportError):
+    """One page could not be read or written. Others can be: the store is not taken for gone."""
+
+    def __init__(self, reason: MissReason, message: str = "") -> None:
+        super().__init__(message or reason.value)
+        self.reason = reason
+        """What the page's result says."""
 
 
 class BlockingStore(abc.ABC):
@@ -17,7 +26,8 @@ class BlockingStore(abc.ABC):
 
     Callers. An executor of kvplug, from several threads at once. It makes the headers and verifies them,
     keeps the deadlines, counts, and tries again after errors. So a method may take its time, and may raise
-    whatever its libraries raise: for the callers that is a miss."""
+    whatever its libraries raise: for the callers that is a miss, and the store is left alone for a while.
+    It raises :class:`PageError` where only this call has failed, and others may succeed."""
 
     num_threads: int = 4
     """How many calls the executor makes at the same time."""

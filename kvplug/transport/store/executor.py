@@ -26,7 +26,7 @@ from kvplug.errors import ClosedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
-from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.keys import Series
@@ -219,6 +219,8 @@ class ExecutedStore(Store):
             except CopyError as e:
                 reason = MissReason.OTHER
                 _log.error("the memory of %r cannot be used: %s", task.job, in_words(e.__cause__))
+            except PageError as e:
+                reason, error = e.reason, e
             except Exception as e:
                 reason, error = MissReason.STORE_GONE, e
             with self._lock:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 from kvplug.errors import CapacityError, UnsupportedError
-from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.copying.rows import PageReading, PageSaving
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
@@ -153,7 +153,12 @@ class GetTask(Task):
         whole = scratch.take(series.format.nbytes + header_length)
         # the payload comes first, where memory is aligned as its elements are
         payload, header = whole[: series.format.nbytes], whole[series.format.nbytes :]
-        length = self._store.read(key, (header, payload))
+        try:
+            length = self._store.read(key, (header, payload))
+        except PageError as e:
+            _log.debug("a page is missed: %s", e)
+            self.note(call, e.reason)
+            return
         if length is None:
             reason: MissReason | None = MissReason.ABSENT
         elif length != len(whole):
@@ -226,6 +231,9 @@ class PutTask(Task):
             has_failed, result = False, PutReason.TOO_LARGE
         except PermissionError:
             has_failed, result = False, PutReason.READ_ONLY
+        except PageError as e:
+            _log.debug("a page is not kept: %s", e)
+            has_failed, result = False, _PUT_REASONS.get(e.reason, PutReason.OTHER)
         finally:  # a write that failed gets the reason of the whole request
             with self.lock:
                 removals = self._writing.pop(call)

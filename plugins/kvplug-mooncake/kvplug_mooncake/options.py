@@ -1,0 +1,63 @@
+"""Options of the store "mooncake"."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Literal
+
+import attrs
+
+from kvplug.transport import option
+
+_PREFIX: Final = re.compile(r"[A-Za-z0-9_./-]{1,100}")
+
+
+def _prefix(_: Any, __: Any, given: str) -> None:
+    if not _PREFIX.fullmatch(given):
+        raise ValueError("allowed are up to 100 letters, digits and _ . / -")
+
+
+@attrs.frozen(kw_only=True)
+class MooncakeOptions:
+    """Options of the store "mooncake"."""
+
+    master: str = option(default="127.0.0.1:50051", help="Where mooncake_master listens: host:port.")
+    prefix: str = option(
+        default="kvplug",
+        help="What the names of all keys begin with. Deployments that share a master have different ones.",
+        validator=_prefix,
+    )
+    segment_bytes: int = option(
+        default=0,
+        unit="bytes",
+        at_least=0,
+        help="Memory that this process adds to the pool, for pages of everyone. It is gone with the process."
+        " 0: the memory is that of other holders.",
+    )
+    landing_bytes: int = option(
+        default=64 * 1024**2,
+        unit="bytes",
+        at_least=4096,
+        help="Shared memory through which pages come and go. The largest page must fit, and as many pages"
+        " should as lanes has.",
+    )
+    lanes: int = option(
+        default=4,
+        at_least=1,
+        help="How many pages are read and written at the same time. Mooncake keeps a core busy for each.",
+    )
+    timeout_s: float = option(
+        default=3.0,
+        unit="seconds",
+        at_least=1,
+        help="How long a holder of a page may take for it, and the master for an answer.",
+    )
+    protocol: Literal["tcp", "rdma"] = option(
+        default="tcp",
+        help="How Mooncake moves pages. kvplug's tests cover tcp.",
+        validator=attrs.validators.in_(("tcp", "rdma")),
+    )
+    devices: str = option(default="", help="Names of RDMA devices, separated by commas, for Mooncake.")
+    log_file: str | None = option(
+        default=None, help="File to which Mooncake's own messages are appended. None: they are dropped."
+    )

@@ -1,0 +1,46 @@
+"""Whether the store can work here."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from typing import Final
+
+from kvplug.transport import Probe
+
+_LIBRARIES: Final = {
+    "libibverbs.so.1": "libibverbs1",
+    "librdmacm.so.1": "librdmacm1",
+    "libnl-3.so.200": "libnl-3-200",
+    "libnl-route-3.so.200": "libnl-route-3-200",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}
+"""What Mooncake's wheel needs of the system, and Debian's packages of it."""
+
+
+def probe() -> Probe:
+    """Not viable where Mooncake, or a library of the system that it needs, is missing. It is not imported."""
+    if not sys.platform.startswith("linux"):
+        return Probe(viable=False, reason="Mooncake's client needs Linux")
+    if importlib.util.find_spec("mooncake") is None:
+        return Probe(
+            viable=False,
+            reason="Mooncake is not installed: pip install 'kvplug-mooncake[cpu]', or [cuda] on a machine"
+            " with GPUs",
+        )
+    if missing := [package for library, package in _LIBRARIES.items() if not _is_there(library)]:
+        return Probe(
+            viable=False,
+            reason=f"libraries that Mooncake needs are missing: apt-get install {' '.join(missing)}",
+        )
+    return Probe()
+
+
+def _is_there(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

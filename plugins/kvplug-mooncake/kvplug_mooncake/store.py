@@ -1,0 +1,241 @@
+"""The store "mooncake": pages in the pool of memory of a Mooncake master and its holders."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from kvplug import CapacityError, ConfigError, TransportError
+from kvplug.transport import (
+    BlockingStore,
+    Deadline,
+    InsecureAddressError,
+    MissReason,
+    PageError,
+    StoreContext,
+    close_after_fork,
+    is_loopback,
+)
+from kvplug_mooncake.landing import LateError
+from kvplug_mooncake.options import MooncakeOptions
+from kvplug_mooncake.process import ClientProcess
+from kvplug_mooncake.protocol import (
+    MARK,
+    MAX_KEYS,
+    Answer,
+    Clear,
+    Exists,
+    Get,
+    Outcome,
+    Put,
+    Remove,
+    Request,
+    Setup,
+)
+
+_log = logging.getLogger(__name__)
+
+_MASTER: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%]+\]):(?P<port>[0-9]{1,5})")
+_GRACE_S: Final = 0.5
+"""The client process, which has the same limit, is given so much more time to say that it was reached."""
+_WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 - recognised, not bound
+
+
+class MooncakeStore(BlockingStore):
+    """Pages under keys, which every process that names the master and the prefix shares."""
+
+    is_shared = True
+
+    def __init__(self, context: StoreContext) -> None:
+        """Starts the client process, and does not wait for it.
+
+        Raises:
+            ConfigError: the options are wrong.
+            InsecureAddressError: the config does not permit what Mooncake does between hosts.
+            ResourceExhaustedError, OSError: there is no memory, descriptor or thread for it.
+        """
+        options: MooncakeOptions = context.options
+        self.num_threads = options.lanes
+        self._timeout_s = options.timeout_s + _GRACE_S
+        self._log_file = options.log_file
+        self._setup = _setup_of(context, options)
+        if options.log_file is not None:
+            try:
+                open(options.log_file, "ab").close()
+            except OSError as e:
+                raise ConfigError(f"options.mooncake.log_file: it cannot be written: {e}") from e
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._client = ClientProcess(self._setup, self._log_file)
+        close_after_fork(self)
+
+    # -- the client process --------------------------------------------------------------------
+
+    def _running(self) -> ClientProcess:
+        """The client, ready.
+
+        Raises:
+            TransportError: it cannot be started, or has no master.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise TransportError("the store was closed")
+            if self._client.is_gone:
+                self._client = ClientProcess(self._setup, self._log_file)
+            client = self._client
+        client.wait_until_ready()
+        return client
+
+    @contextmanager
+    def _calling(self) -> Iterator[tuple[ClientProcess, Deadline]]:
+        """For calls until a deadline. Too many calls that are given up, or a client that hangs, and it is
+        replaced.
+
+        Raises:
+            PageError: it was given up.
+        """
+        client = self._running()
+        try:
+            yield client, Deadline.after(self._timeout_s)
+        except LateError as e:
+            if client.num_late > self._setup.lanes or client.is_stuck():
+                _log.warning("Mooncake's client process is replaced: %d calls do not end", client.num_late)
+                client.kill()
+            raise PageError(MissReason.TIMEOUT, str(e)) from e
+
+    def _each(self, keys: Sequence[bytes], make: Callable[[int, list[bytes]], Request]) -> Iterator[Answer]:
+        for at in range(0, len(keys), MAX_KEYS):
+            some = list(keys[at : at + MAX_KEYS])
+            yield self._asked(lambda number, some=some: make(number, some))  # type: ignore[misc]
+
+    def _asked(self, make: Callable[[int], Request]) -> Answer:
+        """The answer of the master to what concerns no page alone.
+
+        Raises:
+            TransportError: there is none.
+        """
+        with self._calling() as (client, deadline):
+            answer = client.call(make, deadline)
+        if answer.outcome is not Outcome.DONE:
+            raise _error_of(answer, self._setup.master)
+        return answer
+
+    # -- pages ---------------------------------------------------------------------------------
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [bool(held) for answer in self._each(keys, Exists) for held in answer.held]
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        nbytes = len(MARK) + sum(map(len, into))
+        try:
+            length = self._read(key, into, nbytes)
+            if length is not None and nbytes < len(MARK) + length <= self._setup.landing_bytes:
+                # larger than expected: its beginning says what it is
+                length = self._read(key, into, len(MARK) + length)
+        except CapacityError as e:
+            raise PageError(MissReason.NO_MEMORY, str(e)) from e
+        return length
+
+    def _read(self, key: bytes, into: Sequence[memoryview], nbytes: int) -> int | None:
+        """:meth:`read` with so many bytes of the landing area; fills nothing if the page is larger."""
+        with self._calling() as (client, deadline), client.lent(nbytes, deadline) as slot:
+            answer = client.call(lambda number: Get(number, key, slot.at, nbytes), deadline, slot)
+            if answer.outcome is Outcome.DONE and answer.nbytes <= nbytes:
+                value = slot.view[: answer.nbytes]
+                if value[: len(MARK)] != MARK:
+                    return 0  # it is no page, and will be removed as a wrong one
+                _spread(value[len(MARK) :], into)
+        if answer.outcome is Outcome.DONE:
+            return answer.nbytes - len(MARK)
+        if answer.outcome is Outcome.ABSENT:
+            return None
+        raise _error_of(answer, self._setup.master)
+
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        nbytes = len(MARK) + sum(map(len, page))
+        with self._calling() as (client, deadline), client.lent(nbytes, deadline) as slot:
+            _gather(slot.view, (memoryview(MARK), *page))
+            answer = client.call(lambda number: Put(number, key, slot.at, nbytes), deadline, slot)
+        if answer.outcome in (Outcome.DONE, Outcome.NO_ROOM):
+            return answer.outcome is Outcome.DONE
+        raise _error_of(answer, self._setup.master)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for _ in self._each(keys, Remove):
+            pass
+
+    def clear(self) -> None:
+        self._asked(Clear)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        self._client.close()
+
+    def _after_fork_in_child(self) -> None:
+        self._is_closed = True
+        self._lock = threading.Lock()
+
+
+def _setup_of(context: StoreContext, options: MooncakeOptions) -> Setup:
+    found = _MASTER.fullmatch(options.master)
+    if found is None or not 0 < int(found["port"]) < 65536:
+        raise ConfigError(f"options.mooncake.master: {options.master!r} was given; allowed is host:port")
+    host = "127.0.0.1" if context.host.startswith("unix:") else context.host
+    is_exposed = not (is_loopback(host) and is_loopback(found["host"].strip("[]")))
+    if is_exposed and not context.allow_unauthenticated_data_plane:
+        raise InsecureAddressError(
+            f"Mooncake's connections between hosts (host {host}, options.mooncake.master {options.master})"
+            " prove nothing, and let strangers read and change pages: use a network that only trusted hosts"
+            " reach, and set allow_unauthenticated_data_plane"
+        )
+    if host in _WILDCARDS or ":" in host:
+        if options.segment_bytes:
+            raise ConfigError(
+                f"options.mooncake.segment_bytes: the host is {host!r}, and holders are reached at an IPv4"
+                " address or a name: set host to it"
+            )
+        host = "127.0.0.1"  # without a segment it is never dialled
+    return Setup(
+        host=host,
+        master=options.master,
+        prefix=options.prefix,
+        protocol=options.protocol,
+        devices=options.devices,
+        segment_bytes=options.segment_bytes,
+        landing_bytes=options.landing_bytes,
+        lanes=options.lanes,
+        timeout_s=options.timeout_s,
+        is_exposed=is_exposed,
+    )
+
+
+def _error_of(answer: Answer, master: str) -> TransportError:
+    """What is raised for an answer. Only a lost master means that the store is gone."""
+    match answer.outcome:
+        case Outcome.LATE:
+            return PageError(MissReason.TIMEOUT, answer.text)
+        case Outcome.HOLDER_GONE:
+            return PageError(MissReason.STORE_GONE, answer.text)
+        case Outcome.MASTER_GONE:
+            return TransportError(f"the Mooncake master at {master} does not answer: {answer.text}")
+        case _:
+            return PageError(MissReason.OTHER, answer.text)
+
+
+def _gather(into: memoryview, parts: Sequence[memoryview]) -> None:
+    at = 0
+    for part in parts:
+        into[at : at + len(part)] = part
+        at += len(part)
+
+
+def _spread(value: memoryview, into: Sequence[memoryview]) -> None:
+    """As much of the value as there is, one buffer after the other."""
+    for view in into:
+        part, value = value[: len(view)], value[len(view) :]
+        view[: len(part)] = part

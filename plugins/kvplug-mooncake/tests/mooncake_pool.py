@@ -1,0 +1,111 @@
+"""A real mooncake_master on loopback, and holders of segments: processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from kvplug_mooncake.probe import probe
+
+_START_S: Final = 20.0
+SEGMENT_BYTES: Final = 512 << 20
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def listens(port: int, host: str = "127.0.0.1") -> bool:
+    with socket.socket() as client:
+        client.settimeout(0.5)
+        return client.connect_ex((host, port)) == 0
+
+
+class Pool:
+    """One master and its holders. Each may be stopped, killed and, but for the master, replaced."""
+
+    def __init__(
+        self, folder: Path, *options: str, holders: int = 1, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        """Skips the test where Mooncake is missing.
+
+        Args:
+            options: more of the master's command line.
+        """
+        if reason := probe().reason:
+            pytest.skip(reason)
+        self._folder, self._options, self._segment_bytes = folder, options, segment_bytes
+        self.holders: list[subprocess.Popen[bytes]] = []
+        self.start()
+        for _ in range(holders):
+            self.add_holder()
+
+    def start(self, port: int | None = None) -> None:
+        """The master, by default at a port of its own."""
+        spec = importlib.util.find_spec("mooncake")
+        assert spec is not None and spec.submodule_search_locations
+        program = Path(spec.submodule_search_locations[0]) / "mooncake_master"
+        program.chmod(0o755)
+        self.port = free_port() if port is None else port
+        self.address = f"127.0.0.1:{self.port}"
+        where = ["--rpc_address=127.0.0.1", f"--rpc_port={self.port}"]
+        where += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
+        self.master = self._process("master", str(program), *where, *self._options)
+        limit = time.monotonic() + _START_S
+        while not listens(self.port):
+            assert self.master.poll() is None and time.monotonic() < limit, self.log("master")
+            time.sleep(0.02)
+
+    def add_holder(self) -> subprocess.Popen[bytes]:
+        name = f"holder-{len(self.holders)}"
+        holder = self._process(
+            name, sys.executable, "-c", _HOLDER, self.address, str(self._segment_bytes), pipe=subprocess.PIPE
+        )
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"0\n", self.log(name)
+        self.holders.append(holder)
+        return holder
+
+    def _process(self, name: str, *command: str, pipe: int | None = None) -> subprocess.Popen[bytes]:
+        with open(self._folder / name, "ab") as log:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe or log, stderr=log)
+
+    def log(self, name: str) -> str:
+        return (self._folder / name).read_text(errors="replace")[-3000:]
+
+    def close(self) -> None:
+        for process in (*self.holders, self.master):
+            process.kill()
+            process.wait(10)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+@contextmanager
+def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+_HOLDER: Final = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+print(store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 0, "tcp", "", sys.argv[1]), flush=True)
+time.sleep(3600)
+"""
