@@ -14,7 +14,7 @@ JOBS ?= $(shell expr 2 '*' "$$(getconf _NPROCESSORS_ONLN)")
 ARGS ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
-PLUGINS = testing bench cpu shm host fs redis etcd lookup pynccl cuda-ipc transformers
+PLUGINS = testing bench cpu shm host fs redis etcd nixl lookup pynccl cuda-ipc transformers
 EXAMPLES = kvplug-sample kvplug-sqlite
 EDITABLE = $(PLUGINS:%=plugins/kvplug-%) $(EXAMPLES:%=docs/examples/%)
 # What has a part in C is installed again when it changes.
