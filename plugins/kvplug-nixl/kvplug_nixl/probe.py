@@ -36,7 +36,7 @@ def probe(*backends: str) -> Probe:
 
 
 def has_backend(name: str) -> bool:
-    """Whether NIXL's package contains the plugin, or NIXL is one whose folder of plugins is not known here."""
+    """Whether NIXL's package contains the plugin; true as well where its plugins lie elsewhere."""
     found = importlib.util.find_spec(MODULE)
     if found is None or found.origin is None:
         return False

@@ -8,7 +8,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvplug.transport import BlockingStore
 from kvplug_testing import StoreContract
+from kvplug_testing.contract.store.suite import Place
+
+_is_warm: list[bool] = []
+
 
 class TestNixlFiles(StoreContract):
     store = "nixl"
@@ -29,3 +34,13 @@ class TestNixlObjects(StoreContract):
         cls.options = MappingProxyType(cls.server.options)
         yield
         cls.server.kill()
+
+    def warm_up(self) -> None:
+        """The AWS SDK starts a thread with three descriptors, once in a process, and keeps it."""
+        super().warm_up()
+        if not _is_warm:
+            store = self.make_store(self.context(Place(options={}, buffer_size=1 << 20)))
+            assert isinstance(store, BlockingStore)
+            assert store.has([bytes(32)]) == [False]
+            store.close()
+            _is_warm.append(True)

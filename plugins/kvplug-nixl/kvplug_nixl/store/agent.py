@@ -222,7 +222,7 @@ def _wait(pieces: Sequence[_Piece]) -> None:
     """Until none of them is under way."""
     pause, longest = _PAUSE_S
     spins = 0
-    while any([piece.is_under_way() for piece in pieces]):  # all of them: looking lets NIXL go on
+    while sum(piece.is_under_way() for piece in pieces):  # all of them are looked at: NIXL goes on by that
         spins += 1
         if spins > _SPINS:
             time.sleep(pause)

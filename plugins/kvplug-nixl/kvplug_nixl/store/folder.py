@@ -48,8 +48,8 @@ class _Found:
 class Folder:
     """Files under keys, counted in one small file by all processes that share the folder.
 
-    A writer that dies leaves a file aside, which is removed later, and may leave it counted until the budget is
-    used up: then all files are counted anew, and the pages whose last use is longest ago are evicted.
+    A writer that dies leaves a file aside, which is removed later, and may leave it counted until the budget
+    is used up: then all files are counted anew, and the pages whose last use is longest ago are evicted.
     """
 
     def __init__(self, path: str, budget: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import socket
 import threading
@@ -15,9 +16,13 @@ from kvplug_nixl.store.agent import Agent, Move
 from kvplug_nixl.store.options import NixlStoreOptions
 from kvplug_nixl.store.pages import HEAD_BYTES, TAIL_BYTES, Head
 
+_log = logging.getLogger(__name__)
+
 _LAYOUT: Final = "1"
 """Of names and objects; part of every name, so that another layout is a miss."""
-_ENDPOINT: Final = re.compile(r"(?P<scheme>https?)://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(:(?P<port>\d{1,5}))?/?")
+_ENDPOINT: Final = re.compile(
+    r"(?P<scheme>https?)://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(:(?P<port>\d{1,5}))?/?"
+)
 _MIN_THREADS: Final = 16
 """NIXL's: so many pages of a prompt are asked for at the same time."""
 _ENVIRONMENT: Final = {
@@ -43,7 +48,7 @@ class ObjectStore(BlockingStore):
         """Raises ConfigError: the options are wrong, or the secret cannot be read."""
         self.num_threads = options.transfers
         self._bucket = options.bucket
-        self._prefix = f"{options.prefix}/{_LAYOUT}/"
+        self._prefix = f"{options.prefix.strip('/')}/{_LAYOUT}/"
         self._host, self._port = _server(options)
         _secret(options)
         environment = dict(_ENVIRONMENT)
@@ -51,6 +56,7 @@ class ObjectStore(BlockingStore):
             environment["AWS_EC2_METADATA_DISABLED"] = "true"  # the instance is not asked for another key
         self._agent = Agent("OBJ", lambda: _parameters(options), environment)
         self._local = threading.local()
+        self._has_said = False
 
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()
@@ -134,10 +140,14 @@ class ObjectStore(BlockingStore):
         with self._explained():
             if not self._agent.move("WRITE", [Move(whole, name=self._name(key))])[0]:
                 self._agent.exists([self._name(key)])  # raises if it does not answer
-                raise PermissionError(
-                    f"the S3 server answers, and takes no object for the bucket {self._bucket!r}: does the key"
-                    " have the right s3:PutObject?"
+                said = (
+                    f"the S3 server {self._host}:{self._port} answers, and takes no object for the bucket"
+                    f" {self._bucket!r}: is there one, and has the key the right s3:PutObject?"
                 )
+                if not self._has_said:
+                    self._has_said = True
+                    _log.warning("%s", said)
+                raise PermissionError(said)
 
     # -- errors --------------------------------------------------------------------------------
 
@@ -209,7 +219,9 @@ def _parameters(options: NixlStoreOptions) -> dict[str, str]:
         "secret_key": _secret(options),
         "ca_bundle": options.ca_file,
         "endpoint_override": options.endpoint,
-        "scheme": "http" if options.endpoint is not None and options.endpoint.startswith("http:") else "https",
+        "scheme": "http"
+        if options.endpoint is not None and options.endpoint.startswith("http:")
+        else "https",
         "use_virtual_addressing": str(options.virtual_addressing).lower(),
         "num_threads": str(max(_MIN_THREADS, options.transfers)),
         # pages have checksums of their own, and not every server knows S3's newer ones

@@ -9,7 +9,7 @@ import attrs
 
 from kvplug.transport import option
 
-_PREFIX: Final = re.compile(r"[A-Za-z0-9!_.()'-]+(/[A-Za-z0-9!_.()'-]+)*")
+_PREFIX: Final = re.compile(r"/?[A-Za-z0-9!_.()'-]+(/[A-Za-z0-9!_.()'-]+)*")
 """Characters that every S3 takes in keys as they are."""
 
 
