@@ -165,8 +165,9 @@ class ObjectStore(BlockingStore):
         except OSError as e:
             return f"{self._host}:{self._port} does not answer: {e}"
         return (
-            f"{self._host}:{self._port} takes connections: does it answer, is there a bucket {self._bucket!r},"
-            " and may the key read it (s3:GetObject, s3:ListBucket)? With NIXL_LOG_LEVEL=ERROR NIXL says more"
+            f"{self._host}:{self._port} takes connections: does it answer, is there a bucket"
+            f" {self._bucket!r}, and may the key read it (s3:GetObject, s3:ListBucket)? With"
+            " NIXL_LOG_LEVEL=ERROR NIXL says more"
         )
 
     def close(self) -> None:

@@ -30,8 +30,8 @@ class NixlStoreOptions:
         default=None,
         unit="bytes",
         at_least=1,
-        help="Bytes that the pages in the folder may use on the disk. None: no bound. In a bucket its lifecycle"
-        " rule decides.",
+        help="Bytes that the pages in the folder may use on the disk; all processes give the same. None:"
+        " 16 GiB. A bucket has no bound here, but a lifecycle rule.",
     )
     bucket: str | None = option(
         default=None, help="Bucket of the pages, for NIXL's backend OBJ. It must exist. Or say path."
@@ -47,7 +47,8 @@ class NixlStoreOptions:
     region: str = option(default="us-east-1", help="Region of the bucket.")
     access_key: str | None = option(
         default=None,
-        help="Id of the access key. None: what the AWS SDK finds in the environment, its files, or the instance.",
+        help="Id of the access key. None: what the AWS SDK finds in the environment, in its files, or at the"
+        " instance.",
     )
     secret_key_file: str | None = option(
         default=None, help="File with the secret of access_key. White space around it does not count."
@@ -60,10 +61,4 @@ class NixlStoreOptions:
     )
     transfers: int = option(
         default=4, at_least=1, help="How many pages are read and written at the same time."
-    )
-    transfer_timeout_s: float = option(
-        default=5.0,
-        unit="seconds",
-        above=0,
-        help="How long one page may take. After that its transfer counts as lost.",
     )
