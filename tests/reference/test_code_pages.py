@@ -121,8 +121,8 @@ THROUGH = {
     ("kvplug/assembly/registry/registry.py", "variable"),
     ("plugins/kvplug-nixl/kvplug_nixl/library.py", "key"),
 }
-"""Where a variable's name is not in the source: all there are, an argument, which is one of ours, and those that
-a library of others reads, and that are set for it."""
+"""Where a variable's name is not in the source: all there are, an argument, which is one of ours, and those
+that a library of others reads, and that are set for it."""
 
 
 def reads(tree: ast.AST) -> Iterable[ast.expr]:

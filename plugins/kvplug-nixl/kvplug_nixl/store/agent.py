@@ -21,13 +21,15 @@ from typing import Any, Final, Literal
 import attrs
 
 from kvplug import ClosedError, TransportError
-from kvplug.transport import close_after_fork, raise_if_exhausted
+from kvplug.transport import close_after_fork, ensure_available, raise_if_exhausted
 from kvplug_nixl.library import nixl
 
 _SPINS: Final = 20
 """A transfer is looked at so often before the first pause."""
 _PAUSE_S: Final = (20e-6, 2e-3)
 """The first pause, and the longest; each is half as long again as the one before."""
+_DESCRIPTORS: Final = 8
+"""Of the AWS SDK's event loop, once in a process, and of a first connection."""
 
 
 @attrs.frozen(eq=False)
@@ -51,15 +53,19 @@ class Agent:
         backend: Literal["POSIX", "OBJ"],
         parameters: Callable[[], dict[str, str]],
         environment: Mapping[str, str] | None = None,
+        *,
+        threads: int = 0,
     ) -> None:
         """Args:
         parameters: of the backend; called when it is made, so that secrets are not kept.
         environment: variables that the backend reads then, unless the environment has them.
+        threads: how many the backend starts.
         """
         self._backend = backend
         self._kind = "FILE" if backend == "POSIX" else "OBJ"
         self._parameters = parameters
         self._environment = environment or {}
+        self._threads = threads
         self._name = f"kvplug-{secrets.token_hex(8)}"
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -121,6 +127,8 @@ class Agent:
             del agent, dropped
 
     def _made(self) -> Any:
+        if self._threads:  # it waits for ever where one cannot be started
+            ensure_available("starting NIXL", descriptors=_DESCRIPTORS, threads=self._threads + 2)
         with nixl(self._environment) as api, self._told("it cannot be used"):
             config = api.nixl_agent_config(
                 enable_prog_thread=False,

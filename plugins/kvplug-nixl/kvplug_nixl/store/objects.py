@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvplug import ConfigError, TransportError
+from kvplug import ClosedError, ConfigError, ResourceExhaustedError, TransportError
 from kvplug.transport import BlockingStore, WireError
 from kvplug_nixl.store.agent import Agent, Move
 from kvplug_nixl.store.options import NixlStoreOptions
@@ -54,7 +54,8 @@ class ObjectStore(BlockingStore):
         environment = dict(_ENVIRONMENT)
         if options.access_key is not None:
             environment["AWS_EC2_METADATA_DISABLED"] = "true"  # the instance is not asked for another key
-        self._agent = Agent("OBJ", lambda: _parameters(options), environment)
+        threads = max(_MIN_THREADS, options.transfers)
+        self._agent = Agent("OBJ", lambda: _parameters(options, threads), environment, threads=threads)
         self._local = threading.local()
         self._has_said = False
 
@@ -155,6 +156,8 @@ class ObjectStore(BlockingStore):
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except (ResourceExhaustedError, ClosedError):
+            raise
         except TransportError as e:
             raise TransportError(f"{e}; {self._reason()}") from e
 
@@ -211,7 +214,7 @@ def _secret(options: NixlStoreOptions) -> str | None:
         raise ConfigError(f"options.nixl.secret_key_file: it cannot be read: {e}") from e
 
 
-def _parameters(options: NixlStoreOptions) -> dict[str, str]:
+def _parameters(options: NixlStoreOptions, threads: int) -> dict[str, str]:
     """Of NIXL's backend OBJ."""
     given = {
         "bucket": options.bucket,
@@ -224,7 +227,7 @@ def _parameters(options: NixlStoreOptions) -> dict[str, str]:
         if options.endpoint is not None and options.endpoint.startswith("http:")
         else "https",
         "use_virtual_addressing": str(options.virtual_addressing).lower(),
-        "num_threads": str(max(_MIN_THREADS, options.transfers)),
+        "num_threads": str(threads),
         # pages have checksums of their own, and not every server knows S3's newer ones
         "req_checksum": "required",
         "resp_checksum": "required",
