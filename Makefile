@@ -61,6 +61,8 @@ $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 	$(IN_VENV) -e ".[prometheus,scaffold]" accelerate coverage editables gguf hatchling hypothesis import-linter \
 		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch transformers trustme \
 		urllib3 valkey
+	$(IN_VENV) "moto[server]"
+	$(IN_VENV) --no-deps nixl-cu12 || echo "No NIXL for this machine: its tests are skipped."
 	$(IN_VENV) --no-deps --no-build-isolation $(EDITABLE:%=-e ./%)
 	touch $@
 

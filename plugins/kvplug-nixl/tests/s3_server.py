@@ -19,6 +19,12 @@ SECRET_KEY: Final = "secret-of-the-key"
 MISSING: Final = [name for name in ("moto", "boto3", "flask") if importlib.util.find_spec(name) is None]
 
 
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
 class S3Server:
     """One server with one bucket, in memory. It may be ended, and started again."""
 
@@ -27,9 +33,7 @@ class S3Server:
         if MISSING:
             pytest.skip(f"there is no S3 server: {', '.join(MISSING)} missing, pip install 'moto[server]'")
         self._log = folder / "log"
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            self.port = int(bound.getsockname()[1])
+        self.port = free_port()
         secret = folder / "secret"
         secret.write_text(SECRET_KEY + "\n")
         self.endpoint = f"http://127.0.0.1:{self.port}"
