@@ -1,4 +1,4 @@
-"""What the store "nixl" costs: gets and puts of pages, beside NIXL alone with files and objects of these sizes.
+"""What the store "nixl" costs: gets and puts of pages, beside NIXL alone with files and objects as large.
 
     python benchmarks/nixl_store.py [--folder DIR] [--sizes 64KiB,1MiB,4MiB] [--total 64MiB] [--rounds N]
 

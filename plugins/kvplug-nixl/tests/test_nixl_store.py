@@ -23,7 +23,7 @@ from kvplug_testing import check_plugin, waits
 from nixl_pages import PAGE, blocking, got, held, opened, put, request
 from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
-needs_nixl = pytest.mark.skipif(not probing.probe().viable, reason=probing.probe().reason or "-")
+needs_nixl = pytest.mark.skipif(not probing.probe().viable, reason=probing.probe().reason or "NIXL is here")
 
 
 @pytest.fixture(scope="module")
