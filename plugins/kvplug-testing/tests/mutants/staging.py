@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -129,9 +130,12 @@ class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
     caught_by = "test_whatever_an_engine_on_a_device_does_what_it_gets_back_is_right"
 
     @pytest.fixture(autouse=True)
-    def _late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _late(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """The device runs the copies only when it is asked for them, and it is seldom asked."""
         monkeypatch.setattr(store, "_LOOK_S", (0.05, 0.05))
+        before = list(streams._streams)
+        yield
+        streams._streams[:] = [*before, *(each for each in streams._streams if each not in before)]
 
     class lane(transfers.Lane):  # noqa: N801
         def go_before(self, mark: DeviceMark) -> None:
