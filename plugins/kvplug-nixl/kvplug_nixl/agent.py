@@ -285,7 +285,6 @@ class Agent:
             except (TransportError, PeerGoneError):
                 raise
             except Exception as e:
-                e.__traceback__ = None  # its frames hold handles, which keep NIXL's agent alive
                 raise_if_exhausted(e, what)
                 if type(e).__name__ == "nixlRemoteDisconnectError":
                     raise PeerGoneError(f"{what}: UCX has lost the peer") from e
@@ -323,6 +322,8 @@ class Read:
         if handle is not None:
             with contextlib.suppress(Exception):  # NIXL releases what is under way with an error
                 self._agent._agent.release_xfer_handle(handle)
+            # An exception's frames may hold it for long, and it would keep NIXL's agent, with its threads.
+            handle._released, handle._agent = True, None
 
     def _look(self, ask: Callable[[Any], str]) -> None:
         state = "ERR"
@@ -360,7 +361,6 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool) -> Any:
         with _environment(settings):
             try:
                 import torch  # noqa: F401 - NIXL imports it as well, and fails later where it did so first
-
                 from nixl_cu12._api import nixl_agent, nixl_agent_config
 
                 if "NIXL_LOG_LEVEL" in settings:  # it logs each agent, and has a handler of its own

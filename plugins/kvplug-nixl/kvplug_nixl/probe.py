@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from kvplug.transport import Probe
+from kvplug.transport import Probe, local_domain
 
 MODULE: Final = "nixl_cu12"
 """NIXL's Python API, from the package ``nixl-cu12``. The package ``nixl`` requires it for CUDA 12 and 13."""
@@ -33,6 +33,12 @@ def probe(*backends: str) -> Probe:
     if not any(has_backend(each) for each in wanted):
         return Probe(viable=False, reason=f"NIXL's plugins {', '.join(wanted)} are missing: {INSTALL}")
     return Probe()
+
+
+def probe_pipe() -> Probe:
+    """For the pipe, which needs UCX."""
+    found = probe("UCX")
+    return Probe(viable=found.viable, reason=found.reason, domain=local_domain())
 
 
 def has_backend(name: str) -> bool:

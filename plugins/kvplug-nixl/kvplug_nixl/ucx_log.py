@@ -28,7 +28,9 @@ class UcxLog:
 
     def lanes_of(self, agent: str) -> str:
         """The lanes between an agent and its peer, such as ``rma(rc_mlx5/mlx5_0:1) am(rc_mlx5/mlx5_0:1)``."""
-        ctypes.CDLL(None).fflush(None)  # UCX writes through a stream of the C library, whose name is not known
+        ctypes.CDLL(None).fflush(
+            None
+        )  # UCX writes through a stream of the C library, whose name is not known
         with self._lock:
             size = os.fstat(self._fd).st_size
             text = os.pread(self._fd, size, 0).decode(errors="replace")

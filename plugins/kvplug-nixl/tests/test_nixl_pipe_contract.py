@@ -7,16 +7,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.transport import PipeContext, PipeEndpoint
 from kvplug_nixl.pipe.contact import NixlContact
-from kvplug_nixl.pipe.options import NixlPipeOptions
 from kvplug_testing import PipeContract
 
 pytest.importorskip("nixl_cu12", reason="the wheel nixl-cu12 is not installed")
 
 
 class TestNixlPipe(PipeContract):
-    options_class = NixlPipeOptions
+    transport = "nixl"
     options: ClassVar[dict[str, Any]] = {"expected_gb_per_s": 0.0}
     lies = 15
 
@@ -27,11 +25,6 @@ class TestNixlPipe(PipeContract):
         from kvplug_nixl.agent import Agent
 
         Agent(error_handling="none", only_loopback=True).close()
-
-    def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
-        from kvplug_nixl.pipe.endpoint import NixlEndpoint
-
-        return NixlEndpoint(context)
 
     def silent_contact(self) -> str:
         listening = socket.socket(socket.AF_UNIX)

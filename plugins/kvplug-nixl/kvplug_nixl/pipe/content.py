@@ -20,7 +20,7 @@ from kvplug.net.wire.tensors import (
     meta_of,
 )
 from kvplug.transport import Blocks, NamedExhaustion, TensorMismatchError, mismatch, raise_if_exhausted
-from kvplug_nixl.agent import Span
+from kvplug_nixl.agent import HOST, Span
 from kvplug_nixl.pipe.frames import MAX_SPANS
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Content:
         return b"".join(bytes(memory_of(each.cpu())) for each in self.tensors)
 
 
-def content_of(tensor: Tensor | None, device: str) -> Content:
+def content_of(tensor: Tensor | None) -> Content:
     """The content of a message; a tensor that is not contiguous is copied.
 
     Raises:
@@ -53,14 +53,14 @@ def content_of(tensor: Tensor | None, device: str) -> Content:
         return Content(NONE)
     meta = meta_of(tensor)
     prefix = tensor_prefix(tensor.dtype, tensor.shape, meta.nbytes)
-    _check_device(tensor, device, "sends")
+    _check_device(tensor, "sends")
     if not meta.nbytes:
         return Content(prefix)
     with NamedExhaustion("copying what is to be sent; nothing was queued"):
         return Content(prefix, meta.nbytes, (dense(tensor.detach()),))
 
 
-def content_of_blocks(blocks: Blocks, device: str) -> Content:
+def content_of_blocks(blocks: Blocks) -> Content:
     """The content of a message of blocks, which are gathered first unless they are consecutive.
 
     Raises:
@@ -69,7 +69,7 @@ def content_of_blocks(blocks: Blocks, device: str) -> Content:
     """
     import torch
 
-    _check_device(blocks, device, "sends")
+    _check_device(blocks, "sends")
     prefix = tensor_prefix(blocks.dtype, torch.Size(blocks.shape), blocks.nbytes)
     if not blocks.nbytes:
         return Content(prefix)
@@ -83,29 +83,23 @@ def content_of_blocks(blocks: Blocks, device: str) -> Content:
 class Target:
     """What a message is received into: new memory, ``out``, or ``blocks`` of a cache."""
 
-    def __init__(self, device: str, out: Tensor | None = None, blocks: Blocks | None = None) -> None:
-        """Raises UnsupportedError: it is on another device, or of a dtype or layout that is not carried."""
-        self._device = device
+    def __init__(self, out: Tensor | None = None, blocks: Blocks | None = None) -> None:
+        """Raises UnsupportedError: it is of a device, dtype or layout that is not carried."""
         self._out = out
         self._blocks = blocks
         self._wanted: TensorMeta | None = None
         if out is not None:
             self._wanted = meta_of(out)
-            _check_device(out, device, "receives into")
+            _check_device(out, "receives into")
         elif blocks is not None:
             self._wanted = TensorMeta(dtype_name(blocks.dtype), blocks.shape)
-            _check_device(blocks, device, "receives into")
+            _check_device(blocks, "receives into")
 
     def check(self, meta: TensorMeta | None) -> None:
         """Raises TensorMismatchError: that message does not fit, and stays."""
         wanted = self._wanted
         if wanted is not None and meta != wanted:
             raise mismatch(meta, "the blocks are" if self._out is None else "out= is", wanted)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the pipe takes memory for the message, and returns it."""
-        return self._out is None and self._blocks is None
 
     def memory(self) -> list[Tensor] | None:
         """Contiguous memory of the caller's for the whole message; ``None``: there is none."""
@@ -165,6 +159,11 @@ def from_bytes(meta: TensorMeta, data: bytes, device: str) -> Tensor:
     return tensor if device == "cpu" else tensor.to(device)
 
 
+def gpu_of(tensor: Tensor) -> int:
+    """The index of the GPU that its memory is on; :data:`HOST`: on none."""
+    return HOST if tensor.device.type == "cpu" else int(tensor.device.index)
+
+
 def spans_of(tensors: Sequence[Tensor]) -> list[Span]:
     return [(each.data_ptr(), each.numel() * each.element_size()) for each in tensors]
 
@@ -199,11 +198,8 @@ def matched(one: Sequence[Span], other: Sequence[Span]) -> Iterator[tuple[Span, 
                 address, left = next(theirs, (0, 0))
 
 
-def _check_device(given: Tensor | Blocks, device: str, verb: str) -> None:
-    if str(given.device) == device or (given.device.type == device == "cpu"):
+def _check_device(given: Tensor | Blocks, verb: str) -> None:
+    if given.device.type in ("cpu", "cuda"):
         return
     kind = "blocks of tensors" if isinstance(given, Blocks) else "tensors"
-    raise UnsupportedError(
-        f"this pipe 'nixl' {verb} {kind} on {device}, and this one is on {given.device}; move it there, or"
-        " set `device`"
-    )
+    raise UnsupportedError(f"the pipe 'nixl' {verb} CPU and CUDA {kind}, and this is on {given.device}")

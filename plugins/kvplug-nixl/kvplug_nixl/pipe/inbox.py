@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 from kvplug import KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire.tensors import memory_of, memory_of_writable
 from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, PartialMessage
-from kvplug_nixl.agent import HOST, Agent, NixlError, Read, Region, Span
+from kvplug_nixl.agent import Agent, NixlError, Read, Region, Span
 from kvplug_nixl.pipe.announced import AnnouncedMessages
-from kvplug_nixl.pipe.content import Target, cut, from_bytes, matched, new_tensor, spans_of
+from kvplug_nixl.pipe.content import Target, cut, from_bytes, gpu_of, matched, new_tensor, spans_of
 from kvplug_nixl.pipe.fence import PeerFence
 from kvplug_nixl.pipe.frames import Inline, Offer
 
@@ -175,7 +175,10 @@ class Inbox:
             while message.got < message.nbytes:
                 if message.pending is None:
                     nbytes = min(_PIECE_BYTES, message.nbytes - message.got)
-                    message.pending = self._begin(local, offer, message.got, nbytes), nbytes
+                    message.pending = (
+                        self._begin(local, gpu_of(memory[0]), offer, message.got, nbytes),
+                        nbytes,
+                    )
                 read, nbytes = message.pending
                 if not self._wait(read, until, must_end=in_place):
                     if in_place:
@@ -198,9 +201,8 @@ class Inbox:
                 self._agent.let_go(message.regions)
                 message.regions = []
 
-    def _begin(self, local: list[Span], offer: Offer, start: int, nbytes: int) -> Read:
+    def _begin(self, local: list[Span], here: int, offer: Offer, start: int, nbytes: int) -> Read:
         pairs = list(matched(cut(local, start, nbytes), cut(offer.spans, start, nbytes)))
-        here = HOST if self._device == "cpu" else int(self._device.partition(":")[2] or 0)
         return self._agent.read(
             [ours for ours, _ in pairs], [theirs for _, theirs in pairs], here=here, there=offer.device
         )
@@ -243,7 +245,7 @@ class Inbox:
         """Copy what has arrived out of the caller's memory, which is the caller's again after this."""
         assert message.meta is not None
         own = message.allocate_own(lambda meta: new_tensor(meta, self._device), self._fail_pipe)
-        if self._device == "cpu":
+        if all(each.is_cpu for each in (own, *memory)):
             mine, at = memory_of_writable(own), 0
             for each in memory:
                 nbytes = min(each.numel() * each.element_size(), message.got - at)

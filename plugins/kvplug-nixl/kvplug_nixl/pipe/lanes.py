@@ -43,7 +43,9 @@ class Lanes:
         for name in _INTERFACE.findall(self.text):
             if name != "lo":
                 return _speed_of(name)
-        return "UCX names no slow lane: this host or the peer's was busy, or a GPU is far from the network card"
+        return (
+            "UCX names no slow lane: this host or the peer's was busy, or a GPU is far from the network card"
+        )
 
     def _no_shared_memory(self) -> str:
         tls = os.environ.get("UCX_TLS", "")

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvplug.transport import Deadline, Lifecycle, SendWindow, Transfer, WireError
 from kvplug_nixl.agent import Agent, Lent
-from kvplug_nixl.pipe.content import Content
+from kvplug_nixl.pipe.content import Content, gpu_of
 from kvplug_nixl.pipe.frames import MAX_MESSAGES, inline_frame, offer_frame
 
 
@@ -37,7 +37,6 @@ class Outbox:
         self,
         agent: Agent,
         *,
-        device: int,
         inline_bytes: int,
         peer: str,
         limit: int,
@@ -46,7 +45,6 @@ class Outbox:
         fail_pipe: Callable[[str], None],
     ) -> None:
         self._agent = agent
-        self._device = device
         self._inline_bytes = inline_bytes
         self._lifecycle = lifecycle
         self._announce = announce
@@ -145,7 +143,11 @@ class Outbox:
         _wait_for_device(content)
         lent = self._agent.lend(content.tensors)
         frame = offer_frame(
-            content.prefix, lent.spans, self._device, lent.metadata, starts_anew=lent.starts_anew
+            content.prefix,
+            lent.spans,
+            gpu_of(content.tensors[0]),
+            lent.metadata,
+            starts_anew=lent.starts_anew,
         )
         return _Message(content, frame, lent, cost)
 

@@ -33,7 +33,7 @@ from kvplug.transport import (
     WireError,
     close_after_fork,
 )
-from kvplug_nixl.agent import HOST, Agent
+from kvplug_nixl.agent import Agent
 from kvplug_nixl.pipe.announced import AnnouncedMessages
 from kvplug_nixl.pipe.content import Target, content_of, content_of_blocks
 from kvplug_nixl.pipe.fence import OwnFence, PeerFence
@@ -92,13 +92,11 @@ class NixlPipe(DuplexPipe):
         self._channel = channel
         self._agent = agent
         self._fence, their_fence = fences
-        self._device = settings.device
         self._silence_s = silence_s
         self._help_until_taken = False
         self._announced = AnnouncedMessages(self._lifecycle)
         self._outbox = Outbox(
             agent,
-            device=HOST if settings.device == "cpu" else int(settings.device.partition(":")[2] or 0),
             inline_bytes=settings.inline_bytes,
             peer=peer,
             limit=settings.max_in_flight_bytes,
@@ -129,16 +127,16 @@ class NixlPipe(DuplexPipe):
     # -- moving bytes ----------------------------------------------------------------------------------
 
     def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
-        return self._outbox.send(content_of(tensor, self._device), deadline)
+        return self._outbox.send(content_of(tensor), deadline)
 
     def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
-        return self._inbox.receive(Target(self._device, out=out), deadline)
+        return self._inbox.receive(Target(out=out), deadline)
 
     def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
-        return self._outbox.send(content_of_blocks(blocks, self._device), deadline)
+        return self._outbox.send(content_of_blocks(blocks), deadline)
 
     def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
-        self._inbox.receive(Target(self._device, blocks=blocks), deadline)
+        self._inbox.receive(Target(blocks=blocks), deadline)
 
     # -- how it ends -----------------------------------------------------------------------------------
 
