@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _MAX_REGIONS: Final = 256
 """How many regions stay registered although no transfer uses them."""
+_SWEEP_EVERY: Final = 16
+"""After so many new regions those whose storage is gone are looked for."""
 _MAX_TOLD: Final = 4096
 """After so many new regions a peer forgets the old ones: NIXL keeps about 700 bytes for each."""
 _INFINIBAND: Final = Path("/sys/class/infiniband")
@@ -45,12 +47,26 @@ class NixlError(TransportError):
     """NIXL or UCX failed; the message says in what."""
 
 
+class _StorageRef:
+    """Tells when the last tensor with a storage is gone. Until then nothing else has the storage's number."""
+
+    def __init__(self, storage: Any) -> None:
+        self._kind = type(storage)
+        self._number = storage._weak_ref()
+
+    def has_expired(self) -> bool:
+        return bool(self._kind._expired(self._number))
+
+    def __del__(self) -> None:
+        self._kind._free_weak_ref(self._number)
+
+
 @attrs.define(eq=False)
 class Region:
     """The memory of one storage, registered as a whole."""
 
     handle: Any
-    weak: Any
+    storage: _StorageRef
     device: int
     """Of the GPU; :data:`HOST` for memory of the host."""
     address: int
@@ -80,9 +96,10 @@ class Agent:
     notices that.
     """
 
-    def __init__(self, *, error_handling: str, only_loopback: bool) -> None:
+    def __init__(self, *, error_handling: str, only_loopback: bool, tls: str = "") -> None:
         """``error_handling``: UCX's mode for endpoints, "none" or "peer". ``only_loopback``: no socket that
-        another host can reach is opened.
+        another host can reach is opened. ``tls``: the transports that UCX may use; empty: what the
+        environment says.
 
         Raises:
             NixlError: NIXL cannot be loaded, or has no agent for us, and why.
@@ -92,8 +109,9 @@ class Agent:
         self.lock = threading.RLock()
         self._regions: OrderedDict[int, Region] = OrderedDict()
         self._num_told = 0
+        self._sweep_at = _SWEEP_EVERY
         self._peer = ""
-        self._agent: Any = _new_agent(self.name, error_handling, only_loopback=only_loopback)
+        self._agent: Any = _new_agent(self.name, error_handling, only_loopback=only_loopback, tls=tls)
         close_after_fork(self)
 
     @property
@@ -141,7 +159,6 @@ class Agent:
     def lend(self, tensors: Sequence[Tensor]) -> Lent:
         """Let the peer read contiguous tensors of one device, until :meth:`let_go`. The caller keeps them."""
         with self._calling("registering memory"):
-            self._forget_expired()
             regions = self._registered(tensors)
             new = [each for each in regions if not each.is_told]
             starts_anew = bool(new) and self._num_told + len(new) > _MAX_TOLD
@@ -158,7 +175,6 @@ class Agent:
     def hold(self, tensors: Sequence[Tensor]) -> list[Region]:
         """Register contiguous tensors that are read into, until :meth:`let_go`."""
         with self._calling("registering memory"):
-            self._forget_expired()
             regions = self._registered(tensors)
             for region in regions:
                 region.uses += 1
@@ -199,6 +215,7 @@ class Agent:
                 self._unregister(key)
                 region = None
             if region is None:
+                self._forget_expired()
                 region = self._register(storage)
                 self._regions[key] = region
             self._regions.move_to_end(key)
@@ -206,24 +223,26 @@ class Agent:
         return list(found.values())
 
     def _register(self, storage: Any) -> Region:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         address, nbytes = storage.data_ptr(), storage.nbytes()
         device = HOST if storage.device.type == "cpu" else storage.device.index
         descs = [(address, nbytes, max(0, device), "")]
         handle = self._agent.register_memory(descs, _kind(device), ["UCX"])
-        return Region(handle, StorageWeakRef(storage), device, address, nbytes)
+        return Region(handle, _StorageRef(storage), device, address, nbytes)
 
     def _unregister(self, key: int) -> None:
         region = self._regions.pop(key)
         self._agent.deregister_memory(region.handle, ["UCX"])
 
     def _forget_expired(self) -> None:
+        """Now and then: unregister memory whose storage is gone, and what was not used for longest."""
+        if len(self._regions) < self._sweep_at:
+            return
         unused = [key for key, region in self._regions.items() if not region.uses]
         too_many = len(self._regions) - _MAX_REGIONS
         for number, key in enumerate(unused):
-            if number < too_many or self._regions[key].weak.expired():
+            if number <= too_many or self._regions[key].storage.has_expired():
                 self._unregister(key)
+        self._sweep_at = len(self._regions) + _SWEEP_EVERY
 
     # -- reading the peer's memory -------------------------------------------------------------------------
 
@@ -339,7 +358,7 @@ def _kind(device: int) -> str:
     return "DRAM" if device == HOST else "VRAM"
 
 
-def _new_agent(name: str, error_handling: str, *, only_loopback: bool) -> Any:
+def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str) -> Any:
     global _log
     if _is_foreign:
         raise NixlError(
@@ -347,7 +366,7 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool) -> Any:
             " with the method 'spawn', or fork before the first pipe 'nixl'"
         )
     with _creating:
-        settings = {}
+        settings = {"UCX_TLS": tls} if tls else {}
         if only_loopback and "UCX_NET_DEVICES" not in os.environ:
             settings["UCX_NET_DEVICES"] = "lo"
         if not _INFINIBAND.exists() and "UCX_MODULES" not in os.environ:
@@ -378,9 +397,13 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool) -> Any:
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
     """Variables that UCX reads while it is loaded, and programs that this process starts must not see."""
+    before = {key: os.environ.get(key) for key in settings}
     os.environ.update(settings)
     try:
         yield
     finally:
-        for key in settings:
-            os.environ.pop(key, None)
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

@@ -32,3 +32,10 @@ class TestNixlPipe(PipeContract):
         listening.bind("")  # the kernel chooses an abstract name
         listening.listen()
         return str(NixlContact.here(f"unix:@{listening.getsockname()[1:].decode()}"))
+
+
+@pytest.mark.variant
+class TestNixlPipeOverTcp(TestNixlPipe):
+    """UCX needs the peer's process for each read."""
+
+    options: ClassVar[dict[str, Any]] = {"expected_gb_per_s": 0.0, "tls": "tcp,self"}

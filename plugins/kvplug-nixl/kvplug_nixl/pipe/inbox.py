@@ -210,7 +210,7 @@ class Inbox:
     def _wait(self, read: Read, deadline: Deadline, *, must_end: bool = False) -> bool:
         """Until a read is done; False: the deadline has passed, and it is still under way.
 
-        ``must_end``: it writes to memory of the caller's, so that the end of the pipe is not looked at before.
+        ``must_end``: it writes to memory of the caller's, so the pipe's end is looked at only after it.
 
         Raises:
             KvplugError: the pipe has ended, or the read has failed.

@@ -175,7 +175,9 @@ class _Join:
         try:
             # The accepting end takes memory only when the connecting one has spoken.
             theirs = Hello.decode(self._receive()) if accepted else None
-            agent = Agent(error_handling=self._mode, only_loopback=only_loopback)
+            agent = Agent(
+                error_handling=self._mode, only_loopback=only_loopback, tls=self._options.tls
+            )
             return self._exchange(agent, theirs)
         except BaseException as e:
             self._tell(e)
@@ -256,6 +258,7 @@ class _Join:
             gb_per_s=_PROBE_BYTES / best / 1e9,
             need_help=need_help,
             error_handling=self._mode,
+            tls=self._options.tls or os.environ.get("UCX_TLS", ""),
             one_host=self._one_host,
         )
 

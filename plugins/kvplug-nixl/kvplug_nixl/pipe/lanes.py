@@ -14,7 +14,7 @@ _SHARED: Final = ("cma/", "sysv/", "posix/", "xpmem/", "knem/")
 _SMALL_SHM: Final = 64 << 20
 _PTRACE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 _NET: Final = Path("/sys/class/net")
-_SHM: Final = "/dev/shm"
+_SHM: Final = "/dev/shm"  # noqa: S108 - it is looked at
 
 
 @attrs.frozen(kw_only=True)
@@ -29,6 +29,8 @@ class Lanes:
     """Reads do not go on while the peer does nothing."""
     error_handling: str
     """UCX's mode for endpoints: "none" or "peer"."""
+    tls: str
+    """The transports that UCX was allowed; empty: all."""
     one_host: bool
     """Both ends are on one host."""
 
@@ -43,14 +45,11 @@ class Lanes:
         for name in _INTERFACE.findall(self.text):
             if name != "lo":
                 return _speed_of(name)
-        return (
-            "UCX names no slow lane: this host or the peer's was busy, or a GPU is far from the network card"
-        )
+        return "UCX names no slow lane: one of the hosts was busy, or a GPU is far from the network card"
 
     def _no_shared_memory(self) -> str:
-        tls = os.environ.get("UCX_TLS", "")
-        if tls and not re.search(r"\b(all|sm|shm|cma|posix|sysv|xpmem)\b", tls):
-            return f"both ends are on one host, and UCX_TLS={tls} leaves it no shared memory"
+        if self.tls and not re.search(r"\b(all|sm|shm|cma|posix|sysv|xpmem)\b", self.tls):
+            return f"both ends are on one host, and UCX_TLS={self.tls} leaves UCX no shared memory"
         if self.error_handling == "peer":
             return (
                 "both ends are on one host, and UCX gives up shared memory for its error handling"

@@ -19,6 +19,11 @@ class NixlPipeOptions:
         " versions gives up shared memory for it; with 'none' the pipe notices it. 'auto': 'none' between"
         " processes that see each other, else 'peer'.",
     )
+    tls: str = option(
+        default="",
+        help="The transports that UCX may use, as in UCX_TLS, such as 'rc,cuda' or 'tcp'. Empty: what that"
+        " variable says, else all.",
+    )
     expected_gb_per_s: float = option(
         default=10.0,
         at_least=0.0,

@@ -124,6 +124,11 @@ class NixlPipe(DuplexPipe):
             self._reader.start()
         runs.put(True)
 
+    @property
+    def route(self) -> str:
+        """The lanes of this end's reads."""
+        return f"nixl {self.lanes.text}"
+
     # -- moving bytes ----------------------------------------------------------------------------------
 
     def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
