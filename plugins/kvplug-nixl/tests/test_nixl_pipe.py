@@ -151,7 +151,7 @@ def test_log_and_metrics_say_which_lanes_ucx_uses(
     monkeypatch.setattr(TransferStats, "opened", lambda stats, route: counted.append(route))
     config = kvplug.Config(transport="nixl", options={"nixl": {**TCP, "expected_gb_per_s": 0}})
     with caplog.at_level(logging.INFO), kvplug.listen_pipe(config, "unix:") as server:
-        connecting = Call(lambda: kvplug.connect_pipe(server.contact, config))
+        connecting = Call(lambda: kvplug.connect_pipe(config, server.contact))
         accepted, connected = server.accept(PATIENCE_S), connecting.result()
         connected.abort()
         accepted.abort()
