@@ -397,13 +397,11 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str)
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
     """Variables that UCX reads while it is loaded, and programs that this process starts must not see."""
-    before = {key: os.environ.get(key) for key in settings}
+    before = dict(os.environ)
     os.environ.update(settings)
     try:
         yield
     finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+        for key in settings:
+            os.environ.pop(key, None)
+        os.environ.update({key: before[key] for key in settings if key in before})
