@@ -402,6 +402,6 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for key in settings:
-            os.environ.pop(key, None)
-        os.environ.update({key: before[key] for key in settings if key in before})
+        for name in settings.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: before[name] for name in settings.keys() & before.keys()})

@@ -217,9 +217,7 @@ def test_memory_is_unregistered_when_its_storage_is_gone(pairs: PipePairs) -> No
     assert len(other._agent._regions) < 25
 
 
-def test_a_peer_forgets_old_regions_now_and_then(
-    pairs: PipePairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_forgets_old_regions_now_and_then(pairs: PipePairs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_MAX_TOLD", 4)
     one, other = pairs.local(endpoint())
     kept = [pattern(MIB, seed) for seed in range(12)]

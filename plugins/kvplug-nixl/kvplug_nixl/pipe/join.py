@@ -175,9 +175,7 @@ class _Join:
         try:
             # The accepting end takes memory only when the connecting one has spoken.
             theirs = Hello.decode(self._receive()) if accepted else None
-            agent = Agent(
-                error_handling=self._mode, only_loopback=only_loopback, tls=self._options.tls
-            )
+            agent = Agent(error_handling=self._mode, only_loopback=only_loopback, tls=self._options.tls)
             return self._exchange(agent, theirs)
         except BaseException as e:
             self._tell(e)
