@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import secrets
 import threading
@@ -17,6 +16,7 @@ import attrs
 
 from kvplug import PeerGoneError, TransportError
 from kvplug.transport import close_after_fork, raise_if_exhausted
+from kvplug_nixl.library import nixl
 from kvplug_nixl.ucx_log import UcxLog
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ _MAX_TOLD: Final = 4096
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 _creating: Final = threading.Lock()
-"""Agents are made one after the other: they read the environment, which is changed for them."""
 _log: UcxLog | None = None
 _is_foreign = False
 """This process was forked from one that had loaded UCX, whose threads are missing here."""
@@ -365,43 +364,22 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str)
             "this process was forked from one that had loaded UCX, whose threads are missing here; start it"
             " with the method 'spawn', or fork before the first pipe 'nixl'"
         )
+    environment = {"UCX_TLS": tls} if tls else {}
+    if only_loopback and "UCX_NET_DEVICES" not in os.environ:
+        environment["UCX_NET_DEVICES"] = "lo"
+    if not _INFINIBAND.exists() and "UCX_MODULES" not in os.environ:
+        environment["UCX_MODULES"] = "^ib"  # where there is no RDMA it has been seen to crash
     with _creating:
-        settings = {"UCX_TLS": tls} if tls else {}
-        if only_loopback and "UCX_NET_DEVICES" not in os.environ:
-            settings["UCX_NET_DEVICES"] = "lo"
-        if not _INFINIBAND.exists() and "UCX_MODULES" not in os.environ:
-            settings["UCX_MODULES"] = "^ib"  # where there is no RDMA it has been seen to crash
-        is_first = _log is None
-        if is_first and "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
+        if _log is None and "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
             _log = UcxLog()
-            settings |= _log.settings
-        if "NIXL_LOG_LEVEL" not in os.environ:
-            settings["NIXL_LOG_LEVEL"] = "FATAL"  # what fails is raised, and said once
-        with _environment(settings):
-            try:
-                import torch  # noqa: F401 - NIXL imports it as well, and fails later where it did so first
-                from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-                if "NIXL_LOG_LEVEL" in settings:  # it logs each agent, and has a handler of its own
-                    logging.getLogger("nixl").setLevel(logging.WARNING)
-                agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+            environment |= _log.settings
+        try:
+            with nixl(environment) as api:
+                agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
                 agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
-            except ImportError as e:
-                raise NixlError(f"NIXL cannot be loaded: {e}; install the wheel nixl-cu12") from e
-            except Exception as e:
-                raise_if_exhausted(e, "making a NIXL agent")
-                raise NixlError(f"NIXL makes no agent with UCX here: {type(e).__name__}: {e}") from e
+        except TransportError:
+            raise
+        except Exception as e:
+            raise_if_exhausted(e, "making a NIXL agent")
+            raise NixlError(f"NIXL makes no agent with UCX here: {type(e).__name__}: {e}") from e
     return agent
-
-
-@contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Variables that UCX reads while it is loaded, and programs that this process starts must not see."""
-    before = dict(os.environ)
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name in settings.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update({name: before[name] for name in settings.keys() & before.keys()})

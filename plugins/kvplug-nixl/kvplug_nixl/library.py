@@ -20,27 +20,31 @@ _creating: Final = threading.Lock()
 def nixl(environment: Mapping[str, str]) -> Iterator[Any]:
     """The module ``nixl_cu12._api``, to make one agent and its backends.
 
-    While the block runs, these variables are in the environment, as far as it has none of that name; then
-    they are gone, so that programs which this process starts do not see them.
+    While the block runs, these variables are in the environment; then it is as before, so that programs which
+    this process starts do not see them.
 
     Raises:
         TransportError: NIXL cannot be loaded, and why.
     """
     with _creating:
         # NIXL logs to stdout and stderr, each failure several times; what fails is raised, and said once.
-        added = {**environment, "NIXL_LOG_LEVEL": "FATAL"}
-        added = {key: value for key, value in added.items() if key not in os.environ}
+        added = dict(environment)
+        if is_quiet := "NIXL_LOG_LEVEL" not in os.environ:
+            added["NIXL_LOG_LEVEL"] = "FATAL"
+        before = dict(os.environ)
         os.environ.update(added)
         raising = logging.raiseExceptions
         try:
             try:
+                import torch  # noqa: F401 - NIXL imports it as well, and fails later where it did so first
                 from nixl_cu12 import _api
             except ImportError as e:
                 raise TransportError(f"NIXL cannot be loaded: {e}; {INSTALL}") from e
-            if "NIXL_LOG_LEVEL" in added:
+            if is_quiet:
                 logging.getLogger("nixl").setLevel(logging.CRITICAL)
             yield _api
         finally:
             logging.raiseExceptions = raising  # NIXL's import changes it for the whole process
-            for key in added:
-                os.environ.pop(key, None)
+            for name in added.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update({name: before[name] for name in added.keys() & before.keys()})

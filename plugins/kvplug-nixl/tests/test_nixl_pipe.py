@@ -1,4 +1,4 @@
-"""What the pipe "nixl" adds to a pipe: fences, lanes that are named, memory that is registered and forgotten."""
+"""What the pipe "nixl" adds: fences, lanes that are named, memory that is registered and forgotten."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 
 pytest.importorskip("nixl_cu12", reason="the wheel nixl-cu12 is not installed")
 
-import nixl_ends
-from nixl_ends import MIB, PATIENCE_S, endpoint, pattern
-
 import kvplug
+import nixl_ends
 from kvplug import KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.metrics.stats import TransferStats
 from kvplug.transport import Deadline
@@ -27,6 +25,7 @@ from kvplug_testing import peers
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.pairs import PipePairs
 from kvplug_testing.waits import Call
+from nixl_ends import MIB, PATIENCE_S, endpoint, pattern
 
 pytestmark = pytest.mark.timeout(120)
 TCP = {"tls": "tcp,self"}

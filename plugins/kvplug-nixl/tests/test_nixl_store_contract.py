@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not probe().viable, reason=probe().reason or "NI
 _is_warm: list[bool] = []
 
 
+
 class TestNixlFiles(StoreContract):
     store = "nixl"
 
