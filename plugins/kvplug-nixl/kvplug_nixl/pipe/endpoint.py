@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeContext, is_loopback
@@ -47,6 +48,13 @@ class NixlEndpoint(DuplexEndpoint):
             self._settings,
             self._options,
             deadline,
-            only_loopback=self._only_loopback,
+            only_loopback=_is_of_this_host(connection),
             accepted=accepted,
         )
+
+
+def _is_of_this_host(connection: Connection) -> bool:
+    """Whether the connection shows that the peer is on this host: then UCX needs no other interface."""
+    if connection.sock.family == socket.AF_UNIX:
+        return True
+    return is_loopback(connection.sock.getpeername()[0])
