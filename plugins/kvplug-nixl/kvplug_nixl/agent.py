@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import secrets
 import threading
@@ -38,8 +39,10 @@ _immortal: Final[list[object]] = []
 
 HOST: Final = -1
 """Instead of the index of a GPU."""
-Span = tuple[int, int]
-"""Address and length of contiguous memory, in bytes."""
+Span = tuple[int, int, int]
+"""Address and length of contiguous memory, in bytes, and the number that NIXL knows it by: the index of its GPU;
+in memory of the host a new one for each region. A peer never forgets single regions, and would else take a
+region for an old one that it overlaps."""
 
 
 class NixlError(TransportError):
@@ -68,6 +71,8 @@ class Region:
     storage: _StorageRef
     device: int
     """Of the GPU; :data:`HOST` for memory of the host."""
+    number: int
+    """As in a span."""
     address: int
     nbytes: int
     uses: int = 0
@@ -108,6 +113,7 @@ class Agent:
         self.lock = threading.RLock()
         self._regions: OrderedDict[int, Region] = OrderedDict()
         self._num_told = 0
+        self._numbers = itertools.count(1)
         self._sweep_at = _SWEEP_EVERY
         self._peer = ""
         self._agent: Any = _new_agent(self.name, error_handling, only_loopback=only_loopback, tls=tls)
@@ -159,25 +165,20 @@ class Agent:
         """Let the peer read contiguous tensors of one device, until :meth:`let_go`. The caller keeps them."""
         with self._calling("registering memory"):
             regions = self._registered(tensors)
-            new = [each for each in regions if not each.is_told]
+            new = list({id(each): each for each in regions if not each.is_told}.values())
             starts_anew = bool(new) and self._num_told + len(new) > _MAX_TOLD
             metadata = b""
             if starts_anew:
                 metadata = self.metadata()
             elif new:
                 metadata = self._told(new)
-            spans = tuple((each.data_ptr(), each.numel() * each.element_size()) for each in tensors)
-            for region in regions:
-                region.uses += 1
-            return Lent(spans, tuple(regions), metadata, starts_anew)
+            return Lent(_spans(tensors, regions), tuple(regions), metadata, starts_anew)
 
-    def hold(self, tensors: Sequence[Tensor]) -> list[Region]:
-        """Register contiguous tensors that are read into, until :meth:`let_go`."""
+    def hold(self, tensors: Sequence[Tensor]) -> tuple[list[Span], list[Region]]:
+        """Register contiguous tensors that are read into, until :meth:`let_go` of the regions."""
         with self._calling("registering memory"):
             regions = self._registered(tensors)
-            for region in regions:
-                region.uses += 1
-            return regions
+            return list(_spans(tensors, regions)), regions
 
     def let_go(self, regions: Sequence[Region]) -> None:
         """The memory may be unregistered."""
@@ -192,7 +193,7 @@ class Agent:
 
     def _told(self, regions: Sequence[Region]) -> bytes:
         """What the peer has to load before it reads these."""
-        descs = [(each.address, each.nbytes, max(0, each.device), "") for each in regions]
+        descs = [(each.address, each.nbytes, each.number, "") for each in regions]
         for region in regions:
             region.is_told = True
         self._num_told += len(regions)
@@ -200,33 +201,29 @@ class Agent:
         return bytes(self._agent.get_partial_agent_metadata(listed, False, ["UCX"]))
 
     def _registered(self, tensors: Sequence[Tensor]) -> list[Region]:
-        found: dict[int, Region] = {}
+        """The region of each tensor, with one more use."""
+        found: list[Region] = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in found:
-                continue
+            key, place = storage._cdata, (storage.data_ptr(), storage.nbytes())
             region = self._regions.get(key)
-            if region is not None and (region.address, region.nbytes) != (
-                storage.data_ptr(),
-                storage.nbytes(),
-            ):
+            if region is not None and (region.address, region.nbytes) != place:
                 self._unregister(key)
                 region = None
             if region is None:
                 self._forget_expired()
-                region = self._register(storage)
-                self._regions[key] = region
+                region = self._regions[key] = self._register(storage)
             self._regions.move_to_end(key)
-            found[key] = region
-        return list(found.values())
+            region.uses += 1
+            found.append(region)
+        return found
 
     def _register(self, storage: Any) -> Region:
         address, nbytes = storage.data_ptr(), storage.nbytes()
         device = HOST if storage.device.type == "cpu" else storage.device.index
-        descs = [(address, nbytes, max(0, device), "")]
-        handle = self._agent.register_memory(descs, _kind(device), ["UCX"])
-        return Region(handle, _StorageRef(storage), device, address, nbytes)
+        number = next(self._numbers) if device == HOST else device
+        handle = self._agent.register_memory([(address, nbytes, number, "")], _kind(device), ["UCX"])
+        return Region(handle, _StorageRef(storage), device, number, address, nbytes)
 
     def _unregister(self, key: int) -> None:
         region = self._regions.pop(key)
@@ -260,7 +257,7 @@ class Agent:
         with self._calling("reading the peer's memory"):
             agent = self._agent
             ours, theirs = (
-                agent.get_xfer_descs([(*span, max(0, device)) for span in spans], _kind(device))
+                agent.get_xfer_descs(list(spans), _kind(device))
                 for spans, device in ((local, here), (remote, there))
             )
             read = Read(self, agent.initialize_xfer("READ", ours, theirs, self._peer))
@@ -351,6 +348,13 @@ class Read:
             self._state = state
             if state != "PROC":
                 self.forget()
+
+
+def _spans(tensors: Sequence[Tensor], regions: Sequence[Region]) -> tuple[Span, ...]:
+    return tuple(
+        (tensor.data_ptr(), tensor.numel() * tensor.element_size(), region.number)
+        for tensor, region in zip(tensors, regions, strict=True)
+    )
 
 
 def _kind(device: int) -> str:

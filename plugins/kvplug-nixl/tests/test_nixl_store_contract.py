@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(not probe().viable, reason=probe().reason or "NI
 _is_warm: list[bool] = []
 
 
-
 class TestNixlFiles(StoreContract):
     store = "nixl"
 

@@ -164,21 +164,17 @@ def gpu_of(tensor: Tensor) -> int:
     return HOST if tensor.device.type == "cpu" else int(tensor.device.index)
 
 
-def spans_of(tensors: Sequence[Tensor]) -> list[Span]:
-    return [(each.data_ptr(), each.numel() * each.element_size()) for each in tensors]
-
-
 def cut(spans: Sequence[Span], start: int, nbytes: int) -> list[Span]:
     """The spans of the ``nbytes`` bytes after the first ``start``."""
     found: list[Span] = []
-    for address, length in spans:
+    for address, length, number in spans:
         if start >= length:
             start -= length
             continue
         taken = min(length - start, nbytes)
         if not taken:
             break
-        found.append((address + start, taken))
+        found.append((address + start, taken, number))
         nbytes -= taken
         start = 0
     return found
@@ -187,15 +183,15 @@ def cut(spans: Sequence[Span], start: int, nbytes: int) -> list[Span]:
 def matched(one: Sequence[Span], other: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
     """Both, of equal total length, cut wherever one of them is: pairs of equal length."""
     theirs = iter(other)
-    address, left = next(theirs, (0, 0))
-    for mine, length in one:
+    address, left, number = next(theirs, (0, 0, 0))
+    for mine, length, my_number in one:
         while length:
             step = min(length, left)
-            yield (mine, step), (address, step)
+            yield (mine, step, my_number), (address, step, number)
             mine, length = mine + step, length - step
             address, left = address + step, left - step
             if not left:
-                address, left = next(theirs, (0, 0))
+                address, left, number = next(theirs, (0, 0, 0))
 
 
 def _check_device(given: Tensor | Blocks, verb: str) -> None:

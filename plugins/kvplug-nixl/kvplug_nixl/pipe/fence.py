@@ -26,8 +26,9 @@ class OwnFence:
 
         self.number: Final = secrets.token_bytes(FENCE_BYTES)
         self._memory = torch.frombuffer(bytearray(self.number), dtype=torch.uint8)
-        agent.hold([self._memory])
-        self.address: Final = self._memory.data_ptr()
+        ((address, _, place),), _ = agent.hold([self._memory])
+        self.place: Final = address, place
+        """Address, and the number that NIXL knows it by."""
 
     def take_back(self) -> None:
         """The peer's reads count as failed from now on. Takes no lock; idempotent."""
@@ -37,15 +38,15 @@ class OwnFence:
 class PeerFence:
     """The other end's."""
 
-    def __init__(self, agent: Agent, number: bytes, address: int) -> None:
+    def __init__(self, agent: Agent, number: bytes, place: tuple[int, int]) -> None:
         import torch
 
         self._agent = agent
         self._number = number
-        self._span: Span = (address, FENCE_BYTES)
+        self._span: Span = (place[0], FENCE_BYTES, place[1])
         self._memory = torch.zeros(FENCE_BYTES, dtype=torch.uint8)
         self._pending: Read | None = None
-        agent.hold([self._memory])
+        self._local, _ = agent.hold([self._memory])
 
     def check(self, wait: Callable[[Read], bool]) -> bool:
         """Whether it is known that the peer has taken nothing back; otherwise ask again.
@@ -59,7 +60,7 @@ class PeerFence:
         memory = memory_of_writable(self._memory)
         if self._pending is None:
             memory[:] = bytes(FENCE_BYTES)
-            self._pending = self._agent.read([(self._memory.data_ptr(), FENCE_BYTES)], [self._span])
+            self._pending = self._agent.read(self._local, [self._span])
         if not wait(self._pending):
             return False
         self._pending = None

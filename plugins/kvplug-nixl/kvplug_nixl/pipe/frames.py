@@ -20,6 +20,7 @@ from kvplug import UnsupportedError
 from kvplug.net.wire import TensorMeta
 from kvplug.net.wire.messages import read_prefix
 from kvplug.transport import WireError
+from kvplug_nixl.agent import Span
 
 MAX_MESSAGES: Final = 32
 """How many messages may be announced and not yet taken. It bounds what a receiver that stops has to store,
@@ -27,7 +28,7 @@ and with ``MAX_INLINE_BYTES`` fits the buffers of a connection."""
 MAX_INLINE_BYTES: Final = 4096
 MAX_SPANS: Final = 64
 """Of one offered message; one with more is gathered first."""
-_SPAN: Final = struct.Struct("<QQ")
+_SPAN: Final = struct.Struct("<QQQ")
 _MAX_METADATA: Final = 8 << 20
 
 
@@ -53,8 +54,7 @@ class Offer:
     """Where the bytes of a message lie in the sender's memory."""
 
     meta: TensorMeta
-    spans: tuple[tuple[int, int], ...]
-    """(address, length) each."""
+    spans: tuple[Span, ...]
     device: int
     """The index of the GPU whose memory it is; -1: the host's."""
     metadata: bytes
@@ -69,7 +69,7 @@ def inline_frame(prefix: bytes, data: bytes) -> list[Any]:
 
 def offer_frame(
     prefix: bytes,
-    spans: tuple[tuple[int, int], ...],
+    spans: tuple[Span, ...],
     device: int,
     metadata: bytes,
     *,
@@ -104,13 +104,13 @@ def decode(value: Any) -> tuple[FrameKind, Any]:
     raise WireError("it is no frame of the pipe 'nixl'")
 
 
-def _spans_of(packed: bytes, meta: TensorMeta | None) -> tuple[tuple[int, int], ...]:
+def _spans_of(packed: bytes, meta: TensorMeta | None) -> tuple[Span, ...]:
     if len(packed) % _SPAN.size or not 0 < len(packed) <= MAX_SPANS * _SPAN.size:
         raise WireError("it offers memory in spans that cannot be")
     spans = tuple(_SPAN.iter_unpack(packed))
-    if meta is None or sum(length for _, length in spans) != meta.nbytes or not meta.nbytes:
+    if meta is None or sum(length for _, length, _ in spans) != meta.nbytes or not meta.nbytes:
         raise WireError("it offers another number of bytes than it announces")
-    if any(not length or not address or address + length >= 1 << 63 for address, length in spans):
+    if any(not length or not address or address + length >= 1 << 63 for address, length, _ in spans):
         raise WireError("it offers memory that cannot be")
     return spans
 

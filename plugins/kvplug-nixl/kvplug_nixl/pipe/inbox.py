@@ -18,7 +18,7 @@ from kvplug.net.wire.tensors import memory_of, memory_of_writable
 from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, PartialMessage
 from kvplug_nixl.agent import Agent, NixlError, Read, Region, Span
 from kvplug_nixl.pipe.announced import AnnouncedMessages
-from kvplug_nixl.pipe.content import Target, cut, from_bytes, gpu_of, matched, new_tensor, spans_of
+from kvplug_nixl.pipe.content import Target, cut, from_bytes, gpu_of, matched, new_tensor
 from kvplug_nixl.pipe.fence import PeerFence
 from kvplug_nixl.pipe.frames import Inline, Offer
 
@@ -36,13 +36,14 @@ _PAUSE_S: Final = (50e-6, 1e-3)
 
 
 class _Message(PartialMessage):
-    __slots__ = ("is_taken", "offer", "pending", "regions")
+    __slots__ = ("is_taken", "local", "offer", "pending", "regions")
 
     def __init__(self, came: Inline | Offer) -> None:
         super().__init__(came.meta)
         self.offer = came if isinstance(came, Offer) else None
         self.pending: tuple[Read, int] | None = None
         """A read into memory of the pipe's, and its number of bytes."""
+        self.local: list[Span] = []
         self.regions: list[Region] = []
         """Those that the read needs."""
         self.is_taken = self.offer is None
@@ -166,9 +167,8 @@ class Inbox:
     ) -> bool:
         """Whether all is there, and was the peer's until then; False at the deadline."""
         self._agent.learn(offer.metadata, starts_anew=offer.starts_anew)
-        local = spans_of(memory)
         if not message.regions:
-            message.regions = self._agent.hold(memory)
+            message.local, message.regions = self._agent.hold(memory)
         # memory of the caller's is left alone only once nothing is under way
         until = Deadline.after(_READ_S) if in_place else deadline
         try:
@@ -176,7 +176,7 @@ class Inbox:
                 if message.pending is None:
                     nbytes = min(_PIECE_BYTES, message.nbytes - message.got)
                     message.pending = (
-                        self._begin(local, gpu_of(memory[0]), offer, message.got, nbytes),
+                        self._begin(message.local, gpu_of(memory[0]), offer, message.got, nbytes),
                         nbytes,
                     )
                 read, nbytes = message.pending

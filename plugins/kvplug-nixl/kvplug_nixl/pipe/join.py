@@ -60,8 +60,8 @@ class Hello:
     """Of its agent."""
     metadata: bytes
     fence: bytes
-    fence_address: int
-    probe_address: int
+    fence_place: tuple[int, int]
+    probe_place: tuple[int, int]
     probe_digest: bytes
     terms: HeartbeatTerms
 
@@ -71,8 +71,8 @@ class Hello:
             "name": self.name,
             "metadata": self.metadata,
             "fence": self.fence,
-            "fence_address": self.fence_address,
-            "probe_address": self.probe_address,
+            "fence_place": list(self.fence_place),
+            "probe_place": list(self.probe_place),
             "probe_digest": self.probe_digest,
             "sees_death": self.terms.sees_death,
             "heartbeat_ms": self.terms.heartbeat_ms,
@@ -86,8 +86,8 @@ class Hello:
                 "name": str(name),
                 "metadata": bytes(metadata),
                 "fence": bytes(fence),
-                "fence_address": int(fence_address),
-                "probe_address": int(probe_address),
+                "fence_place": [int(fence_address), int(fence_number)],
+                "probe_place": [int(probe_address), int(probe_number)],
                 "probe_digest": bytes(probe_digest),
                 "sees_death": bool(sees_death),
                 "heartbeat_ms": int(heartbeat_ms),
@@ -97,14 +97,15 @@ class Hello:
                 and len(fence) == FENCE_BYTES
                 and 0 < fence_address < 1 << 62
                 and 0 < probe_address < 1 << 62
+                and min(fence_number, probe_number) >= 0
                 and heartbeat_ms > 0
             ):
                 return cls(
                     name=name,
                     metadata=metadata,
                     fence=fence,
-                    fence_address=fence_address,
-                    probe_address=probe_address,
+                    fence_place=(fence_address, fence_number),
+                    probe_place=(probe_address, probe_number),
                     probe_digest=probe_digest,
                     terms=HeartbeatTerms(sees_death, heartbeat_ms),
                 )
@@ -190,13 +191,13 @@ class _Join:
 
         fence = OwnFence(agent)
         probe = torch.frombuffer(bytearray(os.urandom(4096) * (_PROBE_BYTES // 4096)), dtype=torch.uint8)
-        probe_regions = agent.hold([probe])
+        ((probe_address, _, probe_number),), probe_regions = agent.hold([probe])
         ours = Hello(
             name=agent.name,
             metadata=agent.metadata(),
             fence=fence.number,
-            fence_address=fence.address,
-            probe_address=probe.data_ptr(),
+            fence_place=fence.place,
+            probe_place=(probe_address, probe_number),
             probe_digest=digest(_HASH, memory_of(probe)),
             terms=self._terms,
         )
@@ -217,7 +218,7 @@ class _Join:
         return NixlPipe(
             self._channel,
             agent,
-            (fence, PeerFence(agent, theirs.fence, theirs.fence_address)),
+            (fence, PeerFence(agent, theirs.fence, theirs.fence_place)),
             lanes,
             self._settings,
             peer=self._peer,
@@ -231,7 +232,8 @@ class _Join:
         import torch
 
         memory = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
-        regions = agent.hold([memory])
+        local, regions = agent.hold([memory])
+        remote = [(theirs.probe_place[0], _PROBE_BYTES, theirs.probe_place[1])]
         need_help, best = False, float("inf")
         expected = self._options.expected_gb_per_s
         fast_s = 10 * _PROBE_BYTES / (expected * 1e9) if expected else best
@@ -239,7 +241,7 @@ class _Join:
             if number >= _PROBES[0] and best <= fast_s:
                 break
             began = time.perf_counter()
-            read = agent.read([(memory.data_ptr(), _PROBE_BYTES)], [(theirs.probe_address, _PROBE_BYTES)])
+            read = agent.read(local, remote)
             while not read.is_done():
                 need_help = True
                 if self._deadline.expired:

@@ -98,7 +98,7 @@ def _enter(number: int, first: int) -> None:
 
 
 def _furnish(number: int) -> None:
-    """In the first process of the host: processes, shared memory, interfaces, a name and a boot id of its own."""
+    """In the host's first process: processes, shared memory, interfaces, a name and a boot id of its own."""
     _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None, of="private mounts")
     _call("mount", b"proc", b"/proc", b"proc", 0, None, of="/proc")
     _call("mount", b"tmpfs", _SHARED_MEMORY.encode(), b"tmpfs", 0, None, of=_SHARED_MEMORY)
