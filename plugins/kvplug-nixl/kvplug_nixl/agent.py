@@ -40,7 +40,7 @@ _immortal: Final[list[object]] = []
 HOST: Final = -1
 """Instead of the index of a GPU."""
 Span = tuple[int, int, int]
-"""Address and length of contiguous memory, in bytes, and the number that NIXL knows it by: the index of its GPU;
+"""Address and length of contiguous memory in bytes, and NIXL's number for it: the index of its GPU;
 in memory of the host a new one for each region. A peer never forgets single regions, and would else take a
 region for an old one that it overlaps."""
 
