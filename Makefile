@@ -14,7 +14,7 @@ JOBS ?= $(shell expr 2 '*' "$$(getconf _NPROCESSORS_ONLN)")
 ARGS ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
-PLUGINS = testing bench cpu shm host fs redis mooncake etcd lookup pynccl cuda-ipc transformers
+PLUGINS = testing bench cpu shm host fs redis mooncake etcd nixl lookup pynccl cuda-ipc transformers
 EXAMPLES = kvplug-sample kvplug-sqlite
 EDITABLE = $(PLUGINS:%=plugins/kvplug-%) $(EXAMPLES:%=docs/examples/%)
 # What has a part in C is installed again when it changes.
@@ -62,6 +62,8 @@ $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch transformers trustme \
 		urllib3 valkey
 	$(IN_VENV) --no-deps mooncake-transfer-engine-non-cuda || echo "No Mooncake for this machine: its tests are skipped."
+	$(IN_VENV) "moto[server]"
+	$(IN_VENV) --no-deps nixl-cu12 || echo "No NIXL for this machine: its tests are skipped."
 	$(IN_VENV) --no-deps --no-build-isolation $(EDITABLE:%=-e ./%)
 	touch $@
 

@@ -23,7 +23,7 @@ class Nixl(Link):
     def __init__(self, rendezvous: Rendezvous) -> None:
         os.environ.setdefault("UCX_TLS", "shm,self")
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-        from nixl._api import nixl_agent, nixl_agent_config
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
 
         config = nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent = nixl_agent(f"end {rendezvous.rank}", config)

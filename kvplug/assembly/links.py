@@ -105,6 +105,8 @@ class LinkSettings:
         return agreement
 
     def wrapped(self, pipe: Pipe) -> Pipe:
+        if pipe.route:
+            self.stats.opened(pipe.route)
         if self.wrap_pipe is not None:
             pipe = self.wrap_pipe(pipe)
         return RecordedPipe(pipe, self.stats)

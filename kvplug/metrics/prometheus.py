@@ -32,6 +32,7 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "Operations that took at most le seconds (cumulative, as in a histogram).",
     ),
     "kvplug_transfer_failures_total": (("op", "reason"), "Operations that failed, by reason."),
+    "kvplug_pipes_total": (("route",), "Pipes that were opened, by what carries their bytes."),
 }
 """Name to (labels of ours, help). An engine's labels come before ours."""
 
@@ -67,6 +68,8 @@ class PrometheusSink(Sink):
         for op, reasons in snapshot["failures"].items():
             for reason, count in reasons.items():
                 self._raise("kvplug_transfer_failures_total", count, op, reason)
+        for route, count in snapshot.get("routes", {}).items():
+            self._raise("kvplug_pipes_total", count, route)
 
     def _raise(self, name: str, amount: float, *ours: str) -> None:
         self._counters[name].labels(*self._values, *ours).inc(amount)

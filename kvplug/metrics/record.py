@@ -50,6 +50,10 @@ class RecordedPipe(Pipe):
     def peer(self) -> str:
         return self.pipe.peer
 
+    @property
+    def route(self) -> str:
+        return self.pipe.route
+
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         return self._sent(lambda: self.pipe.send_tensor(tensor, timeout=timeout), lambda: _nbytes(tensor))
 

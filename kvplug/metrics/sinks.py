@@ -32,7 +32,7 @@ class Sink(abc.ABC):
 
 
 class LogSink(Sink):
-    """One line for each operation that was counted."""
+    """One line for each operation that was counted, and for each route that pipes were opened over."""
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
         self._logger = logger or _log
@@ -55,6 +55,8 @@ class LogSink(Sink):
                 figures["seconds"],
                 failed or "none",
             )
+        for route, count in snapshot.get("routes", {}).items():
+            self._logger.log(self._level, "%s pipes: %d opened over %s", who, count, route)
 
 
 def configured_log_sink(options: object) -> LogSink:

@@ -3,10 +3,12 @@
 A *snapshot* is plain, so that any engine can carry it between processes in any way::
 
     {"ops": {"send": {"count": 3, "bytes": 4096, "tokens": 0, "seconds": 0.02, "buckets": [0, …]}},
-     "failures": {"load": {"timeout": 1}}}
+     "failures": {"load": {"timeout": 1}},
+     "routes": {"nixl rma(rc_mlx5/mlx5_0:1)": 1}}
 
 ``buckets[i]`` counts what took no longer than ``BOUNDS_S[i]`` (and longer than the bound before); the
-last one, what took longer than every bound. Only what was counted is in a snapshot.
+last one, what took longer than every bound. ``routes`` counts the pipes that were opened, by what carries
+their bytes; it is absent without pipes whose transport says so. Only what was counted is in a snapshot.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ StatsSnapshot = Mapping[str, Any]
 BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the duration buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
 
+_MAX_ROUTES: Final = 64
+"""More are counted as "other": each is a series of its own."""
+_ROUTE_CHARS: Final = 200
 _OPS: Final = frozenset(Op)
 _REASONS: Final = frozenset(Reason)
 
@@ -78,6 +83,7 @@ class TransferStats:
         self._lock = threading.Lock()
         self._ops: dict[str, _Figures] = {}
         self._failures: dict[tuple[str, str], int] = {}
+        self._routes: dict[str, int] = {}
         self._resets = 0
         self._reader = StatsReader(self)
 
@@ -106,6 +112,14 @@ class TransferStats:
         with self._lock:
             self._failures[key] = self._failures.get(key, 0) + count
 
+    def opened(self, route: str, *, count: int = 1) -> None:
+        """One more pipe was opened, and this carries its bytes (see ``Pipe.route``)."""
+        route = route[:_ROUTE_CHARS]
+        with self._lock:
+            if route not in self._routes and len(self._routes) >= _MAX_ROUTES:
+                route = "other"
+            self._routes[route] = self._routes.get(route, 0) + count
+
     def _new(self, op: str) -> _Figures:
         return self._ops.setdefault(_known_op(op), _Figures())
 
@@ -116,7 +130,9 @@ class TransferStats:
             ValueError: it is no snapshot.
         """
         snapshot = other.snapshot() if isinstance(other, TransferStats) else other
-        ops, failures = _parse(snapshot)
+        ops, failures, routes = _parse(snapshot)
+        for route, count in routes.items():
+            self.opened(route, count=count)
         with self._lock:
             for op, figures in ops.items():
                 self._ops.setdefault(op, _Figures()).add(figures)
@@ -126,7 +142,7 @@ class TransferStats:
     def reset(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._ops, self._failures = {}, {}
+            self._ops, self._failures, self._routes = {}, {}, {}
             self._resets += 1
 
     # -- looking -------------------------------------------------------------------------------
@@ -160,7 +176,8 @@ class TransferStats:
                 failures.setdefault(op, {})[reason] = count
             # str(): plain text, not the enum's members
             ops = {str(op): figures.to_plain() for op, figures in self._ops.items()}
-            return {"ops": ops, "failures": failures}, self._resets
+            routes = {"routes": dict(self._routes)} if self._routes else {}
+            return {"ops": ops, "failures": failures, **routes}, self._resets
 
 
 class StatsReader:
@@ -180,20 +197,25 @@ class StatsReader:
 
 
 def _difference(now: StatsSnapshot, before: StatsSnapshot | None) -> dict[str, Any] | None:
-    ops, failures = _parse(now)
+    ops, failures, routes = _parse(now)
     if before is not None:
-        old_ops, old_failures = _parse(before)
+        old_ops, old_failures, old_routes = _parse(before)
         for op, figures in old_ops.items():
             ops[op].add(figures, -1)
         for key, count in old_failures.items():
             failures[key] -= count
+        for route, count in old_routes.items():
+            routes[route] -= count
     fresh = TransferStats()
     fresh._ops = {op: figures for op, figures in ops.items() if figures.count}
     fresh._failures = {key: count for key, count in failures.items() if count}
-    return fresh.snapshot() if fresh._ops or fresh._failures else None
+    fresh._routes = {route: count for route, count in routes.items() if count}
+    return fresh.snapshot() if fresh._ops or fresh._failures or fresh._routes else None
 
 
-def _parse(snapshot: StatsSnapshot) -> tuple[dict[str, _Figures], dict[tuple[str, str], int]]:
+def _parse(
+    snapshot: StatsSnapshot,
+) -> tuple[dict[str, _Figures], dict[tuple[str, str], int], dict[str, int]]:
     ops: dict[str, _Figures] = {}
     failures: dict[tuple[str, str], int] = {}
     try:
@@ -205,9 +227,12 @@ def _parse(snapshot: StatsSnapshot) -> tuple[dict[str, _Figures], dict[tuple[str
                     raise ValueError(f"a count is {count!r}")
                 key = (_known_op(op), _known_reason(reason))
                 failures[key] = failures.get(key, 0) + count
+        routes = dict(snapshot.get("routes", {}))
+        if not all(isinstance(route, str) and _is_count(count) for route, count in routes.items()):
+            raise ValueError("a route is no text, or its count no number")
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ValueError(f"no snapshot of transfer stats: {type(e).__name__}: {e}") from e
-    return ops, failures
+    return ops, failures, routes
 
 
 def _is_count(given: object) -> bool:

@@ -28,6 +28,7 @@ def snapshot() -> dict[str, Any]:
     stats.record("load", 1000, 0.5, tokens=16)
     stats.record("load", 1000, 100.0, tokens=16)
     stats.fail("load", "corrupt")
+    stats.opened("nixl rma(cma/memory)")
     return stats.snapshot()
 
 
@@ -44,6 +45,8 @@ def test_every_figure_is_exported_with_the_engines_labels(registry: Any) -> None
         assert registry.get_sample_value(name, labels) == expected
     failures = "kvplug_transfer_failures_total"
     assert registry.get_sample_value(failures, {**labels, "reason": "corrupt"}) == 1
+    route = {"model": "smol", "engine": "0", "route": "nixl rma(cma/memory)"}
+    assert registry.get_sample_value("kvplug_pipes_total", route) == 1
 
 
 def test_buckets_are_cumulative_and_end_with_everything(registry: Any) -> None:
@@ -153,6 +156,7 @@ def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
     for number in range(500):
         stats.record(f"op {number}")
         stats.fail(f"op {number}", f"reason {number}")
+        stats.opened(f"route {number}")
     for op in Op:
         stats.record(op)
         for reason in Reason:
@@ -164,7 +168,7 @@ def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
         for sample in family.samples
         if not sample.name.endswith("_created")
     }
-    assert len(found) == len(Op) * (4 + len(BOUNDS_S) + 1 + len(Reason))
+    assert len(found) == len(Op) * (4 + len(BOUNDS_S) + 1 + len(Reason)) + 64 + 1
     assert {name for name, *_ in found} == set(COUNTERS)
 
 

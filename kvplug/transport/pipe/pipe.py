@@ -44,6 +44,13 @@ class Pipe(abc.ABC):
     def peer(self) -> str:
         """The process at the other end, for messages; pid and host where known."""
 
+    @property
+    def route(self) -> str:
+        """What carries the bytes, for logs and metrics: the transport and its lanes, such as
+        ``nixl rma(rc_mlx5/mlx5_0:1)``. Few different ones, since each is a series. Empty where a transport
+        does not say."""
+        return ""
+
     @abc.abstractmethod
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         """Queue one message and return at once, unless ``max_in_flight_bytes`` are unsent: then block.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -21,7 +22,7 @@ ADDRESSES: Final = ("198.18.0.1", "198.18.0.2")
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x20000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
-_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
+_READ_ONLY, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x1000, 0x4000, 0x40000
 _DIE_WITH_PARENT = 1
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it
@@ -97,10 +98,12 @@ def _enter(number: int, first: int) -> None:
 
 
 def _furnish(number: int) -> None:
-    """In the first process of the host: processes, shared memory, a name and a boot id of its own."""
+    """In the host's first process: processes, shared memory, interfaces, a name and a boot id of its own."""
     _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None, of="private mounts")
     _call("mount", b"proc", b"/proc", b"proc", 0, None, of="/proc")
     _call("mount", b"tmpfs", _SHARED_MEMORY.encode(), b"tmpfs", 0, None, of=_SHARED_MEMORY)
+    with contextlib.suppress(OSError):  # some containers forbid it: few libraries look for interfaces there
+        _call("mount", b"sysfs", b"/sys", b"sysfs", _READ_ONLY, None, of="/sys")
     with tempfile.NamedTemporaryFile() as file:
         file.write(f"{uuid.uuid4()}\n".encode())
         file.flush()

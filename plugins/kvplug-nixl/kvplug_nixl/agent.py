@@ -1,0 +1,389 @@
+"""A NIXL agent with the UCX backend: what a pipe needs of it, with errors of kvplug's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from kvplug import PeerGoneError, TransportError
+from kvplug.transport import close_after_fork, raise_if_exhausted
+from kvplug_nixl.library import nixl
+from kvplug_nixl.ucx_log import UcxLog
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MAX_REGIONS: Final = 256
+"""How many regions stay registered although no transfer uses them."""
+_SWEEP_EVERY: Final = 16
+"""After so many new regions those whose storage is gone are looked for."""
+_MAX_TOLD: Final = 4096
+"""After so many new regions a peer forgets the old ones: NIXL keeps about 700 bytes for each."""
+_INFINIBAND: Final = Path("/sys/class/infiniband")
+
+_creating: Final = threading.Lock()
+_log: UcxLog | None = None
+_is_foreign = False
+"""This process was forked from one that had loaded UCX, whose threads are missing here."""
+_immortal: Final[list[object]] = []
+
+HOST: Final = -1
+"""Instead of the index of a GPU."""
+Span = tuple[int, int, int]
+"""Address and length of contiguous memory in bytes, and NIXL's number for it: the index of its GPU;
+in memory of the host a new one for each region. A peer never forgets single regions, and would else take a
+region for an old one that it overlaps."""
+
+
+class NixlError(TransportError):
+    """NIXL or UCX failed; the message says in what."""
+
+
+class _StorageRef:
+    """Tells when the last tensor with a storage is gone. Until then nothing else has the storage's number."""
+
+    def __init__(self, storage: Any) -> None:
+        self._kind = type(storage)
+        self._number = storage._weak_ref()
+
+    def has_expired(self) -> bool:
+        return bool(self._kind._expired(self._number))
+
+    def __del__(self) -> None:
+        self._kind._free_weak_ref(self._number)
+
+
+@attrs.define(eq=False)
+class Region:
+    """The memory of one storage, registered as a whole."""
+
+    handle: Any
+    storage: _StorageRef
+    device: int
+    """Of the GPU; :data:`HOST` for memory of the host."""
+    number: int
+    """As in a span."""
+    address: int
+    nbytes: int
+    uses: int = 0
+    """Messages under way that lie in it."""
+    is_told: bool = False
+    """The peer knows it."""
+
+
+@attrs.frozen(eq=False)
+class Lent:
+    """Memory that the peer may read until it is released."""
+
+    spans: tuple[Span, ...]
+    regions: tuple[Region, ...]
+    metadata: bytes
+    """What the peer has to load before it reads; empty: nothing."""
+    starts_anew: bool
+    """The peer has to forget what it knows first: the metadata is complete."""
+
+
+class Agent:
+    """One agent with one peer. Any thread may call it; each call takes the lock and is short.
+
+    Registered memory stays readable for the peer until the storage it belongs to is gone and a later call
+    notices that.
+    """
+
+    def __init__(self, *, error_handling: str, only_loopback: bool, tls: str = "") -> None:
+        """``error_handling``: UCX's mode for endpoints, "none" or "peer". ``only_loopback``: no socket that
+        another host can reach is opened. ``tls``: the transports that UCX may use; empty: what the
+        environment says.
+
+        Raises:
+            NixlError: NIXL cannot be loaded, or has no agent for us, and why.
+            ResourceExhaustedError: there is no descriptor, thread or memory for it.
+        """
+        self.name = f"kvplug-{secrets.token_hex(8)}"
+        self.lock = threading.RLock()
+        self._regions: OrderedDict[int, Region] = OrderedDict()
+        self._num_told = 0
+        self._numbers = itertools.count(1)
+        self._sweep_at = _SWEEP_EVERY
+        self._peer = ""
+        self._agent: Any = _new_agent(self.name, error_handling, only_loopback=only_loopback, tls=tls)
+        close_after_fork(self)
+
+    @property
+    def is_open(self) -> bool:
+        return self._agent is not None
+
+    # -- the peer ----------------------------------------------------------------------------------------
+
+    def metadata(self) -> bytes:
+        """How to reach this agent, and all regions that are registered."""
+        with self._calling("describing this agent"):
+            for region in self._regions.values():
+                region.is_told = True
+            self._num_told = 0
+            return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, metadata: bytes, name: str) -> None:
+        """Know the peer, or know it anew.
+
+        Raises:
+            NixlError: that is not the metadata of the agent with this name.
+        """
+        with self._calling("loading what the peer says of its memory"):
+            if self._peer:
+                self._agent.remove_remote_agent(self._peer)
+            found = self._agent.add_remote_agent(metadata)
+            self._peer = found.decode() if isinstance(found, bytes) else str(found)
+        if self._peer != name:
+            raise NixlError(f"the metadata is of the agent {self._peer!r}, not of {name!r}")
+
+    def learn(self, lent_metadata: bytes, *, starts_anew: bool) -> None:
+        """Load what the peer says of memory that it lends."""
+        if starts_anew:
+            self.connect(lent_metadata, self._peer)
+        elif lent_metadata:
+            with self._calling("loading what the peer says of its memory"):
+                self._agent.add_remote_agent(lent_metadata)
+
+    def lanes(self) -> str:
+        """How UCX carries reads from the peer, in its words; empty: it was loaded before this package."""
+        return "" if _log is None else _log.lanes_of(self.name)
+
+    # -- memory of this process ----------------------------------------------------------------------------
+
+    def lend(self, tensors: Sequence[Tensor]) -> Lent:
+        """Let the peer read contiguous tensors of one device, until :meth:`let_go`. The caller keeps them."""
+        with self._calling("registering memory"):
+            regions = self._registered(tensors)
+            new = list({id(each): each for each in regions if not each.is_told}.values())
+            starts_anew = bool(new) and self._num_told + len(new) > _MAX_TOLD
+            metadata = b""
+            if starts_anew:
+                metadata = self.metadata()
+            elif new:
+                metadata = self._told(new)
+            return Lent(_spans(tensors, regions), tuple(regions), metadata, starts_anew)
+
+    def hold(self, tensors: Sequence[Tensor]) -> tuple[list[Span], list[Region]]:
+        """Register contiguous tensors that are read into, until :meth:`let_go` of the regions."""
+        with self._calling("registering memory"):
+            regions = self._registered(tensors)
+            return list(_spans(tensors, regions)), regions
+
+    def let_go(self, regions: Sequence[Region]) -> None:
+        """The memory may be unregistered."""
+        with self.lock:
+            for region in regions:
+                region.uses -= 1
+
+    def progress(self) -> None:
+        """Let UCX do what the peer has asked for, where it cannot read memory without this process."""
+        with self._calling("serving the peer"):
+            self._agent.get_new_notifs()
+
+    def _told(self, regions: Sequence[Region]) -> bytes:
+        """What the peer has to load before it reads these."""
+        descs = [(each.address, each.nbytes, each.number, "") for each in regions]
+        for region in regions:
+            region.is_told = True
+        self._num_told += len(regions)
+        listed = self._agent.get_reg_descs(descs, _kind(regions[0].device))
+        return bytes(self._agent.get_partial_agent_metadata(listed, False, ["UCX"]))
+
+    def _registered(self, tensors: Sequence[Tensor]) -> list[Region]:
+        """The region of each tensor, with one more use."""
+        found: list[Region] = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, place = storage._cdata, (storage.data_ptr(), storage.nbytes())
+            region = self._regions.get(key)
+            if region is not None and (region.address, region.nbytes) != place:
+                self._unregister(key)
+                region = None
+            if region is None:
+                self._forget_expired()
+                region = self._regions[key] = self._register(storage)
+            self._regions.move_to_end(key)
+            region.uses += 1
+            found.append(region)
+        return found
+
+    def _register(self, storage: Any) -> Region:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        device = HOST if storage.device.type == "cpu" else storage.device.index
+        number = next(self._numbers) if device == HOST else device
+        handle = self._agent.register_memory([(address, nbytes, number, "")], _kind(device), ["UCX"])
+        return Region(handle, _StorageRef(storage), device, number, address, nbytes)
+
+    def _unregister(self, key: int) -> None:
+        region = self._regions.pop(key)
+        self._agent.deregister_memory(region.handle, ["UCX"])
+
+    def _forget_expired(self) -> None:
+        """Now and then: unregister memory whose storage is gone, and what was not used for longest."""
+        if len(self._regions) < self._sweep_at:
+            return
+        unused = [key for key, region in self._regions.items() if not region.uses]
+        too_many = len(self._regions) - _MAX_REGIONS
+        for number, key in enumerate(unused):
+            if number <= too_many or self._regions[key].storage.has_expired():
+                self._unregister(key)
+        self._sweep_at = len(self._regions) + _SWEEP_EVERY
+
+    # -- reading the peer's memory -------------------------------------------------------------------------
+
+    def read(
+        self, local: Sequence[Span], remote: Sequence[Span], *, here: int = HOST, there: int = HOST
+    ) -> Read:
+        """Begin to copy the peer's memory into registered memory. Span by span, of equal lengths.
+
+        Args:
+            here: the GPU of the local memory, or :data:`HOST`; ``there``: of the peer's.
+
+        Raises:
+            NixlError: it was not begun.
+            PeerGoneError: the peer is gone.
+        """
+        with self._calling("reading the peer's memory"):
+            agent = self._agent
+            ours, theirs = (
+                agent.get_xfer_descs(list(spans), _kind(device))
+                for spans, device in ((local, here), (remote, there))
+            )
+            read = Read(self, agent.initialize_xfer("READ", ours, theirs, self._peer))
+            read.begin()
+            return read
+
+    def close(self) -> None:
+        """Give everything back. No read may be under way, unless its memory stays. Idempotent."""
+        with self.lock:
+            agent, self._agent = self._agent, None
+            if agent is None:
+                return
+            for region in self._regions.values():
+                with contextlib.suppress(Exception):
+                    agent.deregister_memory(region.handle, ["UCX"])
+            self._regions.clear()
+            if self._peer:
+                with contextlib.suppress(Exception):
+                    agent.remove_remote_agent(self._peer)
+            agent.agent = None  # NIXL's own object: an exception may hold a frame that knows the wrapper
+
+    def _after_fork_in_child(self) -> None:
+        global _is_foreign
+        _is_foreign = True
+        agent, self._agent = self._agent, None
+        self.lock = threading.RLock()
+        if agent is not None:  # taking it down would wait for threads that are not here
+            _immortal.extend((agent, list(self._regions.values())))
+            for each in (agent, agent.agent):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+    @contextlib.contextmanager
+    def _calling(self, what: str) -> Iterator[None]:
+        """With the lock, and with errors of kvplug's."""
+        with self.lock:
+            if self._agent is None:
+                raise NixlError(f"{what}: the agent is closed")
+            try:
+                yield
+            except (TransportError, PeerGoneError):
+                raise
+            except Exception as e:
+                raise_if_exhausted(e, what)
+                if type(e).__name__ == "nixlRemoteDisconnectError":
+                    raise PeerGoneError(f"{what}: UCX has lost the peer") from e
+                raise NixlError(f"{what}: {type(e).__name__}: {e}") from e
+
+
+class Read:
+    """One copy under way."""
+
+    def __init__(self, agent: Agent, handle: Any) -> None:
+        self._agent = agent
+        self._handle = handle
+        self._state = "PROC"
+
+    def begin(self) -> None:
+        """With the agent's lock. Raises what NIXL raises."""
+        self._look(lambda agent: agent.transfer(self._handle))
+
+    def is_done(self) -> bool:
+        """Whether the memory has the peer's bytes; lets UCX go on with it.
+
+        Raises:
+            NixlError, PeerGoneError: it failed, and nothing is written any more.
+        """
+        if self._state == "PROC":
+            with self._agent._calling("reading the peer's memory"):
+                self._look(lambda agent: agent.check_xfer_state(self._handle))
+        if self._state == "ERR":
+            raise NixlError("reading the peer's memory: UCX says that it failed")
+        return self._state == "DONE"
+
+    def forget(self) -> None:
+        """The agent is about to be closed, which ends it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(Exception):  # NIXL releases what is under way with an error
+                self._agent._agent.release_xfer_handle(handle)
+            # An exception's frames may hold it for long, and it would keep NIXL's agent, with its threads.
+            handle._released, handle._agent = True, None
+
+    def _look(self, ask: Callable[[Any], str]) -> None:
+        state = "ERR"
+        try:
+            state = ask(self._agent._agent)
+        finally:
+            self._state = state
+            if state != "PROC":
+                self.forget()
+
+
+def _spans(tensors: Sequence[Tensor], regions: Sequence[Region]) -> tuple[Span, ...]:
+    return tuple(
+        (tensor.data_ptr(), tensor.numel() * tensor.element_size(), region.number)
+        for tensor, region in zip(tensors, regions, strict=True)
+    )
+
+
+def _kind(device: int) -> str:
+    return "DRAM" if device == HOST else "VRAM"
+
+
+def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str) -> Any:
+    global _log
+    if _is_foreign:
+        raise NixlError(
+            "this process was forked from one that had loaded UCX, whose threads are missing here; start it"
+            " with the method 'spawn', or fork before the first pipe 'nixl'"
+        )
+    environment = {"UCX_TLS": tls} if tls else {}
+    if only_loopback and "UCX_NET_DEVICES" not in os.environ:
+        environment["UCX_NET_DEVICES"] = "lo"
+    if not _INFINIBAND.exists() and "UCX_MODULES" not in os.environ:
+        environment["UCX_MODULES"] = "^ib"  # where there is no RDMA it has been seen to crash
+    with _creating:
+        if _log is None and "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
+            _log = UcxLog()
+            environment |= _log.settings
+        try:
+            with nixl(environment) as api:
+                agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+                agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
+        except TransportError:
+            raise
+        except Exception as e:
+            raise_if_exhausted(e, "making a NIXL agent")
+            raise NixlError(f"NIXL makes no agent with UCX here: {type(e).__name__}: {e}") from e
+    return agent

@@ -1,0 +1,16 @@
+"""The contact of this pipe: one or more listening addresses."""
+
+from __future__ import annotations
+
+from kvplug.transport import Contact
+
+
+class NixlContact(Contact):
+    """``nixl1 <domain> <address> [<address>]``."""
+
+    NAME = TRANSPORT = "nixl"
+    MAX_ADDRESSES = 2
+    UNREACHABLE = (
+        "the peer listens on an abstract Unix socket of another host or network namespace; set its host to an"
+        " address that can be reached from here"
+    )

@@ -1,0 +1,60 @@
+"""The factory of the pipe "nixl"."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from kvplug.transport import Connection, Deadline, DuplexEndpoint, Pipe, PipeContext, is_loopback
+from kvplug_nixl.pipe import join
+from kvplug_nixl.pipe.contact import NixlContact
+from kvplug_nixl.pipe.options import NixlPipeOptions
+from kvplug_nixl.pipe.pipe import NixlPipeSettings
+
+
+class NixlEndpoint(DuplexEndpoint):
+    """Listens on an abstract Unix socket, and where other hosts are to connect on TCP as well."""
+
+    CONTACT = NixlContact
+    PURPOSE = join.PURPOSE
+    JOIN_TIMEOUT_S = 20.0  # the first agent of a process loads UCX
+
+    def __init__(self, context: PipeContext) -> None:
+        super().__init__(context)
+        self._options: NixlPipeOptions = context.options if context.options is not None else NixlPipeOptions()
+        host = context.host
+        self._only_loopback = host.startswith("unix:") or is_loopback(host)
+        device = context.device
+        self._settings = NixlPipeSettings(
+            device=device if device == "cpu" or ":" in device else f"{device}:0",
+            inline_bytes=self._options.inline_bytes,
+            max_in_flight_bytes=self._options.max_in_flight_bytes,
+            timeout_s=context.timeout_s,
+            heartbeat_timeout_s=context.heartbeat_timeout_s,
+            max_message_bytes=context.max_message_bytes,
+        )
+
+    def _addresses(self) -> Sequence[str]:
+        host = self._context.host
+        if host.startswith("unix:"):
+            return super()._addresses()
+        if self._only_loopback:
+            return ("unix:",)
+        return ("unix:", f"[{host}]:0" if ":" in host else f"{host}:0")
+
+    def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
+        return join.make_pipe(
+            connection,
+            self._settings,
+            self._options,
+            deadline,
+            only_loopback=_is_of_this_host(connection),
+            accepted=accepted,
+        )
+
+
+def _is_of_this_host(connection: Connection) -> bool:
+    """Whether the connection shows that the peer is on this host: then UCX needs no other interface."""
+    if connection.sock.family == socket.AF_UNIX:
+        return True
+    return is_loopback(connection.sock.getpeername()[0])

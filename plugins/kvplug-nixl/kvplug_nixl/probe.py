@@ -1,0 +1,50 @@
+"""Whether NIXL is here. It is not imported for that: an import loads its libraries into the process."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Final
+
+from kvplug.transport import Probe, local_domain
+
+MODULE: Final = "nixl_cu12"
+"""NIXL's Python API, from the package ``nixl-cu12``. The package ``nixl`` requires it for CUDA 12 and 13."""
+INSTALL: Final = "pip install --no-deps 'nixl-cu12>=1.5,<1.6'"
+NEEDS: Final = "numpy"
+"""What that module imports."""
+
+
+def probe(*backends: str) -> Probe:
+    """Not viable where NIXL, or every one of these backends, is missing.
+
+    Args:
+        backends: names of NIXL's plugins, one of which is needed; default: those of the store.
+    """
+    if not sys.platform.startswith("linux"):
+        return Probe(viable=False, reason="NIXL's wheels are for Linux only")
+    found = importlib.util.find_spec(MODULE)
+    if found is None or found.origin is None:
+        return Probe(viable=False, reason=f"NIXL is not installed: {INSTALL}")
+    if importlib.util.find_spec(NEEDS) is None:
+        return Probe(viable=False, reason=f"NIXL needs {NEEDS}: pip install {NEEDS}")
+    wanted = backends or ("POSIX", "OBJ")
+    if not any(has_backend(each) for each in wanted):
+        return Probe(viable=False, reason=f"NIXL's plugins {', '.join(wanted)} are missing: {INSTALL}")
+    return Probe()
+
+
+def probe_pipe() -> Probe:
+    """For the pipe, which needs UCX."""
+    found = probe("UCX")
+    return Probe(viable=found.viable, reason=found.reason, domain=local_domain())
+
+
+def has_backend(name: str) -> bool:
+    """Whether NIXL's package contains the plugin; true as well where its plugins lie elsewhere."""
+    found = importlib.util.find_spec(MODULE)
+    if found is None or found.origin is None:
+        return False
+    folder = Path(found.origin).parents[1] / f".{MODULE}.mesonpy.libs" / "plugins"
+    return not folder.is_dir() or (folder / f"libplugin_{name}.so").is_file()

@@ -1,0 +1,241 @@
+"""The files of a folder: one for each page, with its name only when it is whole, and the bytes they use."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import struct
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import attrs
+
+_LAYOUT: Final = "nixl-v1"
+"""Name of the folder inside; a later version that arranges the files in another way has another one."""
+_RECORD: Final = struct.Struct("<8sqq")
+_MAGIC: Final = b"kvplugNX"
+_BLOCK: Final = 4096
+_PATIENCE_S: Final = 5.0
+"""How long a process waits for another one that counts, or is stopped while it does."""
+_ORPHAN_S: Final = 600.0
+"""Age at which a file that is being written is of a dead writer."""
+
+
+def cost_of(nbytes: int) -> int:
+    """Bytes that a file of ``nbytes`` uses on the disk."""
+    return max(1, -(-nbytes // _BLOCK)) * _BLOCK
+
+
+@attrs.define
+class Totals:
+    """Of all pages in the folder, and those that are being written."""
+
+    used_bytes: int = 0
+    num_pages: int = 0
+
+
+@attrs.frozen(order=True)
+class _Found:
+    used_ns: int
+    cost: int
+    path: str
+
+
+class Folder:
+    """Files under keys, counted in one small file by all processes that share the folder.
+
+    A writer that dies leaves a file aside, which is removed later, and may leave it counted until the budget
+    is used up: then all files are counted anew, and the pages whose last use is longest ago are evicted.
+    """
+
+    def __init__(self, path: str, budget: int) -> None:
+        self._root = os.path.join(path, _LAYOUT)
+        self._pages = os.path.join(self._root, "pages")
+        self._aside = os.path.join(self._root, "writing")
+        self._budget = budget
+        self.last = Totals()
+        """As this process has seen them last."""
+        self.num_evicted = 0
+        """By this process."""
+
+    def path_of(self, key: bytes) -> str:
+        """Where the page of that key is."""
+        name = key.hex()
+        return f"{self._pages}/{name[:2]}/{name[2:]}"
+
+    def note_use(self, key: bytes) -> None:
+        """The page is kept longer than others."""
+        with contextlib.suppress(OSError):  # a page that was evicted meanwhile, or a read-only folder
+            os.utime(self.path_of(key))
+
+    # -- writing -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def new_file(self, nbytes: int) -> Iterator[tuple[int, str] | None]:
+        """A file aside, counted: its descriptor and its path. ``None``: the budget has no room for it.
+
+        It is gone after the block, unless :meth:`publish` has made a page of it.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        path, cost = f"{self._aside}/{secrets.token_hex(16)}-{nbytes}", cost_of(nbytes)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileNotFoundError:  # the folder is new, or was removed
+            for each in (self._root, self._pages, self._aside):
+                os.makedirs(each, 0o700, exist_ok=True)
+            fd = os.open(path, flags, 0o600)
+        is_counted = False
+        try:
+            is_counted = self._reserve(cost, path)
+            yield (fd, path) if is_counted else None
+        finally:
+            os.close(fd)
+            self._forget(path, cost if is_counted else 0)
+
+    def publish(self, path: str, key: bytes) -> None:
+        """Make the file aside the page of the key, unless another one was there first."""
+        to = self.path_of(key)
+        os.makedirs(os.path.dirname(to), 0o700, exist_ok=True)
+        try:
+            os.link(path, to)
+        except FileExistsError:
+            return  # the file is removed, and counted out
+        except OSError as e:
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            os.rename(path, to)  # a file system without hard links: the last one wins
+        else:
+            os.unlink(path)
+
+    # -- removing ------------------------------------------------------------------------------
+
+    def remove(self, key: bytes) -> None:
+        """Remove a page, if it is there."""
+        path = self.path_of(key)
+        with contextlib.suppress(FileNotFoundError):
+            self._forget(path, cost_of(os.stat(path).st_size))
+
+    def _forget(self, path: str, cost: int) -> None:
+        """Remove a file and count it out, in one turn: else a count in between would do so again."""
+        with self._turn() as totals:
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                return  # it has become a page, or another process has removed it and counted it out
+            if totals is not None and cost:
+                totals.used_bytes -= cost
+                totals.num_pages -= 1
+
+    # -- counting ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _turn(self, without: str = "") -> Iterator[Totals | None]:
+        """The totals, which may be changed in the block; one process and thread at a time.
+
+        ``None``: another one has its turn, and does not end it.
+
+        Args:
+            without: a file aside that is not counted yet.
+        """
+        fd = os.open(os.path.join(self._root, "usage"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if not _lock(fd):
+                yield None
+                return
+            record = os.pread(fd, _RECORD.size, 0)
+            totals = Totals()
+            if len(record) == _RECORD.size and record.startswith(_MAGIC):
+                totals = Totals(*_RECORD.unpack(record)[1:])
+            elif os.path.isdir(self._pages):  # a new or a damaged one says nothing
+                found = self._count(without)
+                totals = Totals(sum(each.cost for each in found), len(found))
+            try:
+                yield totals
+            finally:
+                os.pwrite(fd, _RECORD.pack(_MAGIC, max(0, totals.used_bytes), max(0, totals.num_pages)), 0)
+                self.last = totals
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the descriptor as well
+        finally:
+            os.close(fd)
+
+    def _reserve(self, cost: int, path: str) -> bool:
+        """Count one more file. Returns whether there is room for it."""
+        with self._turn(path) as totals:
+            if totals is None:
+                return False
+            if totals.used_bytes + cost > self._budget:
+                found = self._count(path)
+                totals.used_bytes, totals.num_pages = sum(each.cost for each in found), len(found)
+                self._evict(found, totals, self._budget - self._budget // 16 - cost)
+            if totals.used_bytes + cost > self._budget:
+                return False
+            totals.used_bytes += cost
+            totals.num_pages += 1
+            return True
+
+    def make_room(self, nbytes: int) -> bool:
+        """The disk is full before the budget is used. Returns whether any page was evicted."""
+        with self._turn() as totals:
+            before = self.num_evicted
+            if totals is not None:
+                self._evict(self._count(), totals, totals.used_bytes - nbytes)
+            return self.num_evicted > before
+
+    def _evict(self, found: list[_Found], totals: Totals, goal: int) -> None:
+        """The pages whose last use is longest ago, until no more than ``goal`` bytes are used."""
+        for each in sorted(found):
+            if totals.used_bytes <= goal:
+                return
+            if each.path.startswith(self._pages):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(each.path)
+                totals.used_bytes -= each.cost
+                totals.num_pages -= 1
+                self.num_evicted += 1
+
+    def _count(self, without: str = "") -> list[_Found]:
+        """All files. Those of dead writers are removed."""
+        found, now = [], time.time()
+        # aside first: a file that is no longer there afterwards is a page by then
+        for entry in _entries(self._aside):
+            size = entry.name.rpartition("-")[2]
+            with contextlib.suppress(FileNotFoundError):
+                if now - entry.stat().st_mtime > _ORPHAN_S:
+                    os.unlink(entry.path)
+                elif entry.path != without and size.isdecimal() and entry.stat().st_nlink == 1:
+                    found.append(_Found(0, cost_of(int(size)), entry.path))
+        for folder in _entries(self._pages):
+            for entry in _entries(folder.path):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(_Found(status.st_mtime_ns, cost_of(status.st_size), entry.path))
+        return found
+
+
+def _lock(fd: int) -> bool:
+    limit = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                return False
+            time.sleep(0.001)
+        except OSError:  # a file system without locks: what two count at once is corrected later
+            return True
+
+
+def _entries(path: str) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            yield from entries
+    except (FileNotFoundError, NotADirectoryError):
+        return

@@ -1,0 +1,37 @@
+"""The store "nixl": over a folder or over a bucket."""
+
+from __future__ import annotations
+
+import os
+
+from kvplug import ConfigError
+from kvplug.transport import BlockingStore, StoreContext
+from kvplug_nixl.probe import INSTALL, has_backend
+from kvplug_nixl.store.files import FileStore
+from kvplug_nixl.store.objects import ObjectStore
+from kvplug_nixl.store.options import NixlStoreOptions
+
+
+def make_store(context: StoreContext) -> BlockingStore:
+    """The store that the options ask for.
+
+    Raises:
+        ConfigError: neither ``path`` nor ``bucket`` was given, or both, or one of the others is wrong.
+    """
+    options: NixlStoreOptions = context.options
+    if (options.path is None) == (options.bucket is None):
+        given = "nothing was" if options.path is None else "path and bucket were"
+        raise ConfigError(
+            f"options.nixl: {given} given; give path for files in a folder, or bucket for objects in S3"
+        )
+    backend = "OBJ" if options.path is None else "POSIX"
+    if not has_backend(backend):
+        raise ConfigError(f"options.nixl: NIXL's plugin {backend} is not installed: {INSTALL}")
+    if options.path is None:
+        if options.size is not None:
+            raise ConfigError("options.nixl.size: a bucket has no bound here; give it a lifecycle rule")
+        return ObjectStore(options)
+    path = os.path.abspath(os.path.expanduser(options.path))
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ConfigError(f"options.nixl.path: {path} is no folder")
+    return FileStore(options)

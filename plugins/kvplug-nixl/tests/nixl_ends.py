@@ -1,0 +1,60 @@
+"""Pipes "nixl" for tests: both ends here, or one in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from kvplug.transport import Credentials, PipeContext
+from kvplug_nixl.pipe.endpoint import NixlEndpoint
+from kvplug_nixl.pipe.options import NixlPipeOptions
+from kvplug_testing.peers import Parent
+from kvplug_testing.waits import Call
+
+MIB = 1 << 20
+PATIENCE_S = 30.0
+
+
+def endpoint(**options: Any) -> NixlEndpoint:
+    given = {"expected_gb_per_s": 0.0, **options}
+    return NixlEndpoint(
+        PipeContext(options=NixlPipeOptions(**given), credentials=Credentials(), timeout_s=PATIENCE_S)
+    )
+
+
+def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def offer(parent: Parent, contact: str, options: dict[str, Any]) -> None:
+    """Offer a message, and close when it was taken."""
+    with endpoint(**options).connect(contact) as pipe:
+        pipe.send_tensor(pattern(8 * MIB))
+        parent.send("offered")
+
+
+def echo(parent: Parent, contact: str, options: dict[str, Any]) -> None:
+    with endpoint(**options).connect(contact) as pipe:
+        pipe.send_tensor(pipe.recv_tensor()).wait(PATIENCE_S)
+
+
+def connect_in_a_fork(parent: Parent) -> None:
+    """What a process says that was forked from one with UCX."""
+    listener = endpoint().listen()
+    connecting = Call(lambda: endpoint().connect(listener.contact))
+    accepted = listener.accept()
+    pid = os.fork()
+    if not pid:
+        try:
+            endpoint().connect(listener.contact)
+            parent.send("it connected")
+        except Exception as e:
+            parent.send(str(e))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    accepted.abort()
+    connecting.result().abort()
+    listener.close()

@@ -1,0 +1,272 @@
+"""What the pipe "nixl" adds: fences, lanes that are named, memory that is registered and forgotten."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("nixl_cu12", reason="the wheel nixl-cu12 is not installed")
+
+import kvplug
+import nixl_ends
+from kvplug import KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug.metrics.stats import TransferStats
+from kvplug.transport import Deadline
+from kvplug_nixl import agent as agents
+from kvplug_nixl.agent import Agent, NixlError
+from kvplug_nixl.pipe.fence import PeerFence
+from kvplug_nixl.pipe.inbox import Inbox
+from kvplug_nixl.pipe.lanes import Lanes
+from kvplug_testing import peers
+from kvplug_testing.comparison import assert_same
+from kvplug_testing.pairs import PipePairs
+from kvplug_testing.waits import Call
+from nixl_ends import MIB, PATIENCE_S, endpoint, pattern
+
+pytestmark = pytest.mark.timeout(120)
+TCP = {"tls": "tcp,self"}
+
+
+@pytest.fixture
+def pairs() -> Iterator[PipePairs]:
+    with PipePairs() as made:
+        yield made
+
+
+# -- memory that is taken back -------------------------------------------------------------------------
+
+
+def test_a_message_whose_owner_takes_it_back_before_it_is_read_never_arrives(pairs: PipePairs) -> None:
+    one, other = pairs.local(endpoint())
+    message = pattern(MIB)
+    transfer = one.send_tensor(message)
+    one.abort()
+    message.zero_()
+    with pytest.raises(PeerGoneError):
+        other.recv_tensor()
+    assert isinstance(transfer.error(), KvplugError)
+
+
+@pytest.mark.parametrize("options", [{}, TCP], ids=["shared memory", "tcp"])
+def test_a_message_whose_owner_takes_it_back_while_it_is_read_is_no_message(
+    pairs: PipePairs, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    one, other = pairs.local(endpoint(**options))
+    check = PeerFence.check
+
+    def late(fence: PeerFence, wait: Any) -> bool:
+        one._fence.take_back()  # as abort() does first: the other end may hear of the rest much later
+        return check(fence, wait)
+
+    monkeypatch.setattr(PeerFence, "check", late)
+    one.send_tensor(pattern(MIB))
+    with pytest.raises(PeerGoneError, match="taken back"):
+        other.recv_tensor()
+
+
+def test_nixl_itself_reads_what_was_taken_back(pairs: PipePairs) -> None:
+    """The reason for the fence: without it the read would succeed, with other bytes."""
+    one, other = (Agent(error_handling="none", only_loopback=True) for _ in range(2))
+    try:
+        theirs, ours = pattern(4096), torch.zeros(4096, dtype=torch.uint8)
+        remote, regions = one.hold([theirs])
+        local, _ = other.hold([ours])
+        other.connect(one.metadata(), one.name)
+        one.let_go(regions)
+        one._unregister(theirs.untyped_storage()._cdata)
+        theirs.fill_(7)
+        read = other.read(local, remote)
+        deadline = Deadline.after(PATIENCE_S)
+        while not read.is_done() and not deadline.expired:
+            one.progress()
+        assert_same(torch.full((4096,), 7, dtype=torch.uint8), ours)
+    finally:
+        one.close()
+        other.close()
+
+
+# -- peers that stop, die and start together -----------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_read_that_needs_a_stopped_peer_ends_at_the_deadline_and_goes_on_later(pairs: PipePairs) -> None:
+    pipe, child = pairs.remote(
+        endpoint(**TCP), lambda contact: peers.start(nixl_ends.offer, contact, TCP, timeout_s=100)
+    )
+    assert child.recv() == "offered"
+    child.stop()
+    out = torch.zeros(8 * MIB, dtype=torch.uint8)
+    with pytest.raises(TimeoutError):
+        pipe.recv_tensor(out, timeout=1)
+    out.fill_(1)  # it is the caller's again
+    child.cont()
+    assert torch.equal(pipe.recv_tensor(), pattern(8 * MIB))
+    assert_same(torch.ones(8 * MIB, dtype=torch.uint8), out)  # a read that was given up writes nothing here
+    child.result()
+
+
+def test_a_read_whose_peer_is_killed_ends_at_once(pairs: PipePairs) -> None:
+    pipe, child = pairs.remote(
+        endpoint(**TCP), lambda contact: peers.start(nixl_ends.offer, contact, TCP, timeout_s=100)
+    )
+    assert child.recv() == "offered"
+    child.stop()
+    receiving = Call(lambda: pipe.recv_tensor(timeout=PATIENCE_S))
+    assert not receiving.ended
+    child.kill()
+    with pytest.raises(PeerGoneError):
+        receiving.result(5)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_ends_that_start_together_all_connect() -> None:
+    for _ in range(20):
+        with PipePairs() as pairs:
+            pipe, child = pairs.remote(
+                endpoint(), lambda contact: peers.start(nixl_ends.echo, contact, {}, timeout_s=100)
+            )
+            pipe.send_tensor(pattern(MIB))
+            assert torch.equal(pipe.recv_tensor(), pattern(MIB))
+            child.result()
+
+
+def test_a_process_that_was_forked_from_one_with_ucx_is_told_what_to_do() -> None:
+    with peers.start(nixl_ends.connect_in_a_fork, timeout_s=100) as child:
+        assert "forked" in child.recv()
+        child.result()
+
+
+# -- lanes ---------------------------------------------------------------------------------------------
+
+
+def test_log_and_metrics_say_which_lanes_ucx_uses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted = []
+    monkeypatch.setattr(TransferStats, "opened", lambda stats, route: counted.append(route))
+    config = kvplug.Config(transport="nixl", options={"nixl": {**TCP, "expected_gb_per_s": 0}})
+    with caplog.at_level(logging.INFO), kvplug.listen_pipe(config, "unix:") as server:
+        connecting = Call(lambda: kvplug.connect_pipe(config, server.contact))
+        accepted, connected = server.accept(PATIENCE_S), connecting.result()
+        connected.abort()
+        accepted.abort()
+    assert counted == [connected.route] * 2
+    assert "tcp/lo" in connected.route
+    assert "tcp/lo" in caplog.text
+
+
+def test_lanes_that_are_ten_times_slower_than_expected_are_named_with_the_reason(
+    pairs: PipePairs, caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs.local(endpoint(expected_gb_per_s=1e6, **TCP))
+    assert "less than a tenth of expected_gb_per_s" in caplog.text
+    assert "tcp/lo" in caplog.text
+    assert "UCX_TLS=tcp,self leaves UCX no shared memory" in caplog.text
+
+
+def test_lanes_that_are_too_slow_are_refused_at_both_ends_if_the_operator_wants_that() -> None:
+    end = endpoint(expected_gb_per_s=1e6, slow="refuse")
+    listener = end.listen()
+    with pytest.raises(TransportError, match="less than a tenth"):
+        end.connect(listener.contact)
+    with pytest.raises(TimeoutError):
+        listener.accept(0.5)
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"text": "rma_am(tcp/lo)", "error_handling": "peer"}, "error_handling is 'peer'"),
+        ({"text": "rma_am(tcp/lo)", "tls": "tcp"}, "UCX_TLS=tcp"),
+        ({"text": "rma_am(tcp/eth7)", "one_host": False}, "the interface eth7"),
+        ({"text": "rma(cma/memory)"}, "busy"),
+    ],
+)
+def test_the_reason_is_what_makes_lanes_slow(given: dict[str, Any], reason: str) -> None:
+    known = {"gb_per_s": 0.1, "need_help": True, "error_handling": "none", "tls": "", "one_host": True}
+    assert reason in Lanes(**{**known, **given}).reason()
+
+
+def test_small_shared_memory_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvplug_nixl.pipe import lanes
+
+    monkeypatch.setattr(lanes, "_SMALL_SHM", 1 << 60)
+    monkeypatch.setattr(lanes, "_number", lambda path: 0)
+    slow = Lanes(
+        text="rma_am(tcp/lo)", gb_per_s=0.1, need_help=True, error_handling="none", tls="", one_host=True
+    )
+    assert "/dev/shm has no room" in slow.reason()
+
+
+# -- registered memory ---------------------------------------------------------------------------------
+
+
+def test_memory_is_unregistered_when_its_storage_is_gone(pairs: PipePairs) -> None:
+    one, other = pairs.local(endpoint())
+    for seed in range(60):
+        one.send_tensor(pattern(MIB, seed))
+        assert torch.equal(other.recv_tensor(), pattern(MIB, seed))
+    assert len(one._agent._regions) < 25
+    assert len(other._agent._regions) < 25
+
+
+def test_a_peer_forgets_old_regions_now_and_then(pairs: PipePairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "_MAX_TOLD", 4)
+    one, other = pairs.local(endpoint())
+    kept = [pattern(MIB, seed) for seed in range(12)]
+    for message in (*kept, *kept):
+        one.send_tensor(message)
+        assert torch.equal(other.recv_tensor(), message)
+
+
+def test_memory_that_was_another_regions_is_told_from_it(pairs: PipePairs) -> None:
+    one, other = pairs.local(endpoint())
+    for number in range(200):  # the allocator gives the same addresses for other lengths
+        message = pattern((1 + number * 7 % 13) * 40_000, number)
+        one.send_tensor(message)
+        assert torch.equal(other.recv_tensor(), message)
+
+
+def test_a_storage_that_has_grown_is_registered_again(pairs: PipePairs) -> None:
+    one, other = pairs.local(endpoint())
+    message = pattern(MIB)
+    for nbytes in (MIB, 3 * MIB):
+        message.resize_(nbytes).fill_(nbytes // MIB)
+        one.send_tensor(message)
+        assert torch.equal(other.recv_tensor(), message)
+
+
+def test_a_message_of_many_pieces_is_read_in_pieces_between_which_the_deadline_counts(
+    pairs: PipePairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pairs.local(endpoint())
+    message, out = pattern(40 * MIB), torch.zeros(40 * MIB, dtype=torch.uint8)
+    begin = Inbox._begin
+
+    def slow(inbox: Inbox, *given: Any) -> Any:
+        import time
+
+        time.sleep(0.05)
+        return begin(inbox, *given)
+
+    monkeypatch.setattr(Inbox, "_begin", slow)
+    one.send_tensor(message)
+    with pytest.raises(TimeoutError, match="the next call goes on with it"):
+        other.recv_tensor(out, timeout=0.07)
+    out.zero_()
+    assert other.recv_tensor(out) is out
+    assert torch.equal(out, message)
+
+
+def test_metadata_of_another_agent_is_refused() -> None:
+    one, other = (Agent(error_handling="none", only_loopback=True) for _ in range(2))
+    with pytest.raises(NixlError, match="not of"):
+        other.connect(one.metadata(), "kvplug-0000000000000000")
+    one.close()
+    other.close()

@@ -1,0 +1,41 @@
+"""The pipe "nixl" is judged by the conformance kit, over the lanes that UCX finds, and over TCP."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, ClassVar
+
+import pytest
+
+from kvplug_nixl.pipe.contact import NixlContact
+from kvplug_testing import PipeContract
+
+pytest.importorskip("nixl_cu12", reason="the wheel nixl-cu12 is not installed")
+
+
+class TestNixlPipe(PipeContract):
+    transport = "nixl"
+    options: ClassVar[dict[str, Any]] = {"expected_gb_per_s": 0.0}
+    lies = 15
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _with_ucx(cls) -> None:
+        """What UCX keeps of the first agent of a process is no leak of a pipe."""
+        from kvplug_nixl.agent import Agent
+
+        Agent(error_handling="none", only_loopback=True).close()
+
+    def silent_contact(self) -> str:
+        listening = socket.socket(socket.AF_UNIX)
+        self.later(listening.close)
+        listening.bind("")  # the kernel chooses an abstract name
+        listening.listen()
+        return str(NixlContact.here(f"unix:@{listening.getsockname()[1:].decode()}"))
+
+
+@pytest.mark.variant
+class TestNixlPipeOverTcp(TestNixlPipe):
+    """UCX needs the peer's process for each read."""
+
+    options: ClassVar[dict[str, Any]] = {"expected_gb_per_s": 0.0, "tls": "tcp,self"}
