@@ -58,8 +58,9 @@ _POLL_S: Final = 0.002
 # Mooncake's ErrorCode (mooncake-store/include/types.h)
 _NO_ROOM: Final = -200
 _INVALID: Final = -600
-_ABSENT: Final = frozenset({-703, -704, -707})
-"""Not ready, not found, or its lease ended while it was read."""
+_ABSENT: Final = frozenset({-703, -704})
+"""Not ready, not found."""
+_LEASE_ENDED: Final = -707
 _EXISTS: Final = -705
 _MASTER: Final = range(-999, -899)
 
@@ -171,6 +172,8 @@ class Client:
             return Answer(number, Outcome.NO_ROOM)
         if code in _MASTER:
             return Answer(number, Outcome.MASTER_GONE, text=f"Mooncake's code {code}")
+        if code == _LEASE_ENDED:
+            return Answer(number, Outcome.LATE, text="its lease ended while it was read")
         if not name:
             return Answer(number, Outcome.FAILED, text=f"Mooncake's code {code}")
         if time.monotonic() - began < self._setup.timeout_s / 2:

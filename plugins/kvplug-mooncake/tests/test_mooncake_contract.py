@@ -21,7 +21,7 @@ class TestMooncake(StoreContract):
         from mooncake_pool import Pool  # not in the processes that the kit starts
 
         folder = tmp_path_factory.mktemp("mooncake")
-        cls.pool = Pool(folder, "--default_kv_lease_ttl=1000", segment_bytes=1 << 30)
+        cls.pool = Pool(folder, "--default_kv_lease_ttl=4000", segment_bytes=3 << 29)
         cls.options = {"master": cls.pool.address}
         yield
         cls.pool.close()
