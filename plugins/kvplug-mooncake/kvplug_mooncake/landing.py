@@ -34,7 +34,8 @@ class Landing:
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self.nbytes = len(memory)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._free = [(0, len(memory))]
         """Places and sizes, in order, none next to another."""
 
@@ -45,7 +46,7 @@ class Landing:
             raise CapacityError(
                 f"a page of {nbytes} bytes, and options.mooncake.landing_bytes is {self.nbytes}"
             )
-        with self._changed:
+        with self._lock:
             while (at := self._found(need)) is None:
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     raise LateError("no room in the landing area")
@@ -62,7 +63,7 @@ class Landing:
         """The slot is free again. Its view must not be used any more."""
         at, size = slot.at, -(-slot.nbytes // _ALIGNED) * _ALIGNED
         slot.view.release()
-        with self._changed:
+        with self._lock:
             index = bisect.bisect(self._free, (at, size))
             if index < len(self._free) and self._free[index][0] == at + size:
                 size += self._free.pop(index)[1]
