@@ -88,11 +88,11 @@ class FileStore(BlockingStore):
 
     def _write(self, key: bytes, page: Sequence[memoryview], nbytes: int) -> bool | None:
         """Whether the page is there now; false: the budget has no room for it; ``None``: the disk is full."""
-        with self._folder.new_file(nbytes) as file:
-            if file is None:
-                return False
-            fd, path = file
-            try:
+        try:
+            with self._folder.new_file(nbytes) as file:
+                if file is None:
+                    return False
+                fd, path = file
                 if self._move("WRITE", fd, page, nbytes):
                     self._folder.publish(path, key)
                     return True
@@ -102,11 +102,11 @@ class FileStore(BlockingStore):
                 free = os.fstatvfs(fd)
                 if free.f_bavail * free.f_frsize < cost_of(nbytes):
                     return None
-            except OSError as e:
-                if e.errno not in _FULL:
-                    raise
-                return None
-            raise TransportError(f"NIXL cannot write to {os.path.dirname(path)}")
+        except OSError as e:
+            if e.errno not in _FULL:
+                raise
+            return None
+        raise TransportError(f"NIXL cannot write to {os.path.dirname(path)}")
 
     def remove(self, keys: Sequence[bytes]) -> None:
         with _read_only_is_no_permission():

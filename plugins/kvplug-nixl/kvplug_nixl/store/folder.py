@@ -84,20 +84,21 @@ class Folder:
             OSError: it cannot be made.
         """
         path, cost = f"{self._aside}/{secrets.token_hex(16)}-{nbytes}", cost_of(nbytes)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            fd = os.open(path, flags, 0o600)
+            fd = self._reserve(path, cost)
         except FileNotFoundError:  # the folder is new, or was removed
             for each in (self._root, self._pages, self._aside):
                 os.makedirs(each, 0o700, exist_ok=True)
-            fd = os.open(path, flags, 0o600)
-        is_counted = False
+            fd = self._reserve(path, cost)
+        if fd is None:
+            yield None
+            return
         try:
-            is_counted = self._reserve(cost, path)
-            yield (fd, path) if is_counted else None
+            yield fd, path
         finally:
             os.close(fd)
-            self._forget(path, cost if is_counted else 0)
+            if os.path.lexists(path):
+                self._forget(path, cost)
 
     def publish(self, path: str, key: bytes) -> None:
         """Make the file aside the page of the key, unless another one was there first."""
@@ -129,20 +130,17 @@ class Folder:
                 os.unlink(path)
             except FileNotFoundError:
                 return  # it has become a page, or another process has removed it and counted it out
-            if totals is not None and cost:
+            if totals is not None:
                 totals.used_bytes -= cost
                 totals.num_pages -= 1
 
     # -- counting ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _turn(self, without: str = "") -> Iterator[Totals | None]:
+    def _turn(self) -> Iterator[Totals | None]:
         """The totals, which may be changed in the block; one process and thread at a time.
 
         ``None``: another one has its turn, and does not end it.
-
-        Args:
-            without: a file aside that is not counted yet.
         """
         fd = os.open(os.path.join(self._root, "usage"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -154,7 +152,7 @@ class Folder:
             if len(record) == _RECORD.size and record.startswith(_MAGIC):
                 totals = Totals(*_RECORD.unpack(record)[1:])
             elif os.path.isdir(self._pages):  # a new or a damaged one says nothing
-                found = self._count(without)
+                found = self._count()
                 totals = Totals(sum(each.cost for each in found), len(found))
             try:
                 yield totals
@@ -165,20 +163,31 @@ class Folder:
         finally:
             os.close(fd)
 
-    def _reserve(self, cost: int, path: str) -> bool:
-        """Count one more file. Returns whether there is room for it."""
-        with self._turn(path) as totals:
-            if totals is None:
-                return False
-            if totals.used_bytes + cost > self._budget:
-                found = self._count(path)
-                totals.used_bytes, totals.num_pages = sum(each.cost for each in found), len(found)
-                self._evict(found, totals, self._budget - self._budget // 16 - cost)
-            if totals.used_bytes + cost > self._budget:
-                return False
-            totals.used_bytes += cost
-            totals.num_pages += 1
-            return True
+    def _reserve(self, path: str, cost: int) -> int | None:
+        """Make a file aside and count it, in one turn: what is there is counted.
+
+        Returns its descriptor; ``None``: there is no room for it.
+        """
+        fd = None
+        try:
+            with self._turn() as totals:
+                if totals is None:
+                    return None
+                if totals.used_bytes + cost > self._budget:
+                    found = self._count()
+                    totals.used_bytes, totals.num_pages = sum(each.cost for each in found), len(found)
+                    self._evict(found, totals, self._budget - self._budget // 16 - cost)
+                if totals.used_bytes + cost > self._budget:
+                    return None
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                totals.used_bytes += cost
+                totals.num_pages += 1
+        except OSError:
+            if fd is not None:  # it could not be counted
+                os.close(fd)
+                os.unlink(path)
+            raise
+        return fd
 
     def make_room(self, nbytes: int) -> bool:
         """The disk is full before the budget is used. Returns whether any page was evicted."""
@@ -200,7 +209,7 @@ class Folder:
                 totals.num_pages -= 1
                 self.num_evicted += 1
 
-    def _count(self, without: str = "") -> list[_Found]:
+    def _count(self) -> list[_Found]:
         """All files. Those of dead writers are removed."""
         found, now = [], time.time()
         # aside first: a file that is no longer there afterwards is a page by then
@@ -209,7 +218,7 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):
                 if now - entry.stat().st_mtime > _ORPHAN_S:
                     os.unlink(entry.path)
-                elif entry.path != without and size.isdecimal() and entry.stat().st_nlink == 1:
+                elif size.isdecimal() and entry.stat().st_nlink == 1:
                     found.append(_Found(0, cost_of(int(size)), entry.path))
         for folder in _entries(self._pages):
             for entry in _entries(folder.path):
