@@ -9,6 +9,8 @@ import pytest
 
 from kvplug_testing import StoreContract
 
+pytestmark = pytest.mark.full
+
 
 class TestMooncake(StoreContract):
     store = "mooncake"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import mmap
 import os
 import secrets
 import threading
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplug import PeerGoneError, TransportError
-from kvplug.transport import close_after_fork, raise_if_exhausted
+from kvplug.transport import (
+    NamedExhaustion,
+    close_after_fork,
+    create_memfd,
+    ensure_available,
+    raise_if_exhausted,
+)
 from kvplug_nixl.library import nixl
 from kvplug_nixl.ucx_log import UcxLog
 
@@ -29,6 +36,13 @@ _SWEEP_EVERY: Final = 16
 """After so many new regions those whose storage is gone are looked for."""
 _MAX_TOLD: Final = 4096
 """After so many new regions a peer forgets the old ones: NIXL keeps about 700 bytes for each."""
+_MAKING: Final = "making a NIXL agent"
+_DESCRIPTORS: Final = 32
+_THREADS: Final = 2
+_ADDRESSES: Final = 256 << 20
+"""Bytes of address space: buffers that UCX maps, and the stacks of its threads."""
+_FILE_BYTES: Final = 32 << 20
+"""Of shared memory, which counts as a file."""
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 _creating: Final = threading.Lock()
@@ -361,6 +375,14 @@ def _kind(device: int) -> str:
     return "DRAM" if device == HOST else "VRAM"
 
 
+def _ensure_resources() -> None:
+    """Raises ResourceExhaustedError: there is not what an agent needs."""
+    with NamedExhaustion(_MAKING):
+        mmap.mmap(-1, _ADDRESSES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        os.close(create_memfd("kvplug-nixl", _FILE_BYTES))
+    ensure_available(_MAKING, descriptors=_DESCRIPTORS, threads=_THREADS)
+
+
 def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str) -> Any:
     global _log
     if _is_foreign:
@@ -377,6 +399,7 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str)
         if _log is None and "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
             _log = UcxLog()
             environment |= _log.settings
+        _ensure_resources()
         try:
             with nixl(environment) as api:
                 agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
@@ -384,6 +407,7 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str)
         except TransportError:
             raise
         except Exception as e:
-            raise_if_exhausted(e, "making a NIXL agent")
+            raise_if_exhausted(e, _MAKING)
+            _ensure_resources()  # NIXL does not say what ran out
             raise NixlError(f"NIXL makes no agent with UCX here: {type(e).__name__}: {e}") from e
     return agent
