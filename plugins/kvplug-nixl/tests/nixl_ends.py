@@ -41,6 +41,13 @@ def echo(parent: Parent, contact: str, options: dict[str, Any]) -> None:
         pipe.send_tensor(pipe.recv_tensor()).wait(PATIENCE_S)
 
 
+def count(parent: Parent, contact: str, messages: int) -> int:
+    """How many bytes so many messages have."""
+    with endpoint().connect(contact) as pipe:
+        parent.send("ready")
+        return sum(pipe.recv_tensor().nbytes for _ in range(messages))
+
+
 def connect_in_a_fork(parent: Parent) -> None:
     """What a process says that was forked from one with UCX."""
     listener = endpoint().listen()

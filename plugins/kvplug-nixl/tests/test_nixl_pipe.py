@@ -109,6 +109,19 @@ def test_a_read_that_needs_a_stopped_peer_ends_at_the_deadline_and_goes_on_later
     child.result()
 
 
+def test_small_messages_to_a_stopped_peer_wait_for_it_and_hold_up_nothing(pairs: PipePairs) -> None:
+    pipe, child = pairs.remote(
+        endpoint(), lambda contact: peers.start(nixl_ends.count, contact, 200, timeout_s=100)
+    )
+    assert child.recv() == "ready"
+    child.stop()
+    sent = [Call(lambda: pipe.send_tensor(pattern(4096))).result(3) for _ in range(200)]
+    child.cont()
+    assert child.result() == 200 * 4096
+    for transfer in sent:
+        transfer.wait(PATIENCE_S)
+
+
 def test_a_read_whose_peer_is_killed_ends_at_once(pairs: PipePairs) -> None:
     pipe, child = pairs.remote(
         endpoint(**TCP), lambda contact: peers.start(nixl_ends.offer, contact, TCP, timeout_s=100)
