@@ -123,7 +123,7 @@ class Pages:
             options = {**options, "prefix": f"bench{nbytes}"}
         else:
             self._bare = Bare("POSIX", {"use_aio": "true"}, self._memory.rows().buffer, self._folder)
-            options = {**options, "size": 64 * self.total}
+            options = {"path": str(folder / f"kv{nbytes}"), "size": 64 * self.total}
         self._store = opened(stack, {**options, "transfers": TRANSFERS}, name="nixl")
         self._series = Series(opaque_format(nbytes), b"", self._store.seal.id)
         self._kept = self._request(b"kept")
@@ -181,7 +181,7 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-", dir=given.folder)))
         bucket = served(stack, folder)
-        for where, options in (("files", {"path": str(folder / "kv")}), ("S3", bucket)):
+        for where, options in (("files", {}), ("S3", bucket)):
             own = folder / where
             own.mkdir()
             for text in given.sizes.split(","):
