@@ -101,6 +101,11 @@ class Target:
         if wanted is not None and meta != wanted:
             raise mismatch(meta, "the blocks are" if self._out is None else "out= is", wanted)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the pipe takes memory for the message, and returns it."""
+        return self._out is None and self._blocks is None
+
     def memory(self) -> list[Tensor] | None:
         """Contiguous memory of the caller's for the whole message; ``None``: there is none."""
         if self._blocks is not None:
@@ -162,6 +167,25 @@ def from_bytes(meta: TensorMeta, data: bytes, device: str) -> Tensor:
 def gpu_of(tensor: Tensor) -> int:
     """The index of the GPU that its memory is on; :data:`HOST`: on none."""
     return HOST if tensor.device.type == "cpu" else int(tensor.device.index)
+
+
+def put(memory: Sequence[Tensor], start: int, piece: Tensor) -> None:
+    """Copy bytes from the host into contiguous tensors, after their first ``start`` bytes."""
+    import torch
+
+    for each in memory:
+        nbytes = each.numel() * each.element_size()
+        if start >= nbytes:
+            start -= nbytes
+            continue
+        count = min(nbytes - start, len(piece))
+        if not count:
+            return
+        if each.is_cpu:
+            memory_of_writable(each)[start : start + count] = memory_of(piece)[:count]
+        else:
+            as_bits(each).reshape(-1).view(torch.uint8)[start : start + count].copy_(piece[:count])
+        piece, start = piece[count:], 0
 
 
 def cut(spans: Sequence[Span], start: int, nbytes: int) -> list[Span]:

@@ -3,7 +3,7 @@
 The caller's own thread reads, in pieces. After the last piece it reads the peer's fence: a few bytes that the
 peer changes before it takes any memory back. So what is returned was the message while it was read. Where UCX
 needs the peer's help for a read, a stopped peer leaves one under way for as long as it likes, and it may go
-on later: such reads go into memory of the pipe's, which the next call goes on with.
+on later: such reads go through memory of the pipe's, and the next call goes on with them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 from kvplug import KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire.tensors import memory_of, memory_of_writable
 from kvplug.transport import INTERRUPTED, Deadline, Lifecycle, MessageLimit, PartialMessage
-from kvplug_nixl.agent import Agent, NixlError, Read, Region, Span
+from kvplug_nixl.agent import HOST, Agent, NixlError, Read, Region, Span
 from kvplug_nixl.pipe.announced import AnnouncedMessages
-from kvplug_nixl.pipe.content import Target, cut, from_bytes, gpu_of, matched, new_tensor
+from kvplug_nixl.pipe.content import Target, cut, from_bytes, gpu_of, matched, new_tensor, put
 from kvplug_nixl.pipe.fence import PeerFence
 from kvplug_nixl.pipe.frames import Inline, Offer
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES: Final = 8 << 20
 """Of a message that is read at once: the deadline and the peer are looked at in between."""
+_HELPED_BYTES: Final = 4 << 20
+"""The same, where reads need the peer's help."""
 _READ_S: Final = 5.0
 """Seconds that a call waits for a read under way which needs no help of the peer."""
 _NOTICE_S: Final = 1.0
@@ -36,16 +38,19 @@ _PAUSE_S: Final = (50e-6, 1e-3)
 
 
 class _Message(PartialMessage):
-    __slots__ = ("is_taken", "local", "offer", "pending", "regions")
+    __slots__ = ("inline", "is_learnt", "is_taken", "local", "offer", "pending", "regions")
 
     def __init__(self, came: Inline | Offer) -> None:
         super().__init__(came.meta)
         self.offer = came if isinstance(came, Offer) else None
+        self.inline = came.data if isinstance(came, Inline) else None
         self.pending: tuple[Read, int] | None = None
         """A read into memory of the pipe's, and its number of bytes."""
         self.local: list[Span] = []
         self.regions: list[Region] = []
         """Those that the read needs."""
+        self.is_learnt = False
+        """The agent knows the memory that it lies in."""
         self.is_taken = self.offer is None
         """It is complete, in memory of the pipe's, and needs nothing of the peer any more."""
 
@@ -81,6 +86,8 @@ class Inbox:
         self._ask_for_help = ask_for_help
         self._fail_pipe = fail_pipe
         self._message: _Message | None = None
+        self._landing: Tensor | None = None
+        self._landing_local: list[Span] = []
         self._kept: list[object] = []
         """Memory that a read which hangs may still write to, until the agent is closed."""
         self._reading = threading.Lock()
@@ -95,6 +102,11 @@ class Inbox:
                 self._announced.check()
             self._message = message
             in_place = False
+            if message.inline is not None and message.meta is not None and message.own is None:
+                if target.is_new:
+                    self._limit.check(message.nbytes, self._peer)
+                message.own = from_bytes(message.meta, message.inline, self._device)
+                message.got = message.nbytes
             if message.offer is not None and not message.is_taken:
                 in_place = self._read(message, message.offer, target, deadline)
             value = target.value(None if in_place else message.own)
@@ -119,12 +131,7 @@ class Inbox:
         came = self._announced.oldest(deadline)
         if came is None:
             raise TimeoutError(f"no message has arrived from {self._peer}; it is alive as far as can be seen")
-        message = _Message(came)
-        if isinstance(came, Inline) and came.meta is not None:
-            self._limit.check(message.nbytes, self._peer)
-            message.own = from_bytes(came.meta, came.data, self._device)
-            message.got = message.nbytes
-        return message
+        return _Message(came)
 
     def _take(self) -> None:
         try:
@@ -138,10 +145,11 @@ class Inbox:
 
     def _read(self, message: _Message, offer: Offer, target: Target, deadline: Deadline) -> bool:
         """Read all that is left of it. Whether it went into the caller's memory."""
-        memory = None if message.own is not None or self._needs_help else target.memory()
+        memory = None if message.own is not None else target.memory()
         if memory is None:
             if message.own is None:
-                self._limit.check(message.nbytes, self._peer)
+                if target.is_new:
+                    self._limit.check(message.nbytes, self._peer)
                 message.own = new_tensor(offer.meta, self._device)
             memory = [message.own]
         in_place = memory[0] is not message.own
@@ -166,28 +174,30 @@ class Inbox:
         self, message: _Message, offer: Offer, memory: list[Tensor], deadline: Deadline, *, in_place: bool
     ) -> bool:
         """Whether all is there, and was the peer's until then; False at the deadline."""
-        self._agent.learn(offer.metadata, starts_anew=offer.starts_anew)
-        if not message.regions:
+        if not message.is_learnt:
+            self._agent.learn(offer.metadata, starts_anew=offer.starts_anew)
+            message.is_learnt = True
+        landing = self._landed() if self._needs_help else None
+        if landing is None and not message.regions:
             message.local, message.regions = self._agent.hold(memory)
-        # memory of the caller's is left alone only once nothing is under way
-        until = Deadline.after(_READ_S) if in_place else deadline
+        # memory of the caller's must be left alone when the call ends
+        must_end = in_place and landing is None
+        until = Deadline.after(_READ_S) if must_end else deadline
         try:
             while message.got < message.nbytes:
                 if message.pending is None:
-                    nbytes = min(_PIECE_BYTES, message.nbytes - message.got)
-                    message.pending = (
-                        self._begin(message.local, gpu_of(memory[0]), offer, message.got, nbytes),
-                        nbytes,
-                    )
+                    message.pending = self._begin(message, offer, gpu_of(memory[0]))
                 read, nbytes = message.pending
-                if not self._wait(read, until, must_end=in_place):
-                    if in_place:
+                if not self._wait(read, until, must_end=must_end):
+                    if must_end:
                         self._kept.append(memory)
                         raise TransportError(
                             "a read does not end: the memory that was given may still be written to"
                         )
                     return False
                 message.pending = None
+                if landing is not None:
+                    put(memory, message.got, landing[:nbytes])
                 message.got += nbytes
                 if deadline.expired and message.got < message.nbytes:
                     return False
@@ -201,11 +211,27 @@ class Inbox:
                 self._agent.let_go(message.regions)
                 message.regions = []
 
-    def _begin(self, local: list[Span], here: int, offer: Offer, start: int, nbytes: int) -> Read:
-        pairs = list(matched(cut(local, start, nbytes), cut(offer.spans, start, nbytes)))
-        return self._agent.read(
-            [ours for ours, _ in pairs], [theirs for _, theirs in pairs], here=here, there=offer.device
-        )
+    def _landed(self) -> Tensor:
+        """Memory for reads that need the peer's help."""
+        import torch
+
+        if self._landing is None:
+            self._landing = torch.empty(_HELPED_BYTES, dtype=torch.uint8)
+            self._landing_local, _ = self._agent.hold([self._landing])
+        return self._landing
+
+    def _begin(self, message: _Message, offer: Offer, here: int) -> tuple[Read, int]:
+        """The next read, and its number of bytes."""
+        left = message.nbytes - message.got
+        if self._needs_help:
+            nbytes, here = min(_HELPED_BYTES, left), HOST
+            ours = cut(self._landing_local, 0, nbytes)
+        else:
+            nbytes = min(_PIECE_BYTES, left)
+            ours = cut(message.local, message.got, nbytes)
+        pairs = list(matched(ours, cut(offer.spans, message.got, nbytes)))
+        mine, theirs = [each for each, _ in pairs], [each for _, each in pairs]
+        return self._agent.read(mine, theirs, here=here, there=offer.device), nbytes
 
     def _wait(self, read: Read, deadline: Deadline, *, must_end: bool = False) -> bool:
         """Until a read is done; False: the deadline has passed, and it is still under way.

@@ -94,6 +94,9 @@ def _enter(number: int, first: int) -> None:
             _call("setns", net, _NEW_NET, of="a network namespace")
             link.give_address(address)
             link.turn(True)
+        for net in (there, here):
+            _call("setns", net, _NEW_NET, of="a network namespace")
+            link.wait_until_running()
             os.close(net)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
+import time
 from typing import Final
 
 NAME: Final = "kvplug0"
@@ -22,7 +24,10 @@ _REQUEST, _ACK, _EXCLUSIVE, _CREATE = 0x1, 0x4, 0x200, 0x400
 _IFLA_NAME, _IFLA_INFO, _IFLA_NET_NS_FD = 3, 18, 28
 _INFO_KIND, _INFO_DATA, _VETH_PEER = 1, 2, 1
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
-_UP = 1
+_UP, _RUNNING = 1, 0x40
+_GET_FLAGS = 0x8913
+_INTERFACE = struct.Struct("=16sH22x")  # name, flags
+_RUNNING_S = 3.0
 
 
 def join(other_net: int) -> None:
@@ -59,6 +64,19 @@ def turn(on: bool, name: str = NAME) -> None:
     """
     body = _LINK.pack(0, 0, socket.if_nametoindex(name), _UP if on else 0, _UP)
     _ask(_NEW_LINK, 0, body, f"{name} cannot be turned {'on' if on else 'off'}")
+
+
+def wait_until_running() -> None:
+    """Wait, for a moment, until the kernel says that this end of the link runs: up to a second after it was
+    turned on at both ends. Some libraries leave out an interface that does not.
+    """
+    limit = time.monotonic() + _RUNNING_S
+    with socket.socket() as sock:
+        while time.monotonic() < limit:
+            answer = fcntl.ioctl(sock, _GET_FLAGS, _INTERFACE.pack(NAME.encode(), 0))
+            if _INTERFACE.unpack(answer)[1] & _RUNNING:
+                return
+            time.sleep(0.01)
 
 
 def _attribute(kind: int, value: bytes) -> bytes:
