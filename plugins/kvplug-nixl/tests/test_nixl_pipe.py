@@ -23,6 +23,7 @@ from kvplug_nixl.pipe.inbox import Inbox
 from kvplug_nixl.pipe.lanes import Lanes
 from kvplug_testing import peers
 from kvplug_testing.comparison import assert_same
+from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.pairs import PipePairs
 from kvplug_testing.waits import Call
 from nixl_ends import MIB, PATIENCE_S, endpoint, pattern
@@ -136,12 +137,12 @@ def test_a_read_whose_peer_is_killed_ends_at_once(pairs: PipePairs) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
-def test_ends_that_start_together_all_connect() -> None:
+def test_ends_that_start_together_all_connect(fork_server: ForkServer) -> None:
     for _ in range(20):
         with PipePairs() as pairs:
             pipe, child = pairs.remote(
-                endpoint(), lambda contact: peers.start(nixl_ends.echo, contact, {}, timeout_s=100)
+                endpoint(),
+                lambda contact: fork_server.start(f"{nixl_ends.__file__}:echo", contact, {}, timeout_s=100),
             )
             pipe.send_tensor(pattern(MIB))
             assert torch.equal(pipe.recv_tensor(), pattern(MIB))
