@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvplug_mooncake.ports import LOOPBACK, NOBODY, StrangerError, restrict
+from kvplug_mooncake.ports import CLOSED, LOOPBACK, StrangerError, restrict
 from kvplug_mooncake.protocol import (
     LAYOUT,
     MAX_PACKET,
@@ -237,7 +237,7 @@ def _close_ports(setup: Setup) -> None:
     if setup.is_exposed and setup.segment_bytes:
         return  # others read and write its segment
     try:
-        restrict(LOOPBACK if setup.segment_bytes else NOBODY)
+        restrict(LOOPBACK if setup.segment_bytes else CLOSED)
     except OSError as e:
         if not setup.is_exposed:
             raise SetupError(

@@ -1,9 +1,10 @@
-"""Who may connect to the ports that Mooncake opens in this process.
+"""Which hosts may connect to the ports that Mooncake opens in this process.
 
 Mooncake listens on all interfaces whatever address it is given, and writes what a connection brings into
 memory that the process has registered. So a filter is put on its listening sockets (``SO_ATTACH_FILTER``,
 man 7 socket): the kernel drops packets that come from elsewhere, and the port answers nothing. That needs no
-privilege, and the filter cannot be removed again."""
+privilege, and the filter cannot be removed again.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _SOURCE: Final = 12
 _LOAD_HALF, _LOAD_BYTE, _IF_EQUAL, _RETURN = 0x28, 0x30, 0x15, 0x06
 _LISTENING, _TIME_WAIT = "0A", "06"  # net/tcp_states.h
 
-NOBODY: Final = ((_RETURN, 0, 0, 0),)
+CLOSED: Final = ((_RETURN, 0, 0, 0),)
 LOOPBACK: Final = (
     (_LOAD_HALF, 0, 0, _PROTOCOL),
     (_IF_EQUAL, 0, 3, 0x0800),  # IPv4, else drop
@@ -60,7 +61,7 @@ def restrict(program: Program) -> None:
             sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, given)
             sock.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
             ports.add(sock.getsockname()[1])
-    if any(program is NOBODY or not is_local for is_local in _connected_to(ports)):
+    if any(program is CLOSED or not is_local for is_local in _connected_to(ports)):
         raise StrangerError("a connection came while Mooncake opened its ports")
 
 
