@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,30 @@ class Pages:
 
         self._share(work)
         return lambda: shutil.rmtree(folder)
+
+
+def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call in each round, whose order changes. What a call returns, if anything, is called
+    between the measurements. One round before them does not count.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        names = list(calls)
+        at = number % len(names)
+        for name in names[at:] + names[:at]:
+            took, clean_up = seconds(calls[name])
+            if clean_up is not None:
+                clean_up()
+            if number:
+                taken[name].append(took)
+    return taken
+
+
+def cells(taken: Mapping[str, list[float]], nbytes: int, what: str, beside: str) -> str:
+    """A row's cells: GB/s of two calls that move so many bytes, and the share of the first in the second."""
+    low, share, high = quartiles(b / f for f, b in zip(taken[what], taken[beside], strict=True))
+    ours, theirs = (nbytes / statistics.median_high(taken[name]) / 1e9 for name in (what, beside))
+    return f"{what} | {ours:.3g} | {beside} | {theirs:.3g} | {share:.2f} | {low:.2f} to {high:.2f}"
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:

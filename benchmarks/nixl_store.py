@@ -28,7 +28,7 @@ from typing import Any
 
 import boto3
 import numpy
-from fs import machine, quartiles, seconds, size
+from fs import cells, in_turns, machine, size
 from host import opened
 
 from kvplug.transport import PageBuffers, PageRequest, Series, foreign_key, opaque_format
@@ -203,24 +203,10 @@ def rows_of(text: str, where: str, pages: Pages, rounds: int) -> list[str]:
         "bare put": pages.bare_put,
         "lookup": pages.lookup,
     }
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(rounds + 1):
-        names = list(calls)
-        at = round_ % len(names)
-        for name in names[at:] + names[:at]:
-            took, clean_up = seconds(calls[name])
-            if clean_up is not None:
-                clean_up()
-            if round_:
-                taken[name].append(took)
+    taken = in_turns(calls, rounds)
     lines = []
     for what, beside in (("get", "bare get"), ("put", "bare put")):
-        low, share, high = quartiles(b / f for f, b in zip(taken[what], taken[beside], strict=True))
-        figures = [pages.total / sorted(taken[name])[rounds // 2] / 1e9 for name in (what, beside)]
-        lines.append(
-            f"| {text} | {where} | {what} | {figures[0]:.3f} | {beside} | {figures[1]:.3f} | {share:.2f}"
-            f" | {low:.2f} to {high:.2f} |"
-        )
+        lines.append(f"| {text} | {where} | {cells(taken, pages.total, what, beside)} |")
     each = sorted(taken["lookup"])[rounds // 2] / pages.count * 1e6
     lines.append(f"| {text} | {where} | lookup of {pages.count} pages | {each:.0f} us each | | | | |")
     return lines

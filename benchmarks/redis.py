@@ -26,7 +26,7 @@ from typing import Any
 
 import valkey
 import xxhash
-from fs import machine, quartiles, seconds, size
+from fs import cells, in_turns, machine, size
 from host import opened
 
 from kvplug.transport import PageBuffers, PageRequest, Series, foreign_key, opaque_format
@@ -166,23 +166,9 @@ def rows_of(text: str, pages: Pages, rounds: int) -> list[str]:
             "put": lambda where=where: pages.put(where),
             "bare set": lambda where=where: pages.bare_set(where),
         }
-        taken: dict[str, list[float]] = {name: [] for name in calls}
-        for round_ in range(rounds + 1):
-            names = list(calls)
-            at = round_ % len(names)
-            for name in names[at:] + names[:at]:
-                took, clean_up = seconds(calls[name])
-                if clean_up is not None:
-                    clean_up()
-                if round_:
-                    taken[name].append(took)
+        taken = in_turns(calls, rounds)
         for what, beside in (("get", "bare get"), ("get", "bare get, and verified"), ("put", "bare set")):
-            low, share, high = quartiles(b / f for f, b in zip(taken[what], taken[beside], strict=True))
-            figures = [pages.total / sorted(taken[name])[rounds // 2] / 1e9 for name in (what, beside)]
-            lines.append(
-                f"| {text} | {where} | {what} | {figures[0]:.2f} | {beside} | {figures[1]:.2f} | {share:.2f}"
-                f" | {low:.2f} to {high:.2f} |"
-            )
+            lines.append(f"| {text} | {where} | {cells(taken, pages.total, what, beside)} |")
     return lines
 
 

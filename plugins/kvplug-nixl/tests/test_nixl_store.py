@@ -20,7 +20,8 @@ from kvplug.transport import MissReason, PutReason
 from kvplug_nixl import probe as probing
 from kvplug_nixl.store import folder as counting
 from kvplug_testing import check_plugin, waits
-from nixl_pages import PAGE, blocking, got, held, opened, put, request
+from kvplug_testing.named_pages import own_store
+from nixl_pages import PAGE, got, held, opened, put, request
 from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
 needs_nixl = pytest.mark.skipif(not probing.probe().viable, reason=probing.probe().reason or "NIXL is here")
@@ -137,7 +138,7 @@ def test_a_killed_server_is_noticed_at_once_and_a_new_one_is_used(
     waits.until(lambda: put(store, "b") == [None], 30, "a page in the new server")
     assert got(store, "a", "b") == [MissReason.ABSENT, None]
     store.close()
-    assert SECRET_KEY not in caplog.text + repr(store) + repr(blocking(store)) + repr(vars(blocking(store)))
+    assert SECRET_KEY not in caplog.text + repr(store) + repr(own_store(store)) + repr(vars(own_store(store)))
 
 
 @needs_nixl
@@ -146,7 +147,7 @@ def test_closing_while_a_page_is_on_its_way_stops_no_other_thread(own_s3: S3Serv
     assert put(store, "a") == [None]
     own_s3.process.send_signal(signal.SIGSTOP)
     job = store.submit_get(request(store, "a"), timeout=30)
-    agent = blocking(store)._agent
+    agent = own_store(store)._agent
     waits.until(lambda: agent._users, 10, "a transfer under way")
     gaps, ends = [], threading.Event()
 

@@ -16,18 +16,13 @@ import valkey
 
 from kvplug import Config, ConfigError, build_store
 from kvplug.transport import (
-    BlockingStore,
     MissReason,
-    PageBuffers,
-    PageRequest,
     PutReason,
-    Series,
     Store,
-    foreign_key,
-    opaque_format,
 )
 from kvplug_redis.values import HEAD_BYTES, Head, Names
 from kvplug_testing import check_plugin, peers, waits
+from kvplug_testing.named_pages import NamedPages, own_store
 from kvplug_testing.peers import Parent
 from redis_server import RedisServer, free_port
 
@@ -35,6 +30,8 @@ README = Path(__file__).parents[1] / "README.md"
 READ_ONLY = "-@all +client|setname +exists +get +hlen +select"
 PIECE = 4096
 PAGE = 10 * PIECE + 77
+PAGES = NamedPages(PAGE)
+request, put, got = PAGES.request, PAGES.put, PAGES.got
 
 
 @pytest.fixture
@@ -47,42 +44,6 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 def opened(server: RedisServer, **options: Any) -> Store:
     given = {"address": [server.address], "piece_bytes": PIECE, "timeout_s": 1, **options}
     return build_store(Config.from_dict({"stores": ["redis"], "timeout_s": 10, "options": {"redis": given}}))
-
-
-def blocking(store: Any) -> BlockingStore:
-    """The plugin's own store, below kvplug's."""
-    while not isinstance(store, BlockingStore):
-        store = getattr(store, "store", None) or store._store
-    return store
-
-
-def request(store: Store, *names: str, nbytes: int = PAGE, fill: bytes = b"") -> PageRequest:
-    form = opaque_format(nbytes)
-    identities = [name.encode() for name in names]
-    memory = PageBuffers.empty(form, len(names))
-    for at, name in enumerate(names):
-        content = fill or name.encode() * nbytes
-        memory.rows().row(at)[:] = (content * (nbytes // len(content) + 1))[:nbytes]
-    return PageRequest(
-        series=Series(form, b"", store.seal.id),
-        keys=[foreign_key(b"test", identity) for identity in identities],
-        identities=identities,
-        memory=memory,
-    )
-
-
-def put(store: Store, *names: str, **given: Any) -> list[PutReason | None]:
-    return list(store.submit_put(request(store, *names, **given)).wait(20))
-
-
-def got(store: Store, *names: str, **given: Any) -> list[MissReason | None]:
-    """Pages that are got must be those that were put."""
-    wanted, expected = request(store, *names, **{**given, "fill": b"?"}), request(store, *names, **given)
-    reasons = list(store.submit_get(wanted).wait(20))
-    for at, reason in enumerate(reasons):
-        if reason is None:
-            assert wanted.memory.rows().row(at) == expected.memory.rows().row(at)  # type: ignore[union-attr]
-    return reasons
 
 
 def test_it_keeps_the_laws_of_plugins() -> None:
@@ -112,7 +73,7 @@ def test_the_first_of_two_writers_wins_and_leaves_nothing_of_the_other(server: R
         valkey.Valkey(port=server.port),
     )
     mine, theirs = request(one, "a", fill=b"mine"), request(other, "a", fill=b"theirs")
-    inner = blocking(other)
+    inner = own_store(other)
     header = other.seal.header(theirs.series, b"a", theirs.memory.rows().row(0))  # type: ignore[union-attr]
     page = [memoryview(header), theirs.memory.rows().row(0)]  # type: ignore[union-attr]
     head = Head(secrets.token_bytes(8), sum(map(len, page)), PIECE)
