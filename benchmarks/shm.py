@@ -53,6 +53,7 @@ def peers(given: argparse.Namespace) -> list[Candidate]:
     sockets = "peers.unix:UnixSockets"
     every = [
         _peer("nixl", PIPE, "peers.nixl_ucx:Nixl", ops=(INTO, LATENCY, WAKE)),
+        _peer("nixl reads", PIPE, "peers.nixl_ucx:NixlReading", ops=(INTO, LATENCY, WAKE)),
         _peer("iceoryx2", PIPE, "peers.iceoryx:Iceoryx"),
         _peer("torch.multiprocessing", PIPE, "peers.torch_queue:TorchQueue"),
         _peer("unix socket", PIPE, sockets, arguments={"connections": 1}),

@@ -25,7 +25,7 @@ from kvplug_nixl.pipe.frames import Inline, Offer
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE_BYTES: Final = 8 << 20
+_PIECE_BYTES: Final = 32 << 20
 """Of a message that is read at once: the deadline and the peer are looked at in between."""
 _HELPED_BYTES: Final = 4 << 20
 """The same, where reads need the peer's help."""
@@ -202,7 +202,7 @@ class Inbox:
                 if deadline.expired and message.got < message.nbytes:
                     return False
             return self._fence.check(lambda read: self._wait(read, until))
-        except NixlError as e:
+        except (NixlError, PeerGoneError) as e:
             message.pending = None
             self._raise_if_gone(e)
             raise
@@ -258,7 +258,7 @@ class Inbox:
         self._announced.check_offered()
         return True
 
-    def _raise_if_gone(self, error: NixlError) -> None:
+    def _raise_if_gone(self, error: KvplugError) -> None:
         """A peer that ends takes its memory along, which may be seen before the end itself."""
         deadline = Deadline.after(_NOTICE_S)
         while not self._lifecycle.ended and not deadline.expired:

@@ -166,6 +166,7 @@ class _Join:
         self._options = options
         self._deadline = deadline
         self._one_host = sees_death
+        self._pid = connection.peer.pid if sees_death else None
         self._mode = options.error_handling
         if self._mode == "auto":
             self._mode = "none" if sees_death else "peer"
@@ -218,7 +219,7 @@ class _Join:
         return NixlPipe(
             self._channel,
             agent,
-            (fence, PeerFence(agent, theirs.fence, theirs.fence_place)),
+            (fence, PeerFence(agent, theirs.fence, theirs.fence_place, self._pid)),
             lanes,
             self._settings,
             peer=self._peer,
