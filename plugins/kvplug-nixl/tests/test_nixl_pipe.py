@@ -18,6 +18,7 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.transport import Deadline
 from kvplug_nixl import agent as agents
 from kvplug_nixl.agent import Agent, NixlError
+from kvplug_nixl.pipe import inbox
 from kvplug_nixl.pipe.fence import PeerFence
 from kvplug_nixl.pipe.inbox import Inbox
 from kvplug_nixl.pipe.lanes import Lanes
@@ -263,12 +264,13 @@ def test_a_message_of_many_pieces_is_read_in_pieces_between_which_the_deadline_c
     message, out = pattern(40 * MIB), torch.zeros(40 * MIB, dtype=torch.uint8)
     begin = Inbox._begin
 
-    def slow(inbox: Inbox, *given: Any) -> Any:
+    def slow(receiver: Inbox, *given: Any) -> Any:
         import time
 
         time.sleep(0.05)
-        return begin(inbox, *given)
+        return begin(receiver, *given)
 
+    monkeypatch.setattr(inbox, "_PIECE_BYTES", 8 * MIB)
     monkeypatch.setattr(Inbox, "_begin", slow)
     one.send_tensor(message)
     with pytest.raises(TimeoutError, match="the next call goes on with it"):
