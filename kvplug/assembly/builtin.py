@@ -19,6 +19,6 @@ def kvplug_sinks() -> list[SinkSpec]:
         SinkSpec(
             name="prometheus",
             factory="kvplug.metrics.prometheus:ConfiguredPrometheusSink",
-            summary="Counters in prometheus_client's global registry, labelled connector, side and role",
+            summary="Counters in prometheus_client's global registry, with labels of where they come from",
         ),
     ]

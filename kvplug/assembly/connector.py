@@ -15,6 +15,8 @@ from kvplug.assembly.resolve import (
     checksums_of,
     credentials_of,
     device_of_links,
+    ensure_config,
+    labels_of,
     make_hello,
 )
 from kvplug.assembly.stores import StoreOpener, store_links
@@ -78,9 +80,10 @@ def build_connector(
             :class:`~kvplug.engine.ConnectorContext`.
         registry: resolves names; ``None`` loads the installed plugins.
         sinks: receive this side's metrics every ten seconds and at the end, in addition to the config's
-            sinks. wrap_pipe: wraps every pipe, inside the metrics (fault injection). listen: address to
-            listen on instead of the config's host and port. connect: contact of the peer engine's worker (of
-            each, by rank) instead of the config's.
+            sinks; the caller closes them.
+        wrap_pipe: wraps every pipe, inside the metrics (fault injection).
+        listen: address to listen on instead of the config's host and port.
+        connect: contact of the peer engine's worker (of each, by rank) instead of the config's.
 
     Raises:
         ConfigError: the role is missing, options are wrong; every fault at once.
@@ -90,6 +93,7 @@ def build_connector(
         ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
     which = Side(side)
+    ensure_config(config)
     config.require_role()
     resolved = ResolvedConfig.to_build(config, registry)
     registry = resolved.registry
@@ -120,8 +124,8 @@ def build_connector(
         credentials=settings.credentials,
         stats=stats,
     )
-    labels = {"connector": spec.name, "side": which.value, "role": str(config.role)}
-    reporter = Reporter(stats, (*resolved.sinks(), *sinks), labels)
+    labels = labels_of(config, connector=spec.name, side=which.value, rank=parallelism.worker_rank)
+    reporter = Reporter(stats, tuple(sinks), labels, owned=resolved.sinks())
 
     def close() -> None:
         if members is not None:

@@ -63,6 +63,8 @@ class LinkSettings:
     """Plugins here that are broken or blocked, with the reason: a missing transport may be one of theirs."""
     wrap_pipe: Callable[[Pipe], Pipe] | None = None
     """Wraps each pipe between the transport and the metrics: fault injection."""
+    on_pipe: Callable[[], Callable[[bool], None]] | None = None
+    """Called for each pipe that is opened; see ``on_end`` of :class:`~kvplug.metrics.record.RecordedPipe`."""
 
     def pipe_endpoint(self, name: str, device: str) -> PipeEndpoint:
         context = PipeContext(
@@ -109,7 +111,7 @@ class LinkSettings:
             self.stats.opened(pipe.route)
         if self.wrap_pipe is not None:
             pipe = self.wrap_pipe(pipe)
-        return RecordedPipe(pipe, self.stats)
+        return RecordedPipe(pipe, self.stats, None if self.on_pipe is None else self.on_pipe())
 
 
 def _is_of_transports(refusal: HandshakeError) -> bool:

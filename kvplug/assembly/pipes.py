@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 
 import attrs
@@ -15,11 +16,15 @@ from kvplug.assembly.resolve import (
     ResolvedConfig,
     choose_transport,
     credentials_of,
+    ensure_config,
+    labels_of,
     make_hello,
     must_authenticate,
 )
 from kvplug.config import Config, Role
+from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError
+from kvplug.metrics.sinks import Reporter
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.select import AUTO
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
@@ -33,32 +38,76 @@ logger = logging.getLogger(__name__)
 _LABEL = "pipe"
 
 
-def _resolve(config: Config, registry: Registry | None) -> ResolvedConfig:
+def _resolve(config: Config, registry: Registry | None, *, counts: bool = True) -> ResolvedConfig:
+    """``counts``: what passes through the pipe is counted, so it can have sinks.
+
+    Raises:
+        ConfigError: also if the config asks for what a plain pipe does not do.
+    """
+    ensure_config(config)
     resolved = ResolvedConfig.to_build(attrs.evolve(config, role=Role.BOTH), registry)
-    resolved.check(keys=("transport",))
+    faults = []
+    known = option_fields(Config)
+    if config.connector != known["connector"].default:
+        faults.append(f"connector: a plain pipe has none, and {config.connector!r} was given")
+    if config.integrity not in (known["integrity"].default, "off"):
+        faults.append(
+            f"integrity: a plain pipe sends tensors without a hash, and {config.integrity!r} was given;"
+            " leave it out, or hash what you send"
+        )
+    if config.sinks and not counts:
+        faults.append("sinks: pipes between the ranks of a group are not counted; leave them out")
+    resolved.check(keys=("transport", "sinks"), more=faults)
     return resolved
 
 
+class _Reporting:
+    """One reporter for the pipes of a server, or for one pipe: it ends with the last that uses it."""
+
+    def __init__(self, resolved: ResolvedConfig, stats: TransferStats) -> None:
+        labels = labels_of(resolved.config, connector="", side="pipe", rank=0)
+        self._reporter = Reporter(stats, (), labels, owned=resolved.sinks())
+        self._lock = threading.RLock()  # a signal's handler may abort a pipe
+        self._users = 0
+
+    def use(self) -> Callable[[bool], None]:
+        """Returns what ends this use; its argument says whether it may wait for the sinks."""
+        with self._lock:
+            self._users += 1
+        return self._end
+
+    def _end(self, may_wait: bool) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            (self._reporter.close if may_wait else self._reporter.end)()
+
+
 def _link_settings(resolved: ResolvedConfig, wrap_pipe: Callable[[Pipe], Pipe] | None) -> LinkSettings:
-    config = resolved.config
+    config, stats = resolved.config, TransferStats()
     return LinkSettings(
         config=config,
         credentials=credentials_of(config),
         hello=functools.partial(make_hello, resolved, None, True, resolved.config.device.partition(":")[0]),
         endpoint=resolved.pipe_endpoint,
         pipe_options=resolved.pipe_options,
-        stats=TransferStats(),
+        stats=stats,
         missing=resolved.registry.failures(),
         wrap_pipe=wrap_pipe,
+        on_pipe=_Reporting(resolved, stats).use if config.sinks else None,
     )
 
 
 class PipeServer:
     """Accepts pipes from other programs; made by :func:`listen_pipe`."""
 
-    def __init__(self, settings: LinkSettings, peers: ControlPeers) -> None:
+    def __init__(
+        self, settings: LinkSettings, peers: ControlPeers, on_end: Callable[[bool], None] | None = None
+    ) -> None:
         self._settings = settings
         self._peers = peers
+        self._on_end = on_end
         self._server: LinkServer[Pipe] = peers.serve(self._open, lambda pipe: pipe.abort())
         self.contact: str = self._server.contact
         """The argument of :func:`connect_pipe` in the other process. May carry a token; do not log it."""
@@ -86,6 +135,9 @@ class PipeServer:
     def close(self) -> None:
         """Stop listening; accepted pipes live on, the others end. Idempotent."""
         self._peers.close()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(True)
 
     def __enter__(self) -> PipeServer:
         return self
@@ -107,8 +159,11 @@ def listen_pipe(
     If no pipe here can move tensors of the config's device, a warning is logged at once, and every handshake
     is refused with that reason.
 
+    Metrics go to the config's sinks until the server and the last of its pipes are closed.
+
     Raises:
         ConfigError, InsecureAddressError, AddressInUseError.
+        TypeError: that is no Config.
         UnknownTransportError, AmbiguousNameError: no plugin offers the config's transport, or two do.
         ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
@@ -116,7 +171,13 @@ def listen_pipe(
     settings = _link_settings(resolved, wrap_pipe)
     if (lack := resolved.explain_missing_pipe()) is not None:
         logger.warning("every peer that connects will be refused: %s", lack)
-    return PipeServer(settings, ControlPeers(settings, listen=address))
+    on_end = None if settings.on_pipe is None else settings.on_pipe()
+    try:
+        return PipeServer(settings, ControlPeers(settings, listen=address), on_end)
+    except BaseException:
+        if on_end is not None:
+            on_end(False)
+        raise
 
 
 @NamedExhaustion("building the endpoint of a pipe")
@@ -135,9 +196,10 @@ def build_pipe_endpoint(
         InsecureAddressError: other hosts can reach the config's host, and there is no secret.
         ResourceExhaustedError: the process has no free descriptor or memory for it.
     """
+    ensure_config(config)
     if config.transport == AUTO:
         raise ConfigError("transport: ranks of a group do not negotiate, so name one; 'auto' was given")
-    resolved = _resolve(config, registry)
+    resolved = _resolve(config, registry, counts=False)
     settings = _link_settings(resolved, None)
     wrapper = resolved.wrapper(Kind.PIPE, config.transport)
     name = config.transport if wrapper is None else wrapper.inner
@@ -165,9 +227,14 @@ def connect_pipe(
         ResourceExhaustedError: the process has no free descriptor, thread or memory for it.
     """
     settings = _link_settings(_resolve(config, registry), wrap_pipe)
+    on_end = None if settings.on_pipe is None else settings.on_pipe()
     deadline = Deadline.after(timeout, config.connect_timeout_s)
-    link = ControlPeers(settings, connect=contact).connect(0, "pipe", timeout=deadline.remaining())
     try:
-        return link.open_pipe(_LABEL, device=config.device, timeout=deadline.remaining())
+        link = ControlPeers(settings, connect=contact).connect(0, "pipe", timeout=deadline.remaining())
+        try:
+            return link.open_pipe(_LABEL, device=config.device, timeout=deadline.remaining())
+        finally:
+            link.close()
     finally:
-        link.close()
+        if on_end is not None:
+            on_end(False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -65,7 +65,9 @@ class ResolvedConfig:
 
         Raises:
             ConfigError: this process may use none of the CPUs that the config lists.
+            TypeError: that is no Config.
         """
+        ensure_config(config)
         choose_cpus(config.thread_cpus)
         return cls(config, Registry.from_env() if registry is None else registry)
 
@@ -201,11 +203,13 @@ class ResolvedConfig:
             made.append(sink)
         return tuple(made)
 
-    def check(self, keys: Iterable[str] = (*CHOSEN, *NAMED, "peers", "integrity")) -> None:
+    def check(
+        self, keys: Iterable[str] = (*CHOSEN, *NAMED, "peers", "integrity"), more: Iterable[str] = ()
+    ) -> None:
         """Resolve the names in the config and check every table of options.
 
-        ``keys``: the keys that the caller uses. The default of ``stores`` is checked when a connector opens
-        them.
+        ``keys``: the keys that the caller uses; ``more``: faults that it has found itself. The default of
+        ``stores`` is checked when a connector opens them.
 
         Raises:
             UnknownConnectorError, UnknownTransportError, AmbiguousNameError: an unknown or ambiguous name,
@@ -217,7 +221,7 @@ class ResolvedConfig:
         names = {key: getattr(config, key) for key in keys}
         if config.stores == option_fields(Config)["stores"].default:
             names.pop("stores", None)
-        faults = name_faults(self.registry, names, config.options)
+        faults = (*more, *name_faults(self.registry, names, config.options))
         if len(faults) == 1:
             for key in names.keys() & CHOSEN.keys():
                 if names[key] != AUTO:
@@ -231,6 +235,24 @@ def _made(spec: TransportSpec, context: PipeContext) -> PipeEndpoint:
     if not isinstance(endpoint, PipeEndpoint):
         raise PluginError(f"transport {spec.name!r} made {endpoint!r}, which is no PipeEndpoint; subclass it")
     return endpoint
+
+
+def ensure_config(config: object) -> None:
+    """Raises TypeError: that is no Config; says how to make one."""
+    if not isinstance(config, Config):
+        made = "Config.from_dict" if isinstance(config, Mapping) else "Config.load"
+        raise TypeError(f"config is a {type(config).__name__}, not a kvplug.Config; {made}(...) makes one")
+
+
+def labels_of(config: Config, *, connector: str, side: str, rank: int) -> dict[str, str]:
+    """What a sink is told of the source of metrics; ``connector`` is empty for a plain pipe."""
+    return {
+        "connector": connector,
+        "side": side,
+        "role": str(config.role),
+        "rank": str(rank),
+        "engine_id": config.engine_id,
+    }
 
 
 def credentials_of(config: Config) -> Credentials:

@@ -229,7 +229,9 @@ class Config:
         validator=matches(HASH, '"auto", "off" or the name of a hash'),
     )
     sinks: tuple[str, ...] = option(
-        (), help="Where metrics go every ten seconds: log, prometheus, or a sink of a plugin."
+        (),
+        help="Where metrics go every ten seconds: log, prometheus, or a sink of a plugin.",
+        validator=each_one(name_form),
     )
     secret_file: str | None = option(
         None, help="File with the secret that both ends share. Takes precedence over KVPLUG_SECRET."

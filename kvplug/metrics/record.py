@@ -34,10 +34,14 @@ class RecordedPipe(Pipe):
     failed transfer: the message stays, and the caller knows what that means.
     """
 
-    def __init__(self, pipe: Pipe, stats: TransferStats) -> None:
+    def __init__(
+        self, pipe: Pipe, stats: TransferStats, on_end: Callable[[bool], None] | None = None
+    ) -> None:
+        """``on_end(may_wait)`` is called once, when this end closes or aborts the pipe."""
         self.pipe = pipe
         """The pipe inside."""
         self._stats = stats
+        self._on_end = on_end
 
     def __repr__(self) -> str:
         return f"<recorded {self.pipe!r}>"
@@ -120,10 +124,21 @@ class RecordedPipe(Pipe):
         self.pipe.limit_messages(nbytes)
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self.pipe.close(timeout)
+        try:
+            self.pipe.close(timeout)
+        finally:
+            self._ended(may_wait=True)
 
     def abort(self) -> None:
-        self.pipe.abort()
+        try:
+            self.pipe.abort()
+        finally:
+            self._ended(may_wait=False)
+
+    def _ended(self, *, may_wait: bool) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(may_wait)
 
 
 class RecordedStore(StoreWrapper):

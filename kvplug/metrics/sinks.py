@@ -27,7 +27,13 @@ class Sink(abc.ABC):
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         """``snapshot``: what was counted since the last call (see :mod:`kvplug.metrics.stats`), never empty.
 
-        ``labels``: the source of the metrics, such as ``{"connector": "lookup", "side": "worker"}``.
+        ``labels``: the source of the metrics: ``connector`` (empty for a plain pipe), ``side``
+        (``"scheduler"``, ``"worker"`` or ``"pipe"``), ``role``, ``rank`` and ``engine_id``.
+        """
+
+    def close(self) -> None:  # noqa: B027 - a sink may have nothing to close
+        """Give up sockets and files, after the last :meth:`emit`. kvplug calls it once, for the sinks that a
+        config names; a sink that a program made is its own to close. Default: nothing.
         """
 
 
@@ -86,9 +92,12 @@ class Reporter:
         sinks: Sequence[Sink],
         labels: Mapping[str, str] | None = None,
         *,
+        owned: Sequence[Sink] = (),
         interval_s: float = 10.0,
     ) -> None:
-        self._sinks = tuple(sinks)
+        """``owned``: sinks that are called like ``sinks``, and closed at the end."""
+        self._sinks = (*owned, *sinks)
+        self._owned = tuple(owned)
         self._labels = dict(labels or {})
         self._interval_s = interval_s
         self._reader = StatsReader(stats)
@@ -115,18 +124,29 @@ class Reporter:
                         _log.warning("metrics sink %r fails; this is said once", sink, exc_info=True)
                     self._broken.add(id(sink))
 
-    def close(self) -> None:
-        """Emit the last figures and end the thread. Idempotent; waits at most five seconds for a sink."""
-        if self._closed.is_set():
-            return
+    def end(self) -> None:
+        """As :meth:`close`, without waiting: the thread does it. Blocks nowhere."""
         self._closed.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=_CLOSE_S)
-            if self._thread.is_alive():
-                _log.warning("a metrics sink of %s hangs; the last figures are not reported", self._labels)
-                return
-        self.emit()
+
+    def close(self) -> None:
+        """Emit the last figures, close the sinks that are owned, and end the thread. Idempotent; waits for
+        the sinks, at most five seconds.
+        """
+        self._closed.set()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout=_CLOSE_S)
+        if thread.is_alive():
+            self._thread = None  # a second close does not wait again
+            _log.warning("a metrics sink of %s hangs; the last figures are not reported", self._labels)
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s):
             self.emit()
+        self.emit()
+        for sink in self._owned:
+            try:
+                sink.close()
+            except Exception:
+                _log.warning("closing the metrics sink %r fails", sink, exc_info=True)

@@ -23,6 +23,13 @@ class Kept(Sink):
         self.arrived.release()
 
 
+class Closed(Kept):
+    """Notes when it was closed."""
+
+    def close(self) -> None:
+        self.seen.append(({"closed": True}, {}))
+
+
 class Broken(Sink):
     def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
         raise RuntimeError("the wall is down")
@@ -94,6 +101,34 @@ def test_a_reporter_ends_its_thread_and_emits_the_rest_when_it_is_closed() -> No
     reporter.close()
     reporter.close()
     assert threads() == [] and len(sink.seen) == 1
+
+
+def test_sinks_that_are_owned_are_closed_after_the_last_figures_and_the_others_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fails(Kept):
+        def close(self) -> None:
+            raise RuntimeError("no such file")
+
+    stats, fails, ours, theirs = TransferStats(), Fails(), Closed(), Closed()
+    reporter = Reporter(stats, [theirs], owned=[fails, ours], interval_s=1000)
+    one_load(stats)
+    reporter.close()
+    reporter.close()
+    assert [list(snapshot) for snapshot, _ in ours.seen] == [["ops", "failures"], ["closed"]]
+    assert [list(snapshot) for snapshot, _ in theirs.seen] == [["ops", "failures"]]
+    assert "no such file" in caplog.text
+
+
+@pytest.mark.timeout(30)
+def test_a_reporter_that_is_ended_waits_for_nothing_and_still_reports_the_rest() -> None:
+    stats, sink = TransferStats(), Closed()
+    reporter = Reporter(stats, (), owned=[sink], interval_s=1000)
+    one_load(stats)
+    reporter.end()
+    assert sink.arrived.acquire(timeout=20)
+    reporter.close()
+    assert threads() == [] and len(sink.seen) == 2
 
 
 @pytest.mark.timeout(30)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 from contextlib import ExitStack
+from typing import Any
 
 import attrs
 import pytest
@@ -12,10 +15,13 @@ import torch
 from kvplug import (
     ClosedError,
     Config,
+    ConfigError,
     HandshakeError,
+    KvplugError,
     PipeServer,
     TimeoutError,
     TransportError,
+    build_pipe_endpoint,
     connect_pipe,
     listen_pipe,
 )
@@ -139,3 +145,47 @@ def test_an_end_that_cannot_join_a_pipe_says_so_and_the_other_one_does_not_wait(
         assert "no way leads there" in str(error)
         ours.channel.send("and the channel goes on")
         assert theirs.channel.recv(5) == "and the channel goes on"
+
+
+def test_the_sinks_of_a_config_are_told_of_plain_pipes_until_the_last_is_closed(caplog) -> None:
+    counted = attrs.evolve(CONFIG, sinks=("log",), engine_id="theirs")
+    caplog.set_level(logging.INFO, "kvplug.metrics.sinks")
+    with listen_pipe(counted, "unix:") as server:
+        joining = Call(lambda: connect_pipe(CONFIG, server.contact))
+        theirs = server.accept()
+        ours = joining.result()
+    ours.send_tensor(torch.zeros(1000, dtype=torch.uint8))
+    theirs.recv_tensor()
+    theirs.close()
+    lines = [message for message in caplog.messages if " recv: " in message]
+    assert len(lines) == 1
+    assert "side=pipe" in lines[0] and "engine_id=theirs recv: 1 done" in lines[0]
+    ours.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvplug-metrics"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"connector": "lookpu"}, "connector: a plain pipe has none, and 'lookpu' was given"),
+        ({"integrity": "xxh3_46"}, "integrity: a plain pipe sends tensors without a hash"),
+        ({"sinks": ("lgo",)}, "sinks: no sink named 'lgo'"),
+        ({"sinks": ("log", "kvplug:log")}, "'log' and 'kvplug:log' are the same sink; name it once"),
+    ],
+)
+def test_what_a_plain_pipe_does_not_do_is_refused(given: dict[str, Any], said: str) -> None:
+    config = attrs.evolve(CONFIG, **given)
+    for make in (listen_pipe, connect_pipe):
+        with pytest.raises(KvplugError, match=re.escape(said)):
+            make(config, "unix:")
+
+
+def test_pipes_between_ranks_have_no_sinks() -> None:
+    with pytest.raises(ConfigError, match="sinks: pipes between the ranks of a group are not counted"):
+        build_pipe_endpoint(attrs.evolve(CONFIG, sinks=("log",)))
+
+
+def test_a_dict_is_no_config() -> None:
+    for make in (listen_pipe, connect_pipe, build_pipe_endpoint):
+        with pytest.raises(TypeError, match=r"config is a dict, not a kvplug.Config; Config.from_dict\("):
+            make({"transport": "cpu"})  # type: ignore[operator]

@@ -51,12 +51,15 @@ def name_faults(
         if isinstance(spec, TransportSpec) and spec.wraps:
             faults += _inner_faults(registry, spec, given)
     for key, kind in NAMED.items():
+        seen: dict[int, str] = {}
         for name in names.get(key, ()):
             try:
                 listed_spec = registry.get(kind, name)
             except PluginError as e:
                 faults.append(f"{key}: {e}")
                 continue
+            if (before := seen.setdefault(id(listed_spec), name)) != name:
+                faults.append(f"{key}: {before!r} and {name!r} are the same {kind}; name it once")
             if listed_spec.name not in options:
                 faults += _spec_faults(listed_spec, {})  # something may have to be given
     for peer in names.get("peers", ()):

@@ -24,6 +24,9 @@ from kvplug_testing.contract.plugin import (
 from kvplug_testing.contract.queue import (
     MessageQueueContract as MessageQueueContract,
 )
+from kvplug_testing.contract.sink import (
+    SinkContract as SinkContract,
+)
 from kvplug_testing.contract.store import (
     StoreContract as StoreContract,
 )

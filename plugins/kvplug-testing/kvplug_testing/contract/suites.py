@@ -26,6 +26,7 @@ _SUITES = {
     Kind.STORE: "kvplug_testing.contract.store:StoreContract",
     Kind.DIRECTORY: "kvplug_testing.contract.directory:DirectoryContract",
     Kind.CONNECTOR: "kvplug_testing.contract.connector:ConnectorContract",
+    Kind.SINK: "kvplug_testing.contract.sink:SinkContract",
 }
 _AROUND = {
     Kind.PIPE: "kvplug_testing.contract.wrapping:WrappingPipe",

@@ -1,0 +1,150 @@
+"""A sink in memory with one fault each, and the laws that the fault breaks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from kvplug.metrics.sinks import Sink
+from kvplug.metrics.stats import StatsSnapshot
+from kvplug_testing import SinkContract
+
+
+class Service:
+    """Where the sinks of a test class send to."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[str] = Counter()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+
+class MemorySink(Sink):
+    """Keeps every law."""
+
+    patience_s = 0.2
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+        if not self.service.goes_on.wait(self.patience_s):
+            raise TimeoutError("the service is stopped")
+        for op, figures in snapshot["ops"].items():
+            self.service.counted[op] += figures["count"]
+
+
+class Mutant(SinkContract):
+    """One fault, of ``kind_of_sink``."""
+
+    forks = False
+    settle_s = 0.5
+    breaks: tuple[str, ...] = ()
+    kind_of_sink: type[MemorySink] = MemorySink
+    service: ClassVar[Service] = Service()
+
+    def made(self) -> Sink:
+        return self.kind_of_sink(self.service)
+
+    def counted(self, op: str) -> float:
+        return self.service.counted[op]
+
+    def stop(self) -> Callable[[], Any]:
+        self.service.goes_on.clear()
+        return self.service.goes_on.set
+
+
+class TestTakesWhatItKnows(Mutant):
+    """An operation that it does not know is an error."""
+
+    breaks = ("SINK-1",)
+
+    class kind_of_sink(MemorySink):  # noqa: N801
+        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+            super().emit(snapshot, labels)
+            for op in snapshot["ops"]:
+                if op == "teleport":
+                    raise KeyError(op)
+
+
+class TestEmptiesTheSnapshot(Mutant):
+    """The next sink gets a snapshot without operations."""
+
+    breaks = ("SINK-1",)
+
+    class kind_of_sink(MemorySink):  # noqa: N801
+        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+            super().emit(snapshot, labels)
+            dict.clear(snapshot["ops"])
+
+
+class TestChangesTheLabels(Mutant):
+    """The next sink gets a label more."""
+
+    breaks = ("SINK-1",)
+
+    class kind_of_sink(MemorySink):  # noqa: N801
+        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+            super().emit(snapshot, labels)
+            dict.setdefault(labels, "host", "here")  # type: ignore[arg-type]
+
+
+class TestSetsInsteadOfAdding(Mutant):
+    """The last figure counts, not the sum."""
+
+    breaks = ("SINK-2",)
+
+    class kind_of_sink(MemorySink):  # noqa: N801
+        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+            for op, figures in snapshot["ops"].items():
+                self.service.counted[op] = figures["count"]
+
+
+class TestDropsTheLast(Mutant):
+    """What was emitted last is sent with the next, and there is no next at the end."""
+
+    breaks = ("SINK-2",)
+
+    class kind_of_sink(MemorySink):  # noqa: N801
+        waiting: StatsSnapshot | None = None
+
+        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+            waiting, self.waiting = self.waiting, snapshot
+            if waiting is not None:
+                super().emit(waiting, labels)
+
+
+class TestLeavesADescriptor(Mutant):
+    """Closing forgets a descriptor."""
+
+    breaks = ("SINK-3",)
+
+    class kind_of_sink(MemorySink):  # noqa: N801
+        def __init__(self, service: Service) -> None:
+            super().__init__(service)
+            self.fd = os.open(os.devnull, os.O_WRONLY)
+
+
+class TestWaitsForTheService(Mutant):
+    """A call of a stopped service ends when that goes on."""
+
+    breaks = ("SINK-3",)
+
+    class kind_of_sink(MemorySink):  # noqa: N801
+        def close(self) -> None:
+            while not self.service.goes_on.is_set() and time.monotonic() < self.until:
+                time.sleep(0.01)
+
+        def __init__(self, service: Service) -> None:
+            super().__init__(service)
+            self.until = time.monotonic() + 8
+
+
+class TestControl(Mutant):
+    """No fault."""
+
+    is_control = True
