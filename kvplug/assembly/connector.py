@@ -21,16 +21,18 @@ from kvplug.assembly.resolve import (
 )
 from kvplug.assembly.stores import StoreOpener, store_links
 from kvplug.config import Config
+from kvplug.config.messages import did_you_mean
 from kvplug.engine.connector.scheduler import SchedulerConnector
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
 from kvplug.engine.connector.worker import WorkerConnector
 from kvplug.engine.context import ConnectorContext
-from kvplug.errors import PluginError, UnknownConnectorError
+from kvplug.errors import ConfigError, PluginError, UnknownConnectorError
 from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.hello import EngineFacts
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.wire.tensors import DTYPES
 from kvplug.transport.pipe import Pipe
 from kvplug.transport.spec import Kind
 
@@ -54,6 +56,27 @@ def engine_facts(
         rank=parallelism.worker_rank,
         world_size=parallelism.num_workers,
     )
+
+
+def _check_facts(model: ModelInfo, cache: KVCacheConfig, parallelism: Parallelism) -> None:
+    """Raises ConfigError: what an engine states of its model cannot be, or its cache is of another model."""
+    faults = []
+    if model.dtype not in DTYPES:
+        hint = did_you_mean(model.dtype, DTYPES) or f"; allowed is one of {', '.join(DTYPES)}"
+        faults.append(f"dtype: {model.dtype!r} is no dtype of a KV cache{hint}")
+    layout, heads = cache.groups[0].layout, max(1, model.num_kv_heads // parallelism.tensor_size)
+    if layout.has_values and layout.num_kv_heads != heads:
+        split = f", split over {parallelism.tensor_size} workers" if parallelism.tensor_size > 1 else ""
+        faults.append(
+            f"num_kv_heads: the model has {model.num_kv_heads}{split}, and the cache's layout"
+            f" {layout.num_kv_heads}; {heads} were expected"
+        )
+    if layout.head_size != model.head_size:
+        faults.append(
+            f"head_size: the model has {model.head_size}, and the cache's layout {layout.head_size}"
+        )
+    if faults:
+        raise ConfigError(*faults, source="the engine's facts")
 
 
 @NamedExhaustion("building a connector")
@@ -86,7 +109,8 @@ def build_connector(
         connect: contact of the peer engine's worker (of each, by rank) instead of the config's.
 
     Raises:
-        ConfigError: the role is missing, options are wrong; every fault at once.
+        ConfigError: the role is missing, options are wrong; every fault at once. Or the model's facts are not
+            those of the cache.
         UnknownConnectorError, UnknownTransportError, AmbiguousNameError: no plugin offers a name, or two do.
         PluginLoadError: the plugin's code does not import.
         InsecureAddressError, AddressInUseError: it cannot listen there.
@@ -100,6 +124,7 @@ def build_connector(
     resolved.check()
     spec = registry.get(Kind.CONNECTOR, config.connector)
     parallelism = parallelism or Parallelism()
+    _check_facts(model, cache, parallelism)
     stats = TransferStats()
     facts = engine_facts(config, model, cache, parallelism, which)
     settings = LinkSettings(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +46,9 @@ class Line:
 
 
 @click.command("list")
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--kind", metavar="KIND", help="Only offers of this kind, such as store or pipe.")
+@click.option("--long", "as_table", is_flag=True, help="A table with packages, versions and capabilities.")
 @click.option(
     "--options", "options_of", metavar="NAME", help="Show the options of NAME: type, unit, default."
 )
@@ -50,23 +56,89 @@ class Line:
     "--all", "everything", is_flag=True, help="Also list what is made for tests: fakes and fault injection."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def list_plugins(options_of: str | None, everything: bool, as_json: bool) -> None:
-    """Show every plugin found, what it offers, and whether that can work on this host.
+def list_plugins(
+    names: tuple[str, ...],
+    kind: str | None,
+    as_table: bool,
+    options_of: str | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Show what the installed plugins offer, and whether that can work on this host.
 
-    Transports are asked by their probes; torch is not imported.
+    With NAME, everything about the offers of that name. Transports are asked by their probes; torch is not
+    imported.
     """
     registry = Registry.from_env()
     if options_of is not None:
         _show_options(registry, options_of, as_json)
         return
-    lines = lines_of(registry, everything=everything)
+    lines = lines_of(registry, everything=everything or bool(names))
+    lines = _selected(lines, names, kind)
     if as_json:
         click.echo(json.dumps([_plain(line) for line in lines], indent=2))
     elif not lines:
         click.echo("No plugins are installed. pip install kvplug-cpu kvplug-lookup brings the first ones.")
-    else:
+    elif as_table:
         columns = ("NAME", "KIND", "FROM", "VERSION", "STATUS", "CAPABILITIES", "")
         show_table(columns, [_cells(line) for line in lines])
+    elif names:
+        click.echo("\n\n".join(_whole(line) for line in lines))
+    else:
+        _show_by_kind(lines)
+
+
+def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None) -> list[Line]:
+    """Those of these names and this kind.
+
+    Raises:
+        UnknownNameError: there are none; says what there is.
+    """
+    if kind is not None:
+        kinds = dict.fromkeys(line.kind for line in lines)
+        wanted = kind.replace(" ", "_").replace("-", "_")
+        if wanted not in kinds:
+            shown = ", ".join(each.replace("_", " ") for each in kinds)
+            raise UnknownNameError(
+                f"no offer is of the kind {kind!r}{did_you_mean(wanted, kinds)}; kinds: {shown}"
+            )
+        lines = [line for line in lines if line.kind == wanted]
+    for name in names:
+        if all(name not in (line.name, line.plugin, line.distribution) for line in lines):
+            hint = did_you_mean(name, {line.name for line in lines})
+            raise UnknownNameError(f"nothing named {name!r} is installed{hint}")
+    if not names:
+        return list(lines)
+    return [line for line in lines if {line.name, line.plugin, line.distribution} & {*names}]
+
+
+def _show_by_kind(lines: Sequence[Line]) -> None:
+    """One line for each offer; on a terminal no longer than that is wide."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = max(len(line.name) for line in lines)
+    for kind, group in itertools.groupby(lines, lambda line: line.kind):
+        click.secho(kind.replace("_", " "), bold=True)
+        for line in group:
+            text = line.summary if line.status == "ok" else f"{line.status}: {line.reason}"
+            text = f"  {line.name.ljust(width)}  {' '.join(text.split())}".rstrip()
+            if columns is not None and len(text) > columns:
+                text = f"{text[: columns - 1]}…"
+            click.secho(text, fg=None if line.status == "ok" else "yellow")
+    click.echo("\n`kvplug list NAME` shows all about one, `--options NAME` what can be set.")
+
+
+def _whole(line: Line) -> str:
+    """Everything about an offer."""
+    able = _in_words(line.capabilities) if line.capabilities is not None else _store_in_words(line)
+    rows = {
+        "summary": line.summary,
+        "status": line.status if not line.reason else f"{line.status}: {line.reason}",
+        "can do": able,
+        "from": f"{line.distribution} {line.version}, plugin {line.plugin}",
+        "options": f"kvplug list --options {line.name}" if line.kind not in ("command", "plugin") else "",
+    }
+    told = [f"  {name.ljust(8)} {text}" for name, text in rows.items() if text]
+    return "\n".join([f"{line.kind.replace('_', ' ')} {line.name}", *told])
 
 
 def lines_of(registry: Registry, *, everything: bool = False) -> list[Line]:

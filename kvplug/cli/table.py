@@ -27,7 +27,13 @@ def _show_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+    )
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

@@ -14,7 +14,6 @@ from kvplug.config import sources
 from kvplug.config.messages import bad_value, did_you_mean, unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.config.schema import (
-    DEVICE,
     HASH,
     LAST_PORT,
     NAME,
@@ -22,6 +21,7 @@ from kvplug.config.schema import (
     count,
     cpus_form,
     cross_faults,
+    device_form,
     directory_of,
     each_one,
     host_form,
@@ -180,7 +180,7 @@ class Config:
     device: str = option(
         "cpu",
         help="Device of the KV that moves: cpu, cuda, cuda:1.",
-        validator=matches(DEVICE, 'a device such as "cpu", "cuda" or "cuda:1"'),
+        validator=device_form,
     )
     thread_cpus: str = option(
         "all",

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kvplug.config.messages import did_you_mean
+
 LAST_PORT: Final = 65535
 
 NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}")
-DEVICE = re.compile(r"[a-z]+(?::[0-9]{1,4})?")
+DEVICE = re.compile(r"([a-z][a-z_]*)(?::[0-9]{1,4})?")
+DEVICE_TYPES: Final = (
+    *("cpu", "cuda", "ipu", "xpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "xla"),
+    *("lazy", "vulkan", "mps", "meta", "hpu", "mtia", "privateuseone"),
+    *("npu", "mlu", "musa"),
+)
+"""torch's device types, followed by names that backends outside torch give to ``privateuseone``."""
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:%\w+)?")
 _UNIX = re.compile(
     r"unix:(?:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}|/[A-Za-z0-9._@%+=,~-][A-Za-z0-9._@%+=,~/-]{0,87})"
@@ -87,6 +96,27 @@ def cpus_form(_: Any, __: Any, value: Any) -> None:
     for first, last in re.findall(r"(\d+)-(\d+)", value):
         if int(first) > int(last):
             raise ValueError(f"the range {first}-{last} has no CPU; its lower end is first")
+
+
+def may_be_device_type(name: str) -> bool:
+    """Whether a backend outside torch may use this device type. A name close to a known one is a typo."""
+    if name in DEVICE_TYPES:
+        return True
+    if name == "gpu" or not re.fullmatch("[a-z][a-z_]*", name):
+        return False
+    if any(sorted(name) == sorted(known) for known in DEVICE_TYPES):  # two letters change places
+        return False
+    return not difflib.get_close_matches(name, DEVICE_TYPES, n=1, cutoff=0.8)
+
+
+def device_form(_: Any, __: Any, value: Any) -> None:
+    found = DEVICE.fullmatch(value) if isinstance(value, str) else None
+    hint = ""
+    if found is not None:
+        if may_be_device_type(found[1]):
+            return
+        hint = did_you_mean("cuda" if found[1] == "gpu" else found[1], DEVICE_TYPES)
+    raise ValueError(f'allowed is a device such as "cpu", "cuda" or "cuda:1"{hint}')
 
 
 def count(what: str) -> Any:

@@ -145,6 +145,11 @@ def _from_vllm(data: Mapping[Any, Any], source: str) -> Layer:
                 f"kv_connector: {shown(theirs.value)} was given; allowed is a connector of kvplug, or"
                 f" KvplugConnector with the connector's name in {VLLM_EXTRA}"
             )
+    elif theirs is not None and "connector" in inner and inner["connector"].value != theirs.value:
+        faults.append(
+            f"kv_connector: {shown(theirs.value)} was given, and in {VLLM_EXTRA} the connector"
+            f" {shown(inner['connector'].value)}; name one of them"
+        )
     return Layer(source=source, values={**values, **inner}, faults=tuple(faults))
 
 

@@ -31,6 +31,7 @@ from kvplug.engine import (
     KVCacheConfig,
     KVLayout,
     ModelInfo,
+    Parallelism,
     SchedulerConnector,
     UnknownConnectorError,
 )
@@ -440,3 +441,37 @@ def test_sinks_named_in_the_config_get_the_figures(caplog: pytest.LogCaptureFixt
     assert "load: 3 done" in caplog.text
     with pytest.raises(ConfigError, match="no sink named 'lgo'; did you mean 'log'"):
         built(registry, sinks=["lgo"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dtype": "float17"}, r"dtype: 'float17' is no dtype of a KV cache; did you mean 'float16'\?"),
+        ({"num_kv_heads": 8}, "num_kv_heads: the model has 8, and the cache's layout 2; 8 were expected"),
+        ({"head_size": 16}, "head_size: the model has 16, and the cache's layout 8"),
+    ],
+)
+def test_a_model_that_is_not_the_caches_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_connector(
+            config(role="both"),
+            "worker",
+            model=attrs.evolve(MODEL, **given),
+            cache=CACHE,
+            registry=registry_of(connectors=True),
+        )
+
+
+def test_heads_are_those_of_a_worker() -> None:
+    registry = registry_of(connectors=True)
+    model = attrs.evolve(MODEL, num_kv_heads=8)
+    for size, fits in ((4, True), (2, False)):
+        with pytest.raises(PluginError if fits else ConfigError):
+            build_connector(
+                config(role="both"),
+                "worker",
+                model=model,
+                cache=CACHE,
+                parallelism=Parallelism(num_workers=size, tensor_size=size),
+                registry=registry,
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from typing import Any
@@ -168,7 +169,7 @@ def test_a_name_with_two_owners_is_listed_twice_as_ambiguous(birds: Any) -> None
 
 
 def test_the_table_is_plain_text_in_a_pipe(birds: Any) -> None:
-    lines = birds.kvplug("list").stdout.splitlines()
+    lines = birds.kvplug("list", "--long").stdout.splitlines()
     assert lines[0].split()[:5] == ["NAME", "KIND", "FROM", "VERSION", "STATUS"]
     row = next(line for line in lines if line.startswith("carrier-pigeon"))
     assert "cpu+cuda, any host, not authenticated, 0.5 GB/s" in row
@@ -176,13 +177,38 @@ def test_the_table_is_plain_text_in_a_pipe(birds: Any) -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_the_table_is_drawn_on_a_terminal(birds: Any) -> None:
+def test_each_offer_has_a_line_below_its_kind(birds: Any) -> None:
+    lines = birds.kvplug("list").stdout.splitlines()
+    at = lines.index("pipe")
+    pigeon = next(line for line in lines[at:] if line.split()[0] == "carrier-pigeon")
+    assert pigeon.split(None, 1)[1] == "Tensors by air"
+    flock = next(line for line in lines[lines.index("queue") :] if line.split()[0] == "flock")
+    assert flock.split(None, 1)[1] == "unavailable: it is night"
+
+
+def test_one_kind_and_one_name(birds: Any) -> None:
+    kinds = [line for line in birds.kvplug("list", "--kind", "queue").stdout.splitlines() if line[:1] != " "]
+    assert kinds[0] == "queue" and "pipe" not in kinds
+    whole = birds.kvplug("list", "carrier-pigeon").stdout
+    for part in ("pipe carrier-pigeon", "Tensors by air", "cpu+cuda, any host", "kvplug-birds 0.7"):
+        assert part in whole
+    assert "flock" not in whole
+    for arguments, said in (
+        (("--kind", "quue"), "did you mean 'queue'"),
+        (("pigeon",), "nothing named 'pigeon'"),
+    ):
+        done = birds.kvplug("list", *arguments)
+        assert done.returncode == 1 and said in done.stderr
+
+
+def drawn(birds: Any, arguments: list[str], columns: int) -> str:
+    """What the program writes to a terminal."""
     reader, writer = pty.openpty()
-    code = "from kvplug.cli.main import main; main(['list'])"
+    code = f"from kvplug.cli.main import main; main({arguments})"
     path = f"{birds.folder / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     child = subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "COLUMNS": "200", "TERM": "xterm"},
+        env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "COLUMNS": str(columns), "TERM": "xterm"},
         stdout=writer,
     )
     os.close(writer)
@@ -197,8 +223,18 @@ def test_the_table_is_drawn_on_a_terminal(birds: Any) -> None:
         seen += part
     assert child.wait(30) == 0
     os.close(reader)
-    assert b"carrier-pigeon" in seen
-    assert b"\x1b[" in seen
+    return re.sub(r"\x1b\[[0-9;]*m", "", seen.decode())
+
+
+def test_on_a_terminal_a_line_is_no_longer_than_that_is_wide(birds: Any) -> None:
+    lines = drawn(birds, ["list"], 80).splitlines()
+    assert any(line.endswith("…") for line in lines)
+    assert max(map(len, lines)) == 80
+    assert "carrier-pigeon" in drawn(birds, ["list", "--long"], 200)
+
+
+def test_the_title_of_options_is_shown_as_it_is(birds: Any) -> None:
+    assert "[options.carrier-pigeon]" in drawn(birds, ["list", "--options", "carrier-pigeon"], 120)
 
 
 def test_options_of_a_name_are_shown_with_types_units_and_defaults(birds: Any) -> None:

@@ -66,6 +66,17 @@ def test_every_fault_is_told_at_once() -> None:
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("gpu", "cuda"), ("cdua", "cuda"), ("ncpu:2", "npu"), ("cudaa:0", "cuda")]
+)
+def test_a_device_that_is_none_is_a_fault(given: str, meant: str) -> None:
+    assert f"; did you mean {meant!r}?" in faults_of({"device": given})[0]
+
+
+def test_a_device_of_a_backend_outside_torch_is_taken() -> None:
+    assert Config(device="zpu_one:3").device == "zpu_one:3"
+
+
 def test_a_fault_of_form_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="port"):
         Config.from_dict({"port": "x"})

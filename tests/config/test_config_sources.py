@@ -249,6 +249,12 @@ def test_a_failure_policy_in_vllms_extra_config_is_refused_with_all_other_faults
     assert "by kv_load_failure_policy beside it" in str(caught.value)
 
 
+def test_two_connectors_in_vllms_config_are_refused() -> None:
+    extra = {"connector": "p2p"}
+    with pytest.raises(ConfigError, match=r"'lookup' was given, and in kv_connector_extra_config .* 'p2p'"):
+        Config.from_dict({"kv_connector": "lookup", "kv_connector_extra_config": extra})
+
+
 def test_what_vllm_leaves_out_is_written_as_null() -> None:
     config = Config.from_dict({"kv_connector": None, "kv_role": None, "kv_rank": None, "engine_id": None})
     assert (config.connector, config.role) == ("lookup", None)

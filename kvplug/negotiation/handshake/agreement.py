@@ -9,9 +9,10 @@ sort            fields
 must match      wire major; engine (both or neither); role (complementary); the model's facts; dtype;
                 layers, and how many are cached; tensor-parallel size and rank; whether the layout has
                 keys and values or one latent
+must differ     engine id, where KV crosses
 negotiated      wire minor (the lower); checksum; transport; block size and layout (may differ, and are
                 then converted; where a kernel orders blocks in its own way, all three must be equal)
-informative     model name, engine id, epoch, rank, identity, versions
+informative     model name, epoch, rank, identity, versions
 ==============  =======================================================================================
 """
 
@@ -123,12 +124,20 @@ def _engines(local: Hello, remote: Hello) -> list[str]:
         return [_differs("engine", mine, yours, "connect an engine to an engine, and a pipe to a pipe")]
     kv_crosses = local.moves_kv and remote.moves_kv
     return [
+        *(_engine_id(local, remote) if kv_crosses else []),
         *(_role(ours, theirs) if kv_crosses else []),
         *_model(ours.model, theirs.model),
         *_shards(ours, theirs),
         *_layout_kind(ours, theirs),
         *_block_format(ours, theirs, kv_crosses),
     ]
+
+
+def _engine_id(local: Hello, remote: Hello) -> list[str]:
+    if local.engine_id != remote.engine_id or not local.engine_id:
+        return []
+    change = "give each engine an id of its own, or none; and do not name an engine among its own peers"
+    return [_differs("engine_id", local.engine_id, remote.engine_id, change)]
 
 
 def _role(local: EngineFacts, remote: EngineFacts) -> list[str]:

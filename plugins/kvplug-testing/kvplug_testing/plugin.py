@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.engine import ConnectorSpec
+from kvplug.engine import CommandSpec, ConnectorSpec
 from kvplug.transport import Capabilities, Cost, Kind, StoreSpec, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
@@ -94,4 +94,15 @@ def kvplug_connectors() -> list[ConnectorSpec]:
             summary="For tests: engines of one process load what other engines of it have computed",
             for_tests=True,
         ),
+    ]
+
+
+@hookimpl
+def kvplug_commands() -> list[CommandSpec]:
+    return [
+        CommandSpec(
+            name="check",
+            target="kvplug_testing.check_command:check",
+            summary="Load everything of a plugin, and say all that is wrong with it",
+        )
     ]

@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 import pytest
 
+from kvplug.config.schema import DEVICE_TYPES
 from kvplug_testing import check_plugin
 from kvplug_testing.contract import suites
-from kvplug_testing.contract.plugin import DEVICE_TYPES
 from kvplug_testing.laws import LAWS
 
 PLUGIN = """\
@@ -385,6 +385,18 @@ def test_a_plugin_that_is_not_installed_is_told_with_those_that_are(site: Any) -
     assert "no entry point named 'subjcet' is installed in the group kvplug; there are: " in done.stderr
     assert "neighbour" in done.stderr
     assert "subject" in done.stderr
+
+
+def test_the_command_says_all_that_is_wrong(site: Any) -> None:
+    install(site, Fault("", "", '"kvplug_subject.light:describe"', "None", readme=""))
+    done = site.kvplug("check", "subject")
+    assert done.returncode == 1
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("wrong: law ")]
+    assert [line.split()[2] for line in wrong] == ["PLUGIN-3", "PLUGIN-4"]
+    assert LAWS["PLUGIN-3"].quoted in done.stdout
+    unknown = site.kvplug("check", "subjcet")
+    assert unknown.returncode == 1
+    assert "did you mean 'subject'?" in unknown.stderr
 
 
 @pytest.mark.full

@@ -79,6 +79,13 @@ def mirrored(reason: str) -> str:
     return f"{field}: ours {second}, theirs {first}; {change}"
 
 
+def test_two_engines_of_one_id_are_refused_where_kv_crosses() -> None:
+    twin = attrs.evolve(THEIRS, engine_id=OURS.engine_id)
+    (reason,) = refused(OURS, twin)
+    assert reason.startswith("engine_id: ours 'prefill', theirs 'prefill'; give each engine an id of its own")
+    agree(OURS, attrs.evolve(twin, moves_kv=False))
+
+
 # -- properties ------------------------------------------------------------------------------------
 
 MODELS = st.builds(
@@ -384,7 +391,7 @@ def test_another_boot_of_a_kernel_is_another_host() -> None:
     assert found.cross_host and found.transports["cpu"].chosen == "net"
     unknown = changed(THEIRS, identity=PeerIdentity(pid=2))
     assert agree(OURS, unknown).cross_host
-    assert agree(unknown, changed(unknown, role="producer")).cross_host
+    assert agree(unknown, changed(unknown, role="producer", engine_id="third")).cross_host
 
 
 def test_kv_on_a_device_has_a_transport_of_its_own_beside_that_of_the_signals() -> None:

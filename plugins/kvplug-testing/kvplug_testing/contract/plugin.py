@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import attrs
 import pytest
 
 from kvplug.assembly.registry.discovery import discover
 from kvplug.config.messages import did_you_mean
+from kvplug.config.schema import DEVICE_TYPES, may_be_device_type
 from kvplug_testing import waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.inspection import USED, Inspection, inspect_plugin
 from kvplug_testing.laws import LAWS
 from kvplug_testing.plugin_inspector import HEAVY
-
-DEVICE_TYPES: Final = (
-    *("cpu", "cuda", "ipu", "xpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "ve", "fpga", "maia", "xla"),
-    *("lazy", "vulkan", "mps", "meta", "hpu", "mtia", "privateuseone"),
-    *("npu", "mlu", "musa"),
-)
-"""torch's device types, followed by names that backends outside torch give to ``privateuseone``."""
 
 
 @attrs.frozen
@@ -38,13 +31,6 @@ class Breach:
 
     def __str__(self) -> str:
         return f"law {LAWS[self.law]}: {self.observed}"
-
-
-def _may_be_a_type(device: str) -> bool:
-    """Whether a backend outside torch may use this device type. A name close to a known one is a typo."""
-    if not re.fullmatch(r"[a-z][a-z_]*", device) or device == "gpu":
-        return False
-    return not difflib.get_close_matches(device, DEVICE_TYPES, n=1, cutoff=0.8)
 
 
 def check_plugin(name: str) -> tuple[str, ...]:
@@ -148,7 +134,7 @@ def _capabilities(found: Inspection, offer: Mapping[str, Any]) -> Iterator[Breac
     if not offer["devices"]:
         yield Breach("PLUGIN-3", "capabilities", f"the {offer['of']} moves tensors of no device")
     for unknown in sorted({*offer["devices"]} - {*DEVICE_TYPES}):
-        if _may_be_a_type(unknown):
+        if may_be_device_type(unknown):
             continue
         yield Breach(
             "PLUGIN-3",
