@@ -45,8 +45,27 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 # -- tests in several processes ----------------------------------------------------------------------
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--beyond-quick",
+        action="store_true",
+        help="run only what `make test` leaves out, and property tests with all of their examples",
+    )
+
+
+def _is_beyond_quick(item: pytest.Item) -> bool:
+    if any(item.get_closest_marker(name) is not None for name in ("slow", "variant", "mutant", "full")):
+        return True
+    law = item.get_closest_marker("kvplug_law")
+    has_examples = getattr(getattr(item, "function", None), "is_hypothesis_test", False)
+    return has_examples or (law is not None and law.kwargs["level"] != "brief")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``timing`` run one after another: they are one group for pytest-xdist."""
+    if config.option.beyond_quick:
+        config.hook.pytest_deselected(items=[item for item in items if not _is_beyond_quick(item)])
+        items[:] = filter(_is_beyond_quick, items)
     if not config.pluginmanager.hasplugin("xdist"):
         return  # without pytest-xdist there are no groups
     for item in items:
