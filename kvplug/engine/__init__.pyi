@@ -50,6 +50,10 @@ from kvplug.engine.members import (
     Engine as Engine,
     Members as Members,
 )
+from kvplug.engine.page_cache import (
+    FlatPage as FlatPage,
+    PageCache as PageCache,
+)
 from kvplug.errors import (
     EntryGoneError as EntryGoneError,
     LayoutError as LayoutError,

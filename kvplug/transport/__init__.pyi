@@ -277,6 +277,7 @@ from kvplug.transport.store.memory import (
     PageBuffers as PageBuffers,
     PageMemory as PageMemory,
     PageRows as PageRows,
+    PageViews as PageViews,
 )
 from kvplug.transport.store.places import (
     PagePlaces as PagePlaces,
