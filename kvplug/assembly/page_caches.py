@@ -45,14 +45,17 @@ def build_page_cache(
         ResourceExhaustedError: a descriptor, thread, memory or space ran out.
     """
     faults = [
-        f"{key}: {getattr(config, key)!r} was given; {engine} decides what moves, and only the store"
+        f"{key}: a value was given; {engine} decides what moves, and only the store"
         " is kvplug's: remove the key"
         for key in _OF_CONNECTORS
         if key in config.sources
     ]
-    if len(config.stores) != 1:
-        given = ", ".join(config.stores) or "none"
-        faults.append(f"stores: {given} was given; allowed is one store for each cache of {engine}")
+    if "stores" not in config.sources or len(config.stores) != 1:
+        given = ", ".join(config.stores) if "stores" in config.sources else "nothing"
+        faults.append(
+            f"stores: {given or 'none'} was given; allowed is one store for each cache of {engine}, such as"
+            ' ["fs"]; `kvplug list` shows those that are installed'
+        )
     if faults:
         raise ConfigError(*faults, source=config.source)
     resolved = ResolvedConfig.to_build(config, registry)
