@@ -10,6 +10,7 @@ from typing import Any, Final, Self, TypeVar
 
 import attrs
 
+from kvplug.engine.leases import LeaseCounts
 from kvplug.errors import ClosedError, KvplugError, LayoutError
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
@@ -89,6 +90,7 @@ class PageCache:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._num_live = 0
+        self._leases = LeaseCounts()
         self._told: set[tuple[str, str]] = set()
         self._series: dict[tuple[int, bytes], Series] = {}
 
@@ -102,16 +104,34 @@ class PageCache:
     ) -> Job[Presence]:
         """Whether the pages are there.
 
-        ``lease_s``: the held pages are not evicted for so long, or until :meth:`release`, where the store can
-        do that.
+        ``lease_s``: the held pages are not evicted for so long, or until :meth:`release` was called as often
+        as they were found, where the store can do that.
         """
+        own = self._keys(keys)
+        if lease_s:
+            self._leases.hold(own, lease_s)  # before the answer: a release meanwhile must not end this lease
         try:
-            return self.store.submit_lookup(self._keys(keys), lease_s=lease_s, timeout=timeout)
+            job = self.store.submit_lookup(own, lease_s=lease_s, timeout=timeout)
         except Exception as e:
             self._failed("lookup", e, len(keys))
-            job: Job[Presence] = Job(len(keys), Deadline.after(timeout, self._timeout_s))
+            job = Job(len(keys), Deadline.after(timeout, self._timeout_s))
             job.set([Presence.ABSENT] * len(keys))
-            return job
+        if lease_s:
+            job.add_done_callback(lambda ended: self._keep_leases(own, ended.results() or ()))
+        return job
+
+    def _keep_leases(self, keys: Sequence[bytes], found: Sequence[Presence]) -> None:
+        """Of a lookup, on the pages that it has found."""
+        self._release([key for key, held in zip(keys, found, strict=True) if held is not Presence.HELD])
+
+    def is_leased(self, key: bytes) -> bool:
+        """Whether a lease of :meth:`lookup` is on the page."""
+        return self._leases.is_leased(foreign_key(self._namespace, key))
+
+    @property
+    def num_leased(self) -> int:
+        """Pages with leases."""
+        return len(self._leases)
 
     def put(self, pages: Sequence[FlatPage], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
         """Keep copies of the pages. Result: ``None`` for a page that is held now, else why not."""
@@ -137,9 +157,14 @@ class PageCache:
             return job
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """The leases of :meth:`lookup` on these pages end."""
+        """One lease of :meth:`lookup` less on each of these pages; the last one ends in the store."""
+        self._release(self._keys(keys))
+
+    def _release(self, own: Sequence[bytes]) -> None:
+        last = self._leases.release(own)
         try:
-            self.store.release(self._keys(keys))
+            if last:
+                self.store.release(last)
         except Exception as e:
             self._failed("release", e, 0)
 

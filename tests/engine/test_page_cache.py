@@ -133,6 +133,25 @@ def test_a_page_of_another_layout_or_length_is_a_miss_and_makes_room(other: Flat
         assert pages.get([other]).wait(5) == [None]
 
 
+def test_a_lease_in_the_store_ends_with_the_last_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[bytes] = []
+    with cache(Pages()) as pages:
+        monkeypatch.setattr(pages.store, "release", released.extend)
+        assert pages.put([page(b"key", b"1")]).wait(5) == [None]
+        for _ in range(2):
+            assert pages.lookup([b"key", b"absent"], lease_s=60).wait(5) == [Presence.HELD, Presence.ABSENT]
+        assert pages.lookup([b"key"]).wait(5) == [Presence.HELD]
+        assert (pages.is_leased(b"key"), pages.is_leased(b"absent"), pages.num_leased) == (True, False, 1)
+        released.clear()  # of the absent page
+        pages.release([b"key"])
+        assert released == []
+        pages.release([b"key"])
+        assert len(released) == 1
+        assert not pages.is_leased(b"key")
+        pages.release([b"key", b"never"])
+        assert len(released) == 1
+
+
 def test_a_damaged_page_is_a_miss() -> None:
     place = Pages()
     with cache(place) as pages:

@@ -19,7 +19,6 @@ from kvplug import Config, ConfigError, build_page_cache
 from kvplug.engine import FlatPage
 from kvplug.transport import Job, MissReason, Presence, PutReason
 from kvplug_lmcache.keys import encode_key, page_of
-from kvplug_lmcache.locks import LockTable
 
 if TYPE_CHECKING:
     from lmcache.v1.distributed.api import MemoryLayoutDesc
@@ -81,7 +80,6 @@ class KvplugL2Adapter(L2AdapterInterface):
         encode_key(ObjectKey(chunk_hash=b"", model_name="", kv_rank=0))  # raises, if it cannot
         self._name = config.config.stores[0] if config.config.stores else ""
         self._lease_s = max(_LEASE_S, 2 * config.config.timeout_s)
-        self._locks = LockTable(self._lease_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._stored: dict[int, L2StoreResult] = {}
@@ -158,13 +156,9 @@ class KvplugL2Adapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
         task = next(self._numbers)
-        encoded = [encode_key(key) for key in keys]
-        self._locks.hold(encoded)  # before the answer, so that an unlock meanwhile does not end the new lease
 
         def ended(job: Job[Presence]) -> None:
-            found = [presence is Presence.HELD for presence in job.results() or ()]
-            self._unlock([key for key, held in zip(encoded, found, strict=True) if not held])
-            held = [index for index, is_held in enumerate(found) if is_held]
+            held = [index for index, found in enumerate(job.results() or ()) if found is Presence.HELD]
             try:
                 if held:
                     self._notify_keys_accessed([keys[index] for index in held])
@@ -173,6 +167,7 @@ class KvplugL2Adapter(L2AdapterInterface):
             finally:
                 self._complete(task, self._found, _bitmap(len(keys), held), self._lookup_event)
 
+        encoded = [encode_key(key) for key in keys]
         self._cache.lookup(encoded, lease_s=self._lease_s).add_done_callback(ended)
         return task
 
@@ -181,11 +176,7 @@ class KvplugL2Adapter(L2AdapterInterface):
             return self._found.pop(task_id, None)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        self._unlock([encode_key(key) for key in keys])
-
-    def _unlock(self, keys: Sequence[bytes]) -> None:
-        if last := self._locks.release(keys):
-            self._cache.release(last)
+        self._cache.release([encode_key(key) for key in keys])
 
     # -- load ----------------------------------------------------------------------------------
 
@@ -219,7 +210,7 @@ class KvplugL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Delete the objects, except locked ones. Does not wait: listeners are told when it is done."""
-        free = [(key, encoded) for key in keys if not self._locks.is_locked(encoded := encode_key(key))]
+        free = [(key, encoded) for key in keys if not self._cache.is_leased(encoded := encode_key(key))]
 
         def ended(job: Job[bool]) -> None:
             gone = [key for (key, _), done in zip(free, job.results() or (), strict=True) if done]
@@ -250,7 +241,7 @@ class KvplugL2Adapter(L2AdapterInterface):
             "num_pages": usage.num_pages,
             "used_bytes": usage.used_bytes,
             "budget_bytes": usage.budget_bytes,
-            "locked_key_count": len(self._locks),
+            "locked_key_count": self._cache.num_leased,
             "succeeded": {op: counted["count"] for op, counted in figures["ops"].items()},
             "failed": figures["failures"],
         }

@@ -1,25 +1,25 @@
-"""The table of locks against a plain model of it."""
+"""Counted leases against a plain model of them."""
 
 from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from kvplug_lmcache.locks import LockTable
+from kvplug.engine.leases import LeaseCounts
 
 KEYS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=4)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["hold", "release", "wait"]), KEYS), max_size=30))
-def test_locks_end_with_their_last_release_or_with_their_time(steps: list[tuple[str, list[bytes]]]) -> None:
+def test_leases_end_with_their_last_release_or_with_their_time(steps: list[tuple[str, list[bytes]]]) -> None:
     now = 0.0
-    table = LockTable(10.0, clock=lambda: now)
+    counts_of = LeaseCounts(clock=lambda: now)
     counts: dict[bytes, int] = {}
     until: dict[bytes, float] = {}
     for step, keys in steps:
         if step == "wait":
             now += 4.0
         elif step == "hold":
-            table.hold(keys)
+            counts_of.hold(keys, 10.0)
             for key in keys:
                 counts[key] = (counts.get(key, 0) if until.get(key, 0) > now else 0) + 1
                 until[key] = now + 10.0
@@ -29,17 +29,17 @@ def test_locks_end_with_their_last_release_or_with_their_time(steps: list[tuple[
                 if counts.get(key, 0) == 1:
                     last.append(key)
                 counts[key] = max(0, counts.get(key, 0) - 1)
-            assert table.release(keys) == last
-        locked = {key for key in counts if counts[key] and until[key] > now}
-        assert {key for key in (b"a", b"b", b"c") if table.is_locked(key)} == locked
-    assert len(table) == len(locked) if steps else True
+            assert counts_of.release(keys) == last
+        leased = {key for key in counts if counts[key] and until[key] > now}
+        assert {key for key in (b"a", b"b", b"c") if counts_of.is_leased(key)} == leased
+    assert len(counts_of) == len(leased) if steps else True
 
 
-def test_locks_that_are_never_released_do_not_pile_up() -> None:
+def test_leases_that_are_never_released_do_not_pile_up() -> None:
     now = 0.0
-    table = LockTable(10.0, clock=lambda: now)
+    counts_of = LeaseCounts(clock=lambda: now)
     for number in range(20_000):
-        table.hold([b"%d" % number])
+        counts_of.hold([b"%d" % number], 10.0)
         now += 0.1
-    assert len(table._locks) <= 2_000
-    assert len(table) <= 101
+    assert len(counts_of._leases) <= 2_000
+    assert len(counts_of) <= 101
