@@ -75,6 +75,11 @@ from kvplug.metrics.sinks import (
 from kvplug.metrics.stats import (
     TransferStats as TransferStats,
 )
+from kvplug.negotiation.checkpoint import (
+    adapter_fingerprint as adapter_fingerprint,
+    checkpoint_files as checkpoint_files,
+    checkpoint_fingerprint as checkpoint_fingerprint,
+)
 from kvplug.negotiation.handshake.agreement import (
     Agreement as Agreement,
     agree as agree,
