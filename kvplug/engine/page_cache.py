@@ -15,10 +15,11 @@ from kvplug.errors import ClosedError, KvplugError, LayoutError
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.format import PageFormat, opaque_format
 from kvplug.transport.store.job import Job
 from kvplug.transport.store.keys import Series, foreign_key
-from kvplug.transport.store.memory import PageViews
+from kvplug.transport.store.memory import PageMemory, PageViews
+from kvplug.transport.store.pieces import PagePieces, pieces_format
 from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
 from kvplug.transport.store.store import PageRequest, Store
 
@@ -38,9 +39,22 @@ class FlatPage:
     """All that the engine calls it by."""
     view: memoryview
     """Its bytes: contiguous. Its memory must stay alive, which a view of it ensures."""
+    more: Sequence[memoryview] = ()
+    """Further pieces of it that lie elsewhere, in their order. They are one page in the store."""
     layout: bytes = b""
     """What the bytes mean, as far as the key leaves it out (dtype, shape). A page that was put with another
     layout or another length is a miss."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The lengths of its pieces, in bytes."""
+        return (self.view.nbytes, *(piece.nbytes for piece in self.more))
+
+
+def _memory_of(form: PageFormat, pages: Sequence[FlatPage]) -> PageMemory:
+    if pages[0].more:
+        return PagePieces([(page.view, *page.more) for page in pages])
+    return PageViews(form, [page.view for page in pages])
 
 
 class PageCache:
@@ -92,7 +106,7 @@ class PageCache:
         self._num_live = 0
         self._leases = LeaseCounts()
         self._told: set[tuple[str, str]] = set()
-        self._series: dict[tuple[int, bytes], Series] = {}
+        self._series: dict[tuple[tuple[int, ...], bytes], Series] = {}
 
     def __repr__(self) -> str:
         return f"<pages of {self._engine} in {self.store!r}>"
@@ -222,13 +236,14 @@ class PageCache:
     def _keys(self, keys: Sequence[bytes]) -> list[bytes]:
         return [foreign_key(self._namespace, key) for key in keys]
 
-    def _series_of(self, nbytes: int, layout: bytes) -> Series:
-        found = self._series.get((nbytes, layout))
+    def _series_of(self, sizes: tuple[int, ...], layout: bytes) -> Series:
+        found = self._series.get((sizes, layout))
         if found is None:
             if len(self._series) > 1000:  # an engine has a few; a length for each page would fill memory
                 self._series.clear()
-            found = Series(opaque_format(nbytes), shard=layout, seal=self.store.seal.id)
-            self._series[nbytes, layout] = found
+            form = pieces_format(sizes) if len(sizes) > 1 else opaque_format(*sizes)
+            found = Series(form, shard=layout, seal=self.store.seal.id)
+            self._series[sizes, layout] = found
         return found
 
     def _submitted(
@@ -243,22 +258,22 @@ class PageCache:
 
         ``refusals``: results where the store was closed, and where it refuses for another reason.
         """
-        parts: dict[tuple[int, bytes], list[int]] = {}
+        parts: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
         for index, page in enumerate(pages):
-            parts.setdefault((page.view.nbytes, page.layout), []).append(index)
+            parts.setdefault((page.sizes, page.layout), []).append(index)
         deadline = Deadline.after(timeout, self._timeout_s)
         whole = _Whole(Job[Any](len(pages), deadline), len(parts), lambda found: self._ended(op, found))
         with self._lock:
             self._num_live += 1
-        for (nbytes, layout), indices in parts.items():
+        for (sizes, layout), indices in parts.items():
             own = [pages[index] for index in indices]
             try:
-                series = self._series_of(nbytes, layout)
+                series = self._series_of(sizes, layout)
                 request = PageRequest(
                     series=series,
                     keys=self._keys([page.key for page in own]),
                     identities=[self._namespace + page.key for page in own],
-                    memory=PageViews(series.format, [page.view for page in own]),
+                    memory=_memory_of(series.format, own),
                 )
                 part = submit(request, timeout=deadline.remaining())
             except Exception as e:
