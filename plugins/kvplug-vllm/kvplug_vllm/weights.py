@@ -24,8 +24,8 @@ def fingerprint_of(vllm_config: VllmConfig) -> str:
     """The fingerprint of the safetensors files that this engine loads; empty (not compared) for other
     formats.
 
-    It is that of :func:`kvplug.engine.checkpoint_fingerprint`. Weights that are quantised while loading differ
-    from the files, so the fingerprint includes the quantisation.
+    It is that of :func:`kvplug.engine.checkpoint_fingerprint`. Weights that are quantised while loading
+    differ from the files, so the fingerprint includes the quantisation.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format not in _FORMATS:
