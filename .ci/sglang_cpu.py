@@ -22,7 +22,7 @@ CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 STUBS = Path(__file__).parent / "sglang_stubs"
 LEFT_OUT = re.compile(
     r"(torch|torchvision|torchaudio|torchcodec|torch_memory_saver"  # another build, sound and pictures
-    r"|timm|soundfile|decord2|av|datasets|modelscope|anthropic|kernels|deepseek-recipe|tml-renderers"
+    r"|timm|decord2|av|datasets|modelscope|anthropic|kernels|deepseek-recipe|tml-renderers"
     r"|cuda-python|flash-attn-4|flashinfer_python|humming-kernels|nvidia-.*|nvshmem4py-cu13|quack-kernels"
     r"|sgl-.*|sglang-kernel|tilelang|smg-grpc-servicer)(?![\w-])"  # GPUs, and other servers
 )

@@ -262,7 +262,6 @@ class KvplugStorage(HiCacheStorage):
         """End every call and give everything back. Idempotent."""
         LIVE.discard(self)
         self._cache.close()
-        self._pools.clear()
 
 
 _POLICIES: Final = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
