@@ -21,6 +21,9 @@ def register() -> None:
 
 
 def _unpinned(original: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.mem_cache.pool_host import base
+
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # it leaves 10 GiB to others, which a small machine has not
     original(*args, **{**kwargs, "pin_memory": False})
 
 

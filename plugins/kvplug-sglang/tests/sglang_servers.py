@@ -35,6 +35,7 @@ SETTINGS = {
     "disable-cuda-graph": True,
     "disable-overlap-schedule": True,
     "skip-server-warmup": True,
+    "sleep-on-idle": True,
     "max-total-tokens": 8192,
     "mem-fraction-static": 0.3,
     "max-running-requests": 8,

@@ -46,7 +46,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
 @pytest.fixture(scope="module")
 def first(models: tuple[str, str], pages: Pages) -> list[Answer]:
     """The answers of a server that computed the first prompts, filled the store, and was killed."""
-    with Server(models[0], free_port(), {**CLASS, **pages.config}, backend="dynamic") as server:
+    extra = {**CLASS, **pages.config, "allocator": "shm"}
+    with Server(models[0], free_port(), extra, backend="dynamic") as server:
         server.wait_until_ready()
         answers = [server.ask(prompt) for prompt in PROMPTS[:2]]
         until(lambda: len(pages.files()) >= 2 * NUM_PAGES, "the pages of two prompts are in the store")

@@ -8,11 +8,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvplug import ConfigError
 from kvplug_sglang.pause import Pause
@@ -32,7 +34,7 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    from kvplug_sglang import names
+    from kvplug_sglang import facts, names
     from kvplug_sglang.storage import LIVE, KvplugStorage
 
 pytestmark = pytest.mark.timeout(120)
@@ -277,6 +279,21 @@ def test_while_the_weights_change_there_are_no_pages_and_then_others(
     assert all(storage.batch_set_v1(KEYS, indices))
     assert update(None, True, flush="within") == 0, "others than before"
     assert update("b", True, flush="within") == 3
+
+
+def test_an_adapter_is_another_when_its_files_are_and_weights_without_files_have_no_fingerprint(
+    tmp_path: Path,
+) -> None:
+    def with_weights(value: float) -> str:
+        save_file({"lora_A": torch.full((2, 2), value)}, tmp_path / "adapter_model.safetensors")
+        return facts._adapter_of(SimpleNamespace(lora_name="a", lora_path=str(tmp_path)))
+
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    found = {with_weights(1.0), with_weights(1.0), with_weights(2.0)}
+    assert len(found) == 2 and all(each.startswith(f"a {tmp_path} safetensors:") for each in found)
+    assert facts._adapter_of(SimpleNamespace(lora_name="a", lora_path="/nowhere")) == "a /nowhere "
+    assert facts.fingerprint_of(str(tmp_path), None, "dummy", None) == ""
+    assert facts.fingerprint_of(str(tmp_path), None, "auto", None).startswith("safetensors:")
 
 
 @pytest.fixture
