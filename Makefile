@@ -40,7 +40,7 @@ install: $(INSTALLED)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	.venv/bin/$(RUN_TESTS) -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
-		--hypothesis-profile dev --kvplug-level brief -m "$(QUICK)" --ignore plugins/kvplug-vllm \
+		--hypothesis-profile dev --kvplug-level brief -m "$(QUICK)" --ignore plugins/kvplug-vllm --ignore plugins/kvplug-lmcache --ignore plugins/kvplug-sglang \
 		$(EXAMPLES:%=--ignore docs/examples/%) $(ARGS)
 
 test-all: $(TOX)

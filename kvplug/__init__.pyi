@@ -14,6 +14,9 @@ from kvplug.assembly.connector import (
 from kvplug.assembly.lookups import (
     build_lookup as build_lookup,
 )
+from kvplug.assembly.page_caches import (
+    build_page_cache as build_page_cache,
+)
 from kvplug.assembly.pipes import (
     PipeServer as PipeServer,
     build_pipe_endpoint as build_pipe_endpoint,

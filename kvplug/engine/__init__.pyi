@@ -50,6 +50,10 @@ from kvplug.engine.members import (
     Engine as Engine,
     Members as Members,
 )
+from kvplug.engine.page_cache import (
+    FlatPage as FlatPage,
+    PageCache as PageCache,
+)
 from kvplug.errors import (
     EntryGoneError as EntryGoneError,
     LayoutError as LayoutError,
@@ -70,6 +74,11 @@ from kvplug.metrics.sinks import (
 )
 from kvplug.metrics.stats import (
     TransferStats as TransferStats,
+)
+from kvplug.negotiation.checkpoint import (
+    adapter_fingerprint as adapter_fingerprint,
+    checkpoint_files as checkpoint_files,
+    checkpoint_fingerprint as checkpoint_fingerprint,
 )
 from kvplug.negotiation.handshake.agreement import (
     Agreement as Agreement,

@@ -277,6 +277,11 @@ from kvplug.transport.store.memory import (
     PageBuffers as PageBuffers,
     PageMemory as PageMemory,
     PageRows as PageRows,
+    PageViews as PageViews,
+)
+from kvplug.transport.store.pieces import (
+    PagePieces as PagePieces,
+    pieces_format as pieces_format,
 )
 from kvplug.transport.store.places import (
     PagePlaces as PagePlaces,

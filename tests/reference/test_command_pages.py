@@ -43,7 +43,7 @@ def flags() -> tuple[tuple[str, str, str], ...]:
     modules, path = [], []
     for plugin in PLUGINS:
         project = tomllib.loads((plugin / "pyproject.toml").read_text())["project"]
-        modules += project["entry-points"].get("kvplug", {}).values()
+        modules += project.get("entry-points", {}).get("kvplug", {}).values()
         path.append(str(plugin))
     given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     done = subprocess.run(

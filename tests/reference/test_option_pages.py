@@ -46,7 +46,7 @@ def sections() -> tuple[str, ...]:
     modules, path = ["kvplug.assembly.builtin kvplug"], []
     for plugin in PLUGINS:
         project = tomllib.loads((plugin / "pyproject.toml").read_text())["project"]
-        for target in project["entry-points"].get("kvplug", {}).values():
+        for target in project.get("entry-points", {}).get("kvplug", {}).values():
             modules.append(f"{target} {project['name']}")
             path.append(str(plugin))
     given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]

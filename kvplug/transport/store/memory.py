@@ -215,3 +215,61 @@ class PageBuffers(PageMemory):
     def _mine(self, first: int, rows: PageRows, layers: range | None) -> PageRows:
         wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
         return self._rows[first : first + len(rows)].columns(wanted.start * step, wanted.stop * step)
+
+
+class PageViews(PageMemory):
+    """Pages that lie in a buffer each, anywhere in this process's memory.
+
+    >>> from kvplug.transport.store.format import opaque_format
+    >>> pages = PageViews(opaque_format(4), [memoryview(bytearray(4)), memoryview(bytearray(b"abcd"))])
+    >>> copied = PageBuffers.empty(pages.format, 1)
+    >>> pages.gather(1, copied.rows())
+    >>> bytes(copied.rows().row(0))
+    b'abcd'
+    """
+
+    def __init__(self, form: PageFormat, views: Sequence[memoryview]) -> None:
+        """``views``: of bytes, contiguous, one for each page. They keep their memory alive.
+
+        Raises:
+            LayoutError: one has not the length of a page, or is not contiguous bytes.
+        """
+        for view in views:
+            if view.nbytes != form.nbytes or view.itemsize != 1 or view.ndim != 1 or not view.contiguous:
+                raise LayoutError(
+                    f"a view of {view.nbytes} bytes (format {view.format!r}, {view.ndim} axes) for a page of"
+                    f" {form.nbytes} contiguous bytes"
+                )
+        self.format = form
+        self._views = [view if view.format == "B" else view.cast("B") for view in views]
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def places(self, first: int, count: int) -> PagePlaces | None:
+        self._check_count(first, count)
+        form, views = self.format, self._views[first : first + count]
+        if not count or not form.nbytes or any(view.readonly for view in views):
+            return None
+        at = array("q", map(address_of, views))
+        base = min(at)
+        bases = array("q")
+        for layer in range(form.num_layers):
+            bases.extend(base + layer * form.layer_nbytes + begin for begin, _ in form.spans)
+        # as in PageBuffers, each page is one block, and all of it one token
+        parts = tuple(PartPlace(1, nbytes, (nbytes,), (1,), 1) for _, nbytes in form.spans)
+        return PagePlaces(bases, parts, array("q", [each - base for each in at]), 1, 1, 0, range(count))
+
+    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        begin, end = self._columns(first, rows, layers)
+        for index in range(len(rows)):
+            copy_bytes(rows.row(index), self._views[first + index][begin:end], _LOCK_FREE_BYTES)
+
+    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        begin, end = self._columns(first, rows, layers)
+        for index in range(len(rows)):
+            copy_bytes(self._views[first + index][begin:end], rows.row(index), _LOCK_FREE_BYTES)
+
+    def _columns(self, first: int, rows: PageRows, layers: range | None) -> tuple[int, int]:
+        wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
+        return wanted.start * step, wanted.stop * step

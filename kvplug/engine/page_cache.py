@@ -1,0 +1,373 @@
+"""A store as the page cache of an engine that has keys and memory of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Self, TypeVar
+
+import attrs
+
+from kvplug.engine.leases import LeaseCounts
+from kvplug.errors import ClosedError, KvplugError, LayoutError
+from kvplug.metrics.reasons import reason_of
+from kvplug.metrics.stats import TransferStats
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug.transport.store.format import PageFormat, opaque_format
+from kvplug.transport.store.job import Job
+from kvplug.transport.store.keys import Series, foreign_key
+from kvplug.transport.store.memory import PageMemory, PageViews
+from kvplug.transport.store.pieces import PagePieces, pieces_format
+from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
+from kvplug.transport.store.store import PageRequest, Store
+
+_log = logging.getLogger(__name__)
+
+_R = TypeVar("_R", PutReason, MissReason)
+
+_ORDINARY: Final = frozenset({"absent", "evicted", "expired", "cancelled", "closed"})
+"""Reasons that say nothing about the store's health."""
+
+
+@attrs.frozen(kw_only=True)
+class FlatPage:
+    """One page of another engine's cache."""
+
+    key: bytes
+    """All that the engine calls it by."""
+    view: memoryview
+    """Its bytes: contiguous. Its memory must stay alive, which a view of it ensures."""
+    more: Sequence[memoryview] = ()
+    """Further pieces of it that lie elsewhere, in their order. They are one page in the store."""
+    layout: bytes = b""
+    """What the bytes mean, as far as the key leaves it out (dtype, shape). A page that was put with another
+    layout or another length is a miss."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The lengths of its pieces, in bytes."""
+        return (self.view.nbytes, *(piece.nbytes for piece in self.more))
+
+
+def _memory_of(form: PageFormat, pages: Sequence[FlatPage]) -> PageMemory:
+    if pages[0].more:
+        return PagePieces([(page.view, *page.more) for page in pages])
+    return PageViews(form, [page.view for page in pages])
+
+
+class PageCache:
+    """A store as the page cache of an engine that has keys of its own, and whose pages are flat bytes.
+
+    Law. Every call returns at once. Every job ends by its deadline; when it is done, the memory of its pages
+    is touched no more. A failure of the store is a miss or a page that is not kept, with its reason, counted
+    and logged once; it is never an exception, also not after :meth:`close`. A page is found only by an engine
+    with the same name, namespace and key, and only with the layout and length that it was put with.
+
+    Callers. Adapters of engines, from any thread.
+
+    Not promised. What :class:`~kvplug.transport.Store` does not promise: that a page is kept, or still there
+    when it is got.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        engine: str,
+        namespace: bytes = b"",
+        timeout_s: float = 30.0,
+        stats: TransferStats | None = None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Owns ``store`` from here on.
+
+        Args:
+            engine: whose cache it is: pages of engines with other names are never found.
+            namespace: what determines the content of pages besides their keys.
+            timeout_s: the default deadline.
+            stats: where the store counts, see :attr:`stats`.
+            on_close: called once, after the store is closed.
+        """
+        self.store = store
+        self.stats = TransferStats() if stats is None else stats
+        """What was asked for, put and got, and what failed for which reason."""
+        name = engine.encode()
+        # the store's own namespace: pages with another protection are misses, not pages of the wrong format
+        self._namespace = b"".join(
+            len(part).to_bytes(8, "little") + part for part in (name, namespace, store.seal.id)
+        )
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._on_close = on_close
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._num_live = 0
+        self._leases = LeaseCounts()
+        self._told: set[tuple[str, str]] = set()
+        self._series: dict[tuple[tuple[int, ...], bytes], Series] = {}
+
+    def __repr__(self) -> str:
+        return f"<pages of {self._engine} in {self.store!r}>"
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def lookup(
+        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Job[Presence]:
+        """Whether the pages are there.
+
+        ``lease_s``: the held pages are not evicted for so long, or until :meth:`release` was called as often
+        as they were found, where the store can do that.
+        """
+        own = self._keys(keys)
+        if lease_s:
+            self._leases.hold(own, lease_s)  # before the answer: a release meanwhile must not end this lease
+        try:
+            job = self.store.submit_lookup(own, lease_s=lease_s, timeout=timeout)
+        except Exception as e:
+            self._failed("lookup", e, len(keys))
+            job = Job(len(keys), Deadline.after(timeout, self._timeout_s))
+            job.set([Presence.ABSENT] * len(keys))
+        if lease_s:
+            job.add_done_callback(lambda ended: self._keep_leases(own, ended.results() or ()))
+        return job
+
+    def _keep_leases(self, keys: Sequence[bytes], found: Sequence[Presence]) -> None:
+        """Of a lookup, on the pages that it has found."""
+        self._release([key for key, held in zip(keys, found, strict=True) if held is not Presence.HELD])
+
+    def is_leased(self, key: bytes) -> bool:
+        """Whether a lease of :meth:`lookup` is on the page."""
+        return self._leases.is_leased(foreign_key(self._namespace, key))
+
+    @property
+    def num_leased(self) -> int:
+        """Pages with leases."""
+        return len(self._leases)
+
+    def put(self, pages: Sequence[FlatPage], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+        """Keep copies of the pages. Result: ``None`` for a page that is held now, else why not."""
+        return self._submitted(
+            "put", pages, self.store.submit_put, (PutReason.CLOSED, PutReason.OTHER), timeout
+        )
+
+    def get(self, pages: Sequence[FlatPage], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[MissReason | None]:
+        """Fill the pages' memory. Result: ``None`` for a page that is there and verified, else why not; then
+        its memory holds anything."""
+        return self._submitted(
+            "get", pages, self.store.submit_get, (MissReason.CLOSED, MissReason.OTHER), timeout
+        )
+
+    def remove(self, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+        """Forget the pages. Result: whether it is done."""
+        try:
+            return self.store.submit_remove(self._keys(keys), timeout=timeout)
+        except Exception as e:
+            self._failed("remove", e, 0)
+            job: Job[bool] = Job(len(keys), Deadline.after(timeout, self._timeout_s))
+            job.set([False] * len(keys))
+            return job
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        """One lease of :meth:`lookup` less on each of these pages; the last one ends in the store."""
+        self._release(self._keys(keys))
+
+    def _release(self, own: Sequence[bytes]) -> None:
+        last = self._leases.release(own)
+        try:
+            if last:
+                self.store.release(last)
+        except Exception as e:
+            self._failed("release", e, 0)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The pages were used elsewhere, and are evicted later than others."""
+        try:
+            self.store.touch(self._keys(keys))
+        except Exception as e:
+            self._failed("touch", e, 0)
+
+    # -- at once -------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """What the store holds; nothing, if it was closed."""
+        try:
+            return self.store.usage()
+        except KvplugError:
+            return Usage(num_pages=0, used_bytes=0, budget_bytes=None)
+
+    @property
+    def failures(self) -> Mapping[str, Mapping[str, int]]:
+        """How many pages failed, by operation (``"get"``) and reason."""
+        found: Mapping[str, Mapping[str, int]] = self.stats.snapshot()["failures"]
+        return found
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> bool:
+        """End every job and give everything back. Idempotent.
+
+        Puts that have begun are finished within ``timeout``; gets end as ``CLOSED``.
+
+        Returns: whether no memory of a job is touched any more, which is so unless a copy hangs.
+        """
+        deadline = Deadline.after(timeout, self._timeout_s)
+        try:
+            self.store.close(deadline.remaining())
+        except Exception as e:
+            _log.warning("closing %r failed: %s: %s", self.store, type(e).__name__, e)
+        with self._lock:
+            while self._num_live:
+                if not self._idle.wait(deadline.remaining()) and deadline.expired:
+                    break
+            is_idle = not self._num_live
+            on_close, self._on_close = self._on_close, lambda: None
+        on_close()
+        return is_idle
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _keys(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [foreign_key(self._namespace, key) for key in keys]
+
+    def _series_of(self, sizes: tuple[int, ...], layout: bytes) -> Series:
+        found = self._series.get((sizes, layout))
+        if found is None:
+            if len(self._series) > 1000:  # an engine has a few; a length for each page would fill memory
+                self._series.clear()
+            form = pieces_format(sizes) if len(sizes) > 1 else opaque_format(*sizes)
+            found = Series(form, shard=layout, seal=self.store.seal.id)
+            self._series[sizes, layout] = found
+        return found
+
+    def _submitted(
+        self,
+        op: str,
+        pages: Sequence[FlatPage],
+        submit: Callable[..., Job[_R | None]],
+        refusals: tuple[_R, _R],
+        timeout: Timeout,
+    ) -> Job[_R | None]:
+        """Pages of one length and layout are one request to the store; the job is done when all are settled.
+
+        ``refusals``: results where the store was closed, and where it refuses for another reason.
+        """
+        parts: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
+        for index, page in enumerate(pages):
+            parts.setdefault((page.sizes, page.layout), []).append(index)
+        deadline = Deadline.after(timeout, self._timeout_s)
+        whole = _Whole(Job[Any](len(pages), deadline), len(parts), lambda found: self._ended(op, found))
+        with self._lock:
+            self._num_live += 1
+        for (sizes, layout), indices in parts.items():
+            own = [pages[index] for index in indices]
+            try:
+                series = self._series_of(sizes, layout)
+                request = PageRequest(
+                    series=series,
+                    keys=self._keys([page.key for page in own]),
+                    identities=[self._namespace + page.key for page in own],
+                    memory=_memory_of(series.format, own),
+                )
+                part = submit(request, timeout=deadline.remaining())
+            except Exception as e:
+                self._failed(op, e, len(own))
+                whole.failed(indices, refusals[0 if isinstance(e, ClosedError) else 1])
+            else:
+                whole.follow(part, indices)
+        if not parts:
+            whole.end()
+        whole.job.on_cancel(whole.cancel)
+        job: Job[_R | None] = whole.job
+        return job
+
+    def _ended(self, op: str, results: Sequence[Any]) -> None:
+        for reason, count in Counter(results).items():
+            if reason is not None:
+                self._tell(op, str(reason), f"{count} of {len(results)} pages")
+        with self._lock:
+            self._num_live -= 1
+            self._idle.notify_all()
+
+    def _failed(self, op: str, error: Exception, count: int) -> None:
+        """A call of the store has raised, which it should not: no page has a result."""
+        if isinstance(error, LayoutError):
+            _log.error("memory of %s cannot be used: %s", self._engine, error)
+        reason = str(reason_of(error))
+        if count:
+            self.stats.fail(op, reason, count=count)
+        self._tell(op, reason, f"{type(error).__name__}: {error}")
+
+    def _tell(self, op: str, reason: str, what: str) -> None:
+        """Once for each kind of failure: the counters have the rest."""
+        with self._lock:
+            if reason in _ORDINARY or (op, reason) in self._told:
+                return
+            self._told.add((op, reason))
+        _log.warning(
+            "%s of the pages of %s failed (%s: %s); this is said once, and counted from now on",
+            op,
+            self._engine,
+            reason,
+            what,
+        )
+
+
+class _Whole:
+    """A job that is done when several others are done and settled."""
+
+    def __init__(self, job: Job[Any], num_parts: int, on_end: Callable[[Sequence[Any]], None]) -> None:
+        self.job = job
+        self._results: list[Any] = [None] * job.count
+        self._lock = threading.Lock()
+        self._num_left = num_parts
+        self._parts: list[Job[Any]] = []
+        self._on_end = on_end
+
+    def follow(self, part: Job[Any], indices: Sequence[int]) -> None:
+        """``part`` has the results of these pages."""
+        self._parts.append(part)
+        has_ended = False
+
+        def look() -> None:
+            nonlocal has_ended
+            if not part.settled:
+                return
+            found = part.results()
+            if found is None:
+                return
+            with self._lock:
+                if has_ended:
+                    return
+                has_ended = True
+            self._add(indices, found)
+
+        part.watch(look)
+
+    def failed(self, indices: Sequence[int], reason: Any) -> None:
+        """These pages have no job of the store."""
+        self._add(indices, [reason] * len(indices))
+
+    def _add(self, indices: Sequence[int], found: Sequence[Any]) -> None:
+        for index, result in zip(indices, found, strict=True):
+            self._results[index] = result
+        with self._lock:
+            self._num_left -= 1
+            if self._num_left:
+                return
+        self.end()
+
+    def end(self) -> None:
+        """Every part has ended."""
+        self.job.set(self._results)
+        self._on_end(self._results)
+
+    def cancel(self) -> None:
+        for part in tuple(self._parts):
+            part.cancel()

@@ -1,0 +1,155 @@
+"""Fingerprints of checkpoints, so that engines do not mix the KV of different models with the same shapes.
+
+Only headers and some rows of the files are read, without a library for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+_OF_A_KIND: Final = 256
+"""How many tensors to sample for values among those whose names differ only in numbers. Name, dtype and
+shape of all tensors are hashed.
+"""
+_ELEMENTS: Final = 1 << 16
+"""How many elements of a vector are hashed."""
+_MAX_HEADER_BYTES: Final = 100 << 20
+"""As the format's own reader allows."""
+
+
+def checkpoint_files(folder: Path, *, consolidated: bool = False) -> tuple[Path, ...]:
+    """The safetensors files of the model in this folder: of those that are there, the ones in the index.
+
+    A folder may also contain another copy of the model, an adapter, or files of an older revision.
+
+    Args:
+        consolidated: the files in Mistral's format instead.
+    """
+    pattern = "consolidated*.safetensors" if consolidated else "*.safetensors"
+    index = "consolidated.safetensors.index.json" if consolidated else "model.safetensors.index.json"
+    found = tuple(sorted(folder.glob(pattern)))
+    try:
+        named = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, AttributeError):  # a model in one file has no index
+        return found
+    return tuple(file for file in found if file.name in named)
+
+
+def checkpoint_fingerprint(files: Sequence[Path]) -> str:
+    """A hash over name, dtype and shape of every tensor in safetensors files, and over two of its rows (for
+    experts, rows of some of them).
+
+    It does not depend on the names and the number of files, and differs for different weights. It takes
+    milliseconds, or about a second for hundreds of files with tens of thousands of experts. A second call is
+    cheap: it looks at the files' times and sizes, and reads them only if those changed.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one is no safetensors file.
+    """
+    try:
+        return _hash_of(tuple(files), _stamps(files))
+    except (LookupError, TypeError, AttributeError) as e:  # its header is JSON, and not what it should be
+        raise ValueError(f"no safetensors files: {type(e).__name__}: {e}") from e
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """The same of the LoRA adapter in this folder, in the form of its library (PEFT), with its scale.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one is not what it should be.
+    """
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    return f"{checkpoint_fingerprint((file,))} {_scale_of(config, _stamps((config,)))}"
+
+
+@functools.lru_cache(maxsize=256)
+def _scale_of(config: Path, _: tuple[tuple[int, int], ...]) -> str:
+    """The scale of an adapter, from its config."""
+    found = json.loads(config.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{config} is no table")
+    return json.dumps([found.get(key) for key in ("r", "lora_alpha", "use_rslora")])
+
+
+def _stamps(files: Iterable[Path]) -> tuple[tuple[int, int], ...]:
+    """Times and sizes of the files, which change when a file is written again."""
+    stats = (file.stat() for file in files)
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_of(files: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> str:
+    kinds = {name: (file, kind) for file in files for name, kind in _kinds(file)}
+    chosen: dict[Path, list[str]] = defaultdict(list)
+    for name in _chosen(kinds):
+        chosen[kinds[name][0]].append(name)
+    values = {name: value for file, names in chosen.items() for name, value in _values(file, names)}
+    digest = hashlib.blake2b(digest_size=16)
+    for name, (_file, kind) in sorted(kinds.items()):
+        digest.update(f"{name} {kind} ".encode())
+        digest.update(values.get(name, b""))
+    return f"safetensors:{digest.hexdigest()}"
+
+
+def _chosen(names: Iterable[str]) -> Iterator[str]:
+    """All names; if there are more than :data:`_OF_A_KIND` of one kind, that many, evenly spread."""
+    of_a_kind: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        of_a_kind[re.sub(r"\d+", "0", name)].append(name)
+    for alike in of_a_kind.values():
+        step = max(1, len(alike) / _OF_A_KIND)
+        yield from (alike[int(at * step)] for at in range(min(len(alike), _OF_A_KIND)))
+
+
+def _header(opened: BinaryIO) -> tuple[int, Mapping[str, Any]]:
+    """Where the tensors begin, and name, dtype, shape and place of each."""
+    length = int.from_bytes(opened.read(8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError(f"{opened.name} is no safetensors file: its header has {length} bytes")
+    header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return 8 + length, header
+
+
+def _kinds(file: Path) -> Iterator[tuple[str, str]]:
+    """Name, dtype and shape of every tensor, from the file's header."""
+    with file.open("rb") as opened:
+        for name, tensor in _header(opened)[1].items():
+            yield name, f"{tensor['dtype']} {tensor['shape']}"
+
+
+def _values(file: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """A hash of each of these tensors: of its first row and of its middle row."""
+    with file.open("rb") as opened:
+        start, header = _header(opened)
+        for name in names:
+            shape: list[int] = header[name]["shape"]
+            begin, end = header[name]["data_offsets"]
+            if 0 in shape:
+                continue
+            hashed = hashlib.blake2b(digest_size=16)
+            for first, count in _rows(shape):
+                bits, size = end - begin, math.prod(shape)
+                opened.seek(start + begin + first * bits // size)
+                hashed.update(opened.read(count * bits // size))
+            yield name, hashed.digest()
+
+
+def _rows(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """The elements that are hashed of a tensor: the first of a row, and how many."""
+    if len(shape) < 2:
+        return [(0, min(shape[0], _ELEMENTS) if shape else 1)]
+    middle = 0
+    for size in shape[:-1]:
+        middle = middle * size + size // 2
+    return [(0, shape[-1]), (middle * shape[-1], shape[-1])]

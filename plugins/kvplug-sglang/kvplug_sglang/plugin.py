@@ -1,0 +1,87 @@
+"""The function of SGLang's plugin entry point, which SGLang calls in each of its processes.
+
+It makes ``--hicache-storage-backend kvplug`` work, and lets the storage know when the weights change. SGLang
+has hooks for its functions and methods, and no other way to do either.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, Final
+
+NAME: Final = "kvplug"
+"""The value of ``--hicache-storage-backend``."""
+DYNAMIC: Final = {
+    "backend_name": NAME,
+    "module_path": "kvplug_sglang.storage",
+    "class_name": "KvplugStorage",
+}
+"""What SGLang's backend ``dynamic`` needs in its extra config."""
+_SCHEDULER: Final = "sglang.srt.managers.scheduler"
+_CONTROLLER: Final = "sglang.srt.managers.cache_controller.HiCacheController"
+_UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATES: Final = (
+    "begin_weight_update",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+
+
+def register() -> None:
+    """Register the hooks. SGLang applies them after it has called all plugins.
+
+    Those of a scheduler are registered where its module is imported: importing it takes seconds.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", _offer_name, HookType.AFTER)
+    if _SCHEDULER not in sys.modules:
+        return
+    HookRegistry.register(f"{_CONTROLLER}.attach_storage_backend", _attach, HookType.AROUND)
+    HookRegistry.register(f"{_CONTROLLER}.reset", _cache_was_reset, HookType.AFTER)
+    for name in _UPDATES:
+        HookRegistry.register(f"{_UPDATER}.{name}", _weights_change, HookType.AROUND)
+
+
+def _offer_name(result: object, parser: Any) -> None:
+    """The command line takes the name: argparse knows only those of SGLang's own backends."""
+    for action in parser._actions:
+        if action.dest == "hicache_storage_backend" and NAME not in (action.choices or (NAME,)):
+            action.choices = [*action.choices, NAME]
+
+
+def _attach(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """``kvplug`` is the backend ``dynamic`` with kvplug's class: only SGLang's own names have makers."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if call.arguments.get("storage_backend") != NAME:
+        return original(*args, **kwargs)
+    given = call.arguments.get("storage_backend_extra_config") or {}
+    call.arguments["storage_backend"] = "dynamic"
+    call.arguments["storage_backend_extra_config"] = {**given, **DYNAMIC}
+    result = original(*call.args, **call.kwargs)
+    controller = call.args[0]
+    controller.storage_backend_type = NAME
+    return result
+
+
+def _storages() -> list[Any]:
+    """The storages of this process, if it has any."""
+    module = sys.modules.get(DYNAMIC["module_path"])
+    return [] if module is None else list(module.LIVE)
+
+
+def _weights_change(original: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    for storage in _storages():
+        storage.names.begin_weights(getattr(request, "model_path", None))
+    result = original(updater, request, *args, **kwargs)
+    for storage in _storages():
+        storage.names.end_weights(bool(getattr(result, "success", False)))
+    return result
+
+
+def _cache_was_reset(result: object, *args: Any, **kwargs: Any) -> None:
+    for storage in _storages():
+        storage.names.cache_was_reset()

@@ -1,0 +1,52 @@
+"""The extra config of a HiCache storage backend as a kvplug config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvplug import Config, ConfigError
+
+SOURCE: Final = "--hicache-storage-backend-extra-config"
+TIMEOUT_S: Final = 5.0
+"""Deadline of a call, where the config sets no ``timeout_s``. Requests may wait for a prefetch, and what is
+not there in seconds is computed faster."""
+_OF_SGLANG: Final = (
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "allocator",
+    "file_storage_path",
+)
+"""Keys that SGLang reads itself, and leaves in what it hands to a backend."""
+
+
+def config_of(given: Mapping[str, Any] | None, *, metrics: bool = False, split: object = None) -> Config:
+    """The config in the extra config that SGLang was started with.
+
+    Args:
+        metrics: SGLang exports metrics: kvplug's are among them, where the config names no sinks.
+        split: SGLang's ``tp_lcm_size``, which it has taken out of the extra config.
+
+    Raises:
+        ConfigError: a key is not kvplug's, or a value is wrong; every fault of form at once.
+    """
+    own = {key: value for key, value in (given or {}).items() if key not in _OF_SGLANG}
+    own.setdefault("timeout_s", TIMEOUT_S)
+    if metrics:
+        own.setdefault("sinks", ["prometheus"])
+    config = Config.from_dict(own, SOURCE)
+    faults = []
+    if "stores" not in own:
+        faults.append(
+            'stores: no store was given; name the one that keeps the pages, for example {"stores": ["redis"]}'
+        )
+    if split is not None:
+        faults.append(
+            f"tp_lcm_size: {split!r} was given; kvplug keeps the pages of each tensor-parallel size apart:"
+            " remove the key"
+        )
+    if faults:
+        raise ConfigError(*faults, source=SOURCE)
+    return config

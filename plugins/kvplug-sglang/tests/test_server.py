@@ -1,0 +1,203 @@
+"""Real servers over a store: what one has computed, another finds, and what is wrong is computed again."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redis_server import RedisServer, free_port
+from sglang_servers import PAGE, Answer, Server, until, with_threshold
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPTS = [[1000 * number + at for at in range(1, 101)] for number in range(1, 12)]
+"""Of 100 tokens each, and different from the first one on."""
+WHOLE = 96
+"""Tokens of the whole pages of one."""
+NUM_PAGES = WHOLE // PAGE
+CLASS = {
+    "backend_name": "kvplug",
+    "module_path": "kvplug_sglang.storage",
+    "class_name": "KvplugStorage",
+}
+
+
+class Pages:
+    """The files of the store "fs"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = {"stores": ["fs"], "options": {"fs": {"path": str(folder)}}}
+
+    def files(self) -> set[Path]:
+        return {file for file in self.folder.glob("v1/pages/*/*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    return Pages(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def first(models: tuple[str, str], pages: Pages) -> list[Answer]:
+    """The answers of a server that computed the first prompts, filled the store, and was killed."""
+    extra = {**CLASS, **pages.config, "allocator": "shm"}
+    with Server(models[0], free_port(), extra, backend="dynamic") as server:
+        server.wait_until_ready()
+        answers = [server.ask(prompt) for prompt in PROMPTS[:2]]
+        until(lambda: len(pages.files()) >= 2 * NUM_PAGES, "the pages of two prompts are in the store")
+        server.kill()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def server(models: tuple[str, str], pages: Pages, first: list[Answer]) -> Iterator[Server]:
+    """A fresh server over the same store, which is named on the command line."""
+    with Server(models[0], free_port(), pages.config) as server:
+        yield server.wait_until_ready()
+
+
+def test_a_fresh_process_finds_the_pages_of_one_that_was_killed(server: Server, first: list[Answer]) -> None:
+    assert [answer.cached for answer in first] == [0, 0]
+    again = [server.ask(prompt) for prompt in PROMPTS[:2]]
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in first]
+    assert [answer.cached for answer in again] == [WHOLE, WHOLE]
+    assert len({answer.tokens for answer in again}) == 2
+
+
+def test_requests_with_another_salt_find_nothing(server: Server, first: list[Answer]) -> None:
+    other = server.ask(PROMPTS[0], salt="of another tenant")
+    assert (other.tokens, other.cached) == (first[0].tokens, 0)
+
+
+def test_corrupted_pages_are_computed_again_and_counted(server: Server, pages: Pages) -> None:
+    before = pages.files()
+    answer = server.ask(PROMPTS[2])
+    until(lambda: len(pages.files() - before) >= NUM_PAGES, "its pages are in the store")
+    for file in list(pages.files() - before)[: NUM_PAGES // 2]:
+        content = bytearray(file.read_bytes())
+        content[-100] ^= 1
+        file.write_bytes(content)
+    server.forget()
+    again = server.ask(PROMPTS[2])
+    assert again.tokens == answer.tokens
+    assert again.cached < WHOLE
+    corrupt = {"op": "get", "reason": "corrupt"}
+    until(lambda: server.metric("kvplug_transfer_failures_total", **corrupt) >= 1, "it is counted")
+
+
+def test_what_moved_is_among_the_servers_metrics(server: Server) -> None:
+    for op, least in (("put", NUM_PAGES), ("get", 2 * NUM_PAGES), ("lookup", 2 * NUM_PAGES)):
+        until(lambda op=op, least=least: server.metric("kvplug_transfers_total", op=op) >= least, op)
+    assert server.metric("sglang:prefetched_tokens_total") >= 2 * WHOLE
+
+
+def test_other_weights_find_no_page_of_the_first_ones_and_those_are_found_again_later(
+    server: Server, models: tuple[str, str], first: list[Answer]
+) -> None:
+    server.load(models[1])
+    other = server.ask(PROMPTS[0])
+    assert other.cached == 0
+    assert other.tokens != first[0].tokens
+    server.load(models[0])
+    again = server.ask(PROMPTS[0])
+    assert (again.tokens, again.cached) == (first[0].tokens, WHOLE)
+
+
+def test_while_old_kv_may_be_in_the_cache_no_page_is_kept_or_found(
+    server: Server, models: tuple[str, str], pages: Pages, first: list[Answer]
+) -> None:
+    server.forget()
+    update = {"model_path": models[1], "flush_cache": False}
+    server.call("POST", "/update_weights_from_disk", update)
+    before = pages.files()
+    assert server.ask(PROMPTS[0]).cached == 0
+    assert "no KV pages are kept or found until the cache is flushed" in server.log
+    server.load(models[0])
+    assert pages.files() == before, "KV that may be of either weights was kept"
+    assert server.ask(PROMPTS[0]).tokens == first[0].tokens
+
+
+def test_a_cleared_storage_finds_nothing(server: Server, first: list[Answer]) -> None:
+    server.call("POST", "/hicache/storage-backend/clear")
+    server.forget()
+    answer = server.ask(PROMPTS[1])
+    assert (answer.tokens, answer.cached) == (first[1].tokens, 0)
+
+
+@pytest.fixture(scope="module")
+def redis(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis server, to which the running SGLang server has changed."""
+    redis = RedisServer(tmp_path_factory.mktemp("redis"))
+    try:
+        server.call("DELETE", "/hicache/storage-backend")
+        options = {"address": [redis.address], "size": "1 GiB", "timeout_s": 1}
+        config = {"stores": ["redis"], "timeout_s": 2, "options": {"redis": options}}
+        attached = {
+            "hicache_storage_backend": "kvplug",
+            "hicache_storage_backend_extra_config_json": json.dumps(with_threshold(config)),
+        }
+        server.call("PUT", "/hicache/storage-backend", attached)
+        yield redis
+    finally:
+        redis.process.send_signal(signal.SIGCONT)
+        redis.kill()
+
+
+def finds(server: Server, prompt: list[int]) -> bool:
+    server.forget()
+    return server.ask(prompt).cached == WHOLE
+
+
+def test_pages_are_kept_in_redis(server: Server, redis: RedisServer) -> None:
+    server.forget()
+    answer = server.ask(PROMPTS[3])
+    assert answer.cached == 0
+    until(lambda: finds(server, PROMPTS[3]), "its pages are in Redis")
+    assert server.ask(PROMPTS[3]).tokens == answer.tokens
+
+
+def test_a_stopped_redis_delays_one_request_and_its_pages_are_found_when_it_goes_on(
+    server: Server, redis: RedisServer
+) -> None:
+    answer = server.ask(PROMPTS[4])
+    until(lambda: finds(server, PROMPTS[4]), "its pages are in Redis")
+    redis.process.send_signal(signal.SIGSTOP)
+    server.forget()
+    stopped = [server.ask(PROMPTS[4])]
+    server.forget()
+    stopped += [server.ask(prompt) for prompt in PROMPTS[5:9]]
+    redis.process.send_signal(signal.SIGCONT)
+    assert stopped[0].tokens == answer.tokens
+    assert {each.cached for each in stopped} == {0}
+    assert sum(each.seconds for each in stopped) < 5 * 4.0, "each of them waited for the store"
+    until(lambda: finds(server, PROMPTS[4]), "its pages are found again")
+
+
+def test_a_killed_redis_is_a_miss_and_a_new_one_is_filled(server: Server, redis: RedisServer) -> None:
+    answer = server.ask(PROMPTS[9])
+    until(lambda: finds(server, PROMPTS[9]), "its pages are in Redis")
+    redis.kill()
+    server.forget()
+    gone = server.ask(PROMPTS[9])
+    assert (gone.tokens, gone.cached) == (answer.tokens, 0)
+    redis.start()
+    until(lambda: finds(server, PROMPTS[9]), "its pages are in the new one")
+    assert server.ask(PROMPTS[9]).tokens == answer.tokens
+
+
+def test_a_config_that_is_wrong_is_refused_with_what_to_change(server: Server, redis: RedisServer) -> None:
+    server.call("DELETE", "/hicache/storage-backend")
+    wrong: dict[str, Any] = {"stores": ["redsi"], "role": "producer"}
+    attached = {
+        "hicache_storage_backend": "kvplug",
+        "hicache_storage_backend_extra_config_json": json.dumps(wrong),
+    }
+    with pytest.raises(AssertionError, match=r"role.*remove the key"):
+        server.call("PUT", "/hicache/storage-backend", attached)
+    assert server.ask(PROMPTS[10]).cached == 0, "the server goes on without"

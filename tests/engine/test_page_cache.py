@@ -1,0 +1,265 @@
+"""A store as the page cache of an engine with keys and memory of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvplug import Config, ConfigError, build_page_cache
+from kvplug.engine import FlatPage, LayoutError, PageCache
+from kvplug.transport import (
+    BlockingStore,
+    ExecutedStore,
+    MissReason,
+    PageSeal,
+    PageViews,
+    Presence,
+    PutReason,
+    Usage,
+    opaque_format,
+)
+from kvplug_testing.waits import until
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Pages(BlockingStore):
+    """A dict, whose calls go through ``gate`` first."""
+
+    num_threads = 2
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, bytearray] = {}
+        self.gate: Callable[[], None] = lambda: None
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        self.gate()
+        return [key in self.pages for key in keys]
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        self.gate()
+        page = self.pages.get(key)
+        if page is None:
+            return None
+        at = 0
+        for buffer in into:
+            part = page[at : at + len(buffer)]
+            buffer[: len(part)] = part
+            at += len(buffer)
+        return len(page)
+
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        self.gate()
+        self.pages.setdefault(key, bytearray().join(page))
+        return True
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.pages.pop(key, None)
+
+    def usage(self) -> Usage:
+        return Usage(num_pages=len(self.pages), used_bytes=0, budget_bytes=None)
+
+
+def cache(
+    pages: Pages,
+    engine: str = "engine",
+    namespace: bytes = b"",
+    seal: PageSeal | None = None,
+    timeout_s: float = 10,
+) -> PageCache:
+    store = ExecutedStore(pages, name="dict", seal=seal or PageSeal(), timeout_s=timeout_s)
+    return PageCache(store, engine=engine, namespace=namespace, timeout_s=timeout_s)
+
+
+def page(key: bytes, content: bytes, layout: bytes = b"") -> FlatPage:
+    return FlatPage(key=key, view=memoryview(bytearray(content)), layout=layout)
+
+
+def blank(*like: FlatPage) -> list[FlatPage]:
+    return [page(each.key, bytes(each.view.nbytes), each.layout) for each in like]
+
+
+def test_pages_of_several_lengths_and_layouts_come_back_in_the_order_of_the_keys() -> None:
+    wanted = [page(b"%d" % n, bytes([n]) * (n % 3 + 1) * 100, b"f%d" % (n % 2)) for n in range(20)]
+    with cache(Pages()) as pages:
+        assert pages.put(wanted).wait(5) == [None] * 20
+        there = blank(*wanted)
+        there[7:7] = [page(b"absent", bytes(100))]
+        assert pages.get(there).wait(5) == [None] * 7 + [MissReason.ABSENT] + [None] * 13
+        del there[7]
+        assert [bytes(each.view) for each in there] == [bytes(each.view) for each in wanted]
+        assert pages.lookup([b"3", b"absent"]).wait(5) == [Presence.HELD, Presence.ABSENT]
+        assert pages.remove([b"3"]).wait(5) == [True]
+        assert pages.lookup([b"3"]).wait(5) == [Presence.ABSENT]
+        assert pages.put([]).wait(5) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"engine": "engine2"},
+        {"namespace": b"model2"},
+        {"engine": "enginem", "namespace": b"odel"},  # the same bytes, divided otherwise
+        {"seal": PageSeal(secret=b"secret")},
+        {"seal": PageSeal(checksums=False)},
+    ],
+)
+def test_another_engine_namespace_or_protection_neither_finds_nor_destroys_a_page(other: Any) -> None:
+    place = Pages()
+    mine = cache(place, "engine", b"model")
+    theirs = cache(place, **{"engine": "engine", "namespace": b"model", **other})
+    kept = page(b"key", b"mine")
+    assert mine.put([kept]).wait(5) == [None]
+    assert theirs.lookup([b"key"]).wait(5) == [Presence.ABSENT]
+    assert theirs.get(blank(kept)).wait(5) == [MissReason.ABSENT]
+    assert theirs.put([page(b"key", b"ours")]).wait(5) == [None]
+    (again,) = blank(kept)
+    assert mine.get([again]).wait(5) == [None]
+    assert bytes(again.view) == b"mine"
+
+
+@pytest.mark.parametrize("other", [page(b"key", bytes(4), b"bfloat16"), page(b"key", bytes(5), b"float16")])
+def test_a_page_of_another_layout_or_length_is_a_miss_and_makes_room(other: FlatPage) -> None:
+    with cache(Pages()) as pages:
+        assert pages.put([page(b"key", b"1234", b"float16")]).wait(5) == [None]
+        assert pages.get([other]).wait(5) == [MissReason.FORMAT]
+        assert pages.put([other]).wait(5) == [None]
+        assert pages.get([other]).wait(5) == [None]
+
+
+def test_a_lease_in_the_store_ends_with_the_last_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[bytes] = []
+    with cache(Pages()) as pages:
+        monkeypatch.setattr(pages.store, "release", released.extend)
+        assert pages.put([page(b"key", b"1")]).wait(5) == [None]
+        for _ in range(2):
+            assert pages.lookup([b"key", b"absent"], lease_s=60).wait(5) == [Presence.HELD, Presence.ABSENT]
+        assert pages.lookup([b"key"]).wait(5) == [Presence.HELD]
+        assert (pages.is_leased(b"key"), pages.is_leased(b"absent"), pages.num_leased) == (True, False, 1)
+        released.clear()  # of the absent page
+        pages.release([b"key"])
+        assert released == []
+        pages.release([b"key"])
+        assert len(released) == 1
+        assert not pages.is_leased(b"key")
+        pages.release([b"key", b"never"])
+        assert len(released) == 1
+
+
+def test_a_damaged_page_is_a_miss() -> None:
+    place = Pages()
+    with cache(place) as pages:
+        kept = page(b"key", b"1234" * 100)
+        assert pages.put([kept]).wait(5) == [None]
+        (stored,) = place.pages.values()
+        stored[-7] ^= 1
+        assert pages.get(blank(kept)).wait(5) == [MissReason.CORRUPT]
+        assert pages.failures == {}  # counted by the recorded store around it, which build_page_cache adds
+
+
+def test_a_store_that_fails_is_logged_once_and_every_page_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    place = Pages()
+
+    def fail() -> None:
+        raise OSError("no route")
+
+    place.gate = fail
+    with caplog.at_level(logging.WARNING, "kvplug.engine"), cache(place) as pages:
+        for _ in range(3):
+            assert pages.get([page(b"key", b"1")]).wait(5) == [MissReason.STORE_GONE]
+            assert pages.put([page(b"key", b"1")]).wait(5) == [PutReason.STORE_GONE]
+            assert pages.lookup([b"key"]).wait(5) == [Presence.ABSENT]
+    assert len([each for each in caplog.records if each.name == "kvplug.engine.page_cache"]) == 2
+
+
+def test_a_store_that_hangs_ends_at_the_deadline_and_touches_nothing_later() -> None:
+    place, go = Pages(), threading.Event()
+    pages = cache(place, timeout_s=0.3)
+    first = page(b"key", b"1234")
+    assert pages.put([first]).wait(5) == [None]
+    place.gate = lambda: go.wait(20) and None
+    late, began = page(b"key", b"----"), time.monotonic()
+    assert pages.get([late]).wait(5) == [MissReason.TIMEOUT]
+    assert pages.put([page(b"other", b"1")]).wait(5) == [PutReason.TIMEOUT]
+    assert time.monotonic() - began < 3
+    go.set()
+    until(lambda: pages.lookup([b"key"]).wait(5) == [Presence.HELD])
+    assert bytes(late.view) == b"----"
+    assert pages.close()
+
+
+def test_after_close_everything_is_a_miss_and_nothing_raises() -> None:
+    closed: list[int] = []
+    pages = PageCache(
+        ExecutedStore(Pages(), name="dict", seal=PageSeal()),
+        engine="engine",
+        on_close=lambda: closed.append(1),
+    )
+    assert pages.close()
+    assert pages.close()
+    assert closed == [1]
+    assert pages.get([page(b"key", b"1")]).wait(5) == [MissReason.CLOSED]
+    assert pages.put([page(b"key", b"1")]).wait(5) == [PutReason.CLOSED]
+    assert pages.lookup([b"key"]).wait(5) == [Presence.ABSENT]
+    assert pages.remove([b"key"]).wait(5) == [False]
+    pages.release([b"key"])
+    pages.touch([b"key"])
+    assert pages.usage().num_pages == 0
+
+
+def test_close_ends_gets_that_wait_and_finishes_puts_that_have_begun() -> None:
+    place, go = Pages(), threading.Event()
+    pages = cache(place)
+    place.gate = lambda: go.wait(20) and None
+    put, get = pages.put([page(b"key", b"1")]), pages.get([page(b"other", b"1")])
+    threading.Timer(0.2, go.set).start()
+    assert pages.close(10)
+    assert put.results() == [None]
+    assert get.results() == [MissReason.CLOSED]
+
+
+def test_a_cancelled_request_ends() -> None:
+    place, go = Pages(), threading.Event()
+    with cache(place) as pages:
+        place.gate = lambda: go.wait(20) and None
+        job = pages.get([page(b"key", b"1"), page(b"key", b"22")])
+        job.cancel()
+        assert job.wait(5) == [MissReason.CANCELLED] * 2
+        go.set()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [memoryview(bytearray(5)), memoryview(bytearray(8))[::2], memoryview(bytearray(4)).cast("H")],
+)
+def test_memory_that_does_not_fit_is_refused(view: memoryview) -> None:
+    with pytest.raises(LayoutError, match="for a page of 4 contiguous bytes"):
+        PageViews(opaque_format(4), [view])
+
+
+# -- of a config -------------------------------------------------------------------------------
+
+
+def test_the_store_of_a_config_counts_what_it_does() -> None:
+    config = Config.from_dict({"stores": ["memory"]})
+    with build_page_cache(config, engine="engine") as pages:
+        kept = page(b"key", b"1234")
+        assert pages.put([kept]).wait(5) == [None]
+        assert pages.get([*blank(kept), page(b"absent", b"1")]).wait(5) == [None, MissReason.ABSENT]
+        assert pages.failures == {"get": {"absent": 1}}
+        assert pages.stats.snapshot()["ops"]["get"]["count"] == 1
+
+
+def test_a_config_is_refused_with_every_fault_by_name() -> None:
+    config = Config.from_dict({"stores": ["memory", "host"], "role": "both", "peers": ["10.0.0.1:1"]})
+    with pytest.raises(ConfigError) as caught:
+        build_page_cache(config, engine="engine")
+    assert [fault.partition(":")[0] for fault in caught.value.faults] == ["role", "peers", "stores"]
+    with pytest.raises(ConfigError, match="sinks"):
+        build_page_cache(Config.from_dict({"stores": ["memory"], "sinks": ["lgo"]}), engine="engine")
