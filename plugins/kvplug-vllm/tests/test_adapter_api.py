@@ -20,31 +20,42 @@ with warnings.catch_warnings():
 
     from kvplug_vllm.connector import KvplugConnector
     from kvplug_vllm.metadata import KvplugHandshakeMetadata
+    from kvplug_vllm.releases.base import unknown_names
 
 PROMPT = list(range(1, 101))
 
 OURS = """
-    bind_connector_metadata bind_kv_cache_manager build_connector_meta build_connector_worker_meta
+    bind_connector_metadata bind_gpu_block_pool build_connector_meta build_connector_worker_meta
     build_kv_connector_stats build_prom_metrics clear_connector_metadata get_block_ids_with_load_errors
     get_finished get_finished_count get_handshake_metadata get_kv_connector_stats get_num_new_matched_tokens
     get_required_kvcache_layout handle_preemptions has_connector_metadata has_pending_push_work on_new_request
     register_kv_caches request_finished requires_kv_delivery requires_piecewise_for_cudagraph reset_cache
     save_kv_layer set_host_xfer_buffer_ops set_xfer_handshake_metadata set_xfer_handshake_metadata_pp_aware
-    shutdown start_load_kv take_events update_connector_output update_state_after_alloc wait_for_layer_load
-    wait_for_save
+    shutdown start_load_kv supports_sleep_mode take_events update_connector_output update_state_after_alloc
+    wait_for_layer_load wait_for_save
 """
 THEIRS = """
-    bind_gpu_block_pool finish_forward get_external_cache_hit_sources get_kv_connector_kv_cache_events
+    bind_kv_cache_manager finish_forward get_external_cache_hit_sources get_kv_connector_kv_cache_events
     get_loaded_kv_cache_group_ids get_mem_pool_context get_transfer_results has_pending_block_frees
-    register_finished_partial_tail reset_capture_state role supports_divergent_local_hybrid_hits
+    prefer_cross_layer_blocks register_cross_layers_kv_cache register_finished_partial_tail
+    reset_capture_state restore_kv_caches role supports_divergent_local_hybrid_hits unregister_kv_caches
 """
-"""Whose answers of vLLM's base class are right."""
+"""Whose answers of vLLM's base class are right; the last pair is for sleep mode, which is refused."""
+IN_SOME_RELEASES = """
+    bind_kv_cache_manager finish_forward get_external_cache_hit_sources get_loaded_kv_cache_group_ids
+    get_mem_pool_context get_transfer_results has_pending_block_frees prefer_cross_layer_blocks
+    register_cross_layers_kv_cache register_finished_partial_tail reset_capture_state restore_kv_caches
+    supports_divergent_local_hybrid_hits supports_sleep_mode unregister_kv_caches
+"""
 
 
 def test_every_method_of_the_api_was_looked_at() -> None:
     """One that a release adds, or drops, asks for a decision."""
     public = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
-    assert public == {*OURS.split(), *THEIRS.split()}
+    known = {*OURS.split(), *THEIRS.split()}
+    assert public - known == set() == known - public - set(IN_SOME_RELEASES.split())
+    assert unknown_names(KVConnectorBase_V1) == []
+    assert unknown_names(type("Newer", (), dict.fromkeys(known, None) | {"renew": None})) == ["renew"]
     ours = {name for name in vars(KvplugConnector) if not name.startswith("_")}
     assert ours == set(OURS.split())
 
