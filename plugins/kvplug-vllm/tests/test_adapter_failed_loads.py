@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.smoke
+
 PROMPT = list(range(1, 101))
 RIGHT, WRONG = 7, 666
 """Tokens. The latter are computed from KV that is not there."""

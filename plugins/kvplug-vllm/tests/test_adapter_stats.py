@@ -22,6 +22,8 @@ with warnings.catch_warnings():
     from kvplug_vllm.metadata import KvplugStats, KvplugWorkerMetadata
     from kvplug_vllm.plugin import NAME, register
 
+pytestmark = pytest.mark.smoke
+
 
 def snapshot(count: int = 1) -> dict[str, Any]:
     stats = TransferStats()

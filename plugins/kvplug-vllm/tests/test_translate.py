@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ with warnings.catch_warnings():
         SlidingWindowSpec,
     )
 
-    from kvplug_vllm.releases.cache import layout_to_require
+    from kvplug_vllm.releases.cache import declares_layout, layout_to_require
     from kvplug_vllm.translate import (
         cache_of,
         can_rewind,
@@ -36,8 +37,15 @@ with warnings.catch_warnings():
         parallelism_of,
     )
 
+pytestmark = pytest.mark.smoke
+
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+
+
+NEEDS_LAYOUTS = pytest.mark.skipif(
+    not declares_layout(), reason=f"vLLM {vllm.__version__} does not declare the layout of its cache"
+)
 
 
 def cache_config(spec: Any = FULL, layout: str | None = "LBHNC", groups: int = 1) -> KVCacheConfig:
@@ -48,7 +56,7 @@ def cache_config(spec: Any = FULL, layout: str | None = "LBHNC", groups: int = 1
             KVCacheGroupSpec([f"model.layers.{group}.attn", f"model.layers.{group}1.attn"], spec)
             for group in range(groups)
         ],
-        kv_cache_layout=layout,
+        **({"kv_cache_layout": layout} if declares_layout() else {}),
     )
 
 
@@ -149,6 +157,7 @@ def test_vllm_goes_back_only_step_by_step_and_with_its_first_runner(
         ("BHLNC", "BHTKD"),
     ],
 )
+@NEEDS_LAYOUTS
 def test_the_layout_is_the_declared_one(layout: str, axes: str) -> None:
     (group,) = cache_of(vllm_config(), cache_config(layout=layout)).groups
     assert group.layout.axes == axes
@@ -163,6 +172,7 @@ def test_latent_attention_has_one_vector_per_token() -> None:
     assert (model.attention, model.num_kv_heads, model.head_size) == ("mla", 1, 576)
 
 
+@NEEDS_LAYOUTS
 def test_tensors_come_in_the_order_of_memory_and_their_strides_are_checked() -> None:
     memory = torch.arange(7 * 32 * 3 * 128, dtype=torch.float32)
     heads_inside = memory.view(7, 32, 3, 128).permute(0, 2, 1, 3)  # logical [B, H, N, C], LBNHC in memory
@@ -278,16 +288,28 @@ def quantised() -> FullAttentionSpec:
         ),
         (
             FullAttentionSpec(
-                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, num_head_slots=4
+                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, attention_chunk_size=64
             ),
             "not plain keys and values",
         ),
     ],
-    ids=["sliding window", "quantised", "unequal", "slots"],
+    ids=["sliding window", "quantised", "unequal", "chunks"],
 )
 def test_what_cannot_be_moved_is_refused_by_name(spec: Any, why: str) -> None:
     with pytest.raises(UnsupportedError, match=why):
         cache_of(vllm_config(), cache_config(spec))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens_per_state", 4), ("compress_ratio", 4), ("num_head_slots", 4), ("state_content_bytes", 584)],
+)
+def test_what_a_release_calls_blocks_of_another_content_is_refused(name: str, value: int) -> None:
+    fields = FullAttentionSpec.__dataclass_fields__ | MLAAttentionSpec.__dataclass_fields__
+    if name not in fields:
+        pytest.skip(f"vLLM {vllm.__version__} has no {name}")
+    with pytest.raises(UnsupportedError, match="not plain keys and values"):
+        cache_of(vllm_config(), cache_config(dataclasses.replace(LATENT, **{name: value})))
 
 
 def test_a_cache_that_vllm_may_unmap_is_refused() -> None:
@@ -295,6 +317,7 @@ def test_a_cache_that_vllm_may_unmap_is_refused() -> None:
         cache_of(vllm_config(model={"enable_sleep_mode": True}), cache_config())
 
 
+@NEEDS_LAYOUTS
 def test_a_cache_that_does_not_say_how_it_lies_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_cache_layout is None"):
         cache_of(vllm_config(), cache_config(layout=None))
@@ -305,7 +328,7 @@ def test_several_groups_are_handed_on_for_the_connector_to_judge() -> None:
 
 
 def test_layouts_that_vllm_lacks_are_refused() -> None:
-    assert layout_to_require("BTHKD") == "LBNHC"
+    assert layout_to_require("BTHKD") == ("LBNHC" if declares_layout() else "NHD")
     with pytest.raises(ConfigError, match="KBTHD"):
         layout_to_require("KBTHD")
 

@@ -15,6 +15,7 @@ FAULTS = f"{Path(__file__).parent}/faults.py"
 SMALL = {"block_size": 32}
 
 
+@pytest.mark.smoke
 def test_tokens_are_those_of_one_engine_alone(
     start: Any, config_for: Any, prompts: Any, alone: Any, port: int
 ) -> None:
@@ -39,6 +40,7 @@ def test_tokens_are_those_of_one_engine_alone(
     assert sum(loads) == 7, "four, and three: one of the second round was cached by vLLM itself"
 
 
+@pytest.mark.smoke
 def test_corrupted_kv_gives_other_tokens(
     start: Any, config_for: Any, prompts: Any, alone: Any, port: int
 ) -> None:
