@@ -41,8 +41,6 @@ pytestmark = pytest.mark.smoke
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-
-
 NEEDS_LAYOUTS = pytest.mark.skipif(
     not declares_layout(), reason=f"vLLM {vllm.__version__} does not declare the layout of its cache"
 )
@@ -88,7 +86,7 @@ def vllm_config(**more: Any) -> Any:
         "get_layers_start_end_indices": lambda parallel: (10, 20),
     }
     return SimpleNamespace(
-        kv_transfer_config=more.get("transfer"),
+        kv_transfer_config=more.get("transfer") or transfer(),
         parallel_config=SimpleNamespace(**{**parallel, **more.get("parallel", {})}),
         model_config=SimpleNamespace(**{**model, **more.get("model", {})}),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
