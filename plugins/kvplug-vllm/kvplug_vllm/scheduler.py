@@ -182,7 +182,7 @@ class SchedulerSide:
 
     # -- at start ------------------------------------------------------------------------------
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
+    def bind_block_pool(self, pool: BlockPool | None) -> None:
         """vLLM calls this before the first request."""
         self._pool = pool
 
