@@ -1,6 +1,7 @@
 # `make demo` runs the demo, `make test` the tests in one environment, `make test-all` the tests in all
-# environments, `make coverage` those of `make test`, and says which lines they reached. They need make, Python
-# 3.11 or later and access to a package index. They install only into .venv and .tox.
+# environments, `make coverage` those of `make test`, and says which lines they reached. `make test-engines`
+# runs the tests inside real engines, which `make test-all` leaves out. They need make, Python 3.11 or later and
+# access to a package index. They install only into .venv and .tox.
 
 PYTHON ?= python3
 TOX = .venv/bin/tox
@@ -12,6 +13,12 @@ PARALLEL ?= auto
 JOBS ?= $(shell expr 2 '*' "$$(getconf _NPROCESSORS_ONLN)")
 # More arguments for `make demo` and `make test`, such as ARGS="-k wire".
 ARGS ?=
+
+# tox environments of `make test-engines`, one release of an engine each: 3.5 GB, deleted when its tests have passed
+# (KEEP=1 keeps it). SHORT=1 runs a part with the newest release, in minutes.
+ENGINES = vllm027 vllm028 vllm029 vllm030 vllm031 vllm032
+SHORT ?=
+KEEP ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
 PLUGINS = testing bench cpu shm host fs redis mooncake etcd nixl lookup pynccl cuda-ipc transformers
@@ -29,7 +36,7 @@ RUN_TESTS = pytest
 # CONTRIBUTING.md explains the markers.
 QUICK = not (slow or mutant or variant or full)
 
-.PHONY: demo install test test-all coverage clean
+.PHONY: demo install test test-all test-engines coverage clean
 
 demo: $(TOX)
 	$(TOX) run -e demo $(TOX_ARGS) -- $(ARGS)
@@ -48,6 +55,13 @@ test-all: $(TOX)
 	$(TOX) run-parallel --parallel $(PARALLEL) $(TOX_ARGS) || \
 		{ tail -n +1 .tox/failed-tests/* 2>/dev/null; echo "Failed. Above: a line for each environment, then what tests failed."; exit 1; }
 	@echo "Passed. A line with SKIP above is an environment whose Python this machine does not have."
+
+# One after the other: each starts several engines, and they do not fit on one disk.
+test-engines: $(TOX)
+	set -e; for engine in $(if $(SHORT),vllm,$(ENGINES)); do \
+		$(TOX) run -e $$engine $(TOX_ARGS) -- $(if $(SHORT),-m smoke) $(CURDIR)/plugins/kvplug-vllm/tests $(ARGS); \
+		$(if $(KEEP),,rm -rf .tox/$$engine;) \
+	done
 
 $(TOX):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

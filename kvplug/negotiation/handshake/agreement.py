@@ -196,7 +196,7 @@ def _block_format(local: EngineFacts, remote: EngineFacts, kv_crosses: bool) -> 
         return []
     changes = {
         "block_format": "blocks are in an attention kernel's own order, which nothing converts: use the same"
-        " engine, version, attention backend and kind of processor at both ends",
+        " engine, attention backend and kind of processor at both ends, else also the same version",
         "block_size": "blocks in a kernel's own order are moved whole: set the same block size at both ends",
         "layout": "blocks in a kernel's own order are not rearranged: set the same layout at both ends",
     }

@@ -8,12 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
 
 from kvplug import ConfigError, Registry, build_connector, required_layout
 from kvplug.engine import SchedulerConnector, WorkerConnector
@@ -21,25 +15,33 @@ from kvplug_vllm.logs import join_vllm
 from kvplug_vllm.metadata import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
 from kvplug_vllm.metrics import KvplugPromMetrics
 from kvplug_vllm.plugin import register
+from kvplug_vllm.releases.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    require_implemented,
+    supported,
+    unknown_names,
+)
+from kvplug_vllm.releases.cache import layout_to_require
 from kvplug_vllm.scheduler import SchedulerSide
-from kvplug_vllm.translate import cache_of, can_rewind, config_of, model_of, parallelism_of, vllm_layout
+from kvplug_vllm.translate import cache_of, can_rewind, config_of, model_of, parallelism_of
 from kvplug_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger(__name__)
-
-TESTED = "0.32"
-"""The series of vLLM that this adapter is written for and tested with."""
 
 
 class KvplugConnector(KVConnectorBase_V1):
@@ -58,8 +60,13 @@ class KvplugConnector(KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        if not vllm.__version__.startswith(f"{TESTED}."):
-            _log.warning("kvplug-vllm is tested with vLLM %s; this is %s", TESTED, vllm.__version__)
+        if more := unknown_names(KVConnectorBase_V1):
+            _log.warning(
+                "the connector API of vLLM %s has %s, which kvplug-vllm does not know; %s",
+                vllm.__version__,
+                ", ".join(more),
+                supported(),
+            )
         registry = Registry.from_env()
         join_vllm(registry)
         cache = cache_of(vllm_config, kv_cache_config)
@@ -90,12 +97,15 @@ class KvplugConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        axes = required_layout(config_of(vllm_config))
-        return None if axes is None else vllm_layout(axes)
+        return layout_to_require(required_layout(config_of(vllm_config)))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return True  # connectors work layer by layer, and a replayed graph would skip the hooks
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return False  # cache_of refuses it where vLLM does not ask
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvplugStats:
@@ -184,9 +194,9 @@ class KvplugConnector(KVConnectorBase_V1):
     ) -> None:
         self._scheduler.set_handshake_metadata(metadata)
 
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._scheduler.bind_block_pool(gpu_block_pool)
 
     def get_finished_count(self) -> int | None:
         return self._scheduler.connector.get_finished_count()
@@ -232,4 +242,5 @@ def _ours(metadata: KVConnectorMetadata) -> KvplugMetadata:
     return metadata
 
 
+require_implemented(KvplugConnector)
 register()

@@ -27,11 +27,14 @@ from kvplug_vllm.metadata import (
     KvplugWorkerMetadata,
 )
 from kvplug_vllm.pending import PendingRequests
+from kvplug_vllm.releases.events import event_of
+from kvplug_vllm.releases.tables import block_tables
 from kvplug_vllm.requests import Requests, end_of
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput as VllmSchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request as VllmRequest
@@ -50,7 +53,8 @@ class SchedulerSide:
     cannot rewind, that report is too late for the request itself: the next step is already planned, or
     computes the missing tokens at the wrong position. So there the connector is asked to load everything in
     the background. If it cannot, the request waits as well: vLLM is told that the load is in the background,
-    and the workers name the request as received in the step that loads, which waits for the load.
+    and the workers name the request as received in the step that loads, which waits for the load. So it does
+    if vLLM has not bound its pool of blocks, from which the blocks of a failed load are evicted.
     """
 
     def __init__(
@@ -60,7 +64,8 @@ class SchedulerSide:
         self._which = which
         self._tensor_parallel_size = tensor_parallel_size
         self._can_rewind = can_rewind
-        self._cache: KVCacheManager | None = None
+        self._pool: BlockPool | None = None
+        self._tables = block_tables()
         self._requests = Requests()
         self._step = 0
         self._answers: dict[str, _Answer] = {}
@@ -93,7 +98,7 @@ class SchedulerSide:
             )
             found = 0
         # vLLM computes the last token again only after a load in the background.
-        settles = not in_background and (not self._can_rewind or found == left)
+        settles = not in_background and (not self._can_rewind or self._pool is None or found == left)
         self._answers[request.request_id] = _Answer(num_computed_tokens, in_background, settles)
         return found, bool(found) and (in_background or settles)
 
@@ -133,7 +138,7 @@ class SchedulerSide:
             SchedulerOutput(
                 step=self._step,
                 scheduled=tuple(_scheduled(output)),
-                block_ids=_block_ids_of(output),
+                block_ids=self._tables(output),
                 token_ids=self._requests.token_ids,
                 preempted_request_ids=preempted,
                 finished_request_ids=frozenset(output.finished_req_ids),
@@ -152,8 +157,8 @@ class SchedulerSide:
             output.finished_sending or set(), output.finished_recving or set()
         )
         wrong = self._step_loads.end(output.invalid_block_ids)
-        if wrong and self._cache is not None:
-            self._cache.evict_blocks(wrong)
+        if wrong and self._pool is not None:
+            self._pool.evict_blocks(wrong)
         if isinstance(said, KvplugWorkerMetadata):
             self._worker_events += dict.fromkeys(said.events)  # several workers may report the same event
         self.connector.update_connector_output(
@@ -177,8 +182,9 @@ class SchedulerSide:
 
     # -- at start ------------------------------------------------------------------------------
 
-    def bind_kv_cache_manager(self, cache: KVCacheManager) -> None:
-        self._cache = cache
+    def bind_block_pool(self, pool: BlockPool | None) -> None:
+        """vLLM calls this before the first request."""
+        self._pool = pool
 
     def set_handshake_metadata(self, metadata: dict[tuple[int, int], Any]) -> None:
         """``metadata`` is by (pipeline rank, tensor rank).
@@ -210,19 +216,6 @@ def _block_ids(groups: Iterable[Iterable[int]]) -> BlockIds:
     return tuple(tuple(group) for group in groups)
 
 
-def _block_ids_of(output: VllmSchedulerOutput) -> Any:
-    state = output.kv_connector_block_state
-    assert state is not None, "vLLM offers its block tables to connectors while it builds their metadata"
-
-    def block_ids(request_id: str) -> BlockIds:
-        groups = state.get_block_ids(request_id)
-        if groups is None:
-            raise KeyError(f"request {request_id} is not scheduled in this step")
-        return _block_ids(groups)
-
-    return block_ids
-
-
 def _scheduled(output: VllmSchedulerOutput) -> Iterator[ScheduledRequest]:
     new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
     computed = [(request.req_id, request.num_computed_tokens) for request in new]
@@ -240,7 +233,9 @@ def _event(event: CacheEvent) -> KVCacheEvent:
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as external
 
     if isinstance(event, BlocksStored):
-        return BlockStored(
+        return event_of(
+            BlockStored,
+            event.owner,
             block_hashes=[external(each) for each in event.block_hashes],
             parent_block_hash=None if event.parent_hash is None else external(event.parent_hash),
             token_ids=list(event.token_ids),
@@ -248,12 +243,12 @@ def _event(event: CacheEvent) -> KVCacheEvent:
             lora_id=None,
             lora_name=event.adapter or None,
             medium=event.medium or None,
-            ownership=event.owner or None,
         )
     if isinstance(event, BlocksRemoved):
-        return BlockRemoved(
+        return event_of(
+            BlockRemoved,
+            event.owner,
             block_hashes=[external(each) for each in event.block_hashes],
             medium=event.medium or None,
-            ownership=event.owner or None,
         )
     return AllBlocksCleared()

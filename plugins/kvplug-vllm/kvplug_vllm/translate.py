@@ -6,9 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import vllm
 
-from kvplug import Config, ConfigError, UnsupportedError
+from kvplug import Config, UnsupportedError, required_layout
 from kvplug.engine import (
     CacheGroup,
     KVCacheConfig,
@@ -18,15 +17,15 @@ from kvplug.engine import (
     Parallelism,
     positions_of,
 )
+from kvplug_vllm.releases.block_format import block_format_of
+from kvplug_vllm.releases.cache import as_logical, groups_of, order_of, spec_of_all
+from kvplug_vllm.releases.specs import is_plain
 from kvplug_vllm.weights import fingerprint_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig as VllmKVCacheConfig, KVCacheSpec
-
-_LETTERS = "LBHTD"
-"""kvplug's letters for vLLM's logical axes L, B, H, N, C of a KV cache."""
 
 
 def config_of(vllm_config: VllmConfig) -> Config:
@@ -96,7 +95,7 @@ def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:
         UnsupportedError: as :func:`cache_of`.
     """
     model = vllm_config.model_config
-    spec = _spec_of(cache.transfer_groups[0].kv_cache_spec)
+    spec = _spec_of(groups_of(cache)[0].kv_cache_spec)
     return ModelInfo(
         name=model.served_model_name or model.model,
         attention="mla" if _is_latent(spec) else "mha",
@@ -112,11 +111,12 @@ def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:
 
 def _positions_of(model: ModelConfig) -> str:
     """The model's position embedding, including the factors that vLLM chooses at startup."""
-    from vllm.transformers_utils.config import iter_rope_parameters
+    from vllm.transformers_utils.config import is_rope_parameters_nested
 
     config = model.hf_text_config
     positions = positions_of(config)
-    for parameters in iter_rope_parameters(config):
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in rope.values() if is_rope_parameters_nested(rope) else (rope,):
         if parameters.get("rope_type") == "longrope":
             limit = parameters["original_max_position_embeddings"]
             is_fitted = model.original_max_model_len == -1  # reduced after vLLM chose the model's maximum
@@ -130,15 +130,22 @@ def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig
     """The paged cache, as vLLM declares it: sizes from each group's spec, memory order from its layout.
 
     vLLM does not declare how an attention kernel orders the inside of a block (on CPUs keys are transposed,
-    under the same shape), so the block format names this release and this kernel.
+    under the same shape): see :mod:`kvplug_vllm.releases.block_format`.
 
     Raises:
-        UnsupportedError: a block does not hold the keys and values of each of its tokens.
+        UnsupportedError: a block does not hold the keys and values of each of its tokens, or vLLM may unmap
+            the cache (sleep mode).
         ConfigError: vLLM does not declare the memory order of its cache.
     """
-    if not cache.transfer_groups:
+    if vllm_config.model_config.enable_sleep_mode:
+        raise UnsupportedError(
+            "sleep mode unmaps the KV cache, which a connector's threads may read or have registered: start"
+            " this server without --enable-sleep-mode"
+        )
+    vllm_groups = groups_of(cache)
+    if not vllm_groups:
         raise UnsupportedError("this model has no KV cache that could be moved")
-    order = _order_of(cache.kv_cache_layout)
+    order = order_of(cache, lambda: required_layout(config_of(vllm_config)))
     groups = tuple(
         CacheGroup(
             layer_names=tuple(group.layer_names),
@@ -146,10 +153,10 @@ def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig
                 _spec_of(group.kv_cache_spec),
                 order,
                 cache.num_blocks,
-                _block_format(vllm_config, group.layer_names[0], _spec_of(group.kv_cache_spec)),
+                block_format_of(vllm_config, group.layer_names[0], _spec_of(group.kv_cache_spec)),
             ),
         )
-        for group in cache.transfer_groups
+        for group in vllm_groups
     )
     return KVCacheConfig(groups=groups, num_blocks=cache.num_blocks)
 
@@ -165,34 +172,10 @@ def in_memory_order(tensor: Tensor, layout: KVLayout) -> Tensor:
             f"vLLM's kernels work on {tensor.shape[0]} blocks where its scheduler counts {layout.num_blocks}:"
             f" choose a --block-size that they do not split (below {layout.block_size})"
         )
-    letters = "BHTD"
+    tensor, letters = as_logical(tensor), "BHTD"
     if "H" not in layout.axes:
         tensor, letters = tensor.squeeze(1), "BTD"
     return tensor.permute([letters.index(letter) for letter in layout.axes if letter != "K"])
-
-
-def vllm_layout(axes: str) -> str:
-    """vLLM's name of a layout that a connector requires.
-
-    Raises:
-        ConfigError: vLLM has no such layout.
-    """
-    names = {"BHTKD": "LBHNC", "BTHKD": "LBNHC", "HBTKD": "LHBNC"}
-    if axes not in names:
-        raise ConfigError(
-            f"the connector requires the KV layout {axes!r}, and vLLM has {', '.join(sorted(names))}"
-        )
-    return names[axes]
-
-
-def _order_of(name: str | None) -> str:
-    """Axes of one layer's tensor in the order of memory: ``"BHTD"`` for vLLM's LBHNC."""
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    if name is None:
-        raise ConfigError("vLLM does not declare the memory order of its KV cache (kv_cache_layout is None)")
-    order = (_LETTERS[axis] for axis in KVCacheLayout[name].stride_order)
-    return "".join(letter for letter in order if letter != "L")
 
 
 def _spec_of(spec: KVCacheSpec) -> AttentionSpec:
@@ -208,7 +191,7 @@ def _spec_of(spec: KVCacheSpec) -> AttentionSpec:
         kinds = set(spec.kv_cache_specs.values())
         if len(kinds) > 1:
             raise UnsupportedError(f"layers of one group have {len(kinds)} kinds of KV cache, not one")
-        spec = spec.first_spec
+        spec = spec_of_all(spec)
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         raise UnsupportedError(
             f"{type(spec).__name__}: kvplug moves the KV of full attention; blocks of other kinds are"
@@ -219,8 +202,7 @@ def _spec_of(spec: KVCacheSpec) -> AttentionSpec:
             f"a quantised KV cache ({spec.kv_quant_mode.name}) is not moved: its scales are not part of the"
             " blocks; set --kv-cache-dtype auto"
         )
-    plain = spec.tokens_per_state == 1 and spec.num_head_slots is None and spec.state_content_bytes is None
-    if not plain or spec.attention_chunk_size is not None:
+    if not is_plain(spec):
         raise UnsupportedError(f"blocks of {spec} are not plain keys and values per token")
     if not _is_latent(spec) and spec.head_size_v != spec.head_size:
         raise UnsupportedError(
@@ -234,36 +216,6 @@ def _is_latent(spec: Any) -> bool:
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     return isinstance(spec, MLAAttentionSpec)
-
-
-def _block_format(vllm_config: VllmConfig, layer_name: str, spec: AttentionSpec) -> str:
-    """Release, attention backend and, on CPUs, instruction set; the scheduler side knows only the release."""
-    release = ".".join(vllm.__version__.split(".")[:2])
-    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
-    if layer is None:
-        return f"vllm {release}"
-    backend = layer.get_attn_backend()
-    name = backend.get_name()
-    if name == "CPU_ATTN":
-        name += f" {_cpu_isa(vllm_config, spec)}"
-    return f"vllm {release} {name}"
-
-
-def _cpu_isa(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
-    """The instruction set of vLLM's kernels for CPUs, which decides how keys are tiled.
-
-    Raises:
-        UnsupportedError: this release of vLLM chooses it in another way.
-    """
-    try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa as isa_of
-    except ImportError as e:
-        raise UnsupportedError(
-            f"vLLM {vllm.__version__} does not say in which order its kernels for CPUs keep a block ({e});"
-            " install the release of vLLM that this release of kvplug-vllm names"
-        ) from e
-    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
-    return str(isa_of(dtype, spec.block_size, spec.head_size, cache_dtype))
 
 
 def _layout_of(spec: AttentionSpec, order: str, num_blocks: int, block_format: str) -> KVLayout:

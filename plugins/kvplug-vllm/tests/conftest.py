@@ -37,6 +37,7 @@ engines = module_of("engines")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-order", action="store_true", help="record vLLM's order of calls anew")
+    parser.addoption("--other-vllm", metavar="FOLDER", help="a folder with another release of vLLM")
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,13 @@ from kvplug_vllm.plugin import register
 handshakes: list[dict[int, Any]] = []
 
 
+def version(llm: Any) -> str:
+    """vLLM's."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
 def silence_workers() -> None:
     """The workers of "lookup" say nothing at start, and what its scheduler sides are told of that is kept."""
     tell = LookupScheduler.set_xfer_handshake_metadata

@@ -43,6 +43,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
     import kvplug_vllm.connector
+    from kvplug_vllm.releases.cache import declares_layout
 
 BLOCK = 32
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
@@ -327,9 +328,10 @@ def vllm_config(
 
 def cache_config(num_blocks: int) -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=3, head_size=64, dtype=torch.float32)
+    declared = {"kv_cache_layout": "LBHNC"} if declares_layout() else {}
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
-        kv_cache_layout="LBHNC",
+        **declared,
     )

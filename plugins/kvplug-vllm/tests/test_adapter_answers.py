@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.smoke
+
 PROMPT = list(range(1, 97))
 """Three whole blocks."""
 

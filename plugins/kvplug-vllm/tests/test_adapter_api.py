@@ -12,6 +12,7 @@ from kvplug.engine import BlocksRemoved, BlocksStored
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import vllm
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -20,31 +21,51 @@ with warnings.catch_warnings():
 
     from kvplug_vllm.connector import KvplugConnector
     from kvplug_vllm.metadata import KvplugHandshakeMetadata
+    from kvplug_vllm.releases.base import unknown_names
+    from kvplug_vllm.releases.cache import declares_layout
+
+pytestmark = pytest.mark.smoke
 
 PROMPT = list(range(1, 101))
 
 OURS = """
-    bind_connector_metadata bind_kv_cache_manager build_connector_meta build_connector_worker_meta
+    bind_connector_metadata bind_gpu_block_pool build_connector_meta build_connector_worker_meta
     build_kv_connector_stats build_prom_metrics clear_connector_metadata get_block_ids_with_load_errors
     get_finished get_finished_count get_handshake_metadata get_kv_connector_stats get_num_new_matched_tokens
     get_required_kvcache_layout handle_preemptions has_connector_metadata has_pending_push_work on_new_request
     register_kv_caches request_finished requires_kv_delivery requires_piecewise_for_cudagraph reset_cache
     save_kv_layer set_host_xfer_buffer_ops set_xfer_handshake_metadata set_xfer_handshake_metadata_pp_aware
-    shutdown start_load_kv take_events update_connector_output update_state_after_alloc wait_for_layer_load
-    wait_for_save
+    shutdown start_load_kv supports_sleep_mode take_events update_connector_output update_state_after_alloc
+    wait_for_layer_load wait_for_save
 """
 THEIRS = """
-    bind_gpu_block_pool finish_forward get_external_cache_hit_sources get_kv_connector_kv_cache_events
+    bind_kv_cache_manager finish_forward get_external_cache_hit_sources get_kv_connector_kv_cache_events
     get_loaded_kv_cache_group_ids get_mem_pool_context get_transfer_results has_pending_block_frees
-    register_finished_partial_tail reset_capture_state role supports_divergent_local_hybrid_hits
+    prefer_cross_layer_blocks register_cross_layers_kv_cache register_finished_partial_tail
+    reset_capture_state restore_kv_caches role supports_divergent_local_hybrid_hits unregister_kv_caches
 """
-"""Whose answers of vLLM's base class are right."""
+"""Whose answers of vLLM's base class are right; the last pair is for sleep mode, which is refused."""
+IN_SOME_RELEASES = """
+    bind_kv_cache_manager finish_forward get_external_cache_hit_sources get_loaded_kv_cache_group_ids
+    get_mem_pool_context get_transfer_results has_pending_block_frees prefer_cross_layer_blocks
+    register_cross_layers_kv_cache register_finished_partial_tail reset_capture_state restore_kv_caches
+    supports_divergent_local_hybrid_hits supports_sleep_mode unregister_kv_caches
+"""
+
+
+def has(method: str) -> Any:
+    """Skips a test where vLLM has no such method."""
+    lacks = not hasattr(KVConnectorBase_V1, method)
+    return pytest.mark.skipif(lacks, reason=f"vLLM {vllm.__version__} has no {method}")
 
 
 def test_every_method_of_the_api_was_looked_at() -> None:
     """One that a release adds, or drops, asks for a decision."""
     public = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
-    assert public == {*OURS.split(), *THEIRS.split()}
+    known = {*OURS.split(), *THEIRS.split()}
+    assert public - known == set() == known - public - set(IN_SOME_RELEASES.split())
+    assert unknown_names(KVConnectorBase_V1) == []
+    assert unknown_names(type("Newer", (), dict.fromkeys(known, None) | {"renew": None})) == ["renew"]
     ours = {name for name in vars(KvplugConnector) if not name.startswith("_")}
     assert ours == set(OURS.split())
 
@@ -57,38 +78,54 @@ def it(made: Any) -> Any:
 def test_what_the_scheduler_asks_at_any_time(it: Any) -> None:
     connector = it.engine.scheduler.connector
     assert not supports_hma(connector), "vLLM then has one group of layers"
-    assert connector.supports_divergent_local_hybrid_hits is False
+    assert getattr(connector, "supports_divergent_local_hybrid_hits", False) is False
     assert connector.requires_kv_delivery is False
     assert connector.get_finished_count() is None
     assert connector.has_pending_push_work() is False
-    assert connector.has_pending_block_frees() is False
     assert connector.get_kv_connector_stats() is None
     assert list(connector.take_events()) == []
-    assert connector.get_required_kvcache_layout(it.engine.config) is None
+    assert connector.get_required_kvcache_layout(it.engine.config) == (None if declares_layout() else "HND")
     assert connector.requires_piecewise_for_cudagraph({}) is True
-    request = SimpleNamespace(request_id="a")
+    assert connector.supports_sleep_mode(it.engine.config.kv_transfer_config) is False
+
+
+@has("register_finished_partial_tail")
+def test_what_the_scheduler_asks_about_partial_blocks(it: Any) -> None:
+    connector = it.engine.scheduler.connector
+    assert connector.has_pending_block_frees() is False
+    assert connector.register_finished_partial_tail(SimpleNamespace(request_id="a"), ([],), []) is False
+
+
+@has("get_loaded_kv_cache_group_ids")
+def test_what_the_scheduler_asks_about_what_was_loaded(it: Any) -> None:
+    connector, request = it.engine.scheduler.connector, SimpleNamespace(request_id="a")
     assert connector.get_loaded_kv_cache_group_ids(request) == (0,)
     assert sum(connector.get_external_cache_hit_sources(request, 96).values()) == 96
-    assert connector.register_finished_partial_tail(request, ([],), []) is False
 
 
 def test_what_a_worker_answers_without_anything_to_do(it: Any) -> None:
     worker = it.engine.worker
     assert worker.has_connector_metadata() is False
-    assert worker.get_mem_pool_context() is None
     assert worker.get_handshake_metadata() is None
-    worker.finish_forward()
-    worker.reset_capture_state()
-    results = worker.get_transfer_results(set())
-    assert (results.finished_sending, results.finished_recving, results.failed_recving) == (
-        set(),
-        set(),
-        set(),
-    )
+    assert worker.get_finished(set()) == (set(), set())
     assert worker.get_block_ids_with_load_errors() == set()
     assert worker.get_kv_connector_stats() is None
     assert worker.get_kv_connector_kv_cache_events() is None
     assert worker.build_connector_worker_meta() is None
+
+
+@has("get_transfer_results")
+def test_what_a_worker_answers_to_calls_that_came_with_0_30(it: Any) -> None:
+    worker = it.engine.worker
+    worker.finish_forward()
+    worker.reset_capture_state()
+    results = worker.get_transfer_results(set())
+    assert not (results.finished_sending or results.finished_recving or results.failed_recving)
+
+
+@has("get_mem_pool_context")
+def test_vllm_allocates_the_cache(it: Any) -> None:
+    assert it.engine.worker.get_mem_pool_context() is None
 
 
 def test_a_step_has_metadata_until_it_is_over(it: Any) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.smoke
+
 PROMPT = list(range(1, 101))
 RIGHT, WRONG = 7, 666
 """Tokens. The latter are computed from KV that is not there."""
@@ -67,6 +69,20 @@ def test_a_load_that_succeeds_is_used_in_the_step_after_it(made: Any) -> None:
     plan = it.engine.plan()
     assert (it.engine.computed(plan), plan.num_scheduled_tokens) == ({"a": 96}, {"a": 4})
     assert it.engine.report(plan, it.engine.run(plan, RIGHT)) == {"a": [RIGHT]}
+
+
+def test_a_load_settles_where_vllm_has_not_bound_its_pool_of_blocks(made: Any) -> None:
+    """Blocks of a load that failed in its step could not be evicted, and vLLM would serve them to others."""
+    it = made()
+    it.engine.scheduler.connector._scheduler.bind_block_pool(None)
+    fails(it, "a")
+    plan = it.engine.plan()
+    it.engine.add("b", PROMPT)
+    beside = it.engine.plan()
+    assert it.engine.computed(beside) == {"b": 0}, "which does not find the blocks of the other"
+    assert it.engine.report(plan, it.engine.run(plan, WRONG)) == {}, "it waits for its load"
+    assert it.engine.report(beside, it.engine.run(beside, RIGHT)) == {"b": [RIGHT]}
+    assert "a" in it.engine.step(RIGHT)
 
 
 def test_step_by_step_a_load_is_part_of_its_step(made: Any) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.smoke
+
 PROMPT = list(range(1, 101))
 ONE, OTHER = 5001, 5002
 

@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     from kvplug_vllm.pending import NewlyPending
     from kvplug_vllm.worker import WorkerSide
 
+pytestmark = pytest.mark.smoke
+
 LAYOUT = KVLayout("BTHKD", {"B": 4, "T": 8, "H": 2, "D": 3})
 CACHE = KVCacheConfig(groups=(CacheGroup(layer_names=("one", "two"), layout=LAYOUT),), num_blocks=4)
 SNAPSHOT = {"ops": {}, "failures": {"load": {"timeout": 1}}}

@@ -93,7 +93,8 @@ def test_blocks_are_published_under_the_hashes_that_vllm_publishes(
                 own.token_ids,
                 own.block_size,
             )
-            assert (block.medium, block.ownership) == ("CPU", "host")
+            owner = getattr(block, "ownership", "host")  # which 0.27 and 0.28 do not know
+            assert (block.medium, owner) == ("CPU", "host")
         engine.one(prompts[1500], max_tokens=1)
         gone = replayed_when(ours, lambda events: any(isinstance(event, BlockRemoved) for event in events))
         removed = [each for event in gone if isinstance(event, BlockRemoved) for each in event.block_hashes]

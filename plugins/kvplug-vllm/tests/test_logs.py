@@ -13,6 +13,8 @@ from kvplug.engine import CommandSpec, SinkSpec
 from kvplug.transport import hookimpl
 from kvplug_vllm.logs import join_vllm
 
+pytestmark = pytest.mark.smoke
+
 NAMES = ("vllm", "kvplug", "kvplug_vllm", "some_plugin", "some_module")
 
 

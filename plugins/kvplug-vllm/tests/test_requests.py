@@ -27,6 +27,8 @@ with warnings.catch_warnings():
 
     from kvplug_vllm.requests import Requests, end_of, extra_of
 
+pytestmark = pytest.mark.smoke
+
 
 def request_of(**more: Any) -> Request:
     given = {

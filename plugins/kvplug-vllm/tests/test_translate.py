@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from kvplug.engine import KVLayout, LayoutError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import vllm._custom_ops
     from vllm.config import KVTransferConfig
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     from vllm.v1.kv_cache_interface import (
@@ -25,6 +27,7 @@ with warnings.catch_warnings():
         SlidingWindowSpec,
     )
 
+    from kvplug_vllm.releases.cache import declares_layout, layout_to_require
     from kvplug_vllm.translate import (
         cache_of,
         can_rewind,
@@ -32,11 +35,15 @@ with warnings.catch_warnings():
         in_memory_order,
         model_of,
         parallelism_of,
-        vllm_layout,
     )
+
+pytestmark = pytest.mark.smoke
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+NEEDS_LAYOUTS = pytest.mark.skipif(
+    not declares_layout(), reason=f"vLLM {vllm.__version__} does not declare the layout of its cache"
+)
 
 
 def cache_config(spec: Any = FULL, layout: str | None = "LBHNC", groups: int = 1) -> KVCacheConfig:
@@ -47,7 +54,7 @@ def cache_config(spec: Any = FULL, layout: str | None = "LBHNC", groups: int = 1
             KVCacheGroupSpec([f"model.layers.{group}.attn", f"model.layers.{group}1.attn"], spec)
             for group in range(groups)
         ],
-        kv_cache_layout=layout,
+        **({"kv_cache_layout": layout} if declares_layout() else {}),
     )
 
 
@@ -73,12 +80,13 @@ def vllm_config(**more: Any) -> Any:
         "max_model_len": 2048,
         "original_max_model_len": 2048,
         "dtype": torch.float32,
+        "enable_sleep_mode": False,
         "get_total_num_hidden_layers": lambda: 30,
         "get_total_num_kv_heads": lambda: 6,
         "get_layers_start_end_indices": lambda parallel: (10, 20),
     }
     return SimpleNamespace(
-        kv_transfer_config=more.get("transfer"),
+        kv_transfer_config=more.get("transfer") or transfer(),
         parallel_config=SimpleNamespace(**{**parallel, **more.get("parallel", {})}),
         model_config=SimpleNamespace(**{**model, **more.get("model", {})}),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
@@ -147,6 +155,7 @@ def test_vllm_goes_back_only_step_by_step_and_with_its_first_runner(
         ("BHLNC", "BHTKD"),
     ],
 )
+@NEEDS_LAYOUTS
 def test_the_layout_is_the_declared_one(layout: str, axes: str) -> None:
     (group,) = cache_of(vllm_config(), cache_config(layout=layout)).groups
     assert group.layout.axes == axes
@@ -161,6 +170,7 @@ def test_latent_attention_has_one_vector_per_token() -> None:
     assert (model.attention, model.num_kv_heads, model.head_size) == ("mla", 1, 576)
 
 
+@NEEDS_LAYOUTS
 def test_tensors_come_in_the_order_of_memory_and_their_strides_are_checked() -> None:
     memory = torch.arange(7 * 32 * 3 * 128, dtype=torch.float32)
     heads_inside = memory.view(7, 32, 3, 128).permute(0, 2, 1, 3)  # logical [B, H, N, C], LBNHC in memory
@@ -180,7 +190,7 @@ def test_blocks_that_a_kernel_cuts_are_refused_with_what_to_change() -> None:
         in_memory_order(torch.zeros(14, 3, 16, 128), layout)
 
 
-def test_the_block_format_names_the_release_and_the_kernel() -> None:
+def test_elsewhere_than_on_cpus_the_block_format_names_the_release_and_the_kernel() -> None:
     class Backend:
         @staticmethod
         def get_name() -> str:
@@ -189,9 +199,9 @@ def test_the_block_format_names_the_release_and_the_kernel() -> None:
     layer = SimpleNamespace(get_attn_backend=lambda: Backend)
     config = vllm_config(layers={"model.layers.0.attn": layer})
     (group,) = cache_of(config, cache_config()).groups
-    assert group.layout.block_format == "vllm 0.32 SOME_ATTN"
+    assert group.layout.block_format == f"vllm {'.'.join(vllm.__version__.split('.')[:2])} SOME_ATTN"
     (group,) = cache_of(vllm_config(), cache_config()).groups
-    assert group.layout.block_format == "vllm 0.32", "the scheduler's process knows no kernel"
+    assert group.layout.block_format == "vllm", "the scheduler's process knows no kernel"
 
 
 class CPUBackend:
@@ -205,17 +215,47 @@ def cpu_config(dtype: torch.dtype) -> Any:
     return vllm_config(layers={"model.layers.0.attn": layer}, model={"dtype": dtype})
 
 
-def test_on_cpus_the_block_format_names_the_instructions_that_the_kernel_uses() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        spec = FullAttentionSpec(block_size=32, num_kv_heads=3, head_size=64, dtype=torch.bfloat16)
-        (group,) = cache_of(cpu_config(dtype), cache_config(spec)).groups
-        assert group.layout.block_format == f"vllm 0.32 CPU_ATTN {_get_attn_isa(dtype, 32, 64, 'auto')}"
+def block_format(dtype: torch.dtype, spec: Any) -> str:
+    (group,) = cache_of(cpu_config(dtype), cache_config(spec)).groups
+    return group.layout.block_format
 
 
-def test_a_release_that_says_it_elsewhere_is_refused_with_what_to_do(monkeypatch: Any) -> None:
-    monkeypatch.delattr("vllm.v1.attention.backends.cpu_attn._get_attn_isa")
-    with pytest.raises(UnsupportedError, match=r"_get_attn_isa.*install the release of vLLM"):
-        cache_of(cpu_config(torch.float32), cache_config())
+def test_on_cpus_the_block_format_is_what_the_kernel_writes_whatever_the_release(monkeypatch: Any) -> None:
+    ours = block_format(torch.float32, FULL)
+    isa = _get_attn_isa(torch.float32, 32, 64, "auto")
+    assert ours.startswith(f"vllm CPU_ATTN {isa} ")
+    monkeypatch.setattr(vllm, "__version__", "9.9.9")
+    assert block_format(torch.float32, FULL) == ours
+    if isa == "vec" and torch.cpu._is_avx512_supported():
+        assert ours == "vllm CPU_ATTN vec c2907f93fa48591f", "of all releases from 0.27.1 to 0.32.0"
+
+    def write(key: Any, value: Any, keys: Any, values: Any, *rest: Any, **more: Any) -> None:
+        write_before(key, value, keys, values, *rest, **more)
+        keys[:, :, [0, 1]] = keys[:, :, [1, 0]]
+
+    write_before = vllm._custom_ops.cpu_attn_reshape_and_cache
+    monkeypatch.setattr("vllm._custom_ops.cpu_attn_reshape_and_cache", write)
+    assert block_format(torch.float32, FULL) != ours, "a kernel with another order under the same shape"
+
+
+def test_the_block_format_tells_dtypes_and_sizes_apart() -> None:
+    specs = [
+        FullAttentionSpec(block_size=tokens, num_kv_heads=3, head_size=size, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for tokens in (32, 64)
+        for size in (64, 128)
+    ]
+    assert len({block_format(spec.dtype, spec) for spec in specs}) == len(specs)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["vllm.v1.attention.backends.cpu_attn._get_attn_isa", "vllm._custom_ops.cpu_attn_reshape_and_cache"],
+)
+def test_a_release_that_says_it_elsewhere_is_refused_with_what_to_do(where: str, monkeypatch: Any) -> None:
+    monkeypatch.delattr(where)
+    with pytest.raises(UnsupportedError, match=rf"{where.rpartition('.')[2]}.*is tested with vLLM 0.27.1, "):
+        block_format(torch.float32, FULL)
 
 
 def quantised() -> FullAttentionSpec:
@@ -246,18 +286,36 @@ def quantised() -> FullAttentionSpec:
         ),
         (
             FullAttentionSpec(
-                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, num_head_slots=4
+                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, attention_chunk_size=64
             ),
             "not plain keys and values",
         ),
     ],
-    ids=["sliding window", "quantised", "unequal", "slots"],
+    ids=["sliding window", "quantised", "unequal", "chunks"],
 )
 def test_what_cannot_be_moved_is_refused_by_name(spec: Any, why: str) -> None:
     with pytest.raises(UnsupportedError, match=why):
         cache_of(vllm_config(), cache_config(spec))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens_per_state", 4), ("compress_ratio", 4), ("num_head_slots", 4), ("state_content_bytes", 584)],
+)
+def test_what_a_release_calls_blocks_of_another_content_is_refused(name: str, value: int) -> None:
+    fields = FullAttentionSpec.__dataclass_fields__ | MLAAttentionSpec.__dataclass_fields__
+    if name not in fields:
+        pytest.skip(f"vLLM {vllm.__version__} has no {name}")
+    with pytest.raises(UnsupportedError, match="not plain keys and values"):
+        cache_of(vllm_config(), cache_config(dataclasses.replace(LATENT, **{name: value})))
+
+
+def test_a_cache_that_vllm_may_unmap_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="without --enable-sleep-mode"):
+        cache_of(vllm_config(model={"enable_sleep_mode": True}), cache_config())
+
+
+@NEEDS_LAYOUTS
 def test_a_cache_that_does_not_say_how_it_lies_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_cache_layout is None"):
         cache_of(vllm_config(), cache_config(layout=None))
@@ -268,9 +326,9 @@ def test_several_groups_are_handed_on_for_the_connector_to_judge() -> None:
 
 
 def test_layouts_that_vllm_lacks_are_refused() -> None:
-    assert vllm_layout("BTHKD") == "LBNHC"
+    assert layout_to_require("BTHKD") == ("LBNHC" if declares_layout() else "NHD")
     with pytest.raises(ConfigError, match="KBTHD"):
-        vllm_layout("KBTHD")
+        layout_to_require("KBTHD")
 
 
 # -- model and parallelism ----------------------------------------------------------------------------

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from vllm.v1.engine.llm_engine import LLMEngine
+
 pytestmark = pytest.mark.timeout(900)
 
 FAULTS = f"{Path(__file__).parent}/faults.py"
 SMALL = {"block_size": 32}
+DROPS_FIGURES = "len(outputs.outputs) > 0" in inspect.getsource(LLMEngine.step)
 
 
+@pytest.mark.smoke
 def test_tokens_are_those_of_one_engine_alone(
     start: Any, config_for: Any, prompts: Any, alone: Any, port: int
 ) -> None:
@@ -39,6 +47,16 @@ def test_tokens_are_those_of_one_engine_alone(
     assert sum(loads) == 7, "four, and three: one of the second round was cached by vLLM itself"
 
 
+def failed_loads(engine: Any) -> dict[str, float]:
+    """Counters of loads that failed. 0.27's ``LLM`` drops the figures of a step without output: its log."""
+    if DROPS_FIGURES:
+        count = engine.peer.stderr.count("could not be loaded: corrupt")
+        return {"reason=corrupt, in the log": count} if count else {}
+    metrics = engine.metrics().items()
+    return {name: value for name, value in metrics if "failures" in name and "op=load" in name}
+
+
+@pytest.mark.smoke
 def test_corrupted_kv_gives_other_tokens(
     start: Any, config_for: Any, prompts: Any, alone: Any, port: int
 ) -> None:
@@ -80,10 +98,6 @@ def test_a_failed_load_is_an_error_or_is_recomputed_by_policy(
                 answer = decode.one(prompts[700], salt=salt)
                 assert answer.finish_reason == "length"
                 assert answer.tokens == alone[700]
-                failed = {
-                    name: value
-                    for name, value in decode.metrics().items()
-                    if "failures" in name and "op=load" in name
-                }
+                failed = failed_loads(decode)
     assert sum(failed.values()) == 1
     assert all("reason=corrupt" in name for name in failed), failed

@@ -16,6 +16,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from kvplug_vllm.weights import fingerprint_of
 
+pytestmark = pytest.mark.smoke
+
 TENSORS: dict[str, torch.Tensor] = {
     "a": torch.arange(24.0).view(6, 4),
     "b": torch.ones(3, dtype=torch.bfloat16),
