@@ -52,12 +52,12 @@ def test_without_a_producer_nothing_is_promised_and_waiting_says_who_is_missing(
 
 
 def test_a_different_model_is_refused_with_every_difference() -> None:
-    other = attrs.evolve(MODEL, num_kv_heads=4, rope="base=1e6")
+    other = attrs.evolve(MODEL, window=4096, rope="base=1e6")
     with pair(theirs={"model": other}) as (_, decode):
         for side in (decode.worker, decode.scheduler):
             with pytest.raises(HandshakeError) as refused:
                 side.wait_until_ready(10)
-            for word in ("num_kv_heads", "rope", "base=1e6"):
+            for word in ("window", "4096", "rope", "base=1e6"):
                 assert word in str(refused.value)
         assert decode.matched(request_of("a", PROMPT)) == (0, False)
 

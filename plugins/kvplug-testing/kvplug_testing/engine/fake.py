@@ -59,6 +59,11 @@ class PlannedStep:
     number: int = 0
 
 
+def _split(model: ModelInfo, workers: int) -> ModelInfo:
+    """The model whose heads each of so many workers has as many of as this one."""
+    return attrs.evolve(model, num_kv_heads=model.num_kv_heads * workers)
+
+
 class FakeEngine:
     """Both sides of one engine's connector around a paged cache of random numbers.
 
@@ -102,8 +107,9 @@ class FakeEngine:
         self.layer_names, self.layout = self.cache.layer_names, self.cache.layout
         self.kv_caches: dict[str, Tensor] = self.cache.tensors
         groups = (CacheGroup(layer_names=self.layer_names, layout=self.layout),)
+        workers = build.get("parallelism") or Parallelism()
         arguments: dict[str, Any] = {
-            "model": model or model_of(axes, num_layers),
+            "model": model or _split(model_of(axes, num_layers), workers.tensor_size),
             "cache": KVCacheConfig(groups=groups, num_blocks=num_blocks),
             "parallelism": Parallelism(),
             **build,
