@@ -9,7 +9,6 @@ and their answers are there in a later step.
 from __future__ import annotations
 
 import json
-import logging
 import queue
 import threading
 import time
@@ -28,24 +27,23 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvplug import Config, ConfigError, Registry, TimeoutError, build_page_cache
 from kvplug.engine import FlatPage
 from kvplug.transport import Deadline, Job, Presence
 from kvplug_vllm.logs import join_vllm
+from kvplug_vllm.releases.tiers import check_tiers, hit_source_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-_log = logging.getLogger(__name__)
+check_tiers()
 
 ENGINE: Final = "vllm-tier"
 _LEASE_S: Final = 60.0
 """How long a page that was found is not evicted, at least, where the store can do that."""
-_SOURCES: Final = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
 
 
 def namespace_of(spec: OffloadingSpec, own: str) -> bytes:
@@ -91,6 +89,8 @@ class KvplugTier(SecondaryTierManager):
     Raises (the constructor):
         kvplug.ConfigError: the configuration is wrong; lists every fault.
         kvplug.KvplugError: any other error of ``kvplug.build_page_cache``.
+
+    Importing the module raises ``kvplug.UnsupportedError`` where vLLM's tiers have another interface.
     """
 
     def __init__(
@@ -121,7 +121,8 @@ class KvplugTier(SecondaryTierManager):
             )
         parsed = Config.from_dict(config, "secondary_tiers")
         self.medium = _member(Medium, "medium", medium)
-        self.cache_hit_source = _SOURCES[self.medium]
+        if (source := hit_source_of(self.medium)) is not None:
+            self.cache_hit_source = source
         self.locality = None if locality is None else _member(Locality, "locality", locality)
         registry = Registry.from_env()
         join_vllm(registry)

@@ -23,6 +23,7 @@ from kvplug.transport import Deadline, Job, Presence
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure", reason="tiers since vLLM 0.31")
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
@@ -317,7 +318,9 @@ def test_options_of_vllm_stand_beside_those_of_kvplug(start: Any, fs: Any) -> No
     pressure = {"backpressure_cls": "EMABackpressureDetector"}
     tier = start({**fs, "backpressure": pressure, "medium": "CPU", "locality": "LOCAL"}).tier
     assert tier.bp_detector is not None
-    assert (tier.medium.value, tier.locality.value, tier.cache_hit_source.name) == ("CPU", "LOCAL", "HOST")
+    assert (tier.medium.value, tier.locality.value) == ("CPU", "LOCAL")
+    source = getattr(tier, "cache_hit_source", None)  # since vLLM 0.32
+    assert source is None or source.name == "HOST"
 
 
 @pytest.mark.parametrize(
