@@ -333,6 +333,8 @@ class ExecutedStore(Store):
             self._changed.notify_all()
         for task in live:
             self._end(task, MissReason.CLOSED)
+        with self._lock:
+            self._due.clear()  # its tasks keep their callers' memory alive
         return first
 
     def abort(self) -> None:

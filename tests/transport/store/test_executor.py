@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
@@ -104,6 +106,18 @@ def test_what_was_put_is_found_and_got(store: ExecutedStore) -> None:
     job = store.submit_get(wanted)
     assert job.wait(5) == [None, MissReason.ABSENT, None]
     assert job.settled and job.num_layers_ready == 1 and content(wanted) == [b"x", b"\0", b"x"]
+
+
+def test_a_store_that_was_closed_keeps_no_memory_of_its_callers(store: ExecutedStore) -> None:
+    pages = request("a", fill="x")
+    memory = weakref.ref(pages.memory)
+    job = store.submit_put(pages)
+    del pages
+    store.close()
+    assert job.results() == [None]
+    del job
+    gc.collect()
+    assert memory() is None
 
 
 def test_no_keys_are_no_call(store: ExecutedStore, inner: InDict) -> None:

@@ -1,0 +1,415 @@
+"""A kvplug store as a secondary tier, under vLLM's own TieringOffloadingManager and its shared region."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, strategies as st
+
+from kvplug import ConfigError
+from kvplug.transport import Deadline, Job, Presence
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm.v1.kv_offload.tiering.backpressure", reason="tiers since vLLM 0.31")
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+    from kvplug_vllm.tier import KvplugTier, Lookups
+
+pytestmark = pytest.mark.timeout(90)
+
+CHUNK = 8192
+NUM_CHUNKS = 16
+STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+
+
+def key(number: int, group: int = 0) -> Any:
+    return make_offload_key(number.to_bytes(32, "big"), group)
+
+
+def config(tier: dict[str, Any], engine_id: str) -> OffloadingConfig:
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a", "b"), group_id=0),),
+        worker_kv_bytes_per_block=CHUNK,
+        enable_kv_cache_events=False,
+        extra_config={"cpu_bytes_to_use": NUM_CHUNKS * CHUNK, "secondary_tiers": [tier]},
+        engine_id=engine_id,
+        model=OffloadingModelConfig(name="model", dtype="float16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
+        kv_cache_layout="NHD",
+    )
+
+
+@attrs.define
+class Engine:
+    """What vLLM's scheduler does with its manager; the worker's copies are written by hand."""
+
+    manager: Any
+    slowest_s: float = 0.0
+    """Of a call that must not wait."""
+
+    @property
+    def tier(self) -> KvplugTier:
+        (tier,) = self.manager.secondary_tiers
+        return tier  # type: ignore[no-any-return]
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        began = time.monotonic()
+        result = getattr(self.manager, method)(*arguments)
+        self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+        return result
+
+    def step(self) -> None:
+        self.call("on_schedule_end", STEP)
+
+    def begin(self, name: str) -> ReqContext:
+        request = ReqContext(req_id=name)
+        self.call("on_new_request", request)
+        return request
+
+    def row(self, chunk: int) -> memoryview:
+        whole = self.manager.primary_tier.get_kv_memoryview().cast("B")
+        return whole[chunk * CHUNK : (chunk + 1) * CHUNK]
+
+    def store(self, keys: Sequence[Any], fills: Sequence[int]) -> None:
+        """Chunks come from the device, and are stored in every tier."""
+        request = self.begin(f"store {keys[0]!r}")
+        prepared = self.call("prepare_store", keys, request)
+        assert prepared.keys_to_store == list(keys)
+        for chunk, fill in zip(prepared.store_spec.chunk_ids, fills, strict=True):
+            self.row(int(chunk))[:] = bytes([fill]) * CHUNK
+        self.call("complete_store", keys, request)
+        self.call("on_request_finished", request)
+
+    def settle(self, within: float = 20) -> None:
+        """Steps, until no transfer is under way."""
+        limit = time.monotonic() + within
+        while self.manager.has_pending_work():
+            assert time.monotonic() < limit, "transfers do not end"
+            self.step()
+            time.sleep(0.01)
+        self.step()
+
+    def find(self, keys: Sequence[Any], request: ReqContext, within: float = 20) -> list[LookupResult]:
+        """Steps, until each key is a hit in the primary tier, or a miss."""
+        limit = time.monotonic() + within
+        while True:
+            found = [self.call("lookup", each, request) for each in keys]
+            if set(found) <= {LookupResult.HIT, LookupResult.MISS}:
+                return found
+            assert time.monotonic() < limit, f"still {found}"
+            self.step()
+            time.sleep(0.01)
+
+    def load(self, keys: Sequence[Any], request: ReqContext) -> list[int]:
+        """The bytes that the device gets: the fill of each chunk."""
+        spec = self.call("prepare_load", keys, request)
+        rows = [bytes(self.row(int(chunk))) for chunk in spec.chunk_ids]
+        assert all(row == row[:1] * CHUNK for row in rows)
+        self.call("complete_load", keys, request)
+        return [row[0] for row in rows]
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
+    """``start(tier, change=...)``: an engine with this tier."""
+    with ExitStack() as stack:
+        names = iter(range(100))
+
+        def started(
+            tier: dict[str, Any], change: Callable[[OffloadingConfig], OffloadingConfig] | None = None
+        ) -> Engine:
+            made = config(
+                {"type": "KvplugTier", "module_path": "kvplug_vllm.tier", **tier},
+                f"kvplug-test-{os.getpid()}-{next(names)}",
+            )
+            manager = TieringOffloadingSpec(change(made) if change else made).get_manager()
+            stack.callback(manager.shutdown)
+            return Engine(manager)
+
+        yield started
+
+
+@pytest.fixture
+def fs(tmp_path: Path) -> dict[str, Any]:
+    return {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path / "pages")}}}
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Any]:
+    from redis_server import RedisServer
+
+    server = RedisServer(tmp_path)
+    yield server
+    if server.process.poll() is None:
+        os.kill(server.process.pid, signal.SIGCONT)
+    server.kill()
+
+
+def test_chunks_are_found_by_another_engine_bit_for_bit(start: Any, fs: Any) -> None:
+    keys = [key(number) for number in range(5)]
+    first = start(fs)
+    first.store(keys, [1, 2, 3, 4, 5])
+    first.settle()
+    second = start(fs)
+    request = second.begin("request")
+    assert second.find([*keys, key(9)], request) == [LookupResult.HIT] * 5 + [LookupResult.MISS]
+    assert second.load(keys, request) == [1, 2, 3, 4, 5]
+    second.call("touch", keys, request)
+    second.call("on_request_finished", request)
+    second.step()
+    assert len(second.tier._lookups) == 0
+    assert second.tier._cache.num_leased == 0
+
+
+def test_chunks_that_the_primary_tier_evicted_come_back(start: Any, fs: Any) -> None:
+    engine = start(fs)
+    for number in range(2 * NUM_CHUNKS):
+        engine.store([key(number)], [number])
+        engine.settle()
+    request = engine.begin("request")
+    early = [key(number) for number in range(NUM_CHUNKS // 2)]
+    assert engine.find(early, request) == [LookupResult.HIT] * len(early)
+    assert engine.load(early, request) == list(range(NUM_CHUNKS // 2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: replace(config, model=OffloadingModelConfig(name="other", dtype="float16")),
+        lambda config: replace(config, model=OffloadingModelConfig(name="model", dtype="bfloat16")),
+        lambda config: replace(config, kv_cache_layout="HND"),
+        lambda config: replace(config, parallel=replace(config.parallel, pcp_size=2)),
+        lambda config: replace(config, cache=replace(config.cache, tokens_per_hash=32)),
+        lambda config: replace(config, groups=(replace(config.groups[0], layer_names=("a", "c")),)),
+    ],
+    ids=["model", "dtype", "layout", "parallel", "hashes", "layers"],
+)
+def test_an_engine_that_differs_finds_nothing(start: Any, fs: Any, change: Any) -> None:
+    first = start(fs)
+    first.store([key(1)], [1])
+    first.settle()
+    other = start(fs, change)
+    assert other.find([key(1)], other.begin("request")) == [LookupResult.MISS]
+
+
+def test_groups_and_namespaces_are_apart(start: Any, fs: Any) -> None:
+    first = start(fs)
+    first.store([key(1)], [1])
+    first.settle()
+    same, other = start(fs), start({**fs, "namespace": "revision 2"})
+    found = same.find([key(1), key(1, group=1)], same.begin("request"))
+    assert found == [LookupResult.HIT, LookupResult.MISS]
+    assert other.find([key(1)], other.begin("request")) == [LookupResult.MISS]
+
+
+def test_a_damaged_chunk_is_a_miss_and_is_not_asked_for_again(start: Any, fs: Any, tmp_path: Path) -> None:
+    first = start(fs)
+    first.store([key(1), key(2)], [1, 2])
+    first.settle()
+    files = [path for path in (tmp_path / "pages").rglob("*") if path.is_file()]
+    damaged = next(path for path in files if bytes([2]) * CHUNK in path.read_bytes())
+    content = bytearray(damaged.read_bytes())
+    content[-100] ^= 1
+    damaged.write_bytes(content)
+    second = start(fs)
+    request = second.begin("request")
+    assert second.find([key(1), key(2)], request) == [LookupResult.HIT, LookupResult.MISS]
+    assert second.load([key(1)], request) == [1]
+    assert second.tier._cache.failures["get"] == {"corrupt": 1}
+    second.settle()
+    assert second.find([key(2)], request) == [LookupResult.MISS]
+    second.store([key(2)], [3])  # it is computed, and its place is free
+    second.settle()
+
+
+def test_while_the_server_is_stopped_no_call_waits_and_every_transfer_ends(start: Any, redis: Any) -> None:
+    engine = start({"stores": ["redis"], "options": {"redis": {"address": redis.address}}, "timeout_s": 2})
+    engine.store([key(1)], [1])
+    engine.settle()
+    assert engine.tier._cache.failures == {}
+    engine.call("reset_cache")  # the primary tier is empty now
+    os.kill(redis.process.pid, signal.SIGSTOP)
+    engine.slowest_s = 0.0
+    request = engine.begin("request")
+    assert engine.find([key(1)], request, within=10) == [LookupResult.MISS]
+    engine.store([key(2)], [2])
+    engine.settle(within=10)
+    assert engine.slowest_s < 0.5
+    engine.store([key(3)], [3])
+    began = time.monotonic()
+    engine.manager.reset_cache()  # waits for the job, which ends by its deadline
+    assert time.monotonic() - began < 10
+    os.kill(redis.process.pid, signal.SIGCONT)
+    limit = time.monotonic() + 20
+    while engine.find([key(1)], engine.begin(f"later {time.monotonic()}")) != [LookupResult.HIT]:
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+def test_a_server_that_dies_is_a_miss(start: Any, redis: Any) -> None:
+    engine = start({"stores": ["redis"], "options": {"redis": {"address": redis.address}}, "timeout_s": 2})
+    engine.store([key(1)], [1])
+    engine.settle()
+    engine.call("reset_cache")
+    redis.kill()
+    assert engine.find([key(1)], engine.begin("request")) == [LookupResult.MISS]
+    engine.store([key(2)], [2])
+    engine.settle()
+    assert engine.find([key(2)], engine.begin("another")) == [LookupResult.HIT]  # of the primary tier
+
+
+@pytest.mark.parametrize("store", ["fs", "host"])
+def test_shutdown_gives_everything_back(
+    start: Any, fs: Any, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = fs if store == "fs" else {"stores": ["host"], "options": {"host": {"size": "64 MiB"}}}
+
+    def opened() -> tuple[int, int, set[str]]:
+        shared = {name for name in os.listdir("/dev/shm") if name.startswith("vllm_offload_kvplug-test")}
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), shared
+
+    start(tier).manager.shutdown()
+    before = opened()
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            engine = start(tier)
+            engine.store([key(number)], [number])
+            engine.call("lookup", key(99), engine.begin("request"))
+            engine.step()
+            engine.manager.shutdown()
+    assert opened() == before
+    assert "mmap" not in caplog.text  # the region was unmapped: nothing holds a view of it
+
+
+def test_options_of_vllm_stand_beside_those_of_kvplug(start: Any, fs: Any) -> None:
+    pressure = {"backpressure_cls": "EMABackpressureDetector"}
+    tier = start({**fs, "backpressure": pressure, "medium": "CPU", "locality": "LOCAL"}).tier
+    assert tier.bp_detector is not None
+    assert (tier.medium.value, tier.locality.value) == ("CPU", "LOCAL")
+    source = getattr(tier, "cache_hit_source", None)  # since vLLM 0.32
+    assert source is None or source.name == "HOST"
+
+
+@pytest.mark.parametrize(
+    ("tier", "told"),
+    [
+        ({}, "stores: nothing was given"),
+        ({"stores": ["fs", "host"]}, "stores: fs, host was given"),
+        ({"stores": ["fs"], "role": "both"}, "role: a value was given"),
+        ({"stores": ["fs"], "root_dir": "/kv"}, "root_dir: not a known key"),
+        ({"stores": ["fs"], "medium": "DISK"}, "medium: 'DISK' was given; allowed is 'CPU', 'STORAGE'"),
+        ({"stores": ["fs"], "locality": "NEAR"}, "locality: 'NEAR' was given; allowed is 'LOCAL', 'REMOTE'"),
+        ({"stores": ["fs"], "namespace": 1}, "namespace: 1 was given; allowed is text"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_by_name(start: Any, tier: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        start(tier)
+
+
+# -- the answers that are remembered -----------------------------------------------------------
+
+KEYS = [key(number) for number in range(3)]
+EVENTS = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from(KEYS), st.sampled_from("ab")),
+    st.tuples(st.just("forget"), st.sampled_from("ab")),
+    st.tuples(st.just("miss"), st.sampled_from(KEYS)),
+    st.tuples(st.just("flush")),
+    st.tuples(st.just("answer"), st.booleans()),
+)
+
+
+def test_a_request_that_begins_after_a_miss_asks_again() -> None:
+    asked: list[Any] = []
+
+    def lookup(keys: list[Any], *, lease_s: float) -> Job[Presence]:
+        job: Job[Presence] = Job(len(keys), Deadline.after(None))
+        asked.extend(keys)
+        job.set([Presence.ABSENT if len(asked) == 1 else Presence.HELD] * len(keys))
+        return job
+
+    lookups = Lookups(lookup, lambda keys: None, 60)
+    for _ in range(3):
+        found = lookups.ask(KEYS[0], "a")
+        lookups.flush()
+    assert (found, asked) == (False, KEYS[:1])
+    assert lookups.ask(KEYS[0], "b") is None
+    lookups.flush()
+    assert lookups.ask(KEYS[0], "b") is True
+    assert lookups.ask(KEYS[0], "a") is True
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_every_lease_is_given_back_and_nothing_is_remembered_for_ever(events: Any) -> None:
+    leased: list[Any] = []
+    under_way: list[tuple[list[Any], Job[Presence]]] = []
+
+    def lookup(keys: list[Any], *, lease_s: float) -> Job[Presence]:
+        assert lease_s == 60
+        job: Job[Presence] = Job(len(keys), Deadline.after(None))
+        under_way.append((keys, job))
+        return job
+
+    def answer(held: bool) -> None:
+        if under_way:
+            keys, job = under_way.pop(0)
+            leased.extend(keys if held else ())
+            job.set([Presence.HELD if held else Presence.ABSENT] * len(keys))
+
+    def release(keys: Sequence[Any]) -> None:
+        for each in keys:
+            leased.remove(each)  # raises where there is none
+
+    lookups = Lookups(lookup, release, 60)
+    for event, *arguments in events:
+        if event == "ask":
+            found = lookups.ask(*arguments)
+            assert found is not True or arguments[0] in leased
+        elif event == "answer":
+            answer(*arguments)
+        elif event == "miss":
+            lookups.miss(arguments)
+            assert lookups.ask(arguments[0], "a") is not True
+        else:
+            getattr(lookups, event)(*arguments)
+    for request in "ab":
+        lookups.forget(request)
+    lookups.flush()
+    while under_way:
+        answer(True)
+    lookups.flush()
+    assert leased == []
+    assert len(lookups) == 0
