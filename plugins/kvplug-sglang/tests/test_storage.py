@@ -362,7 +362,7 @@ def test_a_pool_that_does_not_say_where_its_pages_are_is_refused(make: Callable[
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no store": ({}, r"stores: no store was given; name the one"),
+    "no store": ({}, r"stores: nothing was given; allowed is one"),
     "several stores": ({"stores": ["host", "fs"]}, r"stores: host, fs was given; allowed is one"),
     "a key of connectors": ({"stores": ["fs"], "role": "producer"}, r"role: .*remove the key"),
     "an unknown key": ({"stores": ["fs"], "timout_s": 3}, r"timout_s.*did you mean 'timeout_s'"),
