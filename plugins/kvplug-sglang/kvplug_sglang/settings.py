@@ -36,17 +36,10 @@ def config_of(given: Mapping[str, Any] | None, *, metrics: bool = False, split: 
     own.setdefault("timeout_s", TIMEOUT_S)
     if metrics:
         own.setdefault("sinks", ["prometheus"])
-    config = Config.from_dict(own, SOURCE)
-    faults = []
-    if "stores" not in own:
-        faults.append(
-            'stores: no store was given; name the one that keeps the pages, for example {"stores": ["redis"]}'
-        )
     if split is not None:
-        faults.append(
+        raise ConfigError(
             f"tp_lcm_size: {split!r} was given; kvplug keeps the pages of each tensor-parallel size apart:"
-            " remove the key"
+            " remove the key",
+            source=SOURCE,
         )
-    if faults:
-        raise ConfigError(*faults, source=SOURCE)
-    return config
+    return Config.from_dict(own, SOURCE)

