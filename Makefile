@@ -14,9 +14,9 @@ JOBS ?= $(shell expr 2 '*' "$$(getconf _NPROCESSORS_ONLN)")
 # More arguments for `make demo` and `make test`, such as ARGS="-k wire".
 ARGS ?=
 
-# tox environments of `make test-engines`, one release of an engine each: 3.5 GB, deleted when its tests have passed
-# (KEEP=1 keeps it). SHORT=1 runs a part with the newest release, in minutes.
-ENGINES = vllm027 vllm028 vllm029 vllm030 vllm031 vllm032
+# tox environments of `make test-engines`, one release of an engine each: up to 3.5 GB, deleted when its tests have
+# passed (KEEP=1 keeps it). SHORT=1 runs a part with the newest release of vLLM, in minutes.
+ENGINES = vllm027 vllm028 vllm029 vllm030 vllm031 vllm032 lmcache sglang
 SHORT ?=
 KEEP ?=
 
@@ -59,7 +59,7 @@ test-all: $(TOX)
 # One after the other: each starts several engines, and they do not fit on one disk.
 test-engines: $(TOX)
 	set -e; for engine in $(if $(SHORT),vllm,$(ENGINES)); do \
-		$(TOX) run -e $$engine $(TOX_ARGS) -- $(if $(SHORT),-m smoke) $(CURDIR)/plugins/kvplug-vllm/tests $(ARGS); \
+		$(TOX) run -e $$engine $(TOX_ARGS) $(if $(SHORT),-- -m smoke $(CURDIR)/plugins/kvplug-vllm/tests); \
 		$(if $(KEEP),,rm -rf .tox/$$engine;) \
 	done
 

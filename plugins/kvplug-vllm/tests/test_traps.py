@@ -52,8 +52,9 @@ def snapshot(loads: int, seconds: float = 0.5) -> dict[str, Any]:
 
 
 def across_processes(stats: KVConnectorStats) -> dict[str, Any]:
-    """As vLLM's front end gets them from its engine core."""
-    found: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
+    """As vLLM's front end gets them from its engine core: plain values since 0.30, dataclasses before."""
+    sent = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
+    found: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(sent))
     return found
 
 
