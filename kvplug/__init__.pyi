@@ -9,6 +9,7 @@ from kvplug.assembly.connector import (
     check_config as check_config,
     connector_class as connector_class,
     explain_missing_pipe as explain_missing_pipe,
+    needs_layer_hooks as needs_layer_hooks,
     required_layout as required_layout,
 )
 from kvplug.assembly.lookups import (

@@ -237,6 +237,16 @@ def connector_class(config: Config, registry: Registry | None = None) -> type[Sc
     return SchedulerConnector
 
 
+def needs_layer_hooks(config: Config, registry: Registry | None = None) -> bool:
+    """Whether the configured connector needs its calls in each layer of each step.
+
+    Asks the scheduler side's class, without building anything.
+    """
+    registry = Registry.from_env() if registry is None else registry
+    options = ResolvedConfig(config, registry).options_of(registry.get(Kind.CONNECTOR, config.connector))
+    return connector_class(config, registry).needs_layer_hooks(config, options)
+
+
 def required_layout(config: Config, registry: Registry | None = None) -> str | None:
     """The axis string that the configured connector requires; ``None`` if it accepts any.
 

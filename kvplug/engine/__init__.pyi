@@ -7,6 +7,7 @@ from kvplug.engine.connector.scheduler import (
     SchedulerConnector as SchedulerConnector,
 )
 from kvplug.engine.connector.values import (
+    NO_BLOCK as NO_BLOCK,
     BlockIds as BlockIds,
     BlocksCleared as BlocksCleared,
     BlocksRemoved as BlocksRemoved,

@@ -52,6 +52,8 @@ class Op(enum.StrEnum):
     """One agreement with a peer, from the proven connection on."""
     MEMBERS = "members"
     """One round with a directory of engines: this one is announced, and the others are listed."""
+    HINT = "hint"
+    """One hint that an engine's orchestrator gave with a request: to fetch KV, or to keep it."""
     OTHER = "other"
     """An operation of a newer plugin that this core does not know."""
 
@@ -103,6 +105,8 @@ class Reason(enum.StrEnum):
     """This process had no memory for it."""
     NOT_WORTH_IT = "not_worth_it"
     """Loading it would have taken longer than computing it."""
+    IGNORED = "ignored"
+    """It is allowed to do nothing about it, and nothing was done."""
     OTHER = "other"
     """None of these."""
 

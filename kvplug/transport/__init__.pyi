@@ -223,6 +223,8 @@ from kvplug.transport.store.blocking import (
     PageError as PageError,
 )
 from kvplug.transport.store.cache_blocks import (
+    GroupedBlocks as GroupedBlocks,
+    LayerBlocks as LayerBlocks,
     PageBlocks as PageBlocks,
 )
 from kvplug.transport.store.copying.rows import (

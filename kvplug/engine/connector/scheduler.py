@@ -50,10 +50,10 @@ class SchedulerConnector(abc.ABC):
     """
 
     supports_hma: ClassVar[bool] = False
-    """It implements :meth:`request_finished_all_groups` for several KV cache groups (hybrid memory).
+    """It serves caches with several KV cache groups, and groups with a window (hybrid memory).
 
-    Under vLLM it has no effect: the adapter does not declare support for vLLM's hybrid memory allocator, so
-    vLLM turns that off for every connector.
+    It implements :meth:`request_finished_all_groups`, and takes block tables with ``NO_BLOCK``. An engine
+    whose cache is of that kind refuses another connector.
     """
 
     @property
@@ -72,6 +72,17 @@ class SchedulerConnector(abc.ABC):
         Called before anything is built. A connector composed of others asks them.
         """
         return None
+
+    @classmethod
+    def needs_layer_hooks(cls, config: Config, options: Any) -> bool:
+        """Whether, under this config, ``wait_for_layer_load`` and ``save_kv_layer`` must be called in each
+        layer of each step.
+
+        An engine may replay whole steps that it has captured (full CUDA graphs), with no call between layers.
+        It does so only if this is false. Then the connector loads in the background only, and saves a step's
+        KV when it is complete, in ``wait_for_save``. Called before anything is built.
+        """
+        return True
 
     @classmethod
     def build_stats(cls, snapshot: Mapping[str, Any] | None = None) -> TransferStats:
@@ -164,6 +175,15 @@ class SchedulerConnector(abc.ABC):
         Called instead of :meth:`request_finished` when the connector has ``supports_hma``.
         """
         return self.request_finished(request, block_ids, end)
+
+    def get_hit_sources(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
+        """Where the tokens come from that ``update_state_after_alloc`` was just called for.
+
+        Returns:
+            How many of the ``num_external_tokens`` come from each source: ``"host"`` (memory of this host),
+            ``"disk"``, ``"peer"`` (another engine) or ``"other"``.
+        """
+        return {"other": num_external_tokens} if num_external_tokens else {}
 
     def has_pending_push_work(self) -> bool:
         """Whether work is under way that only further steps can drive or report, though no request is active.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from kvplug.engine.layout import KVLayout
+from kvplug.errors import LayoutError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,11 @@ Plain = None | bool | int | float | str | bytes | Sequence[Any] | Mapping[Any, A
 """None, bool, int, float, str, bytes, list, tuple, dict of these. Nothing else crosses."""
 
 BlockIds = tuple[tuple[int, ...], ...]
-"""Block ids of one request, one tuple for each KV cache group, in token order."""
+"""Block ids of one request, one tuple for each KV cache group, in token order. A group with a window has
+:data:`NO_BLOCK` for blocks that lie wholly before it."""
+
+NO_BLOCK: Final = -1
+"""In :data:`BlockIds`: the engine has freed this block, or never had one there, since nothing reads it."""
 
 
 class Side(enum.StrEnum):
@@ -39,6 +44,9 @@ class CacheGroup:
     """In the order in which the forward pass visits them."""
     layout: KVLayout
     """The layout of one layer's tensor as passed to ``register_kv_caches``."""
+    window: int | None = None
+    """How many tokens these layers attend to, the newest one included; earlier blocks are freed while a
+    request runs. ``None``: all tokens, and every block is kept until the request ends."""
 
     @property
     def block_size(self) -> int:
@@ -52,6 +60,23 @@ class KVCacheConfig:
 
     groups: tuple[CacheGroup, ...]
     num_blocks: int
+    forward_order: tuple[str, ...] = ()
+    """The layers of all groups in the order in which the forward pass visits them. Needed with several
+    groups: pages have their layers in this order, however an engine groups them.
+
+    Raises:
+        LayoutError: it is missing, or does not name each layer of the groups once.
+    """
+
+    def __attrs_post_init__(self) -> None:
+        named = [name for group in self.groups for name in group.layer_names]
+        if not self.forward_order and len(self.groups) <= 1:
+            object.__setattr__(self, "forward_order", tuple(named))
+        if sorted(named) != sorted(self.forward_order):
+            raise LayoutError(
+                f"forward_order names {len(self.forward_order)} layers, and the {len(self.groups)} KV cache"
+                f" groups have {len(named)}: it has each layer of the groups once"
+            )
 
 
 @attrs.frozen(kw_only=True)

@@ -35,6 +35,9 @@ class BlockingStore(abc.ABC):
     is_shared: bool = True
     """Whether every process that makes it with the same options reaches the same pages."""
 
+    medium: str = "other"
+    """What its pages are kept in: ``"host"`` (memory of this host), ``"disk"`` or ``"other"``."""
+
     @abc.abstractmethod
     def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
         """Whether there is a whole page under each key (32 bytes). One call for a whole prompt."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import attrs
 
 from kvplug.errors import LayoutError
 from kvplug.net.streams import DeviceMark
@@ -42,7 +45,8 @@ class PageBlocks(PageMemory):
             views: ``[layer][part]``, in the order of the format.
             block_ids: the sequence's block table, from its first block on.
             writable: tokens of the sequence that :meth:`scatter` may write; it leaves the others of the same
-                pages as they are. Default: all tokens of the pages.
+                pages as they are. Blocks wholly before them need not exist, whatever their ids. Default: all
+                tokens of the pages.
             after: on a device, what must have run there before the blocks are read or written; what the
                 thread that calls the store has queued by then, if not given.
 
@@ -77,14 +81,15 @@ class PageBlocks(PageMemory):
             self._block_ids = array("q", used)
         except (TypeError, OverflowError) as e:
             raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
-        if self._block_ids:
-            low, high = min(self._block_ids), max(self._block_ids)
+        used = self._block_ids[max(0, self._writable.start // self._block_size - self._first_block) :]
+        if used:
+            low, high = min(used), max(used)
             if low < 0 or high >= sample.shape[0]:
                 raise LayoutError(
                     f"block {low if low < 0 else high} is out of range: the cache has {sample.shape[0]}"
                     " blocks"
                 )
-            if len(set(self._block_ids)) != len(self._block_ids):
+            if len(set(used)) != len(used):
                 raise LayoutError("a block comes twice in one sequence's table")
 
     def __len__(self) -> int:
@@ -179,6 +184,80 @@ class PageBlocks(PageMemory):
             return False
         copies.move(What.LOAD if into_cache else What.SAVE, range(len(rows)), layers)
         return True
+
+
+@attrs.frozen(kw_only=True)
+class LayerBlocks:
+    """The blocks of some layers of a sequence, where not all layers have the same block table."""
+
+    layers: frozenset[int]
+    """Their numbers in the format."""
+    block_ids: Sequence[int]
+    """The block table, from the sequence's first block on."""
+    begin: int = 0
+    """The first token that may be written; blocks wholly before it need not exist."""
+
+
+class GroupedBlocks(PageBlocks):
+    """Pages of one sequence in a paged cache with a block table for each group of layers.
+
+    Its blocks may be missing where they are not written: a group with a sliding window has those of the last
+    tokens only. What is gathered must be whole."""
+
+    def __init__(
+        self,
+        form: PageFormat,
+        views: Sequence[Sequence[Tensor]],
+        tables: Sequence[LayerBlocks],
+        first_token: int,
+        count: int,
+        *,
+        writable: range | None = None,
+        after: DeviceMark | None = None,
+    ) -> None:
+        """As :class:`PageBlocks`.
+
+        Raises:
+            LayoutError: also if a layer is in no table, or in two.
+        """
+        layers = sorted(layer for table in tables for layer in table.layers)
+        if layers != list(range(form.num_layers)):
+            raise LayoutError(f"block tables of layers {layers} for pages of {form.num_layers} layers")
+        views = views if isinstance(views, BlockViews) else BlockViews(views)
+        super().__init__(form, views, (), 0, 0, after=after)
+        end = first_token + count * form.page_tokens
+        self._count = count
+        self._of_layer: dict[int, PageBlocks] = {}
+        for table in tables:
+            limits = writable
+            if table.begin > first_token:
+                given = range(first_token, end) if writable is None else writable
+                limits = range(max(given.start, min(table.begin, given.stop)), given.stop)
+            blocks = PageBlocks(form, views, table.block_ids, first_token, count, writable=limits)
+            self._of_layer |= dict.fromkeys(table.layers, blocks)
+
+    def places(self, first: int, count: int) -> None:
+        """``None``: compiled code copies the layers of one block table at a time."""
+        self._check_count(first, count)
+
+    def _move(self, first: int, rows: PageRows, layers: range, *, into_cache: bool) -> None:
+        step = self.format.layer_nbytes
+        for _, run in itertools.groupby(layers, lambda layer: id(self._of_layer[layer])):
+            alike = list(run)
+            part = range(alike[0], alike[-1] + 1)
+            columns = rows.columns((part.start - layers.start) * step, (part.stop - layers.start) * step)
+            self._of_layer[part.start]._move(first, columns, part, into_cache=into_cache)
+
+    def mover(self, first: int, count: int, *, into_cache: bool) -> Callable[[int, int, Tensor], None]:
+        movers = {
+            id(blocks): blocks.mover(first, count, into_cache=into_cache)
+            for blocks in self._of_layer.values()
+        }
+
+        def move(layer: int, part: int, memory: Tensor) -> None:
+            movers[id(self._of_layer[layer])](layer, part, memory)
+
+        return move
 
 
 def _copy_rows(

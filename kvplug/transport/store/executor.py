@@ -104,6 +104,10 @@ class ExecutedStore(Store):
     def is_shared(self) -> bool:
         return self._store.is_shared
 
+    @property
+    def medium(self) -> str:
+        return self._store.medium
+
     # -- jobs ----------------------------------------------------------------------------------
 
     def submit_lookup(

@@ -1,8 +1,8 @@
 """The format of a page: which bytes it consists of, and in which order.
 
-A page holds the KV of consecutive tokens of one worker's shard of one KV cache group. Its bytes are layer
-after layer; a layer is part after part (keys, values, or what the model has instead); each part is one dense
-tensor."""
+A page holds the KV of consecutive tokens of one worker's shard, with the layers of all KV cache groups. Its
+bytes are layer after layer; a layer is part after part (keys, values, or what the model has instead); each
+part is one dense tensor."""
 
 from __future__ import annotations
 

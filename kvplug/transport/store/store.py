@@ -89,6 +89,12 @@ class Store(abc.ABC):
         return False
 
     @property
+    def medium(self) -> str:
+        """What its pages are kept in, for an engine's statistics: ``"host"`` (memory of this host),
+        ``"disk"`` or ``"other"``."""
+        return "other"
+
+    @property
     def route(self) -> str:
         """How pages come from it to this process, for people: "its memory is mapped", "over the pipe cpu"."""
         return ""

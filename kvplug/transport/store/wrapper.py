@@ -30,6 +30,10 @@ class StoreWrapper(Store):
         return self.store.is_shared
 
     @property
+    def medium(self) -> str:
+        return self.store.medium
+
+    @property
     def route(self) -> str:
         return self.store.route
 

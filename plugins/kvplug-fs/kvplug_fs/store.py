@@ -26,6 +26,7 @@ class FolderStore(BlockingStore):
     """Pages under keys, one file each, shared by every process that names the folder."""
 
     is_shared = True
+    medium = "disk"
 
     def __init__(self, context: StoreContext) -> None:
         """Raises ConfigError: ``path`` names something that is no folder."""

@@ -79,6 +79,10 @@ class HostStore(Store):
     def __repr__(self) -> str:
         return f"<store {NAME!r}{', closed' if self._closed else ''}>"
 
+    @property
+    def medium(self) -> str:
+        return "host"
+
     def _deadline(self, timeout: Timeout) -> Deadline:
         return Deadline.after(timeout, self._timeout_s)
 

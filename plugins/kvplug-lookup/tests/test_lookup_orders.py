@@ -84,7 +84,7 @@ def save_of(request_id: str, token_ids: Any) -> SavePlan:
         first_page=0,
         parent=chains.root,
         packed_tokens=pack_tokens(whole),
-        block_ids=tuple(range(len(whole) // PAGE)),
+        block_ids=(tuple(range(len(whole) // PAGE)),),
     )
 
 

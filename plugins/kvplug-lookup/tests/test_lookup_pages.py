@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import attrs
 import pytest
 
+from kvplug import needs_layer_hooks
 from kvplug.engine import Request
 from kvplug.transport import Presence
 from kvplug_lookup.connector.replica import Replica
@@ -225,3 +227,43 @@ def test_a_full_store_makes_room_by_use_and_evictions_are_counted() -> None:
         assert engine.matched(request_of("oldest", tokens(100, first=1000))) == (0, False)
         evicted = engine.figures()["ops"]["evict"]["count"]
         assert evicted == 6 * 40 - usage.num_pages
+
+
+# -- engines that make no call between layers ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "lookup", "needs"),
+    [
+        ("producer", {}, False),
+        ("consumer", {}, True),
+        ("both", {}, True),
+        ("consumer", {"async_load": True}, False),
+        ("both", {"async_load": True}, False),
+    ],
+)
+def test_calls_in_each_layer_are_needed_for_loads_layer_by_layer_only(
+    role: str, lookup: dict[str, Any], needs: bool
+) -> None:
+    assert needs_layer_hooks(config(role, lookup)) is needs
+
+
+def test_a_step_without_a_call_in_its_layers_is_saved_and_loaded() -> None:
+    """As where an engine replays a captured step."""
+    with pair(consumer={"lookup": {"async_load": True}}) as (prefill, decode):
+        for engine in (prefill, decode):
+            engine._forward = functools.partial(_without_calls, engine)  # type: ignore[method-assign]
+        prompt = request_of("a", PROMPT)
+        prefill.prefill(prompt, chunk=40)
+        assert num_held(prefill) == 6
+        blocks, found, _ = decode.load(prompt)
+        until(lambda: decode.step([]).finished_recving, what="the end of the load")
+        assert found == 96
+        assert decode.is_right(prompt.token_ids, blocks, 96)
+        assert decode.scheduler.get_hit_sources(prompt, 96) == {"peer": 96}
+
+
+def _without_calls(engine: FakeEngine, planned: Any, layers: range, compute: bool) -> None:
+    for layer in layers:
+        for request, blocks, computed, new in planned.scheduled:
+            engine.cache.compute(layer, request.token_ids, blocks, computed, computed + new)

@@ -97,6 +97,8 @@ def test_one_load_takes_its_pages_from_several_stores(tmp_path: Path) -> None:
         prompt = request_of("c", tokens(970))
         assert engine.matched(prompt) == (960, False)
         assert sources(engine, "c") == ((("host", 6), ("fs", 54)),)
+        assert engine.scheduler.get_hit_sources(prompt, 960) == {"host": 96, "disk": 864}
+        assert engine.scheduler.get_hit_sources(prompt, 90) == {"host": 90}
         assert_loads(engine, prompt, 960)
 
 

@@ -9,24 +9,43 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import vllm
 
-from kvplug import ConfigError, Registry, build_connector, required_layout
+from kvplug import (
+    ConfigError,
+    Registry,
+    UnsupportedError,
+    build_connector,
+    connector_class,
+    needs_layer_hooks,
+    required_layout,
+)
 from kvplug.engine import SchedulerConnector, WorkerConnector
 from kvplug_vllm.logs import join_vllm
 from kvplug_vllm.metadata import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
 from kvplug_vllm.metrics import KvplugPromMetrics
 from kvplug_vllm.plugin import register
 from kvplug_vllm.releases.base import (
+    FAILS_BY_REQUEST,
+    SUPPORTS_GROUPS,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     require_implemented,
     supported,
+    transfer_results,
     unknown_names,
 )
 from kvplug_vllm.releases.cache import layout_to_require
 from kvplug_vllm.scheduler import SchedulerSide
-from kvplug_vllm.translate import cache_of, can_rewind, config_of, model_of, parallelism_of
+from kvplug_vllm.translate import (
+    cache_of,
+    can_rewind,
+    config_of,
+    config_of_extra,
+    frees_early,
+    model_of,
+    parallelism_of,
+)
 from kvplug_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -44,7 +63,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class KvplugConnector(KVConnectorBase_V1):
+class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[misc]  # by the release
     """Adapts the kvplug connector that the extra config names to vLLM's connector API.
 
     It only translates. The connector decides which tokens it loads, from where, how and when; vLLM decides
@@ -72,6 +91,14 @@ class KvplugConnector(KVConnectorBase_V1):
         cache = cache_of(vllm_config, kv_cache_config)
         side: Literal["scheduler", "worker"] = "scheduler" if role is KVConnectorRole.SCHEDULER else "worker"
         config = config_of(vllm_config)
+        frees = frees_early(cache)
+        if frees and not (FAILS_BY_REQUEST and connector_class(config, registry).supports_hma):
+            raise UnsupportedError(
+                f"connector {config.connector!r} serves one KV cache group that keeps its blocks, and this"
+                f" model has {len(cache.groups)} groups, or frees blocks that leave a window: start this"
+                " server with --disable-hybrid-kv-cache-manager"
+            )
+        rewinds = can_rewind(vllm_config) and not frees
         which = f"{config.connector} at {config.host}, {config.port}"  # for a MultiConnector
         built = build_connector(
             config,
@@ -79,17 +106,19 @@ class KvplugConnector(KVConnectorBase_V1):
             model=model_of(vllm_config, kv_cache_config),
             cache=cache,
             parallelism=parallelism_of(vllm_config),
-            loads_in_background=not can_rewind(vllm_config),
+            loads_in_background=not rewinds,
             registry=registry,
         )
         if isinstance(built, WorkerConnector):
-            self._worker = WorkerSide(built, cache, which=which)
+            self._worker = WorkerSide(built, cache, which=which, fails_requests=frees)
         else:
             self._scheduler = SchedulerSide(
                 built,
                 which=which,
                 tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-                can_rewind=can_rewind(vllm_config),
+                can_rewind=rewinds,
+                groups=cache.groups,
+                fails_requests=frees,
             )
         self._connector: SchedulerConnector | WorkerConnector = built
 
@@ -101,7 +130,7 @@ class KvplugConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True  # connectors work layer by layer, and a replayed graph would skip the hooks
+        return needs_layer_hooks(config_of_extra(extra_config))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -174,6 +203,10 @@ class KvplugConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         return self._worker.get_finished(finished_req_ids)
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        sent, received = self.get_finished(finished_req_ids)
+        return transfer_results(sent, received, self._worker.failed_among(received))
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.get_block_ids_with_load_errors()
 
@@ -222,6 +255,14 @@ class KvplugConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, block_ids)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        return self._scheduler.get_hit_sources(request, num_external_tokens)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._scheduler.take_events()

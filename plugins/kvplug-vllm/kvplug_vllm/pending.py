@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 import attrs
 
@@ -20,6 +20,8 @@ class NewlyPending:
     """They load until they are named as received."""
     settling: frozenset[str] = frozenset()
     """Those of ``loading`` whose load ends in the same step."""
+    block_ids: Mapping[str, frozenset[int]] = attrs.field(factory=dict)
+    """The blocks of those of ``loading`` whose failure is reported by request."""
 
 
 class PendingRequests:
@@ -42,9 +44,17 @@ class PendingRequests:
         """The request has blocks, and this connector loads nothing for it in the background."""
         self._loaded_by_sibling.add(request_id)
 
-    def load(self, request_id: str, *, settles: bool) -> None:
-        """The request waits for a load. ``settles``: it ends in its step, without the connector's report."""
+    def load(self, request_id: str, *, settles: bool, block_ids: frozenset[int] | None = None) -> None:
+        """The request waits for a load.
+
+        Args:
+            settles: it ends in its step, without the connector's report.
+            block_ids: its blocks, if its failure is reported by request.
+        """
         self._loading.add(request_id)
+        if block_ids is not None:
+            known = {**self._new.block_ids, request_id: block_ids}
+            self._new = attrs.evolve(self._new, block_ids=known)
         loading, settling = self._new.loading | {request_id}, self._new.settling
         if settles:
             self._settling.add(request_id)

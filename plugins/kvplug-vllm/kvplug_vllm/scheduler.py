@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvplug.engine import (
+    NO_BLOCK,
     BlockIds,
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
+    CacheGroup,
     ScheduledRequest,
     SchedulerConnector,
     SchedulerOutput,
+    TransferStats,
     WorkerOutput,
 )
 from kvplug.net.wire import decode
@@ -41,6 +44,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_MAX_LOGGED = 20
+"""Types of hints: their names come from outside."""
+_NULL_BLOCK = 0
+"""The first block of vLLM's pool, which no request gets: it stands where a request has no block."""
+
 
 class SchedulerSide:
     """One SchedulerConnector in vLLM's scheduler.
@@ -58,9 +66,23 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, connector: SchedulerConnector, *, which: str, tensor_parallel_size: int, can_rewind: bool
+        self,
+        connector: SchedulerConnector,
+        *,
+        which: str,
+        tensor_parallel_size: int,
+        can_rewind: bool,
+        groups: Sequence[CacheGroup],
+        fails_requests: bool = False,
     ) -> None:
+        """``fails_requests``: vLLM is told of failed loads by their requests, not by their blocks."""
         self.connector = connector
+        self._groups = tuple(groups)
+        self._fails_requests = fails_requests
+        self._loading: dict[str, frozenset[int]] = {}
+        """The blocks of requests that load, if their failures are told by request."""
+        self._ended: set[str] = set()
+        """Requests that have ended since the last report: it may say that their load failed."""
         self._which = which
         self._tensor_parallel_size = tensor_parallel_size
         self._can_rewind = can_rewind
@@ -73,11 +95,28 @@ class SchedulerSide:
         self._pending = PendingRequests()
         self._step_loads = StepLoads()
         self._worker_events: list[CacheEvent] = []
+        self._stats = TransferStats()
+        """What the adapter itself counts."""
+        self._ignored_hints: set[str] = set()
 
     # -- one request ---------------------------------------------------------------------------
 
     def on_new_request(self, request: VllmRequest) -> None:
+        self._note_hints(request)
         self.connector.on_new_request(self._requests[request])
+
+    def _note_hints(self, request: VllmRequest) -> None:
+        """Count hints of an orchestrator (since vLLM 0.32): no connector of kvplug follows any."""
+        hints = getattr(request, "kv_hints", None)
+        for action in () if hints is None else hints.actions:
+            self._stats.fail("hint", "ignored")
+            if action.action_type not in self._ignored_hints and len(self._ignored_hints) < _MAX_LOGGED:
+                self._ignored_hints.add(action.action_type)
+                _log.warning(
+                    "KV hints of the type %.100r are ignored (and counted): KV is loaded when a request needs"
+                    " it, and kept by its use",
+                    action.action_type,
+                )
 
     def get_num_new_matched_tokens(
         self, request: VllmRequest, num_computed_tokens: int
@@ -105,15 +144,31 @@ class SchedulerSide:
     def update_state_after_alloc(
         self, request: VllmRequest, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        request_id, block_ids = request.request_id, _block_ids(blocks.get_block_ids())
+        request_id, block_ids = request.request_id, self._block_ids(blocks.get_block_ids())
         answer = self._answers.pop(request_id, None)
         if answer is None or not num_external_tokens:
             self._pending.allocate(request_id)
         elif answer.in_background or answer.settles:
-            self._pending.load(request_id, settles=answer.settles)
+            loading = None
+            if self._fails_requests:
+                loading = self._blocks_from(answer.num_computed_tokens, block_ids)
+                self._loading[request_id] = loading
+            self._pending.load(request_id, settles=answer.settles, block_ids=loading)
         else:
             self._step_loads.add(self._requests[request], answer.num_computed_tokens, *block_ids)
         self.connector.update_state_after_alloc(self._requests[request], block_ids, num_external_tokens)
+
+    def get_hit_sources(self, request: VllmRequest, num_external_tokens: int) -> dict[Any, int]:
+        """By vLLM's ``CacheHitSource``; what it has no name for is its ``EXTERNAL_UNSPECIFIED``."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        names = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
+        found: dict[Any, int] = {}
+        said = self.connector.get_hit_sources(self._requests[request], num_external_tokens)
+        for source, count in said.items():
+            name = names.get(source, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            found[name] = found.get(name, 0) + count
+        return found
 
     def request_finished(
         self, request: VllmRequest, block_ids: Iterable[Iterable[int]]
@@ -124,21 +179,40 @@ class SchedulerSide:
             else self.connector.request_finished
         )
         request_id = request.request_id
-        keeps, params = ended(self._requests[request], _block_ids(block_ids), end_of(request))
+        keeps, params = ended(self._requests[request], self._block_ids(block_ids), end_of(request))
         self._requests.forget(request_id)
         self._answers.pop(request_id, None)
+        self._ended.add(request_id)
         return self._pending.end(request_id, keeps=keeps), params
+
+    def _block_ids(self, tables: Iterable[Iterable[int]]) -> BlockIds:
+        """vLLM's block tables in kvplug's words: what a window has freed is vLLM's null block there."""
+        return tuple(
+            tuple(table)
+            if group.window is None
+            else tuple(NO_BLOCK if block == _NULL_BLOCK else block for block in table)
+            for table, group in zip(tables, self._groups, strict=True)
+        )
+
+    def _blocks_from(self, num_computed_tokens: int, block_ids: BlockIds) -> frozenset[int]:
+        """The blocks that a load after these tokens writes into."""
+        return frozenset(
+            block
+            for table, group in zip(block_ids, self._groups, strict=True)
+            for block in table[num_computed_tokens // group.block_size :]
+        ) - {NO_BLOCK}
 
     # -- one step ------------------------------------------------------------------------------
 
     def build_connector_meta(self, output: VllmSchedulerOutput) -> KvplugMetadata:
         self._step += 1
         preempted = frozenset(output.preempted_req_ids or ())
+        tables = self._tables(output)
         plan = self.connector.build_connector_meta(
             SchedulerOutput(
                 step=self._step,
                 scheduled=tuple(_scheduled(output)),
-                block_ids=self._tables(output),
+                block_ids=lambda request_id: self._block_ids(tables(request_id)),
                 token_ids=self._requests.token_ids,
                 preempted_request_ids=preempted,
                 finished_request_ids=frozenset(output.finished_req_ids),
@@ -159,13 +233,19 @@ class SchedulerSide:
         wrong = self._step_loads.end(output.invalid_block_ids)
         if wrong and self._pool is not None:
             self._pool.evict_blocks(wrong)
+        invalid = frozenset(output.invalid_block_ids)
+        for request_id in getattr(output, "failed_recving", ()):
+            invalid |= self._loading.get(request_id, frozenset())
+        for request_id in {*(output.finished_recving or ()), *self._ended}:
+            self._loading.pop(request_id, None)
+        self._ended.clear()
         if isinstance(said, KvplugWorkerMetadata):
             self._worker_events += dict.fromkeys(said.events)  # several workers may report the same event
         self.connector.update_connector_output(
             WorkerOutput(
                 finished_sending=sent,
                 finished_recving=received,
-                invalid_block_ids=frozenset(output.invalid_block_ids),
+                invalid_block_ids=invalid,
                 worker_metadata=said.parts if isinstance(said, KvplugWorkerMetadata) else (),
                 stats=stats.data if isinstance(stats, KvplugStats) and stats.data else None,
             )
@@ -177,7 +257,12 @@ class SchedulerSide:
             yield _event(event)
 
     def get_stats(self) -> KvplugStats | None:
-        snapshot = self.connector.get_stats()
+        snapshot, ours = self.connector.get_stats(), self._stats.take()
+        if ours is not None:
+            total = TransferStats.from_snapshot(ours)
+            if snapshot:
+                total.merge(snapshot)
+            snapshot = total.snapshot()
         return KvplugStats(data=dict(snapshot)) if snapshot else None
 
     # -- at start ------------------------------------------------------------------------------
@@ -210,10 +295,6 @@ class _Answer:
     in_background: bool
     settles: bool
     """vLLM waits for it, and the connector ends it within its step."""
-
-
-def _block_ids(groups: Iterable[Iterable[int]]) -> BlockIds:
-    return tuple(tuple(group) for group in groups)
 
 
 def _scheduled(output: VllmSchedulerOutput) -> Iterator[ScheduledRequest]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,15 +19,24 @@ from kvplug.engine import (
     Parallelism,
     positions_of,
 )
+from kvplug_vllm.kinds import (
+    check_groups,
+    frees_blocks,
+    is_latent,
+    quantisation_of,
+    scales_of,
+    spec_of,
+    window_of,
+)
+from kvplug_vllm.plugin import NAME
 from kvplug_vllm.releases.block_format import block_format_of
-from kvplug_vllm.releases.cache import as_logical, groups_of, order_of, spec_of_all
-from kvplug_vllm.releases.specs import is_plain
+from kvplug_vllm.releases.cache import as_logical, groups_of, order_of
 from kvplug_vllm.weights import fingerprint_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig as VllmKVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig as VllmKVCacheConfig
 
 
 def config_of(vllm_config: VllmConfig) -> Config:
@@ -46,6 +57,17 @@ def config_of(vllm_config: VllmConfig) -> Config:
     parallel = vllm_config.parallel_config
     before = parallel.data_parallel_index * parallel.world_size
     return attrs.evolve(config, port_offset=config.port_offset + before) if before else config
+
+
+def config_of_extra(extra: Mapping[str, Any]) -> Config:
+    """The configuration as far as the extra config alone gives it: without a role, unless it names one.
+
+    Raises:
+        ConfigError: as :func:`config_of`.
+    """
+    return Config.from_dict(
+        {"kv_connector": NAME, "kv_connector_extra_config": extra}, source="kv-transfer-config"
+    )
 
 
 def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
@@ -95,16 +117,18 @@ def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:
         UnsupportedError: as :func:`cache_of`.
     """
     model = vllm_config.model_config
-    spec = _spec_of(groups_of(cache)[0].kv_cache_spec)
+    specs = [spec_of(group.kv_cache_spec) for group in groups_of(cache)]
+    spec, windows = specs[0], {window for each in specs if (window := window_of(each)) is not None}
     return ModelInfo(
         name=model.served_model_name or model.model,
-        attention="mla" if _is_latent(spec) else "mha",
+        attention="mla" if is_latent(spec) else "mha",
         num_layers=model.get_total_num_hidden_layers(),
-        num_kv_heads=1 if _is_latent(spec) else model.get_total_num_kv_heads(),
+        num_kv_heads=1 if is_latent(spec) else model.get_total_num_kv_heads(),
         head_size=spec.head_size,
         dtype=str(spec.dtype).removeprefix("torch."),
         rope=_positions_of(model),
-        window=getattr(spec, "sliding_window", None),
+        window=min(windows, default=None),
+        quantisation=quantisation_of(vllm_config, spec),
         weights=fingerprint_of(vllm_config),
     )
 
@@ -145,20 +169,39 @@ def cache_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> KVCacheConfig
     vllm_groups = groups_of(cache)
     if not vllm_groups:
         raise UnsupportedError("this model has no KV cache that could be moved")
+    specs = [spec_of(group.kv_cache_spec) for group in vllm_groups]
+    check_groups(cache, specs)
+    layers = sorted((name for group in vllm_groups for name in group.layer_names), key=_place_of)
     order = order_of(cache, lambda: required_layout(config_of(vllm_config)))
+    scales = scales_of(vllm_config, specs[0], layers)
     groups = tuple(
         CacheGroup(
             layer_names=tuple(group.layer_names),
             layout=_layout_of(
-                _spec_of(group.kv_cache_spec),
+                spec,
                 order,
                 cache.num_blocks,
-                block_format_of(vllm_config, group.layer_names[0], _spec_of(group.kv_cache_spec)),
+                block_format_of(vllm_config, group.layer_names[0], spec) + scales,
             ),
+            window=window_of(spec) if frees_blocks(spec) else None,
         )
-        for group in vllm_groups
+        for group, spec in zip(vllm_groups, specs, strict=True)
     )
-    return KVCacheConfig(groups=groups, num_blocks=cache.num_blocks)
+    return KVCacheConfig(groups=groups, num_blocks=cache.num_blocks, forward_order=tuple(layers))
+
+
+def frees_early(cache: KVCacheConfig) -> bool:
+    """Whether blocks of a running request may be gone, or be in several groups.
+
+    vLLM then reports a failed load by its request (``failed_recving``): it cannot tell from blocks where the
+    request has to begin again.
+    """
+    return len(cache.groups) > 1 or any(group.window is not None for group in cache.groups)
+
+
+def _place_of(layer_name: str) -> tuple[list[int], str]:
+    """A sort key: layers in the order of the forward pass, in every process and whatever their groups."""
+    return [int(number) for number in re.findall(r"\d+", layer_name)], layer_name
 
 
 def in_memory_order(tensor: Tensor, layout: KVLayout) -> Tensor:
@@ -178,49 +221,9 @@ def in_memory_order(tensor: Tensor, layout: KVLayout) -> Tensor:
     return tensor.permute([letters.index(letter) for letter in layout.axes if letter != "K"])
 
 
-def _spec_of(spec: KVCacheSpec) -> AttentionSpec:
-    """The spec, if its blocks are keys and values of ``block_size`` tokens, kept until the request ends."""
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVQuantMode,
-        MLAAttentionSpec,
-        UniformTypeKVCacheSpecs,
-    )
-
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        kinds = set(spec.kv_cache_specs.values())
-        if len(kinds) > 1:
-            raise UnsupportedError(f"layers of one group have {len(kinds)} kinds of KV cache, not one")
-        spec = spec_of_all(spec)
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        raise UnsupportedError(
-            f"{type(spec).__name__}: kvplug moves the KV of full attention; blocks of other kinds are"
-            " freed or overwritten while a request runs"
-        )
-    if spec.kv_quant_mode != KVQuantMode.NONE:
-        raise UnsupportedError(
-            f"a quantised KV cache ({spec.kv_quant_mode.name}) is not moved: its scales are not part of the"
-            " blocks; set --kv-cache-dtype auto"
-        )
-    if not is_plain(spec):
-        raise UnsupportedError(f"blocks of {spec} are not plain keys and values per token")
-    if not _is_latent(spec) and spec.head_size_v != spec.head_size:
-        raise UnsupportedError(
-            f"keys have {spec.head_size} elements per head and values {spec.head_size_v}; kvplug requires"
-            " equal sizes"
-        )
-    return spec
-
-
-def _is_latent(spec: Any) -> bool:
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-    return isinstance(spec, MLAAttentionSpec)
-
-
 def _layout_of(spec: AttentionSpec, order: str, num_blocks: int, block_format: str) -> KVLayout:
     sizes = {"B": num_blocks, "T": spec.block_size, "D": spec.head_size}
-    if _is_latent(spec):
+    if is_latent(spec):
         return KVLayout(order.replace("H", ""), sizes, block_format=block_format)
     sizes |= {"K": 2, "H": spec.num_kv_heads}
     return KVLayout(order.replace("D", "KD"), sizes, block_format=block_format)

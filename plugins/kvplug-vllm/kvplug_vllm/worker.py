@@ -40,8 +40,12 @@ class WorkerSide:
     first.
     """
 
-    def __init__(self, connector: WorkerConnector, cache: KVCacheConfig, *, which: str) -> None:
+    def __init__(
+        self, connector: WorkerConnector, cache: KVCacheConfig, *, which: str, fails_requests: bool = False
+    ) -> None:
+        """``fails_requests``: vLLM is told of failed loads by their requests, not by their blocks."""
         self.connector = connector
+        self._failures = _FailedRequests() if fails_requests else None
         self._which = which
         self._layouts: dict[str, KVLayout] = {
             name: group.layout for group in cache.groups for name in group.layer_names
@@ -104,6 +108,8 @@ class WorkerSide:
         self._sends.add(metadata.newly_pending.held)
         self._receipts.add(metadata.newly_pending.loading)
         self._settling = metadata.newly_pending.settling
+        if self._failures is not None:
+            self._failures.add(metadata.newly_pending.block_ids)
         self.connector.bind_connector_metadata(metadata.plan)
         if self._settling:  # start it now: vLLM starts background loads after the step
             self.connector.start_load_kv()
@@ -139,8 +145,20 @@ class WorkerSide:
         return self._sends.take(sent, early=self._running), self._receipts.take(received)
 
     @_outside_inference_mode
+    def failed_among(self, received: set[str]) -> set[str]:
+        """Which of these requests, just named as received, have a failed load."""
+        if self._failures is None:
+            return set()
+        self._failures.hear(self.connector.get_block_ids_with_load_errors())
+        return self._failures.take(received)
+
+    @_outside_inference_mode
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self.connector.get_block_ids_with_load_errors())
+        failed = self.connector.get_block_ids_with_load_errors()
+        if self._failures is None:
+            return set(failed)
+        self._failures.hear(failed)  # of requests that are named as received later
+        return set()
 
     @_outside_inference_mode
     def get_stats(self) -> KvplugStats | None:
@@ -184,6 +202,31 @@ class _AwaitedRequests:
             )
         self._awaited -= named
         return set(named - stray)
+
+
+class _FailedRequests:
+    """Which requests have failed loads, by their blocks: a block that is loaded belongs to one request."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, frozenset[int]] = {}
+        self._failed: set[str] = set()
+
+    def add(self, block_ids: Mapping[str, frozenset[int]]) -> None:
+        """These requests load into these blocks."""
+        self._blocks |= block_ids
+
+    def hear(self, failed: frozenset[int]) -> None:
+        """Loads into these blocks failed."""
+        if failed:
+            self._failed |= {name for name, blocks in self._blocks.items() if not failed.isdisjoint(blocks)}
+
+    def take(self, received: set[str]) -> set[str]:
+        """These requests load no more. Returns those that failed."""
+        failed = self._failed & received
+        self._failed -= received
+        for request_id in received:
+            self._blocks.pop(request_id, None)
+        return failed
 
 
 def _writable_anywhere(tensor: torch.Tensor) -> torch.Tensor:

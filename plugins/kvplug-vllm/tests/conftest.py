@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import socket
@@ -60,11 +61,23 @@ def prompts(model: str, pytestconfig: pytest.Config) -> dict[int, list[int]]:
 
 
 @pytest.fixture(scope="session")
-def random_llama(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def random_model(model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """``random_model("latent")``: a folder with the small model that ``write_random_latent`` of models.py
+    writes."""
+
+    @functools.cache
+    def write(kind: str) -> str:
+        folder = tmp_path_factory.mktemp(f"random-{kind}")
+        getattr(module_of("models"), f"write_random_{kind}")(folder, like=model)
+        return str(folder)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def random_llama(random_model: Callable[[str], str]) -> str:
     """A folder with a small model whose heads divide by two; see models.py."""
-    folder = tmp_path_factory.mktemp("random-llama")
-    module_of("models").write_random_llama(folder, like=model)
-    return str(folder)
+    return random_model("llama")
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,13 @@ def counter(llm: Any, name: str) -> float:
     return float(sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}"))
 
 
+def cached_by_source(llm: Any) -> dict[str, float]:
+    """Cached tokens of prompts, by where they came from, without sources that gave none."""
+    name = "vllm:prompt_tokens_cached_by_source"
+    found = {metric.labels["source"]: metric.value for metric in llm.get_metrics() if metric.name == name}
+    return {source: value for source, value in found.items() if value}
+
+
 def num_steps_in_flight(llm: Any) -> int:
     """How many there may be."""
     return int(llm.llm_engine.engine_core.engine_core.batch_queue_size)

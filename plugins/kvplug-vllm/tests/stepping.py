@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvplug.engine import (
+    NO_BLOCK,
     BlockIds,
     CacheEvent,
     Plain,
@@ -36,7 +37,12 @@ with warnings.catch_warnings():
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request as VllmRequest, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
@@ -60,6 +66,8 @@ class Decides(SchedulerConnector):
         self.keeps = False
         self._starts: dict[str, int] = {}
         self._loads: dict[str, tuple[int, ...]] = {}
+        self.tables: dict[str, BlockIds] = {}
+        """Of requests that load."""
         self.heard: list[WorkerOutput] = []
         self.ended: dict[str, RequestEnd] = {}
         self.metadata: Mapping[int, Plain] | None = None
@@ -80,8 +88,13 @@ class Decides(SchedulerConnector):
         if num_external_tokens:
             del self.offers[request.request_id]  # it offers the same once
             start = self._starts[request.request_id]
-            blocks = block_ids[0][start // BLOCK : (start + num_external_tokens) // BLOCK]
-            self._loads[request.request_id] = blocks
+            self.tables[request.request_id] = block_ids
+            self._loads[request.request_id] = tuple(
+                block
+                for table in block_ids
+                for block in table[start // BLOCK : (start + num_external_tokens) // BLOCK]
+                if block != NO_BLOCK
+            )
 
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
         loads, self._loads = self._loads, {}
@@ -203,12 +216,17 @@ class Stepping:
         *,
         plans_ahead: bool = False,
         num_blocks: int = 64,
+        window: int | None = None,
         **settings: Any,
     ) -> None:
-        """``build``: stands where ``kvplug.build_connector`` does, for both sides."""
+        """
+        Args:
+            build: stands where ``kvplug.build_connector`` does, for both sides.
+            window: of the first layer, which is then in a KV cache group of its own.
+        """
         self.config = vllm_config(model, transfer, plans_ahead=plans_ahead, **settings)
         self.config.cache_config.num_gpu_blocks = num_blocks
-        self.cache = cache_config(num_blocks)
+        self.cache = cache_config(num_blocks, window)
         before = kvplug_vllm.connector.build_connector
         kvplug_vllm.connector.build_connector = build
         try:
@@ -326,12 +344,23 @@ def vllm_config(
     return made
 
 
-def cache_config(num_blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=3, head_size=64, dtype=torch.float32)
+def cache_config(num_blocks: int, window: int | None = None) -> KVCacheConfig:
+    sizes: dict[str, Any] = {
+        "block_size": BLOCK,
+        "num_kv_heads": 3,
+        "head_size": 64,
+        "dtype": torch.float32,
+    }
+    groups = [KVCacheGroupSpec(list(LAYERS), FullAttentionSpec(**sizes))]
+    if window is not None:
+        groups = [
+            KVCacheGroupSpec([LAYERS[0]], SlidingWindowSpec(**sizes, sliding_window=window)),
+            KVCacheGroupSpec([LAYERS[1]], FullAttentionSpec(**sizes)),
+        ]
     declared = {"kv_cache_layout": "LBHNC"} if declares_layout() else {}
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
+        kv_cache_groups=groups,
         **declared,
     )

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
     from kvplug_vllm.connector import KvplugConnector
     from kvplug_vllm.metadata import KvplugHandshakeMetadata
-    from kvplug_vllm.releases.base import unknown_names
+    from kvplug_vllm.releases.base import FAILS_BY_REQUEST, unknown_names
     from kvplug_vllm.releases.cache import declares_layout
 
 pytestmark = pytest.mark.smoke
@@ -31,16 +31,17 @@ PROMPT = list(range(1, 101))
 OURS = """
     bind_connector_metadata bind_gpu_block_pool build_connector_meta build_connector_worker_meta
     build_kv_connector_stats build_prom_metrics clear_connector_metadata get_block_ids_with_load_errors
-    get_finished get_finished_count get_handshake_metadata get_kv_connector_stats get_num_new_matched_tokens
-    get_required_kvcache_layout handle_preemptions has_connector_metadata has_pending_push_work on_new_request
-    register_kv_caches request_finished requires_kv_delivery requires_piecewise_for_cudagraph reset_cache
-    save_kv_layer set_host_xfer_buffer_ops set_xfer_handshake_metadata set_xfer_handshake_metadata_pp_aware
-    shutdown start_load_kv supports_sleep_mode take_events update_connector_output update_state_after_alloc
-    wait_for_layer_load wait_for_save
+    get_external_cache_hit_sources get_finished get_finished_count get_handshake_metadata
+    get_kv_connector_stats get_num_new_matched_tokens get_required_kvcache_layout get_transfer_results
+    handle_preemptions has_connector_metadata has_pending_push_work on_new_request register_kv_caches
+    request_finished request_finished_all_groups requires_kv_delivery requires_piecewise_for_cudagraph
+    reset_cache save_kv_layer set_host_xfer_buffer_ops set_xfer_handshake_metadata
+    set_xfer_handshake_metadata_pp_aware shutdown start_load_kv supports_sleep_mode take_events
+    update_connector_output update_state_after_alloc wait_for_layer_load wait_for_save
 """
 THEIRS = """
-    bind_kv_cache_manager finish_forward get_external_cache_hit_sources get_kv_connector_kv_cache_events
-    get_loaded_kv_cache_group_ids get_mem_pool_context get_transfer_results has_pending_block_frees
+    bind_kv_cache_manager finish_forward get_kv_connector_kv_cache_events
+    get_loaded_kv_cache_group_ids get_mem_pool_context has_pending_block_frees
     prefer_cross_layer_blocks register_cross_layers_kv_cache register_finished_partial_tail
     reset_capture_state restore_kv_caches role supports_divergent_local_hybrid_hits unregister_kv_caches
 """
@@ -48,9 +49,11 @@ THEIRS = """
 IN_SOME_RELEASES = """
     bind_kv_cache_manager finish_forward get_external_cache_hit_sources get_loaded_kv_cache_group_ids
     get_mem_pool_context get_transfer_results has_pending_block_frees prefer_cross_layer_blocks
-    register_cross_layers_kv_cache register_finished_partial_tail reset_capture_state restore_kv_caches
-    supports_divergent_local_hybrid_hits supports_sleep_mode unregister_kv_caches
+    register_cross_layers_kv_cache register_finished_partial_tail request_finished_all_groups
+    reset_capture_state restore_kv_caches supports_divergent_local_hybrid_hits supports_sleep_mode
+    unregister_kv_caches
 """
+"""Of this class; the one about all groups is in ``SupportsHMA`` beside it."""
 
 
 def has(method: str) -> Any:
@@ -77,7 +80,7 @@ def it(made: Any) -> Any:
 
 def test_what_the_scheduler_asks_at_any_time(it: Any) -> None:
     connector = it.engine.scheduler.connector
-    assert not supports_hma(connector), "vLLM then has one group of layers"
+    assert supports_hma(connector) is FAILS_BY_REQUEST, "else vLLM makes one group of all layers"
     assert getattr(connector, "supports_divergent_local_hybrid_hits", False) is False
     assert connector.requires_kv_delivery is False
     assert connector.get_finished_count() is None
@@ -85,7 +88,10 @@ def test_what_the_scheduler_asks_at_any_time(it: Any) -> None:
     assert connector.get_kv_connector_stats() is None
     assert list(connector.take_events()) == []
     assert connector.get_required_kvcache_layout(it.engine.config) == (None if declares_layout() else "HND")
+    in_background = {"options": {"lookup": {"async_load": True}}}
     assert connector.requires_piecewise_for_cudagraph({}) is True
+    assert connector.requires_piecewise_for_cudagraph({"role": "producer"}) is False
+    assert connector.requires_piecewise_for_cudagraph(in_background) is False
     assert connector.supports_sleep_mode(it.engine.config.kv_transfer_config) is False
 
 
@@ -98,7 +104,9 @@ def test_what_the_scheduler_asks_about_partial_blocks(it: Any) -> None:
 
 @has("get_loaded_kv_cache_group_ids")
 def test_what_the_scheduler_asks_about_what_was_loaded(it: Any) -> None:
-    connector, request = it.engine.scheduler.connector, SimpleNamespace(request_id="a")
+    connector = it.engine.scheduler.connector
+    it.engine.add("a", PROMPT)
+    request = it.engine.scheduler.requests["a"]
     assert connector.get_loaded_kv_cache_group_ids(request) == (0,)
     assert sum(connector.get_external_cache_hit_sources(request, 96).values()) == 96
 

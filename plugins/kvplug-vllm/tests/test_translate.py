@@ -19,10 +19,12 @@ with warnings.catch_warnings():
     from vllm.config import KVTransferConfig
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
         KVQuantMode,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
     )
@@ -32,6 +34,7 @@ with warnings.catch_warnings():
         cache_of,
         can_rewind,
         config_of,
+        frees_early,
         in_memory_order,
         model_of,
         parallelism_of,
@@ -272,12 +275,19 @@ def quantised() -> FullAttentionSpec:
     ("spec", "why"),
     [
         (
-            SlidingWindowSpec(
-                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, sliding_window=128
-            ),
-            "SlidingWindowSpec: kvplug moves the KV of full attention",
+            MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,)),
+            "MambaSpec: a recurrent state is overwritten by every token",
         ),
-        (quantised(), r"quantised KV cache \(FP8_PER_TENSOR\)"),
+        (
+            ChunkedLocalAttentionSpec(
+                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, attention_chunk_size=64
+            ),
+            "ChunkedLocalAttentionSpec: blocks of earlier chunks are freed",
+        ),
+        (
+            dataclasses.replace(quantised(), kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD),
+            "INT8_PER_TOKEN_HEAD is not moved: its scales differ from token to token",
+        ),
         (
             FullAttentionSpec(
                 block_size=32, num_kv_heads=3, head_size=64, head_size_v=32, dtype=torch.float32
@@ -291,7 +301,7 @@ def quantised() -> FullAttentionSpec:
             "not plain keys and values",
         ),
     ],
-    ids=["sliding window", "quantised", "unequal", "chunks"],
+    ids=["mamba", "chunks with blocks of their own", "scales per token", "unequal", "chunks"],
 )
 def test_what_cannot_be_moved_is_refused_by_name(spec: Any, why: str) -> None:
     with pytest.raises(UnsupportedError, match=why):
@@ -321,8 +331,95 @@ def test_a_cache_that_does_not_say_how_it_lies_is_refused() -> None:
         cache_of(vllm_config(), cache_config(layout=None))
 
 
-def test_several_groups_are_handed_on_for_the_connector_to_judge() -> None:
-    assert len(cache_of(vllm_config(), cache_config(groups=2)).groups) == 2
+# -- several groups -----------------------------------------------------------------------------------
+
+SLIDING = SlidingWindowSpec(
+    block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, sliding_window=128
+)
+
+
+def groups_of_specs(*specs: Any, **more: Any) -> KVCacheConfig:
+    """A group of two layers for each spec; the layers of the last group come first in the model."""
+    cache = cache_config()
+    cache.kv_cache_groups = [
+        KVCacheGroupSpec([f"layers.{10 - at}.attn", f"layers.{20 - at}.attn"], spec, **more)
+        for at, spec in enumerate(specs)
+    ]
+    return cache
+
+
+def test_layers_of_several_groups_are_named_in_the_order_of_the_model() -> None:
+    given = groups_of_specs(SLIDING, FULL)
+    cache = cache_of(vllm_config(), given)
+    assert [group.window for group in cache.groups] == [128, None]
+    assert cache.forward_order == ("layers.9.attn", "layers.10.attn", "layers.19.attn", "layers.20.attn")
+    assert frees_early(cache)
+    assert frees_early(cache_of(vllm_config(), cache_config(SLIDING))), "its blocks go"
+    assert not frees_early(cache_of(vllm_config(), cache_config()))
+    assert model_of(vllm_config(), given).window == 128
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (
+            dataclasses.replace(FULL, head_size=128, head_size_v=128),
+            "blocks of the model's KV cache groups differ",
+        ),
+        (dataclasses.replace(FULL, dtype=torch.float16), "blocks of the model's KV cache groups differ"),
+        (MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,)), "MambaSpec: "),
+    ],
+    ids=["sizes", "dtypes", "mamba"],
+)
+def test_groups_that_cannot_be_moved_together_are_refused_by_name(other: Any, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        cache_of(vllm_config(), groups_of_specs(SLIDING, other))
+
+
+def test_drafts_beside_a_window_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"a draft model .* --disable-hybrid-kv-cache-manager"):
+        cache_of(vllm_config(), groups_of_specs(SLIDING, FULL, is_eagle_group=True))
+
+
+# -- quantised caches ---------------------------------------------------------------------------------
+
+
+def quantised_format(k_scale: float = 1.0, v_scale: float = 1.0, cache_dtype: str = "fp8") -> tuple[str, str]:
+    """The block format and the model's quantisation, in a worker with these scales."""
+
+    class Backend:
+        @staticmethod
+        def get_name() -> str:
+            return "SOME_ATTN"
+
+    layer = SimpleNamespace(
+        get_attn_backend=lambda: Backend, _k_scale=torch.tensor(k_scale), _v_scale=torch.tensor(v_scale)
+    )
+    config = vllm_config(layers={"model.layers.0.attn": layer, "model.layers.01.attn": layer})
+    config.cache_config.cache_dtype = cache_dtype
+    cache = cache_config(quantised())
+    (group,) = cache_of(config, cache).groups
+    return group.layout.block_format, model_of(config, cache).quantisation
+
+
+def test_pages_of_other_scales_are_pages_of_another_format() -> None:
+    ours, quantisation = quantised_format()
+    assert quantisation == "fp8_e4m3"
+    assert quantised_format(cache_dtype="fp8_e4m3") == (ours, quantisation)
+    assert quantised_format(cache_dtype="fp8_e5m2") == (ours, "fp8_e5m2")
+    formats = {quantised_format(*scales)[0] for scales in [(1.0, 1.0), (0.5, 1.0), (1.0, 0.5)]}
+    assert len(formats) == 3
+    (group,) = cache_of(vllm_config(), cache_config(quantised())).groups
+    assert group.layout.block_format == "vllm", "the scheduler's process has no layers"
+    assert model_of(vllm_config(), cache_config()).quantisation == ""
+
+
+def test_scales_that_a_server_calculates_are_refused() -> None:
+    config = vllm_config()
+    config.cache_config.calculate_kv_scales = True
+    with pytest.raises(UnsupportedError, match="--calculate-kv-scales"):
+        cache_of(config, cache_config(quantised()))
+    cache_of(config, cache_config())  # without a quantised cache it does nothing
 
 
 def test_layouts_that_vllm_lacks_are_refused() -> None:

@@ -99,6 +99,10 @@ class ContactStore(Store):
         return True
 
     @property
+    def medium(self) -> str:
+        return "host"
+
+    @property
     def route(self) -> str:
         client = self._client
         return "not at all" if client is None else client.route

@@ -11,6 +11,7 @@ import attrs
 from kvplug import ConfigError
 from kvplug.engine import KVCacheConfig, LayoutError, ModelInfo, Parallelism, page_format_of, page_tokens_of
 from kvplug.transport import ChainMemo, PageFormat, Series, WireError, chain_root, chains_of
+from kvplug_lookup.connector.groups import Groups
 
 _VERSION = 1
 """Of what is in the namespace and the shard. Pages of another version are misses."""
@@ -84,15 +85,17 @@ def shard_of(
     """The shard of this worker.
 
     Raises:
-        ConfigError: pages of so many tokens would divide a kernel's own blocks.
+        ConfigError: pages of so many tokens would divide a kernel's own blocks, or lose some of them.
+        UnsupportedError: the blocks of the cache's groups differ.
     """
-    group = cache.groups[0]
+    groups = Groups(cache)
     try:
-        tokens = page_tokens_of(group.layout, page_tokens)
+        tokens = page_tokens_of(groups.layout, page_tokens)
+        groups.check_page(tokens)
     except LayoutError as e:
         raise ConfigError(f"options.lookup.page_tokens: {e}") from e
     return Shard(
-        page_format_of(group.layout, model.dtype, len(group.layer_names), tokens),
+        page_format_of(groups.layout, model.dtype, len(groups.layer_names), tokens),
         parallelism.first_layer,
         model.num_layers if parallelism.end_layer is None else parallelism.end_layer,
         parallelism.tensor_rank,

@@ -16,11 +16,11 @@ from kvplug.transport import (
     DeviceMark,
     GetJob,
     MissReason,
-    PageBlocks,
     PageRequest,
     Series,
     Store,
 )
+from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.plan import LoadPlan
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Load:
         views: Sequence[Sequence[Tensor]],
         *,
         rank: int,
-        block_size: int,
+        groups: Groups,
         chains: list[bytes],
         identities: list[bytes],
         stats: TransferStats,
@@ -73,7 +73,7 @@ class Load:
         """
         self.plan = plan
         self._views = views
-        self._block_size = block_size
+        self._groups = groups
         self._chains = chains
         self._identities = identities
         self._stats = stats
@@ -116,11 +116,12 @@ class Load:
                 return
             part.is_asking = True
         try:
+            self._groups.check_load(plan.block_ids, plan.start, plan.end)
             request = PageRequest(
                 series=series,
                 keys=series.keys_of(self._chains[pages]),
                 identities=self._identities[pages],
-                memory=PageBlocks(
+                memory=self._groups.pages(
                     form,
                     self._views,
                     plan.block_ids,
@@ -250,11 +251,13 @@ class Load:
         elif self._error is not None and self._first_missed == len(self._chains):
             self._error = None  # it was all there before it was given up
         if self._error is None:
-            nbytes = (plan.end - plan.start) * self._token_bytes()
+            num_written = self._groups.num_written(plan.block_ids, plan.start, plan.end)
+            nbytes = num_written * self._token_bytes()
             self._stats.record("load", nbytes, self.seconds, tokens=plan.end - plan.start)
 
     def _token_bytes(self) -> int:
-        return sum(view.element_size() * view[0, 0].numel() for layer in self._views for view in layer)
+        """Of one token in one layer."""
+        return sum(view.element_size() * view[0, 0].numel() for view in self._views[0])
 
     def _missed_in(self, part: Part) -> tuple[int, str] | None:
         """The number of the first page of the part that is not there, and why; ``None`` if all are."""
@@ -277,12 +280,12 @@ class Load:
     @property
     def block_ids(self) -> frozenset[int]:
         """Every block that it writes into."""
-        return frozenset(self.plan.block_ids[self.plan.start // self._block_size :])
+        return self._groups.written(self.plan.block_ids, self.plan.start, self.plan.end)
 
     def failed_block_ids(self, page_tokens: int) -> frozenset[int]:
         """Blocks that do not have the KV of all their tokens, in all layers."""
         first = max(self.plan.start, (self.plan.first_page + self._first_missed) * page_tokens)
-        return frozenset(self.plan.block_ids[first // self._block_size :])
+        return self._groups.written(self.plan.block_ids, first, self.plan.end)
 
 
 def _error_of(reason: str, request_id: str) -> Exception:

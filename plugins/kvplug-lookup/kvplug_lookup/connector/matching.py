@@ -129,3 +129,14 @@ def first_of(runs: Runs, count: int) -> Runs:
         found.append((name, min(length, left)))
         left -= length
     return tuple(found)
+
+
+def tokens_of(runs: Runs, page_tokens: int, start: int, end: int) -> list[tuple[str, int]]:
+    """How many of the tokens ``start`` to ``end`` are in each run; ``start`` lies in the first page."""
+    found, at = [], start - start % page_tokens
+    for name, count in runs:
+        until = at + count * page_tokens
+        if (num := min(end, until) - max(start, at)) > 0:
+            found.append((name, num))
+        at = until
+    return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
+from kvplug.engine import BlockIds
 from kvplug.transport import next_chain
 
 _TOKEN_BYTES = 4
@@ -23,8 +24,9 @@ class PagePlan:
     """The chain of the page before it."""
     packed_tokens: bytes = attrs.field(repr=False)
     """The token ids of all pages: int32, little-endian."""
-    block_ids: tuple[int, ...]
-    """The request's blocks, from its first one to the one with the last token of the pages."""
+    block_ids: BlockIds
+    """For each KV cache group the request's blocks, from its first one to the one with the last token of the
+    pages; ``NO_BLOCK`` where it has none."""
 
     def identities(self, page_tokens: int) -> list[bytes]:
         """The identity of each page."""
@@ -95,7 +97,7 @@ class StepPlan:
                 LoadPlan(
                     **{
                         **load,
-                        "block_ids": tuple(load["block_ids"]),
+                        "block_ids": _tables(load["block_ids"]),
                         "sources": tuple(
                             tuple((name, count) for name, count in of_rank) for of_rank in load["sources"]
                         ),
@@ -104,7 +106,7 @@ class StepPlan:
                 for load in plain["loads"]
             ),
             saves=tuple(
-                SavePlan(**{**save, "block_ids": tuple(save["block_ids"])}) for save in plain["saves"]
+                SavePlan(**{**save, "block_ids": _tables(save["block_ids"])}) for save in plain["saves"]
             ),
             forget=tuple(plain["forget"]),
             reset=plain["reset"],
@@ -112,3 +114,7 @@ class StepPlan:
             left=tuple(plain["left"]),
             joined=tuple((name, tuple(contacts)) for name, contacts in plain["joined"]),
         )
+
+
+def _tables(plain: Iterable[Iterable[int]]) -> BlockIds:
+    return tuple(tuple(table) for table in plain)

@@ -19,8 +19,9 @@ import msgspec
 import zmq
 
 from kvplug import ConfigError
-from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent, ConnectorContext
 from kvplug.transport import BackgroundThread, close_after_fork, is_loopback
+from kvplug_lookup.connector.block_events import BlockEvents
 
 _log = logging.getLogger(__name__)
 
@@ -208,3 +209,29 @@ def _plain(event: CacheEvent) -> dict[str, Any]:
             }
         case BlocksCleared():
             return {"type": "AllBlocksCleared"}
+
+
+def open_events(
+    context: ConnectorContext, page_tokens: int, block_size: int
+) -> tuple[BlockEvents, EventPublisher | None]:
+    """The events of an engine that saves: for the engine, and for routers where the options name an address.
+
+    Raises what the publisher raises.
+    """
+    options = context.options
+    events = BlockEvents(
+        num_workers=context.parallelism.num_workers,
+        page_tokens=page_tokens,
+        block_size=block_size,
+        medium="CPU",
+        owner=next(iter(context.config.stores), ""),
+    )
+    if options.events == "engine":
+        return events, None
+    publisher = EventPublisher(
+        options.events,
+        options.events_replay,
+        allow_remote=context.config.allow_unauthenticated_data_plane,
+    )
+    events.listen(publisher.publish)
+    return events, publisher

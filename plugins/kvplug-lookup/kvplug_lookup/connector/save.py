@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -25,6 +26,7 @@ from kvplug.transport import (
     Series,
     Store,
 )
+from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.plan import SavePlan
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class _Batch:
     memory: PageBuffers | None
     """Where they are gathered; ``None``: they are on a device, and the store reads them there."""
     started: float
+    gathered: set[int] = attrs.field(factory=set)
+    """Layers that are in ``memory``."""
 
 
 class Saver:
@@ -72,6 +76,7 @@ class Saver:
         tiers: Sequence[Tier],
         *,
         views: Sequence[Sequence[Tensor]],
+        groups: Groups,
         timeout_s: float,
         wait_timeout_s: float,
         max_bytes: int,
@@ -79,6 +84,7 @@ class Saver:
     ) -> None:
         self._tiers = tuple(tiers)
         self._views = views
+        self._groups = groups
         self._gathers = views[0][0].device.type == "cpu"
         self._timeout_s = timeout_s
         self._wait_timeout_s = wait_timeout_s
@@ -137,12 +143,12 @@ class Saver:
             return
         chains, identities, keys = chains[:count], identities[:count], keys[:count]
         first_token = (plan.first_page + begin) * form.page_tokens
-        source = PageBlocks(form, self._views, plan.block_ids, first_token, len(chains))
+        source = self._groups.pages(form, self._views, plan.block_ids, first_token, len(chains))
         tier.store.declare(tier.series, keys, timeout=self._wait_timeout_s)
         self._batches.append(
             _Batch(
                 plan.request_id,
-                frozenset(plan.block_ids),
+                frozenset(itertools.chain.from_iterable(plan.block_ids)),
                 chains,
                 identities,
                 source,
@@ -165,6 +171,7 @@ class Saver:
         for batch in self._batches:
             if batch.memory is not None:
                 batch.memory.fill(batch.source, 0, range(layer, layer + 1))
+                batch.gathered.add(layer)
 
     def spoil(self, suspect: frozenset[int]) -> frozenset[str]:
         """Give up pages that lie in these blocks. Returns the requests whose pages they are."""
@@ -189,6 +196,10 @@ class Saver:
 
     def end(self) -> None:
         """The step is over: its pages are whole."""
+        for layer in range(len(self._views)):  # those without a call: an engine may replay a captured step
+            for batch in self._batches:
+                if batch.memory is not None and layer not in batch.gathered:
+                    batch.memory.fill(batch.source, 0, range(layer, layer + 1))
         batches, self._batches = self._batches, []
         tier = self.first
         for batch in batches:

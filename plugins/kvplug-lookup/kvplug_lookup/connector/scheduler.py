@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvplug import ConfigError, KvplugError
+from kvplug import Config, ConfigError, KvplugError
 from kvplug.engine import (
     BlockIds,
     CacheEvent,
@@ -35,10 +35,12 @@ from kvplug.transport import (
 )
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.engines import EngineSources
+from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.keys import PromptChains, Shard, namespace_of, shard_of
-from kvplug_lookup.connector.matching import Matcher, Runs, Search, first_of
+from kvplug_lookup.connector.matching import Matcher, Runs, Search, first_of, tokens_of
+from kvplug_lookup.connector.options import LookupConnectorOptions
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
-from kvplug_lookup.connector.publisher import EventPublisher
+from kvplug_lookup.connector.publisher import EventPublisher, open_events
 from kvplug_lookup.connector.replica import Replica
 from kvplug_lookup.connector.sources import AskedSource, FollowedSource, Source, followed, peers_of
 from kvplug_lookup.connector.tracked import Tracked
@@ -54,16 +56,20 @@ class LookupScheduler(SchedulerConnector):
     that live in workers it keeps replicas; it asks those that every process reaches.
     """
 
+    supports_hma = True
+
+    @classmethod
+    def needs_layer_hooks(cls, config: Config, options: LookupConnectorOptions) -> bool:
+        # Pages in a cache on a device are saved when the step is complete, and loads in the background have
+        # ended before their request is in a step.
+        return config.role is not Role.PRODUCER and not options.async_load
+
     def __init__(self, context: ConnectorContext) -> None:
-        if len(context.cache.groups) != 1:
-            raise ConfigError(
-                f"connector 'lookup' serves models with one KV cache group, and this one has"
-                f" {len(context.cache.groups)}"
-            )
         self._context = context
-        options, group = context.options, context.cache.groups[0]
-        self._block_size = group.block_size
-        self._granule = group.layout.granule
+        options = context.options
+        self._groups = Groups(context.cache)
+        self._block_size = self._groups.block_size
+        self._granule = self._groups.layout.granule
         self._shard = shard_of(context.cache, context.model, context.parallelism, options.page_tokens)
         self._page_tokens = self._shard.format.page_tokens
         self._chains = functools.partial(PromptChains, namespace_of(context.model), memo=ChainMemo())
@@ -95,6 +101,8 @@ class LookupScheduler(SchedulerConnector):
             functools.partial(context.stats.fail, "match", "expired"),
         )
         self._engines = EngineSources(context)
+        self._media: dict[str, str] = {}
+        """What each store of the config keeps its pages in; other sources are peer engines."""
         self._own: list[Source] = []
         """The sources that this engine's workers put pages into."""
         self._shards: dict[int, Shard] = {}
@@ -103,7 +111,8 @@ class LookupScheduler(SchedulerConnector):
         if context.parallelism.tensor_size == workers:
             self._shards = {rank: attrs.evolve(self._shard, tensor_rank=rank) for rank in range(workers)}
         try:
-            self._open_events()
+            if self._saves and options.events is not None:
+                self._events, self._publisher = open_events(context, self._page_tokens, self._block_size)
             self._open_sources()
         except BaseException:
             self.shutdown()
@@ -133,6 +142,7 @@ class LookupScheduler(SchedulerConnector):
         """The source that a store of the config is; ``None`` where nothing can be looked for in it."""
         context = self._context
         store: Store = context.open_store(name)
+        self._media[name] = store.medium
         if store.is_shared:
             workers = context.parallelism.num_workers
             return AskedSource(name, store, workers, context.options.wait_timeout_s)
@@ -142,26 +152,6 @@ class LookupScheduler(SchedulerConnector):
         if not self._saves or not (self._loads or told is not None):
             return None  # it lives in workers that put nothing into it, or that nothing is loaded from
         return followed(context, name, told=told)
-
-    def _open_events(self) -> None:
-        """For the engine, and for routers; only an engine that saves has any."""
-        context, options = self._context, self._context.options
-        if not self._saves or options.events is None:
-            return
-        self._events = BlockEvents(
-            num_workers=context.parallelism.num_workers,
-            page_tokens=self._page_tokens,
-            block_size=self._block_size,
-            medium="CPU",
-            owner=next(iter(context.config.stores), ""),
-        )
-        if options.events != "engine":
-            self._publisher = EventPublisher(
-                options.events,
-                options.events_replay,
-                allow_remote=context.config.allow_unauthenticated_data_plane,
-            )
-            self._events.listen(self._publisher.publish)
 
     def take_events(self) -> list[CacheEvent]:
         return [] if self._events is None else self._events.take()
@@ -315,7 +305,7 @@ class LookupScheduler(SchedulerConnector):
                 first_page=first,
                 parent=tracked.chains.parent_of(first),
                 packed_tokens=pack_tokens(tokens),
-                block_ids=tuple(block_ids[0][: -(-end // self._block_size)]),
+                block_ids=self._groups.tables(block_ids, end),
                 start=start,
                 end=end,
                 sources=tuple(first_of(runs, last - first) for runs in tracked.sources),
@@ -324,6 +314,18 @@ class LookupScheduler(SchedulerConnector):
         )
         # Pages that are held by the first store, or wholly loaded, need no save.
         tracked.num_saved = max(tracked.num_saved, end // self._page_tokens)
+
+    def get_hit_sources(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not tracked.sources:
+            return super().get_hit_sources(request, num_external_tokens)
+        start = tracked.num_computed_at_match
+        runs = tracked.sources[0]  # of the other workers they may differ
+        found: dict[str, int] = {}
+        for name, num in tokens_of(runs, self._page_tokens, start, start + num_external_tokens):
+            medium = self._media.get(name, "peer")
+            found[medium] = found.get(medium, 0) + num
+        return found
 
     def request_finished(
         self, request: Request, block_ids: BlockIds, end: RequestEnd
@@ -429,19 +431,22 @@ class LookupScheduler(SchedulerConnector):
             if last <= first:
                 continue
             tracked.num_saved = last
+            blocks = self._groups.tables(output.block_ids(request.request_id), last * self._page_tokens)
+            first = self._groups.first_whole_page(blocks, first, last, self._page_tokens)
+            if last <= first:
+                continue
             chains = tracked.chains.upto(token_ids, end)
             for source in self._own[:1]:
                 source.expect(chains[first:last], self._context.options.wait_timeout_s)
             if self._events is not None:
                 self._events.plan(request, token_ids, chains[:last], first)
             tokens = token_ids[first * self._page_tokens : last * self._page_tokens]
-            blocks = output.block_ids(request.request_id)[0]
             yield SavePlan(
                 request_id=request.request_id,
                 first_page=first,
                 parent=tracked.chains.parent_of(first),
                 packed_tokens=pack_tokens(tokens),
-                block_ids=tuple(blocks[: -(-last * self._page_tokens // self._block_size)]),
+                block_ids=blocks,
             )
 
     def update_connector_output(self, output: WorkerOutput) -> None:

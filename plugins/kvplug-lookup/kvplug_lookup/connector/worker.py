@@ -27,6 +27,7 @@ from kvplug.transport import (
     PagesRemoved,
     Timeout,
 )
+from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.keys import hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
 from kvplug_lookup.connector.peers import PeerStore
@@ -52,10 +53,11 @@ class LookupWorker(WorkerConnector):
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__()
         self._context = context
-        config, options, group = context.config, context.options, context.cache.groups[0]
-        self._layer_names = group.layer_names
+        config, options = context.config, context.options
+        self._groups = Groups(context.cache)
+        self._layer_names = self._groups.layer_names
         self._index_of = {name: index for index, name in enumerate(self._layer_names)}
-        self._layout = group.layout
+        self._layout = self._groups.layout
         self._shard = shard_of(context.cache, context.model, context.parallelism, options.page_tokens)
         self._page_tokens = self._shard.format.page_tokens
         self._caches: tuple[Tensor, ...] = ()
@@ -163,6 +165,7 @@ class LookupWorker(WorkerConnector):
             self._saver = Saver(
                 list(self._tiers.values()),
                 views=self._views,
+                groups=self._groups,
                 timeout_s=options.save_timeout_s,
                 wait_timeout_s=options.wait_timeout_s,
                 max_bytes=config.buffer_size if options.max_unsaved is None else options.max_unsaved,
@@ -267,7 +270,7 @@ class LookupWorker(WorkerConnector):
             plan,
             self._views,
             rank=self._context.parallelism.worker_rank,
-            block_size=self._layout.block_size,
+            groups=self._groups,
             chains=plan.chains(self._page_tokens),
             identities=plan.identities(self._page_tokens),
             stats=self._context.stats,

@@ -28,6 +28,7 @@ class FileStore(BlockingStore):
     """
 
     is_shared = True
+    medium = "disk"
 
     def __init__(self, options: NixlStoreOptions) -> None:
         assert options.path is not None

@@ -47,11 +47,11 @@ _KNOWN = """
     get_required_kvcache_layout get_transfer_results handle_preemptions has_connector_metadata
     has_pending_block_frees has_pending_push_work on_new_request prefer_cross_layer_blocks
     register_cross_layers_kv_cache register_finished_partial_tail register_kv_caches request_finished
-    requires_kv_delivery requires_piecewise_for_cudagraph reset_cache reset_capture_state restore_kv_caches
-    role save_kv_layer set_host_xfer_buffer_ops set_xfer_handshake_metadata
-    set_xfer_handshake_metadata_pp_aware shutdown start_load_kv supports_divergent_local_hybrid_hits
-    supports_sleep_mode take_events unregister_kv_caches update_connector_output update_state_after_alloc
-    wait_for_layer_load wait_for_save
+    request_finished_all_groups requires_kv_delivery requires_piecewise_for_cudagraph reset_cache
+    reset_capture_state restore_kv_caches role save_kv_layer set_host_xfer_buffer_ops
+    set_xfer_handshake_metadata set_xfer_handshake_metadata_pp_aware shutdown start_load_kv
+    supports_divergent_local_hybrid_hits supports_sleep_mode take_events unregister_kv_caches
+    update_connector_output update_state_after_alloc wait_for_layer_load wait_for_save
 """
 """The public names of the base class in the releases that were looked at, 0.27.1 to 0.33.0."""
 
@@ -104,9 +104,28 @@ def require_implemented(connector: type) -> None:
         )
 
 
+def fails_by_request(module: ModuleType | Any) -> bool:
+    """Whether vLLM takes failed loads by request, which it needs where a model has several KV cache groups.
+
+    Since 0.30. Before, the adapter declares no support for several groups, and vLLM makes one of them.
+    """
+    results = getattr(module, "KVConnectorTransferResults", None)
+    return hasattr(module, "SupportsHMA") and "failed_recving" in getattr(results, "__dataclass_fields__", ())
+
+
 require(_base, vllm.__version__)
 KVConnectorBase_V1 = _base.KVConnectorBase_V1
 KVConnectorHandshakeMetadata = _base.KVConnectorHandshakeMetadata
 KVConnectorMetadata = _base.KVConnectorMetadata
 KVConnectorRole = _base.KVConnectorRole
 KVConnectorWorkerMetadata = _base.KVConnectorWorkerMetadata
+FAILS_BY_REQUEST = fails_by_request(_base)
+SUPPORTS_GROUPS: tuple[type, ...] = (_base.SupportsHMA,) if FAILS_BY_REQUEST else ()
+"""Further base classes of a connector: vLLM looks for this one to give a model several KV cache groups."""
+
+
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """vLLM's answer of ``get_transfer_results``, which is called since 0.30."""
+    return _base.KVConnectorTransferResults(
+        finished_sending=sent, finished_recving=received, failed_recving=failed
+    )

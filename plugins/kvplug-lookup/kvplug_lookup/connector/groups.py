@@ -1,0 +1,140 @@
+"""The KV cache groups of a model: which blocks hold the layers of a page.
+
+A page has the layers of all groups, in the order of the forward pass. So whatever groups an engine makes of
+its layers, its pages are the same, and a prompt's pages can be loaded up to any of them: a page always has
+what layers with a sliding window need. What is written of it is what the request has blocks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvplug import UnsupportedError
+from kvplug.engine import NO_BLOCK, BlockIds, KVCacheConfig, KVLayout, LayoutError
+from kvplug.transport import DeviceMark, GroupedBlocks, LayerBlocks, PageBlocks, PageFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Groups:
+    """The groups of one engine's cache, which number their blocks alike.
+
+    Raises:
+        UnsupportedError: blocks of different groups differ, so that no page has the layers of all of them.
+    """
+
+    def __init__(self, cache: KVCacheConfig) -> None:
+        self.layer_names = cache.forward_order
+        """Of all groups, in the order of the layers of a page."""
+        number = {name: at for at, name in enumerate(self.layer_names)}
+        self._layers = [frozenset(number[name] for name in group.layer_names) for group in cache.groups]
+        self._windows = [group.window for group in cache.groups]
+        self.layout: KVLayout = cache.groups[0].layout
+        for at, group in enumerate(cache.groups):
+            if group.layout != self.layout:
+                raise UnsupportedError(
+                    f"connector 'lookup' keeps the layers of all KV cache groups in one page, and blocks of"
+                    f" group {at} ({group.layout}) differ from those of group 0 ({self.layout})"
+                )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.layout.block_size
+
+    def check_page(self, page_tokens: int) -> None:
+        """Check that the beginning of a page is still there when its end is computed.
+
+        Raises:
+            LayoutError: a group frees the first blocks of a page before.
+        """
+        for window in self._windows:
+            if window is not None and page_tokens > max(window, self.block_size):
+                raise LayoutError(
+                    f"pages of {page_tokens} tokens: layers with a window of {window} tokens free the first"
+                    f" blocks of a page before its last ones are computed; at most"
+                    f" {max(window, self.block_size)}"
+                )
+
+    # -- tables --------------------------------------------------------------------------------
+
+    def tables(self, block_ids: BlockIds, end: int) -> BlockIds:
+        """The blocks of the first ``end`` tokens."""
+        count = -(-end // self.block_size)
+        return tuple(tuple(table[:count]) for table in block_ids)
+
+    def begins(self, block_ids: BlockIds, start: int, end: int) -> list[int]:
+        """For each group the first token of ``start`` to ``end`` from which on it has all blocks."""
+        first, last = start // self.block_size, -(-end // self.block_size)
+        begins = []
+        for table in block_ids:
+            absent = [at for at in range(first, min(last, len(table))) if table[at] == NO_BLOCK]
+            begins.append(max(start, (absent[-1] + 1) * self.block_size) if absent else start)
+        return begins
+
+    def first_whole_page(self, block_ids: BlockIds, first: int, last: int, page_tokens: int) -> int:
+        """The first of pages ``first`` to ``last`` from which on all have all their blocks: a window may have
+        let blocks go of pages that were there before the step."""
+        begins = self.begins(block_ids, first * page_tokens, last * page_tokens)
+        return -(-max(begins) // page_tokens)
+
+    def check_load(self, block_ids: BlockIds, start: int, end: int) -> None:
+        """Check that there are blocks for all that is needed after a load of these tokens.
+
+        Raises:
+            LayoutError: a block is missing that the next token attends to.
+        """
+        for number, (window, begin) in enumerate(
+            zip(self._windows, self.begins(block_ids, start, end), strict=True)
+        ):
+            needed = start if window is None else max(start, end - window + 1)
+            if begin > needed:
+                raise LayoutError(
+                    f"KV cache group {number} has no blocks for tokens {needed} to {begin}, to which the"
+                    f" token after {end} attends"
+                )
+
+    def written(self, block_ids: BlockIds, start: int, end: int) -> frozenset[int]:
+        """The blocks that hold tokens ``start`` to ``end``, of all groups."""
+        first, last = start // self.block_size, -(-end // self.block_size)
+        return frozenset(block for table in block_ids for block in table[first:last]) - {NO_BLOCK}
+
+    def num_written(self, block_ids: BlockIds, start: int, end: int) -> int:
+        """Tokens that a load of these writes, counted once for each layer."""
+        begins = self.begins(block_ids, start, end)
+        return sum((end - begin) * len(layers) for begin, layers in zip(begins, self._layers, strict=True))
+
+    # -- pages ---------------------------------------------------------------------------------
+
+    def pages(
+        self,
+        form: PageFormat,
+        views: Sequence[Sequence[Tensor]],
+        block_ids: BlockIds,
+        first_token: int,
+        count: int,
+        *,
+        writable: range | None = None,
+        after: DeviceMark | None = None,
+    ) -> PageBlocks:
+        """``count`` pages of a request, from ``first_token`` on, in its blocks.
+
+        Args:
+            writable: the tokens that are loaded; ``None``: the pages are only read.
+
+        Raises:
+            LayoutError: the tables do not fit; a page that is read has not all its blocks.
+        """
+        begins = [0] * len(self._layers)
+        if writable is not None:
+            begins = self.begins(block_ids, writable.start, writable.stop)
+        if len(self._layers) == 1:
+            limits = None if writable is None else range(begins[0], writable.stop)
+            return PageBlocks(form, views, block_ids[0], first_token, count, writable=limits, after=after)
+        tables = [
+            LayerBlocks(layers=layers, block_ids=table, begin=begin)
+            for layers, table, begin in zip(self._layers, block_ids, begins, strict=True)
+        ]
+        return GroupedBlocks(form, views, tables, first_token, count, writable=writable, after=after)

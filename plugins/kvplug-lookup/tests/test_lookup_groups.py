@@ -1,0 +1,331 @@
+"""Several KV cache groups: full attention beside layers with a window, whose early blocks are freed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvplug import ConfigError, UnsupportedError, build_connector
+from kvplug.engine import (
+    NO_BLOCK,
+    CacheGroup,
+    KVCacheConfig,
+    KVLayout,
+    LayoutError,
+    Request,
+    RequestEnd,
+    ScheduledRequest,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from kvplug_testing import waits
+from kvplug_testing.engine import PagedCache, model_of, request_of
+from lookup_engines import config, num_held, tokens
+
+pytestmark = pytest.mark.timeout(60)
+
+LAYERS, BLOCK, BLOCKS, WINDOW = 4, 16, 256, 40
+WINDOWED = ((0,), (2,))
+"""The layers of each group with a window. The last group has the others, which attend to all tokens."""
+PROMPT = range(200)
+
+Table = list[int]
+
+
+class GroupedEngine:
+    """Both sides of a connector around a cache with three groups, whose blocks go as in vLLM."""
+
+    def __init__(self, given: Any, *, is_grouped: bool = True, **build: Any) -> None:
+        self.cache = PagedCache(num_layers=LAYERS, block_size=BLOCK, num_blocks=BLOCKS, axes="BHTKD")
+        names = self.cache.layer_names
+        windowed = WINDOWED if is_grouped else ()
+        full = [layer for layer in range(LAYERS) if not any(layer in group for group in windowed)]
+        self.groups = [*((list(group), WINDOW) for group in windowed), (full, None)]
+        self.config = KVCacheConfig(
+            groups=tuple(
+                CacheGroup(
+                    layer_names=tuple(names[layer] for layer in layers),
+                    layout=self.cache.layout,
+                    window=window,
+                )
+                for layers, window in self.groups
+            ),
+            num_blocks=BLOCKS,
+            forward_order=names,
+        )
+        arguments = {"model": model_of("BHTKD", LAYERS), "cache": self.config, **build}
+        self.worker: Any = build_connector(given, "worker", **arguments)
+        self.scheduler: Any = build_connector(given, "scheduler", **arguments)
+        self.worker.register_kv_caches(self.cache.tensors)
+        self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        self.number = 0
+        self.free = random.Random(0).sample(range(BLOCKS), BLOCKS)
+
+    def __enter__(self) -> GroupedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+    def allocate(self, num_tokens: int, computed: int = 0) -> list[Table]:
+        """Block tables; a window's blocks wholly before what it attends to after ``computed`` are absent."""
+        count, tables = -(-num_tokens // BLOCK), []
+        for _, window in self.groups:
+            absent = 0 if window is None else max(0, computed - window + 1) // BLOCK
+            tables.append([NO_BLOCK] * absent + [self.free.pop() for _ in range(count - absent)])
+        return tables
+
+    def let_go(self, tables: list[Table], computed: int) -> None:
+        """Free the blocks that no token after these attends to: others write into them at once."""
+        for table, (layers, window) in zip(tables, self.groups, strict=True):
+            for at in range(0 if window is None else max(0, computed - window + 1) // BLOCK):
+                if table[at] != NO_BLOCK:
+                    for layer in layers:
+                        self.cache._write(layer, [table[at]], -1.0)
+                    table[at] = NO_BLOCK
+
+    def step(
+        self, request: Request | None = None, tables: Any = (), computed: int = 0, new: int = 0
+    ) -> WorkerOutput:
+        self.number += 1
+        scheduled = []
+        if request is not None:
+            self.let_go(tables, computed)
+            scheduled = [
+                ScheduledRequest(
+                    request_id=request.request_id, num_computed_tokens=computed, num_scheduled_tokens=new
+                )
+            ]
+        plan = self.scheduler.build_connector_meta(
+            SchedulerOutput(
+                step=self.number,
+                scheduled=tuple(scheduled),
+                block_ids=lambda _: tuple(map(tuple, tables)),
+                token_ids=lambda _: request.token_ids if request else (),
+            )
+        )
+        self.worker.bind_connector_metadata(plan)
+        self.worker.start_load_kv()
+        for layer in range(LAYERS if request else 0):
+            name = self.cache.layer_names[layer]
+            self.worker.wait_for_layer_load(name)
+            assert request is not None
+            self.compute(layer, request, tables, computed, computed + new)
+            self.worker.save_kv_layer(name, self.cache.tensors[name])
+        self.worker.wait_for_save()
+        _, received = self.worker.get_finished(frozenset())
+        failed = self.worker.get_block_ids_with_load_errors()
+        said = self.worker.build_worker_metadata()
+        self.worker.clear_connector_metadata()
+        report = WorkerOutput(
+            finished_recving=received,
+            invalid_block_ids=failed,
+            worker_metadata=() if said is None else (said,),
+        )
+        self.scheduler.update_connector_output(report)
+        return report
+
+    def compute(self, layer: int, request: Request, tables: list[Table], start: int, end: int) -> None:
+        """KV of these tokens; wrong if that of tokens that the layer attends to is wrong."""
+        right = self.is_right(request, tables, start, layers=[layer])
+        table = tables[self.group_of(layer)]
+        kv = self.cache._expected(request.token_ids, start, end, layer)
+        self.cache._write(layer, self.cache._at(table, start, end), kv + (0 if right else 0.5))
+
+    def fill(self, layer: int, request: Request, tables: list[Table], end: int) -> None:
+        """The right KV of tokens before ``end``, in the blocks that there are."""
+        table = tables[self.group_of(layer)]
+        start = min(end, table.count(NO_BLOCK) * BLOCK)
+        kv = self.cache._expected(request.token_ids, start, end, layer)
+        self.cache._write(layer, self.cache._at(table, start, end), kv)
+
+    def group_of(self, layer: int) -> int:
+        return next(at for at, (layers, _) in enumerate(self.groups) if layer in layers)
+
+    def is_right(
+        self, request: Request, tables: list[Table], end: int, *, layers: Any = range(LAYERS)
+    ) -> bool:
+        """Whether the blocks hold all that the token after ``end`` attends to."""
+        for layer in layers:
+            number = self.group_of(layer)
+            window = self.groups[number][1]
+            start = 0 if window is None else max(0, end - window + 1)
+            if not self.cache._is_right_in(layer, request.token_ids, tables[number], start, end):
+                return False
+        return True
+
+    def prefill(self, request: Request, chunk: int | None = None) -> list[Table]:
+        self.scheduler.on_new_request(request)
+        total = len(request.token_ids)
+        tables = self.allocate(total)
+        self.scheduler.update_state_after_alloc(request, tuple(map(tuple, tables)), 0)
+        for start in range(0, total, chunk or total):
+            self.step(request, tables, start, min(chunk or total, total - start))
+        self.finish(request, tables)
+        return tables
+
+    def finish(self, request: Request, tables: list[Table]) -> None:
+        self.scheduler.request_finished_all_groups(request, tuple(map(tuple, tables)), RequestEnd.FINISHED)
+        self.step()
+
+    def load(self, request: Request, computed: int = 0) -> tuple[list[Table], int, WorkerOutput]:
+        self.scheduler.on_new_request(request)
+        answer: list[int | None] = [None]
+
+        def is_known() -> bool:
+            answer[0], _ = self.scheduler.get_num_new_matched_tokens(request, computed)
+            return answer[0] is not None
+
+        waits.until(is_known, what="an answer of the scheduler side")
+        found = answer[0] or 0
+        tables = self.allocate(len(request.token_ids), computed + found)
+        for layer in range(LAYERS):  # what the engine's own cache had
+            self.fill(layer, request, tables, computed)
+        self.scheduler.update_state_after_alloc(request, tuple(map(tuple, tables)), found)
+        rest = len(request.token_ids) - computed - found
+        return tables, found, self.step(request, tables, computed + found, rest)
+
+
+def a_pair(*, producer: bool = True, consumer: bool = True) -> tuple[GroupedEngine, GroupedEngine]:
+    """Whether the engine groups its layers."""
+    prefill = GroupedEngine(config("producer"), is_grouped=producer, listen="unix:")
+    try:
+        return prefill, GroupedEngine(config("consumer"), is_grouped=consumer, connect=prefill.worker.contact)
+    except BaseException:
+        prefill.__exit__()
+        raise
+
+
+@pytest.mark.parametrize("consumer", [True, False], ids=["into groups", "into one group"])
+@pytest.mark.parametrize("producer", [True, False], ids=["from groups", "from one group"])
+@pytest.mark.parametrize("chunk", [None, 50, 7])
+def test_pages_are_the_same_whatever_the_groups(chunk: int | None, producer: bool, consumer: bool) -> None:
+    prefill, decode = a_pair(producer=producer, consumer=consumer)
+    with prefill, decode:
+        prompt = request_of("a", PROMPT)
+        tables = prefill.prefill(prompt, chunk)
+        assert prefill.is_right(prompt, tables, 200)
+        assert num_held(prefill) == 12, "also those whose first blocks a window let go later"
+        tables, found, report = decode.load(request_of("b", PROMPT))
+        assert (found, report.invalid_block_ids) == (192, frozenset())
+        assert decode.is_right(prompt, tables, 200)
+
+
+@pytest.mark.parametrize("computed", [16, 96, 176])
+def test_a_load_begins_where_the_engines_own_cache_ends(computed: int) -> None:
+    prefill, decode = a_pair()
+    with prefill, decode:
+        prompt = request_of("a", PROMPT)
+        prefill.prefill(prompt)
+        tables, found, report = decode.load(prompt, computed)
+        assert (found, report.invalid_block_ids) == (192 - computed, frozenset())
+        assert decode.is_right(prompt, tables, 200)
+
+
+def test_every_block_that_there_is_becomes_whole() -> None:
+    """The engine may give it to a later request, for which its first tokens are within the window."""
+    prefill, decode = a_pair()
+    with prefill, decode:
+        prompt = request_of("a", PROMPT)
+        prefill.prefill(prompt)
+        tables, *_ = decode.load(prompt)
+        for table, (layers, window) in zip(tables, decode.groups, strict=True):
+            absent = table.count(NO_BLOCK)
+            assert absent == (0 if window is None else (192 - WINDOW + 1) // BLOCK)
+            for layer in layers:
+                assert decode.cache._is_right_in(layer, prompt.token_ids, table, absent * BLOCK, 192)
+
+
+def test_a_load_that_fails_names_the_blocks_of_every_group() -> None:
+    prefill, decode = a_pair()
+    with prefill, decode:
+        prompt = request_of("a", PROMPT)
+        prefill.prefill(prompt)
+        assert num_held(prefill) == 12
+        forget = prefill.worker.first_tier.store.submit_remove
+        ask = decode.scheduler.update_state_after_alloc
+
+        def ask_for_what_is_gone(*arguments: Any) -> None:
+            forget(None).wait(10)
+            ask(*arguments)
+
+        decode.scheduler.update_state_after_alloc = ask_for_what_is_gone
+        tables, found, report = decode.load(prompt)
+        loaded = {block for table in tables for block in table[: found // BLOCK]} - {NO_BLOCK}
+        assert (found, report.invalid_block_ids) == (192, loaded)
+        decode.scheduler.update_state_after_alloc = ask
+        assert decode.scheduler.get_num_new_matched_tokens(prompt, 0) == (0, False), "not again"
+
+
+def test_a_table_without_a_block_that_is_needed_is_a_failed_load() -> None:
+    prefill, decode = a_pair()
+    with prefill, decode:
+        prompt = request_of("a", PROMPT)
+        prefill.prefill(prompt)
+        allocate = decode.allocate
+        decode.allocate = lambda total, computed: allocate(total, computed + BLOCK)  # type: ignore[method-assign]
+        decode.compute = lambda *_: None  # type: ignore[method-assign]
+        tables, found, report = decode.load(prompt)
+        assert found == 192
+        assert report.invalid_block_ids >= set(tables[2][:12])
+
+
+def test_what_was_generated_is_saved_while_the_window_moves_on() -> None:
+    prefill, decode = a_pair()
+    with prefill, decode:
+        whole = request_of("a", tokens(330))
+        prefill.scheduler.on_new_request(whole)
+        tables = prefill.allocate(330)
+        prefill.scheduler.update_state_after_alloc(whole, tuple(map(tuple, tables)), 0)
+        prefill.step(whole, tables, 0, 200)
+        for computed in range(200, 330):
+            prefill.step(whole, tables, computed, 1)
+        prefill.finish(whole, tables)
+        assert num_held(prefill) == 20
+        tables, found, _ = decode.load(request_of("b", tokens(330)))
+        assert found == 320
+        assert decode.is_right(whole, tables, 330)
+
+
+def test_a_prompt_of_which_the_engine_had_the_beginning_is_saved_from_there_on() -> None:
+    with GroupedEngine(config("producer"), listen="unix:") as prefill:
+        prompt = request_of("a", PROMPT)
+        prefill.scheduler.on_new_request(prompt)
+        tables = prefill.allocate(200, 96)
+        for layer in range(LAYERS):
+            prefill.fill(layer, prompt, tables, 96)
+        prefill.scheduler.update_state_after_alloc(prompt, tuple(map(tuple, tables)), 0)
+        prefill.step(prompt, tables, 96, 104)
+        # The window lacks the blocks of tokens before 48, so that no page before has all its layers.
+        assert num_held(prefill) == 12 - 48 // BLOCK
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+def test_pages_longer_than_a_window_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pages of 48 tokens: layers with a window of 40 .* at most 40"):
+        GroupedEngine(config("both", {"page_tokens": 48}))
+
+
+def test_groups_whose_blocks_differ_are_refused() -> None:
+    layout = KVLayout("BHTKD", {"B": 8, "T": 16, "H": 2, "D": 8})
+    other = KVLayout("BHTKD", {"B": 8, "T": 16, "H": 2, "D": 16})
+    groups = (
+        CacheGroup(layer_names=("a",), layout=layout),
+        CacheGroup(layer_names=("b",), layout=other),
+    )
+    cache = KVCacheConfig(groups=groups, num_blocks=8, forward_order=("b", "a"))
+    with pytest.raises(UnsupportedError, match=r"blocks of group 1 .* differ from those of group 0"):
+        build_connector(config("both"), "scheduler", model=model_of("BHTKD", 2), cache=cache)
+
+
+@pytest.mark.parametrize("order", [(), ("a",), ("a", "b", "b")])
+def test_several_groups_need_the_order_of_their_layers(order: tuple[str, ...]) -> None:
+    layout = KVLayout("BHTKD", {"B": 8, "T": 16, "H": 2, "D": 8})
+    groups = tuple(CacheGroup(layer_names=(name,), layout=layout) for name in "ab")
+    with pytest.raises(LayoutError, match="it has each layer of the groups once"):
+        KVCacheConfig(groups=groups, num_blocks=8, forward_order=order)
