@@ -39,6 +39,7 @@ SETTINGS = {
     "max-num-seqs": 4,
     "max-model-len": 2048,
     "block-size": 32,
+    "enable-prompt-tokens-details": True,
 }
 """The engine's own, as for the engines of engines.py."""
 
