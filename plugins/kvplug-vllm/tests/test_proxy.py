@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import socket
@@ -77,6 +78,10 @@ def test_without_parameters_decode_gets_the_bytes_of_the_client(proxied: Any) ->
         raw = b'{ "stream":false, "seed": 12345678901234567890123, "max_tokens" :2}'
         assert proxy.ask(raw)[0] == 200
         assert decode.seen[0]["raw"].encode() == raw
+        packed = gzip.compress(raw)
+        assert proxy.ask(packed, **{"Content-Encoding": "gzip"})[0] == 200
+        assert decode.seen[1]["raw"].encode() == raw
+        assert "Content-Encoding" not in decode.seen[1]["headers"]
         assert proxy.ask(path="/v1/models") == (200, {"data": [{"id": "demo"}]})
 
 
@@ -137,6 +142,7 @@ def test_a_client_that_hangs_up_ends_the_request_at_decode(proxied: Any) -> None
 
         proxied.until(ended, "decode's connection is closed")
         assert proxy.status["requests"]["aborted"] == 1
+        assert "Traceback" not in proxy.log
 
 
 def test_a_client_that_hangs_up_during_prefill_is_not_decoded(proxied: Any) -> None:
@@ -232,6 +238,7 @@ def test_a_stream_that_breaks_off_has_an_error_and_no_end(is_stopped: bool, prox
             with pytest.raises(http.client.IncompleteRead):
                 answer.read()
         assert proxy.ask(ASKED)[0] == 200, "the other server"
+        assert "Traceback" not in proxy.log
 
 
 def test_without_a_decode_server_the_answer_says_so(proxied: Any) -> None:

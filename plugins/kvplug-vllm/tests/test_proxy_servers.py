@@ -34,13 +34,14 @@ def deployment(
 ) -> Iterator[Deployment]:
     meetings = [free_port() for _ in range(2)]
     peers = [f"127.0.0.1:{meeting}" for meeting in meetings]
-    # The cores are shared by six processes: they must not spin, and a check may take its time.
+    settings = {**servers.SETTINGS, "enable-prompt-tokens-details": True, "num-gpu-blocks-override": 192}
+    # The cores are shared by all processes: they must not spin, and a check may take its time.
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     options = {"health-interval-s": "1", "health-timeout-s": "20", "prefill-timeout-s": "120"}
     with ExitStack() as stack:
 
         def start(config: dict[str, Any]) -> Any:
-            return stack.enter_context(servers.Server(model, config, free_port(), START_S, **quiet))
+            return stack.enter_context(servers.Server(model, config, free_port(), START_S, settings, **quiet))
 
         prefill = tuple(start(config_for("kv_producer", meeting)) for meeting in meetings)
         consumer = config_for("kv_consumer", meetings[0], kv_load_failure_policy="recompute", peers=peers)

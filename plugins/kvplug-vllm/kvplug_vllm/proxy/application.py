@@ -69,7 +69,7 @@ class Settings:
     """How long a decode server may send nothing, and a client take nothing."""
     connect_timeout_s: float = 3.0
     health_interval_s: float = 2.0
-    health_timeout_s: float = 3.0
+    health_timeout_s: float = 5.0
     max_body: int = 32 << 20
     """Of a client's request, and of a prefill server's answer."""
 
@@ -148,7 +148,7 @@ class Proxy:
                     server.take_out(f"/health answered {answer.status}")
         except TimeoutError:
             server.take_out(f"/health did not answer in {self.settings.health_timeout_s:g} s")
-        except (aiohttp.ClientError, OSError) as e:
+        except (aiohttp.ClientError, OSError, ValueError) as e:
             server.take_out(text_of(e))
 
     def _next(self, servers: Sequence[Server], tried: Sequence[Server] = ()) -> Server | None:
@@ -169,6 +169,9 @@ class Proxy:
         except web.HTTPRequestEntityTooLarge:
             self.counts["refused"] += 1
             return _error(413, f"the body is larger than {self.settings.max_body} bytes (--max-body-mib)")
+        except TimeoutError:
+            self.counts["refused"] += 1
+            return _error(408, f"the body has not come in {self.settings.silence_timeout_s:g} s")
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError) as e:
@@ -177,8 +180,9 @@ class Proxy:
         if not isinstance(body, dict):
             self.counts["refused"] += 1
             return _error(400, f"the body is a JSON {type(body).__name__}; expected is an object")
-        headers = _passed_on(request.headers)
-        headers.setdefault("X-Request-Id", str(uuid.uuid4()))
+        headers = _passed_on(request.headers, "content-encoding")  # it is decoded here
+        if "X-Request-Id" not in request.headers:
+            headers["X-Request-Id"] = str(uuid.uuid4())
         passed = _Passed()
         try:
             params = await self._prefill(request.path, body, headers)
@@ -223,8 +227,7 @@ class Proxy:
     ) -> tuple[int, Any]:
         """The status of a prefill server's answer, and its JSON, if it is some."""
         # It is read here, so it must not be compressed.
-        headers = {name: value for name, value in headers.items() if name.lower() != "accept-encoding"}
-        headers["Accept-Encoding"] = "identity"
+        headers = _passed_on(headers, "accept-encoding") | {"Accept-Encoding": "identity"}
         timeout = self._timeout(self.settings.prefill_timeout_s)
         async with self._session.post(
             server.url + path, data=BytesIO(raw), headers=headers, timeout=timeout, allow_redirects=False
@@ -341,10 +344,11 @@ def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
     return asked | ones | {"stream": False, "max_tokens": 1, "kv_transfer_params": params}
 
 
-def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+def _passed_on(headers: Mapping[str, str], *but: str) -> dict[str, str]:
     # Headers that "Connection" names are of one hop too.
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    return {name: value for name, value in headers.items() if name.lower() not in _OF_ONE_HOP | named}
+    left_out = _OF_ONE_HOP.union(named, but)
+    return {name: value for name, value in headers.items() if name.lower() not in left_out}
 
 
 def _error_body(status: int, text: str) -> bytes:

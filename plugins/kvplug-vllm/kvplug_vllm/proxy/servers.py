@@ -84,7 +84,7 @@ class Server:
         except aiohttp.ClientConnectorError as e:
             self.take_out(text_of(e))
             raise ServerFailedError(f"{self}: {text_of(e)}") from e
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+        except (aiohttp.ClientError, OSError, ValueError) as e:  # OSError: also TimeoutError
             raise ServerFailedError(f"{self}: {text_of(e)}") from e
         finally:
             down.cancel()
