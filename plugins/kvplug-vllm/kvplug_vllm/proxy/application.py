@@ -286,15 +286,17 @@ class Proxy:
                 async with asyncio.timeout(self.settings.silence_timeout_s):
                     await response.write(chunk)
                 passed.add(chunk, answer.content_length)
-            await response.write_eof()
+            async with asyncio.timeout(self.settings.silence_timeout_s):
+                await response.write_eof()
             self.counts["served"] += 1
         except ServerFailedError as e:  # the client has a part of the answer: no other server can go on
             _log.warning("the answer breaks off: %s", e)
             server.failures += 1
             self.counts["failed"] += 1
             if answer.content_type == "text/event-stream":
-                with contextlib.suppress(ConnectionError):
-                    await response.write(b"data: " + _error_body(502, str(e)) + b"\n\n")
+                with contextlib.suppress(ConnectionError, TimeoutError):
+                    async with asyncio.timeout(self.settings.connect_timeout_s):
+                        await response.write(b"data: " + _error_body(502, str(e)) + b"\n\n")
             _hang_up(request)
         except (ConnectionError, TimeoutError):  # the client is gone, or takes nothing
             self.counts["aborted"] += 1
