@@ -23,6 +23,7 @@ from kvplug_vllm.logs import join_vllm
 from kvplug_vllm.metadata import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
 from kvplug_vllm.metrics import KvplugPromMetrics
 from kvplug_vllm.plugin import register
+from kvplug_vllm.ranks import log_address_of
 from kvplug_vllm.releases.base import (
     FAILS_BY_REQUEST,
     SUPPORTS_GROUPS,
@@ -99,6 +100,8 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
                 " server with --disable-hybrid-kv-cache-manager"
             )
         rewinds = can_rewind(vllm_config) and not frees
+        if side == "scheduler":
+            log_address_of(vllm_config.parallel_config.data_parallel_index, config)
         which = f"{config.connector} at {config.host}, {config.port}"  # for a MultiConnector
         built = build_connector(
             config,

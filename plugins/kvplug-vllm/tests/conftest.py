@@ -104,6 +104,12 @@ def servers() -> Any:
 
 
 @pytest.fixture(scope="session")
+def proxied() -> Any:
+    """The module proxied.py."""
+    return module_of("proxied")
+
+
+@pytest.fixture(scope="session")
 def multiprocess() -> dict[str, str]:
     """Environment of an engine whose core runs in a separate process."""
     return dict(engines.MULTIPROCESS)

@@ -64,7 +64,13 @@ class Server:
     """One API server. Leaving the ``with`` block kills every process of it, orphans too."""
 
     def __init__(
-        self, model: str, transfer: Mapping[str, Any], port: int, deadline_s: float, **env: str
+        self,
+        model: str,
+        transfer: Mapping[str, Any],
+        port: int,
+        deadline_s: float,
+        settings: Mapping[str, Any] = SETTINGS,
+        **env: str,
     ) -> None:
         self.port = port
         self._model = model
@@ -72,7 +78,7 @@ class Server:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         command = [sys.executable, "-c", BOOT, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST]
         command += ["--port", str(port), "--model", model, "--kv-transfer-config", json.dumps(transfer)]
-        for name, value in SETTINGS.items():
+        for name, value in settings.items():
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         self._process = subprocess.Popen(
             command,

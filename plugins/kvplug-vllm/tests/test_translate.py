@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ with warnings.catch_warnings():
         SlidingWindowSpec,
     )
 
+    from kvplug_vllm.ranks import log_address_of
     from kvplug_vllm.releases.cache import declares_layout, layout_to_require
     from kvplug_vllm.translate import (
         cache_of,
@@ -132,6 +134,51 @@ def test_each_data_parallel_rank_takes_ports_of_its_own() -> None:
     parallel = {"data_parallel_index": 3, "world_size": 2}
     config = config_of(vllm_config(transfer=transfer(port=5000), parallel=parallel))
     assert (config.port, config.port_offset) == (5000, 6)
+    assert config.control_address(1) == "127.0.0.1:5007"
+
+
+@pytest.mark.parametrize(("num_producers", "num_consumers"), [(3, 1), (1, 2), (2, 2)])
+def test_each_rank_of_a_consumer_looks_for_every_rank_of_a_producer(
+    num_producers: int, num_consumers: int
+) -> None:
+    """Whatever their numbers: what each producer's rank listens at, each consumer's rank has as a peer."""
+    listening = [
+        config_of(
+            vllm_config(transfer=transfer(port=5000), parallel={"data_parallel_index": rank, "world_size": 2})
+        ).control_address()
+        for rank in range(num_producers)
+    ]
+    assert listening == [f"127.0.0.1:{5000 + 2 * rank}" for rank in range(num_producers)]
+    for rank in range(num_consumers):
+        parallel = {"data_parallel_index": rank, "world_size": 2}
+        consumer = config_of(vllm_config(transfer=transfer(peers=listening), parallel=parallel))
+        assert consumer.peer_addresses == tuple(listening)
+
+
+@pytest.mark.parametrize(
+    ("role", "peers", "rank", "said"),
+    [
+        ("kv_consumer", [], 0, ""),
+        ("kv_consumer", [], 2, 'WARNING data-parallel rank 2 has no "peers" .* at 127.0.0.1:5002; name'),
+        ("kv_consumer", ["127.0.0.1:5000"], 2, ""),
+        ("kv_producer", [], 0, ""),
+        ("kv_producer", [], 2, "INFO data-parallel rank 2 listens at 127.0.0.1:5002; consumers name"),
+    ],
+)
+def test_a_data_parallel_rank_says_where_it_is_or_that_it_sees_one_rank_only(
+    role: str, peers: list[str], rank: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = KVTransferConfig(
+        kv_connector="KvplugConnector",
+        kv_role=role,
+        kv_connector_extra_config={"host": "127.0.0.1", "port": 5000, "peers": peers},
+    )
+    config = config_of(vllm_config(transfer=given, parallel={"data_parallel_index": rank}))
+    caplog.set_level("INFO", "kvplug_vllm")
+    log_address_of(rank, config)
+    lines = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+    assert len(lines) == bool(said)
+    assert re.match(said, "".join(lines))
 
 
 @pytest.mark.parametrize(

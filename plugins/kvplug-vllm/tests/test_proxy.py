@@ -1,0 +1,347 @@
+"""The proxy: prefill first, then decode, whatever happens to the servers behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.smoke]
+
+QUICK = {"health-interval-s": "0.2", "health-timeout-s": "1"}
+LATE = {"health-interval-s": "1000", "health-timeout-s": "20"}
+"""Only the check at the start: the rest is found out by requests."""
+ASKED = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 16, "temperature": 0}
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "prefill-0", "remote_block_ids": [[3, 4]]}
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What the proxy of vLLM's tests for its NIXL connector sends."""
+
+
+def pieces(answer: http.client.HTTPResponse) -> list[str]:
+    return [line.decode().strip() for line in answer if line.strip()]
+
+
+# -- prefill, then decode --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "length"),
+    [
+        ("/v1/completions", {"min_tokens": 4, "n": 2}, {"max_tokens": 1, "n": 1}),
+        (
+            "/v1/chat/completions",
+            {"max_completion_tokens": 9, "stream": True, "stream_options": {"include_usage": True}},
+            {"max_tokens": 1, "max_completion_tokens": 1},
+        ),
+    ],
+)
+def test_a_request_goes_to_prefill_for_one_token_and_to_decode_with_what_that_answers(
+    path: str, more: dict[str, Any], length: dict[str, Any], proxied: Any
+) -> None:
+    with proxied.setup(1, 1, LATE) as (proxy, (prefill,), (decode,)):
+        prefill.behave(params=PARAMS)
+        body = {**ASKED, **more, "kv_transfer_params": {"of the client's": 1}}
+        headers = {"Authorization": "Bearer key", "X-data-parallel-rank": "1", "Connection": "close, X-Hop"}
+        asked = proxy.open("POST", path, json.dumps(body).encode(), **headers, **{"X-Hop": "1"})
+        with contextlib.closing(asked):
+            assert asked.getresponse().read()
+        (first,), (second,) = prefill.seen, decode.seen
+    assert (first["path"], second["path"]) == (path, path)
+    left = {name: value for name, value in body.items() if name not in ("min_tokens", "stream_options")}
+    params = {"of the client's": 1, **REMOTE_DECODE}
+    assert json.loads(first["raw"]) == {**left, **length, "stream": False, "kv_transfer_params": params}
+    assert json.loads(second["raw"]) == {**body, "kv_transfer_params": PARAMS}
+    assert first["headers"]["X-Request-Id"] == second["headers"]["X-Request-Id"]
+    for seen in (first, second):
+        assert seen["headers"]["Authorization"] == "Bearer key"
+        assert seen["headers"]["X-data-parallel-rank"] == "1"
+        assert "X-Hop" not in seen["headers"]
+
+
+def test_without_parameters_decode_gets_the_bytes_of_the_client(proxied: Any) -> None:
+    with proxied.setup(1, 1, LATE) as (proxy, _, (decode,)):
+        raw = b'{ "stream":false, "seed": 12345678901234567890123, "max_tokens" :2}'
+        assert proxy.ask(raw)[0] == 200
+        assert decode.seen[0]["raw"].encode() == raw
+        packed = gzip.compress(raw)
+        assert proxy.ask(packed, **{"Content-Encoding": "gzip"})[0] == 200
+        assert decode.seen[1]["raw"].encode() == raw
+        assert "Content-Encoding" not in decode.seen[1]["headers"]
+        assert proxy.ask(path="/v1/models") == (200, {"data": [{"id": "demo"}]})
+
+
+def test_a_stream_arrives_piece_by_piece_and_in_order(proxied: Any) -> None:
+    with proxied.setup(1, 1, LATE) as (proxy, _, (decode,)):
+        decode.behave(holds=True, pieces=4)
+        with contextlib.closing(
+            proxy.open("POST", "/v1/completions", json.dumps(ASKED | {"stream": True}).encode())
+        ) as asked:
+            answer = asked.getresponse()
+            assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            for number in range(4):  # the next one is not sent before this one has come
+                assert answer.readline() + answer.readline() == f"data: {number}\n\n".encode()
+                decode.go_on()
+            assert answer.read() == b""
+
+
+def test_requests_are_spread_over_all_servers(proxied: Any) -> None:
+    with proxied.setup(2, 2, LATE) as (proxy, prefill, decode):
+        for _ in range(6):
+            assert proxy.ask(ASKED)[0] == 200
+        assert [len(standin.seen) for standin in prefill + decode] == [3, 3, 3, 3]
+        # One that is busy gets less.
+        decode[0].behave(holds=True)
+        with contextlib.closing(
+            proxy.open("POST", "/v1/completions", json.dumps(ASKED | {"stream": True}).encode())
+        ) as asked:
+            answer = asked.getresponse()
+            answer.readline()
+            busy = [len(standin.seen) for standin in decode].index(4)
+            for _ in range(2):
+                assert proxy.ask(ASKED)[0] == 200
+            assert [len(decode[busy].seen), len(decode[1 - busy].seen)] == [4, 5]
+            for _ in range(2):
+                decode[busy].go_on()
+            pieces(answer)
+        status = proxy.status
+    assert status["requests"] == {"served": 9, "failed": 0, "aborted": 0, "refused": 0}
+    assert status["prefills_skipped"] == {}
+    assert [each["requests"] for each in status["prefill"]] in ([4, 5], [5, 4])
+    assert [each["outstanding"] for each in status["decode"]] == [0, 0]
+
+
+# -- clients that go ---------------------------------------------------------------------------------
+
+
+def test_a_client_that_hangs_up_ends_the_request_at_decode(proxied: Any) -> None:
+    with proxied.setup(1, 1, LATE) as (proxy, _, (decode,)):
+        decode.behave(holds=True, pieces=1000)
+        asked = proxy.open("POST", "/v1/completions", json.dumps(ASKED | {"stream": True}).encode())
+        asked.getresponse().readline()
+        asked.close()
+        proxied.until(lambda: proxy.status["decode"][0]["outstanding"] == 0, "the request has ended")
+
+        def ended() -> bool:
+            decode.go_on()
+            return bool(decode.seen[0]["aborted"])
+
+        proxied.until(ended, "decode's connection is closed")
+        assert proxy.status["requests"]["aborted"] == 1
+        assert "Traceback" not in proxy.log
+
+
+def test_a_client_that_hangs_up_during_prefill_is_not_decoded(proxied: Any) -> None:
+    with proxied.setup(1, 1, LATE) as (proxy, (prefill,), (decode,)):
+        prefill.behave(delay_s=1.0)
+        asked = proxy.open("POST", "/v1/completions", json.dumps(ASKED).encode())
+        proxied.until(lambda: prefill.seen, "prefill has the request")
+        asked.close()
+        proxied.until(lambda: proxy.status["requests"]["aborted"], "the proxy has seen it")
+        assert proxy.ask(ASKED | {"max_tokens": 7})[0] == 200
+        assert [json.loads(seen["raw"])["max_tokens"] for seen in decode.seen] == [7]
+
+
+# -- prefill servers that fail -----------------------------------------------------------------------
+
+FAILURES: dict[str, tuple[Callable[[Any], None], dict[str, str], str]] = {
+    "killed": (lambda prefill: prefill.peer.kill(), LATE, "failed"),
+    "stopped, found by a check": (lambda prefill: prefill.peer.stop(), QUICK, "failed"),
+    "stopped": (lambda prefill: prefill.peer.stop(), LATE | {"prefill-timeout-s": "0.5"}, "slow"),
+    "slow": (lambda prefill: prefill.behave(delay_s=8), LATE | {"prefill-timeout-s": "0.5"}, "slow"),
+    "full": (lambda prefill: prefill.behave(status=503), LATE, "status 503"),
+    "refuses": (lambda prefill: prefill.behave(status=400), LATE, "status 400"),
+    "answers too much": (
+        lambda prefill: prefill.behave(params={"much": "x" * 20000}),
+        LATE | {"max-body-mib": "0.01"},
+        "failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_prefill_that_fails_is_left_out_and_counted(kind: str, proxied: Any) -> None:
+    fail, options, reason = FAILURES[kind]
+    with proxied.setup(1, 1, options) as (proxy, (prefill,), (decode,)):
+        prefill.behave(params=PARAMS)
+        fail(prefill)
+        status, _ = proxy.ask(ASKED)
+        assert status == 200
+        assert json.loads(decode.seen[0]["raw"]) == ASKED
+        skipped = proxy.status["prefills_skipped"]
+        # A check may have found a server out before the request came.
+        assert skipped in ({reason: 1}, {"no server is up": 1} if options == QUICK else {})
+        assert "no prefill, decode computes the prompt" in proxy.log
+        assert prefill.url in proxy.log
+
+
+def test_the_next_prefill_server_is_asked_if_one_is_gone(proxied: Any) -> None:
+    with proxied.setup(2, 1, LATE) as (proxy, prefill, (decode,)):
+        prefill[1].behave(params=PARAMS)
+        prefill[0].peer.kill()
+        assert proxy.ask(ASKED)[0] == 200
+        assert json.loads(decode.seen[0]["raw"])["kv_transfer_params"] == PARAMS
+        assert proxy.status["prefills_skipped"] == {}
+        assert [each["is_up"] for each in proxy.status["prefill"]] == [False, True]
+
+
+# -- decode servers that fail ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["killed", "stopped"])
+def test_a_decode_server_that_is_down_is_passed_over(is_stopped: bool, proxied: Any) -> None:
+    with proxied.setup(1, 2, QUICK if is_stopped else LATE) as (proxy, _, decode):
+        decode[0].behave(delay_s=3600)
+        if is_stopped:  # with a request that waits there, and nothing has been answered
+            asked = proxy.open("POST", "/v1/completions", json.dumps(ASKED).encode())
+            proxied.until(lambda: decode[0].seen, "the first server has it")
+            decode[0].peer.stop()
+            with contextlib.closing(asked):
+                assert json.loads(asked.getresponse().read())["who"] == decode[1].peer.pid
+        else:
+            decode[0].peer.kill()
+        for _ in range(3):
+            status, said = proxy.ask(ASKED)
+            assert (status, said["who"]) == (200, decode[1].peer.pid)
+        assert not proxy.is_up(decode[0])
+        assert proxy.status["requests"]["failed"] == 0
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["killed", "stopped"])
+def test_a_stream_that_breaks_off_has_an_error_and_no_end(is_stopped: bool, proxied: Any) -> None:
+    with proxied.setup(1, 2, QUICK) as (proxy, _, decode):
+        for standin in decode:
+            standin.behave(holds=True)
+        asked = proxy.open("POST", "/v1/completions", json.dumps(ASKED | {"stream": True}).encode())
+        with contextlib.closing(asked):
+            answer = asked.getresponse()
+            assert answer.readline() + answer.readline() == b"data: 0\n\n"
+            (one,) = [standin for standin in decode if standin.seen]
+            one.peer.stop() if is_stopped else one.peer.kill()
+            said = json.loads(answer.readline().removeprefix(b"data: "))["error"]
+            assert said["code"] == 502
+            assert one.url in said["message"]
+            with pytest.raises(http.client.IncompleteRead):
+                answer.read()
+        assert proxy.ask(ASKED)[0] == 200, "the other server"
+        assert "Traceback" not in proxy.log
+
+
+def test_without_a_decode_server_the_answer_says_so(proxied: Any) -> None:
+    with proxied.setup(1, 1, LATE) as (proxy, _, (decode,)):
+        assert proxy.ask(path="/health") == (200, {"status": "ok"})
+        decode.peer.kill()
+        status, said = proxy.ask(ASKED)
+        assert status == 502
+        assert decode.url in said["error"]["message"]
+        for asked in ((ASKED,), (None, "/health"), (None, "/v1/models")):
+            status, said = proxy.ask(*asked)
+            assert status == 503
+            assert said["error"]["message"] == "kvplug proxy: no decode server is up"
+
+
+# -- health --------------------------------------------------------------------------------------------
+
+OUT: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
+    "killed": (lambda server: server.peer.kill(), lambda server: server.start()),
+    "stopped": (lambda server: server.peer.stop(), lambda server: server.peer.cont()),
+    "unhealthy": (lambda server: server.behave(health=500), lambda server: server.behave(health=200)),
+}
+
+
+@pytest.mark.parametrize("how", OUT)
+def test_checks_take_servers_out_and_in_again(how: str, proxied: Any) -> None:
+    take_out, take_in = OUT[how]
+    with proxied.setup(1, 1, QUICK) as (proxy, (prefill,), (decode,)):
+        for server in (prefill, decode):
+            take_out(server)
+            proxied.until(lambda server=server: not proxy.is_up(server), "it is out")
+        assert proxy.ask(ASKED)[0] == 503
+        assert all(each["problem"] for role in ("prefill", "decode") for each in proxy.status[role])
+        for server in (prefill, decode):
+            take_in(server)
+            proxied.until(lambda server=server: proxy.is_up(server), "it is in again")
+        assert proxy.ask(ASKED)[0] == 200
+        assert len(prefill.seen) == 1
+        assert proxy.status["prefills_skipped"] == {"no server is up": 1}
+
+
+# -- wrong input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "the body is not JSON: Expecting property name"),
+        (b"\xff\xfe", 400, "the body is not JSON"),
+        (b"[" * 100_000, 400, "the body is not JSON"),
+        (b"[1]", 400, "the body is a JSON list; expected is an object"),
+        (
+            b'{"prompt": "' + b"x" * 200_000 + b'"}',
+            413,
+            "the body is larger than 131072 bytes",
+        ),
+    ],
+    ids=["no JSON", "no text", "deep", "a list", "large"],
+)
+def test_a_wrong_body_is_refused(body: bytes, status: int, words: str, proxied: Any) -> None:
+    with proxied.setup(1, 1, LATE | {"max-body-mib": "0.125"}) as (proxy, (prefill,), (decode,)):
+        code, said = proxy.ask(body)
+        assert code == status
+        assert said["error"]["code"] == status
+        assert words in said["error"]["message"]
+        assert proxy.status["requests"]["refused"] == 1
+        assert prefill.seen == decode.seen == []
+        assert proxy.ask(ASKED)[0] == 200
+
+
+GOOD = ["--prefill", "http://127.0.0.1:8100", "--decode", "http://[::1]:8200/"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "the following arguments are required: --prefill, --decode"),
+        (["--prefill", "127.0.0.1:8100"], "'127.0.0.1:8100' was given; expected is http://HOST:PORT"),
+        ([*GOOD, "--decode", "ftp://a"], "'ftp://a' was given; expected is http://HOST:PORT"),
+        ([*GOOD, "--decode", "http://a/v1"], "'http://a/v1' was given; expected is http://HOST:PORT"),
+        ([*GOOD, "--decode", "http://a:b"], "'http://a:b' was given; expected is http://HOST:PORT"),
+        ([*GOOD, "--decode", "http://key@a:1"], "'http://key@a:1' was given; expected is http://HOST:PORT"),
+        ([*GOOD, "--port", "65536"], "'65536' was given; expected is a port from 1 to 65535"),
+        ([*GOOD, "--health-timeout-s", "-1"], "'-1' was given; expected is a number above 0"),
+        ([*GOOD, "--prefill-timeout-s", "nan"], "'nan' was given; expected is a number above 0"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvplug_vllm.proxy.__main__ import main
+
+    with pytest.raises(SystemExit) as e:
+        main(arguments)
+    assert e.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "kvplug_vllm.proxy", *GOOD, "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"kvplug proxy: cannot listen on 127.0.0.1, port {port}" in done.stderr
+    assert "Traceback" not in done.stderr
