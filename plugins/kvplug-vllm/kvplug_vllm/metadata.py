@@ -58,6 +58,12 @@ class KvplugStats(KVConnectorStats):
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
+    def __getitem__(self, name: str) -> Any:
+        """``stats["data"]``: before 0.30 vLLM reads the stats of a MultiConnector's children in this way, as
+        if they were serialised, and in an engine of one process they are not.
+        """
+        return getattr(self, name)
+
     def is_empty(self) -> bool:
         return not any(self.data.values())
 

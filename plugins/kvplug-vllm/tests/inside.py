@@ -77,7 +77,8 @@ def reached(llm: Any) -> list[bool]:
     """Of each child of a MultiConnector whose connector is "lookup": has its worker reached a store?"""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    children = get_kv_transfer_group().sub_connectors
+    group = get_kv_transfer_group()
+    children = group.sub_connectors if hasattr(group, "sub_connectors") else group._connectors
     return [child._worker.connector.link is not None for child in children]
 
 

@@ -89,6 +89,11 @@ def test_vllm_puts_them_together_again_in_its_front_end() -> None:
     assert first.data[NAME].data == snapshot(3)
 
 
+def test_children_of_a_multi_connector_are_observed_in_an_engine_of_one_process() -> None:
+    """Before 0.30 vLLM reads the object itself as if it had been serialised."""
+    assert KvplugStats(data=snapshot(1))["data"] == snapshot(1)
+
+
 def test_vllms_log_has_what_came_since_the_last_line() -> None:
     lines: list[str] = []
     logging = KVConnectorLogging(None)
