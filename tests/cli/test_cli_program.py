@@ -78,7 +78,7 @@ def test_an_unknown_command_lists_the_known_ones_and_what_did_not_load(birds: An
     done = birds.kvplug("cofnig")
     assert done.returncode == 2
     assert "no command named 'cofnig'; did you mean 'config'?" in done.stderr
-    assert "known: bench, config, coo, " in done.stderr
+    assert "known: bench, check, config, coo, " in done.stderr
     assert "broken: bad (kvplug-bad 1.0)" in done.stderr
 
 

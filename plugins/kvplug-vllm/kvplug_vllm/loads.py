@@ -1,12 +1,16 @@
-"""Loads of the current step: no other request may use their blocks before the step is reported."""
+"""Loads that vLLM counts on before they have succeeded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import attrs
 
-from kvplug.engine import Request
+from kvplug.engine import Request, ScheduledRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request as VllmRequest
 
 
 @attrs.frozen
@@ -49,3 +53,44 @@ class StepLoads:
             blocks |= set() if at is None else set(load.block_ids[at:])
         self._loads = []
         return blocks
+
+
+class CountedLoads:
+    """Corrects a request's ``cached_tokens`` when its load has failed.
+
+    vLLM counts the tokens of a load when it is planned, and not again when it computes them itself.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[str, tuple[VllmRequest, int, int]] = {}
+
+    def add(self, request: VllmRequest, start: int, num_tokens: int) -> None:
+        """So many tokens from ``start`` on are to be loaded."""
+        self._loads[request.request_id] = request, start, num_tokens
+
+    def correct(self, scheduled: Iterable[ScheduledRequest]) -> None:
+        """A step is planned: a request that computes what was to be loaded has loaded less.
+
+        A request whose first token is out, or that was preempted, has been counted.
+        """
+        for each in scheduled:
+            load = self._loads.get(each.request_id)
+            if load is None:
+                continue
+            request, start, num_tokens = load
+            stats = getattr(request, "prefill_stats", None)  # some releases count in another way
+            if stats is None or request.num_preemptions:
+                self.forget(each.request_id)
+                continue
+            loaded = max(0, each.num_computed_tokens - start)
+            if loaded < num_tokens:
+                stats.set(
+                    num_prompt_tokens=stats.num_prompt_tokens,
+                    num_local_cached_tokens=stats.num_local_cached_tokens,
+                    num_external_cached_tokens=loaded,
+                )
+                self._loads[each.request_id] = request, start, loaded
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._loads.pop(request_id, None)

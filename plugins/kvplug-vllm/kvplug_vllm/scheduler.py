@@ -22,7 +22,7 @@ from kvplug.engine import (
     WorkerOutput,
 )
 from kvplug.net.wire import decode
-from kvplug_vllm.loads import StepLoads
+from kvplug_vllm.loads import CountedLoads, StepLoads
 from kvplug_vllm.metadata import (
     KvplugHandshakeMetadata,
     KvplugMetadata,
@@ -94,6 +94,7 @@ class SchedulerSide:
         """Answers about requests whose blocks are not yet allocated."""
         self._pending = PendingRequests()
         self._step_loads = StepLoads()
+        self._counted = CountedLoads()
         self._worker_events: list[CacheEvent] = []
         self._stats = TransferStats()
         """What the adapter itself counts."""
@@ -146,6 +147,8 @@ class SchedulerSide:
     ) -> None:
         request_id, block_ids = request.request_id, self._block_ids(blocks.get_block_ids())
         answer = self._answers.pop(request_id, None)
+        if answer is not None and num_external_tokens:
+            self._counted.add(request, answer.num_computed_tokens, num_external_tokens)
         if answer is None or not num_external_tokens:
             self._pending.allocate(request_id)
         elif answer.in_background or answer.settles:
@@ -181,6 +184,7 @@ class SchedulerSide:
         request_id = request.request_id
         keeps, params = ended(self._requests[request], self._block_ids(block_ids), end_of(request))
         self._requests.forget(request_id)
+        self._counted.forget(request_id)
         self._answers.pop(request_id, None)
         self._ended.add(request_id)
         return self._pending.end(request_id, keeps=keeps), params
@@ -207,11 +211,12 @@ class SchedulerSide:
     def build_connector_meta(self, output: VllmSchedulerOutput) -> KvplugMetadata:
         self._step += 1
         preempted = frozenset(output.preempted_req_ids or ())
-        tables = self._tables(output)
+        tables, scheduled = self._tables(output), tuple(_scheduled(output))
+        self._counted.correct(scheduled)
         plan = self.connector.build_connector_meta(
             SchedulerOutput(
                 step=self._step,
-                scheduled=tuple(_scheduled(output)),
+                scheduled=scheduled,
                 block_ids=lambda request_id: self._block_ids(tables(request_id)),
                 token_ids=self._requests.token_ids,
                 preempted_request_ids=preempted,

@@ -98,6 +98,7 @@ def test_a_failed_load_is_an_error_or_is_recomputed_by_policy(
                 answer = decode.one(prompts[700], salt=salt)
                 assert answer.finish_reason == "length"
                 assert answer.tokens == alone[700]
+                assert answer.num_cached == 0, "what was computed again does not count as loaded"
                 failed = failed_loads(decode)
     assert sum(failed.values()) == 1
     assert all("reason=corrupt" in name for name in failed), failed
