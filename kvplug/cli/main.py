@@ -23,6 +23,11 @@ OWN = {
         target="kvplug.cli.config:config",
         summary="Show the effective configuration, or check one.",
     ),
+    "explain": CommandSpec(
+        name="explain",
+        target="kvplug.cli.explain:explain",
+        summary="Say what a configuration would do here, and why.",
+    ),
     "list": CommandSpec(
         name="list",
         target="kvplug.cli.list:list_plugins",

@@ -1,0 +1,230 @@
+"""What a config would do on this host, step by step, with reasons. Nothing is opened, made or started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import attrs
+
+from kvplug.assembly.registry import CHOSEN, NAMED, PluginStatus, Registry, name_faults
+from kvplug.assembly.resolve import (
+    ResolvedConfig,
+    checksums_of,
+    credentials_of,
+    device_of_links,
+    must_authenticate,
+)
+from kvplug.config import Config, Role
+from kvplug.config.schema import directory_of
+from kvplug.errors import ConfigError, HandshakeError, KvplugError, PluginError
+from kvplug.negotiation.select import AUTO, select
+from kvplug.net.trust.addresses import is_loopback
+from kvplug.transport.capabilities import Requirements
+from kvplug.transport.spec import ConnectorSpec, Kind
+
+Verdict = Literal["ok", "note", "problem"]
+
+
+@attrs.frozen(kw_only=True)
+class Step:
+    """One decision that the config leads to."""
+
+    topic: str
+    """The key, or the part of kvplug, that it is about."""
+    verdict: Verdict
+    """``"problem"``: with it nothing is built, or nothing moves."""
+    text: str
+    details: tuple[str, ...] = ()
+    """What else was considered, and why not."""
+
+
+def explain(config: Config, registry: Registry) -> tuple[Step, ...]:
+    """Every step, in the order in which an engine takes them."""
+    return tuple(_steps(config, ResolvedConfig(config, registry)))
+
+
+def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
+    yield from _plugins(resolved.registry)
+    names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, "peers", "integrity")}
+    faults = name_faults(resolved.registry, names, config.options)
+    for fault in faults:
+        key, _, text = fault.partition(": ")
+        yield Step(topic=key, verdict="problem", text=text)
+    yield _role(config)
+    connector = _connector(config, resolved)
+    if connector is not None:
+        yield Step(
+            topic="connector",
+            verdict="ok",
+            text=f"{connector.name}{_owner(resolved.registry, Kind.CONNECTOR, connector.name)}:"
+            f" {connector.summary or 'it has no summary'}",
+        )
+    yield from _address(config)
+    if config.role is not Role.CONSUMER or config.stores:
+        yield from _stores(config, resolved)
+    yield from _peers(config)
+    if not faults:
+        yield from _transports(config, resolved, connector)
+    yield _integrity(config)
+    yield from _sinks(config)
+    yield _times(config)
+
+
+def _plugins(registry: Registry) -> Iterator[Step]:
+    failed = [each for each in registry.plugins if each.status is not PluginStatus.OK]
+    text = f"{len(registry.plugins) - len(failed)} are loaded"
+    if failed:
+        text += f", {len(failed)} not; what they offer is missing"
+    details = tuple(f"{each.name} ({each}) is {each.status.value}: {each.reason}" for each in failed)
+    yield Step(topic="plugins", verdict="note" if failed else "ok", text=text, details=details)
+
+
+def _owner(registry: Registry, kind: Kind, name: str) -> str:
+    return "".join(f" from {plugin}" for plugin in registry.owners(kind, name)[:1])
+
+
+def _role(config: Config) -> Step:
+    meaning = {
+        Role.PRODUCER: "saves the KV that the engine computes, and lets peers load it",
+        Role.CONSUMER: "loads KV that peers, or stores, have; saves nothing",
+        Role.BOTH: "saves the KV that the engine computes, and loads what it, peers or stores have",
+    }
+    if config.role is None:
+        return Step(
+            topic="role",
+            verdict="problem",
+            text="nothing was given; set it to producer, consumer or both (KVPLUG_ROLE; vLLM's kv_role)",
+        )
+    return Step(topic="role", verdict="ok", text=f"{config.role}: {meaning[config.role]}")
+
+
+def _connector(config: Config, resolved: ResolvedConfig) -> ConnectorSpec | None:
+    try:
+        return resolved.registry.get(Kind.CONNECTOR, config.connector)
+    except PluginError:
+        return None  # a fault of its name
+
+
+def _address(config: Config) -> Iterator[Step]:
+    try:
+        address = config.control_address()
+    except ConfigError as e:
+        yield Step(topic="host", verdict="problem", text="; ".join(e.faults))
+        return
+    verb = "dials" if config.role is Role.CONSUMER and not config.peers else "listens at"
+    one_host = config.host.startswith("unix:") or is_loopback(config.host)
+    reach = "only processes of this host reach it" if one_host else "other hosts reach it"
+    yield Step(topic="host", verdict="ok", text=f"worker 0 {verb} {address}: {reach}")
+    try:
+        credentials = credentials_of(config)
+    except ConfigError as e:
+        for fault in e.faults:
+            yield Step(topic="secret", verdict="problem", text=fault)
+        return
+    parts = ["both ends prove that they know the secret" if credentials.secret else "there is no secret"]
+    if credentials.secret is None and one_host:
+        parts.append("none is needed on one host: only processes of the same user get in")
+    if credentials.tls is not None:
+        parts.append("connections over TCP use TLS 1.3")
+    yield Step(topic="secret", verdict="ok", text="; ".join(parts))
+
+
+def _stores(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
+    for at, name in enumerate(config.stores):
+        try:
+            spec = resolved.registry.get(Kind.STORE, name)
+        except PluginError:
+            continue  # a fault of its name
+        place = "saved into first" if not at else f"copied from the one before into tier {at + 1}"
+        words = ["outlives the engine" if spec.persistent else "ends with its process"]
+        words.append("other hosts can use it" if spec.cross_host else "processes of this host can use it")
+        probe = spec.run_probe()
+        owner = _owner(resolved.registry, Kind.STORE, name)
+        if probe.viable:
+            text = f"{name}{owner}: pages are {place}; {'; '.join(words)}"
+            yield Step(topic="stores", verdict="ok", text=text)
+        else:
+            why = probe.reason or "its probe gives no reason"
+            yield Step(topic="stores", verdict="problem", text=f"{name}{owner} cannot work here: {why}")
+
+
+def _peers(config: Config) -> Iterator[Step]:
+    for peer in config.peers:
+        directory = directory_of(peer)
+        if directory is None:
+            text = f"KV of the engine at {peer} is loaded: worker r dials the address of its worker r"
+        else:
+            text = (
+                f"this engine announces itself in {directory} five times per {config.peers_lease_s:g} s, and"
+                " loads from the engines that do so as well"
+            )
+        yield Step(topic="peers", verdict="ok", text=text)
+    if not config.peers and config.role is Role.CONSUMER:
+        text = f"none named: KV of the engine at {config.host} is loaded"
+        yield Step(topic="peers", verdict="ok", text=text)
+
+
+def _transports(config: Config, resolved: ResolvedConfig, connector: ConnectorSpec | None) -> Iterator[Step]:
+    device = "cpu" if connector is None else device_of_links(config, connector)
+    one_host = config.host.startswith("unix:") or is_loopback(config.host)
+    for cross_host in (False,) if one_host else (False, True):
+        where = "another host" if cross_host else "this host"
+        required = Requirements(device=device, cross_host=cross_host, authenticated=must_authenticate(config))
+        requested = resolved.requested_transport
+        try:
+            found = select(resolved.offers, resolved.offers, required, (requested, AUTO))
+        except HandshakeError as e:
+            head, *reasons = e.reasons
+            yield Step(
+                topic="transport",
+                verdict="problem",
+                text=f"with a peer like this one on {where}: {head.removeprefix('transport: ')}",
+                details=tuple(map(_of_one_end, reasons)),
+            )
+        else:
+            chosen, *others = found.candidates
+            yield Step(
+                topic="transport",
+                verdict="ok",
+                text=f"{device} tensors to a peer like this one on {where} go by {chosen}",
+                details=tuple(_of_one_end(str(each)) for each in others),
+            )
+
+
+def _of_one_end(reason: str) -> str:
+    """Without what it says of the peer, which is like this end."""
+    parts = reason.split("; ")
+    return "; ".join(part for part in parts if not part.startswith("cannot work at the peer"))
+
+
+def _integrity(config: Config) -> Step:
+    offered = checksums_of(config)
+    if not offered:
+        text = "off: corrupted KV is not noticed, and gives wrong answers"
+        return Step(topic="integrity", verdict="note", text=text)
+    return Step(topic="integrity", verdict="ok", text=f"KV is verified with {' or '.join(offered)}")
+
+
+def _sinks(config: Config) -> Iterator[Step]:
+    if not config.sinks:
+        yield Step(
+            topic="sinks", verdict="note", text="none: metrics are counted and go nowhere by themselves"
+        )
+    for name in config.sinks:
+        yield Step(topic="sinks", verdict="ok", text=f"metrics go to {name} every ten seconds")
+
+
+def _times(config: Config) -> Step:
+    text = (
+        f"a call ends within {config.timeout_s:g} s, a peer may take {config.connect_timeout_s:g} s to start,"
+        f" and one on another host that is silent for {config.heartbeat_timeout_s:g} s counts as dead; a load"
+        f" that fails is {'computed again' if config.failure_policy == 'recompute' else 'an error'}"
+    )
+    return Step(topic="timeout_s", verdict="ok", text=text)
+
+
+def problems_of(error: KvplugError) -> tuple[Step, ...]:
+    """The steps of a config that cannot even be read."""
+    faults: tuple[Any, ...] = getattr(error, "faults", ()) or (str(error),)
+    return tuple(Step(topic="config", verdict="problem", text=str(fault)) for fault in faults)
