@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kvplug.assembly.making import made
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, choose_transport, credentials_of, must_authenticate
 from kvplug.config import Config
-from kvplug.errors import PluginError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.communicator import DeviceCommunicator
@@ -63,7 +63,4 @@ def build_communicator(
         all2all_backend=all2all_backend,
         timeout_s=config.timeout_s,
     )
-    made = spec.load_factory()(context)
-    if not isinstance(made, DeviceCommunicator):
-        raise PluginError(f"communicator {spec.name!r} made {made!r}, which is no DeviceCommunicator")
-    return made
+    return made(spec.called, DeviceCommunicator, spec.load_factory(), context)

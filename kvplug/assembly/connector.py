@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from kvplug.assembly.links import LinkSettings
+from kvplug.assembly.making import made
 from kvplug.assembly.members import members_of
 from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.registry import Registry
@@ -26,7 +27,7 @@ from kvplug.engine.connector.scheduler import SchedulerConnector
 from kvplug.engine.connector.values import KVCacheConfig, Parallelism, Side
 from kvplug.engine.connector.worker import WorkerConnector
 from kvplug.engine.context import ConnectorContext
-from kvplug.errors import ConfigError, PluginError, UnknownConnectorError
+from kvplug.errors import ConfigError, UnknownConnectorError
 from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.hello import EngineFacts
@@ -175,16 +176,13 @@ def build_connector(
         close=close,
     )
     factory = spec.load_factory() if which is Side.SCHEDULER else spec.load_worker_factory()
+    wanted: type[SchedulerConnector | WorkerConnector]
+    wanted = SchedulerConnector if which is Side.SCHEDULER else WorkerConnector
     try:
-        built = factory(context)
+        return made(spec.called, wanted, factory, context)
     except BaseException:
         close()
         raise
-    wanted = SchedulerConnector if which is Side.SCHEDULER else WorkerConnector
-    if not isinstance(built, wanted):
-        close()
-        raise PluginError(f"connector {spec.name!r} made {built!r}, which is no {wanted.__name__}")
-    return built
 
 
 def check_config(config: Config, registry: Registry | None = None) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import attrs
 
+from kvplug.assembly.making import made
 from kvplug.assembly.resolve import EPOCH, ResolvedConfig
 from kvplug.config.schema import directory_of
 from kvplug.engine.members import Engine, Listener, Members
@@ -348,11 +349,8 @@ def members_of(
     context = DirectoryContext(
         options=resolved.options_of(spec), url=url, timeout_s=config.peers_lease_s / _CALLS_PER_LEASE
     )
-    made = spec.load_factory()(context)
-    if not isinstance(made, Directory):
-        raise PluginError(f"directory {spec.name!r} made {made!r}, which is no Directory; subclass it")
     return DirectoryMembers(
-        made,
+        made(spec.called, Directory, spec.load_factory(), context),
         engine_id=config.engine_id,
         rank=rank,
         num_workers=num_workers,

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import attrs
 
+from kvplug.assembly.making import made
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, choose_transport, credentials_of, must_authenticate
 from kvplug.config import Config
-from kvplug.errors import PluginError
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.context import QueueContext
@@ -70,7 +70,4 @@ def build_queue(
 
 
 def _made(spec: TransportSpec, context: QueueContext) -> QueueEndpoint:
-    endpoint = spec.load_factory()(context)
-    if not isinstance(endpoint, QueueEndpoint):
-        raise PluginError(f"queue {spec.name!r} made {endpoint!r}, which is no QueueEndpoint; subclass it")
-    return endpoint
+    return made(spec.called, QueueEndpoint, spec.load_factory(), context)

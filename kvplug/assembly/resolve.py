@@ -14,6 +14,7 @@ from typing import Any, Literal
 import attrs
 
 import kvplug
+from kvplug.assembly.making import made
 from kvplug.assembly.registry import CHOSEN, NAMED, Registry, name_faults, own_part
 from kvplug.config import Config, Role, check_options
 from kvplug.config.options import option_fields
@@ -187,21 +188,12 @@ class ResolvedConfig:
             timeout_s=config.timeout_s,
             max_message_bytes=config.max_message_bytes,
         )
-        endpoint = spec.load_factory()(context)
-        if not isinstance(endpoint, LookupEndpoint):
-            raise PluginError(f"lookup buffer {spec.name!r} made {endpoint!r}, which is no LookupEndpoint")
-        return endpoint
+        return made(spec.called, LookupEndpoint, spec.load_factory(), context)
 
     def sinks(self) -> tuple[Sink, ...]:
         """The sinks that the config names."""
-        made = []
-        for name in self.config.sinks:
-            spec = self.registry.get(Kind.SINK, name)
-            sink = spec.load_factory()(self.options_of(spec))
-            if not isinstance(sink, Sink):
-                raise PluginError(f"sink {name!r} made {sink!r}, which is no Sink")
-            made.append(sink)
-        return tuple(made)
+        specs = [self.registry.get(Kind.SINK, name) for name in self.config.sinks]
+        return tuple(made(spec.called, Sink, spec.load_factory(), self.options_of(spec)) for spec in specs)
 
     def check(
         self, keys: Iterable[str] = (*CHOSEN, *NAMED, "peers", "integrity"), more: Iterable[str] = ()
@@ -231,10 +223,7 @@ class ResolvedConfig:
 
 
 def _made(spec: TransportSpec, context: PipeContext) -> PipeEndpoint:
-    endpoint = spec.load_factory()(context)
-    if not isinstance(endpoint, PipeEndpoint):
-        raise PluginError(f"transport {spec.name!r} made {endpoint!r}, which is no PipeEndpoint; subclass it")
-    return endpoint
+    return made(spec.called, PipeEndpoint, spec.load_factory(), context)
 
 
 def ensure_config(config: object) -> None:

@@ -133,11 +133,15 @@ class _Offered:
             raise PluginLoadError(f"{self._called(field)}: {getattr(self, field)} is not callable")
         return found  # type: ignore[no-any-return]
 
-    def _called(self, field: str) -> str:
+    @property
+    def called(self) -> str:
+        """For messages: ``"the pipe 'mine' from kvplug-mine"``."""
         distribution = getattr(self, "_distribution", "")
         whose = f" from {distribution}" if distribution else ""
-        kind, part = self.kind.replace("_", " "), field.replace("_", " ")
-        return f"the {part} of the {kind} {self.name!r}{whose}"
+        return f"the {self.kind.replace('_', ' ')} {self.name!r}{whose}"
+
+    def _called(self, field: str) -> str:
+        return f"the {field.replace('_', ' ')} of {self.called}"
 
 
 def note_distribution(spec: _Offered, distribution: str) -> None:

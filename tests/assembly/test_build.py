@@ -54,6 +54,7 @@ from kvplug.transport import (
     hookimpl,
     option,
 )
+from kvplug_testing.waits import until
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -136,6 +137,10 @@ def not_viable() -> Probe:
 class NotAConnector:
     def __init__(self, context: Any) -> None:
         context.peers.listen()
+
+
+def broken_endpoint(context: Any) -> PipeEndpoint:
+    raise ZeroDivisionError("the device has no lanes")
 
 
 class HeadsFirst(SchedulerConnector):
@@ -264,6 +269,19 @@ def test_a_refusal_reaches_both_ends_with_every_reason_and_the_listener_goes_on(
             connect_pipe(config(), server.contact, registry=Registry())
         connect_pipe(config(), server.contact, registry=able).close()
         server.accept()
+
+
+def test_a_factory_that_raises_is_named_at_both_ends(caplog: pytest.LogCaptureFixture) -> None:
+    broken = attrs.evolve(transport(), factory="test_build_parts:broken_endpoint")
+    ours = registry_of(broken, distribution="kvplug-broken")
+    theirs = registry_of(transport(), distribution="kvplug-whole")
+    said = "the pipe 'queues' from kvplug-broken cannot be made: ZeroDivisionError: the device has no lanes"
+    with listen_pipe(config(), "unix:", registry=ours) as server:
+        with pytest.raises(HandshakeError, match=f"it cannot listen on 'queues': {said}"):
+            connect_pipe(config(), server.contact, registry=theirs)
+        until(lambda: said in caplog.text, what="the warning at the end that listens")
+    with listen_pipe(config(), "unix:", registry=theirs) as server, pytest.raises(PluginError, match=said):
+        connect_pipe(config(), server.contact, registry=ours)
 
 
 def test_who_listens_where_no_pipe_can_work_is_warned_at_once(caplog: pytest.LogCaptureFixture) -> None:
