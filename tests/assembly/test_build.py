@@ -280,8 +280,11 @@ def test_a_factory_that_raises_is_named_at_both_ends(caplog: pytest.LogCaptureFi
         with pytest.raises(HandshakeError, match=f"it cannot listen on 'queues': {said}"):
             connect_pipe(config(), server.contact, registry=theirs)
         until(lambda: said in caplog.text, what="the warning at the end that listens")
-    with listen_pipe(config(), "unix:", registry=theirs) as server, pytest.raises(PluginError, match=said):
-        connect_pipe(config(), server.contact, registry=ours)
+    soon = config(timeout_s=0.3)
+    with listen_pipe(soon, "unix:", registry=theirs) as server:
+        with pytest.raises(PluginError, match=said):
+            connect_pipe(soon, server.contact, registry=ours)
+        until(lambda: "queue.Empty" in caplog.text, what="the end of this file's accept")
 
 
 def test_who_listens_where_no_pipe_can_work_is_warned_at_once(caplog: pytest.LogCaptureFixture) -> None:
