@@ -72,6 +72,9 @@ class ClosedError(KvplugError, ValueError):
 class PeerGoneError(KvplugError, ConnectionError):
     """The process at the other end died or closed, or counts as dead after a silence."""
 
+    closed: bool = False
+    """The other end has ended by itself and said so; it was not killed, and did not fall silent."""
+
 
 class TimeoutError(KvplugError, builtins.TimeoutError):
     """A deadline passed. The message names what the call waited for, and which process."""

@@ -8,7 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvplug.errors import BusyError, ClosedError, LayoutError, TensorMismatchError, TimeoutError
+from kvplug.errors import (
+    BusyError,
+    ClosedError,
+    LayoutError,
+    PeerGoneError,
+    TensorMismatchError,
+    TimeoutError,
+)
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
@@ -30,8 +37,9 @@ class RecordedPipe(Pipe):
 
     A send is timed from the call to the end of its transfer, a receive for as long as the call takes,
     so with the wait for the peer. Each failed transfer is counted once, with its reason. A receive
-    that times out, meets a closed pipe, does not fit or comes at the same time as another is no
-    failed transfer: the message stays, and the caller knows what that means.
+    that times out, meets a closed pipe or a peer that has closed its end, does not fit, or comes at the
+    same time as another is no failed transfer: the message stays, or there is none, and the caller knows
+    what that means.
     """
 
     def __init__(
@@ -115,7 +123,8 @@ class RecordedPipe(Pipe):
         except (TimeoutError, ClosedError, TensorMismatchError, LayoutError, BusyError):
             raise
         except Exception as e:
-            self._stats.fail("recv", reason_of(e))
+            if not (isinstance(e, PeerGoneError) and e.closed):
+                self._stats.fail("recv", reason_of(e))
             raise
         self._stats.record("recv", nbytes(received), time.perf_counter() - started)
         return received

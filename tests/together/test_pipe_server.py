@@ -18,6 +18,7 @@ from kvplug import (
     ConfigError,
     HandshakeError,
     KvplugError,
+    PeerGoneError,
     PipeServer,
     TimeoutError,
     TransportError,
@@ -42,6 +43,12 @@ def send_one(parent: peers.Parent, contact: str, number: int) -> None:
     with connect_pipe(CONFIG, contact) as pipe:
         pipe.send_tensor(torch.full((8,), number)).wait(20)
         parent.recv()
+
+
+def hold(parent: peers.Parent, contact: str, transport: str) -> None:
+    """A client that sends nothing until it is killed."""
+    with connect_pipe(attrs.evolve(CONFIG, transport=transport), contact):
+        parent.recv(timeout=None)
 
 
 def agree_only(parent: peers.Parent, contact: str) -> None:
@@ -189,3 +196,26 @@ def test_a_dict_is_no_config() -> None:
     for make in (listen_pipe, connect_pipe, build_pipe_endpoint):
         with pytest.raises(TypeError, match=r"config is a dict, not a kvplug.Config; Config.from_dict\("):
             make({"transport": "cpu"})  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["cpu", "shm"])
+def test_a_peer_that_closes_is_no_failure_and_one_that_is_killed_is(name: str, fork_server, caplog) -> None:
+    counted = attrs.evolve(CONFIG, transport=name, sinks=("log",))
+    caplog.set_level(logging.INFO, "kvplug.metrics.sinks")
+    with listen_pipe(counted, "unix:") as server:
+        for number in range(8):
+            joining = Call(lambda: connect_pipe(attrs.evolve(CONFIG, transport=name), server.contact))
+            theirs, ours = server.accept(), joining.result()
+            ours.send_tensor(torch.tensor([number]))
+            assert theirs.recv_tensor().tolist() == [number]
+            waiting = Call(lambda pipe=theirs: pipe.recv_tensor(timeout=20))
+            ours.close()
+            assert waiting.raised(PeerGoneError, 10).closed
+            theirs.close()
+        with fork_server.start(f"{__file__}:hold", server.contact, name) as client:
+            theirs = server.accept()
+            client.kill()
+            assert not raises(PeerGoneError, lambda: theirs.recv_tensor(timeout=20)).closed
+            theirs.close()
+    (line,) = (message for message in caplog.messages if " recv: " in message)
+    assert "recv: 8 done" in line and line.endswith("failed: peer_gone 1")

@@ -20,6 +20,9 @@ class Lifecycle:
     PeerGoneError('the pipe to pid 7: it was killed')
     """
 
+    CLOSED_BY_PEER = "the peer closed it"
+    """The reason of :meth:`lose_peer` where the peer has said so, and all that it sent was received."""
+
     def __init__(self, what: str) -> None:
         """``what`` names it in errors: "the pipe to pid 7"."""
         self._what = what
@@ -64,7 +67,12 @@ class Lifecycle:
             return True
 
     def lose_peer(self, reason: str) -> bool:
-        """The peer is gone; False if it had ended before."""
+        """The peer is gone; False if it had ended before.
+
+        That it has said so counts more than that its connection ended, which may be seen first.
+        """
+        if reason == self.CLOSED_BY_PEER and self.peer_lost:
+            self._reason = reason
         return self._end(PeerGoneError, reason)
 
     def fail(self, reason: str) -> bool:
@@ -80,7 +88,10 @@ class Lifecycle:
         if self._closed:
             return ClosedError(f"{self._what} {self._closed}")
         if self._reason:
-            return self._error(f"{self._what}: {self._reason}")
+            error = self._error(f"{self._what}: {self._reason}")
+            if isinstance(error, PeerGoneError):
+                error.closed = self._reason == self.CLOSED_BY_PEER
+            return error
         return PeerGoneError(f"{self._what}: the connection ended")
 
     def _end(self, error: type[KvplugError], reason: str) -> bool:

@@ -234,7 +234,7 @@ class Inbox:
             self._fail(f"what arrives is not a message: {e}")
             raise
         if announcement.goodbye:
-            self._lost("the peer closed it")
+            self._lost(Lifecycle.CLOSED_BY_PEER)
             raise self._lifecycle.error()
         stage.drop(size)
         meta = announcement.meta

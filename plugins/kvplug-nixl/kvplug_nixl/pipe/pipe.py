@@ -243,7 +243,7 @@ class NixlPipe(DuplexPipe):
         try:
             kind, content = decode(value)
             if kind is FrameKind.GOODBYE:
-                self._lifecycle.lose_peer("the peer closed it")
+                self._lifecycle.lose_peer(self._lifecycle.CLOSED_BY_PEER)
                 self._on_peer_gone()
                 return True
             if kind in (FrameKind.INLINE, FrameKind.OFFER):

@@ -309,7 +309,7 @@ class Inbox:
                 raise self._lifecycle.error()
             if end.writer_over(count):
                 self._no_more = True
-                self._lost("the peer closed it")
+                self._lost(Lifecycle.CLOSED_BY_PEER if end.writer_ended else "it is gone")
                 raise self._lifecycle.error()
             left = deadline.remaining()
             if left == 0.0:

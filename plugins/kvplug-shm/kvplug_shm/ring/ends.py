@@ -114,6 +114,7 @@ class ReadingEnd(RingEnd):
     """A reader's end: reads units from ``read`` on, as many as have arrived, and releases their places."""
 
     _writer_evicted = False
+    _writer_ended = False
 
     def __init__(self, memory: Memory, reader: int, places: int, *, read: int = 0) -> None:
         """Raises ValueError for an invalid number of places."""
@@ -175,6 +176,8 @@ class ReadingEnd(RingEnd):
 
     def evict_writer(self) -> None:
         """Mark the writer as ended: no more units than the published ones. All readers see the mark."""
+        if not self._writer_evicted:
+            self._writer_ended = self.writer_ended
         self._writer_evicted = True
         protocol.announce(self._memory, HEAD, self._memory.words[HEAD] | OVER, [self._asleep])
 
@@ -183,6 +186,11 @@ class ReadingEnd(RingEnd):
         over = self._writer_evicted
         seen = self._memory.words[HEAD]
         return (over or protocol.is_over(seen)) and not protocol.has_come(seen, self.read, count)
+
+    @property
+    def writer_ended(self) -> bool:
+        """Whether the writer has said itself that it ended."""
+        return self._writer_ended if self._writer_evicted else protocol.is_over(self._memory.words[HEAD])
 
 
 def _checked(places: int) -> int:
