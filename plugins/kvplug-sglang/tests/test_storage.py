@@ -274,7 +274,7 @@ def test_while_the_weights_change_there_are_no_pages_and_then_others(
     assert update("b", True, flush="within") == 0
     assert all(storage.batch_set_v1(KEYS, indices))
     assert update("a", True, flush="after") == 3, "those of the first weights"
-    assert update("b", False, flush="after") == 0, "it failed: nobody knows which weights these are"
+    assert update("b", False, flush="after") == 0, "it failed: which weights these are is not known"
     assert update(None, True, flush="within") == 0
     assert all(storage.batch_set_v1(KEYS, indices))
     assert update(None, True, flush="within") == 0, "others than before"
