@@ -73,7 +73,7 @@ class PeerGoneError(KvplugError, ConnectionError):
     """The process at the other end died or closed, or counts as dead after a silence."""
 
     closed: bool = False
-    """The other end has ended by itself and said so; it was not killed, and did not fall silent."""
+    """The other end has ended by itself and said so, and not within a message."""
 
 
 class TimeoutError(KvplugError, builtins.TimeoutError):

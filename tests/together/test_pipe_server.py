@@ -29,7 +29,7 @@ from kvplug import (
 from kvplug.assembly import peers as peers_of_server
 from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.pipes import _link_settings, _resolve
-from kvplug.transport import Pipe
+from kvplug.transport import Pipe, TensorMismatchError
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, raises, until
 
@@ -219,3 +219,19 @@ def test_a_peer_that_closes_is_no_failure_and_one_that_is_killed_is(name: str, f
             theirs.close()
     (line,) = (message for message in caplog.messages if " recv: " in message)
     assert "recv: 8 done" in line and line.endswith("failed: peer_gone 1")
+
+
+@pytest.mark.parametrize("name", ["cpu", "shm"])
+def test_a_peer_that_ends_within_a_message_is_a_failure(name: str, caplog) -> None:
+    counted = attrs.evolve(CONFIG, transport=name, sinks=("log",))
+    caplog.set_level(logging.INFO, "kvplug.metrics.sinks")
+    with listen_pipe(counted, "unix:") as server:
+        joining = Call(lambda: connect_pipe(attrs.evolve(CONFIG, transport=name), server.contact))
+        theirs, ours = server.accept(), joining.result()
+    ours.send_tensor(torch.zeros(256 << 20, dtype=torch.uint8))
+    raises(TensorMismatchError, lambda: theirs.recv_tensor(torch.zeros(1)))  # its beginning is here
+    ours.abort()
+    assert not raises(PeerGoneError, lambda: theirs.recv_tensor(timeout=20)).closed
+    theirs.close()
+    (line,) = (message for message in caplog.messages if " recv: " in message)
+    assert line.endswith("failed: peer_gone 1")

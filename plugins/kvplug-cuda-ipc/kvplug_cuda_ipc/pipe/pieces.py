@@ -64,6 +64,12 @@ class AnnouncedPieces:
             self._incomplete = 0
             self._changed.notify_all()
 
+    @property
+    def has_incomplete(self) -> bool:
+        """Whether a message was announced in part."""
+        with self._lock:
+            return bool(self._incomplete)
+
     def stop(self) -> None:
         """Nothing more is taken. Wakes the threads that wait; blocks nowhere."""
         with self._lock:

@@ -195,7 +195,8 @@ class CudaIpcPipe(DuplexPipe):
 
     def _peer_closed(self) -> None:
         """What the peer has wholly announced stays where it is, and can be received."""
-        self._lifecycle.lose_peer(self._lifecycle.CLOSED_BY_PEER)
+        lost = self._pieces.has_incomplete
+        self._lifecycle.lose_peer("it ended within a message" if lost else self._lifecycle.CLOSED_BY_PEER)
         self._pieces.expect_no_more()
         self._outbox.fail()
 

@@ -40,6 +40,12 @@ class AnnouncedMessages:
             self._messages = here
             self._changed.notify_all()
 
+    @property
+    def has_offers(self) -> bool:
+        """Whether messages wait here that lie in the peer's memory."""
+        with self._lock:
+            return any(isinstance(message, Offer) for message in self._messages)
+
     def stop(self) -> None:
         """Nothing more is taken. Wakes the threads that wait; blocks nowhere."""
         with self._lock:

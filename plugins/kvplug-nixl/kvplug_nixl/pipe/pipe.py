@@ -243,7 +243,9 @@ class NixlPipe(DuplexPipe):
         try:
             kind, content = decode(value)
             if kind is FrameKind.GOODBYE:
-                self._lifecycle.lose_peer(self._lifecycle.CLOSED_BY_PEER)
+                lost = self._announced.has_offers
+                reason = "it ended before its messages were taken" if lost else self._lifecycle.CLOSED_BY_PEER
+                self._lifecycle.lose_peer(reason)
                 self._on_peer_gone()
                 return True
             if kind in (FrameKind.INLINE, FrameKind.OFFER):

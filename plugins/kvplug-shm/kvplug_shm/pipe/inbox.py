@@ -309,7 +309,8 @@ class Inbox:
                 raise self._lifecycle.error()
             if end.writer_over(count):
                 self._no_more = True
-                self._lost(Lifecycle.CLOSED_BY_PEER if end.writer_ended else "it is gone")
+                is_whole = end.writer_ended and self._message is None
+                self._lost(Lifecycle.CLOSED_BY_PEER if is_whole else "it ended within a message, or is gone")
                 raise self._lifecycle.error()
             left = deadline.remaining()
             if left == 0.0:
