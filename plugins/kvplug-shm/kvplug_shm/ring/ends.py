@@ -176,8 +176,10 @@ class ReadingEnd(RingEnd):
 
     def evict_writer(self) -> None:
         """Mark the writer as ended: no more units than the published ones. All readers see the mark."""
+        # Read first: if another thread marks the writer meanwhile, it has set `_writer_evicted` before.
+        ended = protocol.is_over(self._memory.words[HEAD])
         if not self._writer_evicted:
-            self._writer_ended = self.writer_ended
+            self._writer_ended = ended
         self._writer_evicted = True
         protocol.announce(self._memory, HEAD, self._memory.words[HEAD] | OVER, [self._asleep])
 
