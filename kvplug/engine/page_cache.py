@@ -155,7 +155,7 @@ class PageCache:
 
     def get(self, pages: Sequence[FlatPage], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[MissReason | None]:
         """Fill the pages' memory. Result: ``None`` for a page that is there and verified, else why not; then
-        its memory holds anything."""
+        its memory holds no bytes that are not the page's."""
         return self._submitted(
             "get", pages, self.store.submit_get, (MissReason.CLOSED, MissReason.OTHER), timeout
         )

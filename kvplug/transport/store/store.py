@@ -124,8 +124,8 @@ class Store(abc.ABC):
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         """Copy the pages into ``pages.memory``.
 
-        Result: ``None`` for a page that is there and verified, else why not; then the content of its memory
-        is undefined."""
+        Result: ``None`` for a page that is there and verified, else why not. Then its memory is as it was,
+        zeros, or the page's right bytes, in parts too; never bytes that are not the page's."""
 
     # -- at once -------------------------------------------------------------------------------
 

@@ -96,17 +96,24 @@ class PageLoading:
         """Verify these layers of these rows, and copy them.
 
         Returns: for each row why it must not be used; ``None``: all are right, as far as the seal can tell.
-            All are copied: what is wrong is found by the caller, who releases nothing of it.
+            These layers of a row that must not be used are zeros in the caller's memory.
         """
         if self._copies is None:
             return self._load_in_python(pages, layers)
         faults = self._copies.move(What.LOAD, pages, layers)
         if faults is None:
             return None
-        return [
+        found = [
             None if not each else MissReason.EVICTED if each & IS_GONE else MissReason.CORRUPT
             for each in faults
         ]
+        self._clear(pages, found, layers)
+        return found
+
+    def _clear(self, pages: range, found: Sequence[MissReason | None], layers: range) -> None:
+        for page, reason in zip(pages, found, strict=True):
+            if reason is not None:
+                _write_zeros(self._memory, self._first + page, layers)
 
     def _load_in_python(self, pages: range, layers: range) -> list[MissReason | None]:
         form, step = self._memory.format, self._memory.format.layer_nbytes
@@ -123,6 +130,7 @@ class PageLoading:
                 check if is_there else MissReason.EVICTED
                 for check, is_there in zip(found, there, strict=True)
             ]
+        self._clear(pages, found, layers)
         return found
 
 
@@ -152,7 +160,8 @@ class PageReading:
             header: has passed :meth:`PageSeal.check_header`.
             row: all of the page's bytes.
 
-        Returns: why the page must not be used, as far as the seal can tell. Then its memory holds anything.
+        Returns: why the page must not be used, as far as the seal can tell. Then its memory is zeros, or as
+            it was before.
         """
         form, copies = self._memory.format, self._copies
         if copies is None:
@@ -168,8 +177,20 @@ class PageReading:
             if len(expected) != 8 * self._each:
                 return MissReason.FORMAT
             copies.checksums[page * self._each : (page + 1) * self._each] = array("Q", expected)
-        is_right = copies.move(What.LOAD, range(page, page + 1), self._layers) is None
-        return None if is_right else MissReason.CORRUPT
+        if copies.move(What.LOAD, range(page, page + 1), self._layers) is None:
+            return None
+        _write_zeros(self._memory, page, self._layers)
+        return MissReason.CORRUPT
+
+
+def _write_zeros(memory: PageMemory, page: int, layers: range) -> None:
+    """Overwrite wrong bytes, which were copied before they were found to be wrong.
+
+    Read as numbers they may be NaN. An attention kernel that multiplies masked places by 0 carries them into
+    its output: an engine that computes a missed block again, in chunks, reads all of it after the first one.
+    """
+    nbytes = len(layers) * memory.format.layer_nbytes
+    memory.scatter(page, PageRows.dense(memoryview(bytearray(nbytes)), 1, nbytes), layers)
 
 
 def verify_rows(

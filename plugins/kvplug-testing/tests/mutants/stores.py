@@ -66,6 +66,26 @@ class TestVerifiesNoBytes(Mutant):
         return super().make_store(context)
 
 
+class TestLeavesWrongBytes(Mutant):
+    """A page is copied and then verified, and stays in the caller's memory also if it is wrong."""
+
+    breaks = ("STORE-1",)
+    caught_by = "test_a_page_with_wrong_bytes_is_a_miss_and_makes_room_for_the_right_one"
+
+    def make_store(self, context: Any) -> Any:
+        class Hasty(PageReading):
+            def load(self, page: int, header: bytes | memoryview, row: memoryview) -> MissReason | None:
+                reason = super().load(page, header, row)
+                if reason is not None and len(row) == self._memory.format.nbytes:
+                    self._memory.scatter(page, PageRows.dense(row, 1, len(row)))
+                return reason
+
+        patch = mock.patch.object(tasks, "PageReading", Hasty)
+        patch.start()
+        self.later(patch.stop)
+        return super().make_store(context)
+
+
 class TestComparesNoIdentity(Mutant):
     """Tokens are not compared after the key was found."""
 

@@ -11,7 +11,7 @@ from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.results import MissReason
 from kvplug.transport.store.store import Store
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.store.pages import Batch, kv_format, sized_format
+from kvplug_testing.contract.store.pages import FILL, Batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import (
     StoreSuite,
     at_both_ends,
@@ -119,6 +119,11 @@ class Misses(StoreSuite):
         assert results[2] is None
         assert results[1] in reasons, f"it is a miss for the reason {results[1]}, not {', '.join(reasons)}"
         assert not (wrong := pages.unlike(request, results)), wrong
+        rows = request.memory.rows()
+        assert rows is not None
+        right = pages.contents[1]
+        left = [at for at, byte in enumerate(bytes(rows.row(1))) if byte not in {0, FILL, right[at]}]
+        assert not left, f"the missed page's memory holds wrong bytes, at {left}"
         kept(store, pages)
         got(store, pages)
 
