@@ -39,15 +39,20 @@ class Role(enum.StrEnum):
     """What this process does with KV. vLLM's names, ``kv_producer`` and so on, are accepted too."""
 
     PRODUCER = "producer"
+    """It computes KV that others load: prefill."""
     CONSUMER = "consumer"
+    """It loads KV that others computed: decode."""
     BOTH = "both"
+    """Both; also one engine alone that keeps its own KV."""
 
     @property
     def produces(self) -> bool:
+        """Whether this process offers KV to others."""
         return self is not Role.CONSUMER
 
     @property
     def consumes(self) -> bool:
+        """Whether this process loads KV of others."""
         return self is not Role.PRODUCER
 
     @classmethod
