@@ -6,6 +6,7 @@ Usage: python docs/tools/doc_reference.py. A test fails if they differ.
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import inspect
 import re
@@ -327,7 +328,7 @@ def members_of(name: Name) -> list[tuple[str, Any]]:
     are not public themselves, too.
     """
     found: dict[str, Any] = {}
-    public = {id(each.found) for page in PAGES for each in names_of(page.door)}
+    public = _public()
     for cls in reversed(name.found.__mro__):
         own = cls is name.found
         if own or (cls.__module__.startswith("kvplug") and id(cls) not in public):
@@ -340,6 +341,12 @@ def members_of(name: Name) -> list[tuple[str, Any]]:
         if (not method.startswith("_") or method in hooks)
         and (_text(value) or not any(hasattr(cls, method) for cls in inherited))
     ]
+
+
+@functools.cache
+def _public() -> frozenset[int]:
+    """The ids of all that has a place of its own in the reference."""
+    return frozenset(id(each.found) for page in PAGES for each in names_of(page.door))
 
 
 def _text(value: Any) -> str:
