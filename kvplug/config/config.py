@@ -345,7 +345,11 @@ class Config:
         return self.role
 
     def control_address(self, rank: int = 0) -> str:
-        """Where worker ``rank`` listens: ``host:port``, ``unix:@name-number`` or ``unix:/path-number``."""
+        """Where worker ``rank`` listens: ``host:port``, ``unix:@name-number`` or ``unix:/path-number``.
+
+        Raises:
+            ConfigError: that port would be beyond the last one.
+        """
         number = self.port_offset + rank
         if self.host.startswith("unix:"):
             return f"{self.host}-{number}"

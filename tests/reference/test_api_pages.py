@@ -93,7 +93,7 @@ def functions() -> list[tuple[str, Any, str]]:
             for method, value in every_method(thing).items():
                 said = [doc_strings.doc_of(vars(cls).get(method)) for cls in thing.__mro__[:-1]]
                 made = method in ("__init__", "__attrs_post_init__")
-                text = " ".join([of_class, *said, of_fields if made else ""])
+                text = " ".join([of_class if made else "", *said, of_fields if made else ""])
                 found.append((f"{name.name}.{method}", doc_strings.function_of(value), text))
     return found
 
@@ -116,7 +116,9 @@ def generated(function: Any) -> bool:
 
 
 def test_what_a_public_function_raises_itself_is_said() -> None:
-    """By its docstring or its class's, as that error or as one that it is."""
+    """By its docstring or an interface's, or, what makes an object raises, by its class's: as that error or as one
+    that it is.
+    """
     silent = []
     for name, function, text in functions():
         for raised in doc_strings.raises_of(doc_strings.node_of(inspect.unwrap(function))) & {*ERRORS}:
