@@ -317,10 +317,11 @@ def _fields(fields: list[source.Field], *, enum_: bool, link: source.Link) -> li
         return [*out, *rows, ""]
     out = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
     for each in fields:
-        type_, default = each.type.replace("|", "\\|"), f"`{each.default}`" if each.default else ""
-        default = default.replace("|", "\\|")
-        out.append(f"| `{each.name}` | `{type_}` | {default} | {source.in_table(each.text, link)} |")
-    return [*(row.replace("|  |", "| |") for row in out), ""]
+        type_, default = (
+            f"`{text}`".replace("|", "\\|") if text else "" for text in (each.type, each.default)
+        )
+        out.append(f"| `{each.name}` | {type_} | {default} | {source.in_table(each.text, link)} |")
+    return [*(row.replace("|  |", "| |").replace("|  |", "| |") for row in out), ""]
 
 
 def members_of(name: Name) -> list[tuple[str, Any]]:

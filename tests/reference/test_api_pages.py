@@ -116,9 +116,7 @@ def generated(function: Any) -> bool:
 
 
 def test_what_a_public_function_raises_itself_is_said() -> None:
-    """By its docstring or an interface's, or, what makes an object raises, by its class's: as that error or as one
-    that it is.
-    """
+    """By its docstring or an interface's, for constructors by the class's: that error, or one that it is."""
     silent = []
     for name, function, text in functions():
         for raised in doc_strings.raises_of(doc_strings.node_of(inspect.unwrap(function))) & {*ERRORS}:
