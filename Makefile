@@ -36,12 +36,17 @@ RUN_TESTS = pytest
 # CONTRIBUTING.md explains the markers.
 QUICK = not (slow or mutant or variant or full)
 
-.PHONY: demo install test test-all test-engines coverage clean
+.PHONY: demo install pages test test-all test-engines coverage clean
 
 demo: $(TOX)
 	$(TOX) run -e demo $(TOX_ARGS) -- $(ARGS)
 
 install: $(INSTALLED)
+
+# Blocks of code on pages, from their files, and the reference of Python, from the docstrings. Tests fail if they differ.
+pages: $(INSTALLED)
+	.venv/bin/python docs/tools/doc_blocks.py
+	.venv/bin/python docs/tools/doc_reference.py
 
 # Without stored bytecode every process compiles what it imports, and each run rewrites the asserts of all tests.
 test: export PYTHONDONTWRITEBYTECODE =

@@ -21,7 +21,9 @@ class ConfigError(KvplugError, ValueError):
 
     def __init__(self, *faults: str, source: str = "") -> None:
         self.faults: tuple[str, ...] = faults
+        """Every fault, one sentence each."""
         self.source = source
+        """Where the configuration comes from, such as a file; empty where that is not known."""
         where = f" in {source}" if source else ""
         if len(faults) == 1:
             text = f"bad configuration{where}: {faults[0]}"
@@ -134,8 +136,10 @@ class ResourceExhaustedError(TransportError):
 
     def __init__(self, text: str, *, resource: str = "", errno: int | None = None) -> None:
         self.resource = resource
+        """``descriptors``, ``threads``, ``memory`` or ``space``; empty where that is not known."""
         super().__init__(text)
         self.errno = errno
+        """The system's number; ``None`` where it has given none."""
 
 
 # -- agreement and trust -----------------------------------------------------------------------
@@ -154,7 +158,9 @@ class HandshakeError(KvplugError):
 
     def __init__(self, *reasons: str, peer: str = "") -> None:
         self.reasons: tuple[str, ...] = reasons
+        """Every reason, one sentence each, with both values."""
         self.peer = peer
+        """The other end, for messages; empty where it is not known."""
         with_whom = f" with {peer}" if peer else ""
         lines = "".join(f"\n  - {reason}" for reason in reasons)
         super().__init__(f"handshake{with_whom} refused:{lines}")

@@ -181,7 +181,9 @@ class StoreServer:
         self, store: Store, settings: LinkSettings, address: str | None, *, name: str = "store"
     ) -> None:
         self.store = store
+        """The store that is served."""
         self.name = name
+        """Its name, as a config has it."""
         self._peers = ControlPeers(settings, listen=address)
         self._lock = threading.Lock()
         self._served: dict[ControlLink, threading.Thread] = {}

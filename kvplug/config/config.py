@@ -39,15 +39,20 @@ class Role(enum.StrEnum):
     """What this process does with KV. vLLM's names, ``kv_producer`` and so on, are accepted too."""
 
     PRODUCER = "producer"
+    """It computes KV that others load: prefill."""
     CONSUMER = "consumer"
+    """It loads KV that others computed: decode."""
     BOTH = "both"
+    """Both; also one engine alone that keeps its own KV."""
 
     @property
     def produces(self) -> bool:
+        """Whether this process offers KV to others."""
         return self is not Role.CONSUMER
 
     @property
     def consumes(self) -> bool:
+        """Whether this process loads KV of others."""
         return self is not Role.PRODUCER
 
     @classmethod
@@ -340,7 +345,11 @@ class Config:
         return self.role
 
     def control_address(self, rank: int = 0) -> str:
-        """Where worker ``rank`` listens: ``host:port``, ``unix:@name-number`` or ``unix:/path-number``."""
+        """Where worker ``rank`` listens: ``host:port``, ``unix:@name-number`` or ``unix:/path-number``.
+
+        Raises:
+            ConfigError: that port would be beyond the last one.
+        """
         number = self.port_offset + rank
         if self.host.startswith("unix:"):
             return f"{self.host}-{number}"

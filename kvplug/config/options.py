@@ -107,11 +107,15 @@ class OptionRow:
     """One option, described for documents and the command line."""
 
     name: str
+    """The key, as an operator writes it."""
     type: str
+    """In words: ``int``, ``seconds``, ``one of "never", "oldest"``."""
     unit: str
+    """``bytes``, ``seconds``, or another one that is only shown; empty where there is none."""
     default: str
     """The default as it is written in a configuration; ``"required"`` where there is none."""
     help: str
+    """What the option does, one or two sentences."""
 
 
 def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:

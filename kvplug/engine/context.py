@@ -48,6 +48,7 @@ class PeerListener(abc.ABC):
     """Accepts other processes at the control address."""
 
     contact: str
+    """Where it listens: what ``Peers.connect`` of another process takes as ``peer``."""
 
     @abc.abstractmethod
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> PeerLink:
@@ -110,17 +111,24 @@ class ConnectorContext:
     """For the two factories of a connector."""
 
     config: Config
+    """The whole config. Its ``options`` are in ``options``, checked."""
     options: Any
+    """An instance of the spec's options class, or ``None``."""
     side: Side
+    """Which side is made."""
     model: ModelInfo
+    """The engine's model, as far as its KV is concerned."""
     cache: KVCacheConfig
+    """The paged cache of this worker; on the scheduler's side of any one."""
     parallelism: Parallelism
+    """The place of this worker among those that share the model."""
     loads_in_background: bool = False
     """The engine lets every request wait until its load has ended, because it plans a step before it knows
     how the loads of the step before have ended. A connector that can load in the background does so, whatever
     its options say.
     """
     peers: Peers
+    """Listens for other processes, and connects to them."""
     members: Members | None = None
     """The engines that a directory knows, where ``peers`` names one. A connector closes it in
     ``shutdown``."""

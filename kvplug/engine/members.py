@@ -15,11 +15,13 @@ class Engine:
     """One engine, all of whose workers have announced themselves."""
 
     engine_id: str
+    """The config's ``engine_id``; no two engines have the same."""
     epochs: tuple[str, ...]
     """Of the workers' processes, by rank. They change when the engine is started again."""
     contacts: Mapping[int, str] = attrs.field(repr=False)
     """Where each worker listens, by rank: for ``Peers.connect(peer=...)``."""
     role: str
+    """``producer``, ``consumer`` or ``both``."""
     model: str
     """A fingerprint: engines whose KV means the same have equal ones."""
 

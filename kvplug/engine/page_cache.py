@@ -91,6 +91,7 @@ class PageCache:
             on_close: called once, after the store is closed.
         """
         self.store = store
+        """The store that keeps the pages."""
         self.stats = TransferStats() if stats is None else stats
         """What was asked for, put and got, and what failed for which reason."""
         name = engine.encode()

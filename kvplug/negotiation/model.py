@@ -35,6 +35,7 @@ class ModelInfo:
     num_kv_heads: int
     """Key/value heads of the whole model, before any tensor-parallel split."""
     head_size: int
+    """Numbers in one head of one token's key; for "mla" those of the latent."""
     dtype: str
     """Of the KV cache: ``"float32"``, ``"bfloat16"``, …"""
     rope: str = ""

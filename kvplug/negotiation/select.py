@@ -24,9 +24,11 @@ class Offer:
     """One transport as one end has it."""
 
     name: str
+    """Name of the transport."""
     protocol: int = 1
     """Must be equal at both ends."""
     capabilities: Capabilities = attrs.field(factory=Capabilities)
+    """What it claims at this end."""
     probe: Probe = attrs.field(factory=Probe)
     """What it found out about this end's host."""
     auto: bool = True
@@ -38,8 +40,11 @@ class Candidate:
     """One transport, and why it is the one or not."""
 
     name: str
+    """Name of the transport."""
     chosen: bool
+    """Whether it is the one."""
     reason: str
+    """Why, in words for the operator."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -50,7 +55,9 @@ class Selection:
     """The transport for one kind of device, with everything that was considered."""
 
     chosen: str
+    """Name of the transport."""
     protocol: int
+    """Its protocol's version, equal at both ends."""
     candidates: tuple[Candidate, ...]
     """The chosen one first, the others by name."""
 

@@ -47,6 +47,7 @@ class Deadline:
     """
 
     at: float
+    """In seconds of ``time.monotonic``; ``math.inf`` is never."""
 
     @classmethod
     def after(cls, timeout: Timeout, default: float | None = None) -> Deadline:
@@ -66,6 +67,7 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
+        """Whether the moment has come."""
         return time.monotonic() >= self.at
 
     def remaining(self) -> float | None:

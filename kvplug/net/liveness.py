@@ -58,6 +58,7 @@ class Heartbeat:
     """
 
     sock: socket.socket
+    """The connection; nothing else is sent over it."""
     interval_s: float = attrs.field(default=2.0, validator=_positive)
     """Seconds between the bytes we send."""
     timeout_s: float = attrs.field(default=10.0, validator=_positive)

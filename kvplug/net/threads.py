@@ -69,6 +69,7 @@ class BackgroundThread(threading.Thread):
             raise
 
     def run(self) -> None:
+        """The thread's body; called by :meth:`start`. Give ``target`` instead of overriding it."""
         try:
             set_own_cpus()
             super().run()

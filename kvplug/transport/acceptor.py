@@ -220,6 +220,7 @@ class PipeAcceptor(PipeListener, abc.ABC):
 
     @property
     def closed(self) -> bool:
+        """Whether ``close`` was called here, or this is a forked child."""
         return self._closed
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:

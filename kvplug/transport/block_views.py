@@ -27,12 +27,15 @@ class PartPlace:
     """How one part of a layer lies in a cache. All numbers but ``counts`` are bytes."""
 
     block_stride: int
+    """From one block to the next."""
     token_stride: int
+    """From one token of a block to the next."""
     counts: tuple[int, ...]
     """Sizes of the axes after the tokens', of which the last ones may be contiguous."""
     strides: tuple[int, ...]
     """Of those axes, in the cache. In a row they are contiguous."""
     itemsize: int
+    """Of one number of the tensor."""
 
 
 @attrs.frozen(eq=False)

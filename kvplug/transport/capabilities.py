@@ -70,6 +70,7 @@ class Capabilities:
     max_dims: int | None = None
     """The most dimensions a tensor may have; ``None`` is no limit of its own."""
     cost: Cost = UNSTATED
+    """What it claims that moving bytes takes. The default is that of a slow transport."""
 
     def missing(self, required: Requirements) -> tuple[str, ...]:
         """Why this transport does not serve ``required``: one sentence each, empty if it does."""
@@ -98,5 +99,6 @@ class Requirements:
     device: str = "cpu"
     """Type of the device the tensors are on, without an index."""
     cross_host: bool = False
+    """The two ends are on different hosts."""
     authenticated: bool = False
     """The data plane must authenticate, because other hosts can reach it."""

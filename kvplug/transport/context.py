@@ -26,11 +26,15 @@ class PipeContext:
     options: Any
     """An instance of the spec's options class, or ``None``."""
     credentials: Credentials
+    """What its listeners and connections prove themselves with."""
     host: str = "127.0.0.1"
     """The interface it may listen on. Loopback means that no other host will connect."""
     device: str = "cpu"
+    """The device of the tensors, such as ``cuda:0``."""
     timeout_s: float = 30.0
+    """Seconds that a call waits where it says nothing else."""
     heartbeat_timeout_s: float = 10.0
+    """Seconds of silence after which a peer on another host counts as dead."""
     max_message_bytes: int | None = None
     """The largest message for which a pipe takes memory of its own; ``None``: what the process or device can
     have. It is compared with what a peer announces, before memory is asked for."""
@@ -44,10 +48,13 @@ class LookupContext:
     """For the factory of a lookup buffer, which returns a ``LookupEndpoint``."""
 
     options: Any
+    """An instance of the spec's options class, or ``None``."""
     buffer_size: int
     """Bytes of tensors it may hold."""
     device: str = "cpu"
+    """Where the tensors of entries are put that are received."""
     timeout_s: float = 30.0
+    """Seconds that a call waits where it says nothing else."""
     max_message_bytes: int | None = None
     """The largest entry for which an end that reaches a store takes memory; ``None``: what the process or
     device can have."""
@@ -64,6 +71,7 @@ class QueueContext:
     options: Any
     """An instance of the spec's options class, or ``None``."""
     credentials: Credentials
+    """What its listeners and connections prove themselves with."""
     host: str = "127.0.0.1"
     """The interface it may listen on, for readers that memory does not reach."""
     n_reader: int = attrs.field(default=1, validator=attrs.validators.ge(0))
@@ -75,9 +83,11 @@ class QueueContext:
     max_chunks: int = attrs.field(default=MAX_CHUNKS, validator=attrs.validators.ge(1))
     """How many messages may lie unread by the slowest reader."""
     timeout_s: float = 30.0
+    """Seconds that a call waits where it says nothing else."""
     warning_interval_s: float = attrs.field(default=WARNING_INTERVAL_S, validator=attrs.validators.gt(0))
     """Each time a call has waited for this long, it logs which peers it waits for."""
     heartbeat_timeout_s: float = 10.0
+    """Seconds of silence after which an end on another host counts as dead."""
     make_inner: Callable[[], QueueEndpoint] | None = None
     """For a queue that wraps another one (``TransportSpec.wraps``): makes that one's endpoint, with
     its own options and the rest of this context. ``None`` for all others."""
@@ -90,6 +100,7 @@ class StoreContext:
     options: Any
     """An instance of the spec's options class, or ``None``."""
     credentials: Credentials
+    """What its listeners and connections prove themselves with."""
     seal: PageSeal = attrs.field(factory=PageSeal)
     """How its pages are protected, where other programs can write to it: with a proof if the config has a
     secret."""
@@ -102,6 +113,7 @@ class StoreContext:
     timeout_s: float = 30.0
     """The default deadline of a job."""
     heartbeat_timeout_s: float = 10.0
+    """Seconds of silence after which a peer on another host counts as dead."""
     connect: Callable[[str, float | None], StoreLink] | None = None
     """``connect(address, timeout)``: a link to a program that serves a store there (``kvplug store serve``).
 
@@ -127,6 +139,7 @@ class CommunicatorContext:
     options: Any
     """An instance of the spec's options class, or ``None``."""
     credentials: Credentials
+    """What its connections prove themselves with."""
     host: str = "127.0.0.1"
     """The interface its data plane may use."""
     group: StatelessGroup
@@ -142,6 +155,7 @@ class CommunicatorContext:
     global_world_size: int | None = None
     """How many ranks the engine has; ``None``: as many as ``ranks`` need."""
     data_parallel_size: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    """How many replicas of the model the engine has whose ranks share their experts."""
     all2all_backend: str = ""
     """How experts' tokens are exchanged: "naive", "allgather_reducescatter" (the default), or another backend
     of the transport."""

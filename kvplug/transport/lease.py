@@ -31,8 +31,11 @@ class Lease:
     lease_id: int
     """Unique among the leases of one :class:`Leases`, never reused."""
     entry_id: int
+    """The entry that it permits to use."""
     holder: str
+    """Who uses the entry, for messages: "worker 3 at pid 71"."""
     exclusive: bool
+    """Whether no other lease on the entry may be in force with it."""
     expires_at: float
     """On the owner's clock; ``math.inf`` for a lease that does not expire."""
 

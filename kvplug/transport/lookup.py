@@ -47,8 +47,11 @@ class Entry:
     """The five parts of an entry, in the order in which they travel, and its header."""
 
     header: EntryHeader
+    """What is known before the tensors arrive."""
     tokens: Tensor
+    """int64, shape [num_tokens]: as inserted, not masked."""
     roi: Tensor
+    """bool, shape [num_tokens]: the tokens that the key is made of."""
     key: Tensor | None
     """shape [num_layers, num_tokens, num_kv_heads, head_size]; any dtype."""
     value: Tensor | None

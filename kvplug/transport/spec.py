@@ -31,14 +31,23 @@ class Kind(enum.StrEnum):
     """The kinds of things that are selected by name."""
 
     CONNECTOR = "connector"
+    """What an engine talks to."""
     PIPE = "pipe"
+    """Tensors, in order, between two processes."""
     QUEUE = "queue"
+    """A message queue: one writer, many readers."""
     LOOKUP_BUFFER = "lookup_buffer"
+    """KV entries, found by their tokens."""
     COMMUNICATOR = "communicator"
+    """Collectives of a group of ranks on one kind of device."""
     STORE = "store"
+    """Pages of KV under keys."""
     DIRECTORY = "directory"
+    """Where engines announce themselves and find each other."""
     SINK = "sink"
+    """What snapshots of the counters are sent to."""
     COMMAND = "command"
+    """A command of the program ``kvplug``."""
 
 
 TRANSPORTS: Final = (Kind.PIPE, Kind.QUEUE, Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR)
@@ -105,6 +114,7 @@ class Probe:
     """The result of a transport's probe of this host. Cheap, without heavy imports."""
 
     viable: bool = True
+    """Whether it can work on this host."""
     reason: str = ""
     """Why it cannot work here; empty when it can."""
     domain: str = ""
@@ -152,8 +162,13 @@ def note_distribution(spec: _Offered, distribution: str) -> None:
 @attrs.frozen(kw_only=True)
 class _Spec(_Offered):
     name: str = attrs.field(validator=_check_name)
+    """What an operator writes in the config: up to 40 lower-case letters, digits and hyphens, a letter
+    first."""
     factory: str = attrs.field(validator=_check_target)
+    """What makes it, as ``"package.module:Name"``; imported when it is first used."""
     options: str | None = attrs.field(default=None, validator=_check_target)
+    """The attrs class of its options, as ``"package.module:Name"`` in a light module. ``None``: it has no
+    options."""
     summary: str = ""
     """One line for ``kvplug list``."""
     for_tests: bool = False
@@ -186,11 +201,16 @@ class _Spec(_Offered):
 class TransportSpec(_Spec):
     """One transport: a pipe, message queue, lookup buffer or device communicator.
 
-    ``factory`` is called with one argument, the kind's context (see ``kvplug.transport.context``).
+    ``factory`` is called with one argument, the kind's context: for a pipe a :class:`PipeContext`.
+
+    Raises:
+        PluginError: the kind is none of a transport, or the fields contradict each other.
     """
 
     kind: Kind = attrs.field(converter=_kind)
+    """``PIPE``, ``QUEUE``, ``LOOKUP_BUFFER`` or ``COMMUNICATOR``, or the same as text."""
     capabilities: Capabilities = attrs.field(factory=Capabilities)
+    """What it claims; tests check it, and ``"auto"`` compares it."""
     probe: str | None = attrs.field(default=None, validator=_check_target)
     """A function without arguments that returns a :class:`Probe`."""
     protocol: int = 1
@@ -252,6 +272,7 @@ class StoreSpec(_Spec):
 
     @property
     def kind(self) -> Kind:
+        """``Kind.STORE``."""
         return Kind.STORE
 
     def load_client(self) -> Callable[..., Any]:
@@ -276,6 +297,7 @@ class DirectorySpec(_Spec):
 
     @property
     def kind(self) -> Kind:
+        """``Kind.DIRECTORY``."""
         return Kind.DIRECTORY
 
     def run_probe(self) -> Probe:
@@ -292,12 +314,14 @@ class ConnectorSpec(_Spec):
     """
 
     worker_factory: str = attrs.field(validator=_check_target)
+    """What makes the worker side, as ``"package.module:Name"``."""
     moves_pages: bool = False
     """KV crosses between engines only as pages of stores, which lie in host memory: links need pipes for CPU
     tensors, wherever the caches are. Otherwise a pipe must move tensors of the caches' device."""
 
     @property
     def kind(self) -> Kind:
+        """``Kind.CONNECTOR``."""
         return Kind.CONNECTOR
 
     def load_worker_factory(self) -> Callable[..., Any]:
@@ -315,6 +339,7 @@ class SinkSpec(_Spec):
 
     @property
     def kind(self) -> Kind:
+        """``Kind.SINK``."""
         return Kind.SINK
 
 
@@ -323,6 +348,7 @@ class CommandSpec(_Offered):
     """One command of the program ``kvplug``."""
 
     name: str = attrs.field(validator=_check_name)
+    """What an operator writes on the command line, after ``kvplug``."""
     target: str = attrs.field(validator=_check_target)
     """A click command, ``"package.module:name"``. Imported when the command is used, not for help."""
     summary: str = ""
@@ -330,6 +356,7 @@ class CommandSpec(_Offered):
 
     @property
     def kind(self) -> Kind:
+        """``Kind.COMMAND``."""
         return Kind.COMMAND
 
     def load(self) -> Any:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-import attrs
 import click
 import pytest
 
@@ -21,8 +20,7 @@ from kvplug import KvplugError
 from kvplug.cli.main import OWN, program
 from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config, describe_options
 from kvplug.config.sources import VLLM_IGNORED, VLLM_KEYS
-from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
-from kvplug.transport import StoreSpec, TransportSpec, hookspecs
+from kvplug.transport import hookspecs
 from kvplug.transport.hookspecs import OFFERED
 from kvplug_testing.faults import Rule
 from kvplug_testing.faults.plan import BEFORE, CONTENT
@@ -66,38 +64,8 @@ def hook_rows() -> list[str]:
     ]
 
 
-MEANINGS = {
-    "name": "what an operator writes in the config (a command: on the command line)",
-    "factory": "what makes it; see below",
-    "worker_factory": "what makes the worker side",
-    "options": "an attrs class; see [](#options)",
-    "summary": "one line for `kvplug list`",
-    "for_tests": "made for tests: `kvplug list` shows it with `--all` only, and `auto` never takes it",
-    "kind": "`pipe`, `queue`, `lookup_buffer` or `communicator`",
-    "capabilities": "a `Capabilities`: claims, which tests check and `auto` compares",
-    "probe": "a function; see [](#probe)",
-    "protocol": "version of what it puts on the wire itself; both ends must have the same",
-    "auto": "whether `auto` considers it; false for what is used only where a config names it, which "
-    "is the default of what is made for tests",
-    "wraps": "whether it wraps another one of its kind; see [](#a-wrapper-of-another-transport)",
-    "target": "a click command",
-    "client": "makes the end of a process that reaches a store which a peer serves, from the context and the "
-    "link",
-    "persistent": "whether its pages outlive the processes that use it",
-    "cross_host": "whether processes of several hosts can use it",
-    "devices": "types of devices whose memory it copies from and into itself; for others kvplug stages its "
-    "pages",
-    "moves_pages": "whether KV crosses between engines only as pages of stores, which lie in host memory; "
-    "then links need pipes for CPU tensors, wherever the caches are",
-}
-
-
 def spec_rows() -> list[str]:
-    return [
-        f"| `{cls.__name__}` | `{field.name}` | {MEANINGS[field.name]} |"
-        for cls in (TransportSpec, StoreSpec, ConnectorSpec, SinkSpec, CommandSpec)
-        for field in attrs.fields(cls)
-    ]
+    return [f"| `{cls.__name__}` | " for cls in OFFERED.values()]
 
 
 def flags_of(name: str, command: click.Command) -> Iterable[str]:

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import doc_blocks
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,6 @@ PAGES = [
     ROOT / "README.md",
 ]
 
-INCLUDED = re.compile(r"^```\{literalinclude\} \.\./examples/[a-z-]+/(\S+)\n((?::.*\n)*)```$", re.M)
 TEST = re.compile(r"\btest_[a-z0-9_]+\b(?!\.py)")
 DEFINED = re.compile(r"^\s*def (test_[a-z0-9_]+)\(", re.M)
 
@@ -30,29 +30,20 @@ def tutorial(name: str) -> str:
     return (DOCS / "tutorials" / name).read_text(encoding="utf-8")
 
 
-def part(file: Path, options: str) -> str:
-    """What Sphinx shows of a file."""
-    given = {name: value.strip('"') for name, value in re.findall(r"^:([a-z-]+): (.*)$", options, re.M)}
-    assert set(given) <= {"language", "start-at", "end-before"}, file
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    if "start-at" in given:
-        lines = lines[first(lines, given["start-at"]) :]
-    if "end-before" in given:
-        lines = lines[: first(lines, given["end-before"])]
-    return "".join(lines)
-
-
-def first(lines: list[str], text: str) -> int:
-    return next(number for number, line in enumerate(lines) if text in line)
+def shown(name: str) -> list[tuple[str, str]]:
+    """The blocks of a tutorial that are parts of its example: file, text."""
+    example = TUTORIALS[name]
+    blocks = doc_blocks.blocks_of(DOCS / "tutorials" / name)
+    return [(str(block.file.relative_to(example)), block.text) for block in blocks]
 
 
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_what_a_tutorial_shows_in_its_order_is_its_example(name: str) -> None:
     written: defaultdict[str, str] = defaultdict(str)
     example = TUTORIALS[name]
-    for file, options in INCLUDED.findall(tutorial(name)):
-        written[file] += part(example / file, options)
-    assert len(written) >= 6
+    for file, text in shown(name):
+        written[file] += text
+    assert written
     for file, text in written.items():
         assert text == (example / file).read_text(encoding="utf-8"), file
 
@@ -71,7 +62,7 @@ def test_a_tutorial_shows_or_makes_every_file_of_its_layout_and_its_example_has_
             folders.append(folders[depth] + name)
         else:
             files.append(folders[depth] + name)
-    made = {name for name, _ in INCLUDED.findall(page)}
+    made = {name for name, _ in shown(tutorial_name)}
     for command in re.findall(r"^\$ touch (.*)$", page, re.M):
         made.update(command.split())
         assert not any((example / name).read_text() for name in command.split())

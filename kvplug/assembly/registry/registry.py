@@ -59,8 +59,11 @@ class PluginStatus(enum.StrEnum):
     """The status of an installed plugin."""
 
     OK = "ok"
+    """Its module was imported, and its specs are valid."""
     BROKEN = "broken"
+    """It does not load, or breaks a rule of plugins."""
     BLOCKED = "blocked"
+    """``KVPLUG_DISABLE_PLUGINS`` names it: it was not imported."""
 
 
 @attrs.frozen(kw_only=True)
@@ -70,14 +73,19 @@ class PluginInfo:
     name: str
     """Of its entry point: what ``kvplug list`` prints and ``KVPLUG_DISABLE_PLUGINS`` blocks."""
     distribution: str = ""
+    """The installed package that its entry point belongs to."""
     version: str = ""
+    """Of the distribution; empty where its metadata has none."""
     status: PluginStatus = PluginStatus.OK
+    """``ok``, ``broken`` or ``blocked``."""
     reason: str = ""
     """Why it is broken or blocked; empty when it is neither."""
     api: tuple[int, int] | None = None
     """The plugin API it states; ``None`` where that was not read."""
     specs: tuple[Spec, ...] = ()
+    """What it offers; empty unless it is ``ok``."""
     error: BaseException | None = attrs.field(default=None, eq=False, repr=False)
+    """Why it is broken, as an exception with its traceback; ``None`` when it is not."""
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}".strip() or self.name

@@ -33,7 +33,9 @@ class Side(enum.StrEnum):
     """The two sides of a connector: in the engine's scheduler, and in its workers."""
 
     SCHEDULER = "scheduler"
+    """Decides what is loaded and saved; one for each engine."""
     WORKER = "worker"
+    """Moves KV; one for each worker."""
 
 
 @attrs.frozen(kw_only=True)
@@ -59,7 +61,9 @@ class KVCacheConfig:
     """The paged KV cache of one worker."""
 
     groups: tuple[CacheGroup, ...]
+    """Groups of layers, each with block numbers of its own."""
     num_blocks: int
+    """Blocks of each layer; block ids are below it."""
     forward_order: tuple[str, ...] = ()
     """The layers of all groups in the order in which the forward pass visits them. Needed with several
     groups: pages have their layers in this order, however an engine groups them.
@@ -88,7 +92,9 @@ class Parallelism:
     num_workers: int = 1
     """Of the engine: each loads from the peer engine's worker of the same rank."""
     tensor_rank: int = 0
+    """Which shard of the heads this worker has."""
     tensor_size: int = 1
+    """Workers among which the heads are split."""
     first_layer: int = 0
     """Of this pipeline stage."""
     end_layer: int | None = None
@@ -100,9 +106,11 @@ class Request:
     """One request as the scheduler side sees it."""
 
     request_id: str
+    """Unique in the engine while the request lives."""
     token_ids: tuple[int, ...]
     """The prompt, then what has been generated."""
     num_prompt_tokens: int
+    """How many of ``token_ids`` are the prompt."""
     extra: bytes = b""
     """What determines the KV besides the tokens: adapter, media hashes, cache salt. Opaque."""
     generation: int = 0
@@ -120,8 +128,11 @@ class RequestEnd(enum.StrEnum):
     """How a request ended."""
 
     FINISHED = "finished"
+    """All tokens were generated."""
     ABORTED = "aborted"
+    """The client or the engine gave it up."""
     FAILED = "failed"
+    """An error ended it, such as a load that failed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -129,6 +140,7 @@ class ScheduledRequest:
     """The work of one step for one request."""
 
     request_id: str
+    """As in :class:`Request`."""
     num_computed_tokens: int
     """Tokens whose KV is in the blocks before this step, loaded ones included."""
     num_scheduled_tokens: int
@@ -142,6 +154,7 @@ class SchedulerOutput:
     step: int
     """Grows with each step."""
     scheduled: tuple[ScheduledRequest, ...]
+    """The requests that this step computes."""
     block_ids: Callable[[str], BlockIds] = attrs.field(eq=False, repr=False)
     """All blocks so far of a request that this step schedules, by its id; looked up on demand, and valid
     during ``build_connector_meta`` only. Copying every table in every step would cost more than the step
@@ -161,8 +174,11 @@ class WorkerOutput:
     """The reports of worker sides to the scheduler side after a step, aggregated over workers."""
 
     finished_sending: frozenset[str] = frozenset()
+    """Ids of requests whose blocks every worker has saved or sent: the engine may free them."""
     finished_recving: frozenset[str] = frozenset()
+    """Ids of requests whose blocks every worker has loaded, or failed to."""
     invalid_block_ids: frozenset[int] = frozenset()
+    """Blocks that could not be loaded on some worker: the engine recomputes their tokens."""
     worker_metadata: tuple[Plain, ...] = ()
     """The metadata of each worker that returned any, in no particular order."""
     stats: Mapping[str, Any] | None = None
@@ -196,8 +212,11 @@ class BlocksRemoved:
     """These blocks are cached no more."""
 
     block_hashes: tuple[bytes, ...]
+    """As they were in ``BlocksStored``."""
     medium: str = ""
+    """Where they were cached, in the engine's words: "CPU", "STORAGE"."""
     owner: str = ""
+    """Name of the store."""
 
 
 @attrs.frozen(kw_only=True)
@@ -206,6 +225,7 @@ class BlocksCleared:
 
 
 CacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
+"""One of these three: what a router is told of an engine's KV."""
 
 CopyBlocks = Callable[[Mapping[str, "Tensor"], Mapping[str, "Tensor"], Sequence[int], Sequence[int]], None]
 """``copy(sources, destinations, source_block_ids, destination_block_ids)`` between host and device caches."""

@@ -56,7 +56,10 @@ class KVLayout:
     """
 
     axes: str
+    """One letter for each axis of the tensor, outermost first: B blocks, T tokens in a block, K keys and
+    values (2), H heads, D head size."""
     _sizes: tuple[tuple[str, int], ...] = attrs.field(converter=_ordered)
+    """Size of each axis by its letter: a mapping, or pairs."""
     block_format: str = attrs.field(default="", kw_only=True)
     """Name of an attention kernel's own order inside a block; the axes then give its size, not its order.
 
@@ -112,6 +115,7 @@ class KVLayout:
 
     @property
     def head_size(self) -> int:
+        """Numbers in one head of one token."""
         return self.sizes["D"]
 
     @property

@@ -42,9 +42,11 @@ class Agreement:
     purpose: str
     """The purpose of the end that dialled."""
     wire_minor: int
+    """Minor version of the wire format that both ends speak: the lower of the two."""
     checksum: str | None
     """The hash that entries carry; ``None``: integrity is off."""
     cross_host: bool
+    """Whether the ends are on different hosts, or may be."""
     transports: Mapping[str, Selection]
     """By type of device: ``"cpu"``, and the type both ends' KV is on. Empty where no KV crosses."""
     converts: tuple[str, ...]

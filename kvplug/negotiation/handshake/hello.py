@@ -25,12 +25,15 @@ class EngineFacts:
     """An engine's statement about its model, its KV cache and its place among the workers."""
 
     role: str = attrs.field(converter=str, validator=attrs.validators.in_(ROLES))
+    """``producer``, ``consumer`` or ``both``."""
     model: ModelInfo
+    """The model, as far as its KV is concerned."""
     layers: tuple[int, int] | None = None
     """First layer and one past the last of its pipeline stage; ``None`` if it belongs to no single stage."""
     cache_layers: int | None = None
     """Layers in this side's cache, a draft model's included; ``None`` where it holds none."""
     tensor_parallel_size: int = 1
+    """Workers among which the heads are split."""
     tensor_parallel_rank: int | None = None
     """The shard of the heads that this side holds; ``None`` for a scheduler side."""
     layout: str
@@ -91,7 +94,9 @@ class Hello:
     checksums: tuple[str, ...] = ()
     """Hashes this side can use, the preferred one first; none when integrity is off."""
     requested_transport: str = AUTO
+    """``"auto"``, or the name of the one pipe that this side uses."""
     transports: tuple[Offer, ...] = ()
+    """The pipes that this side has and its config allows."""
     device: str = "cpu"
     """Type of the device whose memory the tensors cross from or to."""
     require_authenticated: bool = False
@@ -99,10 +104,13 @@ class Hello:
 
     # informative
     engine_id: str = ""
+    """The config's ``engine_id``, for messages."""
     epoch: str = ""
     """Changes when the process restarts."""
     identity: PeerIdentity
+    """The process, and its host: for liveness, and to tell whether both ends are on one host."""
     versions: Mapping[str, str] = attrs.field(factory=dict)
+    """Of kvplug, Python and torch, by name; for messages."""
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values, for the wire. A probe's reason, which may be any text, is made to fit."""

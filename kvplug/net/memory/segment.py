@@ -30,11 +30,15 @@ class Segment:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
+        """The mapping."""
         self.view = memoryview(memory)
+        """All of its bytes, which may be written."""
         self.address = address_of(self.view)
+        """Of its first byte in this process."""
 
     @property
     def nbytes(self) -> int:
+        """Its size in bytes."""
         return len(self.memory)
 
     @classmethod

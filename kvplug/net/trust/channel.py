@@ -60,7 +60,9 @@ class Channel:
         self._who = connection.describe
         self._timeout_s = timeout_s
         self.peer: PeerIdentity = connection.peer
+        """The process at the other end."""
         self.purpose = connection.purpose
+        """The purpose that both ends have proved."""
         self._closed = False
         self._broken: WireError | None = None
         self._make_locks()
@@ -90,6 +92,7 @@ class Channel:
 
     @property
     def closed(self) -> bool:
+        """Whether ``close`` was called here."""
         return self._closed
 
     @property

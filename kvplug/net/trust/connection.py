@@ -55,7 +55,9 @@ class Connection:
     sock: socket.socket = attrs.field(repr=False)
     """Blocking and without a timeout when handed over; nothing beyond the proof was read from it."""
     peer: PeerIdentity
+    """The process at the other end."""
     purpose: str
+    """The purpose that both ends have proved."""
     mode: Mode
     """How the two ends proved themselves."""
     address: str
@@ -82,6 +84,7 @@ class Connection:
         return uid is not None and same_user(uid)
 
     def fileno(self) -> int:
+        """The socket's descriptor; -1 once closed."""
         return self.sock.fileno()
 
     def close(self) -> None:

@@ -36,6 +36,9 @@ class Secret:
     <Secret>
     >>> secret.reveal()
     b'0123456789abcdef'
+
+    Raises:
+        ConfigError: it is shorter; names ``source``.
     """
 
     __slots__ = ("_value",)
@@ -104,6 +107,7 @@ class Credentials:
     """
 
     secret: Secret | None = None
+    """Shared by all processes that may connect; ``None``: there is none."""
     tls: TlsFiles | None = None
     """For connections over TCP. Unix sockets never leave the host, and use no TLS."""
 

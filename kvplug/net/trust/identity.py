@@ -39,6 +39,7 @@ class PeerIdentity:
     net_ns: str = attrs.field(default="", converter=_short)
     """Network namespace: abstract sockets and loopback reach only processes that share it."""
     pid: int
+    """In its pid namespace."""
     start_time: int = 0
     """Clock ticks from boot to the start of the process; distinguishes a reused pid. 0: unknown."""
     host: str = attrs.field(default="", converter=_short)

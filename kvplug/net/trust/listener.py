@@ -181,6 +181,7 @@ class Listener:
 
     @property
     def closed(self) -> bool:
+        """Whether ``close`` was called here, or this is a forked child."""
         return self._closed
 
     def accept(self, timeout: Timeout = None) -> Connection:

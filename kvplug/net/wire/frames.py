@@ -30,6 +30,7 @@ MINOR: Final = 0
 
 _HEADER = struct.Struct("<4sBBBBQ")
 HEADER_SIZE: Final = _HEADER.size
+"""Bytes of a frame's header."""
 
 
 class FrameKind(enum.IntEnum):
@@ -57,10 +58,13 @@ class FrameHeader:
     """A decoded header, already checked against the reader's bounds."""
 
     kind: FrameKind
+    """What the payload is."""
     length: int
     """Bytes of payload that follow."""
     flags: int
+    """Eight bits, whose meaning belongs to the kind."""
     minor: int
+    """Minor version that the sender speaks."""
 
 
 def encode_header(kind: FrameKind, length: int, flags: int = 0) -> bytes:

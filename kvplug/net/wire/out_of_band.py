@@ -36,6 +36,7 @@ class OutOfBand(NamedTuple):
     """A value in two parts. The memories are those of its tensors, so they must not be written meanwhile."""
 
     head: bytes
+    """The value without its tensors' bytes."""
     memories: list[memoryview]
     """Flat bytes, in the order in which :func:`decode_out_of_band` wants them."""
 

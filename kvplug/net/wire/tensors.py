@@ -108,6 +108,7 @@ class TensorMeta:
     dtype: str = attrs.field(validator=_check_dtype)
     """torch's name without ``torch.``."""
     shape: tuple[int, ...] = attrs.field(converter=_sizes, validator=_check_shape)
+    """Sizes of its axes; empty for a tensor without any."""
 
     @property
     def itemsize(self) -> int:
@@ -125,7 +126,7 @@ class TensorMeta:
 
 @functools.lru_cache(1024)  # a peer sees the same few shapes over and over: here, and below
 def encode_meta(meta: TensorMeta) -> bytes:
-    """``2 + 8 * ndim`` bytes."""
+    """The meta as bytes, ``2 + 8 * ndim`` of them."""
     shape = meta.shape
     return _PREFIX.pack(DTYPES[meta.dtype][0], len(shape)) + _DIMS[len(shape)].pack(*shape)
 

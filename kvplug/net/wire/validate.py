@@ -44,6 +44,7 @@ FIXED_COST: Final = 1 << 16
 """Bytes for what does not grow with the message: exceptions, the decoder's own state."""
 
 DEFAULT_LIMITS: Final = Limits()
+"""What readers accept where a call names no other limits."""
 
 
 class Mark(enum.IntEnum):

@@ -29,6 +29,7 @@ class All2AllManager(abc.ABC):
 
     def __init__(self, communicator: CheckedCalls) -> None:
         self.communicator = communicator
+        """Its communicator, whose collectives it calls."""
 
     @abc.abstractmethod
     def dispatch(self, tensors: Sequence[Tensor], split: TokenSplit, deadline: Deadline) -> list[Tensor]:

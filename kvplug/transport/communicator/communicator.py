@@ -42,6 +42,10 @@ class DeviceCommunicator(Collectives, PointToPoint, MoE):
 
     A transport may have an option by which calls return before the device is done. Then a call raises the
     errors of earlier calls, and results are valid once ``synchronize`` has returned.
+
+    Raises:
+        ConfigError: the context's ``ranks`` are not as many as the group has, or none of its managers is
+            called like its ``all2all_backend``.
     """
 
     def __init__(self, context: CommunicatorContext) -> None:

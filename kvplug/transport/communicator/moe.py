@@ -28,6 +28,7 @@ class MoE(CheckedCalls):
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
         self.all2all_manager: All2AllManager | None = None
+        """What exchanges experts' tokens; ``None`` unless ``use_all2all``."""
         """The manager that dispatch and combine use; ``None``: they return their arguments unchanged."""
         self._split: TokenSplit | None = None
         self._width = 1

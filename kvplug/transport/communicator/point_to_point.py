@@ -22,7 +22,9 @@ class SendOp:
     """In a batch: send ``tensor`` to rank ``dst`` of the group."""
 
     tensor: Any
+    """A tensor of the communicator's device."""
     dst: int
+    """A rank of the group."""
 
 
 @attrs.frozen
@@ -30,7 +32,9 @@ class RecvOp:
     """In a batch: fill ``tensor`` with what rank ``src`` of the group sends."""
 
     tensor: Any
+    """A contiguous tensor of the communicator's device, of the shape and dtype that is sent."""
     src: int
+    """A rank of the group."""
 
 
 class PointToPoint(CheckedCalls):

@@ -39,15 +39,21 @@ class RankInfo:
 
     def __init__(self, context: CommunicatorContext) -> None:
         self.context = context
+        """What its factory was given."""
         self.cpu_group: Any = context.group
         """The ranks' :class:`~kvplug.StatelessGroup`."""
         self.device_group: Any = context.device_group
         """The group of the device's own library: the engine's, if it gave one, or a new one."""
         self.device = context.device
+        """The device of this rank's tensors."""
         self.unique_name = context.unique_name
+        """The context's."""
         self.rank_in_group: int = context.group.rank
+        """This rank, counted in the group."""
         self.world_size: int = context.group.world_size
+        """How many ranks the group has."""
         self.rank: int = self.rank_in_group
+        """The same as ``rank_in_group``."""
         self.ranks: tuple[int, ...] = context.ranks or tuple(range(self.world_size))
         """The engine-wide ranks of the group's members."""
         if len(self.ranks) != self.world_size:
@@ -55,11 +61,15 @@ class RankInfo:
                 f"a group of {self.world_size} ranks, and the global ranks of {len(self.ranks)}: {self.ranks}"
             )
         self.global_rank = self.ranks[self.rank_in_group]
+        """This rank, counted in the engine."""
         self.global_world_size = context.global_world_size or max(self.ranks) + 1
+        """How many ranks the engine has."""
         self.is_ep_communicator = bool(_EP.search(self.unique_name))
         """Whether it serves expert parallelism: its name contains the word "ep"."""
         self.use_all2all = self.is_ep_communicator and context.data_parallel_size > 1
+        """Whether tokens of experts are exchanged: it serves expert parallelism, with several replicas."""
         self.all2all_backend = context.all2all_backend
+        """The context's; empty: the default one."""
         self._busy = threading.Lock()
         self._broken = ""
         self._suspended = False

@@ -36,6 +36,7 @@ class TokenSplit:
 
     @property
     def total(self) -> int:
+        """Tokens of all ranks: the rows of the tensor."""
         return sum(self.sizes)
 
     @property

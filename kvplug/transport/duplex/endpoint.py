@@ -25,6 +25,7 @@ class ContactEndpoint(PipeEndpoint, abc.ABC):
     """Listens where :meth:`_addresses` says, and dials what the contact of such a listener names."""
 
     CONTACT: ClassVar[type[Contact]]
+    """The class of its contacts."""
     PURPOSE: ClassVar[str]
     """The purpose that both ends prove; a listener of another protocol refuses it."""
 

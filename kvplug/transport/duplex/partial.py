@@ -29,7 +29,9 @@ class PartialMessage:
     def __init__(self, meta: TensorMeta | None) -> None:
         """``meta``: what the tensor is; ``None``: the message is ``None``, and has no bytes."""
         self.meta = meta
+        """What the tensor is; ``None`` for a message that is ``None``."""
         self.nbytes = 0 if meta is None else meta.nbytes
+        """Bytes of the whole message."""
         self.got = 0
         """How many bytes have arrived."""
         self.own: Tensor | None = None

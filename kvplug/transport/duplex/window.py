@@ -23,7 +23,9 @@ class SendWindow:
     def __init__(self, *, limit: int, peer: str, lifecycle: Lifecycle) -> None:
         """``limit`` is the option ``max_in_flight_bytes``."""
         self.limit = limit
+        """Bytes that may be unsent."""
         self.lock = threading.RLock()
+        """Guards the window, and the transport's own queue beside it."""
         self.room = threading.Condition(self.lock)
         """Notified when there may be room, and at the end."""
         self.in_flight = 0

@@ -44,7 +44,9 @@ class StatelessGroup:
     ) -> None:
         self._access = access
         self.rank = rank
+        """This process's rank."""
         self.world_size = world_size
+        """How many ranks the group has."""
         self._timeout_s = timeout_s
         self._listener = listener
         self._closed = False
@@ -122,6 +124,7 @@ class StatelessGroup:
 
     @property
     def closed(self) -> bool:
+        """Whether ``close`` was called here, or this is a forked child."""
         return self._closed
 
     # -- keys ----------------------------------------------------------------------------------

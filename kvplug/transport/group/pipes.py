@@ -32,6 +32,7 @@ def connect_ranks(
         PeerGoneError: a peer is gone; names it.
         TransportError: a peer could not listen, and why.
         WireError: a peer sent something else than where it listens.
+        ConfigError: ``peers`` names a rank that the group does not have, or this one.
         Whatever the endpoint raises. Pipes made so far are aborted.
     """
     deadline = Deadline.after(timeout, STORE_TIMEOUT_S)

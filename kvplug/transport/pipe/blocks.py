@@ -56,10 +56,13 @@ class Blocks:
         self.dtype = of.dtype
         """A ``torch.dtype``."""
         self.device = of.device
+        """Where the cache is."""
         self.row_shape = of.row_shape
         """Of a block of one layer, with all its parts."""
         self.row_bytes = of.row_bytes
+        """Bytes of one block of one layer."""
         self.num_rows = len(of.layers) * len(self._ids)
+        """Blocks of all layers."""
         self._index: Tensor | None = None  # of the ids, made on first use
         self._on_layer = on_layer
         self._reported = 0
@@ -71,6 +74,7 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all blocks of all layers."""
         return self.num_rows * self.row_bytes
 
     def check_distinct(self) -> None:

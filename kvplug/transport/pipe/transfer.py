@@ -36,6 +36,7 @@ class Transfer:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        """Bytes of the message."""
         self._done = False
         self._error: BaseException | None = None
         self._lock = threading.RLock()  # a signal's handler may end the transfer whose lock its thread holds

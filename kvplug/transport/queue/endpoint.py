@@ -30,6 +30,7 @@ class QueueEndpoint(abc.ABC):
 
     def __init__(self, context: QueueContext) -> None:
         self.context = context
+        """What its factory was given."""
 
     @abc.abstractmethod
     def create(self, reader_ranks: Sequence[int] | None = None) -> MessageQueue:

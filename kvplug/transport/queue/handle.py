@@ -81,6 +81,7 @@ class Reader:
     """One reader, as the writer sees it."""
 
     rank: int
+    """Its rank among the readers of the handle."""
     process: str
     """``"pid 12"``, with the host where it is another one; "has not come yet" before it has attached."""
     lag: int

@@ -41,6 +41,7 @@ class MessageQueue(abc.ABC):
 
     @property
     def is_writer(self) -> bool:
+        """Whether this is the writer's end."""
         return self.rank is None
 
     @property

@@ -58,7 +58,11 @@ class BlockingStore(abc.ABC):
         """
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget these pages, as far as they are there. Also called for pages whose bytes are wrong."""
+        """Forget these pages, as far as they are there. Also called for pages whose bytes are wrong.
+
+        Raises:
+            UnsupportedError: the store cannot; the default does nothing else.
+        """
         raise UnsupportedError(f"{type(self).__name__} cannot remove pages")
 
     def clear(self) -> None:
@@ -70,7 +74,11 @@ class BlockingStore(abc.ABC):
         raise UnsupportedError(f"{type(self).__name__} cannot forget all its pages at once")
 
     def keys(self, series: bytes) -> Sequence[bytes]:
-        """The keys that are there, of that series (its id) as far as the store can tell them apart."""
+        """The keys that are there, of that series (its id) as far as the store can tell them apart.
+
+        Raises:
+            UnsupportedError: the store cannot list them; the default does nothing else.
+        """
         raise UnsupportedError(f"{type(self).__name__} cannot list what it holds")
 
     def touch(self, keys: Sequence[bytes]) -> None:

@@ -63,6 +63,7 @@ class PageBlocks(PageMemory):
         self.format = form
         self.device = str(sample.device)
         self.after = after
+        """What must have run on the device before the blocks are read or written; ``None``: nothing."""
         self._views = views if isinstance(views, BlockViews) else BlockViews(views)
         self._count = count
         self._block_size = sample.shape[1]

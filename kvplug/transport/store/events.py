@@ -59,9 +59,11 @@ class PagesStored:
     epoch: str
     """The store's epoch; changes when it restarts."""
     seq: int
+    """Number of the event in its epoch: one more than that of the event before."""
     series: bytes
     """Id of the series of all these pages."""
     keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
+    """Keys of the pages, 32 bytes each."""
 
 
 @attrs.frozen(kw_only=True)
@@ -69,9 +71,13 @@ class PagesDeclared:
     """The pages are going to be put. They are *stored* or *removed* later, at the latest after ``for_s``."""
 
     epoch: str
+    """The store's epoch; changes when it restarts."""
     seq: int
+    """Number of the event in its epoch."""
     series: bytes
+    """Id of the series of all these pages."""
     keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
+    """Keys of the pages, 32 bytes each."""
     for_s: float
     """Seconds from the event on."""
 
@@ -81,10 +87,15 @@ class PagesRemoved:
     """The pages are no longer held, or no longer going to be put."""
 
     epoch: str
+    """The store's epoch; changes when it restarts."""
     seq: int
+    """Number of the event in its epoch."""
     series: bytes
+    """Id of the series of all these pages."""
     keys: tuple[bytes, ...] = attrs.field(converter=_keys, repr=_shown)
+    """Keys of the pages, 32 bytes each."""
     reason: PageRemoval = attrs.field(converter=PageRemoval)
+    """Why they are gone."""
 
 
 @attrs.frozen(kw_only=True)
@@ -92,7 +103,9 @@ class PagesCleared:
     """No page is held from now on, and none that was declared comes."""
 
     epoch: str
+    """The store's epoch; changes when it restarts."""
     seq: int
+    """Number of the event in its epoch."""
 
 
 @attrs.frozen(kw_only=True)
@@ -100,11 +113,15 @@ class PagesSnapshot:
     """Empty the index: the next ``count`` events are all that the store holds and expects as of ``seq``."""
 
     epoch: str
+    """The store's epoch; changes when it restarts."""
     seq: int
+    """Number of the event in its epoch."""
     count: int
+    """How many events follow that belong to the snapshot."""
 
 
 PageEvent = PagesSnapshot | PagesStored | PagesDeclared | PagesRemoved | PagesCleared
+"""One of these five."""
 
 
 # -- the store's side --------------------------------------------------------------------------
@@ -127,6 +144,7 @@ class PageEventLog:
 
     def __init__(self, epoch: str | None = None) -> None:
         self.epoch = uuid.uuid4().hex if epoch is None else epoch
+        """Of this store's life; in every event."""
         self._seq = 0
 
     @property

@@ -85,10 +85,13 @@ class PageFormat:
     page_tokens: int
     """Tokens in a page; 0 for pages that hold something else (opaque bytes under a foreign key)."""
     num_layers: int
+    """Layers in a page."""
     parts: tuple[Part, ...] = attrs.field(converter=_parts)
+    """The tensors of each layer, in the order of their bytes."""
     block_format: str = ""
     """The attention kernel whose own order the parts have; empty: the axes say all."""
     version: int = VERSION
+    """Of the format itself; pages of another one are misses."""
 
     def __attrs_post_init__(self) -> None:
         names = [part.name for part in self.parts]

@@ -59,6 +59,7 @@ class PageSeal:
     the secret."""
 
     checksums: bool = True
+    """Whether headers have a checksum of each part of each layer."""
     secret: bytes | None = attrs.field(default=None, repr=False)
     """Key of the proof; ``None``: pages have none."""
 

@@ -47,6 +47,7 @@ class Job(Generic[T]):
         self.count = count
         """Number of keys."""
         self.deadline = deadline
+        """When the store gives up what has not come."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._results: list[T] | None = None

@@ -147,6 +147,7 @@ class Series:
     """
 
     format: PageFormat
+    """The format of its pages."""
     shard: bytes = b""
     """Which part of the model this worker holds: equal for workers whose pages are interchangeable."""
     seal: bytes = b""

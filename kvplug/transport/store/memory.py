@@ -96,6 +96,7 @@ class PageMemory(abc.ABC):
     thread. It never touches it after the job has settled."""
 
     format: PageFormat
+    """Of all these pages."""
     device: str = "cpu"
     """Where it is: "cpu", "cuda:1". A store that takes memory of the CPU only is never given another."""
 

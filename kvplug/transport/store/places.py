@@ -19,6 +19,7 @@ class PagePlaces:
     bases: array[int]
     """Addresses of block 0: of each part of each layer, layer after layer."""
     parts: tuple[PartPlace, ...]
+    """How each part of a layer lies in the cache, in the order of the format."""
     block_ids: array[int]
     """The blocks of the pages' tokens, in their order."""
     block_tokens: int

@@ -15,6 +15,7 @@ class Presence(enum.StrEnum):
     COMING = "coming"
     """Its writer has declared it; it will be there, or be absent after its deadline."""
     ABSENT = "absent"
+    """The page is not there and not expected, or the store did not answer in time."""
 
 
 class MissReason(enum.StrEnum):
@@ -45,6 +46,7 @@ class MissReason(enum.StrEnum):
     NO_MEMORY = "no_memory"
     """This process has no memory to receive it."""
     OTHER = "other"
+    """Another one, which the log has."""
 
 
 class PutReason(enum.StrEnum):
@@ -57,10 +59,15 @@ class PutReason(enum.StrEnum):
     READ_ONLY = "read_only"
     """The store cannot be written to from here."""
     TIMEOUT = "timeout"
+    """The store did not take it by the deadline."""
     CANCELLED = "cancelled"
+    """The caller gave it up."""
     STORE_GONE = "store_gone"
+    """The store cannot be reached, or failed."""
     CLOSED = "closed"
+    """This end of the store was closed."""
     OTHER = "other"
+    """Another one, which the log has."""
 
 
 @attrs.frozen(kw_only=True)
@@ -68,6 +75,7 @@ class Usage:
     """What a store holds."""
 
     num_pages: int
+    """Pages that it holds."""
     used_bytes: int
     """Pages, headers, and what is lost between them."""
     budget_bytes: int | None

@@ -30,6 +30,7 @@ class PageRequest:
     """
 
     series: Series
+    """The format and shard of all these pages."""
     keys: Sequence[bytes]
     """One for each page: :meth:`Series.key_of` of its chain, or a foreign key."""
     identities: Sequence[bytes]

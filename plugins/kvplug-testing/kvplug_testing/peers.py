@@ -58,6 +58,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT_S = 30.0
+"""Seconds that a wait takes at most, and that a child lives."""
 _LIMITS = Limits()
 _SIZE = struct.Struct("<Q")
 _DUMP = signal.SIGUSR1
@@ -70,6 +71,7 @@ class ChildError(KvplugError):
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
+        """Name of the error's class in the child."""
         super().__init__(f"{kind} in the child:\n{text}")
 
 
@@ -113,11 +115,20 @@ class Process(Protocol):
     """The part of ``subprocess.Popen`` that a :class:`Peer` requires."""
 
     @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-    def send_signal(self, sig: int) -> None: ...
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Its exit code; ``None`` while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended; ``timeout`` is in seconds."""
+
+    def kill(self) -> None:
+        """End it with ``SIGKILL``."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send it the signal of that number."""
 
 
 class Peer:
@@ -141,6 +152,7 @@ class Peer:
 
     @property
     def pid(self) -> int:
+        """Process id of the child."""
         return self._process.pid
 
     @property
@@ -155,7 +167,11 @@ class Peer:
         return os.pread(self._stderr.fileno(), end, 0).decode("utf-8", "replace")
 
     def send(self, value: Any) -> None:
-        """Send the child a value, which its ``parent.recv()`` returns."""
+        """Send the child a value, which its ``parent.recv()`` returns.
+
+        Raises:
+            PeerGoneError: the child has ended.
+        """
         try:
             self._wire.send(("value", value))
         except OSError as e:
@@ -200,6 +216,7 @@ class Peer:
 
         Raises:
             PeerGoneError: it has ended; what it said last is there to be received.
+            TimeoutError: it has not stopped.
         """
         self._process.send_signal(signal.SIGSTOP)
         limit = time.monotonic() + DEFAULT_TIMEOUT_S
@@ -215,7 +232,11 @@ class Peer:
         self._process.send_signal(signal.SIGCONT)
 
     def wait(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> int:
-        """Wait until the child ends; returns the exit code."""
+        """Wait until the child ends; returns the exit code.
+
+        Raises:
+            TimeoutError: it has not; the message holds the stacks of both processes.
+        """
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired as e:
@@ -308,6 +329,7 @@ class Parent:
         self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def send(self, value: Any) -> None:
+        """Send the parent a value, which its ``recv()`` returns."""
         self._wire.send(("value", value))
 
     def recv(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:

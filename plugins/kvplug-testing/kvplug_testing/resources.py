@@ -31,6 +31,7 @@ class Resources:
     threads: frozenset[str]
     """``"kernel id name"``"""
     children: frozenset[int]
+    """Process ids."""
     abstract_sockets: frozenset[str]
     """Names of the abstract sockets that the process itself holds."""
     shared_memory: frozenset[str]

@@ -30,7 +30,9 @@ class Call:
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.value: Any = None
+        """What the call returned; ``None`` before, and if it raised."""
         self.error: BaseException | None = None
+        """What it raised; ``None`` if it did not."""
         self.took_s = 0.0
         """Seconds from its start to its end."""
         self._began = time.monotonic()
@@ -48,6 +50,7 @@ class Call:
 
     @property
     def ended(self) -> bool:
+        """Whether it has returned or raised."""
         return not self._thread.is_alive()
 
     def end(self, within: float | None = None) -> Call:

@@ -28,6 +28,7 @@ class RowGenerations:
     at: array[int]
     """The word of each page's slot, counted in words."""
     expected: array[int]
+    """The value that each of these words must have after the copy."""
 
     def are_there(self, pages: Sequence[int]) -> list[bool]:
         """Whether the slots of these pages still hold them."""
@@ -162,6 +163,9 @@ class PageReading:
 
         Returns: why the page must not be used, as far as the seal can tell. Then its memory is zeros, or as
             it was before.
+
+        Raises:
+            LayoutError: the row is not as long as a page.
         """
         form, copies = self._memory.format, self._copies
         if copies is None:
@@ -233,7 +237,9 @@ class PageFilling:
             native: whether compiled code may be used.
         """
         self.source = source
+        """The memory of the pages."""
         self.first = first
+        """The page of ``source`` that the first row is for."""
         self._rows = rows
         self._copies: Copies | None = None
         if native and rows.nbytes == source.format.nbytes:
@@ -242,7 +248,11 @@ class PageFilling:
             self._copies = _from_memory(source, first, addresses, None)
 
     def fill(self, layers: range) -> None:
-        """Copy these layers."""
+        """Copy these layers.
+
+        Raises:
+            LayoutError: they are not consecutive layers of the format.
+        """
         form = self.source.format
         if not 0 <= layers.start <= layers.stop <= form.num_layers or layers.step != 1:
             raise LayoutError(f"{layers} of {form.num_layers} layers")

@@ -34,6 +34,9 @@ class Rule:
     Messages are counted from 1, separately in each pipe and direction, and only those of at least
     ``min_bytes``. A rule without conditions hits all messages; one with several conditions hits messages that
     meet all of them.
+
+    Raises:
+        ConfigError: fields that do not belong together, or one that is missing; every fault at once.
     """
 
     do: Literal[
@@ -97,7 +100,9 @@ class Plan:
     """Rules, and the seed of their random decisions. Without rules there are no faults."""
 
     seed: int = 0
+    """Of all its random decisions: the same plan does the same again."""
     rules: tuple[Rule, ...] = attrs.field(default=(), converter=_tuple)
+    """They act in this order."""
 
 
 def rule_faults(values: Mapping[str, Any]) -> list[str]:

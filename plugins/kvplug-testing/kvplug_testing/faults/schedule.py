@@ -15,11 +15,13 @@ class Injection:
     """One rule and one message that it hits."""
 
     rule: Rule
+    """The rule that hits the message."""
     position: int
     """The rule's position in the plan, from 1."""
     number: int
     """The number of the message, as the rule counts."""
     seed: int
+    """The plan's."""
 
     def __str__(self) -> str:
         return f"rule {self.position} ({self.rule.do}), message {self.number}"

@@ -1,0 +1,5 @@
+from kvplug_testing import SinkContract
+
+
+class TestPrint(SinkContract):
+    sink = "print"
