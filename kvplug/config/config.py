@@ -187,6 +187,12 @@ class Config:
             re.compile(r"[\x21-\x7e]{1,200}"), "up to 200 printable characters without white space"
         ),
     )
+    doctor: Literal["off", "look", "measure"] = option(
+        "measure",
+        help="What `kvplug doctor` at a peer is told here. look: this host's limits and versions. measure: it"
+        " may also move up to 64 MiB in a second. off: only what every handshake says.",
+        validator=attrs.validators.in_(("off", "look", "measure")),
+    )
     failure_policy: Literal["fail", "recompute"] = option(
         "recompute",
         help="What happens to a request whose KV failed to load: recompute the KV, or fail the request.",
