@@ -156,6 +156,9 @@ class AuthenticationError(KvplugError, PermissionError):
 class HandshakeError(KvplugError):
     """The two ends cannot work together. ``reasons`` holds every reason, with both values."""
 
+    remote: object = None
+    """The peer's Hello, where it could be read."""
+
     def __init__(self, *reasons: str, peer: str = "") -> None:
         self.reasons: tuple[str, ...] = reasons
         """Every reason, one sentence each, with both values."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 
@@ -31,7 +31,7 @@ from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.handshake.exchange import exchange
-from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.handshake.hello import DOCTOR, Hello
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.peer_text import peer_text
@@ -63,6 +63,8 @@ class LinkSettings:
     """Plugins here that are broken or blocked, with the reason: a missing transport may be one of theirs."""
     wrap_pipe: Callable[[Pipe], Pipe] | None = None
     """Wraps each pipe between the transport and the metrics: fault injection."""
+    engine_facts: Mapping[str, object] = attrs.field(factory=dict)
+    """Of an engine that does not run, as `kvplug doctor --serve` got them: for a doctor to compare."""
     on_pipe: Callable[[], Callable[[bool], None]] | None = None
     """Called for each pipe that is opened; see ``on_end`` of :class:`~kvplug.metrics.record.RecordedPipe`."""
 
@@ -89,9 +91,12 @@ class LinkSettings:
                 raise
             agreement = exchange(channel, hello, timeout=timeout)
         except KvplugError as e:
-            self.stats.fail("handshake", reason_of(e))
+            if not is_examined_by(e):
+                self.stats.fail("handshake", reason_of(e))
             if isinstance(e, HandshakeError) and self.missing and _is_of_transports(e):
-                raise HandshakeError(*e.reasons, *self.missing, peer=e.peer) from e
+                more = HandshakeError(*e.reasons, *self.missing, peer=e.peer)
+                more.remote = e.remote
+                raise more from e
             raise
         self.stats.record("handshake", seconds=time.perf_counter() - begun)
         pipes = ", ".join(
@@ -112,6 +117,12 @@ class LinkSettings:
         if self.wrap_pipe is not None:
             pipe = self.wrap_pipe(pipe)
         return RecordedPipe(pipe, self.stats, None if self.on_pipe is None else self.on_pipe())
+
+
+def is_examined_by(error: KvplugError) -> bool:
+    """Whether the handshake that failed was a doctor's: it is told why, and nothing has gone wrong."""
+    remote = error.remote if isinstance(error, HandshakeError) else None
+    return isinstance(remote, Hello) and remote.purpose == DOCTOR
 
 
 def _is_of_transports(refusal: HandshakeError) -> bool:

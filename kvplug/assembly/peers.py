@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from kvplug.assembly.links import ControlLink, LinkSettings
+from kvplug.assembly.examination.answering import answer
+from kvplug.assembly.links import ControlLink, LinkSettings, is_examined_by
 from kvplug.engine.context import PeerListener, Peers
 from kvplug.errors import (
     ClosedError,
@@ -18,6 +19,7 @@ from kvplug.errors import (
     TimeoutError,
 )
 from kvplug.metrics.reasons import reason_of
+from kvplug.negotiation.handshake.hello import DOCTOR
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
 from kvplug.net.threads import BackgroundThread, end_at_exit
@@ -192,11 +194,17 @@ class LinkServer(Generic[T]):
                 self._under_way[thread] = link
                 if self._closed.is_set():
                     raise ClosedError("this listener is closed")
-            result = self._complete(link, deadline)
+            if agreement.purpose == DOCTOR:
+                answer(self._settings, channel, link)
+            else:
+                result = self._complete(link, deadline)
             self._shortage = None
         except KvplugError as e:
             self._shortage = exhaustion_of(e)
-            if not self._closed.is_set():
+            if is_examined_by(e):
+                _log.info("a doctor's handshake with %s: %s", channel.peer, e)
+                answer(self._settings, channel, None)
+            elif not self._closed.is_set():
                 _log.warning("%s with %s: %s", _step(link), channel.peer, e)
         except Exception as e:
             self._shortage = exhaustion_of(e, f"serving {channel.peer}")

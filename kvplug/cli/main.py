@@ -23,6 +23,11 @@ OWN = {
         target="kvplug.cli.config:config",
         summary="Show the effective configuration, or check one.",
     ),
+    "doctor": CommandSpec(
+        name="doctor",
+        target="kvplug.cli.doctor:doctor",
+        summary="Find out why nothing moves, here and at a peer.",
+    ),
     "explain": CommandSpec(
         name="explain",
         target="kvplug.cli.explain:explain",

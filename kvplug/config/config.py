@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +10,9 @@ from typing import Any, Literal
 import attrs
 
 from kvplug.config import sources
-from kvplug.config.messages import bad_value, did_you_mean, unknown_key
+from kvplug.config.messages import unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
+from kvplug.config.role import Role, role_of
 from kvplug.config.schema import (
     HASH,
     LAST_PORT,
@@ -33,41 +33,6 @@ from kvplug.config.sources import Layer, SourcedValue
 from kvplug.errors import ConfigError
 
 DEFAULT_PORT = 29555
-
-
-class Role(enum.StrEnum):
-    """What this process does with KV. vLLM's names, ``kv_producer`` and so on, are accepted too."""
-
-    PRODUCER = "producer"
-    """It computes KV that others load: prefill."""
-    CONSUMER = "consumer"
-    """It loads KV that others computed: decode."""
-    BOTH = "both"
-    """Both; also one engine alone that keeps its own KV."""
-
-    @property
-    def produces(self) -> bool:
-        """Whether this process offers KV to others."""
-        return self is not Role.CONSUMER
-
-    @property
-    def consumes(self) -> bool:
-        """Whether this process loads KV of others."""
-        return self is not Role.PRODUCER
-
-    @classmethod
-    def _missing_(cls, value: object) -> Role | None:
-        if isinstance(value, str) and value.startswith("kv_"):
-            return {str(role): role for role in cls}.get(value.removeprefix("kv_"))
-        return None
-
-
-def _role(value: Any) -> Role | None:
-    try:
-        return None if value is None else Role(value)
-    except ValueError:
-        hint = did_you_mean(value, [str(role) for role in Role]) if isinstance(value, str) else ""
-        raise ConfigError(bad_value("role", value, f"one of {', '.join(Role)}") + hint) from None
 
 
 def _heartbeat(config: Config) -> float:
@@ -137,7 +102,7 @@ class Config:
     )
     role: Role | None = attrs.field(
         default=None,
-        converter=_role,
+        converter=role_of,
         metadata={"kvplug.help": "Whether this process produces KV, consumes it, or both. Must be set."},
     )
     host: str = option(
@@ -221,6 +186,12 @@ class Config:
         validator=matches(
             re.compile(r"[\x21-\x7e]{1,200}"), "up to 200 printable characters without white space"
         ),
+    )
+    doctor: Literal["off", "look", "measure"] = option(
+        "measure",
+        help="What `kvplug doctor` at a peer is told here. look: this host's limits and versions. measure: it"
+        " may also move up to 64 MiB in a second. off: only what every handshake says.",
+        validator=attrs.validators.in_(("off", "look", "measure")),
     )
     failure_policy: Literal["fail", "recompute"] = option(
         "recompute",
@@ -489,7 +460,7 @@ def _converted(
     for key, raw in flat.items():
         if key == "role":
             try:
-                values[key] = _role(raw)
+                values[key] = role_of(raw)
             except ConfigError as e:
                 faults += (_at(fault, given[key]) for fault in e.faults)
             continue

@@ -77,15 +77,23 @@ def exchange(
         raise HandshakeError(f"hello: ours {fault}", peer=peer)
     channel.send({"hello": hello}, timeout=deadline.remaining())
     received = channel.recv(timeout=deadline.remaining())
+    remote: Hello | None = None
     try:
-        agreement = agree(local, _hello_in(received))
+        remote = hello_in(received)
+        agreement = agree(local, remote)
     except HandshakeError as e:
         _log.debug("handshake with %s refused: %s", peer, e)
         _swap_verdicts(channel, _refusal(e.reasons), deadline, refusing=True)
-        raise HandshakeError(*e.reasons, peer=peer) from e
+        refused = HandshakeError(*e.reasons, peer=peer)
+        refused.remote = remote
+        raise refused from e
     verdict = {"agreed": _result(agreement)}
     theirs = _swap_verdicts(channel, verdict, deadline, refusing=False)
-    _compare(verdict, theirs, peer)
+    try:
+        _compare(verdict, theirs, peer)
+    except HandshakeError as e:
+        e.remote = remote
+        raise
     _log.debug("agreed with %s: %s", peer, verdict)
     return agreement
 
@@ -98,7 +106,12 @@ def _too_large(plain: object) -> str:
     return ""
 
 
-def _hello_in(received: object) -> Hello:
+def hello_in(received: object) -> Hello:
+    """The Hello in the first value of a peer.
+
+    Raises:
+        HandshakeError: it is none, is too large, or has fields that are missing or malformed.
+    """
     if type(received) is not dict or "hello" not in received:
         raise HandshakeError("hello: the peer sent something else first; is it another kvplug version?")
     fault = _too_large(received["hello"])

@@ -18,6 +18,8 @@ from kvplug.transport.spec import Probe
 
 PRODUCER, CONSUMER, BOTH = "producer", "consumer", "both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
+DOCTOR = "doctor"
+"""The purpose of a side that only finds out what would be agreed on."""
 
 
 @attrs.frozen(kw_only=True)

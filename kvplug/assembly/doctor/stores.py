@@ -1,0 +1,253 @@
+"""Tries the config's stores: opens them, asks for an unknown page, and puts one where that is permitted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from kvplug.assembly.examination.finding import Finding
+from kvplug.assembly.examination.limits import MIB, bytes_in_words
+from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.assembly.stores import StoreOpener, store_links
+from kvplug.config import Role
+from kvplug.errors import KvplugError, TimeoutError
+from kvplug.metrics.stats import TransferStats
+from kvplug.net.deadline import Deadline
+from kvplug.net.peer_text import peer_text
+from kvplug.net.threads import BackgroundThread
+from kvplug.transport.spec import Kind, StoreSpec
+from kvplug.transport.store.format import opaque_format
+from kvplug.transport.store.keys import Series
+from kvplug.transport.store.memory import PageBuffers
+from kvplug.transport.store.results import MissReason, PutReason
+from kvplug.transport.store.store import PageRequest, Store
+
+_PAGE_BYTES: Final = 4096
+_NAMESPACE: Final = b"kvplug doctor"
+_STORE_S: Final = 5.0
+_MOST_SAID: Final = 8
+_FREE_NEEDED: Final = 64 * MIB
+
+
+def of_stores(resolved: ResolvedConfig, deadline: Deadline, *, write: bool) -> Iterator[Finding]:
+    """Each store that an engine with this config opens. ``write``: put a page of the doctor's own, too."""
+    config = resolved.config
+    if config.role is Role.CONSUMER and not config.sources.get("stores"):
+        return
+    for name in config.stores:
+        spec = resolved.registry.get(Kind.STORE, name)
+        if not spec.run_probe().viable:
+            continue  # a finding of the config
+        options = resolved.options_of(spec)
+        path = getattr(options, "path", None)
+        if not isinstance(path, str) or not path or os.path.isfile(os.path.expanduser(path)):
+            yield _tried(resolved, spec, deadline, write)
+            continue
+        folder = Path(os.path.abspath(os.path.expanduser(path)))
+        at = next(each for each in (folder, *folder.parents) if each.exists())
+        rooms = list(_rooms(spec, options, folder, at))
+        yield from rooms
+        if any(each.verdict == "problem" for each in rooms):
+            continue
+        with tempfile.TemporaryDirectory(prefix=".kvplug-doctor-", dir=at, ignore_cleanup_errors=True) as own:
+            yield _tried(_with_path(resolved, spec, f"{own}/pages"), spec, deadline, write)
+
+
+def _with_path(resolved: ResolvedConfig, spec: StoreSpec, path: str) -> ResolvedConfig:
+    """The same config, but for the folder of one store: the one of the config is not touched."""
+    config = resolved.config
+    given = {**config.options, spec.name: {**config.options.get(spec.name, {}), "path": path}}
+    return ResolvedConfig(attrs.evolve(config, options=given), resolved.registry)
+
+
+def _rooms(spec: StoreSpec, options: Any, folder: Path, at: Path) -> Iterator[Finding]:
+    """Of a store in a folder (its option ``path``): whether that can be written, and what is free.
+
+    ``at``: the folder, or the nearest one around it that is there.
+    """
+    line = f"options.{spec.name}.path = ..."
+    if not at.is_dir() or not _can_be_written(at):
+        fault = "cannot be written" if at.is_dir() else "is no folder"
+        yield Finding(
+            topic="stores",
+            verdict="problem",
+            what=f"{spec.name}: {at} {fault}",
+            why=("pages are not kept there",),
+            change=line,
+        )
+        return
+    try:
+        room = os.statvfs(at)
+    except OSError as e:
+        yield Finding(
+            topic="stores", verdict="problem", what=f"{spec.name}: {at}: {e.strerror or e}", change=line
+        )
+        return
+    free, budget = room.f_bavail * room.f_frsize, getattr(options, "size", None)
+    what = f"{spec.name}: {bytes_in_words(free)} are free at {at}"
+    if at != folder:
+        what += f", where {folder.relative_to(at)} is made when an engine starts"
+    if free < _FREE_NEEDED:
+        why = "the disk is full: pages are not kept"
+        change = f"{line}    (on another disk), or delete what is not needed"
+        yield Finding(topic="stores", verdict="problem", what=what, why=(why,), change=change)
+    elif isinstance(budget, int) and budget > room.f_blocks * room.f_frsize:
+        why = f"the budget of {bytes_in_words(budget)} is more than the disk has"
+        change = f'options.{spec.name}.size = "{free // 2 // MIB} MiB"'
+        yield Finding(topic="stores", verdict="note", what=what, why=(why,), change=change)
+    else:
+        yield Finding(topic="stores", verdict="ok", what=what)
+
+
+def _can_be_written(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK) and not os.statvfs(folder).f_flag & os.ST_RDONLY
+
+
+class _Said(logging.Handler):
+    """What is logged while a store is tried: it says why the store does not work."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.lines) < _MOST_SAID:
+            self.lines.append(peer_text(record.getMessage()))
+
+
+def _tried(resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write: bool) -> Finding:
+    said = _Said()
+    logging.getLogger().addHandler(said)
+    try:
+        found = _found(resolved, spec, deadline, write)
+    finally:
+        logging.getLogger().removeHandler(said)
+    if found.verdict == "ok":
+        return found
+    return attrs.evolve(found, why=tuple(dict.fromkeys((*found.why, *said.lines))))
+
+
+def _found(resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write: bool) -> Finding:
+    opener = StoreOpener(resolved, store_links(resolved, TransferStats()))
+    left = deadline.remaining()
+    within = _STORE_S if left is None else min(_STORE_S, left)
+    trial = _Trial(spec, opener, within, write)
+    thread = BackgroundThread(trial.run, name="kvplug-doctor-store", stop=trial.stop)
+    thread.start()
+    thread.join(within + 1.0)
+    if thread.is_alive():
+        trial.stop()
+        return _dead(spec, f"it did not answer within {within:.3g} s")
+    return trial.finding
+
+
+class _Trial:
+    """One store, in a thread of its own: code of a plugin may not return."""
+
+    def __init__(self, spec: StoreSpec, opener: StoreOpener, within: float, write: bool) -> None:
+        self._spec = spec
+        self._opener = opener
+        self._within = within
+        self._write = write
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        self._stopped = False
+        self.finding = _dead(spec, "it was not tried")
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped, store = True, self._store
+        if store is not None:
+            store.abort()
+
+    def run(self) -> None:
+        try:
+            store = self._opener.open(self._spec.name)
+        except KvplugError as e:
+            self.finding = _dead(self._spec, str(e))
+            return
+        except Exception as e:
+            self.finding = _dead(self._spec, f"{type(e).__name__}: {e}")
+            return
+        with self._lock:
+            self._store, stopped = store, self._stopped
+        if stopped:
+            store.abort()
+            return
+        try:
+            self.finding = self._use(store)
+        except KvplugError as e:
+            self.finding = _dead(self._spec, str(e))
+        except Exception as e:
+            self.finding = _dead(self._spec, f"{type(e).__name__}: {e}")
+        finally:
+            store.abort()
+
+    def _use(self, store: Store) -> Finding:
+        series = Series(opaque_format(_PAGE_BYTES), _NAMESPACE, store.seal.id)
+        key = series.key_of(secrets.token_bytes(32))
+        pages = PageBuffers.empty(series.format, 1)
+        request = PageRequest(
+            series=series, keys=(key,), identities=(_NAMESPACE,), memory=pages, is_use=False
+        )
+        miss = self._got(store, request)
+        if miss not in (None, MissReason.ABSENT):
+            return _dead(self._spec, f"a page was asked for, and the answer was {miss.value!r}")
+        usage = store.usage()
+        budget = "no limit of its own" if usage.budget_bytes is None else bytes_in_words(usage.budget_bytes)
+        what = f"{self._spec.name}: it answers; {usage.num_pages} pages, budget {budget}"
+        if not self._write:
+            return Finding(topic="stores", verdict="ok", what=what)
+        content = secrets.token_bytes(_PAGE_BYTES)
+        pages.rows().row(0)[:] = content
+        (refused,) = store.submit_put(request, timeout=self._within).wait(self._within + 1)
+        try:
+            if refused is not None:
+                return self._not_kept(refused)
+            got = PageBuffers.empty(series.format, 1)
+            miss = self._got(store, attrs.evolve(request, memory=got))
+            if miss is not None:
+                return _dead(self._spec, f"a page was put, and is {miss.value!r} when it is asked for")
+            if bytes(got.rows().row(0)) != content:
+                return _dead(self._spec, "a page that was put has other bytes when it is got")
+        finally:
+            store.submit_remove((key,), timeout=self._within).wait(self._within + 1)
+        return Finding(topic="stores", verdict="ok", what=f"{what}; a page was put, got and removed")
+
+    def _got(self, store: Store, request: PageRequest) -> MissReason | None:
+        job = store.submit_get(request, timeout=self._within)
+        (miss,) = job.wait(self._within + 1)
+        if not job.wait_settled(1.0):
+            raise TimeoutError("a page is still being copied")
+        return miss
+
+    def _not_kept(self, reason: PutReason) -> Finding:
+        full = reason in (PutReason.NO_ROOM, PutReason.TOO_LARGE)
+        name = self._spec.name
+        return Finding(
+            topic="stores",
+            verdict="problem",
+            what=f"{name}: a page was not kept: {reason.value}",
+            why=("its budget is used by pages that may not be evicted, or its disk is full",) if full else (),
+            change=f"options.{name}.size = ...    (or delete what is not needed)"
+            if full
+            else f"options.{name}: who may write there",
+        )
+
+
+def _dead(spec: StoreSpec, why: str) -> Finding:
+    return Finding(
+        topic="stores",
+        verdict="problem",
+        what=f"{spec.name}: the store does not work",
+        why=(why, "every load from it is a miss, and nothing is kept in it"),
+        change=f"options.{spec.name}: its address; or start what it connects to",
+    )

@@ -1,0 +1,143 @@
+"""The rate of an agreed pipe, measured in at most a second with at most 64 MiB.
+
+The end that dialled asks over the channel for one message after the other and takes the time from the request
+until the message is whole. The other end sends them, and believes no size beyond its own limits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from kvplug.assembly.links import ControlLink
+from kvplug.errors import UnsupportedError, WireError
+from kvplug.net.deadline import Deadline
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LABEL: Final = "doctor"
+MESSAGE_BYTES: Final = 4 << 20
+MOST_BYTES: Final = 64 << 20
+"""In all messages of one examination."""
+_FIRST_BYTES: Final = 1 << 20
+"""Of the first message, which is not counted: pages are touched and buffers made during it."""
+_MOST_S: Final = 1.0
+_CLOSE_S: Final = 1.0
+
+_one_at_a_time = threading.Lock()
+
+
+@attrs.frozen(kw_only=True)
+class Measured:
+    """The rate of a pipe, beside what its transport claims."""
+
+    transport: str
+    device: str
+    gb_per_s: float
+    """Of the fastest message, 10^9 bytes per second."""
+    claimed_gb_per_s: float
+    num_bytes: int
+    route: str = ""
+
+
+def _bytes_on(device: str, nbytes: int) -> Tensor:
+    """Raises UnsupportedError: PyTorch is missing, or has no such device here."""
+    try:
+        import torch
+
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except (ImportError, RuntimeError, AssertionError) as e:
+        raise UnsupportedError(f"no {device} tensor can be made here: {str(e).splitlines()[0]}") from e
+
+
+def lacks_tensors(device: str) -> str:
+    """Why this process cannot send tensors of that device; empty if it can."""
+    try:
+        _bytes_on(device, 1)
+    except UnsupportedError as e:
+        return str(e)
+    return ""
+
+
+def serve_measuring(link: ControlLink, device: str, deadline: Deadline) -> None:
+    """Open the pipe and send what is asked for, until the other end has enough.
+
+    Raises what opening a pipe, and sending, raise.
+    """
+    content = _bytes_on(device, MESSAGE_BYTES)
+    pipe = link.open_pipe(LABEL, device=device, timeout=deadline.remaining())
+    try:
+        left = MOST_BYTES + _FIRST_BYTES
+        while True:
+            asked = link.channel.recv(timeout=deadline.remaining())
+            nbytes = asked.get("send") if isinstance(asked, dict) else None
+            if nbytes == 0:
+                break
+            if type(nbytes) is not int or not 0 < nbytes <= min(MESSAGE_BYTES, left):
+                raise WireError(f"{link.channel.peer} asked for a message of another size than was allowed")
+            left -= nbytes
+            pipe.send_tensor(content[:nbytes], timeout=deadline.remaining())
+        pipe.close(timeout=_CLOSE_S)
+    finally:
+        pipe.abort()
+
+
+def measure(link: ControlLink, device: str, claimed_gb_per_s: float, deadline: Deadline) -> Measured:
+    """The rate of the pipe for tensors of this device, which the peer has agreed to serve.
+
+    Raises:
+        TimeoutError: not even the first message came in time.
+        KvplugError: what opening a pipe, and receiving, raise.
+    """
+    into = _bytes_on(device, MESSAGE_BYTES)
+    pipe = link.open_pipe(LABEL, device=device, timeout=deadline.remaining())
+    try:
+        best, total, until = 0.0, 0, time.monotonic() + _MOST_S
+
+        def one(nbytes: int) -> float:
+            began = time.perf_counter()
+            link.channel.send({"send": nbytes}, timeout=deadline.remaining())
+            pipe.recv_tensor(into[:nbytes], timeout=deadline.remaining())
+            _wait_for(into)
+            return nbytes / (time.perf_counter() - began) / 1e9
+
+        best = one(_FIRST_BYTES)
+        while time.monotonic() < until and total < MOST_BYTES:
+            best = max(best, one(MESSAGE_BYTES))
+            total += MESSAGE_BYTES
+        link.channel.send({"send": 0}, timeout=deadline.remaining())
+        return Measured(
+            transport=link.agreement.transports[device.partition(":")[0]].chosen,
+            device=device,
+            gb_per_s=best,
+            claimed_gb_per_s=claimed_gb_per_s,
+            num_bytes=total + _FIRST_BYTES,
+            route=pipe.route,
+        )
+    finally:
+        pipe.abort()
+
+
+def _wait_for(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        import torch
+
+        torch.cuda.synchronize(tensor.device)
+
+
+def try_measuring(link: ControlLink, device: str, deadline: Deadline) -> str:
+    """Serve one measurement, unless another one is under way. Returns why not; empty: it was served."""
+    if not _one_at_a_time.acquire(blocking=False):
+        return "another doctor measures there now"
+    try:
+        lacks = lacks_tensors(device)
+        link.channel.send({"measuring": not lacks, "why": lacks}, timeout=deadline.remaining())
+        if not lacks:
+            serve_measuring(link, device, deadline)
+        return ""
+    finally:
+        _one_at_a_time.release()

@@ -1,0 +1,114 @@
+"""What a doctor makes of facts and of a peer's words, without a peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug import Config
+from kvplug.assembly.doctor.facts import facts_from_peer, read_facts
+from kvplug.assembly.doctor.rate import rate_finding
+from kvplug.assembly.examination.finding import findings_of_peer, refusals
+from kvplug.assembly.examination.host import HostFacts, facts_of
+from kvplug.assembly.examination.limits import findings_of_host, findings_of_two
+from kvplug.assembly.examination.measuring import Measured
+from kvplug.errors import ConfigError
+
+
+def test_facts_of_a_host_survive_the_wire_and_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPLUG_SECRET", "a secret of many bytes")
+    facts = facts_of(Config())
+    assert HostFacts.from_plain(facts.to_plain()) == facts
+    assert facts.secret == "KVPLUG_SECRET"
+    assert "a secret" not in str(facts.to_plain())
+    assert "127.0.0.1" in str(facts.interfaces)
+    assert facts.versions["kvplug"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, 5.0, [], {"host": 7}, {"host": "a\x1b[31m\nb" * 1000, "cpus": -1}, {"interfaces": {"\n": ["x"]}}],
+)
+def test_words_of_a_peer_are_made_fit_for_a_terminal(said: Any) -> None:
+    facts = HostFacts.from_plain(said)
+    assert facts.cpus is None
+    assert "".join((facts.host, *facts.interfaces, *facts.interfaces.values())).isprintable()
+    assert len(facts.host) <= 200
+    wrong = {"topic": said, "verdict": "problem", "what": "a\nb\x1b[1m", "why": said, "change": said}
+    (finding,) = findings_of_peer([said, wrong, {"verdict": "fatal"}])
+    assert "".join((finding.topic, finding.what, *finding.why, finding.change)).isprintable()
+    assert finding.at == "peer"
+    assert len(findings_of_peer([wrong] * 1000)) == 64
+    assert facts_from_peer({"num_layers": said, "nothing": 1, "block_size": 16}) == {"block_size": 16}
+
+
+def test_limits_matter_where_what_needs_them_is_there() -> None:
+    facts = HostFacts(descriptors=4096, shm_bytes=1 << 40, shm_free_bytes=1 << 40, locked_bytes=1 << 16)
+    assert {each.verdict for each in findings_of_host(facts, Config())} == {"ok"}
+    with_rdma = attrs.evolve(facts, rdma="mlx5_0")
+    (found,) = (each for each in findings_of_host(with_rdma, Config()) if each.verdict != "ok")
+    assert (found.topic, found.what) == ("locked memory", "64 KiB may be locked")
+    assert "mlx5_0" in found.why[0]
+    assert found.change.startswith("ulimit -l")
+
+
+def test_hosts_apart_in_time_and_version_are_named() -> None:
+    here = HostFacts(boot_id="a", host="a", time_ms=10**12, versions={"kvplug": "1.0", "torch": "2"})
+    there = attrs.evolve(
+        here, boot_id="b", host="b", time_ms=10**12 + 60_000, versions={"kvplug": "1.1", "torch": "3"}
+    )
+    found = {each.topic: each for each in findings_of_two(here, there)}
+    assert (found["clocks"].verdict, found["clocks"].what) == (
+        "problem",
+        "the two hosts' clocks are 60 s apart",
+    )
+    assert found["versions"].what == "kvplug: 1.0 here, 1.1 at the peer"
+    assert found["versions"].change == "pip install --upgrade kvplug"
+    soon = attrs.evolve(there, time_ms=10**12 + 2000, versions=here.versions)
+    assert {each.verdict for each in findings_of_two(here, soon)} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "cross_host", "load", "verdict"),
+    [
+        (8.0, False, 0.5, "ok"),
+        (1.0, False, 0.5, "note"),
+        (1.0, False, 3.0, "ok"),
+        (0.2, False, 0.5, "problem"),
+        (0.2, False, 3.0, "note"),
+        (0.01, False, 3.0, "problem"),
+        (0.01, True, 0.5, "note"),
+    ],
+)
+def test_a_rate_is_judged_by_the_claim_the_host_and_its_load(
+    gb_per_s: float, cross_host: bool, load: float, verdict: str
+) -> None:
+    measured = Measured(
+        transport="shm", device="cpu", gb_per_s=gb_per_s, claimed_gb_per_s=15.0, num_bytes=1 << 20
+    )
+    found = rate_finding(measured, cross_host, load)
+    assert (found.verdict, bool(found.change)) == (verdict, verdict != "ok")
+
+
+def test_a_refusal_becomes_what_why_and_the_line_to_change() -> None:
+    reasons = (
+        "dtype: ours 'a', theirs 'b'; set the KV cache's dtype to the same at both ends; no more",
+        "transport: none can move cpu tensors between the two ends; install one",
+        "transport shm: cannot work here",
+        "the peer gave no reason",
+    )
+    dtype, transport, other = refusals(reasons, "pid 5")
+    assert (dtype.topic, dtype.what) == ("dtype", "refused with pid 5: ours 'a', theirs 'b'")
+    assert dtype.why == ("set the KV cache's dtype to the same at both ends; no more",)
+    assert dtype.change.startswith("--kv-cache-dtype")
+    assert transport.why == ("shm: cannot work here",)
+    assert (other.topic, other.what) == ("handshake", "refused with pid 5: the peer gave no reason")
+
+
+@pytest.mark.parametrize("wrong", ["num_layers", "num_layers=many", "dtype=float17", "layers=2", "layout=KK"])
+def test_a_fact_that_is_none_is_refused(wrong: str) -> None:
+    assert read_facts(["layout=KBTHD", "window=4096"]) == {"layout": "KBTHD", "window": 4096}
+    with pytest.raises(ConfigError):
+        read_facts([wrong])

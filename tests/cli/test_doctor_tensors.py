@@ -1,0 +1,600 @@
+"""``kvplug doctor`` names each fault in a config, a host or a peer, and good runs raise no alarm."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from click.testing import CliRunner
+
+import kvplug
+from kvplug import Config, Registry
+from kvplug.assembly import connector as assembled, peers as assembled_peers
+from kvplug.assembly.doctor.diagnosis import Diagnosis, DoctorServer, diagnose
+from kvplug.assembly.doctor.facts import read_facts
+from kvplug.assembly.stores import serve_store
+from kvplug.cli.doctor import doctor as command
+from kvplug.negotiation.handshake.hello import Hello
+from kvplug_testing import waits
+from kvplug_testing.engine import FakeEngine
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
+from kvplug_testing.peers import Parent, Peer
+
+SECRET, OTHER_SECRET = "s" * 32, "t" * 32
+BASE: dict[str, Any] = {
+    "role": "both",
+    "timeout_s": 10,
+    "buffer_size": 32 << 20,
+    "options": {"host": {"segment_bytes": 1 << 20}},
+}
+FACTS = ["num_layers=3", "num_kv_heads=2", "head_size=8", "dtype=float32", "block_size=16"]
+"""Those of the kit's fake engine."""
+_NEW_MOUNTS, _NEW_IPC, _NEW_PIDS, _NEW_NET = 0x20000, 0x08000000, 0x20000000, 0x40000000
+_PRIVATE = 0x44000
+SKIP = 77
+
+
+# -- what children do --------------------------------------------------------------------------------
+
+
+def _call(function: str, *args: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, function)(*args):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}: {os.strerror(number)}")
+
+
+def _mount(folder: str, nbytes: int, *, full: bool = False) -> None:
+    """A tmpfs of that size at the folder, which only this process sees."""
+    _call("unshare", _NEW_MOUNTS)
+    _call("mount", b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None)
+    size = f"size={nbytes}".encode()
+    _call("mount", b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(0), size)
+    if full:
+        room = os.statvfs(folder)
+        with open(f"{folder}/filler", "wb") as file:
+            file.write(bytes(room.f_bavail * room.f_frsize))
+
+
+def prepare(given: Mapping[str, Any]) -> None:
+    """Put the faults of a process into it."""
+    os.environ.update(given.get("env", {}))
+    for name, number in given.get("limits", {}).items():
+        which = getattr(resource, f"RLIMIT_{name}")
+        resource.setrlimit(which, (number, resource.getrlimit(which)[1]))
+    if "unshare" in given:
+        _call("unshare", given["unshare"])
+    if "mount" in given:
+        _mount(*given["mount"])
+    if "full" in given:
+        _mount(given["full"], 1 << 20, full=True)
+
+
+def examine(parent: Parent, given: Mapping[str, Any]) -> Any:
+    """Run a doctor in this process; its findings, or why the fault cannot be made here."""
+    try:
+        prepare(given)
+    except OSError as e:
+        return {"skip": str(e)}
+    return _examined(given, Registry.from_env())
+
+
+@functools.cache
+def _registry() -> Registry:
+    return Registry.from_env()
+
+
+def _examined(given: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
+    config = Config.from_dict({**BASE, **given.get("config", {})})
+    found = diagnose(
+        config,
+        registry,
+        peer=given.get("peer"),
+        facts=read_facts(given.get("facts", ())),
+        write=given.get("write", False),
+        timeout_s=given.get("timeout_s", 20),
+    )
+    return found.to_plain()
+
+
+def _saying(changes: Mapping[str, Any]) -> None:
+    """Have this process's engine say something else of itself than it is."""
+    honest = assembled.make_hello
+
+    def make_hello(*args: Any) -> Hello:
+        hello = honest(*args)
+        offers = hello.transports
+        if "protocol" in changes:
+            offers = tuple(attrs.evolve(each, protocol=changes["protocol"]) for each in offers)
+        wire = tuple(changes.get("wire", hello.wire))
+        versions = {**hello.versions, **changes.get("versions", {})}
+        return attrs.evolve(hello, wire=wire, transports=offers, versions=versions)
+
+    assembled.make_hello = make_hello  # type: ignore[assignment]
+
+
+def run_engine(parent: Parent, given: Mapping[str, Any]) -> Any:
+    """An engine of the connector "lookup", until the parent says that it ends."""
+    try:
+        if given.get("pids"):
+            return _in_pids_of_its_own(parent, given)
+        prepare(given)
+    except OSError as e:
+        parent.send({"skip": str(e)})
+        return None
+    _saying(given.get("says", {}))
+    if given.get("is_older"):
+        assembled_peers.DOCTOR = "a word that it does not know"
+    if "version" in given:
+        kvplug.__version__ = given["version"]
+    with _engine(given) as engine:
+        parent.send({"contact": engine.worker.contact})
+        while parent.recv(None) != "end":
+            failures = (engine.figures() or {}).get("failures", {})
+            parent.send(
+                [threading.active_count(), len(os.listdir("/proc/self/fd")), sum(map(len, failures.values()))]
+            )
+    return None
+
+
+def _engine(given: Mapping[str, Any]) -> FakeEngine:
+    config = Config.from_dict({**BASE, **given.get("config", {})})
+    return FakeEngine(config, listen=given.get("listen", "unix:"), **given.get("build", {}))
+
+
+def _in_pids_of_its_own(parent: Parent, given: Mapping[str, Any]) -> None:
+    """Threads cannot enter a namespace of processes, so a child without threads does, for its children."""
+    heard, tell = os.pipe()
+    ours = os.fork()
+    if ours == 0:
+        parent.disown()
+        try:
+            _call("unshare", _NEW_PIDS)
+            if (child := os.fork()) == 0:
+                with _engine(given) as engine:
+                    os.write(tell, json.dumps({"contact": engine.worker.contact}).encode())
+                    signal.pause()
+            os.close(tell)
+            os.waitpid(child, 0)
+        except OSError as e:
+            os.write(tell, json.dumps({"skip": str(e)}).encode())
+        finally:
+            os._exit(0)
+    os.close(tell)
+    parent.send(json.loads(os.read(heard, 1000)))
+    parent.recv(None)
+    with contextlib.suppress(ProcessLookupError):
+        for each in Path(f"/proc/{ours}/task/{ours}/children").read_text().split():
+            os.kill(int(each), signal.SIGKILL)
+    os.waitpid(ours, 0)
+
+
+# -- what tests do -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def an_engine(server: ForkServer, **given: Any) -> Iterator[tuple[str, Peer]]:
+    """Its contact, and its process."""
+    with server.start(f"{__file__}:run_engine", given, timeout_s=300) as child:
+        said = child.recv()
+        if "skip" in said:
+            pytest.skip(f"this machine does not permit it: {said['skip']}")
+        yield said["contact"], child
+        if child.exit_code is None:
+            child.send("end")
+
+
+def doctor(server: ForkServer, **given: Any) -> list[dict[str, Any]]:
+    """The findings of a doctor, in a process of its own where its fault is one of the process."""
+    if not given.keys() & {"env", "limits", "unshare", "mount", "full"}:
+        return list(_examined(given, _registry())["findings"])
+    with server.start(f"{__file__}:examine", given, timeout_s=60) as child:
+        found = child.result(60.0)
+    if "skip" in found:
+        pytest.skip(f"this machine does not permit it: {found['skip']}")
+    return list(found["findings"])
+
+
+@pytest.fixture(scope="module")
+def good(fork_server: ForkServer) -> Iterator[str]:
+    """The contact of an engine without a fault."""
+    with an_engine(fork_server) as (contact, _):
+        yield contact
+
+
+def assert_named(findings: list[dict[str, Any]], topic: str, said: str, verdict: str = "problem") -> None:
+    """One finding says it, says why, and which line to change."""
+    named = [each for each in findings if each["topic"] == topic and each["verdict"] == verdict]
+    texts = [" ".join((each["what"], *each["why"], each["change"])) for each in named]
+    shown = [each for each in findings if each["verdict"] != "ok"]
+    assert any(said in text for text in texts), json.dumps(shown, indent=1)
+    assert all(each["change"] for each in named if said in " ".join((each["what"], *each["why"])))
+    assert SECRET not in json.dumps(findings)
+
+
+SEEN_HERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "small shared memory": ({"mount": ["/dev/shm", 1 << 20]}, "/dev/shm", "1 MiB are free", "problem"),
+    "shared memory of a container": ({"mount": ["/dev/shm", 64 << 20]}, "/dev/shm", "it is small", "note"),
+    "few descriptors": ({"limits": {"NOFILE": 60}}, "descriptors", "60 may be open", "problem"),
+    "short files": ({"limits": {"FSIZE": 1 << 20}}, "files", "larger than 1 MiB", "problem"),
+    "a GPU that is not there": ({"config": {"device": "cuda:7"}}, "device", "no cuda:7 here", "problem"),
+    "more buffers than memory": (
+        {"config": {"buffer_size": 1 << 50}},
+        "buffer_size",
+        "killed",
+        "problem",
+    ),
+    "an address of another host": (
+        {"config": {"host": "198.51.100.7"}, "env": {"KVPLUG_SECRET": SECRET}},
+        "host",
+        "this host has no such address",
+        "problem",
+    ),
+    "no secret for other hosts": ({"config": {"host": "0.0.0.0"}}, "secret", "KVPLUG_SECRET", "problem"),
+    "a secret that is too short": ({"env": {"KVPLUG_SECRET": "short"}}, "secret", "at least 16", "problem"),
+    "CPUs that are not there": ({"config": {"thread_cpus": "4000"}}, "thread_cpus", "4000", "problem"),
+    "a blocked plugin": (
+        {"config": {"transport": "shm"}, "env": {"KVPLUG_DISABLE_PLUGINS": "shm"}},
+        "transport",
+        "take it out of KVPLUG_DISABLE_PLUGINS",
+        "problem",
+    ),
+    "a misspelt option": (
+        {"config": {"options": {"host": {"sizes": 5}}}},
+        "options.host.sizes",
+        "did you mean 'size'",
+        "problem",
+    ),
+    "a device without a pipe": (
+        {"config": {"transport": "pynccl"}},
+        "transport",
+        "cannot work here",
+        "problem",
+    ),
+    "a dead store": (
+        {"config": {"options": {"host": {"contact": "unix:@kvplug-no-store"}}}},
+        "stores",
+        "the store does not work",
+        "problem",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SEEN_HERE)
+def test_a_fault_of_this_host_is_named(fork_server: ForkServer, fault: str) -> None:
+    given, topic, said, verdict = SEEN_HERE[fault]
+    assert_named(doctor(fork_server, **given), topic, said, verdict)
+
+
+SEEN_AT_A_GOOD_PEER: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "other model": ({"facts": ["num_layers=4"]}, "model.num_layers", "ours 4, theirs 3", "problem"),
+    "other dtype": ({"facts": ["dtype=bfloat16"]}, "dtype", "ours 'bfloat16', theirs 'float32'", "problem"),
+    "other block size": ({"facts": ["block_size=32"]}, "block_size", "it is converted", "note"),
+    "other split": (
+        {"facts": ["tensor_parallel_size=2"]},
+        "tensor_parallel_size",
+        "ours 2, theirs 1",
+        "problem",
+    ),
+    "other hash": ({"config": {"integrity": "xxh3_128"}}, "integrity", "to the same hash", "problem"),
+    "another ipc namespace": ({"unshare": _NEW_IPC}, "ipc namespace", "different ipc", "note"),
+    "another network namespace": ({"unshare": _NEW_NET}, "peer", "one network namespace", "problem"),
+    "a blocked plugin here": (
+        {"env": {"KVPLUG_DISABLE_PLUGINS": "shm,cpu,nixl,sample"}},
+        "transport",
+        "take it out of KVPLUG_DISABLE_PLUGINS",
+        "problem",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SEEN_AT_A_GOOD_PEER)
+def test_a_fault_of_this_side_is_named_at_the_peer(fork_server: ForkServer, good: str, fault: str) -> None:
+    given, topic, said, verdict = SEEN_AT_A_GOOD_PEER[fault]
+    assert_named(doctor(fork_server, peer=good, **given), topic, said, verdict)
+
+
+TCP = {"listen": "127.0.0.1:0"}
+AS_BEFORE_S = 10.0
+SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
+    "another wire": ({"says": {"wire": [9, 0]}}, {}, "wire", "theirs 9.0", "problem"),
+    "an engine that knows no doctors": ({"is_older": True}, {}, "peer", "its kvplug may be older", "note"),
+    "another version": (
+        {"version": "9.9"},
+        {},
+        "versions",
+        "kvplug: 0.1.0 here, 9.9 at the peer",
+        "note",
+    ),
+    "another protocol of every pipe": (
+        {"says": {"protocol": 9}},
+        {},
+        "transport",
+        "the same version at both ends",
+        "problem",
+    ),
+    "another secret": (
+        {"env": {"KVPLUG_SECRET": OTHER_SECRET}, **TCP},
+        {"env": {"KVPLUG_SECRET": SECRET}},
+        "secret",
+        "the secrets differ",
+        "problem",
+    ),
+    "a secret at one end": (
+        {"env": {"KVPLUG_SECRET": OTHER_SECRET}, **TCP},
+        {},
+        "secret",
+        "KVPLUG_SECRET or secret_file: the same at both",
+        "problem",
+    ),
+    "two producers": (
+        {"config": {"role": "producer"}},
+        {"config": {"role": "producer"}},
+        "role",
+        "both sides are producers",
+        "problem",
+    ),
+    "one engine_id": (
+        {"config": {"engine_id": "twin"}},
+        {"config": {"engine_id": "twin"}},
+        "engine_id",
+        "twin",
+        "problem",
+    ),
+    "two transports": (
+        {"config": {"transport": "shm"}},
+        {"config": {"transport": "cpu"}},
+        "transport",
+        "name the same one at both ends",
+        "problem",
+    ),
+    "other pages": (
+        {"config": {"options": {"lookup": {"page_tokens": 32}}}},
+        {"config": {"options": {"lookup": {"page_tokens": 64}}}},
+        "options.lookup.page_tokens",
+        "64 here, 32 at the peer",
+        "note",
+    ),
+    "another process namespace": ({"pids": True}, {}, "pid namespace", "heartbeat_timeout_s", "note"),
+    "small shared memory there": (
+        {"mount": ["/dev/shm", 1 << 20]},
+        {},
+        "/dev/shm",
+        "1 MiB are free",
+        "problem",
+    ),
+    "few descriptors there": ({"limits": {"NOFILE": 70}}, {}, "descriptors", "70 may be open", "problem"),
+    "a plugin that is blocked there": (
+        {"env": {"KVPLUG_DISABLE_PLUGINS": "shm"}},
+        {},
+        "plugins",
+        "what they offer is missing",
+        "note",
+    ),
+    "an engine that says nothing of its host": (
+        {"config": {"doctor": "off"}},
+        {},
+        "peer",
+        "doctor is 'off'",
+        "note",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SEEN_AT_A_BAD_PEER)
+def test_a_fault_of_the_peer_is_named(fork_server: ForkServer, fault: str) -> None:
+    engine, ours, topic, said, verdict = SEEN_AT_A_BAD_PEER[fault]
+    with an_engine(fork_server, **engine) as (contact, _):
+        findings = doctor(fork_server, peer=contact, **ours)
+    assert_named(findings, topic, said, verdict)
+    is_wrong = any(each["verdict"] == "problem" for each in findings)
+    assert is_wrong == (verdict == "problem"), "a note is no alarm"
+
+
+def test_a_full_disk_is_named_with_and_without_a_page(fork_server: ForkServer, tmp_path: Path) -> None:
+    config = {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}}
+    assert_named(doctor(fork_server, config=config, full=str(tmp_path)), "stores", "the disk is full")
+    given = {"config": config, "write": True, "mount": [str(tmp_path), 65 << 20]}
+    fine = [each for each in doctor(fork_server, **given) if each["topic"] == "stores"]
+    assert any("put, got and removed" in each["what"] for each in fine), fine
+
+
+def test_a_stopped_a_dead_and_a_foreign_peer_are_told_apart(fork_server: ForkServer) -> None:
+    with an_engine(fork_server) as (contact, engine):
+        os.kill(engine.pid, signal.SIGSTOP)
+        try:
+            stopped = doctor(fork_server, peer=contact, timeout_s=1)
+        finally:
+            os.kill(engine.pid, signal.SIGCONT)
+        engine.kill()
+        dead = doctor(fork_server, peer=contact)
+    assert_named(stopped, "peer", "does not answer: it is stopped")
+    assert_named(dead, "peer", "no process listens there")
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        threading.Thread(target=_hang_up_once, args=(foreign,), daemon=True).start()
+        found = doctor(fork_server, peer=f"127.0.0.1:{foreign.getsockname()[1]}")
+    assert_named(found, "peer", "a program listens there that is no kvplug")
+
+
+def _hang_up_once(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        listener.accept()[0].close()
+
+
+def test_a_store_that_never_answers_is_named_by_the_deadline_and_the_program_ends(site: Any) -> None:
+    site.add(
+        "stuck",
+        """
+from kvplug.transport import StoreSpec, hookimpl
+KVPLUG_API = (1, 0)
+@hookimpl
+def kvplug_stores():
+    return [StoreSpec(name="stuck", factory="kvplug_stuck.store:make", summary="never there")]
+""",
+        files={"store.py": "import time\ndef make(context):\n    time.sleep(1000)"},
+    )
+    done = site.kvplug("doctor", "--timeout", "1", "role=both", "stores=stuck", "--json", timeout_s=60)
+    assert done.returncode == 1, done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    assert_named(findings, "stores", "stuck: the store does not work")
+    assert_named(findings, "stores", "did not answer within")
+
+
+def test_a_store_that_another_program_serves_is_examined(good: str) -> None:
+    config = Config.from_dict({**BASE, "options": {"host": {"size": 1 << 20, "segment_bytes": 1 << 18}}})
+    with serve_store(config, "host", f"unix:@kvplug-doctor-store-{os.getpid()}") as served:
+        contact = f"unix:{served.contact.removeprefix('unix:')}"
+        found = diagnose(attrs.evolve(config, engine_id="other", sinks=("log",)), _registry(), peer=contact)
+        used = {"host": {"contact": contact}}
+        client = diagnose(Config.from_dict({**BASE, "options": used}), _registry(), write=True)
+    assert not _problems(found)
+    assert found.measured
+    assert not client.problems
+    assert any("put, got and removed" in each.what for each in client.findings)
+
+
+def test_tls_at_one_end_is_named(tmp_path: Path, fork_server: ForkServer) -> None:
+    trustme = pytest.importorskip("trustme", reason="makes certificates")
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(tmp_path / "ca")
+    issued.private_key_pem.write_to_path(tmp_path / "key")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "cert")
+    tls = {f"tls_{name}": str(tmp_path / name) for name in ("cert", "key", "ca")}
+    with an_engine(fork_server, config=tls, env={"KVPLUG_SECRET": SECRET}, **TCP) as (contact, _):
+        plain = doctor(fork_server, peer=contact, env={"KVPLUG_SECRET": SECRET})
+        both = doctor(fork_server, peer=contact, env={"KVPLUG_SECRET": SECRET}, config=tls)
+    assert_named(plain, "tls", "it uses TLS and this end does not")
+    assert not [each for each in both if each["verdict"] == "problem"]
+
+
+def test_a_slow_pipe_is_named(fork_server: ForkServer) -> None:
+    slow = {
+        "transport": "faulty",
+        "options": {"faulty": {"plan": {"rules": [{"do": "slow", "bytes_per_s": 20_000_000}]}}},
+    }
+    with an_engine(fork_server, config=slow) as (contact, _):
+        assert_named(doctor(fork_server, peer=contact), "rate", "GB/s claimed")
+
+
+# -- good runs ---------------------------------------------------------------------------------------
+
+
+def _counts(engine: Peer) -> Any:
+    """Threads, descriptors and counted failures of an engine."""
+    engine.send("count")
+    return engine.recv()
+
+
+def _problems(found: Diagnosis) -> list[str]:
+    return [f"{each.topic}: {each.what}; {each.why}" for each in found.findings if each.verdict != "ok"]
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.full)])
+def test_good_runs_raise_no_alarm_and_leave_the_engine_as_it_was(fork_server: ForkServer, count: int) -> None:
+    config = Config.from_dict({**BASE, "sinks": ["log"]})
+    facts = read_facts(FACTS)
+    with an_engine(fork_server) as (contact, engine):
+        before = _counts(engine)
+        for number in range(count):
+            peer = None if number % 10 == 5 else contact
+            found = diagnose(config, _registry(), peer=peer, facts=facts)
+            assert not _problems(found), number
+            assert found.measured[0].gb_per_s > 0
+        refused = diagnose(config, _registry(), peer=contact, facts={"num_layers": 5})
+        assert refused.problems == 1
+        waits.until(lambda: _counts(engine) == before, AS_BEFORE_S, what="the engine as it was")
+    assert {each.outcome for each in found.fields} == {"agreed", "not compared", "information"}
+
+
+def engine_on_a_host(parent: Parent, address: str, secret: str) -> None:
+    os.environ["KVPLUG_SECRET"] = secret
+    config = Config.from_dict({**BASE, "host": address})
+    with FakeEngine(config, listen=f"{address}:0") as engine:
+        parent.send(engine.worker.contact)
+        parent.recv(None)
+
+
+@pytest.mark.full
+def test_a_good_run_between_two_hosts_raises_no_alarm(fork_server: ForkServer) -> None:
+    try:
+        hosts = HostPair(fork_server)
+    except NoHostsError as e:
+        pytest.skip(f"there can be no two hosts here: {e}")
+    target = f"{__file__}:engine_on_a_host"
+    with hosts, hosts.start(1, target, ADDRESSES[1], SECRET, timeout_s=60) as engine:
+        given = {
+            "config": {"host": ADDRESSES[0], "sinks": ["log"]},
+            "env": {"KVPLUG_SECRET": SECRET},
+            "peer": engine.recv(),
+            "facts": FACTS,
+        }
+        with hosts.start(0, f"{__file__}:examine", given, timeout_s=60) as child:
+            found = child.result(60.0)
+        engine.send("end")
+    wrong = [each for each in found["findings"] if each["verdict"] == "problem"]
+    assert not wrong
+    said = {each["topic"]: each["what"] for each in found["findings"]}
+    assert said["transport"].startswith("cpu tensors go by cpu")
+    assert said["hosts"].startswith("the peer is on another host: kvplug-host1")
+    assert found["measured"][0]["gb_per_s"] > 0
+
+
+def test_two_doctors_compare_the_facts_that_both_were_given() -> None:
+    config = Config.from_dict({**BASE, "host": f"unix:@kvplug-doctors-{os.getpid()}"})
+    given = read_facts(["num_layers=32", "block_size=16", "dtype=float16"])
+    with DoctorServer(attrs.evolve(config, engine_id="other"), _registry(), facts=given) as served:
+        same = diagnose(config, _registry(), peer=served.contact, facts=given)
+        other = diagnose(config, _registry(), peer=served.contact, facts=read_facts(["num_layers=40"]))
+    assert same.problems == 0
+    assert {each.name: each.outcome for each in same.fields}["model.num_layers"] == "agreed"
+    assert_named([each.to_plain() for each in other.findings], "model.num_layers", "ours 40, theirs 32")
+    assert {each.name: each.outcome for each in other.fields}["block_size"] == "not compared"
+
+
+def test_a_doctor_that_serves_ends_by_a_signal_and_is_done() -> None:
+    program = [sys.executable, "-m", "kvplug.cli", "doctor", "--serve", "--fact", "num_layers=32"]
+    more = ["role=both", "doctor=look", f"host=unix:@kvplug-doctor-serves-{os.getpid()}"]
+    with subprocess.Popen([*program, *more], stdout=subprocess.PIPE, text=True) as serves:
+        assert serves.stdout is not None
+        try:
+            contact = serves.stdout.readline().strip()
+            config = Config.from_dict({**BASE, "sinks": ["log"]})
+            found = diagnose(config, _registry(), peer=contact, facts={"num_layers": 40})
+        finally:
+            serves.send_signal(signal.SIGTERM)
+        assert serves.wait(30) == 0
+    assert_named([each.to_plain() for each in found.findings], "model.num_layers", "ours 40, theirs 32")
+    assert not found.measured
+    assert found.peer_host is not None
+
+
+def test_the_program_fits_a_terminal_and_says_by_its_code_what_it_found(good: str) -> None:
+    run = functools.partial(CliRunner().invoke, command)
+    fine = run(["--peer", good, "role=both", "sinks=log", *(f"--fact={fact}" for fact in FACTS)])
+    assert (fine.exit_code, fine.stderr) == (0, ""), fine.output
+    assert max(map(len, fine.stdout.splitlines())) <= 80
+    assert "no problems found" in fine.stdout
+    bad = run(["--json", "--fact", "num_layers=4", "--peer", good, "role=both"])
+    assert bad.exit_code == 1
+    assert {"problems", "findings", "fields", "measured", "host", "peer_host"} == json.loads(
+        bad.stdout
+    ).keys()
+    assert run(["role=bath"]).exit_code == 1
+    for wrong in (["--fact", "layers=4"], ["--serve", "--peer", good], ["--timeout", "0"], ["--nothing"]):
+        assert run(wrong).exit_code == 2, wrong
