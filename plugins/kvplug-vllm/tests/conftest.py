@@ -4,9 +4,11 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
+import random
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -184,10 +186,13 @@ def port(free_port: Callable[[], int]) -> int:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
+    """Ports below those that the system hands out: vLLM's processes take many of those while they start."""
+
     def find() -> int:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            return int(sock.getsockname()[1])
+        while True:
+            with socket.socket() as sock, contextlib.suppress(OSError):
+                sock.bind(("127.0.0.1", random.randint(20_000, 32_000)))
+                return int(sock.getsockname()[1])
 
     return find
 

@@ -232,10 +232,14 @@ class SchedulerSide(_Wrapped, _wrapping(SchedulerConnector)):  # type: ignore[mi
         )
 
     def request_finished_all_groups(self, request: Request, block_ids: BlockIds, end: Any) -> Any:
-        raise NotImplementedError("no connector with several groups is recorded")
+        """Recorded as ``request_finished``: a replay calls the one that its connector has."""
+        answer = self.inner.request_finished_all_groups(request, block_ids, end)
+        return self._noted("request_finished", request, answer, end=str(end), num_blocks=len(block_ids[0]))
 
     def _about(self, method: str, request: Request, *arguments: Any, **given: Any) -> Any:
-        answer = getattr(self.inner, method)(request, *arguments)
+        return self._noted(method, request, getattr(self.inner, method)(request, *arguments), **given)
+
+    def _noted(self, method: str, request: Request, answer: Any, **given: Any) -> Any:
         given = {"num_tokens": len(request.token_ids), **given}
         kept = answer[0] if isinstance(answer, tuple) else None
         self.recorder.note(self.side, method, self.recorder.name(request.request_id), given, kept)

@@ -288,15 +288,18 @@ def reset(asked: Asked) -> None:
 def test_what_an_engine_stored_itself_is_loaded_and_not_stored_anew(
     both: Asked, text: list[int], said: Any
 ) -> None:
-    saves = both.count("transfers", "op=save")
-    for prompt in (text[:700], text[100:500]):
+    asked = (text[:700], text[100:500])
+    saved = both.count("transfer_tokens", "op=save")
+    for prompt in asked:
         for cached in (0, whole(len(prompt) - 1), whole(len(prompt) - 1)):
             answer = both.engine.one(prompt)
             assert [answer.tokens] == said([prompt])
             assert answer.num_cached == cached
             reset(both)
     # What was stored is counted by now: the last of it was waited for and loaded.
-    assert both.count("transfers", "op=save") - saves == 2
+    assert both.count("transfer_tokens", "op=save") - saved == sum(
+        whole(len(prompt) + 15) for prompt in asked
+    )
 
 
 def test_what_was_stored_in_chunks_by_requests_that_were_preempted(
