@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-WHEEL = Path(__file__).with_name("kept") / "kvplug_kept-1.0.0-py3-none-any.whl"
+WHEEL = Path(__file__).parent / "kvplug_kept-1.0.0-py3-none-any.whl"
 
 ENDS = {
     "one": """

@@ -1,0 +1,27 @@
+"""Options and probe: everything ``kvplug list`` needs beside the plugin's own module. No torch here."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvplug.transport import Probe, local_domain, option
+
+
+@attrs.frozen(kw_only=True)
+class KeptOptions:
+    """Options of the pipe "kept-transport"."""
+
+    max_in_flight_bytes: int = option(
+        default=64 * 1024 * 1024,
+        unit="bytes",
+        at_least=1,
+        help="Unsent bytes that send_tensor queues before it blocks. One larger message passes alone.",
+    )
+
+
+def describe() -> Probe:
+    """Abstract Unix sockets reach what runs under the same kernel in the same network namespace."""
+    domain = local_domain()
+    if domain == "-":
+        return Probe(viable=False, reason="works on Linux only, where /proc is mounted")
+    return Probe(domain=domain)

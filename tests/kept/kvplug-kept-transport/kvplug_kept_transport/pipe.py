@@ -1,0 +1,243 @@
+"""The pipe "kept-transport": one authenticated socket, one thread that writes; the caller's thread reads.
+
+A message is a prefix of kvplug.net.wire, which says what it is, and for a tensor its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvplug import KvplugError, TimeoutError
+from kvplug.net.wire.frames import HEADER_SIZE
+from kvplug.net.wire.messages import NONE, prefix_size, read_prefix, tensor_prefix
+from kvplug.net.wire.tensors import empty_like_meta, memory_of, memory_of_writable
+from kvplug.transport import (
+    BackgroundThread,
+    Connection,
+    Contact,
+    Deadline,
+    DescriptorGuard,
+    DuplexEndpoint,
+    DuplexPipe,
+    MessageLimit,
+    PartialMessage,
+    Pipe,
+    PipeContext,
+    SendWindow,
+    Transfer,
+    WireError,
+    close_after_fork,
+    watch_peer,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class KeptContact(Contact):
+    """What a listener gives out: ``kept1 <domain> <address>``."""
+
+    NAME = "kept"
+    TRANSPORT = "kept-transport"
+    ONLY_UNIX = True
+    UNREACHABLE = "the peer listens on a Unix socket of another host or network namespace"
+
+
+class KeptEndpoint(DuplexEndpoint):
+    """What kvplug asks for: the factory of the spec, called with a context."""
+
+    CONTACT = KeptContact
+    PURPOSE = "kvplug-kept-transport pipe"
+
+    def _join(self, connection: Connection, deadline: Deadline, *, accepted: bool) -> Pipe:
+        try:
+            return KeptPipe(connection, self._context)
+        except BaseException:
+            connection.close()
+            raise
+
+
+class KeptPipe(DuplexPipe):
+    def __init__(self, connection: Connection, context: PipeContext) -> None:
+        super().__init__(connection.describe, context.timeout_s, MessageLimit(context.max_message_bytes))
+        self._sock = connection.sock
+        self._sock.settimeout(None)
+        self._readable = select.poll()
+        self._readable.register(self._sock, select.POLLIN)
+        self._descriptors = DescriptorGuard(connection.close, self._lifecycle.error)
+        self._window = SendWindow(
+            limit=context.options.max_in_flight_bytes, peer=self._peer, lifecycle=self._lifecycle
+        )
+        self._queue: deque[tuple[Transfer, list[memoryview]]] = deque()
+        self._written: Transfer | None = None  # the one that the thread is writing
+        self._queued = threading.Condition(self._window.lock)
+        self._writer: BackgroundThread | None = None
+        self._prefix = bytearray()  # what has come of the next message's
+        self._message: PartialMessage | None = None  # whose prefix has come
+        pidfd = connection.peer.open_pidfd()
+        close_after_fork(self)
+        self._watch = watch_peer(
+            self._sock,
+            pidfd=pidfd,
+            interval_s=None,
+            timeout_s=context.heartbeat_timeout_s,
+            on_gone=self._peer_gone,
+        )
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
+        parts = _parts(tensor)  # refuses what is not carried before anything is queued
+        transfer = Transfer(0 if tensor is None else len(parts[1]))
+        with self._window.lock:
+            self._window.wait_for_room(transfer.nbytes, deadline)
+            if self._writer is None:
+                writer = BackgroundThread(self._write, name="kvplug-kept-transport", stop=self.abort)
+                writer.start()
+                self._writer = writer
+            self._window.add(self._window.cost(transfer.nbytes))
+            self._queue.append((transfer, parts))
+            self._queued.notify()
+        if self._window.ended:  # by a signal's handler, after there was room
+            self._fail_queue()
+        return transfer
+
+    def _write(self) -> None:
+        """The thread. A message is sent once the kernel has all of it, also if the peer then goes at once."""
+        with contextlib.suppress(KvplugError), self._descriptors:
+            while True:
+                with self._window.lock:
+                    while not self._queue:
+                        if self._window.ended:
+                            return
+                        self._queued.wait()
+                    transfer, parts = self._queue.popleft()
+                    self._written = transfer
+                try:
+                    for part in parts:
+                        self._sock.sendall(part)
+                    error = None
+                except OSError as e:
+                    self._peer_gone(f"the connection broke while sending: {e.strerror or e}")
+                    error = self._lifecycle.error()
+                del parts  # or this thread would keep the last tensor alive
+                with self._window.lock:
+                    self._window.settle(self._window.cost(transfer.nbytes))
+                if error is None:
+                    transfer.finish()
+                else:
+                    transfer.fail(error)
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
+        with self._descriptors:
+            message = self._message = self._message or self._next_message(deadline)
+            message.check_out(out)
+            tensor = None
+            if message.meta is not None:
+                tensor = message.receive(
+                    out,
+                    allocate=empty_like_meta,
+                    fill=lambda tensor: self._fill(message, tensor, deadline),
+                    fail=self._fail,
+                    peer=self._peer,
+                    limit=self._limit,
+                )
+            self._message = None
+            return tensor
+
+    def _next_message(self, deadline: Deadline) -> PartialMessage:
+        """What has come of its prefix is kept when the time is up."""
+        try:
+            while missing := self._missing():
+                rest = memoryview(bytearray(missing))
+                got = self._read(rest, deadline)
+                self._prefix += rest[:got]
+                if got < missing:
+                    raise TimeoutError(f"no message has arrived from {self._peer}")
+            announced = read_prefix(bytes(self._prefix))
+            if announced.goodbye:
+                raise WireError("this pipe says goodbye by closing its connection")
+        except WireError as e:
+            self._fail(f"what arrives is not a message: {e}")
+            raise
+        self._prefix = bytearray()
+        return PartialMessage(announced.meta)
+
+    def _missing(self) -> int:
+        """Bytes of the prefix that have to come before more is known."""
+        here = len(self._prefix)
+        return (HEADER_SIZE if here < HEADER_SIZE else prefix_size(bytes(self._prefix))) - here
+
+    def _fill(self, message: PartialMessage, tensor: Tensor, deadline: Deadline) -> bool:
+        message.got += self._read(memory_of_writable(tensor)[message.got :], deadline)
+        return message.got == message.nbytes
+
+    def _read(self, view: memoryview, deadline: Deadline) -> int:
+        """Fill ``view``; fewer bytes than it has only at the deadline. Raises how the pipe ended."""
+        got = 0
+        while got < len(view):
+            seconds = deadline.remaining()
+            if not self._readable.poll(None if seconds is None else seconds * 1000):
+                break
+            try:
+                n = self._sock.recv_into(view[got:], 0, socket.MSG_DONTWAIT)
+            except OSError:
+                n = 0
+            if n == 0:
+                self._peer_gone("the connection ended")
+                raise self._lifecycle.error()
+            got += n
+        return got
+
+    # -- how it ends ---------------------------------------------------------------------------
+
+    def _drain(self, deadline: Deadline) -> None:
+        self._window.drain(deadline)
+
+    def _stop(self) -> None:
+        """Wake every thread, and fail what is queued. What has arrived can still be received."""
+        if self._descriptors.enter():
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._descriptors.leave()
+        self._fail_queue()
+
+    _on_peer_gone = _on_failure = _stop
+
+    def _fail_queue(self) -> None:
+        with self._window.lock:
+            unsent, self._queue = self._queue, deque()
+            self._window.end()
+            self._queued.notify()
+        for transfer, _ in unsent:
+            transfer.fail(self._lifecycle.error())
+
+    def _release(self) -> None:
+        self._stop()
+        self._watch.close()
+        self._descriptors.retire()
+
+    def _join_threads(self) -> None:
+        if self._writer is not None and self._writer is not threading.current_thread():
+            self._writer.join(1.0)
+
+    def _release_in_child(self) -> None:
+        self._descriptors.after_fork()
+        for transfer in (self._written, *(queued for queued, _ in list(self._queue))):
+            if transfer is not None:
+                transfer.after_fork(self._lifecycle.error())
+
+
+def _parts(tensor: Tensor | None) -> list[memoryview]:
+    """The bytes of one message, the tensor's uncopied."""
+    if tensor is None:
+        return [memoryview(NONE)]
+    memory = memory_of(tensor)
+    return [memoryview(tensor_prefix(tensor.dtype, tensor.shape, len(memory))), memory]
