@@ -1,0 +1,406 @@
+"""The public names of kvplug as lines of text, and which changes of them break plugins that exist.
+
+``python tests/api/public_names.py`` records new names in ``plugin-api-1.txt``. It records nothing if a change
+breaks plugins. ``--anew`` records everything as it is now; it is for the time before a release has the API.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections.abc
+import enum
+import importlib
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pluggy
+
+import kvplug
+import kvplug.engine
+import kvplug.net.wire
+import kvplug.transport
+import kvplug_testing
+from kvplug.transport import hookspecs
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("plugin-api-1.txt")
+DOORS = (kvplug, kvplug.engine, kvplug.transport, kvplug_testing)
+WIRE = ("kvplug.net.wire", "kvplug.net.wire.messages")
+"""These are public as well; what a module of kvplug.net.wire has beside that is kvplug's own."""
+MESSAGES = ("GOODBYE", "NONE", "Announcement", "prefix_size", "read_prefix", "tensor_prefix")
+PROTECTED = (
+    *(
+        "_addresses",
+        "_batch",
+        "_compare",
+        "_compare_pairs",
+        "_dial",
+        "_drain",
+        "_fail",
+        "_gather",
+        "_give_up",
+    ),
+    *("_join_threads", "_on_failure", "_on_peer_gone", "_peer_gone", "_receive_blocks", "_resume"),
+    *("_send_blocks", "_suspend", "_synchronize"),
+)
+"""Private methods with a body that subclasses of abstract classes override or call, beside abstract ones."""
+ABSTRACT = "abstract method"
+CALLABLE = ("function", "method", ABSTRACT, "class method", "static method")
+PUBLIC_ELSEWHERE = {
+    *vars(collections.abc),
+    *vars(typing),
+    *vars(builtins),
+    "Logger",
+    "Tensor",
+    "Timeout",
+    "Plain",
+} | {
+    *("Stop", "StatsSnapshot"),  # what is public has these as functions and as a dict
+}
+VALUES = (bool, int, float, str, bytes, type(None))
+
+
+@attrs.frozen
+class Line:
+    """What is recorded of one name."""
+
+    since: str
+    """The version of the plugin API that added it: ``"1.0"``."""
+    kind: str
+    text: str
+    """A signature, the bases of a class, the type of a field, or a value."""
+
+
+Names = Mapping[str, Line]
+
+# -- as it is now ------------------------------------------------------------------------------------
+
+
+def names_now(since: str) -> dict[str, Line]:
+    """Every public name, in the order of the doors."""
+    found: dict[str, Line] = {}
+    public: dict[type, str] = {}
+    shown = [(f"{door.__name__}.{name}", getattr(door, name)) for door in DOORS for name in door.__all__]
+    for room, names in zip(WIRE, (kvplug.net.wire.__all__, MESSAGES), strict=True):
+        module = importlib.import_module(room)
+        shown += [(f"{room}.{name}", getattr(module, name)) for name in names]
+    for path, value in shown:
+        if isinstance(value, type):
+            public.setdefault(value, path)
+    for path, value in shown:
+        for name, kind, text in _lines_of(path, value, public):
+            found[name] = Line(since, kind, text)
+    for hook in hookspecs.OFFERED:
+        found[f"hook {hook}"] = Line(since, "function", _signature(getattr(hookspecs, hook)))
+    return found
+
+
+def _lines_of(path: str, value: Any, public: Mapping[type, str]) -> Iterator[tuple[str, str, str]]:
+    if isinstance(value, type):
+        bases = [_base(each, public) for each in value.__mro__[1:]]
+        yield path, "class", ", ".join(filter(None, bases))
+        if not path.startswith("kvplug_testing."):  # what a suite consists of may change
+            for name, kind, text in _members(value, public):
+                yield f"{path}.{name}", kind, text
+    elif inspect.isroutine(value):
+        yield path, "function", _signature(value)
+    elif isinstance(value, VALUES):
+        yield path, "constant", repr(value)
+    elif isinstance(value, pluggy.HookimplMarker) or path.endswith(".PLUGIN_API"):
+        yield path, "constant", ""
+    else:
+        yield path, "constant", type(value).__name__ if isinstance(value, enum.Enum) else ""
+
+
+def _base(cls: type, public: Mapping[type, str]) -> str:
+    if cls.__module__ == "builtins":
+        return "" if cls is object else cls.__name__
+    return public.get(cls, "")
+
+
+def _members(cls: type, public: Mapping[type, str]) -> Iterator[tuple[str, str, str]]:
+    """Its own, and those of bases that are not public themselves."""
+    has_fields = attrs.has(cls) and "__attrs_attrs__" in vars(cls)
+    fields = {field.name: field for field in attrs.fields(cls)} if has_fields else {}
+    if fields and any(field.init for field in fields.values()) and "__init__" in vars(cls):
+        yield "__init__", "method", _signature_of_fields(fields.values())
+    elif "__init__" in vars(cls) and not issubclass(cls, enum.Enum):
+        signature = _signature(vars(cls)["__init__"])
+        if _names_only_public(signature, public):  # otherwise kvplug alone makes them
+            yield "__init__", "method", signature
+    subclassed = bool(getattr(cls, "__abstractmethods__", None))
+    for name in dir(cls):
+        owner = next(base for base in cls.__mro__ if name in vars(base) or base is object)
+        if not owner.__module__.startswith("kvplug") or (owner is not cls and owner in public):
+            continue
+        raw = vars(owner)[name]
+        inner = getattr(raw, "__func__", None) or getattr(raw, "fget", None) or raw
+        is_abstract = getattr(raw, "__isabstractmethod__", False)
+        is_theirs = is_abstract or (subclassed and name in PROTECTED)
+        if name.startswith("__") or (name.startswith("_") and not is_theirs) or name in fields:
+            continue
+        if isinstance(raw, classmethod):
+            yield name, "class method", _signature(inner)
+        elif isinstance(raw, staticmethod):
+            yield name, "static method", _signature(inner)
+        elif isinstance(raw, property) or inspect.isdatadescriptor(raw) or hasattr(raw, "attrname"):
+            yield name, "abstract property" if is_abstract else "property", _type_of(inner)
+        elif inspect.isfunction(raw):
+            yield name, ABSTRACT if is_abstract else "method", _signature(raw)
+        elif isinstance(raw, enum.Enum):
+            yield name, "member", repr(raw.value)
+        else:
+            yield name, "class attribute", repr(raw) if isinstance(raw, VALUES) else ""
+    for name, field in fields.items():
+        if not name.startswith("_"):
+            yield name, "field", _text_of_type(field.type)
+
+
+def _names_only_public(signature: str, public: Mapping[type, str]) -> bool:
+    known = {path.rpartition(".")[2] for path in public.values()} | PUBLIC_ELSEWHERE
+    return set(re.findall(r"\b[A-Z][a-z]\w+", signature)) <= known
+
+
+def _type_of(getter: Any) -> str:
+    return _text_of_type(getattr(getter, "__annotations__", {}).get("return"))
+
+
+def _text_of_type(of: Any) -> str:
+    if of is None or of is inspect.Parameter.empty:
+        return ""
+    return of if isinstance(of, str) else getattr(of, "__name__", repr(of))
+
+
+def _text_of_default(value: object) -> str:
+    return repr(value) if type(value) in VALUES else "..."
+
+
+def _signature(function: Any) -> str:
+    """As Python writes it; a default that is no plain value is ``...``."""
+    signature = inspect.signature(function)
+    parameters = [
+        each.replace(
+            annotation=_Text(_text_of_type(each.annotation))
+            if each.annotation is not each.empty
+            else each.empty,
+            default=each.default if each.default is each.empty else _Text(_text_of_default(each.default)),
+        )
+        for each in signature.parameters.values()
+    ]
+    returns = _text_of_type(signature.return_annotation)
+    return str(inspect.Signature(parameters)) + (f" -> {returns}" if returns else "")
+
+
+class _Text(str):
+    """A part of a signature, shown as it is."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _signature_of_fields(fields: Any) -> str:
+    positional, named = [], []
+    for field in fields:
+        if field.init:
+            text = f"{field.alias}: {_text_of_type(field.type)}"
+            if field.default is not attrs.NOTHING:
+                text += f" = {_text_of_default(field.default)}"
+            (named if field.kw_only else positional).append(text)
+    return f"({', '.join(['self', *positional, *(['*', *named] if named else [])])})"
+
+
+# -- what has changed --------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Changes:
+    """What is different from the record."""
+
+    breaks: tuple[str, ...]
+    """What stops plugins that exist from working, a sentence for each name."""
+    added: tuple[str, ...]
+    """Names that are not in the record."""
+    to_look_at: tuple[str, ...]
+    """What may be compatible, such as the type of an argument; a person has to look."""
+
+
+def changes(old: Names, new: Names) -> Changes:
+    """Compare what was recorded with what there is."""
+    breaks, to_look_at = [], []
+    for name, was in old.items():
+        now = _found(name, new)
+        if now is None:
+            breaks.append(f"{name}: it is gone")
+        elif reason := _break(was, now):
+            breaks.append(f"{name}: {reason}")
+        elif (was.kind, was.text) != (now.kind, now.text):
+            to_look_at.append(f"{name}: was {was.kind} {was.text}, and is {now.kind} {now.text}")
+    added = [name for name in new if name not in old]
+    for name in added:
+        owner = name.rpartition(".")[0]
+        if new[name].kind.startswith("abstract") and owner in old:
+            breaks.append(f"{name}: it is abstract, and subclasses that exist do not have it; give it a body")
+    return Changes(tuple(breaks), tuple(added), tuple(to_look_at))
+
+
+def _found(name: str, names: Names) -> Line | None:
+    """Also where a public base has it."""
+    if name in names:
+        return names[name]
+    owner, _, member = name.rpartition(".")
+    bases = names[owner].text.split(", ") if owner in names and names[owner].kind == "class" else ()
+    return next((names[f"{base}.{member}"] for base in bases if f"{base}.{member}" in names), None)
+
+
+def _break(was: Line, now: Line) -> str:
+    """Why what worked with the old one does not with the new one; empty if it does, or may."""
+    if was.kind != now.kind and (was.kind, now.kind) not in {
+        (ABSTRACT, "method"),
+        ("abstract property", "property"),
+        ("property", "field"),
+        ("class attribute", "property"),
+    }:
+        return f"it was a {was.kind}, and is a {now.kind}"
+    if was.kind == "class" and (missing := {*was.text.split(", ")} - {*now.text.split(", ")} - {""}):
+        return f"it is no longer a subclass of {', '.join(sorted(missing))}"
+    if was.kind == "member" and was.text != now.text:
+        return f"its value was {was.text}, and is {now.text}"
+    if was.kind in CALLABLE:
+        return _break_of_calls(_arguments(was.text), _arguments(now.text), abstract=now.kind == ABSTRACT)
+    return ""
+
+
+@attrs.frozen
+class Arguments:
+    """The parameters of a function: what callers may write."""
+
+    positional: tuple[str, ...]
+    named: frozenset[str]
+    optional: frozenset[str]
+    takes_more: frozenset[str]
+    """``*`` or ``**``, if it takes any arguments."""
+    only_positional: frozenset[str] = frozenset()
+
+
+def _arguments(text: str) -> Arguments:
+    (function,) = ast.parse(f"def f{text}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    given = function.args
+    positional = [each.arg for each in (*given.posonlyargs, *given.args)]
+    only_named = [each.arg for each in given.kwonlyargs]
+    optional = positional[len(positional) - len(given.defaults) :] if given.defaults else []
+    optional += [
+        name for name, default in zip(only_named, given.kw_defaults, strict=True) if default is not None
+    ]
+    only_positional = frozenset(each.arg for each in given.posonlyargs)
+    more = {"*": given.vararg, "**": given.kwarg}
+    return Arguments(
+        positional=tuple(positional),
+        named=frozenset({*positional, *only_named} - only_positional),
+        optional=frozenset(optional),
+        takes_more=frozenset(mark for mark, argument in more.items() if argument),
+        only_positional=only_positional,
+    )
+
+
+def _break_of_calls(was: Arguments, now: Arguments, *, abstract: bool) -> str:
+    if gone := (was.named - now.named) | (was.takes_more - now.takes_more):
+        return f"it no longer takes {', '.join(sorted(gone))}"
+    if now.positional[: len(was.positional)] != was.positional:
+        return (
+            f"its positional arguments were {', '.join(was.positional)}, and are {', '.join(now.positional)}"
+        )
+    every_now = {*now.positional, *now.named}
+    if required := (every_now - now.optional) - ({*was.positional, *was.named} - was.optional):
+        return f"it requires {', '.join(sorted(required))}"
+    if abstract and (new := every_now - {*was.positional, *was.named}):
+        return f"plugins implement it, and theirs do not take {', '.join(sorted(new))}"
+    return ""
+
+
+# -- the record --------------------------------------------------------------------------------------
+
+
+def read_record(text: str) -> dict[str, Line]:
+    """The names of a record, a line each: since, kind, name and text, separated by `` | ``."""
+    names = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            since, kind, name, text = f"{line} ".split(" | ", 3)
+            names[name] = Line(since, kind, text.strip())
+    return names
+
+
+def written(names: Names) -> str:
+    title = (
+        "# The public names of kvplug: the plugin API. Each line begins with the version that added it.\n"
+        "# `python tests/api/public_names.py` records it; docs/explanation/versions.md says what may change.\n"
+    )
+    return title + "".join(
+        f"{line.since} | {line.kind} | {name} | {line.text}".rstrip() + "\n" for name, line in names.items()
+    )
+
+
+def dotted(api: tuple[int, int]) -> str:
+    return f"{api[0]}.{api[1]}"
+
+
+def is_released(api: str) -> bool:
+    """Whether a version of kvplug that has this plugin API is in the changelog."""
+    table = (ROOT / "docs" / "reference" / "plugin-api.md").read_text(encoding="utf-8")
+    row = re.search(rf"^\| {re.escape(api)} \| ([\d.]+) \|", table, re.M)
+    if row is None:
+        raise SystemExit(
+            f"docs/reference/plugin-api.md has no row for the plugin API {api}: say what it adds"
+        )
+    since = [int(part) for part in row[1].split(".")]
+    released = re.findall(
+        r"^## \S* ?(\d+(?:\.\d+)+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
+    )
+    return any([int(part) for part in version.split(".")] >= since for version in released)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["--anew"]):
+        print(f"python {sys.argv[0]} [--anew]", file=sys.stderr)
+        return 2
+    api = dotted(hookspecs.PLUGIN_API)
+    now = names_now(api)
+    if arguments:
+        if is_released(api):
+            print(f"A release has the plugin API {api}: it is frozen.", file=sys.stderr)
+            return 1
+        RECORD.write_text(written(now), encoding="utf-8")
+        return 0
+    old = read_record(RECORD.read_text(encoding="utf-8"))
+    found = changes(old, now)
+    if found.added and is_released(api):
+        print(
+            f"A release has the plugin API {api}, and {found.added[0]} is new: raise the minor version of"
+            " PLUGIN_API in kvplug/transport/hookspecs.py, and add a row to the table in docs/reference/plugin-api.md.",
+            file=sys.stderr,
+        )
+        return 1
+    said = [f"breaks plugins: {each}" for each in found.breaks]
+    if not said:
+        said = [f"look at: {each}" for each in found.to_look_at] + [f"new: {each}" for each in found.added]
+    for line in said:
+        print(line)
+    if found.breaks:
+        return 1
+    kept = {
+        name: attrs.evolve(line, since=old[name].since if name in old else api) for name, line in now.items()
+    }
+    RECORD.write_text(written(kept), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

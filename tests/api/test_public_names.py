@@ -1,0 +1,175 @@
+"""The doors: what each of them shows is there, stands once, and comes from rooms that it may use."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import public_names
+import pytest
+
+import kvplug
+import kvplug.engine
+import kvplug.transport
+from kvplug.transport import PLUGIN_API
+
+DOORS = (kvplug, kvplug.engine, kvplug.transport)
+ABOVE = {
+    "kvplug": (),
+    "kvplug.engine": ("kvplug.assembly",),
+    "kvplug.transport": ("kvplug.assembly", "kvplug.engine", "kvplug.negotiation", "kvplug.metrics"),
+}
+"""Rooms that a door may show nothing of: imports run down."""
+
+every_door = pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+
+
+def stub_of(door: Any) -> dict[str, str]:
+    tree = ast.parse(Path(door.__file__).with_suffix(".pyi").read_text())
+    return {
+        alias.name: node.module or ""
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+
+
+@every_door
+def test_what_type_checkers_see_is_what_python_finds(door: Any) -> None:
+    stub = stub_of(door)
+    assert stub == door._door.homes()
+    assert list(stub) == door.__all__
+    for name, module in stub.items():
+        assert getattr(door, name) is getattr(importlib.import_module(module), name)
+    assert set(stub) <= set(dir(door))
+
+
+@every_door
+def test_a_door_shows_nothing_of_the_rooms_above_it(door: Any) -> None:
+    assert not [home for home in stub_of(door).values() if home.startswith(ABOVE[door.__name__] or "-")]
+
+
+def test_a_public_name_stands_at_one_door() -> None:
+    every = [name for door in DOORS for name in stub_of(door)]
+    assert sorted(every) == sorted(set(every))
+
+
+@every_door
+def test_no_public_name_hides_a_module_of_the_package(door: Any) -> None:
+    rooms = {path.stem for path in Path(door.__file__).parent.iterdir()}
+    assert not rooms & set(stub_of(door))
+
+
+@every_door
+def test_a_name_that_is_not_there_is_an_attribute_error(door: Any) -> None:
+    with pytest.raises(AttributeError, match=f"module '{door.__name__}' has no attribute 'Pip'"):
+        door.Pip  # noqa: B018
+
+
+def loaded_by(code: str) -> list[str]:
+    code = f"import sys; before = set(sys.modules); {code}; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.split()
+
+
+def test_importing_kvplug_loads_nothing_but_itself() -> None:
+    loaded = loaded_by("import kvplug")  # where coverage is measured, __future__ was loaded before
+    assert [name for name in loaded if name != "__future__"] == ["kvplug", "kvplug.door"]
+
+
+def test_an_error_costs_only_the_errors() -> None:
+    ours = [name for name in loaded_by("from kvplug import ConfigError") if name.startswith("kvplug")]
+    assert ours == ["kvplug", "kvplug.door", "kvplug.errors"]
+
+
+# -- what plugins that exist use ---------------------------------------------------------------------
+
+
+def test_the_public_names_are_those_of_the_record() -> None:
+    """What is gone or takes other arguments breaks plugins, whose authors were promised that it does not."""
+    recorded = public_names.read_record(public_names.RECORD.read_text(encoding="utf-8"))
+    found = public_names.changes(recorded, public_names.names_now(public_names.dotted(PLUGIN_API)))
+    said = "plugins that exist would break: keep the old name or argument beside the new one, as the section"
+    assert not found.breaks, "\n".join(
+        (f"{said} Deprecation of docs/explanation/versions.md says", *found.breaks)
+    )
+    said = "new names, and others to look at: if plugins that exist go on working, record them with"
+    unrecorded = (*found.added, *found.to_look_at)
+    assert not unrecorded, "\n".join((f"{said} `python tests/api/public_names.py`", *unrecorded))
+
+
+OLD = {
+    "door.Thing": "class | LookupError",
+    "door.Thing.__init__": "method | (self, *, name: str, size: int = 1)",
+    "door.Thing.act": "method | (self, what: str, how: str = '') -> None",
+    "door.Thing.must": "abstract method | (self, what: str) -> None",
+    "door.Thing.NAME": "class attribute | 'x'",
+    "door.Thing.size": "property | int",
+    "door.Sub": "class | door.Thing, LookupError",
+    "door.Sub.act": "method | (self, what: str, how: str = '') -> None",
+    "door.make": "function | (*parts: str, **more: str) -> Thing",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "becomes", "broken"),
+    [
+        ("door.make", None, "it is gone"),
+        ("door.make", "function | (*parts: str) -> Thing", "no longer takes [*][*]"),
+        ("door.make", "class | ", "it was a function, and is a class"),
+        ("door.Thing", "class | ", "no longer a subclass of LookupError"),
+        ("door.Thing.act", "method | (self, what: str) -> None", "no longer takes how"),
+        (
+            "door.Thing.act",
+            "method | (self, what: str, *, how: str = '') -> None",
+            "positional arguments were",
+        ),
+        (
+            "door.Thing.act",
+            "method | (self, how: str = '', what: str = '') -> None",
+            "positional arguments were",
+        ),
+        ("door.Thing.act", "method | (self, what: str, how: str) -> None", "requires how"),
+        ("door.Thing.act", "method | (self, what: str, how: str = '', *, why: str) -> None", "requires why"),
+        ("door.Thing.act", "method | (self, what: str, how: str = '', *, why: str = '') -> None", ""),
+        ("door.Thing.act", "method | (self, what: bytes, how: str = '') -> None", ""),
+        (
+            "door.Thing.must",
+            "abstract method | (self, what: str, how: str = '') -> None",
+            "theirs do not take how",
+        ),
+        ("door.Thing.must", "method | (self, what: str, how: str = '') -> None", ""),
+        ("door.Thing.new", "abstract method | (self) -> None", "give it a body"),
+        ("door.Thing.new", "method | (self) -> None", ""),
+        ("door.Thing.__init__", "method | (self, *, name: str, size: int = 1, unit: str)", "requires unit"),
+        ("door.Thing.__init__", "method | (self, *, unit: str = '', name: str, size: int = 2)", ""),
+        ("door.Thing.size", "field | int", ""),
+        ("door.Sub.act", None, ""),  # door.Thing has it
+        ("door.Other", "class | ", ""),
+    ],
+)
+def test_it_is_known_what_breaks_plugins(name: str, becomes: str | None, broken: str) -> None:
+    def record(names: dict[str, str]) -> dict[str, public_names.Line]:
+        lines = [
+            " | ".join(["1.0", text.split(" | ")[0], at, text.split(" | ")[1]]) for at, text in names.items()
+        ]
+        return public_names.read_record("\n".join(lines))
+
+    new = {at: text for at, text in OLD.items() if at != name} | ({name: becomes} if becomes else {})
+    found = public_names.changes(record(OLD), record(new))
+    if broken:
+        (said,) = found.breaks
+        assert re.match(rf"{re.escape(name)}: .*{broken}", said)
+    else:
+        assert not found.breaks
+        assert (name in found.added) == (name not in OLD)
+        differs = name in OLD and becomes not in (None, OLD[name])
+        assert [each.partition(":")[0] for each in found.to_look_at] == ([name] if differs else [])
