@@ -341,7 +341,7 @@ def read_record(text: str) -> dict[str, Line]:
 def written(names: Names) -> str:
     title = (
         "# The public names of kvplug: the plugin API. Each line begins with the version that added it.\n"
-        "# `python tests/api/public_names.py` records it; docs/explanation/versions.md says what may change.\n"
+        "# Written by tests/api/public_names.py; docs/explanation/versions.md says what may change.\n"
     )
     return title + "".join(
         f"{line.since} | {line.kind} | {name} | {line.text}".rstrip() + "\n" for name, line in names.items()
@@ -361,9 +361,7 @@ def is_released(api: str) -> bool:
             f"docs/reference/plugin-api.md has no row for the plugin API {api}: say what it adds"
         )
     since = [int(part) for part in row[1].split(".")]
-    released = re.findall(
-        r"^## \S* ?(\d+(?:\.\d+)+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
-    )
+    released = re.findall(r"^## (\d+(?:\.\d+)+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     return any([int(part) for part in version.split(".")] >= since for version in released)
 
 
@@ -384,7 +382,8 @@ def main(arguments: list[str]) -> int:
     if found.added and is_released(api):
         print(
             f"A release has the plugin API {api}, and {found.added[0]} is new: raise the minor version of"
-            " PLUGIN_API in kvplug/transport/hookspecs.py, and add a row to the table in docs/reference/plugin-api.md.",
+            " PLUGIN_API in kvplug/transport/hookspecs.py, and add a row to the table in"
+            " docs/reference/plugin-api.md.",
             file=sys.stderr,
         )
         return 1
