@@ -78,7 +78,7 @@ $(TOX):
 # MB).
 $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 	$(IN_VENV) -e ".[prometheus,scaffold]" accelerate coverage editables gguf hatchling hypothesis import-linter \
-		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch transformers trustme \
+		matplotlib mypy numpy pre-commit psutil pytest pytest-timeout pytest-xdist pyzmq ruff torch towncrier transformers trustme \
 		urllib3 valkey
 	$(IN_VENV) --no-deps mooncake-transfer-engine-non-cuda || echo "No Mooncake for this machine: its tests are skipped."
 	$(IN_VENV) "moto[server]"
