@@ -71,9 +71,7 @@ def index_of(dist: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
             links.append(f'<a href="{file.name}#sha256={digest}">{file.name}</a><br>')
         if len(links) < 2:
-            raise ReleaseError(
-                f"{name}: {dist} has {len(links)} files of {stem}, and not a wheel and an sdist"
-            )
+            raise ReleaseError(f"{name}: {len(links)} files in {dist}, and not a wheel and an sdist")
         (page / "index.html").write_text("<!DOCTYPE html>\n" + "\n".join(links))
     taken: list[str] = []
     handler = partial(Handler, directory=str(folder), taken=taken)
