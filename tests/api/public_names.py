@@ -30,6 +30,8 @@ import kvplug_testing
 from kvplug.transport import hookspecs
 
 ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "reference" / "plugin-api.md"
+CHANGELOG = ROOT / "CHANGELOG.md"
 RECORD = Path(__file__).with_name("plugin-api-1.txt")
 DOORS = (kvplug, kvplug.engine, kvplug.transport, kvplug_testing)
 WIRE = ("kvplug.net.wire", "kvplug.net.wire.messages")
@@ -352,16 +354,15 @@ def dotted(api: tuple[int, int]) -> str:
     return f"{api[0]}.{api[1]}"
 
 
-def is_released(api: str) -> bool:
-    """Whether a version of kvplug that has this plugin API is in the changelog."""
-    table = (ROOT / "docs" / "reference" / "plugin-api.md").read_text(encoding="utf-8")
+def is_released(api: str, table: str, changelog: str) -> bool:
+    """Whether the changelog has a version of kvplug with this plugin API, by the page "Plugin API"."""
     row = re.search(rf"^\| {re.escape(api)} \| ([\d.]+) \|", table, re.M)
     if row is None:
         raise SystemExit(
             f"docs/reference/plugin-api.md has no row for the plugin API {api}: say what it adds"
         )
     since = [int(part) for part in row[1].split(".")]
-    released = re.findall(r"^## (\d+(?:\.\d+)+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    released = re.findall(r"^## (\d+(?:\.\d+)+)", changelog, re.M)
     return any([int(part) for part in version.split(".")] >= since for version in released)
 
 
@@ -371,15 +372,16 @@ def main(arguments: list[str]) -> int:
         return 2
     api = dotted(hookspecs.PLUGIN_API)
     now = names_now(api)
+    frozen = is_released(api, TABLE.read_text(encoding="utf-8"), CHANGELOG.read_text(encoding="utf-8"))
     if arguments:
-        if is_released(api):
+        if frozen:
             print(f"A release has the plugin API {api}: it is frozen.", file=sys.stderr)
             return 1
         RECORD.write_text(written(now), encoding="utf-8")
         return 0
     old = read_record(RECORD.read_text(encoding="utf-8"))
     found = changes(old, now)
-    if found.added and is_released(api):
+    if found.added and frozen:
         print(
             f"A release has the plugin API {api}, and {found.added[0]} is new: raise the minor version of"
             " PLUGIN_API in kvplug/transport/hookspecs.py, and add a row to the table in"

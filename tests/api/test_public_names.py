@@ -106,6 +106,26 @@ def test_the_public_names_are_those_of_the_record() -> None:
     assert not unrecorded, "\n".join((f"{said} `python tests/api/public_names.py`", *unrecorded))
 
 
+@pytest.mark.parametrize(
+    ("api", "versions", "frozen"),
+    [
+        ("1.0", [], False),
+        ("1.0", ["0.1.0"], True),
+        ("1.1", ["0.9.0", "0.1.0"], False),
+        ("1.1", ["0.10.0"], True),
+    ],
+)
+def test_the_api_is_frozen_once_a_release_has_it(api: str, versions: list[str], frozen: bool) -> None:
+    table = "| version | since kvplug |\n| 1.0 | 0.1 | the hooks |\n| 1.1 | 0.10 | a field |\n"
+    changelog = "# Changes\n" + "".join(f"## {version} (2030-01-01)\n\n### Added\n" for version in versions)
+    assert public_names.is_released(api, table, changelog) == frozen
+
+
+def test_the_page_says_since_when_the_api_is_there() -> None:
+    page = public_names.TABLE.read_text(encoding="utf-8")
+    assert not public_names.is_released(public_names.dotted(PLUGIN_API), page, "")
+
+
 OLD = {
     "door.Thing": "class | LookupError",
     "door.Thing.__init__": "method | (self, *, name: str, size: int = 1)",
