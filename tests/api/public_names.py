@@ -34,9 +34,20 @@ TABLE = ROOT / "docs" / "reference" / "plugin-api.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
 RECORD = Path(__file__).with_name("plugin-api-1.txt")
 DOORS = (kvplug, kvplug.engine, kvplug.transport, kvplug_testing)
-WIRE = ("kvplug.net.wire", "kvplug.net.wire.messages")
-"""These are public as well; what a module of kvplug.net.wire has beside that is kvplug's own."""
-MESSAGES = ("GOODBYE", "NONE", "Announcement", "prefix_size", "read_prefix", "tensor_prefix")
+WIRE = {
+    "kvplug.net.wire": tuple(kvplug.net.wire.__all__),
+    "kvplug.net.wire.copying": ("LOCK_FREE_BYTES", "CopyBytes", "address_of", "copy_bytes"),
+    "kvplug.net.wire.frames": ("HEADER_SIZE", "FrameKind", "decode_header", "encode_header"),
+    "kvplug.net.wire.messages": (
+        *("GOODBYE", "NONE", "SHORTEST_TENSOR_PREFIX", "is_dense", "prefix_size", "read_prefix"),
+        *("Announcement", "tensor_prefix"),
+    ),
+    "kvplug.net.wire.tensors": (
+        *("TensorMeta", "as_bits", "copy_into", "dense", "dtype_name", "dtype_of", "empty_like_meta"),
+        *("encode_meta", "memory_of", "memory_of_writable", "meta_of", "split_meta"),
+    ),
+}
+"""Public as well, where plugins import them from. Other names of those modules are kvplug's own."""
 PROTECTED = (
     *(
         "_addresses",
@@ -90,7 +101,7 @@ def names_now(since: str) -> dict[str, Line]:
     found: dict[str, Line] = {}
     public: dict[type, str] = {}
     shown = [(f"{door.__name__}.{name}", getattr(door, name)) for door in DOORS for name in door.__all__]
-    for room, names in zip(WIRE, (kvplug.net.wire.__all__, MESSAGES), strict=True):
+    for room, names in WIRE.items():
         module = importlib.import_module(room)
         shown += [(f"{room}.{name}", getattr(module, name)) for name in names]
     for path, value in shown:
@@ -105,7 +116,9 @@ def names_now(since: str) -> dict[str, Line]:
 
 
 def _lines_of(path: str, value: Any, public: Mapping[type, str]) -> Iterator[tuple[str, str, str]]:
-    if isinstance(value, type):
+    if isinstance(value, type) and public[value] != path:
+        yield path, "class", public[value]  # which has its members
+    elif isinstance(value, type):
         bases = [_base(each, public) for each in value.__mro__[1:]]
         yield path, "class", ", ".join(filter(None, bases))
         if not path.startswith("kvplug_testing."):  # what a suite consists of may change

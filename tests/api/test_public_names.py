@@ -106,6 +106,24 @@ def test_the_public_names_are_those_of_the_record() -> None:
     assert not unrecorded, "\n".join((f"{said} `python tests/api/public_names.py`", *unrecorded))
 
 
+def test_our_plugins_import_what_is_recorded_and_nothing_else_of_kvplug() -> None:
+    recorded = public_names.read_record(public_names.RECORD.read_text(encoding="utf-8"))
+    root = public_names.ROOT
+    files = [*root.glob("plugins/*/kvplug_*/**/*.py"), *root.glob("docs/examples/*/kvplug_*/**/*.py")]
+    if not files:
+        pytest.skip("the plugins are not here: this is the sdist of the core")
+    unrecorded = {
+        f"{node.module}.{each.name}"
+        for file in files
+        if not file.is_relative_to(root / "plugins" / "kvplug-testing")
+        and not file.is_relative_to(root / "plugins" / "kvplug-bench")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "kvplug"
+        for each in node.names
+    } - recorded.keys()
+    assert not unrecorded
+
+
 @pytest.mark.parametrize(
     ("api", "versions", "frozen"),
     [
