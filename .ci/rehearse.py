@@ -157,8 +157,9 @@ def say(text: str, began: float) -> None:
 
 def check_what_is_installed(python: Path, taken: list[str], env: Mapping[str, str], cwd: Path) -> None:
     """Every package is there in its version, and its wheel came from our index."""
-    listed = json.loads(run(python, "-m", "pip", "list", "--format", "json", env=env, cwd=cwd))
-    installed = {each["name"]: each["version"] for each in listed}
+    code = "import json; from importlib.metadata import distributions as every"
+    code += "; print(json.dumps({each.name: each.version for each in every()}))"
+    installed = json.loads(run(python, "-c", code, env=env, cwd=cwd))
     for project in PROJECTS:
         metadata, stem = metadata_of(project), stem_of(project)
         if installed.get(metadata["name"]) != metadata["version"]:
