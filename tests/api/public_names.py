@@ -256,13 +256,19 @@ def changes(old: Names, new: Names) -> Changes:
         elif reason := _break(was, now):
             breaks.append(f"{name}: {reason}")
         elif (was.kind, was.text) != (now.kind, now.text):
-            to_look_at.append(f"{name}: was {was.kind} {was.text}, and is {now.kind} {now.text}")
+            to_look_at.append(f"{name}: {_difference(was, now)}")
     added = [name for name in new if name not in old]
     for name in added:
         owner = name.rpartition(".")[0]
         if new[name].kind.startswith("abstract") and owner in old:
             breaks.append(f"{name}: it is abstract, and subclasses that exist do not have it; give it a body")
     return Changes(tuple(breaks), tuple(added), tuple(to_look_at))
+
+
+def _difference(was: Line, now: Line) -> str:
+    old, new = (f"{line.kind}, {line.text}".split(", ") for line in (was, now))
+    gone, come = ([part for part in one if part not in other] for one, other in ((old, new), (new, old)))
+    return f"{', '.join(gone) or 'nothing'} became {', '.join(come) or 'nothing'}"
 
 
 def _found(name: str, names: Names) -> Line | None:
