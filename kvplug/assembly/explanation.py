@@ -168,12 +168,13 @@ def _peers(config: Config) -> Iterator[Step]:
 def _transports(config: Config, resolved: ResolvedConfig, connector: ConnectorSpec | None) -> Iterator[Step]:
     device = "cpu" if connector is None else device_of_links(config, connector)
     one_host = config.host.startswith("unix:") or is_loopback(config.host)
+    offers = resolved.offers()
     for cross_host in (False,) if one_host else (False, True):
         where = "another host" if cross_host else "this host"
         required = Requirements(device=device, cross_host=cross_host, authenticated=must_authenticate(config))
         requested = resolved.requested_transport
         try:
-            found = select(resolved.offers, resolved.offers, required, (requested, AUTO))
+            found = select(offers, offers, required, (requested, AUTO))
         except HandshakeError as e:
             head, *reasons = e.reasons
             yield Step(

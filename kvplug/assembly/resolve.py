@@ -7,6 +7,7 @@ communicator.
 from __future__ import annotations
 
 import functools
+import logging
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from kvplug.assembly.making import made
 from kvplug.assembly.registry import CHOSEN, NAMED, Registry, name_faults, own_part
 from kvplug.config import Config, Role, check_options
 from kvplug.config.options import option_fields
-from kvplug.errors import ConfigError, PluginError
+from kvplug.errors import ConfigError, PluginError, PluginLoadError
 from kvplug.metrics.sinks import Sink
 from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.select import AUTO, Offer
@@ -28,11 +29,13 @@ from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import this_process
 from kvplug.net.trust.tls import TlsFiles
-from kvplug.transport.capabilities import Requirements
+from kvplug.transport.capabilities import Capabilities, Requirements
 from kvplug.transport.context import LookupContext, PipeContext
 from kvplug.transport.lookup import LookupEndpoint
 from kvplug.transport.pipe import PipeEndpoint
 from kvplug.transport.spec import ConnectorSpec, Kind, Probe, TransportSpec
+
+logger = logging.getLogger(__name__)
 
 EPOCH = uuid.uuid4().hex
 """The epoch of this process: changes at restart, so that stale references are recognised."""
@@ -59,6 +62,8 @@ class ResolvedConfig:
         self.registry = registry
         self._viable: dict[str, Probe] = {}
         """Probes of pipe transports that can work here, by their names."""
+        self._loaded: set[str] = set()
+        """Names of pipe transports whose factory has loaded."""
 
     @classmethod
     def to_build(cls, config: Config, registry: Registry | None) -> ResolvedConfig:
@@ -96,10 +101,12 @@ class ResolvedConfig:
         """The bare name of the transport the config asks for, or ``"auto"``."""
         return self._named.rpartition(":")[2]
 
-    @property
-    def offers(self) -> tuple[Offer, ...]:
+    def offers(self, *, load: bool = True) -> tuple[Offer, ...]:
         """This host's offers to a peer: every pipe transport. One that can work here is probed once; one that
         cannot, each time: it may be able to later.
+
+        ``load``: also load the code of those that "auto" may take, so that none is offered whose installation
+        is broken. One that the config names is loaded when it is used, and fails then.
 
         Raises:
             ResourceExhaustedError: the process has no free descriptor, thread or memory to find out.
@@ -109,23 +116,34 @@ class ResolvedConfig:
                 name=spec.name,
                 protocol=spec.protocol,
                 capabilities=spec.capabilities,
-                probe=self._probe(spec),
+                probe=self._probe(spec, load=load),
                 auto=spec.auto,
             )
             for spec in self.pipes.values()
         )
 
-    def _probe(self, spec: TransportSpec) -> Probe:
+    def _probe(self, spec: TransportSpec, *, load: bool) -> Probe:
         found = self._viable.get(spec.name) or spec.run_probe()
-        if found.viable:
-            self._viable[spec.name] = found
+        if not found.viable:
+            return found
+        self._viable[spec.name] = found
+        if load and spec.auto and spec.name != self.requested_transport:
+            if reason := self._why_broken(spec):
+                return attrs.evolve(found, viable=False, reason=reason)
         return found
+
+    def _why_broken(self, spec: TransportSpec) -> str:
+        """Why "auto" passes a transport over whose probe says that it can work; empty: it does not."""
+        if spec.name not in self._loaded and (reason := _broken.reason(spec)):
+            return reason
+        self._loaded.add(spec.name)
+        return ""
 
     def explain_missing_pipe(self, device: str | None = None) -> str | None:
         """Why no pipe that the config allows can move tensors of this device; default: the config's."""
         device, named = device or self.config.device.partition(":")[0], self.requested_transport
         reasons = []
-        for offer in self.offers:
+        for offer in self.offers():
             if not (offer.auto if named == AUTO else offer.name == named):
                 continue
             lacks = offer.capabilities.missing(Requirements(device=device))
@@ -160,13 +178,28 @@ class ResolvedConfig:
         spec = self.registry.get(kind, name)
         return Wrapper(spec=spec, options=self.options_of(spec)) if spec.wraps else None
 
+    def abilities(self) -> dict[str, Capabilities]:
+        """Of the pipe transports, by name."""
+        return {name: spec.capabilities for name, spec in self.pipes.items()}
+
+    @property
+    def wrapped_by(self) -> str:
+        """The transport that the config has wrap the others; empty: none."""
+        return "" if self._wrapper is None else self._wrapper.spec.name
+
     def pipe_options(self, name: str) -> Any:
         return self.options_of(self.pipes[name])
 
     def pipe_endpoint(self, name: str, context: PipeContext) -> PipeEndpoint:
         """The endpoint of the transport that was agreed on, inside the wrapper that the config names."""
         if self._wrapper is None:
-            return _made(self.pipes[name], context)
+            try:
+                return _made(self.pipes[name], context)
+            except PluginError as e:
+                if self.requested_transport == AUTO:
+                    self._loaded.discard(name)
+                    _broken.note(self.pipes[name], e)
+                raise
         make_inner = functools.partial(_made, self.pipes[name], context)
         return _made(
             self._wrapper.spec, attrs.evolve(context, options=self._wrapper.options, make_inner=make_inner)
@@ -178,7 +211,8 @@ class ResolvedConfig:
             specs = [spec for spec in self.registry.transports(Kind.LOOKUP_BUFFER) if spec.auto]
             if not specs:
                 raise PluginError("no lookup buffer is installed; kvplug-lookup brings one")
-            spec = min(specs, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
+            specs.sort(key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
+            spec = next((spec for spec in specs if not _broken.reason(spec)), specs[0])
         else:
             spec = self.registry.get(Kind.LOOKUP_BUFFER, config.lookup_buffer)
         context = LookupContext(
@@ -220,6 +254,44 @@ class ResolvedConfig:
                     self.registry.get(CHOSEN[key], names[key])
         if faults:
             raise ConfigError(*faults, source=config.source)
+
+
+class _BrokenTransports:
+    """The transports that this process could not load or make under "auto".
+
+    Each is told once, and passed over until the process restarts: what has not loaded does not load later.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[str, str], str] = {}
+
+    def reason(self, spec: TransportSpec) -> str:
+        """Why this one is broken; empty: it has loaded.
+
+        Raises:
+            ResourceExhaustedError: there was no free descriptor or memory to load it.
+        """
+        key = (spec.called, spec.factory)
+        if key not in self._reasons:
+            try:
+                spec.load_factory()
+            except PluginLoadError as e:
+                self.note(spec, e)
+        return self._reasons.get(key, "")
+
+    def note(self, spec: TransportSpec, error: PluginError) -> None:
+        key = (spec.called, spec.factory)
+        if key not in self._reasons:
+            self._reasons[key] = " ".join(str(error).split())
+            logger.warning(
+                "%s is broken, and 'auto' passes it over from now on: %s; reinstall its package, or name its"
+                " plugin in KVPLUG_DISABLE_PLUGINS (`kvplug list` shows both)",
+                spec.called,
+                self._reasons[key],
+            )
+
+
+_broken = _BrokenTransports()
 
 
 def _made(spec: TransportSpec, context: PipeContext) -> PipeEndpoint:
@@ -296,7 +368,7 @@ def make_hello(
         require_authenticated=must_authenticate(config),
         checksums=checksums_of(config),
         integrity=config.integrity,
-        transports=resolved.offers,
+        transports=resolved.offers(load=moves_kv),
         requested_transport=resolved.requested_transport,
         device=device,
         identity=this_process(),
@@ -321,8 +393,10 @@ def choose_transport(
     specs = every if name == AUTO else [registry.get(kind, name)]
     reasons = {spec.name: _against(spec, required) for spec in specs}
     able = [spec for spec in specs if not reasons[spec.name]]
-    if able:
-        return min(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
+    for spec in sorted(able, key=lambda spec: (spec.capabilities.cost.latency_us, spec.name)):
+        if name != AUTO or not (broken := _broken.reason(spec)):
+            return spec
+        reasons[spec.name] = (broken,)
     what = {Kind.PIPE: "pipe", Kind.QUEUE: "message queue", Kind.COMMUNICATOR: "device communicator"}[kind]
     lines = [f"{spec}: {'; '.join(why)}" for spec, why in reasons.items()] or ["none is installed"]
     raise PluginError("\n  - ".join([f"no {what} can be had:", *lines, *registry.failures()]))

@@ -17,9 +17,9 @@ from kvplug.assembly.registry.discovery import normalised, not_found
 from kvplug.cli.table import show_table
 from kvplug.config import OptionRow, describe_options
 from kvplug.config.messages import did_you_mean
-from kvplug.errors import AmbiguousNameError, UnknownNameError
+from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError
 from kvplug.transport.capabilities import Capabilities
-from kvplug.transport.spec import CommandSpec, Spec, StoreSpec, TransportSpec
+from kvplug.transport.spec import CommandSpec, Kind, Spec, StoreSpec, TransportSpec
 
 
 @attrs.frozen(kw_only=True)
@@ -33,7 +33,8 @@ class Line:
     distribution: str
     version: str
     status: str
-    """ok, unavailable (not on this host), ambiguous (two offer it), broken or blocked (of plugins)."""
+    """ok, unavailable (not on this host), ambiguous (two offer it), broken (a plugin, or the code of a pipe
+    that "auto" may take), or blocked (a plugin)."""
     reason: str = ""
     capabilities: Capabilities | None = None
     persistent: bool | None = None
@@ -66,8 +67,8 @@ def list_plugins(
 ) -> None:
     """Show what the installed plugins offer, and whether that can work on this host.
 
-    With NAME, everything about the offers of that name. Transports are asked by their probes; torch is not
-    imported.
+    With NAME, everything about the offers of that name. Transports are asked by their probes, and the code of
+    pipes that "auto" may take is loaded, as it is before such a pipe is offered to a peer.
     """
     registry = Registry.from_env()
     if options_of is not None:
@@ -178,6 +179,11 @@ def _offer(registry: Registry, plugin: PluginInfo, spec: Spec) -> Line:
         probe = spec.run_probe() if isinstance(spec, TransportSpec | StoreSpec) else None
         if probe is not None and not probe.viable:
             status, reason = "unavailable", probe.reason or "its probe gives no reason"
+        elif transport is not None and transport.kind is Kind.PIPE and transport.auto:
+            try:
+                transport.load_factory()
+            except PluginLoadError as e:
+                status, reason = "broken", " ".join(str(e).split())
     return Line(
         name=spec.name,
         kind=spec.kind.value,

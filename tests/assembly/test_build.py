@@ -271,16 +271,69 @@ def test_a_refusal_reaches_both_ends_with_every_reason_and_the_listener_goes_on(
         server.accept()
 
 
+@pytest.mark.parametrize("broken_end", ["listening", "connecting", "both"])
+def test_auto_passes_over_a_transport_that_does_not_load_at_one_end(
+    caplog: pytest.LogCaptureFixture, broken_end: str
+) -> None:
+    fast = transport("fast", gb_per_s=100.0)
+    bad = attrs.evolve(fast, factory=f"a_module_that_is_not_there:{broken_end.capitalize()}")
+    whole = registry_of(transport(), fast, distribution="kvplug-whole")
+    broken = registry_of(transport(), bad, distribution="kvplug-broken")
+    ends = {"listening": (broken, whole), "connecting": (whole, broken), "both": (broken, broken)}[broken_end]
+    for _ in range(3):
+        joined(*ends, config(), config())
+    assert len(CONTEXTS) == 6
+    (said,) = [record.getMessage() for record in caplog.records if "passes it over" in record.getMessage()]
+    for part in (
+        "the pipe 'fast' from kvplug-broken is broken",
+        "No module named",
+        "reinstall",
+        "kvplug list",
+    ):
+        assert part in said
+
+
+def test_a_transport_that_does_not_load_fails_with_its_reason_where_it_is_named() -> None:
+    bad = attrs.evolve(transport("fast"), factory="a_module_that_is_not_there:Named")
+    broken, whole = registry_of(transport(), bad), registry_of(transport(), transport("fast"))
+    said = "the factory of the pipe 'fast': cannot load a_module_that_is_not_there:Named: ModuleNotFoundError"
+    for ours, theirs, begins in (
+        (config(transport="fast"), config(), "it cannot listen on 'fast'"),
+        (config(), config(transport="fast"), "cannot work at the peer"),
+    ):
+        with (
+            listen_pipe(ours, "unix:", registry=broken) as server,
+            pytest.raises(HandshakeError, match=f"{begins}: {said}"),
+        ):
+            connect_pipe(theirs, server.contact, registry=whole)
+
+
+def test_a_transport_that_cannot_be_made_is_passed_over_from_then_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bad = attrs.evolve(transport("fast", gb_per_s=100.0), factory="test_build_parts:broken_endpoint")
+    broken = registry_of(transport(), bad, distribution="kvplug-unmakeable")
+    whole = registry_of(transport(), transport("fast", gb_per_s=100.0))
+    soon = config(timeout_s=0.3)
+    with listen_pipe(soon, "unix:", registry=whole) as server:
+        with pytest.raises(PluginError, match="cannot be made"):
+            connect_pipe(soon, server.contact, registry=broken)
+        until(lambda: "queue.Empty" in caplog.text, what="the end of this file's accept")
+    joined(whole, broken, config(), config())
+    assert "the pipe 'fast' from kvplug-unmakeable is broken" in caplog.text
+
+
 def test_a_factory_that_raises_is_named_at_both_ends(caplog: pytest.LogCaptureFixture) -> None:
+    named = config(transport="queues")
     broken = attrs.evolve(transport(), factory="test_build_parts:broken_endpoint")
     ours = registry_of(broken, distribution="kvplug-broken")
     theirs = registry_of(transport(), distribution="kvplug-whole")
     said = "the pipe 'queues' from kvplug-broken cannot be made: ZeroDivisionError: the device has no lanes"
-    with listen_pipe(config(), "unix:", registry=ours) as server:
+    with listen_pipe(named, "unix:", registry=ours) as server:
         with pytest.raises(HandshakeError, match=f"it cannot listen on 'queues': {said}"):
             connect_pipe(config(), server.contact, registry=theirs)
         until(lambda: said in caplog.text, what="the warning at the end that listens")
-    soon = config(timeout_s=0.3)
+    soon = config(timeout_s=0.3, transport="queues")
     with listen_pipe(soon, "unix:", registry=theirs) as server:
         with pytest.raises(PluginError, match=said):
             connect_pipe(soon, server.contact, registry=ours)

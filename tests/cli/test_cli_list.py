@@ -73,6 +73,9 @@ HEAVY = """
 import click
 open(__file__ + ".loaded", "w").close()
 
+class Endpoint:
+    pass
+
 @click.command()
 @click.option("--loud", is_flag=True)
 def coo(loud):
@@ -134,13 +137,29 @@ def test_what_cannot_work_on_this_host_says_why(birds: Any) -> None:
     assert found["nest"]["reason"] == "its probe failed: OSError: window closed"
 
 
-def test_listing_imports_probes_but_no_transport_and_nothing_heavy(birds: Any) -> None:
+def test_listing_imports_probes_and_of_the_rest_only_pipes_that_auto_may_take(site: Any) -> None:
+    apart = FULL
+    for kept in ("heavy:Queue", "heavy:Comm", "heavy:S", "heavy:coo"):
+        apart = apart.replace(kept, kept.replace("heavy", "other"))
+    package = site.add("birds", apart, files={"light.py": LIGHT, "heavy.py": HEAVY, "other.py": HEAVY})
     for name in ("torch", "zmq", "numpy"):
-        (birds.folder / "site" / f"{name}.py").write_text("raise SystemExit('heavy')")
-    listed(birds)
-    assert not (birds.package / "heavy.py.loaded").exists()
-    assert birds.kvplug("--help").returncode == 0
-    assert not (birds.package / "heavy.py.loaded").exists()
+        (site.folder / "site" / f"{name}.py").write_text("raise SystemExit('heavy')")
+    assert listed(site)["carrier-pigeon"]["status"] == "ok"
+    assert not (package / "other.py.loaded").exists()
+    (package / "heavy.py.loaded").unlink()
+    assert site.kvplug("--help").returncode == 0
+    assert not (package / "heavy.py.loaded").exists()
+
+
+def test_a_pipe_that_auto_would_pass_over_is_listed_as_broken(birds: Any) -> None:
+    (birds.package / "heavy.py").write_text("import libpigeon")
+    found = listed(birds)["carrier-pigeon"]
+    assert found["status"] == "broken"
+    for part in ("the factory of the pipe 'carrier-pigeon' from kvplug-birds", "No module named 'libpigeon'"):
+        assert part in found["reason"]
+    assert "  carrier-pigeon  broken: " in birds.kvplug("list").stdout
+    explained = birds.kvplug("explain", "role=both", "connector=letter")
+    assert "No module named 'libpigeon'" in " ".join(explained.stdout.split())
 
 
 def test_broken_and_blocked_plugins_are_listed_with_their_reasons(birds: Any) -> None:

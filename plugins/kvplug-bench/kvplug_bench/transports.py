@@ -146,7 +146,7 @@ def _pipe_endpoint(config: Config, device: str) -> tuple[TransportSpec, PipeEndp
         required = Requirements(device=kind_of(device))
         able = [
             offer
-            for offer in resolved.offers
+            for offer in resolved.offers()
             if offer.auto and offer.probe.viable and not offer.capabilities.missing(required)
         ]
         if not able:

@@ -310,7 +310,7 @@ def test_it_is_listed_and_never_chosen_by_auto(registry: Registry) -> None:
     assert {(line.distribution, line.status, line.capabilities) for line in lines} == {
         ("kvplug-testing", "ok", None)
     }
-    offered = ResolvedConfig(Config.from_dict({"role": "both"}), registry).offers
+    offered = ResolvedConfig(Config.from_dict({"role": "both"}), registry).offers()
     assert "faulty" not in [offer.name for offer in offered]
 
 
@@ -320,7 +320,7 @@ def test_to_its_peer_an_end_with_faults_is_one_of_the_inner_transport(registry: 
     for inner in ("memory", "auto"):
         parts = ResolvedConfig(config({"inner": inner, "plan": {}}), registry)
         assert parts.requested_transport == inner
-        assert parts.offers == ResolvedConfig(Config.from_dict({"role": "both"}), registry).offers
+        assert parts.offers() == ResolvedConfig(Config.from_dict({"role": "both"}), registry).offers()
 
 
 @pytest.mark.parametrize("kind", [Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR])
