@@ -126,6 +126,10 @@ class TransportError(KvplugError, OSError):
     """A transport failed in a way that no other error describes; the cause is chained."""
 
 
+class SlowPathError(TransportError):
+    """A pipe carries far less than its transport claims, or than before, and ``slow_path`` is "refuse"."""
+
+
 class ResourceExhaustedError(TransportError):
     """A process, this one or a peer's, has no free descriptor, thread, memory or space; names which.
 

@@ -136,6 +136,8 @@ def build_connector(
         ),
         endpoint=resolved.pipe_endpoint,
         pipe_options=resolved.pipe_options,
+        abilities=resolved.abilities,
+        wrapped_by=resolved.wrapped_by,
         stats=stats,
         missing=registry.failures(),
         wrap_pipe=wrap_pipe,

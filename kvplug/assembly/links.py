@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from kvplug.assembly.slow_path import SlowPathAlarm
 from kvplug.config import Config
 from kvplug.engine.context import PeerLink
 from kvplug.errors import (
@@ -38,6 +39,7 @@ from kvplug.net.peer_text import peer_text
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials
+from kvplug.transport.capabilities import Capabilities
 from kvplug.transport.context import PipeContext
 from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
 
@@ -59,6 +61,10 @@ class LinkSettings:
     """Loads the transport of that name: the only importer of its code."""
     pipe_options: Callable[[str], object]
     stats: TransferStats
+    abilities: Callable[[], Mapping[str, Capabilities]] = dict
+    """Of the transports that are installed here, by name."""
+    wrapped_by: str = ""
+    """The transport that the config has wrap the others; empty: none."""
     missing: tuple[str, ...] = ()
     """Plugins here that are broken or blocked, with the reason: a missing transport may be one of theirs."""
     wrap_pipe: Callable[[Pipe], Pipe] | None = None
@@ -111,12 +117,32 @@ class LinkSettings:
         )
         return agreement
 
-    def wrapped(self, pipe: Pipe) -> Pipe:
-        if pipe.route:
-            self.stats.opened(pipe.route)
-        if self.wrap_pipe is not None:
-            pipe = self.wrap_pipe(pipe)
-        return RecordedPipe(pipe, self.stats, None if self.on_pipe is None else self.on_pipe())
+    def wrapped(self, pipe: Pipe, agreement: Agreement, transport: str, device: str) -> Pipe:
+        """The pipe as its user gets it: counted, and compared with what it should carry.
+
+        Raises:
+            SlowPathError: it is too slow already, and the config refuses that. It is aborted.
+        """
+        alarm = SlowPathAlarm(
+            config=self.config,
+            stats=self.stats,
+            abilities=self.abilities,
+            agreement=agreement,
+            transport=transport,
+            device=device,
+            wrapped_by=self.wrapped_by,
+        )
+        try:
+            watch = alarm.watch(pipe)
+            if pipe.route:
+                self.stats.opened(pipe.route)
+            if self.wrap_pipe is not None:
+                pipe = self.wrap_pipe(pipe)
+            on_end = None if self.on_pipe is None else self.on_pipe()
+        except BaseException:
+            pipe.abort()
+            raise
+        return RecordedPipe(pipe, self.stats, on_end, watch)
 
 
 def is_examined_by(error: KvplugError) -> bool:
@@ -165,7 +191,10 @@ class ControlLink(PeerLink):
             if self._accepted and (shortage := exhaustion_of(e, f"opening the pipe {label!r}")):
                 self.channel.decline(shortage)
             raise
-        return self._settings.wrapped(pipe)
+        return pipe
+
+    def _wrapped(self, pipe: Pipe, transport: str, device: str) -> Pipe:
+        return self._settings.wrapped(pipe, self.agreement, transport, device.partition(":")[0])
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         try:
@@ -188,7 +217,7 @@ class ControlLink(PeerLink):
             if (error := outcome.wait()) is not None:
                 pipe.abort()
                 raise error
-            return pipe
+            return self._wrapped(pipe, transport, device)
         finally:
             self._opening = None
             listener.close()
@@ -202,7 +231,8 @@ class ControlLink(PeerLink):
             raise HandshakeError(f"it cannot listen on {transport!r}: {why}", peer=str(self.channel.peer))
         try:
             endpoint = self._settings.pipe_endpoint(transport, device)
-            pipe = endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
+            bare = endpoint.connect(str(offer["contact"]), timeout=deadline.remaining())
+            pipe = self._wrapped(bare, transport, device)
         except Exception as e:
             shortage = exhaustion_of(e)
             lacks = shortage.resource if shortage is not None else ""

@@ -92,6 +92,8 @@ def _link_settings(resolved: ResolvedConfig, wrap_pipe: Callable[[Pipe], Pipe] |
         hello=functools.partial(make_hello, resolved, None, True, resolved.config.device.partition(":")[0]),
         endpoint=resolved.pipe_endpoint,
         pipe_options=resolved.pipe_options,
+        abilities=resolved.abilities,
+        wrapped_by=resolved.wrapped_by,
         stats=stats,
         missing=resolved.registry.failures(),
         wrap_pipe=wrap_pipe,

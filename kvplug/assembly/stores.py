@@ -141,6 +141,8 @@ def store_links(resolved: ResolvedConfig, stats: TransferStats) -> LinkSettings:
         hello=functools.partial(make_hello, resolved, None, True, "cpu"),
         endpoint=resolved.pipe_endpoint,
         pipe_options=resolved.pipe_options,
+        abilities=resolved.abilities,
+        wrapped_by=resolved.wrapped_by,
         stats=stats,
         missing=resolved.registry.failures(),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ from kvplug.config.messages import unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.config.role import Role, role_of
 from kvplug.config.schema import (
-    HASH,
     LAST_PORT,
     NAME,
     chosen,
@@ -24,9 +22,11 @@ from kvplug.config.schema import (
     device_form,
     directory_of,
     each_one,
+    engine_id_form,
     host_form,
-    matches,
+    integrity_form,
     name_form,
+    option_tables,
     peer_form,
 )
 from kvplug.config.sources import Layer, SourcedValue
@@ -38,10 +38,6 @@ DEFAULT_PORT = 29555
 def _heartbeat(config: Config) -> float:
     timeout: Any = config.timeout_s  # not checked yet
     return min(10.0, timeout) if isinstance(timeout, (int, float)) else 10.0
-
-
-def _options(value: Any) -> Mapping[str, Mapping[str, Any]]:
-    return {str(name): dict(table) for name, table in value.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -183,9 +179,7 @@ class Config:
     engine_id: str = option(
         attrs.Factory(lambda: os.urandom(16).hex()),
         help="Name of this engine for its peers. Must differ from theirs. Default: random.",
-        validator=matches(
-            re.compile(r"[\x21-\x7e]{1,200}"), "up to 200 printable characters without white space"
-        ),
+        validator=engine_id_form,
     )
     doctor: Literal["off", "look", "measure"] = option(
         "measure",
@@ -202,7 +196,13 @@ class Config:
         "auto",
         help='Hash that detects corrupted KV. "auto": a fast one that both ends have. "off": none. Else the'
         " name of a hash.",
-        validator=matches(HASH, '"auto", "off" or the name of a hash'),
+        validator=integrity_form,
+    )
+    slow_path: Literal["warn", "refuse", "off"] = option(
+        "warn",
+        help="What is done about a pipe that carries less than a tenth of what its transport claims, or than"
+        " a fifth of what it did before: a warning, once per peer; its end, with SlowPathError; nothing.",
+        validator=attrs.validators.in_(("warn", "refuse", "off")),
     )
     sinks: tuple[str, ...] = option(
         (),
@@ -235,7 +235,7 @@ class Config:
     )
     options: Mapping[str, Mapping[str, Any]] = attrs.field(
         factory=dict,
-        converter=_options,
+        converter=option_tables,
         metadata={"kvplug.help": "One table of options for each name: [options.cpu]."},
     )
     sources: Mapping[str, str] = attrs.field(factory=dict, repr=False, eq=False)

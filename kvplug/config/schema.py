@@ -36,8 +36,16 @@ def matches(pattern: re.Pattern[str], allowed: str) -> Any:
     return check
 
 
+engine_id_form = matches(
+    re.compile(r"[\x21-\x7e]{1,200}"), "up to 200 printable characters without white space"
+)
+integrity_form = matches(HASH, '"auto", "off" or the name of a hash')
 A_NAME = 'a name as `kvplug list` shows it, or "distribution:name"'
 name_form = matches(NAME, A_NAME)
+
+
+def option_tables(value: Any) -> Mapping[str, Mapping[str, Any]]:
+    return {str(name): dict(table) for name, table in value.items()}
 
 
 def chosen(_: Any, __: Any, value: Any) -> None:

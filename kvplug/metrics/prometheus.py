@@ -33,6 +33,10 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "kvplug_transfer_failures_total": (("op", "reason"), "Operations that failed, by reason."),
     "kvplug_pipes_total": (("route",), "Pipes that were opened, by what carries their bytes."),
+    "kvplug_slow_paths_total": (
+        ("transport",),
+        "Peers to which a transport carries far less than it claims, or than before.",
+    ),
 }
 """Name to (labels of ours, help). An engine's labels come before ours."""
 
@@ -70,6 +74,8 @@ class PrometheusSink(Sink):
                 self._raise("kvplug_transfer_failures_total", count, op, reason)
         for route, count in snapshot.get("routes", {}).items():
             self._raise("kvplug_pipes_total", count, route)
+        for transport, count in snapshot.get("slow_paths", {}).items():
+            self._raise("kvplug_slow_paths_total", count, transport)
 
     def _raise(self, name: str, amount: float, *ours: str) -> None:
         self._counters[name].labels(*self._values, *ours).inc(amount)

@@ -18,6 +18,7 @@ from kvplug.errors import (
     LentError,
     PeerGoneError,
     ResourceExhaustedError,
+    SlowPathError,
     StalledError,
     TensorMismatchError,
     UnsupportedError,
@@ -73,6 +74,8 @@ class Reason(enum.StrEnum):
     """It was not done by its deadline."""
     STALLED = "stalled"
     """Nothing of it came for too long, though its peer lives."""
+    SLOW = "slow"
+    """It carried far less than its transport claims, or than before, and the config refuses that."""
     PEER_GONE = "peer_gone"
     """The other process died or closed, or counts as dead after a silence."""
     NO_ROOM = "no_room"
@@ -117,6 +120,7 @@ _BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Re
     (CapacityError, Reason.TOO_LARGE),
     (ClosedError, Reason.CLOSED),
     (ResourceExhaustedError, Reason.EXHAUSTED),
+    (SlowPathError, Reason.SLOW),
     (PeerGoneError, Reason.PEER_GONE),
     (StalledError, Reason.STALLED),
     (builtins.TimeoutError, Reason.TIMEOUT),

@@ -16,11 +16,12 @@ from kvplug.errors import (
     TensorMismatchError,
     TimeoutError,
 )
+from kvplug.metrics.path_rate import LEAST_BYTES, PathWatch
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.transport.block_views import BlockViews
-from kvplug.transport.pipe import Pipe, Transfer
+from kvplug.transport.pipe import PathReport, Pipe, Transfer
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.results import Presence, PutReason
 from kvplug.transport.store.store import PageRequest, Store
@@ -43,13 +44,19 @@ class RecordedPipe(Pipe):
     """
 
     def __init__(
-        self, pipe: Pipe, stats: TransferStats, on_end: Callable[[bool], None] | None = None
+        self,
+        pipe: Pipe,
+        stats: TransferStats,
+        on_end: Callable[[bool], None] | None = None,
+        watch: PathWatch | None = None,
     ) -> None:
-        """``on_end(may_wait)`` is called once, when this end closes or aborts the pipe."""
+        """``on_end(may_wait)`` is called once, when this end closes or aborts the pipe. ``watch`` measures
+        the sends; ``None``: they are not compared with anything."""
         self.pipe = pipe
         """The pipe inside."""
         self._stats = stats
         self._on_end = on_end
+        self._watch = watch
 
     def __repr__(self) -> str:
         return f"<recorded {self.pipe!r}>"
@@ -65,6 +72,9 @@ class RecordedPipe(Pipe):
     @property
     def route(self) -> str:
         return self.pipe.route
+
+    def path_report(self) -> PathReport:
+        return self.pipe.path_report()
 
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
         return self._sent(lambda: self.pipe.send_tensor(tensor, timeout=timeout), lambda: _nbytes(tensor))
@@ -98,6 +108,9 @@ class RecordedPipe(Pipe):
         )
 
     def _sent(self, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
+        watch = self._watch
+        if watch is not None and watch.due:
+            self._heed(watch)
         started = time.perf_counter()
         try:
             transfer = send()
@@ -105,18 +118,40 @@ class RecordedPipe(Pipe):
             self._stats.fail("send", reason_of(e))
             raise
         sent = nbytes()
+        if watch is not None:
+            if sent < LEAST_BYTES:
+                watch = None
+            else:
+                watch.begins()
 
         def count(ended: Transfer) -> None:
-            error = ended.error()
+            error, now = ended.error(), time.perf_counter()
             if error is None:
-                self._stats.record("send", sent, time.perf_counter() - started)
+                self._stats.record("send", sent, now - started)
             else:
                 self._stats.fail("send", reason_of(error))
+            if watch is not None:
+                watch.ends(sent if error is None else 0, started, now)
 
         transfer.add_done_callback(count)
         return transfer
 
+    def _heed(self, watch: PathWatch) -> None:
+        """An alarm of the path is due: it is told, and the pipe goes on or is refused.
+
+        Raises:
+            SlowPathError: it is refused, now or since an earlier call.
+        """
+        refusal = watch.take_alarm()
+        if refusal is not None:
+            if not self.pipe.closed:
+                self._stats.fail("send", reason_of(refusal))
+                self.abort()
+            raise refusal
+
     def _received(self, receive: Callable[[], _T], nbytes: Callable[[_T], int]) -> _T:
+        if self._watch is not None and self._watch.due:
+            self._heed(self._watch)
         started = time.perf_counter()
         try:
             received = receive()
@@ -145,6 +180,8 @@ class RecordedPipe(Pipe):
             self._ended(may_wait=False)
 
     def _ended(self, *, may_wait: bool) -> None:
+        if self._watch is not None:
+            self._watch.close(tell=may_wait)
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(may_wait)

@@ -38,7 +38,8 @@ class Sink(abc.ABC):
 
 
 class LogSink(Sink):
-    """One line for each operation that was counted, and for each route that pipes were opened over."""
+    """One line for each operation that was counted, for each route that pipes were opened over, and for each
+    transport with slow paths."""
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
         self._logger = logger or _log
@@ -63,6 +64,8 @@ class LogSink(Sink):
             )
         for route, count in snapshot.get("routes", {}).items():
             self._logger.log(self._level, "%s pipes: %d opened over %s", who, count, route)
+        for transport, count in snapshot.get("slow_paths", {}).items():
+            self._logger.log(self._level, "%s slow paths: %d by %s", who, count, transport)
 
 
 def configured_log_sink(options: object) -> LogSink:

@@ -4,11 +4,13 @@ A *snapshot* is plain, so that any engine can carry it between processes in any 
 
     {"ops": {"send": {"count": 3, "bytes": 4096, "tokens": 0, "seconds": 0.02, "buckets": [0, …]}},
      "failures": {"load": {"timeout": 1}},
-     "routes": {"nixl rma(rc_mlx5/mlx5_0:1)": 1}}
+     "routes": {"nixl rma(rc_mlx5/mlx5_0:1)": 1},
+     "slow_paths": {"cpu": 1}}
 
 ``buckets[i]`` counts what took no longer than ``BOUNDS_S[i]`` (and longer than the bound before); the
 last one, what took longer than every bound. ``routes`` counts the pipes that were opened, by what carries
-their bytes; it is absent without pipes whose transport says so. Only what was counted is in a snapshot.
+their bytes; it is absent without pipes whose transport says so. ``slow_paths`` counts the peers to which a
+transport carries far less than it should, and is absent without. Only what was counted is in a snapshot.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ StatsSnapshot = Mapping[str, Any]
 BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the duration buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
 
-_MAX_ROUTES: Final = 64
-"""More are counted as "other": each is a series of its own."""
-_ROUTE_CHARS: Final = 200
+_MAX_NAMES: Final = 64
+"""More routes, or transports with slow paths, are counted as "other": each is a series of its own."""
+_NAME_CHARS: Final = 200
+_NAMED: Final = ("routes", "slow_paths")
+"""Counts by a name that is not of a closed set."""
 _OPS: Final = frozenset(Op)
 _REASONS: Final = frozenset(Reason)
 
@@ -83,7 +87,7 @@ class TransferStats:
         self._lock = threading.Lock()
         self._ops: dict[str, _Figures] = {}
         self._failures: dict[tuple[str, str], int] = {}
-        self._routes: dict[str, int] = {}
+        self._named: dict[str, dict[str, int]] = {kind: {} for kind in _NAMED}
         self._resets = 0
         self._reader = StatsReader(self)
 
@@ -114,11 +118,19 @@ class TransferStats:
 
     def opened(self, route: str, *, count: int = 1) -> None:
         """One more pipe was opened, and this carries its bytes (see ``Pipe.route``)."""
-        route = route[:_ROUTE_CHARS]
+        self._count("routes", route, count)
+
+    def slow_path(self, transport: str, *, count: int = 1) -> None:
+        """To one more peer ``transport`` carries far less than it claims, or than it did before."""
+        self._count("slow_paths", transport, count)
+
+    def _count(self, kind: str, name: str, count: int) -> None:
+        name = name[:_NAME_CHARS]
+        counts = self._named[kind]
         with self._lock:
-            if route not in self._routes and len(self._routes) >= _MAX_ROUTES:
-                route = "other"
-            self._routes[route] = self._routes.get(route, 0) + count
+            if name not in counts and len(counts) >= _MAX_NAMES:
+                name = "other"
+            counts[name] = counts.get(name, 0) + count
 
     def _new(self, op: str) -> _Figures:
         return self._ops.setdefault(_known_op(op), _Figures())
@@ -130,9 +142,10 @@ class TransferStats:
             ValueError: it is no snapshot.
         """
         snapshot = other.snapshot() if isinstance(other, TransferStats) else other
-        ops, failures, routes = _parse(snapshot)
-        for route, count in routes.items():
-            self.opened(route, count=count)
+        ops, failures, named = _parse(snapshot)
+        for kind, counts in named.items():
+            for name, count in counts.items():
+                self._count(kind, name, count)
         with self._lock:
             for op, figures in ops.items():
                 self._ops.setdefault(op, _Figures()).add(figures)
@@ -142,7 +155,9 @@ class TransferStats:
     def reset(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._ops, self._failures, self._routes = {}, {}, {}
+            self._ops, self._failures = {}, {}
+            for counts in self._named.values():
+                counts.clear()
             self._resets += 1
 
     # -- looking -------------------------------------------------------------------------------
@@ -176,8 +191,8 @@ class TransferStats:
                 failures.setdefault(op, {})[reason] = count
             # str(): plain text, not the enum's members
             ops = {str(op): figures.to_plain() for op, figures in self._ops.items()}
-            routes = {"routes": dict(self._routes)} if self._routes else {}
-            return {"ops": ops, "failures": failures, **routes}, self._resets
+            named = {kind: dict(counts) for kind, counts in self._named.items() if counts}
+            return {"ops": ops, "failures": failures, **named}, self._resets
 
 
 class StatsReader:
@@ -197,25 +212,27 @@ class StatsReader:
 
 
 def _difference(now: StatsSnapshot, before: StatsSnapshot | None) -> dict[str, Any] | None:
-    ops, failures, routes = _parse(now)
+    ops, failures, named = _parse(now)
     if before is not None:
-        old_ops, old_failures, old_routes = _parse(before)
+        old_ops, old_failures, old_named = _parse(before)
         for op, figures in old_ops.items():
             ops[op].add(figures, -1)
         for key, count in old_failures.items():
             failures[key] -= count
-        for route, count in old_routes.items():
-            routes[route] -= count
+        for kind, counts in old_named.items():
+            for name, count in counts.items():
+                named[kind][name] -= count
     fresh = TransferStats()
     fresh._ops = {op: figures for op, figures in ops.items() if figures.count}
     fresh._failures = {key: count for key, count in failures.items() if count}
-    fresh._routes = {route: count for route, count in routes.items() if count}
-    return fresh.snapshot() if fresh._ops or fresh._failures or fresh._routes else None
+    for kind, counts in named.items():
+        fresh._named[kind] = {name: count for name, count in counts.items() if count}
+    return fresh.snapshot() if fresh._ops or fresh._failures or any(fresh._named.values()) else None
 
 
 def _parse(
     snapshot: StatsSnapshot,
-) -> tuple[dict[str, _Figures], dict[tuple[str, str], int], dict[str, int]]:
+) -> tuple[dict[str, _Figures], dict[tuple[str, str], int], dict[str, dict[str, int]]]:
     ops: dict[str, _Figures] = {}
     failures: dict[tuple[str, str], int] = {}
     try:
@@ -227,12 +244,13 @@ def _parse(
                     raise ValueError(f"a count is {count!r}")
                 key = (_known_op(op), _known_reason(reason))
                 failures[key] = failures.get(key, 0) + count
-        routes = dict(snapshot.get("routes", {}))
-        if not all(isinstance(route, str) and _is_count(count) for route, count in routes.items()):
-            raise ValueError("a route is no text, or its count no number")
+        named = {kind: dict(snapshot.get(kind, {})) for kind in _NAMED}
+        for kind, counts in named.items():
+            if not all(isinstance(name, str) and _is_count(count) for name, count in counts.items()):
+                raise ValueError(f"{kind}: a name is no text, or its count no number")
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ValueError(f"no snapshot of transfer stats: {type(e).__name__}: {e}") from e
-    return ops, failures, routes
+    return ops, failures, named
 
 
 def _is_count(given: object) -> bool:

@@ -199,6 +199,7 @@ from kvplug.transport.lookup import (
 )
 from kvplug.transport.pipe import (
     Blocks as Blocks,
+    PathReport as PathReport,
     Pipe as Pipe,
     PipeEndpoint as PipeEndpoint,
     PipeListener as PipeListener,

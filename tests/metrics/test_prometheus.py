@@ -157,6 +157,7 @@ def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
         stats.record(f"op {number}")
         stats.fail(f"op {number}", f"reason {number}")
         stats.opened(f"route {number}")
+        stats.slow_path(f"transport {number}")
     for op in Op:
         stats.record(op)
         for reason in Reason:
@@ -168,7 +169,7 @@ def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
         for sample in family.samples
         if not sample.name.endswith("_created")
     }
-    assert len(found) == len(Op) * (4 + len(BOUNDS_S) + 1 + len(Reason)) + 64 + 1
+    assert len(found) == len(Op) * (4 + len(BOUNDS_S) + 1 + len(Reason)) + 2 * (64 + 1)
     assert {name for name, *_ in found} == set(COUNTERS)
 
 

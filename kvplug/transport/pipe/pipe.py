@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe.blocks import Blocks
+from kvplug.transport.pipe.path import PathReport
 from kvplug.transport.pipe.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ class Pipe(abc.ABC):
         ``nixl rma(rc_mlx5/mlx5_0:1)``. Few different ones, since each is a series. Empty where a transport
         does not say."""
         return ""
+
+    def path_report(self) -> PathReport:
+        """What the transport knows of its path's speed. Asked once when the pipe begins, and again before an
+        alarm that the path is slow, so it may look at the host; it must not wait for the peer."""
+        return PathReport()
 
     @abc.abstractmethod
     def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:

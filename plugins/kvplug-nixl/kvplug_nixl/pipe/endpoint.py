@@ -28,6 +28,7 @@ class NixlEndpoint(DuplexEndpoint):
         self._settings = NixlPipeSettings(
             device=device if device == "cpu" or ":" in device else f"{device}:0",
             inline_bytes=self._options.inline_bytes,
+            expected_gb_per_s=self._options.expected_gb_per_s,
             max_in_flight_bytes=self._options.max_in_flight_bytes,
             timeout_s=context.timeout_s,
             heartbeat_timeout_s=context.heartbeat_timeout_s,

@@ -34,10 +34,6 @@ class Lanes:
     one_host: bool
     """Both ends are on one host."""
 
-    def is_slow(self, expected_gb_per_s: float) -> bool:
-        """Whether they carry less than a tenth of that."""
-        return self.gb_per_s < expected_gb_per_s / 10
-
     def reason(self) -> str:
         """Why they may be slow, as far as this process can see: the cause, and what to change."""
         if self.one_host and not any(each in self.text for each in _SHARED):

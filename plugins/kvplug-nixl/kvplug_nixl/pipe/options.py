@@ -28,13 +28,8 @@ class NixlPipeOptions:
         default=10.0,
         at_least=0.0,
         help="What the lanes should carry, in 10^9 bytes per second. When a pipe begins it reads 1 MiB"
-        " several times; if less than a tenth of this comes, `slow` says what is done. 0: nothing is"
-        " expected.",
-    )
-    slow: Literal["warn", "refuse"] = option(
-        default="warn",
-        help="What is done about a pipe that is ten times slower than expected_gb_per_s: a warning in the"
-        " log, or no pipe. Both name the lanes and what makes them slow.",
+        " several times. If less than a tenth of this comes, then or later, the config's slow_path says what"
+        " is done. 0: nothing is expected.",
     )
     inline_bytes: int = option(
         default=4096,

@@ -28,6 +28,7 @@ from kvplug.transport import (
     DuplexPipe,
     MessageLimit,
     NamedExhaustion,
+    PathReport,
     PipeSettings,
     Transfer,
     WireError,
@@ -61,6 +62,7 @@ class NixlPipeSettings(PipeSettings):
 
     device: str
     inline_bytes: int
+    expected_gb_per_s: float
 
 
 class NixlPipe(DuplexPipe):
@@ -88,6 +90,7 @@ class NixlPipe(DuplexPipe):
         limit = MessageLimit(settings.max_message_bytes, device=settings.device)
         super().__init__(peer, settings.timeout_s, limit)
         self.lanes: Final = lanes
+        self._expected_gb_per_s = settings.expected_gb_per_s
         """What carries the reads of this end."""
         self._channel = channel
         self._agent = agent
@@ -128,6 +131,13 @@ class NixlPipe(DuplexPipe):
     def route(self) -> str:
         """The lanes of this end's reads."""
         return f"nixl {self.lanes.text}"
+
+    def path_report(self) -> PathReport:
+        return PathReport(
+            measured_gb_per_s=self.lanes.gb_per_s,
+            expected_gb_per_s=self._expected_gb_per_s,
+            reason=f"UCX reads through {self.lanes.text}: {self.lanes.reason()}",
+        )
 
     # -- moving bytes ----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.fork import close_after_fork
 from kvplug.transport.duplex.limit import MessageLimit
-from kvplug.transport.pipe import Pipe, Transfer
+from kvplug.transport.pipe import PathReport, Pipe, Transfer
 from kvplug_testing.faults.messages import copied, fill, flipped, nbytes_of
 from kvplug_testing.faults.plan import BEFORE, Plan
 from kvplug_testing.faults.schedule import FaultSchedule, Injection
@@ -121,6 +121,9 @@ class FaultyPipe(Pipe):
     @property
     def peer(self) -> str:
         return self.pipe.peer
+
+    def path_report(self) -> PathReport:
+        return self.pipe.path_report()
 
     @property
     def _name(self) -> str:

@@ -1,0 +1,224 @@
+"""The alarm about slow paths: what a pipe carries, what it should carry, and why it is less."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+
+from kvplug.config import Config
+from kvplug.errors import SlowPathError
+from kvplug.metrics.path_rate import CLAIM_FACTOR, Finding, PathRate, PathWatch, host_load
+from kvplug.metrics.stats import TransferStats
+from kvplug.negotiation.handshake.agreement import Agreement
+from kvplug.negotiation.select import REFERENCE_NBYTES, Offer
+from kvplug.net.trust.addresses import is_loopback
+from kvplug.transport.capabilities import Capabilities, Cost
+from kvplug.transport.pipe import Pipe
+
+_log = logging.getLogger(__name__)
+
+_MOST_PEERS: Final = 1024
+_SMALL_SHM: Final = 64 << 20
+_FEW_CPUS: Final = 2.0
+_SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at
+_NET: Final = Path("/sys/class/net")
+_CPU_MAX: Final = Path("/sys/fs/cgroup/cpu.max")
+_SIOCGIFADDR: Final = 0x8915
+
+
+class _Rates:
+    """The rates of this process's peers, those used last: an alarm is given once for each, however often a
+    pipe to it is opened, and its history outlives its pipes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, ...], PathRate] = OrderedDict()
+
+    def of(self, key: tuple[str, ...], claim: Cost | None) -> PathRate:
+        with self._lock:
+            found = self._known.pop(key, None) or PathRate(claim)
+            self._known[key] = found
+            while len(self._known) > _MOST_PEERS:
+                self._known.popitem(last=False)
+        return found
+
+    def after_fork(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+_rates = _Rates()
+os.register_at_fork(after_in_child=_rates.after_fork)
+
+
+@attrs.frozen(kw_only=True)
+class SlowPathAlarm:
+    """What is compared, told and counted for one pipe."""
+
+    config: Config
+    stats: TransferStats
+    abilities: Callable[[], Mapping[str, Capabilities]]
+    """Of the transports that are installed here, by name."""
+    agreement: Agreement
+    transport: str
+    device: str
+    wrapped_by: str = ""
+    """The transport that the config has wrap it; empty: none."""
+
+    def watch(self, pipe: Pipe) -> PathWatch | None:
+        """Begin to compare what the pipe sends; ``None``: the config does not want it.
+
+        Raises:
+            SlowPathError: the transport has measured that it is too slow, and the config refuses that.
+        """
+        if self.config.slow_path == "off":
+            return None
+        report = pipe.path_report()
+        claim: Cost | None = self._claim()
+        expected = report.expected_gb_per_s
+        if expected is not None and claim is not None:
+            claim = attrs.evolve(claim, gb_per_s=expected) if expected else None
+        remote = self.agreement.remote
+        key = (remote.engine_id or str(remote.identity), self.transport, self.device, repr(claim))
+        rate = _rates.of(key, claim)
+
+        def tell(finding: Finding) -> SlowPathError | None:
+            return self._tell(finding, pipe, rate)
+
+        measured = report.measured_gb_per_s
+        if measured is not None and claim is not None and measured * CLAIM_FACTOR < claim.gb_per_s:
+            at_once = Finding(against="claim", gb_per_s=measured, expected_gb_per_s=claim.gb_per_s)
+            refusal = tell(at_once)
+            if refusal is not None:
+                raise refusal
+        return PathWatch(rate, tell)
+
+    def _claim(self) -> Cost | None:
+        """As at the selection: the claim of the end where it is dearer."""
+        claims = [offer.capabilities.cost for offer in self._remote_offers() if offer.name == self.transport]
+        if self.transport in (ours := self.abilities()):
+            claims.append(ours[self.transport].cost)
+        return max(claims, key=lambda cost: cost.seconds(REFERENCE_NBYTES), default=None)
+
+    def _remote_offers(self) -> Sequence[Offer]:
+        return self.agreement.remote.transports
+
+    def _tell(self, finding: Finding, pipe: Pipe, rate: PathRate) -> SlowPathError | None:
+        refuses = self.config.slow_path == "refuse"
+        first = rate.first_alarm()
+        if first:
+            self.stats.slow_path(self.transport)
+        elif not refuses:
+            return None
+        reasons = list(self._reasons(finding, pipe)) or [
+            "no cause is seen from here; the peer may take messages late, or its host may be busy"
+        ]
+        text = (
+            f"the pipe {self.transport!r} to {pipe.peer} {finding}. Likely: {'; '.join(reasons)}."
+            ' slow_path = "off" stops this comparison'
+        )
+        if refuses:
+            return SlowPathError(text)
+        _log.warning("%s; this is said once", text)
+        return None
+
+    # -- why -------------------------------------------------------------------------------------------
+
+    def _reasons(self, finding: Finding, pipe: Pipe) -> Iterator[str]:
+        """The causes that can be seen from here, each with what to change; the surest first."""
+        if own := pipe.path_report().reason:
+            yield own
+        if self.wrapped_by:
+            yield f"the config has {self.wrapped_by!r} wrap it; name {self.transport!r} itself"
+        yield from self._other_host(finding) if self.agreement.cross_host else self._this_host()
+        if self.config.tls_cert and not self.config.host.startswith("unix:") and self._is_tcp():
+            yield "connections over TCP are encrypted (tls_cert), which costs processor time"
+        yield from _processors(self.config.thread_cpus)
+
+    def _is_tcp(self) -> bool:
+        return self.agreement.cross_host or is_loopback(self.config.host)
+
+    def _this_host(self) -> Iterator[str]:
+        known = {offer.name: offer.capabilities for offer in self._remote_offers()} | dict(self.abilities())
+        faster = [
+            (known[each.name].cost.seconds(REFERENCE_NBYTES), each.reason, each.name)
+            for each in self.agreement.transports[self.device].candidates
+            if not each.chosen and each.name in known and self.device in known[each.name].devices
+        ]
+        claim = self._claim()
+        if faster and claim is not None and min(faster)[0] < claim.seconds(REFERENCE_NBYTES):
+            _, reason, name = min(faster)
+            yield (
+                f"both ends are on one host, and {name!r}, which claims {known[name].cost.gb_per_s:.3g} GB/s,"
+                f" was passed over: {reason}"
+            )
+        try:
+            room = os.statvfs(_SHM)
+        except OSError:
+            return
+        free = room.f_bavail * room.f_frsize
+        if free < _SMALL_SHM:
+            yield f"{_SHM} has only {free >> 20} MiB free; enlarge it (docker run --shm-size)"
+
+    def _other_host(self, finding: Finding) -> Iterator[str]:
+        interface = interface_of(self.config.host)
+        mbit = speed_of(interface) if interface else 0
+        if mbit and mbit / 8000 < finding.expected_gb_per_s:
+            yield (
+                f"the peer is on another host, and the interface {interface} runs at {mbit} Mbit/s,"
+                f" which is {mbit / 8000:.3g} GB/s; set host to the address of a faster one"
+            )
+        else:
+            yield (
+                "the peer is on another host, and the network between the two carries less than that; compare"
+                " with iperf3, and set host to the address of the fastest interface"
+            )
+
+
+def interface_of(host: str) -> str:
+    """The network interface that has this IPv4 address; empty if none has, or it is no such address."""
+    try:
+        wanted = socket.inet_aton(host) if host.count(".") == 3 else b""
+        names = [name for _, name in socket.if_nameindex()] if wanted else []
+    except OSError:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for name in names:
+            try:
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no address
+                continue
+            if answer[20:24] == wanted:
+                return name
+    return ""
+
+
+def speed_of(interface: str) -> int:
+    """In Mbit/s, as the kernel knows it; 0: it does not."""
+    try:
+        return max(0, int((_NET / interface / "speed").read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
+def _processors(thread_cpus: str) -> Iterator[str]:
+    try:
+        quota, period = _CPU_MAX.read_text().split()
+        cpus = int(quota) / int(period)
+    except (OSError, ValueError):
+        cpus = float("inf")
+    if cpus < _FEW_CPUS:
+        yield f"this container may use {cpus:.2g} processors; raise its CPU limit"
+    if thread_cpus.isdecimal():
+        yield f"all threads of kvplug share processor {thread_cpus} (thread_cpus); give them more"
+    if (load := host_load()) > _FEW_CPUS:
+        yield f"this host is busy: {load:.0f} runnable threads for each processor"

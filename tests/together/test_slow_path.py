@@ -1,0 +1,231 @@
+"""The alarm about slow paths, with real pipes: throttled, stopped for a moment, refused, switched off."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from kvplug import Config, PeerGoneError, connect_pipe, listen_pipe
+from kvplug.assembly import slow_path
+from kvplug.errors import SlowPathError
+from kvplug.metrics import path_rate
+from kvplug.transport import Cost, PathReport, Pipe
+from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.waits import Call
+
+pytestmark = [pytest.mark.timeout(100), pytest.mark.xdist_group("timing")]
+
+MIB = 1 << 20
+MESSAGE = torch.zeros(2 * MIB, dtype=torch.uint8)
+SLOW = {"do": "slow", "bytes_per_s": 20 * MIB}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alarm after three slow batches, and on an idle host, whatever else this one does."""
+    monkeypatch.setattr(path_rate, "_SLOW_BATCHES", 3)
+    monkeypatch.setattr(path_rate, "_SLOW_S", 0.5)
+    monkeypatch.setattr(path_rate, "_LEAST_HISTORY", 4)
+    monkeypatch.setattr(path_rate, "host_load", lambda: 1.0)
+
+
+def config(transport: str = "cpu", rule: dict[str, Any] | None = None, **more: Any) -> Config:
+    """``rule``: a fault of what this end sends."""
+    known: dict[str, Any] = {"transport": transport, "timeout_s": 20, "connect_timeout_s": 20, **more}
+    if rule is not None:
+        known |= {
+            "transport": "faulty",
+            "options": {"faulty": {"inner": transport, "plan": {"rules": [rule]}}},
+        }
+    return Config.from_dict(known)
+
+
+def pair(ours: Config, theirs: Config | None = None) -> tuple[Pipe, Pipe]:
+    with listen_pipe(theirs or config(), "unix:") as server:
+        joining = Call(lambda: connect_pipe(ours, server.contact))
+        return joining.result(20), server.accept()
+
+
+class Taking:
+    """Takes everything that comes out of a pipe, in a thread."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._call = Call(self._run)
+
+    def _run(self) -> None:
+        out = torch.empty_like(MESSAGE)
+        try:
+            while True:
+                self._pipe.recv_tensor(out, timeout=20)
+        except PeerGoneError:
+            return
+
+    def ends(self) -> None:
+        self._call.result(20)
+        self._pipe.close()
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    return lambda: [r.getMessage() for r in caplog.records if r.name == slow_path.__name__]
+
+
+def send(pipe: Pipe, count: int) -> None:
+    for _ in range(count):
+        pipe.send_tensor(MESSAGE).wait(20)
+
+
+def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) -> None:
+    pipe, other = pair(config(rule=SLOW))
+    taking = Taking(other)
+    send(pipe, 40)
+    (text,) = warned()
+    for part in (
+        r"the pipe 'cpu' to .*pid \d+.* carries 0\.0\d+ GB/s \(\d+ MiB in .* s\)",
+        "less than a tenth of the 6 GB/s that its transport claims",
+        "the config has 'faulty' wrap it; name 'cpu' itself",
+        "one host, and 'shm', which claims 15 GB/s, was passed over: could be used, but cpu is named",
+        'slow_path = "off"',
+        "this is said once",
+    ):
+        assert re.search(part, text), text
+    counted: Any = pipe
+    assert counted._stats.snapshot()["slow_paths"] == {"cpu": 1}
+    assert not counted._stats.snapshot()["failures"]
+    pipe.close()
+    taking.ends()
+
+
+def test_a_path_that_was_fast_and_is_not_any_more_is_told(warned: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(slow_path.SlowPathAlarm, "_claim", lambda self: Cost(latency_us=1e3, gb_per_s=1e-3))
+    pipe, other = pair(config(rule={**SLOW, "after": 60 * MIB}))
+    taking = Taking(other)
+    send(pipe, 55)
+    (text,) = warned()
+    assert re.search(r"less than a fifth of the [\d.]+ GB/s that it carried before", text), text
+    pipe.close()
+    taking.ends()
+
+
+def test_refusing_ends_the_pipe_with_what_was_measured(warned: Any) -> None:
+    pipe, other = pair(config(rule=SLOW, slow_path="refuse"))
+    taking = Taking(other)
+    with pytest.raises(
+        SlowPathError, match=r"carries 0\.0\d+ GB/s .*claims\. Likely: .*'shm'.*slow_path = \"off\""
+    ):
+        send(pipe, 40)
+    with pytest.raises(SlowPathError):
+        pipe.recv_tensor(timeout=0)
+    assert pipe.closed and not warned()
+    counted: Any = pipe
+    snapshot = counted._stats.snapshot()
+    assert (snapshot["slow_paths"], snapshot["failures"]) == ({"cpu": 1}, {"send": {"slow": 1}})
+    taking.ends()
+
+
+def test_switched_off_nothing_is_told(warned: Any) -> None:
+    pipe, other = pair(config(rule=SLOW, slow_path="off"))
+    taking = Taking(other)
+    send(pipe, 25)
+    assert not warned()
+    pipe.close()
+    taking.ends()
+
+
+def take_all(parent: peers.Parent, contact: str, transport: str) -> None:
+    Taking(connect_pipe(config(transport), contact)).ends()
+
+
+@pytest.mark.parametrize("transport", ["cpu", "shm"])
+def test_a_good_pipe_whose_peer_is_stopped_for_a_while_is_not_told(
+    transport: str, fork_server: ForkServer, warned: Any
+) -> None:
+    with (
+        listen_pipe(config(transport), "unix:") as server,
+        fork_server.start(f"{__file__}:take_all", server.contact, transport) as child,
+    ):
+        pipe = server.accept()
+        for _ in range(3):
+            send(pipe, 10)
+            child.stop()
+            sent = [pipe.send_tensor(MESSAGE) for _ in range(20)]
+            time.sleep(0.7)
+            child.cont()
+            for transfer in sent:
+                transfer.wait(20)
+        pipe.close()
+        child.result()
+    assert not warned()
+
+
+@pytest.mark.parametrize("slow", ["warn", "refuse"])
+def test_what_a_transport_measures_at_the_beginning_counts_at_once(
+    slow: str, warned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvplug_cpu.pipe import CpuPipe
+
+    told = PathReport(measured_gb_per_s=0.5, expected_gb_per_s=49.0, reason="the lanes are narrow")
+    monkeypatch.setattr(CpuPipe, "path_report", lambda self: told)
+    text = "carries 0.5 GB/s (at its start), less than a tenth of the 49 GB/s that its transport claims"
+    if slow == "refuse":
+        with pytest.raises(SlowPathError, match=re.escape(text)):
+            pair(config(slow_path="refuse"), config(slow_path="off"))
+        return
+    for pipe in pair(config(), config(slow_path="off")):
+        pipe.close()
+    (said,) = warned()
+    assert text in said and "Likely: the lanes are narrow" in said
+
+
+# -- causes ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alarm() -> slow_path.SlowPathAlarm:
+    """Of a pipe "cpu" between two ends here."""
+    pipe, other = pair(config())
+    for each in (pipe, other):
+        each.close()
+    watch: Any = pipe
+    tell = watch._watch._tell
+    (found,) = [
+        c.cell_contents for c in tell.__closure__ if isinstance(c.cell_contents, slow_path.SlowPathAlarm)
+    ]
+    return found
+
+
+def test_the_cause_is_looked_for(
+    alarm: slow_path.SlowPathAlarm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    finding = path_rate.Finding(against="claim", gb_per_s=0.1, expected_gb_per_s=6.0)
+    mute: Any = type("Mute", (), {"path_report": lambda self: PathReport()})()
+
+    def causes(**changes: Any) -> str:
+        return "; ".join(attrs.evolve(alarm, **changes)._reasons(finding, mute))
+
+    monkeypatch.setattr(slow_path, "_SMALL_SHM", 1 << 62)
+    assert "/dev/shm has only" in causes()
+    (tmp_path / "lo").mkdir()
+    (tmp_path / "lo" / "speed").write_text("1000\n")
+    monkeypatch.setattr(slow_path, "_NET", tmp_path)
+    apart = attrs.evolve(alarm.agreement, cross_host=True)
+    said = causes(agreement=apart)
+    assert "the interface lo runs at 1000 Mbit/s, which is 0.125 GB/s" in said and "/dev/shm" not in said
+    (tmp_path / "lo" / "speed").write_text("-1\n")
+    assert "compare with iperf3" in causes(agreement=apart)
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    monkeypatch.setattr(slow_path, "_CPU_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr(slow_path, "host_load", lambda: 9.0)
+    secured = attrs.evolve(alarm.config, thread_cpus="0", tls_cert="a", tls_key="b", tls_ca="c")
+    said = causes(config=secured)
+    for part in ("0.5 processors", "share processor 0", "9 runnable threads", "encrypted (tls_cert)"):
+        assert part in said
