@@ -16,6 +16,7 @@ def kvplug_transports() -> list[TransportSpec]:
             factory="kvplug_pynccl.pipe.endpoint:PyncclEndpoint",
             options="kvplug_pynccl.options:PyncclPipeOptions",
             probe="kvplug_pynccl.probe:describe",
+            protocol=2,
             summary="CUDA tensors over NCCL, between GPUs of one host or of several",
             capabilities=Capabilities(
                 devices={"cuda"},

@@ -16,16 +16,62 @@ import torch
 
 import pynccl_ends as ends
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug.metrics.record import RecordedPipe
+from kvplug.metrics.stats import TransferStats
 from kvplug.transport import HeartbeatTerms, PeerIdentity
 from kvplug_pynccl.pipe import join, worker
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.gpu.fake import NCCL
-from kvplug_testing.waits import Call, until
+from kvplug_testing.waits import Call, raises, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 local_pair, remote_pair = ends.local_pair, ends.remote_pair
 LARGE, PATIENCE_S, noise = ends.LARGE, ends.PATIENCE_S, ends.noise
 assert_works = ends.assert_works
+
+# -- peers that close ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_peer_that_closes_is_no_failure_in_the_metrics(local_pair: Any, waits: bool) -> None:
+    for _ in range(10):
+        stats = TransferStats()
+        one, other = local_pair()
+        recorded = RecordedPipe(other, stats)
+        one.send_tensor(noise(100))
+        recorded.recv_tensor(timeout=PATIENCE_S)
+        if waits:
+            receiving = Call(lambda recorded=recorded: recorded.recv_tensor(timeout=PATIENCE_S))
+            assert receiving.is_blocked(0.02)
+            one.close()
+            error = receiving.raised(PeerGoneError)
+        else:
+            one.close()
+            error = raises(PeerGoneError, lambda recorded=recorded: recorded.recv_tensor(timeout=PATIENCE_S))
+        assert error.closed and "the peer closed it" in str(error)
+        assert not stats.snapshot()["failures"]
+
+
+@pytest.mark.parametrize("how", ["abort", "close before its message was taken"])
+def test_a_peer_that_ends_otherwise_is_a_failure_in_the_metrics(local_pair: Any, how: str) -> None:
+    stats = TransferStats()
+    one, other = local_pair()
+    recorded = RecordedPipe(other, stats)
+    if how == "abort":
+        one.abort()
+    else:
+        one.send_tensor(noise())
+        one.close(0.1)
+    assert not raises(PeerGoneError, lambda: recorded.recv_tensor(timeout=PATIENCE_S)).closed
+    assert stats.snapshot()["failures"] == {"recv": {"peer_gone": 1}}
+
+
+def test_a_peer_that_is_killed_did_not_close(remote_pair: Any) -> None:
+    pipe, child = remote_pair("wait")
+    assert child.recv() == "here"
+    child.kill()
+    assert not raises(PeerGoneError, lambda: pipe.recv_tensor(timeout=PATIENCE_S)).closed
+
 
 # -- peers that die or stop ------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import threading
 from typing import Final
 
 from kvplug.transport import Connection
-from kvplug_pynccl.pipe.frames import Frame, FrameParser
+from kvplug_pynccl.pipe.frames import GOODBYE, Frame, FrameParser
 
 _READ_BYTES: Final = 64 * 1024
 
@@ -33,6 +33,8 @@ class ControlConnection:
         self._lock = threading.RLock()  # also for the handler of a signal, which may abort the pipe
         self._unsent = bytearray()
         self._closed = False
+        self._last = b""
+        """The end of what was received."""
         self.ended = False
         """The peer sends nothing more."""
 
@@ -94,7 +96,9 @@ class ControlConnection:
         if self.ended:
             return []
         try:
-            data = self.sock.recv(_READ_BYTES)
+            with self._lock:
+                data = self.sock.recv(_READ_BYTES)
+                self._last = (self._last + data)[-len(GOODBYE) :]
         except BlockingIOError:
             return []
         except OSError:
@@ -102,6 +106,15 @@ class ControlConnection:
         if not data:
             self.ended = True
         return self._parser.feed(data)
+
+    def peer_said_goodbye(self) -> bool:
+        """Whether the last that the peer sent says so, also if the worker has not read it yet. Any thread."""
+        with self._lock:
+            last = self._last
+            if not self._closed:
+                with contextlib.suppress(OSError):
+                    last += self.sock.recv(_READ_BYTES, socket.MSG_PEEK)
+        return last.endswith(GOODBYE)
 
     def has_hung_up(self, within_s: float) -> bool:
         """Whether the peer has ended the connection, or does so within this time."""

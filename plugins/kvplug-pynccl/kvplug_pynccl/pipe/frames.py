@@ -4,6 +4,7 @@
     CLEAR n      its memory is ready, and its receive enqueued: send it. May repeat the prefix, to be compared
     TAKEN n      all of it has arrived
     HEARTBEAT    this end is alive
+    GOODBYE      this end was closed, and the peer has taken all that it sent; nothing comes after it
 
 Numbers count the messages of one direction, from 0.
 """
@@ -34,6 +35,7 @@ class FrameType(enum.IntEnum):
     CLEAR = 2
     TAKEN = 3
     HEARTBEAT = 4
+    GOODBYE = 5
 
 
 @attrs.frozen
@@ -44,6 +46,9 @@ class Frame:
 
     def pack(self) -> bytes:
         return _HEADER.pack(_MAGIC, self.type, len(self.payload), self.number) + self.payload
+
+
+GOODBYE: Final = Frame(FrameType.GOODBYE).pack()
 
 
 @attrs.frozen

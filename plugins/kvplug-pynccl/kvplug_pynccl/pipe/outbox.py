@@ -98,9 +98,12 @@ class Outbox:
             message.transfer.finish()
         return message.transfer
 
-    def drain(self, deadline: Deadline) -> None:
-        """Refuse senders that wait for room, then wait until the peer has taken all, or the pipe ends."""
-        self._window.drain(deadline)
+    def drain(self, deadline: Deadline) -> bool:
+        """Refuse senders that wait for room, then wait until the peer has taken all, or the pipe ends.
+
+        False: it has not taken all.
+        """
+        return self._window.drain(deadline)
 
     def end(self) -> None:
         """Accept nothing more, and wake every sender. Does not block."""

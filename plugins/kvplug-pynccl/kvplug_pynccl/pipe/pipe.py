@@ -26,6 +26,7 @@ from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.pipe.content import content_of, content_of_blocks
 from kvplug_pynccl.pipe.control import ControlConnection
 from kvplug_pynccl.pipe.direction import Direction
+from kvplug_pynccl.pipe.frames import GOODBYE
 from kvplug_pynccl.pipe.inbox import Inbox
 from kvplug_pynccl.pipe.outbox import Outbox
 from kvplug_pynccl.pipe.targets import IntoBlocks, IntoTensor, NewTensor
@@ -128,7 +129,8 @@ class PyncclPipe(DuplexPipe):
     def _drain(self, deadline: Deadline) -> None:
         self._inbox.wake_callers()
         if not self._worker.is_current():  # else nothing is sent while a callback of a transfer waits
-            self._outbox.drain(deadline)
+            if self._outbox.drain(deadline):
+                self._control.send(GOODBYE)
 
     def _release(self) -> None:
         self._worker.stop()

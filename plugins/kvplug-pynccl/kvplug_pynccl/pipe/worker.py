@@ -99,7 +99,7 @@ class PipeWorker:
             undo.callback(self._control.close)
             # Heartbeats are frames: this connection carries others as well.
             self._watch = watch_peer(
-                self._control.sock, pidfd=pidfd, interval_s=None, timeout_s=0.0, on_gone=self._lost
+                self._control.sock, pidfd=pidfd, interval_s=None, timeout_s=0.0, on_gone=self._lose
             )
             undo.callback(self._watch.close)
             self._thread.start()
@@ -197,7 +197,7 @@ class PipeWorker:
             for frame in frames:
                 self._handle(frame)
             if control.ended:
-                self._lost("it closed the connection")
+                self._lose("it closed the connection")
                 return
             sending = self._outbox.step()
             was_busy, busy = busy, self._inbox.step() or sending
@@ -215,7 +215,7 @@ class PipeWorker:
             if self._silence_s is None:
                 next_beat = next_check
             elif asked - last_received >= self._silence_s:
-                self._lost(f"silent for {asked - last_received:.1f} s")
+                self._lose(f"silent for {asked - last_received:.1f} s")
             elif now >= next_beat:
                 next_beat = now + self._silence_s / BEATS_PER_TIMEOUT
                 control.send(Frame(FrameType.HEARTBEAT).pack())
@@ -228,14 +228,20 @@ class PipeWorker:
                 self._outbox.clear(frame)
             elif frame.type is FrameType.TAKEN:
                 self._outbox.take(frame)
+            elif frame.type is FrameType.GOODBYE:
+                self._lose(Lifecycle.CLOSED_BY_PEER)
         except UnsupportedError as e:
             raise WireError(str(e)) from e
 
+    def _lose(self, reason: str) -> None:
+        """The peer is gone. What shows that first may be anything; that it has said goodbye counts most."""
+        self._lost(Lifecycle.CLOSED_BY_PEER if self._control.peer_said_goodbye() else reason)
+
     def _nccl_failed(self, error: NcclError) -> None:
         if error.result in _CONNECTION_RESULTS and self._control.has_hung_up(_HANG_UP_S):
-            self._lost(f"its connection ended, and NCCL's: {error}")
+            self._lose(f"its connection ended, and NCCL's: {error}")
         elif error.result == Result.REMOTE_ERROR:
-            self._lost(str(error))
+            self._lose(str(error))
         else:
             self._fail_pipe(str(error))
 
