@@ -12,6 +12,8 @@ import attrs
 import click
 
 from kvplug.assembly.registry import CHOSEN, Registry, name_faults, own_part
+from kvplug.cli.completion import files, overrides as complete_keys
+from kvplug.cli.groups import CommandGroup
 from kvplug.cli.table import show_table
 from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, option_fields
 from kvplug.config.schema import TLS_KEYS
@@ -19,7 +21,7 @@ from kvplug.errors import ConfigError, InsecureAddressError, PluginError
 from kvplug.transport.spec import CommandSpec, Spec
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def config() -> None:
     """Show the effective configuration, or check one."""
 
@@ -39,10 +41,11 @@ class Setting:
     "--config",
     "path",
     metavar="FILE",
+    shell_complete=files,
     help="A .toml or .json file. Default: the one that KVPLUG_CONFIG names.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_keys)
 def show(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Print every value of the configuration in force here, and where each came from.
 
@@ -59,7 +62,7 @@ def show(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
 
 
 @config.command()
-@click.argument("path", metavar="FILE")
+@click.argument("path", metavar="FILE", shell_complete=files)
 def check(path: str) -> None:
     """Print every fault of a configuration file, including unknown names and plugins' options.
 

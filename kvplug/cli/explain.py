@@ -11,6 +11,7 @@ import click
 
 from kvplug.assembly.explanation import Step, explain as steps_of, problems_of
 from kvplug.assembly.registry import Registry
+from kvplug.cli.completion import files, overrides as complete_keys
 from kvplug.config import Config
 from kvplug.errors import ConfigError
 
@@ -23,10 +24,11 @@ _WIDTH = 80
     "--config",
     "path",
     metavar="FILE",
+    shell_complete=files,
     help="A .toml or .json file. Default: the one that KVPLUG_CONFIG names.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_keys)
 def explain(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Say what this configuration would do here: which connector, stores and transport are taken and why, who
     gets in, what is verified.

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import click
 
 from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry
 from kvplug.assembly.registry.discovery import normalised, not_found
+from kvplug.cli.completion import kinds, offers
 from kvplug.cli.table import show_table
 from kvplug.config import OptionRow, describe_options
 from kvplug.config.messages import did_you_mean
@@ -47,11 +49,17 @@ class Line:
 
 
 @click.command("list")
-@click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--kind", metavar="KIND", help="Only offers of this kind, such as store or pipe.")
+@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=offers(plugins=True))
+@click.option(
+    "--kind", metavar="KIND", shell_complete=kinds, help="Only offers of this kind, such as store or pipe."
+)
 @click.option("--long", "as_table", is_flag=True, help="A table with packages, versions and capabilities.")
 @click.option(
-    "--options", "options_of", metavar="NAME", help="Show the options of NAME: type, unit, default."
+    "--options",
+    "options_of",
+    metavar="NAME",
+    shell_complete=offers(),
+    help="Show the options of NAME: type, unit, default.",
 )
 @click.option(
     "--all", "everything", is_flag=True, help="Also list what is made for tests: fakes and fault injection."
@@ -96,12 +104,12 @@ def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None) -> 
         UnknownNameError: there are none; says what there is.
     """
     if kind is not None:
-        kinds = dict.fromkeys(line.kind for line in lines)
+        there = dict.fromkeys(line.kind for line in lines)
         wanted = kind.replace(" ", "_").replace("-", "_")
-        if wanted not in kinds:
-            shown = ", ".join(each.replace("_", " ") for each in kinds)
+        if wanted not in there:
+            shown = ", ".join(each.replace("_", " ") for each in there)
             raise UnknownNameError(
-                f"no offer is of the kind {kind!r}{did_you_mean(wanted, kinds)}; kinds: {shown}"
+                f"no offer is of the kind {kind!r}{did_you_mean(wanted, there)}; kinds: {shown}"
             )
         lines = [line for line in lines if line.kind == wanted]
     for name in names:
@@ -138,7 +146,14 @@ def _whole(line: Line) -> str:
         "from": f"{line.distribution} {line.version}, plugin {line.plugin}",
         "options": f"kvplug list --options {line.name}" if line.kind not in ("command", "plugin") else "",
     }
-    told = [f"  {name.ljust(8)} {text}" for name, text in rows.items() if text]
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    told = [
+        textwrap.fill(
+            f"  {name.ljust(8)} {text}", columns, subsequent_indent=" " * 11, break_on_hyphens=False
+        )
+        for name, text in rows.items()
+        if text
+    ]
     return "\n".join([f"{line.kind.replace('_', ' ')} {line.name}", *told])
 
 

@@ -15,6 +15,8 @@ from kvplug.errors import KvplugError
 from kvplug.transport.spec import CommandSpec, Kind
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from kvplug.assembly.registry import Registry
 
 OWN = {
@@ -84,6 +86,13 @@ class Program(click.Group):
             text = "\n  ".join([f"no command named {name!r}{hint}", f"known: {', '.join(sorted(specs))}"])
             raise click.UsageError("\n  ".join([text, *registry.failures()]), ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands with their summaries, without importing their code; and options."""
+        from kvplug.cli.completion import items
+
+        known = [(name, spec.summary) for name, spec in sorted(self._specs(ctx).items())]
+        return items(known, incomplete) + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -12,6 +12,7 @@ import click
 
 import kvplug
 from kvplug.assembly.registry import Registry
+from kvplug.cli.groups import CommandGroup
 from kvplug.errors import PluginError
 from kvplug.transport.hookspecs import PLUGIN_API
 from kvplug.transport.spec import Kind, SinkSpec
@@ -23,7 +24,7 @@ KINDS: Final = (Kind.PIPE,)
 _COPIER = 'kvplug new needs copier: pip install "kvplug[scaffold]"'
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def new() -> None:
     """Generate the package of a plugin that passes its own tests, to be changed into yours."""
 

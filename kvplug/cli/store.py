@@ -11,8 +11,11 @@ import attrs
 import click
 
 from kvplug.assembly.stores import StoreStats, serve_store, store_stats
+from kvplug.cli.completion import files, offers, overrides as complete_keys
+from kvplug.cli.groups import CommandGroup
 from kvplug.cli.table import show_table
 from kvplug.config import Config, format_value
+from kvplug.transport.spec import Kind
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -20,18 +23,20 @@ _config = click.option(
     "--config",
     "path",
     metavar="FILE",
+    shell_complete=files,
     help="A .toml or .json file. Default: the one that KVPLUG_CONFIG names.",
 )
 _overrides = click.option(
     "--set",
     "overrides",
     metavar="KEY=VALUE",
+    shell_complete=complete_keys,
     multiple=True,
     help="Set a key of the configuration, for example options.host.size='64 GiB'. Can be given again.",
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def store() -> None:
     """Serve a store of KV pages to other programs, or ask one what it holds.
 
@@ -40,7 +45,7 @@ def store() -> None:
 
 
 @store.command()
-@click.argument("name", metavar="[NAME]", required=False)
+@click.argument("name", metavar="[NAME]", required=False, shell_complete=offers(Kind.STORE))
 @click.option(
     "--address",
     metavar="ADDRESS",

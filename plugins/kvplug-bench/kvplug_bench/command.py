@@ -28,7 +28,7 @@ from kvplug_bench.choice import transports
 from kvplug_bench.content import SMALLEST
 from kvplug_bench.device import CPU, kind_of
 from kvplug_bench.interrupts import deferred_interrupts
-from kvplug_bench.plot import FORMATS, check_plot, save_plot
+from kvplug_bench.plot import FORMATS, check_plot, circumstances, save_plot
 from kvplug_bench.rounds import Outcome, Plan, run_rounds
 from kvplug_bench.rows import COLUMNS, Comparison, cells, compare, refused
 
@@ -196,6 +196,7 @@ def bench(
     """
     if plot is not None:
         check_plot()
+    footer = circumstances()  # the load before the measurement is not its own
     devices = devices or (Config.load(path, overrides=overrides).device,)
     candidates = transports(
         Registry.from_env(),
@@ -219,7 +220,7 @@ def bench(
         for comparison in (*compare(outcome, outcomes), *refused(outcome, sizes))
     ]
     if plot is not None:
-        save_plot([each.row for each in compared], plot)
+        save_plot([each.row for each in compared], plot, footer=footer)
     if as_json:
         click.echo(json.dumps([attrs.asdict(each.row) for each in compared], indent=2))
     else:

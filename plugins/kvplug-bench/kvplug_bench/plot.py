@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
+import platform
 from collections.abc import Iterator, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
 from kvplug.config.units import format_bytes
@@ -24,12 +29,35 @@ def check_plot() -> None:
     Raises:
         UnsupportedError: matplotlib is not installed; the message says how to install it.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if find_spec("matplotlib") is None:
         raise UnsupportedError("a plot needs matplotlib: pip install matplotlib")
 
 
-def save_plot(rows: Sequence[Row], path: str) -> None:
+def circumstances() -> str:
+    """Where and when this is: the host, its processor, its load, versions, the time. Two lines."""
+    versions = {"kvplug": "kvplug", "PyTorch": "torch"}
+    known = [f"{name} {version(package)}" for name, package in versions.items() if find_spec(package)]
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    return (
+        f"{platform.node()}: {os.cpu_count()} processors, {_processor()}, load {load} (1, 5, 15 minutes)\n"
+        f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}, {', '.join(known)}, Python"
+        f" {platform.python_version()}, {platform.system()} {platform.release()}"
+    )
+
+
+def _processor() -> str:
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        told = ""
+    names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def save_plot(rows: Sequence[Row], path: str, *, footer: str = "") -> None:
     """Draw the speeds of pipes and queues side by side, with memcpy as the upper bound.
+
+    ``footer`` is printed below, in small letters: :func:`circumstances`.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -57,6 +85,8 @@ def save_plot(rows: Sequence[Row], path: str) -> None:
         if axes.lines:
             beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(axes.lines) > MANY else {}
             axes.legend(**beside)
+    if footer:
+        figure.supxlabel(footer, fontsize=6, parse_math=False)
     figure.savefig(path, dpi=150)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from kvplug_bench import rounds
 from kvplug_bench.candidate import BASELINES, MEMCPY, Candidate, baseline
 from kvplug_bench.choice import transports
 from kvplug_bench.links import UnavailableError
-from kvplug_bench.plot import save_plot
+from kvplug_bench.plot import circumstances, save_plot
 from kvplug_bench.rounds import Figures, Outcome, Plan, run_rounds
 from kvplug_bench.rows import COLUMNS, Row, cells, compare, refused
 
@@ -343,7 +345,16 @@ def test_a_plot_is_drawn(tmp_path: Path, name: str) -> None:
         Row(name="pigeon", kind="queue", op="kept", bytes=MIB, gb_per_s=11.0),
         Row(name="owl", kind="pipe", op=None, bytes=None, skipped_because="it is night"),
     ]
-    save_plot(rows, str(tmp_path / name))
+    save_plot(rows, str(tmp_path / name), footer=circumstances())
+    if name.endswith(".svg"):
+        drawn = (tmp_path / name).read_text()
+        for part in (
+            platform.node(),
+            "load ",
+            f"{datetime.now().astimezone():%Y-%m-}",
+            f"Python {platform.python_version()}",
+        ):
+            assert part in drawn
     data = (tmp_path / name).read_bytes()
     assert data.startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
 

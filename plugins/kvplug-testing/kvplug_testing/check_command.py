@@ -8,12 +8,13 @@ import sys
 import click
 
 from kvplug.assembly.registry import Registry
+from kvplug.cli.completion import plugins
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import UnknownNameError
 
 
 @click.command("check")
-@click.argument("name")
+@click.argument("name", shell_complete=plugins)
 @click.option("--timeout", "timeout_s", default=60.0, help="Seconds that each process may take.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def check(name: str, timeout_s: float, as_json: bool) -> None:

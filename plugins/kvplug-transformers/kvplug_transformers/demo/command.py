@@ -234,7 +234,7 @@ def demo(context: click.Context, /, as_json: bool, **options: Any) -> None:
     _conduct(lambda display: run(settings, display), as_json=as_json)
 
 
-@demo.command()
+@demo.command(short_help="Compute the prompt, in the first of two terminals.")
 @_shared
 @_corrupts
 @click.option("--listen", metavar="ADDRESS", help="host:port or unix:@name. By default the config's.")
@@ -249,7 +249,7 @@ def prefill(listen: str | None, **options: Any) -> None:
     _conduct(lambda display: run_prefill(settings, display, listen), as_json=False)
 
 
-@demo.command()
+@demo.command(short_help="Load its KV and decode, in the second terminal.")
 @_shared
 @_generates
 @click.option(

@@ -1,0 +1,61 @@
+"""What the shell completes: names of plugins and of what they offer, keys, files. No plugin's code is loaded
+for it but the entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import click
+from click.shell_completion import CompletionItem
+
+from kvplug.transport.spec import Kind
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def items(known: Iterable[tuple[str, str]], incomplete: str) -> list[CompletionItem]:
+    """Those names that begin as the incomplete one does, each with a line of help."""
+    return [CompletionItem(name, help=text) for name, text in known if name.startswith(incomplete)]
+
+
+def offers(*kinds: Kind, plugins: bool = False) -> Complete:
+    """Completes names of offers; all kinds, or these. ``plugins``: also those of plugins."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from kvplug.assembly.registry import Registry
+
+        registry = Registry.from_env()
+        known = {
+            spec.name: getattr(spec, "summary", "")
+            for _, spec in registry
+            if (spec.kind in kinds if kinds else spec.kind is not Kind.COMMAND)
+        }
+        if plugins:
+            known |= {plugin.name: f"the plugin of {plugin}" for plugin in registry.plugins}
+        return items(sorted(known.items()), incomplete)
+
+    return complete
+
+
+def plugins(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completes names of plugins."""
+    from kvplug.assembly.registry import Registry
+
+    return items(sorted((each.name, str(each)) for each in Registry.from_env().plugins), incomplete)
+
+
+def kinds(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completes the kinds of offers."""
+    return items([(kind.value, "") for kind in Kind], incomplete)
+
+
+def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completes the keys of KEY=VALUE."""
+    from kvplug.config import KEYS
+
+    return items([(f"{key}=", "") for key in KEYS], incomplete)
+
+
+def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Leaves it to the shell to complete the name of a file."""
+    return [CompletionItem(incomplete, type="file")]

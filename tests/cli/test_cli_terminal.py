@@ -1,0 +1,179 @@
+"""At a terminal of 80 columns: every command, every help, and what the shell completes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import pytest
+
+from kvplug.cli import table
+from kvplug.cli.main import program
+
+WIDTH = 80
+
+
+def commands(command: click.Command, path: tuple[str, ...] = ("kvplug",)) -> Iterator[tuple[str, ...]]:
+    """The path of each command, groups included."""
+    yield path
+    if isinstance(command, click.Group):
+        ctx = click.Context(command)
+        for name in command.list_commands(ctx):
+            below = command.get_command(ctx, name)
+            assert below is not None
+            yield from commands(below, (*path, name))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a command prints to a terminal of that width, line by line, without colours."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+
+    def run(command: click.Command, *arguments: str) -> list[str]:
+        terminal = Terminal()
+        with contextlib.redirect_stdout(terminal), contextlib.suppress(SystemExit):
+            command.main(args=list(arguments), prog_name="kvplug")
+        return click.unstyle(terminal.getvalue()).splitlines()
+
+    return run
+
+
+def test_every_help_fits_a_terminal(printed: Any) -> None:
+    every = list(commands(program))
+    assert {("kvplug", "config", "show"), ("kvplug", "list"), ("kvplug", "store", "serve")} <= {*every}
+    for path in every:
+        lines = printed(program, *path[1:], "--help")
+        assert lines and max(map(len, lines)) <= WIDTH, path
+        assert not [line for line in lines if line.rstrip().endswith("...") and "[" not in line], path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("list",),
+        ("list", "--all"),
+        ("list", "--all", "--long"),
+        ("list", "--options", "log"),
+        ("list", "--options", "faulty"),
+        ("list", "log"),
+        ("config", "show", "role=both", "secret_file=/a/" + 40 * "long/" + "path"),
+        ("explain", "role=both"),
+    ],
+    ids=" ".join,
+)
+def test_what_a_command_prints_fits_a_terminal(arguments: tuple[str, ...], printed: Any) -> None:
+    lines = printed(program, *arguments)
+    assert lines
+    assert not [line for line in lines if len(line) > WIDTH and len(line.split()) > 1]
+
+
+ROWS = [
+    (
+        "max_in_flight_bytes",
+        "whole number, at least 1",
+        "bytes",
+        "256 MiB",
+        "What is sent and not taken. " * 5,
+    ),
+    ("inner", "text", "", "auto", "short"),
+]
+COLUMNS = ("OPTION", "TYPE", "UNIT", "DEFAULT", "")
+
+
+def drawn(rows: Any, columns: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(room))
+    terminal = Terminal()
+    with contextlib.redirect_stdout(terminal):
+        table.show_table(columns, rows, "a title")
+    return click.unstyle(terminal.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("room", [60, 80, 100, 140, 400])
+def test_a_table_is_as_wide_as_the_terminal_and_loses_no_word(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = drawn(ROWS, COLUMNS, room, monkeypatch)
+    assert max(map(len, lines)) <= room
+    words = " ".join(lines).split()
+    for row in ROWS:
+        for cell in row:
+            assert all(words.count(word) >= 1 for word in cell.split()), cell
+    assert lines[0] == "a title"
+
+
+def test_cells_that_would_be_too_narrow_to_be_read_make_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = drawn(ROWS, COLUMNS, 60, monkeypatch)
+    assert lines[1:4] == [
+        "max_in_flight_bytes",
+        "  TYPE     whole number, at least 1",
+        "  UNIT     bytes",
+    ]
+    assert drawn(ROWS, COLUMNS, 400, monkeypatch)[1].split() == ["OPTION", "TYPE", "UNIT", "DEFAULT"]
+
+
+# -- completion ------------------------------------------------------------------------------------------
+
+
+def completed(site: Any, *words: str) -> list[str]:
+    """What bash is told when the last of the words is to be completed."""
+    done = site.run(
+        "-c",
+        "from kvplug.cli.main import main; main()",
+        _KVPLUG_COMPLETE="bash_complete",
+        COMP_WORDS=" ".join(("kvplug", *words)),
+        COMP_CWORD=str(len(words)),
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+BIRDS = """\
+from kvplug.engine import CommandSpec
+from kvplug.transport import StoreSpec, TransportSpec, hookimpl
+KVPLUG_API = (1, 0)
+
+@hookimpl
+def kvplug_transports():
+    return [TransportSpec(kind="pipe", name="pigeon", factory="kvplug_birds.heavy:Endpoint", summary="Air")]
+
+@hookimpl
+def kvplug_stores():
+    return [StoreSpec(name="nest", factory="kvplug_birds.heavy:Store")]
+
+@hookimpl
+def kvplug_commands():
+    return [CommandSpec(name="coo", target="kvplug_birds.heavy:coo", summary="Make a sound")]
+"""
+
+
+def test_the_shell_completes_commands_options_names_keys_and_files(site: Any) -> None:
+    site.add("birds", BIRDS, files={"heavy.py": "raise SystemExit('its code is loaded')"})
+    assert {"coo", "config"} <= {*completed(site, "co")}
+    assert completed(site, "list", "pi") == ["pigeon"]
+    assert completed(site, "list", "bir") == ["birds"]
+    assert completed(site, "list", "--options", "ne") == ["nest"]
+    assert completed(site, "list", "--kind", "sto") == ["store"]
+    assert completed(site, "list", "--o") == ["--options"]
+    assert "nest" in completed(site, "store", "serve", "")
+    assert "pigeon" not in completed(site, "store", "serve", "")
+    assert completed(site, "config", "show", "slow") == ["slow_path="]
+    done = site.run(
+        "-c", "from kvplug.cli.main import main; main()", _KVPLUG_COMPLETE="bash_complete",
+        COMP_WORDS="kvplug config check a", COMP_CWORD="3",
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["file,a"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_a_script(site: Any, shell: str) -> None:
+    done = site.run("-c", "from kvplug.cli.main import main; main()", _KVPLUG_COMPLETE=f"{shell}_source")
+    assert done.returncode == 0, done.stderr
+    assert "_KVPLUG_COMPLETE" in done.stdout and "kvplug" in done.stdout
