@@ -19,6 +19,9 @@ class DescriptorGuard:
     """
 
     def __init__(self, close: Callable[[], None], refusal: Callable[[], Exception]) -> None:
+        """``close`` must be idempotent: a forked child calls it also for what its parent had closed. A number
+        that is closed twice may be another file's by then.
+        """
         self._close = close
         self._refusal = refusal
         self._lock = threading.Lock()
