@@ -13,6 +13,12 @@ TEMPLATES = ROOT / "kvplug/cli/templates"
 MODULES = {
     "pipe": ("sample", ("light.py", "pipe.py")),
     "store": ("sqlite", ("options.py", "store.py")),
+    "connector": ("shelf", ("folder.py", "options.py", "plugin.py", "scheduler.py", "worker.py")),
+    "queue": (
+        "relay",
+        ("end.py", "message.py", "plugin.py", "probe.py", "queue.py", "reader.py", "writer.py"),
+    ),
+    "sink": ("jsonl", ("options.py", "plugin.py", "sink.py")),
 }
 """For each template, the name of the example, and its modules that are in the template."""
 
@@ -24,12 +30,23 @@ def answers(name: str) -> dict[str, str]:
         f"kvplug-{name}": "{{distribution}}",
         name.capitalize(): "{{title}}",
         f'"{name}"': '"{{name}}"',
+        f"'{name}'": "'{{name}}'",
+        f"options.{name}.": "options.{{name}}.",
+        "KVPLUG_API = (1, 0)": "KVPLUG_API = ({{api_major}}, {{api_minor}})",
     }
 
 
-for template, (name, modules) in MODULES.items():
+def write(example: Path, template: Path, name: str) -> None:
+    """The template that gives this file."""
+    text = example.read_text(encoding="utf-8")
+    for written, answer in answers(name).items():
+        text = text.replace(written, answer)
+    template.write_text(text, encoding="utf-8")
+
+
+for kind, (name, modules) in MODULES.items():
+    package, target = EXAMPLES / f"kvplug-{name}", TEMPLATES / kind
     for module in modules:
-        text = (EXAMPLES / f"kvplug-{name}" / f"kvplug_{name}" / module).read_text(encoding="utf-8")
-        for written, answer in answers(name).items():
-            text = text.replace(written, answer)
-        (TEMPLATES / template / "{{module}}" / f"{module}.jinja").write_text(text, encoding="utf-8")
+        write(package / f"kvplug_{name}" / module, target / "{{module}}" / f"{module}.jinja", name)
+    if (test := package / f"{name}_contract.py").exists():
+        write(test, target / "tests" / "test_{{stem}}.py.jinja", name)

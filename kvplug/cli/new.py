@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,74 +13,115 @@ import click
 import kvplug
 from kvplug.assembly.registry import Registry
 from kvplug.cli.groups import CommandGroup
+from kvplug.config.messages import did_you_mean
 from kvplug.errors import PluginError
 from kvplug.transport.hookspecs import PLUGIN_API
 from kvplug.transport.spec import Kind, SinkSpec
 
 TEMPLATES: Final = Path(__file__).with_name("templates")
-KINDS: Final = (Kind.PIPE,)
-"""Kinds of transport that there is a template for."""
+"""A folder for each kind, named after it, and ``package``, which is part of all."""
 
 _COPIER = 'kvplug new needs copier: pip install "kvplug[scaffold]"'
 
 
-@click.group(cls=CommandGroup)
+@attrs.frozen
+class Template:
+    """What can be generated. The name of its command is its key in :data:`COMMANDS`."""
+
+    kind: Kind
+    what: str
+    """What is generated, as the help of the command says it."""
+    modules: str
+    """The modules to be changed."""
+    needs: tuple[str, ...] = ()
+    """Requirements of the package besides kvplug."""
+
+
+_ATTRS, _TORCH = "attrs>=23.2", "torch>=2.4"
+COMMANDS: Final[Mapping[str, Template]] = {
+    "transport": Template(
+        Kind.PIPE, "a pipe: tensors from one process to another", "pipe.py", (_ATTRS, _TORCH)
+    ),
+    "queue": Template(
+        Kind.QUEUE,
+        "a message queue: values from one process to many",
+        "queue.py, writer.py and reader.py",
+        (_ATTRS,),
+    ),
+    "lookup": Template(
+        Kind.LOOKUP_BUFFER,
+        "a lookup buffer: KV found by its tokens",
+        "table.py, store.py and reach.py",
+        (_ATTRS, _TORCH),
+    ),
+    "communicator": Template(
+        Kind.COMMUNICATOR,
+        "a communicator: collectives of ranks",
+        "communicator.py",
+        (_ATTRS, _TORCH, "kvplug-cpu"),
+    ),
+    "store": Template(Kind.STORE, "a store: pages of KV under keys", "store.py", (_ATTRS,)),
+    "connector": Template(
+        Kind.CONNECTOR,
+        "a connector: what an engine saves and loads",
+        "scheduler.py and worker.py",
+        (_ATTRS, _TORCH),
+    ),
+    "sink": Template(Kind.SINK, "a sink: where metrics go", "sink.py", (_ATTRS,)),
+    "command": Template(
+        Kind.COMMAND, "a command of the program kvplug", "command.py", (_ATTRS, "click>=8.1")
+    ),
+}
+
+
+class _Kinds(CommandGroup):
+    """Lists its commands in the order of :data:`COMMANDS`, also where there is none of a name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            there = ", ".join(self.commands)
+            hint = did_you_mean(args[0], self.commands)
+            raise click.UsageError(f"there is no template of a {args[0]!r}{hint}; there are: {there}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Kinds)
 def new() -> None:
     """Generate the package of a plugin that passes its own tests, to be changed into yours."""
 
 
-def _common(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that all commands have."""
-    for option in (
-        click.option(
-            "--force",
-            is_flag=True,
-            help="Overwrite existing files, and allow a name that an installed plugin offers.",
-        ),
-        click.option("--folder", metavar="FOLDER", help="Folder to write to. Default: kvplug-NAME."),
-        click.argument("name", metavar="NAME"),
-    ):
-        command = option(command)
-    return command
+def _add(command: str, template: Template) -> None:
+    """Add the command that generates this template."""
+
+    @new.command(command, help=_HELP.format(what=template.what), short_help=_first_upper(template.what))
+    @click.argument("name", metavar="NAME")
+    @click.option("--folder", metavar="FOLDER", help="Folder to write to. Default: kvplug-NAME.")
+    @click.option(
+        "--force",
+        is_flag=True,
+        help="Overwrite existing files, and allow a name that an installed plugin offers.",
+    )
+    def generate(name: str, folder: str | None, force: bool) -> None:
+        _generate(Package.called(name, template), folder, force)
 
 
-@new.command()
-@_common
-@click.option(
-    "--kind",
-    default="pipe",
-    metavar="KIND",
-    help="Kind of the transport. Only pipes can be generated so far.",
-)
-def transport(name: str, folder: str | None, force: bool, kind: str) -> None:
-    """Generate kvplug-NAME, which offers a transport: a small one that works and keeps every law.
+_HELP = """Generate kvplug-NAME, which offers {what}. It is small, works, and keeps every law.
 
-    NAME is what a config will say: up to 40 lower-case letters, digits and hyphens, a letter first.
-    """
-    if kind not in KINDS:
-        there = ", ".join(KINDS)
-        raise click.UsageError(f"there is no template of a transport of kind {kind!r}; there is: {there}")
-    _generate(Package.called(name, Kind(kind)), folder, force)
+NAME is what a config or a command line will say: up to 40 lower-case letters, digits and hyphens, a letter
+first."""
 
 
-@new.command()
-@_common
-def connector(name: str, folder: str | None, force: bool) -> None:
-    """Generate kvplug-NAME, which offers a connector: a small one that works and keeps every law.
-
-    NAME is what a config will say: up to 40 lower-case letters, digits and hyphens, a letter first.
-    """
-    _generate(Package.called(name, Kind.CONNECTOR), folder, force)
+def _first_upper(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
-@new.command()
-@_common
-def store(name: str, folder: str | None, force: bool) -> None:
-    """Generate kvplug-NAME, which offers a store: a small one that works and keeps every law.
-
-    NAME is what a config will say: up to 40 lower-case letters, digits and hyphens, a letter first.
-    """
-    _generate(Package.called(name, Kind.STORE), folder, force)
+for _command, _template in COMMANDS.items():
+    _add(_command, _template)
 
 
 @attrs.frozen
@@ -88,10 +129,10 @@ class Package:
     """The names of what is generated."""
 
     name: str
-    kind: Kind
+    template: Template
 
     @classmethod
-    def called(cls, name: str, kind: Kind) -> Package:
+    def called(cls, name: str, template: Template) -> Package:
         """Refuse an invalid name, as loading the plugin would."""
         try:
             SinkSpec(name=name, factory="package.module:name")
@@ -101,7 +142,11 @@ class Package:
             raise click.UsageError(
                 f"{name!r} cannot be the name of a package: a hyphen stands between letters or digits"
             )
-        return cls(name, kind)
+        return cls(name, template)
+
+    @property
+    def kind(self) -> Kind:
+        return self.template.kind
 
     @property
     def distribution(self) -> str:
@@ -121,6 +166,7 @@ class Package:
         return {
             "name": self.name,
             "kind": self.words,
+            "needs": list(self.template.needs),
             "distribution": self.distribution,
             "module": self.module,
             "stem": self.name.replace("-", "_"),
@@ -160,6 +206,11 @@ def _check_free(package: Package, target: Path) -> None:
     """Refuse a folder that exists and a name that an installed plugin offers."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise click.ClickException(f"{target} exists; --folder names another one, --force writes over it")
+    if package.kind is Kind.COMMAND:
+        from kvplug.cli.main import OWN
+
+        if package.name in OWN:
+            raise click.ClickException(f"kvplug {package.name} is a command of kvplug's own")
     owners = Registry.from_env().owners(package.kind, package.name)
     if owners:
         raise click.ClickException(
@@ -169,11 +220,6 @@ def _check_free(package: Package, target: Path) -> None:
 
 
 def _next(package: Package, target: Path) -> str:
-    what = {
-        Kind.PIPE: "pipe.py",
-        Kind.CONNECTOR: "scheduler.py and worker.py",
-        Kind.STORE: "store.py",
-    }[package.kind]
     return "\n".join(
         [
             f"{target} offers the {package.words} {package.name!r}. Next:",
@@ -183,6 +229,6 @@ def _next(package: Package, target: Path) -> str:
             "    pytest                     # kvplug's conformance kit: a failure quotes the law",
             "    tox run                    # the same from the wheel, on each Python; tox.ini says how",
             "",
-            f"Make {what} in {package.module} yours, and run pytest after each step.",
+            f"Make {package.template.modules} in {package.module} yours, and run pytest after each step.",
         ]
     )

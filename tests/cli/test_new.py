@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvplug.cli.new import KINDS, TEMPLATES
+from kvplug.cli.new import COMMANDS, TEMPLATES
 from kvplug.transport.hookspecs import PLUGIN_API
+from kvplug.transport.spec import Kind
 
 pytestmark = pytest.mark.full
 
@@ -44,15 +45,16 @@ def test_a_name_that_configs_give_a_meaning_is_refused(site: Any) -> None:
 
 
 def test_a_kind_without_a_template_is_refused_and_those_with_one_are_told(site: Any) -> None:
-    done = new(site, "transport", "blue", "--kind", "queue")
+    done = new(site, "qeue", "blue")
     assert done.returncode == 2
-    assert "no template of a transport of kind 'queue'; there is: pipe" in done.stderr
+    assert "there is no template of a 'qeue'; did you mean 'queue'?; there are: transport, " in done.stderr
 
 
-def test_help_says_which_kinds_there_are(site: Any) -> None:
-    said = " ".join(new(site, "transport", "--help").stdout.split())
-    assert "Only pipes can be generated so far" in said
-    assert [kind.value for kind in KINDS] == ["pipe"]
+def test_help_says_in_a_line_each_which_kinds_there_are(site: Any) -> None:
+    lines = new(site, "--help").stdout.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(COMMANDS)
+    assert all(len(line) <= 80 and line.endswith(".") for line in lines)
+    assert {template.kind for template in COMMANDS.values()} == {*Kind} - {Kind.DIRECTORY}
 
 
 def test_without_copier_it_says_what_to_install(site: Any) -> None:
@@ -69,6 +71,11 @@ def test_a_name_that_is_taken_is_refused(site: Any) -> None:
     assert done.returncode == 1
     assert "the pipe 'memory' is offered by kvplug-testing " in done.stderr
     assert not (site.folder / "kvplug-memory").exists()
+
+
+def test_a_command_of_the_programs_own_is_refused(site: Any) -> None:
+    done = new(site, "command", "list")
+    assert (done.returncode, done.stderr) == (1, "Error: kvplug list is a command of kvplug's own\n")
 
 
 def test_a_folder_that_holds_something_is_left_alone(site: Any) -> None:
@@ -112,49 +119,64 @@ def test_it_writes_a_package_and_says_what_to_do_with_it(site: Any) -> None:
     assert not [path for path in folder.rglob("*") if path.is_file() and "{{" in path.read_text()]
 
 
-@pytest.mark.usefixtures("copier")
-def test_a_connector_has_its_two_sides_and_no_transport(site: Any) -> None:
-    done = new(site, "connector", "shelf")
-    assert done.returncode == 0, done.stderr
-    assert "Make scheduler.py and worker.py in kvplug_shelf yours" in done.stdout
-    folder = site.folder / "kvplug-shelf" / "kvplug_shelf"
-    assert {path.name for path in folder.iterdir()} == {
-        *("__init__.py", "folder.py", "options.py", "plugin.py", "py.typed", "scheduler.py", "worker.py")
-    }
-    every = [path.read_text() for path in (site.folder / "kvplug-shelf").rglob("*") if path.is_file()]
-    assert not [text for text in every if "{{" in text]
+MADE = {
+    "queue": (["attrs"], ["end.py", "message.py", "probe.py", "queue.py", "reader.py", "writer.py"]),
+    "lookup": (
+        ["attrs", "torch"],
+        ["endpoint.py", "entry.py", "message.py", "reach.py", "store.py", "table.py"],
+    ),
+    "communicator": (["attrs", "torch", "kvplug-cpu"], ["communicator.py", "options.py"]),
+    "store": (["attrs"], ["options.py", "store.py"]),
+    "connector": (["attrs", "torch"], ["folder.py", "options.py", "scheduler.py", "worker.py"]),
+    "sink": (["attrs"], ["options.py", "sink.py"]),
+    "command": (["attrs", "click"], ["command.py"]),
+}
+"""What each needs besides kvplug, and its modules besides those that all have."""
 
 
 @pytest.mark.usefixtures("copier")
-def test_a_store_is_one_module_that_needs_no_torch(site: Any) -> None:
-    done = new(site, "store", "shelf")
+@pytest.mark.parametrize("what", MADE)
+def test_each_kind_has_its_modules_and_its_needs(site: Any, what: str) -> None:
+    needs, modules = MADE[what]
+    done = new(site, what, "shelf")
     assert done.returncode == 0, done.stderr
-    assert "kvplug-shelf offers the store 'shelf'. Next:" in done.stdout
-    assert "Make store.py in kvplug_shelf yours" in done.stdout
-    folder = site.folder / "kvplug-shelf" / "kvplug_shelf"
-    assert {path.name for path in folder.iterdir()} == {
-        *("__init__.py", "options.py", "plugin.py", "py.typed", "store.py")
-    }
-    every = [path.read_text() for path in (site.folder / "kvplug-shelf").rglob("*") if path.is_file()]
+    words = COMMANDS[what].kind.replace("_", " ")
+    assert f"kvplug-shelf offers the {words} 'shelf'. Next:" in done.stdout
+    assert f"Make {COMMANDS[what].modules} in kvplug_shelf yours" in done.stdout
+    folder = site.folder / "kvplug-shelf"
+    found = {path.name for path in (folder / "kvplug_shelf").iterdir()}
+    assert found == {"__init__.py", "plugin.py", "py.typed", *modules}
+    every = [path.read_text() for path in folder.rglob("*") if path.is_file()]
     assert not [text for text in every if "{{" in text or "{%" in text]
-    found = tomllib.loads((site.folder / "kvplug-shelf" / "pyproject.toml").read_text())["project"]
-    assert [each.partition(">")[0] for each in found["dependencies"]] == ["attrs", "kvplug"]
-    assert found["optional-dependencies"] == {"test": ["kvplug-testing"]}
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert [each.partition(">")[0] for each in project["dependencies"]] == [*needs, "kvplug"]
+    numpy = ["numpy"] if "torch" in needs else []
+    assert project["optional-dependencies"] == {"test": ["kvplug-testing", *numpy]}
 
 
 @pytest.mark.usefixtures("copier")
 @pytest.mark.parametrize(
-    ("what", "name", "modules"),
-    [("transport", "sample", ["pipe.py", "light.py"]), ("store", "sqlite", ["store.py", "options.py"])],
+    ("what", "name", "same"),
+    [
+        ("transport", "sample", ["pipe.py", "light.py"]),
+        ("store", "sqlite", ["store.py", "options.py"]),
+        ("connector", "shelf", None),
+        ("queue", "relay", None),
+        ("sink", "jsonl", None),
+    ],
 )
 def test_what_is_generated_is_the_example_of_the_docs(
-    site: Any, what: str, name: str, modules: list[str]
+    site: Any, what: str, name: str, same: list[str] | None
 ) -> None:
+    """``None``: each module, and the test, which the example has under another name: no pytest finds it."""
     assert new(site, what, name, "--force").returncode == 0
-    for module in modules:
-        path = Path(f"kvplug-{name}", f"kvplug_{name}", module)
-        generated = (site.folder / path).read_text()
-        assert generated == (EXAMPLES / path).read_text(), "run .ci/templates.py"
+    made, example = site.folder / f"kvplug-{name}", EXAMPLES / f"kvplug-{name}"
+    modules = same or [path.name for path in (made / f"kvplug_{name}").glob("*.py")]
+    pairs = [(made / f"kvplug_{name}" / module, example / f"kvplug_{name}" / module) for module in modules]
+    if same is None:
+        pairs.append((made / "tests" / f"test_{name}.py", example / f"{name}_contract.py"))
+    for generated, written in pairs:
+        assert generated.read_text() == written.read_text(), "run .ci/templates.py"
 
 
 def test_every_file_of_a_template_is_filled_in() -> None:

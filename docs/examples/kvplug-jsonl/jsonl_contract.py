@@ -1,0 +1,27 @@
+"""The sink "jsonl" by kvplug's laws of sinks, and the plugin by those of plugins."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+from kvplug_testing import SinkContract, check_plugin
+
+FOLDER = tempfile.TemporaryDirectory()
+FILE = Path(FOLDER.name) / "metrics.jsonl"
+
+
+class TestJsonl(SinkContract):
+    sink = "jsonl"
+    options: ClassVar[dict[str, str]] = {"path": str(FILE)}
+
+    def counted(self, op: str) -> float:
+        """How the kit sees what has arrived: the sum of all lines."""
+        lines = FILE.read_text().splitlines() if FILE.exists() else []
+        return sum(json.loads(line)["ops"].get(op, {}).get("count", 0) for line in lines)
+
+
+def test_it_keeps_the_laws_of_plugins() -> None:
+    assert check_plugin("jsonl") == ()

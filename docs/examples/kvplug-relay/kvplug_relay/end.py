@@ -1,0 +1,109 @@
+"""What the two ends of the queue share: one thread at a time, deadlines, and how they end."""
+
+from __future__ import annotations
+
+import abc
+import select
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvplug import ClosedError
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    DescriptorGuard,
+    ExclusiveUse,
+    MessageQueue,
+    QueueContext,
+    Timeout,
+    Wait,
+    close_after_fork,
+    end_at_exit,
+)
+
+
+class End(MessageQueue):
+    """An end. Its descriptors are closed when no thread uses them any more."""
+
+    def __init__(self, context: QueueContext, rank: int | None) -> None:
+        self._context = context
+        self._rank = rank
+        self._closed = False
+        self._lock = threading.RLock()
+        self._use = ExclusiveUse("at this end of the queue")
+        self._descriptors = DescriptorGuard(self._close_descriptors, self._is_closed)
+        close_after_fork(self)
+        end_at_exit(self)
+
+    @property
+    def rank(self) -> int | None:
+        return self._rank
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        Deadline.after(timeout)  # checks it; there is nothing to wait for
+        self._end(polite=True)
+
+    def abort(self) -> None:
+        self._end(polite=False)
+
+    def _end(self, *, polite: bool) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._hang_up(polite)
+        self._descriptors.retire()
+
+    @abc.abstractmethod
+    def _hang_up(self, polite: bool) -> None:
+        """Wake the call that is under way, and end the connections. Called once, with the lock held."""
+
+    @abc.abstractmethod
+    def _close_descriptors(self) -> None:
+        """No thread uses them, or this is a forked child. Idempotent."""
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around every call: one thread at a time, and none after the end."""
+        with self._use.taken():
+            self._check_open()
+            with self._descriptors:
+                yield
+
+    def _wait(self, what: str, peers: Callable[[], str], timeout: Timeout, **given: Any) -> Wait:
+        deadline = Deadline.after(timeout, self._context.timeout_s)
+        return Wait(what, peers, deadline, self._context.warning_interval_s, **given)
+
+    @staticmethod
+    def _poll(descriptors: list[int], seconds: float | None) -> None:
+        """Sleep until one of them has something to read, or has ended."""
+        poll = select.poll()
+        for fd in descriptors:
+            poll.register(fd, select.POLLIN)
+        poll.poll(None if seconds is None else seconds * 1000 + 1)  # not a moment too early, and then again
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._is_closed()
+
+    @staticmethod
+    def _is_closed() -> ClosedError:
+        return ClosedError("this end of the queue is closed")
+
+    def _end_at_exit(self) -> None:
+        self.abort()
+
+    def _is_in_use(self) -> bool:
+        return self._use.busy
+
+    def _after_fork_in_child(self) -> None:
+        self._closed = True
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        self._use = ExclusiveUse("at this end of the queue")
+        self._descriptors.after_fork()

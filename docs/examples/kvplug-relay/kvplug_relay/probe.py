@@ -1,0 +1,13 @@
+"""Whether the queue can work on this host. ``kvplug list`` imports this module: no torch here."""
+
+from __future__ import annotations
+
+from kvplug.transport import Probe, local_domain
+
+
+def describe() -> Probe:
+    """Abstract Unix sockets reach what runs under the same kernel in the same network namespace."""
+    domain = local_domain()
+    if domain == "-":
+        return Probe(viable=False, reason="works on Linux only, where /proc is mounted")
+    return Probe(domain=domain)

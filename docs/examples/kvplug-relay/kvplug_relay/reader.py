@@ -1,0 +1,184 @@
+"""A reader's end: it takes messages from its socket, and tells the writer of each that it has taken."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError, UnsupportedError
+from kvplug.net.wire import Limits, decode
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Connection,
+    Deadline,
+    QueueContext,
+    QueueHandle,
+    Timeout,
+    Wait,
+    WireError,
+    recv_fds,
+)
+from kvplug_relay.end import End
+from kvplug_relay.message import HEADER, Kind, News, map_received
+
+LIMITS = Limits(max_bytes=1 << 40)
+"""The writer's own memory holds a value, and so bounds it."""
+_WHOLE_S = 5.0
+"""For so long the rest of a header may take: it is sent at once."""
+
+
+class Reader(End):
+    """The end of one rank. No call of its needs a thread: messages wait on the socket."""
+
+    def __init__(self, context: QueueContext, handle: QueueHandle, rank: int, connection: Connection) -> None:
+        self._handle = handle
+        self._connection = connection
+        self._arrived: deque[tuple[Kind, int, int]] = deque()  # kind, bytes, descriptor
+        self._all_ready = False
+        self._broken: KvplugError | None = None
+        super().__init__(context, rank)
+
+    @property
+    def readers(self) -> NoReturn:
+        raise UnsupportedError("only the writer's end knows the readers")
+
+    def export_handle(self) -> QueueHandle:
+        self._check_open()
+        return self._handle
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        wait = self._wait("all to be ready", lambda: "the writer, or readers that it waits for", timeout)
+        with self._call():
+            self._tell(News.READY)
+            while not self._all_ready:
+                self._receive(wait)
+
+    def dequeue(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> Any:
+        with (
+            self._next(Kind.VALUE, timeout, cancel, indefinite) as (content, nbytes),
+            memoryview(content) as whole,
+            whole[:nbytes] as view,
+        ):
+            return decode(view, limits=LIMITS)
+
+    @contextmanager
+    def acquire_read(
+        self,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        cancel: threading.Event | None = None,
+        indefinite: bool = False,
+    ) -> Iterator[memoryview]:
+        with (
+            self._next(Kind.CHUNK, timeout, cancel, indefinite) as (content, nbytes),
+            memoryview(content) as whole,
+            whole[:nbytes] as view,
+        ):
+            yield view
+
+    @contextmanager
+    def _next(
+        self, wanted: Kind, timeout: Timeout, cancel: threading.Event | None, indefinite: bool
+    ) -> Iterator[tuple[mmap.mmap, int]]:
+        """The content of the next message, which is taken when the block ends."""
+        timeout = None if indefinite and timeout is DEFAULT_TIMEOUT else timeout
+        wait = self._wait("a message", lambda: "the writer", timeout, cancel=cancel, indefinite=indefinite)
+        with self._call():
+            while not self._arrived:
+                self._receive(wait)
+            kind, nbytes, fd = self._arrived[0]
+            if kind is not wanted:
+                names = {Kind.VALUE: "a value, for dequeue", Kind.CHUNK: "a chunk of bytes, for acquire_read"}
+                raise UnsupportedError(f"the next message is {names[kind]}")
+            try:
+                content = map_received(os.dup(fd), nbytes)
+            except WireError as e:
+                raise self._break(e) from e
+            try:
+                yield content, nbytes
+            except ResourceExhaustedError:
+                raise  # it can be received when there is memory
+            except BaseException:
+                self._take()
+                raise
+            else:
+                self._take()
+
+    def _take(self) -> None:
+        _, _, fd = self._arrived.popleft()
+        os.close(fd)
+        self._tell(News.TAKEN)
+
+    def _receive(self, wait: Wait) -> None:
+        """What has come, or sleep a while."""
+        if self._broken is not None:
+            raise self._broken
+        while (first := self._peek()) is None:
+            self._poll([self._connection.fileno()], wait.pause())
+        if not first:
+            self._check_open()
+            who = f"the writer, {self._connection.peer},"
+            raise self._break(PeerGoneError(f"{who} has ended, and everything of it was received"))
+        try:
+            data, fds = recv_fds(self._connection, HEADER.size, 1, Deadline.after(_WHOLE_S))
+            kind, nbytes = HEADER.unpack(data)
+            self._arrive(kind, nbytes, fds)
+        except (TimeoutError, WireError) as e:
+            raise self._break(e) from e
+
+    def _peek(self) -> bytes | None:
+        """A byte of what has come; none if the connection has ended; ``None`` if nothing has come."""
+        try:
+            return self._connection.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:  # the writer had not read all that was told to it
+            return b""
+
+    def _arrive(self, kind: int, nbytes: int, fds: list[int]) -> None:
+        if kind == Kind.READY and not fds:
+            self._all_ready = True
+        elif kind in (Kind.VALUE, Kind.CHUNK) and len(fds) == 1:
+            self._arrived.append((Kind(kind), nbytes, fds[0]))
+        else:
+            for fd in fds:
+                os.close(fd)
+            raise WireError(f"what came from {self._connection.describe} is no message")
+
+    def _break(self, error: KvplugError) -> KvplugError:
+        """What all later calls raise that would receive."""
+        self._broken = type(error)(str(error))
+        return error
+
+    def _tell(self, news: News) -> None:
+        with contextlib.suppress(OSError):  # a writer that is gone is found by the next call that receives
+            self._connection.sock.send(bytes([news]), socket.MSG_DONTWAIT)
+
+    def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> NoReturn:
+        self._check_open()
+        self._check_writer()
+        raise AssertionError
+
+    acquire_write: Any = enqueue
+
+    def _hang_up(self, polite: bool) -> None:
+        if polite:
+            self._tell(News.LEFT)
+        with contextlib.suppress(OSError):
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _close_descriptors(self) -> None:
+        self._connection.close()
+        while self._arrived:
+            os.close(self._arrived.popleft()[2])
