@@ -145,6 +145,7 @@ def take_all(parent: peers.Parent, contact: str, transport: str) -> None:
     Taking(connect_pipe(config(transport), contact)).ends()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("transport", ["cpu", "shm"])
 def test_a_good_pipe_whose_peer_is_stopped_for_a_while_is_not_told(
     transport: str, fork_server: ForkServer, warned: Any
@@ -154,8 +155,8 @@ def test_a_good_pipe_whose_peer_is_stopped_for_a_while_is_not_told(
         fork_server.start(f"{__file__}:take_all", server.contact, transport) as child,
     ):
         pipe = server.accept()
-        for _ in range(3):
-            send(pipe, 10)
+        for _ in range(2):
+            send(pipe, 40)
             child.stop()
             sent = [pipe.send_tensor(MESSAGE) for _ in range(20)]
             time.sleep(0.7)

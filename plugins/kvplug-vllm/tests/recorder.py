@@ -226,6 +226,10 @@ class SchedulerSide(_Wrapped, _wrapping(SchedulerConnector)):  # type: ignore[mi
             invalid=self.recorder.blocks(output.invalid_block_ids),
         )
 
+    def get_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
+        """Not recorded: a question for vLLM's figures, after which nothing is different."""
+        return self.inner.get_hit_sources(request, num_external_tokens)
+
     def request_finished(self, request: Request, block_ids: BlockIds, end: Any) -> Any:
         return self._about(
             "request_finished", request, block_ids, end, end=str(end), num_blocks=len(block_ids[0])
