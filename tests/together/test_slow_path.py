@@ -148,8 +148,9 @@ def take_all(parent: peers.Parent, contact: str, transport: str) -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize("transport", ["cpu", "shm"])
 def test_a_good_pipe_whose_peer_is_stopped_for_a_while_is_not_told(
-    transport: str, fork_server: ForkServer, warned: Any
+    transport: str, fork_server: ForkServer, warned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.undo()  # with the patience that users get
     with (
         listen_pipe(config(transport), "unix:") as server,
         fork_server.start(f"{__file__}:take_all", server.contact, transport) as child,
