@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import logging
 import os
 import socket
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
+from weakref import WeakValueDictionary
 
 import attrs
 
@@ -37,20 +39,29 @@ _SIOCGIFADDR: Final = 0x8915
 
 
 class _Rates:
-    """The rates of this process's peers, those used last: an alarm is given once for each, however often a
-    pipe to it is opened, and its history outlives its pipes."""
+    """The rates of this process's peers: an alarm is given once for each, however often a pipe to it is
+    opened, and what was measured outlives its pipes, for the peers used last. Where nothing was measured,
+    nothing stays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, ...], PathRate] = OrderedDict()
+        self._in_use: WeakValueDictionary[tuple[str, ...], PathRate] = WeakValueDictionary()
+        self._measured: OrderedDict[tuple[str, ...], PathRate] = OrderedDict()
 
     def of(self, key: tuple[str, ...], claim: Cost | None) -> PathRate:
         with self._lock:
-            found = self._known.pop(key, None) or PathRate(claim)
-            self._known[key] = found
-            while len(self._known) > _MOST_PEERS:
-                self._known.popitem(last=False)
+            found = self._in_use.get(key)
+            if found is None:
+                found = self._in_use[key] = PathRate(claim, measured=functools.partial(self._keep, key))
+            elif key in self._measured:
+                self._measured.move_to_end(key)
         return found
+
+    def _keep(self, key: tuple[str, ...], rate: PathRate) -> None:
+        with self._lock:
+            self._measured[key] = rate
+            while len(self._measured) > _MOST_PEERS:
+                self._measured.popitem(last=False)
 
     def after_fork(self) -> None:
         self.__init__()  # type: ignore[misc]

@@ -67,10 +67,21 @@ class Finding:
 class PathRate:
     """The rate of the sends to one peer by one transport. Thread-safe; remembers across pipes."""
 
-    def __init__(self, claim: Cost | None, *, busy: Callable[[], float] | None = None) -> None:
-        """``claim``: what the transport claims; ``None``: only the history counts. ``busy``: how many
-        runnable threads there are for each processor (default: of this host)."""
+    def __init__(
+        self,
+        claim: Cost | None,
+        *,
+        busy: Callable[[], float] | None = None,
+        measured: Callable[[PathRate], object] | None = None,
+    ) -> None:
+        """
+        Args:
+            claim: what the transport claims; ``None``: only the history counts.
+            busy: how many runnable threads there are for each processor (default: of this host).
+            measured: called with this object when a first rate is known, in the thread that sends.
+        """
         self.claim = claim
+        self._measured = measured
         self._busy = host_load if busy is None else busy
         self._lock = threading.Lock()
         self._nbytes, self._seconds, self._claimed_s = 0, 0.0, 0.0
@@ -91,13 +102,20 @@ class PathRate:
                 self._claimed_s += self.claim.seconds(nbytes)
             if self._nbytes < _BATCH_BYTES and self._seconds < _BATCH_S:
                 return None
-            return self._batch(now)
+            measured, self._measured = self._measured, None
+            found = self._batch(now)
+        if measured is not None:
+            measured(self)
+        return found
 
     def first_alarm(self) -> bool:
         """Whether no alarm was given before; one is given now."""
         with self._lock:
             first, self.alarmed = not self.alarmed, True
-            return first
+            measured, self._measured = self._measured, None
+        if measured is not None:
+            measured(self)
+        return first
 
     def _batch(self, now: float) -> Finding | None:
         nbytes, seconds, claimed_s = self._nbytes, self._seconds, self._claimed_s
