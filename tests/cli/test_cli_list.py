@@ -158,7 +158,7 @@ def test_a_pipe_that_auto_would_pass_over_is_listed_as_broken(birds: Any) -> Non
     for part in ("the factory of the pipe 'carrier-pigeon' from kvplug-birds", "No module named 'libpigeon'"):
         assert part in found["reason"]
     assert "  carrier-pigeon  broken: " in birds.kvplug("list").stdout
-    explained = birds.kvplug("explain", "role=both", "connector=letter")
+    explained = birds.kvplug("explain", "role=both", "connector=letter", "stores=memory")
     assert "No module named 'libpigeon'" in " ".join(explained.stdout.split())
 
 
