@@ -11,7 +11,7 @@ from kvplug import Config
 from kvplug.assembly.doctor.facts import facts_from_peer, read_facts
 from kvplug.assembly.doctor.rate import rate_finding
 from kvplug.assembly.examination.finding import findings_of_peer, refusals
-from kvplug.assembly.examination.host import HostFacts, facts_of
+from kvplug.assembly.examination.host import HostFacts, connector_options, facts_of
 from kvplug.assembly.examination.limits import findings_of_host, findings_of_two
 from kvplug.assembly.examination.measuring import Measured
 from kvplug.errors import ConfigError
@@ -113,3 +113,15 @@ def test_a_fact_that_is_none_is_refused(wrong: str) -> None:
     assert read_facts(["layout=KBTHD", "window=4096"]) == {"layout": "KBTHD", "window": 4096}
     with pytest.raises(ConfigError):
         read_facts([wrong])
+
+
+def test_of_an_option_that_may_be_a_secret_only_its_presence_is_told() -> None:
+    given = {"api_token": "t0p", "Password": "t0p", "password_file": "/etc/p", "page_tokens": 16}
+    config = Config.from_dict({"connector": "lookup", "role": "both", "options": {"lookup": given}})
+    told = connector_options(config)
+    assert told == {
+        "api_token": "(given)",
+        "Password": "(given)",
+        "password_file": "/etc/p",
+        "page_tokens": "16",
+    }

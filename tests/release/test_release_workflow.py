@@ -58,7 +58,7 @@ def test_only_the_job_that_publishes_can_and_it_can_do_nothing_else(workflow: An
     assert workflow["permissions"] == {}
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     assert all(job["permissions"] == {"contents": "read"} for name, job in jobs.items() if name != "publish")
-    assert jobs["publish"]["environment"]["name"] == "pypi-${{ matrix.package }}"
+    assert jobs["publish"]["environment"] == "pypi-${{ matrix.package }}"
     assert "secrets." not in PATH.read_text(encoding="utf-8")
     (upload,) = [each for each in jobs["publish"]["steps"] if "pypi-publish" in each.get("uses", "")]
     assert upload["with"]["attestations"] is True

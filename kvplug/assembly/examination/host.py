@@ -7,6 +7,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import socket
 import struct
@@ -29,6 +30,8 @@ _LIBRARIES: Final = ("torch", "vllm", "sglang", "lmcache", "nixl", "nixl-cu12", 
 """Their versions are told where they are installed, besides kvplug's plugins."""
 _GET_ADDRESS: Final = 0x8915
 _REQUEST: Final = struct.Struct("=16s24x")
+_SECRET: Final = re.compile(r"(secret|password|token|key)$", re.IGNORECASE)
+"""Ends of names of options, of which a plugin may have any. Those of files (``password_file``) are told."""
 _MAX_TEXTS: Final = 256
 """Entries of a mapping that is taken from a peer."""
 
@@ -128,9 +131,9 @@ def facts_of(config: Config) -> HostFacts:
 
 
 def connector_options(config: Config) -> dict[str, str]:
-    """What the config gives its connector, as text."""
+    """What the config gives its connector, as text; of what may be a secret, only that it is given."""
     given = config.options.get(config.connector.rpartition(":")[2], {})
-    return texts({key: str(value) for key, value in given.items()})
+    return texts({key: "(given)" if _SECRET.search(key) else str(value) for key, value in given.items()})
 
 
 def secret_source(config: Config) -> str:
