@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -58,6 +59,8 @@ def test_tokens_are_those_of_one_engine_alone(
         answers = decode.generate(list(prompts.values()), salt="another tenant")
         assert [answer.tokens for answer in answers] == list(expected.values())
         assert all(answer.num_cached > 0 for answer in answers)
+        if not hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources"):
+            return  # this release does not count by source
         sources = decode.ask("call", where=f"{INSIDE}:cached_by_source")
         assert sources["p2p"] >= sum((length - 1) // block * block for length in prompts)
 
