@@ -32,8 +32,11 @@ class FakeLink:
         self._answers: list[Any] = list(said)
         self._changed = threading.Condition()
         self.closed = False
+        self.is_full = False
 
     def send(self, value: Any, timeout: Any = None) -> None:
+        if self.is_full:
+            raise TimeoutError("what was sent before is not read")
         self.sent.append(value)
 
     def answer(self, *values: Any) -> None:
@@ -145,6 +148,20 @@ def test_a_store_that_does_not_answer_is_asked_by_one_ping_at_a_time_and_waited_
     assert it.replica.presences(CHAINS, 0) == []
     it.pong()
     it.until([HELD])
+
+
+def test_a_ping_that_could_not_be_sent_is_sent_when_its_request_is_asked_about_again(follow: Any) -> None:
+    it = follow(wait_timeout_s=30)
+    it.snapshot(CHAINS[0])
+    it.until([HELD])
+    it.links[0].is_full = True
+    fence = it.replica.fence()
+    assert not it.replica.has_passed(fence)
+    it.links[0].is_full = False
+    assert not it.replica.has_passed(fence)
+    assert len(it.links[0].sent) == 1
+    it.pong()
+    until(lambda: it.replica.has_passed(fence))
 
 
 @pytest.mark.parametrize("call", ["doubt", "drop"])

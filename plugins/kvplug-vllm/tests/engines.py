@@ -32,6 +32,8 @@ QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",  # several engines share the cores: who waits must not spin
+    # Eager engines compile a few functions, too: in the first steps, for a minute where the cores are busy.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

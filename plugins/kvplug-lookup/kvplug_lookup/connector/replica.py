@@ -145,6 +145,7 @@ class Replica:
 
     def has_passed(self, fence: Fence) -> bool:
         """Whether the store has answered. Waits a moment for that, once for each request."""
+        self._ping()  # the last try may have failed
         with self._lock:
             while self._ponged < fence.number and self._link is not None and self._silent <= self._ponged:
                 if not self._changed.wait(fence.is_worth_a_wait.remaining()):
