@@ -12,6 +12,13 @@ class TestSimple(LookupBufferContract):
 
 
 @pytest.mark.variant
+class TestSimpleThatEvicts(LookupBufferContract):
+    transport = "simple"
+    options = {"evict": "oldest"}
+    evicts = True
+
+
+@pytest.mark.variant
 class TestSimpleOverSockets(LookupBufferContract):
     transport = "simple"
     pipes = "cpu"
