@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from kvplug_testing import LookupBufferContract
@@ -14,7 +16,7 @@ class TestSimple(LookupBufferContract):
 @pytest.mark.variant
 class TestSimpleThatEvicts(LookupBufferContract):
     transport = "simple"
-    options = {"evict": "oldest"}
+    options: ClassVar[dict[str, str]] = {"evict": "oldest"}
     evicts = True
 
 

@@ -41,7 +41,7 @@ FREED = -7777.0
 
 
 def layout_of(axes: str, block_size: int, num_blocks: int, block_format: str = "") -> KVLayout:
-    """The layout of a cache with these axes (``"KBTHD"``: keys and values, blocks, tokens, heads, elements)."""
+    """The layout with these axes (K: keys and values, B: blocks, T: tokens, H: heads, D: elements)."""
     sizes = {"B": num_blocks, "T": block_size, "D": HEAD_SIZE}
     if "H" in axes:
         sizes |= {"K": 2, "H": NUM_HEADS}

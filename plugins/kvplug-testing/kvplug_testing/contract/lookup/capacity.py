@@ -1,4 +1,4 @@
-"""The capacity (law LOOKUP-5): an insert waits for free bytes, or makes room, or is refused; removed entries free theirs."""
+"""The capacity (law LOOKUP-5): an insert waits for free bytes, makes room, or is refused."""
 
 from __future__ import annotations
 

@@ -146,4 +146,4 @@ def run(make: Any, examples: int, steps: int, shrink: bool, *, fills: bool = Tru
 
 BUDGET = capacity_for(CAPACITY)
 ROOMY = capacity_for(CAPACITY + 2)
-"""Of a store that evicts: it may not know yet that the last entry was received, and must not evict another."""
+"""Of a store that evicts: it may not know yet that the last entry was received."""
