@@ -47,13 +47,13 @@ COMMANDS: Final[Mapping[str, Template]] = {
     "queue": Template(
         Kind.QUEUE,
         "a message queue: values from one process to many",
-        "queue.py, writer.py and reader.py",
+        "message.py, writer.py and reader.py",
         (_ATTRS,),
     ),
     "lookup": Template(
         Kind.LOOKUP_BUFFER,
         "a lookup buffer: KV found by its tokens",
-        "table.py, store.py and reach.py",
+        "table.py",
         (_ATTRS, _TORCH),
         ("kvplug-cpu",),  # without a pipe to other processes their tests are skipped
     ),
