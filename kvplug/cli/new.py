@@ -35,6 +35,8 @@ class Template:
     """The modules to be changed."""
     needs: tuple[str, ...] = ()
     """Requirements of the package besides kvplug."""
+    tests_need: tuple[str, ...] = ()
+    """Requirements of its tests besides the kit."""
 
 
 _ATTRS, _TORCH = "attrs>=23.2", "torch>=2.4"
@@ -45,14 +47,15 @@ COMMANDS: Final[Mapping[str, Template]] = {
     "queue": Template(
         Kind.QUEUE,
         "a message queue: values from one process to many",
-        "queue.py, writer.py and reader.py",
+        "message.py, writer.py and reader.py",
         (_ATTRS,),
     ),
     "lookup": Template(
         Kind.LOOKUP_BUFFER,
         "a lookup buffer: KV found by its tokens",
-        "table.py, store.py and reach.py",
+        "table.py",
         (_ATTRS, _TORCH),
+        ("kvplug-cpu",),  # without a pipe to other processes their tests are skipped
     ),
     "communicator": Template(
         Kind.COMMUNICATOR,
@@ -161,12 +164,20 @@ class Package:
         return self.kind.replace("_", " ")
 
     @property
+    def _ours(self) -> list[str]:
+        """The packages of kvplug's own that it and its tests need."""
+        needed = ("kvplug", "kvplug-testing", *self.template.needs, *self.template.tests_need)
+        return [each for each in needed if each.startswith("kvplug")]
+
+    @property
     def answers(self) -> Mapping[str, Any]:
         """The values that the templates are filled with."""
         return {
             "name": self.name,
             "kind": self.words,
             "needs": list(self.template.needs),
+            "ours": self._ours,
+            "tests_need": ["kvplug-testing", *self.template.tests_need],
             "distribution": self.distribution,
             "module": self.module,
             "stem": self.name.replace("-", "_"),

@@ -150,8 +150,12 @@ def test_each_kind_has_its_modules_and_its_needs(site: Any, what: str) -> None:
     assert not [text for text in every if "{{" in text or "{%" in text]
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     assert [each.partition(">")[0] for each in project["dependencies"]] == [*needs, "kvplug"]
+    cpu = ["kvplug-cpu"] if what == "lookup" else []
     numpy = ["numpy"] if "torch" in needs else []
-    assert project["optional-dependencies"] == {"test": ["kvplug-testing", *numpy]}
+    assert project["optional-dependencies"] == {"test": ["kvplug-testing", *cpu, *numpy]}
+    wheels = next(line for line in (folder / "tox.ini").read_text().splitlines() if "pip wheel" in line)
+    ours = [each for each in (*needs, *cpu) if each.startswith("kvplug")]
+    assert [Path(each).name for each in wheels.split()[6:]] == ["kvplug", "kvplug-testing", *ours]
 
 
 @pytest.mark.usefixtures("copier")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from kvplug_testing import LookupBufferContract
@@ -9,6 +11,13 @@ from kvplug_testing import LookupBufferContract
 
 class TestSimple(LookupBufferContract):
     transport = "simple"
+
+
+@pytest.mark.variant
+class TestSimpleThatEvicts(LookupBufferContract):
+    transport = "simple"
+    options: ClassVar[dict[str, str]] = {"evict": "oldest"}
+    evicts = True
 
 
 @pytest.mark.variant

@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = numpy.ndarray[Any, Any]
 
-NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 3, 2, 8
+NUM_LAYERS = 3
+"""Layers of the fake engine's model, unless it is given another number."""
+NUM_HEADS = 2
+"""KV heads of the fake engine's model."""
+HEAD_SIZE = 8
+"""Elements of a head of the fake engine's model."""
 MODEL = ModelInfo(
     name="fake", num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype="float32"
 )
+"""The fake engine's model, unless it is given another one."""
 
 AXES = ("KBTHD", "KBHTD", "BKTHD", "BTKHD", "KTBHD", "BHTKD", "BTHKD", "BTD")
 """Some of the axis orders that engines use; the last is latent attention."""
@@ -35,6 +41,7 @@ FREED = -7777.0
 
 
 def layout_of(axes: str, block_size: int, num_blocks: int, block_format: str = "") -> KVLayout:
+    """The layout with these axes (K: keys and values, B: blocks, T: tokens, H: heads, D: elements)."""
     sizes = {"B": num_blocks, "T": block_size, "D": HEAD_SIZE}
     if "H" in axes:
         sizes |= {"K": 2, "H": NUM_HEADS}
@@ -91,16 +98,24 @@ class PagedCache:
 
             simulated.enable()
         self.is_on_cpu = device == "cpu"
+        """Whether its tensors are on the CPU."""
         self.block_size = block_size
+        """Tokens in a block."""
         self.num_blocks = num_blocks
+        """Blocks of each layer."""
         self.layout = layout_of(axes, block_size, num_blocks, block_format)
+        """The layout of each layer's tensor."""
         self.num_heads = self.layout.num_kv_heads
+        """KV heads of a layer: 1 for latent attention."""
         self.layer_names = tuple(f"layers.{index}" for index in range(num_layers))
+        """The names of the layers, in the order of the model."""
         self.random = torch.Generator().manual_seed(seed)
+        """The source of the numbers that the cache has at first."""
         self.tensors = {
             name: torch.randn(self.layout.shape, generator=self.random).to(device)
             for name in self.layer_names
         }
+        """The tensor of each layer, by its name."""
         self.weights = 0.0
         """A number that the KV depends on, besides its tokens."""
 

@@ -53,10 +53,15 @@ class PlannedStep:
     """The data of a step that goes from the scheduler side to the worker side, of connector and engine."""
 
     scheduled: tuple[Scheduled, ...]
+    """What is computed in it."""
     preempted: frozenset[str]
+    """Ids of the requests that lost their blocks."""
     metadata: Plain
+    """What ``build_connector_meta`` returned, encoded and decoded."""
     finished: frozenset[str] = frozenset()
+    """Ids of the requests that ended since the step before."""
     number: int = 0
+    """The number of the step; the first is 1."""
 
 
 def _split(model: ModelInfo, workers: int) -> ModelInfo:
@@ -103,9 +108,12 @@ class FakeEngine:
             seed=seed,
             device=device,
         )
+        """Its paged cache."""
         self.block_size = block_size
+        """Tokens in a block."""
         self.layer_names, self.layout = self.cache.layer_names, self.cache.layout
         self.kv_caches: dict[str, Tensor] = self.cache.tensors
+        """The tensors of the cache, by the names of the layers, as the connector gets them."""
         groups = (CacheGroup(layer_names=self.layer_names, layout=self.layout),)
         workers = build.get("parallelism") or Parallelism()
         arguments: dict[str, Any] = {
@@ -117,13 +125,17 @@ class FakeEngine:
         import torch
 
         self.free_blocks: list[int] = torch.randperm(num_blocks, generator=self.cache.random).tolist()
+        """Blocks of no request: :meth:`allocate` takes the first ones."""
         self.step_number = 0
+        """The number of the step that was planned last."""
         self._stats = TransferStats()
         self._ended: set[str] = set()
         self._kept: dict[str, tuple[int, ...]] = {}
         self.worker: Any = make(config, "worker", **arguments)
+        """The connector's worker side."""
         try:
             self.scheduler: Any = make(config, "scheduler", **arguments)
+            """The connector's scheduler side."""
         except BaseException:
             self.worker.shutdown()
             raise
@@ -159,6 +171,7 @@ class FakeEngine:
         self.cache.weights = weights
 
     def compute(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], start: int, end: int) -> None:
+        """Write every layer's KV of the tokens ``start`` to ``end`` into their blocks, without a step."""
         for layer in range(len(self.layer_names)):
             self.cache.compute(layer, token_ids, block_ids, start, end)
 
@@ -169,6 +182,11 @@ class FakeEngine:
     # -- requests ------------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int) -> tuple[int, ...]:
+        """Free blocks for this many tokens.
+
+        Raises:
+            ValueError: there are too few.
+        """
         count = -(-num_tokens // self.block_size)
         blocks, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
         if len(blocks) < count:

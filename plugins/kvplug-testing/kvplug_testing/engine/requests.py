@@ -16,16 +16,21 @@ class Arrival:
     """A request that arrives, and how it ends."""
 
     request_id: str
+    """Unique among the requests of its engine."""
     prompt: tuple[int, ...]
+    """Token ids."""
     generated: tuple[int, ...] = ()
     """Tokens that it generates one by one after the prompt."""
     extra: bytes = b""
+    """What determines its KV besides its tokens: that of :class:`~kvplug.engine.Request`."""
     params: Mapping[str, Any] = attrs.field(factory=dict)
+    """``kv_transfer_params``, as a client or a router would send them."""
     end: RequestEnd = RequestEnd.FINISHED
     """With another value than ``FINISHED`` it ends at a random time: before, during or after its load."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """The prompt, and what is generated after it."""
         return self.prompt + self.generated
 
 

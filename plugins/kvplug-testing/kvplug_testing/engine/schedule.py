@@ -55,12 +55,15 @@ class Schedule:
         self.fake, self.chance, self.depth, self.drafts = fake, chance, depth, drafts
         self.before_step, self.on_end = before_step, on_end
         self.audit = LoadAudit(fake.cache)
+        """What the connector has promised, and the loads that have begun and not ended."""
         self.counts: Counter[str] = Counter()
         """How often it has preempted, aborted, computed a part of a prompt (``"chunked"``), planned a step
         before an earlier one ended (``"ahead"``), and begun a load in the background (``"async"``).
         """
         self.coming: deque[Running] = deque()
+        """Requests that have not arrived yet."""
         self.active: list[Running] = []
+        """Requests that have arrived and not ended."""
         self._planned: deque[_Step] = deque()
         self._reports: deque[tuple[_Step, WorkerOutput]] = deque()
         self._users: Counter[int] = Counter()
@@ -82,6 +85,7 @@ class Schedule:
 
     @property
     def has_work(self) -> bool:
+        """Whether a request, a step, a report, a load or a lent block is left."""
         return bool(
             self.coming
             or self.active

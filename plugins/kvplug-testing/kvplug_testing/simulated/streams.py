@@ -46,13 +46,17 @@ class Stream:
         import torch
 
         self.device = torch.device("privateuseone:0")
+        """The device, as torch names it."""
         self._queue: deque[Work | _Order] = deque()
         self.num_queued = 0
+        """Pieces of work that were queued so far."""
         self.num_done = 0
+        """Pieces of work that have run so far."""
         with _lock:
             _streams.append(self)
 
     def queue(self, work: Work | _Order) -> None:
+        """Queue a function without arguments, which runs when the stream comes to it."""
         with _lock:
             self._queue.append(work)
             self.num_queued += 1
@@ -65,17 +69,21 @@ class Stream:
             return self.num_done == self.num_queued
 
     def synchronize(self) -> None:
+        """Return when all that is queued by now has run."""
         with _lock:
             self.run(self.num_queued)
 
     def wait_event(self, event: Event) -> None:
+        """What is queued next runs after the event."""
         if event.after is not None:
             self.queue(event.after)
 
     def wait_stream(self, stream: Stream) -> None:
+        """What is queued next runs after all that is queued on the other stream by now."""
         self.queue(_Order(stream, stream.num_queued))
 
     def record_event(self, event: Event | None = None) -> Event:
+        """Record the event, or a new one, behind all that is queued by now; returns it."""
         event = event or Event()
         event.record(self)
         return event
@@ -103,13 +111,16 @@ class Event:
     ) -> None:
         """The arguments are those of torch, and mean nothing here."""
         self.after: _Order | None = None
+        """The place; ``None`` until it is recorded."""
 
     def record(self, stream: Stream | None = None) -> None:
+        """Its place is behind all that is queued by now, on the given or the current stream."""
         stream = stream or current_stream()
         with _lock:
             self.after = _Order(stream, stream.num_queued)
 
     def query(self) -> bool:
+        """Whether all that is before it has run; true if it was never recorded."""
         after = self.after
         if after is None:
             return True
@@ -118,11 +129,13 @@ class Event:
             return after.stream.num_done >= after.count
 
     def synchronize(self) -> None:
+        """Return when all that is before it has run."""
         with _lock:
             if self.after is not None:
                 self.after.stream.run(self.after.count)
 
     def wait(self, stream: Stream | None = None) -> None:
+        """What is queued next on the given or the current stream runs after it."""
         (stream or current_stream()).wait_event(self)
 
 

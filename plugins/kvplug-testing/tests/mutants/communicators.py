@@ -44,6 +44,18 @@ class TestForgetsTheLastRank(Mutant):
             tensor.copy_(sum(parts[:-1]))
 
 
+class TestAddsItsOwnPartFirst(Mutant):
+    """Each rank adds the parts from its own on, so rounding differs between ranks."""
+
+    breaks = ("COMM-1",)
+    caught_by = "test_a_sum_that_is_rounded_has_the_same_bits_at_every_rank"
+
+    class end(MemoryCommunicator):  # noqa: N801
+        def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
+            parts = self._meet(tensor.clone(), deadline)
+            tensor.copy_(sum([*parts[self.rank + 1 :], *parts[: self.rank]], parts[self.rank]))
+
+
 class TestGathersAsTheyCome(Mutant):
     """Parts are in the order in which the ranks came."""
 

@@ -363,6 +363,74 @@ class TestForgetsTheBudget(Mutant):
             return True
 
 
+class Evicting(MemoryStore):
+    """Makes room by removing the oldest entries that none is receiving."""
+
+    def _has_room(self, nbytes: int) -> bool:
+        while not super()._has_room(nbytes):
+            going = next((stored for stored in self._entries.values() if self._may_go(stored)), None)
+            if going is None:
+                return False
+            self._remove(going)
+        return True
+
+    def _may_go(self, stored: StoredEntry) -> bool:
+        return not self._leases.is_lent(stored.entry_id)
+
+
+class TestEvicts(Mutant):
+    """No fault: inserts make room."""
+
+    is_control = True
+    evicts = True
+    store = Evicting
+
+
+class TestEvictsWhatIsReceived(Mutant):
+    """The oldest entry goes, also while a caller receives it."""
+
+    breaks = ("LOOKUP-5",)
+    evicts = True
+
+    class store(Evicting):  # noqa: N801
+        def _may_go(self, stored: StoredEntry) -> bool:
+            return True
+
+
+class TestEvictsWhatHasJustCome(Mutant):
+    """Where there is no room, the new entry is the one that goes."""
+
+    breaks = ("LOOKUP-5",)
+    evicts = True
+
+    class store(Evicting):  # noqa: N801
+        def insert(self, *args: Any, **given: Any) -> int:
+            was_full = bool(self._entries) and not MemoryStore._has_room(self, self._max_bytes // 4)
+            entry_id = super().insert(*args, **given)
+            with self._changed:
+                if was_full:
+                    self._remove(self._entries[entry_id])
+            return entry_id
+
+
+class TestEvictsTooLittle(Mutant):
+    """Where there is no room one entry goes, and the new one counts as half as large as it is."""
+
+    breaks = ("LOOKUP-5",)
+    evicts = True
+
+    class store(Evicting):  # noqa: N801
+        def _has_room(self, nbytes: int) -> bool:
+            return super()._has_room(nbytes // 2 - self._used_bytes // 2)
+
+
+class TestSaysThatItEvicts(Mutant):
+    """An insert waits for room, and nothing goes."""
+
+    breaks = ("LOOKUP-5",)
+    evicts = True
+
+
 class TestSendsUnderItsLock(Mutant):
     """While an entry is in transfer to a slow end, no other call is served."""
 

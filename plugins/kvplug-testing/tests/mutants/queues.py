@@ -121,6 +121,18 @@ class TestSharesOneObject(Mutant):
             return shared.setdefault(number, value)
 
 
+class TestCutsAValueOfOneSize(Mutant):
+    """The last byte of a value of a certain small size is lost."""
+
+    breaks = ("QUEUE-1",)
+    caught_by = "test_messages_of_all_sizes_arrive_and_those_larger_than_a_chunk_do_too"
+
+    class reader_(MemoryReader):  # noqa: N801
+        def dequeue(self, *args: Any, **given: Any) -> Any:
+            value = super().dequeue(*args, **given)
+            return value[:-1] if isinstance(value, bytes) and len(value) == 509 else value
+
+
 class TestBeginsWhereItAttaches(Mutant):
     """A reader that comes late gets what is sent from then on."""
 

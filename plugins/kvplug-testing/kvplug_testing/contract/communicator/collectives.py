@@ -84,6 +84,18 @@ class Collectives(CommunicatorSuite):
             assert all(each.same for each in found), f"{what} did not return its input"
 
     @law("COMM-1")
+    def test_a_sum_that_is_rounded_has_the_same_bits_at_every_rank(self) -> None:
+        import torch
+
+        ranks = self.ranks()
+        chance = torch.Generator().manual_seed(5)
+        given = [torch.randn(1000, generator=chance) * 10.0 ** (3 * rank) for rank in range(WORLD)]
+        first, *others = ranks.values("all_reduce", lambda rank: [given[rank].clone()])
+        for rank, other in enumerate(others, 1):
+            fault = difference(first.cpu(), other.cpu())
+            assert not fault, f"ranks add in different orders: at rank {rank}, compared with rank 0, {fault}"
+
+    @law("COMM-1")
     @pytest.mark.parametrize("dtype", sorted(MOVED))
     def test_all_gather_concatenates_in_the_order_of_ranks(self, dtype: str) -> None:
         ranks = self.ranks()

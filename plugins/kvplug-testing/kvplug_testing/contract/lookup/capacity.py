@@ -1,8 +1,10 @@
-"""The capacity (law LOOKUP-5): an insert waits for free bytes or is refused; removed entries free theirs."""
+"""The capacity (law LOOKUP-5): an insert waits for free bytes, makes room, or is refused."""
 
 from __future__ import annotations
 
 from functools import partial
+
+import pytest
 
 from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
 from kvplug_testing import waits
@@ -24,7 +26,7 @@ from kvplug_testing.waits import Call, raises
 class Capacity(LookupSuite):
     """Stores with capacity for a few entries."""
 
-    @law("LOOKUP-5")
+    @law("LOOKUP-5", needs="waits_for_room")
     @at_both_ends
     def test_an_insert_waits_for_room_and_goes_on_when_there_is_some(self, end: str) -> None:
         store, buffer = self.ends(end, capacity_for(2))
@@ -37,7 +39,7 @@ class Capacity(LookupSuite):
         waiting.result()
         assert not unlike(puts[2], taken(buffer, [3]))
 
-    @law("LOOKUP-5", "ALL-4")
+    @law("LOOKUP-5", "ALL-4", needs="waits_for_room")
     def test_an_insert_that_finds_no_room_in_time_stores_nothing(self) -> None:
         store = self.hold(capacity_for(1))
         inserted(store, sized([1]))
@@ -49,6 +51,32 @@ class Capacity(LookupSuite):
         taken(store, [1])
         missed(store, None)
         assert matched(store, [2]) == 0, "an insert that raised TimeoutError has stored its entry later"
+
+    @law("LOOKUP-5", needs="makes_room")
+    def test_an_insert_makes_room_and_leaves_what_is_being_read(self) -> None:
+        store = self.hold(capacity_for(4))
+        reading = self.paused_call(store, "select")
+        for number in range(10, 20):
+            inserted(store, sized([number]))
+            assert matched(store, [number]) == 1, "what was inserted last is not there"
+            assert matched(store, [1, 2, 3]) == 3, "an entry was evicted while it was being read"
+        held = [number for number in range(10, 20) if matched(store, [number])]
+        assert len(held) <= 3, f"beside the entry that is read there is room for 3, and {held} are held"
+        reading.data_pipe.resume()
+        assert not unlike(reading.put, reading.call.result())
+
+    @law("LOOKUP-5", "ALL-4", needs="makes_room")
+    @pytest.mark.parametrize("verb", ["select", "drop_select"])
+    def test_an_insert_waits_where_all_that_is_held_is_being_received(self, verb: str) -> None:
+        store = self.hold(capacity_for(1))
+        receiving = self.paused_call(store, verb)
+        Call(lambda: insert(store, sized([4]), timeout=SOON_S)).raised(TimeoutError)
+        waiting = Call(lambda: inserted(store, sized([5])))
+        assert waiting.is_blocked(), "an entry was evicted while another end was receiving it"
+        receiving.data_pipe.resume()
+        assert not unlike(receiving.put, receiving.call.result())
+        waiting.result()
+        assert [matched(store, [token]) for token in (1, 4, 5)] == [0, 0, 1]
 
     @law("LOOKUP-5")
     def test_an_entry_larger_than_the_budget_is_refused_at_once(self) -> None:
@@ -76,12 +104,12 @@ class Capacity(LookupSuite):
         inserted(store, good)
         assert not unlike(good, taken(store, [1, 2]))
 
-    @law("LOOKUP-5")
+    @law("LOOKUP-5", needs="waits_for_room")
     @at_both_ends
     def test_what_was_taken_gives_its_bytes_back(self, end: str) -> None:
         self._fill_and_empty(end, rounds=20)
 
-    @law("LOOKUP-5", "ALL-7", level="full", timeout_s=300)
+    @law("LOOKUP-5", "ALL-7", level="full", needs="waits_for_room", timeout_s=300)
     @at_both_ends
     def test_what_was_taken_gives_its_bytes_back_a_thousand_times(self, end: str) -> None:
         self._fill_and_empty(end, rounds=1000)

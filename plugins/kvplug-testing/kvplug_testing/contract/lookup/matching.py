@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -149,4 +150,5 @@ class Matching(LookupSuite):
     def _against_the_model(self, end: str, examples: int, steps: int, shrink: bool) -> None:
         from kvplug_testing.contract.lookup import machine
 
-        machine.run(lambda: self.ends(end, machine.BUDGET), examples, steps, shrink)
+        made = partial(self.ends, end, machine.ROOMY if self.evicts else machine.BUDGET)
+        machine.run(made, examples, steps, shrink, fills=not self.evicts)

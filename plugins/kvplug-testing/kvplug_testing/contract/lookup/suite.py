@@ -60,8 +60,18 @@ class LookupSuite(Contract):
     passes: ClassVar[int] = 1
     """How many messages of an entry pass on the data pipe before a pause in its middle. 0 if an entry is a
     single message."""
+    evicts: ClassVar[bool] = False
+    """Whether an insert that finds no room removes entries, rather than wait until some were taken."""
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
+
+    @property
+    def waits_for_room(self) -> str:
+        return "inserts make room by removing entries (evicts)" if self.evicts else ""
+
+    @property
+    def makes_room(self) -> str:
+        return "" if self.evicts else "inserts wait for room (evicts is not set)"
 
     def make_endpoint(self, context: LookupContext) -> LookupEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""

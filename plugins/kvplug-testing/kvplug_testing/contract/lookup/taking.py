@@ -75,7 +75,7 @@ class Taking(LookupSuite):
             missed(each, None, timeout=0.05)
             raises(EntryGoneError, partial(each.select, [1, 2]))
 
-    @law("LOOKUP-4")
+    @law("LOOKUP-4", needs="waits_for_room")
     @at_both_ends
     def test_all_kinds_of_those_who_wait_are_woken_by_what_they_wait_for(self, end: str) -> None:
         store, buffer = self.ends(end, capacity_for(1))
@@ -102,7 +102,7 @@ class Taking(LookupSuite):
             "any with e": [5],
         }
 
-    @law("LOOKUP-4")
+    @law("LOOKUP-4", needs="waits_for_room")
     @at_both_ends
     def test_no_wake_up_is_lost_where_room_and_entries_are_waited_for(self, end: str) -> None:
         store, buffer = self.ends(end, capacity_for(1))
