@@ -32,8 +32,6 @@ QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",  # several engines share the cores: who waits must not spin
-    # Eager engines compile a few functions, too: in the first steps, for a minute where the cores are busy.
-    "TORCH_COMPILE_DISABLE": "1",
 }
 
 MULTIPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -108,6 +106,9 @@ def engine(
     made, to put faults and recorders in place.
     """
     environment = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(env or {})}
+    if settings.get("enforce_eager", True):
+        # Such an engine compiles a few functions, too, in its first steps: for a minute on busy cores.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
     arguments = {"model": model, "transfer": None if transfer is None else dict(transfer), **settings}
     setups = [setup] if isinstance(setup, str) else list(setup)
     with peers.start(_serve, arguments, setups, timeout_s=life_s, env=environment) as peer:
