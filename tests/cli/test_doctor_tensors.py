@@ -156,17 +156,13 @@ def run_engine(parent: Parent, given: Mapping[str, Any]) -> Any:
         kvplug.__version__ = given["version"]
     with _engine(given) as engine:
         parent.send({"contact": engine.worker.contact})
+        failures, moved = 0, set[str]()
         while parent.recv(None) != "end":
-            figures = engine.figures() or {}
-            failures, moved = figures.get("failures", {}), figures.get("ops", {}).keys() - {"handshake"}
-            parent.send(
-                [
-                    threading.active_count(),
-                    len(os.listdir("/proc/self/fd")),
-                    sum(map(len, failures.values())),
-                    sorted(moved),
-                ]
-            )
+            figures = engine.figures() or {}  # since the last call
+            failures += sum(map(len, figures.get("failures", {}).values()))
+            moved |= figures.get("ops", {}).keys() - {"handshake"}
+            threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+            parent.send([threads, descriptors, failures, sorted(moved)])
     return None
 
 
