@@ -33,6 +33,7 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import DOCTOR, Hello
+from kvplug.negotiation.handshake.plain import is_same
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.peer_text import peer_text
@@ -73,6 +74,11 @@ class LinkSettings:
     """Of an engine that does not run, as `kvplug doctor --serve` got them: for a doctor to compare."""
     on_pipe: Callable[[], Callable[[bool], None]] | None = None
     """Called for each pipe that is opened; see ``on_end`` of :class:`~kvplug.metrics.record.RecordedPipe`."""
+
+    def uncounted(self) -> LinkSettings:
+        """The same for a link whose pipes are no engine's: they are neither counted nor judged."""
+        config = attrs.evolve(self.config, slow_path="off")
+        return attrs.evolve(self, config=config, stats=TransferStats(), on_pipe=None)
 
     def pipe_endpoint(self, name: str, device: str) -> PipeEndpoint:
         context = PipeContext(
@@ -224,7 +230,7 @@ class ControlLink(PeerLink):
 
     def _join(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
         offer = self.channel.recv(timeout=deadline.remaining())
-        if not isinstance(offer, dict) or offer.get("pipe") != label:
+        if not isinstance(offer, dict) or not is_same(offer.get("pipe"), label):
             raise WireError(f"{self.channel.peer} was to open the pipe {label!r} and sent something else")
         if "contact" not in offer:
             why = peer_text(offer.get("error"))
@@ -282,7 +288,7 @@ class _Outcome:
         peer = self._channel.peer
         try:
             outcome = self._channel.recv(timeout=self._deadline.remaining())
-            if not isinstance(outcome, dict) or outcome.get("pipe") != self._label:
+            if not isinstance(outcome, dict) or not is_same(outcome.get("pipe"), self._label):
                 raise WireError(f"{peer} was to join the pipe {self._label!r} and sent something else")
             if "joined" not in outcome:
                 why = peer_text(outcome.get("error"))

@@ -189,7 +189,8 @@ class LinkServer(Generic[T]):
         deadline = Deadline.after(self._settings.config.timeout_s)
         try:
             agreement = self._settings.agree(channel, "", deadline.remaining())
-            link = ControlLink(self._settings, channel, agreement, accepted=True)
+            settings = self._settings.uncounted() if agreement.purpose == DOCTOR else self._settings
+            link = ControlLink(settings, channel, agreement, accepted=True)
             with self._lock:
                 self._under_way[thread] = link
                 if self._closed.is_set():

@@ -52,7 +52,9 @@ def explain(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None
 def _show(step: Step, width: int) -> None:
     head = f"{step.verdict:7}  {step.topic:{width}}  "
     room = _WIDTH - len(head)
-    lines = textwrap.wrap(step.text, room, break_on_hyphens=False) or [""]
+    lines = []
+    for line in step.text.splitlines() or [""]:
+        lines += textwrap.wrap(line.strip(), room, break_on_hyphens=False) or [""]
     for detail in step.details:
         lines += textwrap.wrap(f"- {detail}", room, subsequent_indent="  ", break_on_hyphens=False)
     click.echo(click.style(head, fg=_COLOURS[step.verdict]) + lines[0])

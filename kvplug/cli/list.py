@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import click
 
-from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry
+from kvplug.assembly.registry import PluginInfo, PluginStatus, Registry, how_to_install
 from kvplug.assembly.registry.discovery import normalised, not_found
 from kvplug.cli.completion import kinds, offers
 from kvplug.cli.table import show_table
@@ -103,6 +103,7 @@ def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None) -> 
     Raises:
         UnknownNameError: there are none; says what there is.
     """
+    installed = {line.distribution for line in lines}
     if kind is not None:
         there = dict.fromkeys(line.kind for line in lines)
         wanted = kind.replace(" ", "_").replace("-", "_")
@@ -115,7 +116,8 @@ def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None) -> 
     for name in names:
         if all(name not in (line.name, line.plugin, line.distribution) for line in lines):
             hint = did_you_mean(name, {line.name for line in lines})
-            raise UnknownNameError(f"nothing named {name!r} is installed{hint}")
+            missing = how_to_install(name, installed)
+            raise UnknownNameError("\n  ".join([f"nothing named {name!r} is installed{hint}", *missing]))
     if not names:
         return list(lines)
     return [line for line in lines if {line.name, line.plugin, line.distribution} & {*names}]
@@ -281,8 +283,9 @@ def _called(registry: Registry, name: str) -> Sequence[tuple[PluginInfo, Spec]]:
     ]
     if not found:
         hint = did_you_mean(bare, {spec.name for _, spec in every})
-        lines = [f"nothing named {name!r} is installed{hint}", *registry.failures()]
-        raise UnknownNameError("\n  ".join([*lines, *not_found(near=bool(hint))]))
+        missing = how_to_install(name, (plugin.distribution for plugin in registry.plugins))
+        lines = [f"nothing named {name!r} is installed{hint}", *missing, *registry.failures()]
+        raise UnknownNameError("\n  ".join([*lines, *not_found(near=bool(hint or missing))]))
     return found
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvplug import Config
 from kvplug.assembly.doctor.facts import facts_from_peer, read_facts
 from kvplug.assembly.doctor.rate import rate_finding
+from kvplug.assembly.examination.answering import report_of
 from kvplug.assembly.examination.finding import findings_of_peer, refusals
 from kvplug.assembly.examination.host import HostFacts, connector_options, facts_of
 from kvplug.assembly.examination.limits import findings_of_host, findings_of_two
@@ -41,6 +42,8 @@ def test_words_of_a_peer_are_made_fit_for_a_terminal(said: Any) -> None:
     assert "".join((finding.topic, finding.what, *finding.why, finding.change)).isprintable()
     assert finding.at == "peer"
     assert len(findings_of_peer([wrong] * 1000)) == 64
+    long = {"verdict": "note", "what": "a" * 10**6, "why": ["b" * 10**6] * 1000, "change": "c" * 10**6}
+    assert len(str(findings_of_peer([long]))) < 10_000
     assert facts_from_peer({"num_layers": said, "nothing": 1, "block_size": 16}) == {"block_size": 16}
 
 
@@ -115,13 +118,25 @@ def test_a_fact_that_is_none_is_refused(wrong: str) -> None:
         read_facts([wrong])
 
 
-def test_of_an_option_that_may_be_a_secret_only_its_presence_is_told() -> None:
-    given = {"api_token": "t0p", "Password": "t0p", "password_file": "/etc/p", "page_tokens": 16}
-    config = Config.from_dict({"connector": "lookup", "role": "both", "options": {"lookup": given}})
-    told = connector_options(config)
-    assert told == {
-        "api_token": "(given)",
-        "Password": "(given)",
-        "password_file": "/etc/p",
+def test_of_an_option_that_may_be_a_secret_or_a_path_only_its_presence_is_told() -> None:
+    given = {
+        **dict.fromkeys(("api_token", "Password", "db_pwd", "credentials", "AUTH", "access_keys"), "t0p"),
+        "password_file": "/etc/t0p",
+        "url": "redis://me:t0p@host",
+        "hosts": ["t0p"],
         "page_tokens": "16",
     }
+    config = Config.from_dict({"connector": "lookup", "role": "both", "options": {"lookup": given}})
+    told = connector_options(config)
+    assert told == {**dict.fromkeys(given, "(given)"), "page_tokens": "16"}
+    plain = {"async_load": True, "max_unsaved": "16 MiB", "load_policy": "always", "stall_timeout_s": 0.5}
+    config = attrs.evolve(config, options={"lookup": plain})
+    assert connector_options(config) == {key: str(value) for key, value in plain.items()}
+
+
+def test_of_a_plugin_that_did_not_load_its_name_is_told_and_not_its_error() -> None:
+    missing = "broken: shm (kvplug-shm 0.1.0): OSError: /home/me/t0p: redis://me:t0p@host"
+    report = report_of(Config(), (missing,), {})
+    (told,) = (each for each in report["findings"] if each["topic"] == "plugins")
+    assert told["why"] == ["broken: shm (kvplug-shm 0.1.0)"]
+    assert "t0p" not in str(report)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -25,10 +26,21 @@ import kvplug
 from kvplug import Config, Registry
 from kvplug.assembly import connector as assembled, peers as assembled_peers
 from kvplug.assembly.doctor.diagnosis import Diagnosis, DoctorServer, diagnose
-from kvplug.assembly.doctor.facts import read_facts
-from kvplug.assembly.stores import serve_store
-from kvplug.cli.doctor import doctor as command
-from kvplug.negotiation.handshake.hello import Hello
+from kvplug.assembly.doctor.facts import engine_with, read_facts
+from kvplug.assembly.examination import answering
+from kvplug.assembly.links import ControlLink
+from kvplug.assembly.peers import CONTROL
+from kvplug.assembly.resolve import ResolvedConfig, make_hello
+from kvplug.assembly.stores import serve_store, store_links
+from kvplug.cli.doctor import _show, doctor as command
+from kvplug.errors import KvplugError, PeerGoneError
+from kvplug.metrics.stats import TransferStats
+from kvplug.negotiation.handshake.agreement import agree
+from kvplug.negotiation.handshake.exchange import hello_in
+from kvplug.negotiation.handshake.hello import DOCTOR, Hello
+from kvplug.net.trust.channel import Channel
+from kvplug.net.trust.credentials import Credentials
+from kvplug.net.trust.listener import Listener, dial
 from kvplug_testing import waits
 from kvplug_testing.engine import FakeEngine
 from kvplug_testing.forkserver import ForkServer
@@ -144,11 +156,13 @@ def run_engine(parent: Parent, given: Mapping[str, Any]) -> Any:
         kvplug.__version__ = given["version"]
     with _engine(given) as engine:
         parent.send({"contact": engine.worker.contact})
+        failures, moved = 0, set[str]()
         while parent.recv(None) != "end":
-            failures = (engine.figures() or {}).get("failures", {})
-            parent.send(
-                [threading.active_count(), len(os.listdir("/proc/self/fd")), sum(map(len, failures.values()))]
-            )
+            figures = engine.figures() or {}  # since the last call
+            failures += sum(map(len, figures.get("failures", {}).values()))
+            moved |= figures.get("ops", {}).keys() - {"handshake"}
+            threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+            parent.send([threads, descriptors, failures, sorted(moved)])
     return None
 
 
@@ -496,7 +510,7 @@ def test_a_slow_pipe_is_named(fork_server: ForkServer) -> None:
 
 
 def _counts(engine: Peer) -> Any:
-    """Threads, descriptors and counted failures of an engine."""
+    """Threads, descriptors and counted failures of an engine, and operations besides handshakes."""
     engine.send("count")
     return engine.recv()
 
@@ -520,6 +534,105 @@ def test_good_runs_raise_no_alarm_and_leave_the_engine_as_it_was(fork_server: Fo
         assert refused.problems == 1
         waits.until(lambda: _counts(engine) == before, AS_BEFORE_S, what="the engine as it was")
     assert {each.outcome for each in found.fields} == {"agreed", "not compared", "information"}
+
+
+# -- a doctor, or a peer, that means harm ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def a_doctor_at(contact: str) -> Iterator[ControlLink]:
+    """The link of a doctor after the handshake, which asks what the test wants."""
+    resolved = ResolvedConfig(Config.from_dict(BASE), _registry())
+    with contextlib.closing(Channel(dial(contact, Credentials(), CONTROL, 10))) as channel:
+        received = channel.recv(10)
+        remote = hello_in(received)
+        engine = None if remote.engine is None else engine_with({}, "both", remote.engine)
+        local = make_hello(resolved, engine, True, "cpu", DOCTOR)
+        channel.send({"hello": local.to_plain()}, 10)
+        channel.send(channel.recv(10), 10)  # its verdict
+        agreement = agree(local, remote)
+        yield ControlLink(store_links(resolved, TransferStats()), channel, agreement, accepted=False)
+
+
+def _asked(link: ControlLink, **question: Any) -> Any:
+    link.channel.send(question, 5)
+    return link.channel.recv(5)
+
+
+def test_what_a_doctor_takes_from_an_engine_is_bounded(fork_server: ForkServer) -> None:
+    with an_engine(fork_server) as (contact, engine):
+        before = _counts(engine)
+        with a_doctor_at(contact) as link:
+            for no_device in (["cpu"], {}, np.zeros(3), "tpu"):
+                refused = _asked(link, doctor="measure", device=no_device)
+                assert refused == {"measuring": False, "why": "no pipe was agreed on"}
+            assert _asked(link, doctor="what a newer one asks") == {"unknown": True}
+            assert _asked(link, doctor="measure", device="cpu")["measuring"]
+            link.open_pipe("doctor", timeout=5).abort()
+            link.channel.send({"send": 0}, 5)
+            assert _asked(link, doctor="measure", device="cpu")["why"] == "it was measured already"
+            with pytest.raises(PeerGoneError):
+                for _ in range(20):
+                    assert "report" in _asked(link, doctor="report")
+        with contextlib.ExitStack() as held:
+            links = [held.enter_context(a_doctor_at(contact)) for _ in range(8)]
+            assert _asked(links[0], doctor="measure", device="cpu")["measuring"]
+            held.callback(links[0].open_pipe("doctor", timeout=5).abort)  # in the middle, without a goodbye
+            assert_named(doctor(fork_server, peer=contact), "peer", "as many doctors as it may", "note")
+        waits.until(lambda: _counts(engine) == before, AS_BEFORE_S, what="the engine as it was")
+        assert not [each for each in doctor(fork_server, peer=contact) if each["topic"] == "peer"]
+
+
+def test_a_doctor_that_is_silent_has_its_place_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "_MOST_S", 0.3)
+    config = Config.from_dict({**BASE, "timeout_s": 3600, "host": f"unix:@kvplug-silent-{os.getpid()}"})
+    with (
+        DoctorServer(config, _registry()) as served,
+        a_doctor_at(served.contact) as link,
+        pytest.raises(PeerGoneError),
+    ):
+        link.channel.recv(20)
+
+
+_ARRAY = np.zeros(3)
+_BAD_ANSWERS: dict[str, tuple[Any, ...]] = {
+    "no doctor": ({"report": {"doctor": _ARRAY}},),
+    "no verdict": ({"report": {"host": {}, "findings": [{"verdict": _ARRAY}, {"verdict": []}]}},),
+    "no host": ({"report": dict.fromkeys(("host", "findings", "facts", "connector", "options"), _ARRAY)},),
+    "no label": ({"report": {"host": {}}}, {"measuring": True}, {"pipe": _ARRAY, "contact": "x"}),
+    "no contact": ({"report": {"host": {}}}, {"measuring": True}, {"pipe": "doctor", "contact": "\x1b[31m"}),
+    "no agreement": (),
+}
+
+
+def _answers(listener: Listener, hello: Hello, answers: tuple[Any, ...]) -> None:
+    with contextlib.closing(Channel(listener.accept(20))) as channel, contextlib.suppress(KvplugError):
+        channel.send({"hello": hello.to_plain()}, 5)
+        channel.recv(5)
+        agreed = channel.recv(5)
+        for answer in (
+            (agreed, *answers) if answers else ({"agreed": {**agreed["agreed"], "checksum": _ARRAY}},)
+        ):
+            channel.send(answer, 5)
+        while True:
+            channel.recv(5)
+
+
+@pytest.mark.parametrize("case", _BAD_ANSWERS)
+def test_whatever_a_peer_answers_is_a_finding(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config.from_dict({**BASE, "sinks": ["log"]})
+    hello = make_hello(
+        ResolvedConfig(attrs.evolve(config, engine_id="x"), _registry()), None, True, "cpu", ""
+    )
+    with Listener.open("unix:", Credentials(), CONTROL) as listener:
+        answers = (listener, hello, _BAD_ANSWERS[case])
+        peer = threading.Thread(target=_answers, args=answers, daemon=True)
+        peer.start()
+        found = diagnose(config, _registry(), peer=listener.contact, timeout_s=10)
+        peer.join(10)
+    assert _problems(found), "it is no good run"
+    _show(found)
+    assert capsys.readouterr().out.replace("\n", "").isprintable()
 
 
 def engine_on_a_host(parent: Parent, address: str, secret: str) -> None:

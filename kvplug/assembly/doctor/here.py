@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
 from typing import Final
 
@@ -42,6 +43,8 @@ _CHANGES: Final = {
     "peers": "peers: addresses HOST:PORT of engines, or one directory that `kvplug list` shows",
     "plugins": "pip install --upgrade NAME    (or take NAME out of KVPLUG_DISABLE_PLUGINS)",
 }
+_INSTALL: Final = re.compile(r"pip install kvplug-[a-z-]+$", re.MULTILINE)
+"""In the error of an unknown name, where its package is known."""
 
 
 def from_step(step: Step) -> Finding:
@@ -52,6 +55,8 @@ def from_step(step: Step) -> Finding:
 
 
 def _change_for(step: Step) -> str:
+    if missing := _INSTALL.search(step.text):
+        return missing[0]
     if step.topic.startswith("options."):
         return f"{step.topic}    (`kvplug list --options {step.topic.split('.')[1]}` shows what there is)"
     line = _CHANGES.get(step.topic, step.topic)

@@ -38,6 +38,12 @@ from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.listener import dial
 
 _ANSWER_S: Final = 5.0
+_SILENT: Final = {
+    "off": ("doctor is 'off' in its configuration", 'doctor = "measure"    (at the peer)'),
+    "busy": ("it answers as many doctors as it may", "kvplug doctor    (again, when the others are done)"),
+    "": ("its kvplug may be older", "pip install --upgrade kvplug    (there)"),
+}
+"""What a peer says in place of its report, and what to change."""
 
 
 @attrs.define(kw_only=True)
@@ -141,7 +147,7 @@ class _Talk:
         self._add(*self._of_agreement(agreement, remote, reasons, stated))
         if not own:
             self._of_host(report)
-        if agreement is not None and report:
+        if agreement is not None and "host" in report:
             self._measure(agreement, local)
         with contextlib.suppress(KvplugError):
             self._channel.send({"doctor": "bye"}, timeout=0.1)
@@ -231,20 +237,11 @@ class _Talk:
         return _ANSWER_S if left is None else min(left, _ANSWER_S)
 
     def _of_host(self, report: Mapping[str, Any]) -> None:
-        if report.get("doctor") == "off" or "host" not in report:
-            says = "doctor is 'off' in its configuration" if report else "its kvplug may be older"
+        if "host" not in report:
+            says, change = _SILENT.get(peer_text(report.get("doctor")), _SILENT[""])
             why = "its limits are not known, and no pipe is measured"
-            self._add(
-                Finding(
-                    topic="peer",
-                    verdict="note",
-                    what=f"the peer tells nothing of its host: {says}",
-                    why=(why,),
-                    change='doctor = "measure"    (at the peer)'
-                    if report
-                    else "pip install --upgrade kvplug    (there)",
-                )
-            )
+            what = f"the peer tells nothing of its host: {says}"
+            self._add(Finding(topic="peer", verdict="note", what=what, why=(why,), change=change))
             return
         self._found.host = theirs = HostFacts.from_plain(report["host"])
         self._add(*findings_of_peer(report.get("findings")))

@@ -4,16 +4,23 @@ It reaches neither the connector nor the store behind the listener, and holds no
 after the handshake, of which the doctor sends the first::
 
     {"doctor": "report"}                    {"report": {"host": ..., "findings": ..., "facts": ...}}
+                                            {"report": {"doctor": "off"}}, or "busy"
     {"doctor": "measure", "device": "cpu"}  {"measuring": true}, then a pipe is opened
                                             {"measuring": false, "why": ...}
     {"doctor": "bye"}
+    {"doctor": anything else}               {"unknown": true}: a newer doctor may go on
+
+What doctors can take from an engine is bounded: 8 examinations at one time, each for at most 30 seconds, with
+at most 16 questions and one measurement.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.examination.host import connector_options, facts_of
@@ -27,6 +34,22 @@ from kvplug.net.trust.channel import Channel
 
 _log = logging.getLogger(__name__)
 
+_MOST_AT_ONCE: Final = 8
+_MOST_S: Final = 30.0
+_MOST_QUESTIONS: Final = 16
+_BUSY_S: Final = 1.0
+"""How long a doctor that finds no place may take to ask."""
+
+_places = threading.BoundedSemaphore(_MOST_AT_ONCE)
+
+
+def _after_fork() -> None:
+    global _places
+    _places = threading.BoundedSemaphore(_MOST_AT_ONCE)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 
 def report_of(config: Config, missing: tuple[str, ...], facts: Mapping[str, Any]) -> dict[str, Any]:
     """What a doctor is told. ``missing``: plugins that are broken or blocked; ``facts``: of the engine."""
@@ -34,8 +57,10 @@ def report_of(config: Config, missing: tuple[str, ...], facts: Mapping[str, Any]
     findings = list(findings_of_host(host, config))
     if missing:
         what = f"not all are loaded there ({len(missing)} are not), and what they offer is missing"
-        change = "pip install --upgrade NAME    (or take NAME out of KVPLUG_DISABLE_PLUGINS)"
-        findings.append(Finding(topic="plugins", verdict="note", what=what, why=missing, change=change))
+        # What a plugin raised may hold anything, of the environment too: it stays on this host.
+        why = tuple(each.partition("): ")[0] + ")" for each in missing)
+        change = "kvplug list    (there; it says why each of them is not loaded)"
+        findings.append(Finding(topic="plugins", verdict="note", what=what, why=why, change=change))
     return {
         "host": host.to_plain(),
         "findings": [each.to_plain() for each in findings],
@@ -47,46 +72,66 @@ def report_of(config: Config, missing: tuple[str, ...], facts: Mapping[str, Any]
 
 
 def answer(settings: LinkSettings, channel: Channel, link: ControlLink | None) -> None:
-    """Answer a doctor until it says goodbye, at most for the config's ``timeout_s``.
+    """Answer a doctor until it says goodbye, at most for the config's ``timeout_s``, or 30 s if less.
 
     ``link``: ``None`` where the handshake was refused.
     """
-    config, deadline = settings.config, Deadline.after(settings.config.timeout_s)
-    _log.info("a doctor comes from %s", channel.peer)
+    deadline = Deadline.after(min(settings.config.timeout_s, _MOST_S))
+    places = _places
+    is_served = places.acquire(blocking=False)
+    _log.info("a doctor comes from %s%s", channel.peer, "" if is_served else ", and too many are here")
     try:
-        while True:
-            asked = channel.recv(timeout=deadline.remaining())
-            what = asked.get("doctor") if isinstance(asked, dict) else None
-            if what == "report" and config.doctor == "off":
-                channel.send({"report": {"doctor": "off"}}, timeout=deadline.remaining())
-            elif what == "report":
-                report = report_of(config, settings.missing, settings.engine_facts)
-                channel.send({"report": report}, timeout=deadline.remaining())
-            elif what == "measure":
-                _measured(config, channel, link, asked.get("device"), deadline)
-            else:
-                return
+        if is_served:
+            _answer_questions(settings, channel, link, deadline)
+        else:
+            channel.recv(
+                timeout=_BUSY_S
+            )  # an answer that was not asked for might be lost when this end closes
+            channel.send({"report": {"doctor": "busy"}}, timeout=_BUSY_S)
     except (PeerGoneError, TimeoutError) as e:
         _log.debug("the doctor from %s is gone: %s", channel.peer, e)
     except KvplugError as e:
         _log.info("the doctor from %s is not answered any more: %s", channel.peer, e)
     except Exception:
         _log.exception("answering the doctor from %s failed: a fault of kvplug or a plugin", channel.peer)
+    finally:
+        if is_served:
+            places.release()
 
 
-def _measured(
-    config: Config, channel: Channel, link: ControlLink | None, device: object, deadline: Deadline
+def _answer_questions(
+    settings: LinkSettings, channel: Channel, link: ControlLink | None, deadline: Deadline
 ) -> None:
-    why = ""
+    config, is_measured = settings.config, False
+    for _ in range(_MOST_QUESTIONS):
+        asked = channel.recv(timeout=deadline.remaining())
+        what = asked.get("doctor") if isinstance(asked, dict) else None
+        if not isinstance(what, str) or what == "bye":
+            return
+        answered: dict[str, Any] = {"unknown": True}
+        if what == "report" and config.doctor == "off":
+            answered = {"report": {"doctor": "off"}}
+        elif what == "report":
+            answered = {"report": report_of(config, settings.missing, settings.engine_facts)}
+        elif what == "measure":
+            why = _why_not_measured(config, link, asked.get("device"), is_measured)
+            if not why and link is not None:
+                is_measured = True
+                why = try_measuring(link, asked["device"], deadline)
+                if not why:
+                    continue
+            answered = {"measuring": False, "why": why}
+        channel.send(answered, timeout=deadline.remaining())
+
+
+def _why_not_measured(config: Config, link: ControlLink | None, device: object, is_measured: bool) -> str:
+    """Why this doctor gets no measurement; empty: it does."""
     if config.doctor != "measure":
-        why = f"doctor is {config.doctor!r} in its configuration"
-    elif link is None:
-        why = "the handshake was refused"
-    elif device not in link.agreement.transports:
-        why = "no pipe was agreed on"
-    elif device != "cpu" and link.agreement.remote.engine is not None:
-        why = "an engine's device memory is left alone; `kvplug bench` measures it"
-    else:
-        why = try_measuring(link, str(device), deadline)
-    if why:
-        channel.send({"measuring": False, "why": why}, timeout=deadline.remaining())
+        return f"doctor is {config.doctor!r} in its configuration"
+    if link is None:
+        return "the handshake was refused"
+    if not isinstance(device, str) or device not in link.agreement.transports:
+        return "no pipe was agreed on"
+    if device != "cpu" and link.agreement.remote.engine is not None:
+        return "an engine's device memory is left alone; `kvplug bench` measures it"
+    return "it was measured already" if is_measured else ""

@@ -13,7 +13,9 @@ from kvplug.net.peer_text import peer_text
 Verdict = Literal["ok", "note", "problem"]
 
 _MAX_FROM_PEER: Final = 64
-"""Findings, and reasons of one, that are taken from a peer."""
+_MAX_REASONS: Final = 16
+_MAX_SAID: Final = 400
+"""Findings, reasons of one, and characters of a text, that are taken from a peer."""
 _REFUSED: Final = re.compile(r"(?P<field>[\w. ]+): (?P<what>ours .+?, theirs .+?); (?P<change>.+)", re.S)
 
 
@@ -40,15 +42,17 @@ def findings_of_peer(plain: object) -> tuple[Finding, ...]:
     """The findings that a peer has sent, made fit for a terminal; what is none is left out."""
     found = []
     for each in plain[:_MAX_FROM_PEER] if isinstance(plain, list) else ():
-        if isinstance(each, Mapping) and each.get("verdict") in get_args(Verdict):
+        if isinstance(each, Mapping) and peer_text(each.get("verdict")) in get_args(Verdict):
             why = each.get("why")
             found.append(
                 Finding(
                     topic=peer_text(each.get("topic"), 40),
                     verdict=each["verdict"],
-                    what=peer_text(each.get("what")),
-                    why=tuple(map(peer_text, why[:_MAX_FROM_PEER])) if isinstance(why, list) else (),
-                    change=peer_text(each.get("change")),
+                    what=peer_text(each.get("what"), _MAX_SAID),
+                    why=tuple(peer_text(reason, _MAX_SAID) for reason in why[:_MAX_REASONS])
+                    if isinstance(why, list)
+                    else (),
+                    change=peer_text(each.get("change"), _MAX_SAID),
                     at="peer",
                 )
             )

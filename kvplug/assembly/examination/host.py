@@ -30,8 +30,12 @@ _LIBRARIES: Final = ("torch", "vllm", "sglang", "lmcache", "nixl", "nixl-cu12", 
 """Their versions are told where they are installed, besides kvplug's plugins."""
 _GET_ADDRESS: Final = 0x8915
 _REQUEST: Final = struct.Struct("=16s24x")
-_SECRET: Final = re.compile(r"(secret|password|token|key)$", re.IGNORECASE)
-"""Ends of names of options, of which a plugin may have any. Those of files (``password_file``) are told."""
+_SECRET: Final = re.compile(
+    r"(secret|passw(or)?d|pwd|passphrase|credential|auth|token|key)s?$", re.IGNORECASE
+)
+"""Ends of names of options, of which a plugin may have any."""
+_TOLD: Final = re.compile(r"[\w .%+-]{0,40}")
+"""Values of options that are told: numbers, sizes and words. A path, an address or a URL is none of these."""
 _MAX_TEXTS: Final = 256
 """Entries of a mapping that is taken from a peer."""
 
@@ -131,9 +135,14 @@ def facts_of(config: Config) -> HostFacts:
 
 
 def connector_options(config: Config) -> dict[str, str]:
-    """What the config gives its connector, as text; of what may be a secret, only that it is given."""
+    """What the config gives its connector, as text. Of what may be a secret or a place, only its presence."""
     given = config.options.get(config.connector.rpartition(":")[2], {})
-    return texts({key: "(given)" if _SECRET.search(key) else str(value) for key, value in given.items()})
+    return texts({key: _told(key, str(value)) for key, value in given.items()})
+
+
+def _told(key: str, text: str) -> str:
+    is_count = key.endswith("_tokens") and text.isdecimal()
+    return text if is_count or (_TOLD.fullmatch(text) and not _SECRET.search(key)) else "(given)"
 
 
 def secret_source(config: Config) -> str:

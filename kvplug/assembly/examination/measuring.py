@@ -6,6 +6,7 @@ until the message is whole. The other end sends them, and believes no size beyon
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -29,6 +30,14 @@ _MOST_S: Final = 1.0
 _CLOSE_S: Final = 1.0
 
 _one_at_a_time = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @attrs.frozen(kw_only=True)
@@ -131,7 +140,8 @@ def _wait_for(tensor: Tensor) -> None:
 
 def try_measuring(link: ControlLink, device: str, deadline: Deadline) -> str:
     """Serve one measurement, unless another one is under way. Returns why not; empty: it was served."""
-    if not _one_at_a_time.acquire(blocking=False):
+    turn = _one_at_a_time
+    if not turn.acquire(blocking=False):
         return "another doctor measures there now"
     try:
         lacks = lacks_tensors(device)
@@ -140,4 +150,4 @@ def try_measuring(link: ControlLink, device: str, deadline: Deadline) -> str:
             serve_measuring(link, device, deadline)
         return ""
     finally:
-        _one_at_a_time.release()
+        turn.release()

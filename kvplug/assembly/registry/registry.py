@@ -18,6 +18,7 @@ import pluggy
 
 from kvplug.assembly.registry.discovery import DiscoveredPlugin, check_api, discover, normalised, not_found
 from kvplug.assembly.registry.hooks import offers_of
+from kvplug.assembly.registry.packages import how_to_install
 from kvplug.config.messages import did_you_mean, shown
 from kvplug.errors import (
     AmbiguousNameError,
@@ -283,7 +284,8 @@ class Registry:
         hint = did_you_mean(name.rpartition(":")[2], known)
         lines = [f"no {word} named {name!r}{hint}"]
         lines.append(f"known: {', '.join(known)}" if known else f"no plugin that is loaded offers a {word}")
-        text = "\n  ".join([*lines, *self.failures(), *not_found(near=bool(hint))])
+        missing = how_to_install(name, (plugin.distribution for plugin in self._plugins), kind)
+        text = "\n  ".join([*lines, *missing, *self.failures(), *not_found(near=bool(hint or missing))])
         if kind is Kind.CONNECTOR:
             return UnknownConnectorError(text)
         return UnknownTransportError(text) if kind in TRANSPORTS else UnknownNameError(text)

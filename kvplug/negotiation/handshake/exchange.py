@@ -25,7 +25,7 @@ from kvplug.errors import (
 )
 from kvplug.negotiation.handshake.agreement import Agreement, agree
 from kvplug.negotiation.handshake.hello import Hello
-from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT
+from kvplug.negotiation.handshake.plain import MAX_LIST, MAX_TEXT, is_same
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.peer_text import peer_text
 from kvplug.net.wire import values
@@ -156,7 +156,7 @@ def _compare(ours: dict[str, Any], theirs: object, peer: str) -> None:
         HandshakeError: the peer refuses, and why; or it agrees to something else, which two versions of
             kvplug with different rules would do.
     """
-    if theirs == ours:
+    if is_same(theirs, ours):
         return
     if type(theirs) is dict and "refused" in theirs:
         listed = theirs["refused"] if type(theirs["refused"]) is list else []

@@ -127,6 +127,15 @@ class FieldReader:
             raise HandshakeError(*self.faults)
 
 
+def is_same(theirs: object, ours: object) -> bool:
+    """Whether a peer sent what it should. It may send an array, whose ``==`` gives no truth value."""
+    if type(theirs) is not type(ours):
+        return False
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return theirs.keys() == ours.keys() and all(is_same(theirs[key], ours[key]) for key in ours)
+    return theirs == ours
+
+
 def _is_short_texts(values: list[Any]) -> bool:
     return len(values) <= MAX_LIST and all(type(v) is str and _is_short_text(v) for v in values)
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvplug import Registry
 from kvplug.assembly.registry import PluginInfo, PluginStatus, name_faults, own_part
+from kvplug.assembly.registry.packages import PACKAGES
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec, UnknownConnectorError
 from kvplug.transport import (
     AmbiguousNameError,
@@ -66,6 +67,44 @@ def test_a_new_registry_is_empty() -> None:
     assert registry.transports(Kind.PIPE) == ()
     with pytest.raises(UnknownConnectorError, match="no plugin that is loaded offers a connector"):
         registry.get(Kind.CONNECTOR, "lookup")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "package"),
+    [
+        (Kind.CONNECTOR, "lookup", "kvplug-lookup"),
+        (Kind.PIPE, "pynccl", "kvplug-pynccl"),
+        (Kind.STORE, "kvplug_redis:redis", "kvplug-redis"),
+        (Kind.STORE, "other:redis", None),
+        (Kind.STORE, "lookup", None),
+    ],
+)
+def test_of_a_known_name_that_is_not_installed_the_package_is_named(
+    kind: Kind, name: str, package: str | None
+) -> None:
+    with pytest.raises(UnknownNameError) as error:
+        Registry().get(kind, name)
+    assert (f"pip install {package}" if package else "") in str(error.value)
+    assert ("pip install" in str(error.value)) == (package is not None)
+    if package:
+        there = filled(**{package.removeprefix("kvplug-"): []})
+        with pytest.raises(UnknownNameError) as error:
+            there.get(kind, name)
+        assert "pip install" not in str(error.value), "it is installed, and lacks the name"
+
+
+def test_the_packages_of_names_are_those_of_the_plugins() -> None:
+    known = {(kind, name, package) for kind, of in PACKAGES.items() for name, package in of.items()}
+    there = {
+        (spec.kind, spec.name, plugin.distribution)
+        for plugin, spec in Registry.from_env()
+        if plugin.distribution.startswith("kvplug-") and not getattr(spec, "for_tests", False)
+    }
+    installed = {package for _, _, package in there}
+    samples = {"kvplug-sample", "kvplug-sqlite"}
+    assert {each for each in known if each[2] in installed} == {
+        each for each in there if each[2] not in samples
+    }
 
 
 def test_a_name_belongs_to_its_kind() -> None:
