@@ -127,7 +127,9 @@ class PathRate:
         self._usual: dict[int, _Usual] = {}
         """By the mean size of a batch's messages, to a power of four: where each message has a latency of its
         own, small ones are slower, and that is no fault."""
-        self._forget_streak()
+        self._batches, self._streak_bytes, self._streak_s = 0, 0, 0.0
+        self._of_claim = self._of_usual = float("inf")
+        """How many times slower than it should be the best batch of the streak was."""
         self.alarmed = False
         """An alarm was given: it is given once."""
 
@@ -205,7 +207,6 @@ class PathRate:
     def _forget_streak(self) -> None:
         self._batches, self._streak_bytes, self._streak_s = 0, 0, 0.0
         self._of_claim = self._of_usual = float("inf")
-        """How many times slower than it should be the best batch of the streak was."""
 
 
 class SharedTime:
@@ -249,13 +250,17 @@ _sending = SharedTime()
 os.register_at_fork(after_in_child=_sending.__init__)  # type: ignore[misc]
 
 
-class Sending(NamedTuple):
-    """A send that is under way."""
+class LargeSend(NamedTuple):
+    """A send that is measured, and under way."""
 
     number: int
     began: float
     shared: float
-    """The shared time when it began; negative: it is too small to be measured."""
+    """The shared time when it began."""
+
+
+Sending = LargeSend | int
+"""A send that is under way; of one that is not measured only its number is known."""
 
 
 class PathWatch:
@@ -288,23 +293,24 @@ class PathWatch:
         """A message is going to be sent."""
         if nbytes < LEAST_BYTES:
             self._number += 1
-            return Sending(self._number, now, -1.0)
+            return self._number
         with self._lock:
             self._number += 1
             shared = _sending.at(now) if self._large else _sending.begins(now)
             self._large.append(self._number)
-            return Sending(self._number, now, shared)
+            return LargeSend(self._number, now, shared)
 
     def ends(self, sending: Sending, nbytes: int, now: float) -> None:
         """It has succeeded; with no bytes: it has failed."""
-        number, began, shared = sending
-        if shared < 0:
+        if isinstance(sending, int):
             if self._large:
                 with self._lock:
-                    if self._large and self._large[0] < number:
+                    if self._large and self._large[0] < sending:
                         return
-            self._ended = max(now, self._ended)
+            if now > self._ended:
+                self._ended = now
             return
+        number, began, shared = sending
         with self._lock:
             self._large.remove(number)
             shared = (_sending.at(now) if self._large else _sending.ends(now)) - shared
