@@ -138,13 +138,13 @@ def test_what_is_under_way_when_a_pipe_is_refused_ends_at_both_ends(transport: s
     receiving = Call(lambda: pipe.recv_tensor(timeout=20))
     whole, half = pipe.send_tensor(MESSAGE), pipe.send_tensor(torch.zeros(64 * MIB, dtype=torch.uint8))
     assert other.recv_tensor(timeout=20) is not None
+    whole.wait(20)
     recorded: Any = pipe
     recorded._watch._finding = path_rate.Finding(against="claim", gb_per_s=0.1, expected_gb_per_s=6.0)
     recorded._watch.due = True
     for _ in range(2):
         with pytest.raises(SlowPathError):
             pipe.send_tensor(MESSAGE)
-    whole.wait(20)
     for ended in (lambda: half.wait(20), lambda: receiving.result(20)):
         with pytest.raises(ClosedError):
             ended()
