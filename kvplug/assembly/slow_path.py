@@ -7,8 +7,11 @@ import functools
 import logging
 import os
 import socket
+import statistics
 import struct
+import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +28,7 @@ from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.select import REFERENCE_NBYTES, Offer
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.transport.capabilities import Capabilities, Cost
-from kvplug.transport.pipe import Pipe
+from kvplug.transport.pipe import PathReport, Pipe
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ class SlowPathAlarm:
         """
         if self.config.slow_path == "off":
             return None
-        report = pipe.path_report()
+        report = _report_of(pipe)
         claim: Cost | None = self._claim()
         expected = report.expected_gb_per_s
         if expected is not None and claim is not None:
@@ -146,14 +149,14 @@ class SlowPathAlarm:
 
     def _reasons(self, finding: Finding, pipe: Pipe) -> Iterator[str]:
         """The causes that can be seen from here, each with what to change; the surest first."""
-        if own := pipe.path_report().reason:
+        if own := _report_of(pipe).reason:
             yield own
         if self.wrapped_by:
             yield f"the config has {self.wrapped_by!r} wrap it; name {self.transport!r} itself"
         yield from self._other_host(finding) if self.agreement.cross_host else self._this_host()
         if self.config.tls_cert and not self.config.host.startswith("unix:") and self._is_tcp():
             yield "connections over TCP are encrypted (tls_cert), which costs processor time"
-        yield from _processors(self.config.thread_cpus)
+        yield from processors(self.config.thread_cpus)
 
     def _is_tcp(self) -> bool:
         return self.agreement.cross_host or is_loopback(self.config.host)
@@ -195,6 +198,15 @@ class SlowPathAlarm:
             )
 
 
+def _report_of(pipe: Pipe) -> PathReport:
+    """What the transport says; a fault of it is logged, and ends no pipe that works."""
+    try:
+        return pipe.path_report()
+    except Exception:
+        _log.warning("%r cannot say how fast its path is", pipe, exc_info=True)
+        return PathReport()
+
+
 def interface_of(host: str) -> str:
     """The network interface that has this IPv4 address; empty if none has, or it is no such address."""
     try:
@@ -221,7 +233,8 @@ def speed_of(interface: str) -> int:
         return 0
 
 
-def _processors(thread_cpus: str) -> Iterator[str]:
+def processors(thread_cpus: str) -> Iterator[str]:
+    """What is wrong with the processors and threads here, each with what to change."""
     try:
         quota, period = _CPU_MAX.read_text().split()
         cpus = int(quota) / int(period)
@@ -229,7 +242,24 @@ def _processors(thread_cpus: str) -> Iterator[str]:
         cpus = float("inf")
     if cpus < _FEW_CPUS:
         yield f"this container may use {cpus:.2g} processors; raise its CPU limit"
+    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < _FEW_CPUS <= (os.cpu_count() or 1):
+        yield "this process may use one processor only; give it more"
     if thread_cpus.isdecimal():
         yield f"all threads of kvplug share processor {thread_cpus} (thread_cpus); give them more"
     if (load := host_load()) > _FEW_CPUS:
         yield f"this host is busy: {load:.0f} runnable threads for each processor"
+    elif (waits := _interpreter_wait()) > sys.getswitchinterval() / 2:
+        yield (
+            f"another thread of this process keeps Python's interpreter lock, so each step of a transfer"
+            f" waits {waits * 1000:.0f} ms for it; move that work into another process"
+        )
+
+
+def _interpreter_wait() -> float:
+    """Seconds until a thread that has let go of the interpreter lock has it again: the median of three."""
+    waits = []
+    for _ in range(3):
+        began = time.perf_counter()
+        time.sleep(0)
+        waits.append(time.perf_counter() - began)
+    return statistics.median(waits)

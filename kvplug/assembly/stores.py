@@ -15,6 +15,7 @@ from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, credentials_of, make_hello
+from kvplug.assembly.slow_stores import SlowStoreAlarm
 from kvplug.config import Config
 from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, WireError
 from kvplug.metrics.record import RecordedStore
@@ -128,9 +129,10 @@ class StoreOpener:
     def _recorded(self, spec: StoreSpec, made: Any) -> Store:
         if not isinstance(made, Store):
             raise PluginError(f"store {spec.name!r} made {made!r}, which is no Store; subclass it")
-        timeout_s = self._resolved.config.timeout_s
-        staged = StagedStore(made, timeout_s=timeout_s, memory=self._memory, devices=spec.devices)
-        return RecordedStore(staged, self._settings.stats)
+        config, stats = self._resolved.config, self._settings.stats
+        measured = SlowStoreAlarm(config=config, stats=stats, name=spec.name).around(made)
+        staged = StagedStore(measured, timeout_s=config.timeout_s, memory=self._memory, devices=spec.devices)
+        return RecordedStore(staged, stats)
 
 
 def store_links(resolved: ResolvedConfig, stats: TransferStats) -> LinkSettings:

@@ -201,7 +201,9 @@ class Config:
     slow_path: Literal["warn", "refuse", "off"] = option(
         "warn",
         help="What is done about a pipe that carries less than a tenth of what its transport claims, or than"
-        " a fifth of what it did before: a warning, once per peer; its end, with SlowPathError; nothing.",
+        " a fifth of what it did before, and about a store that gives or takes less than a twentieth of what"
+        " it did before: a warning, once; the end of the pipe, with SlowPathError, and misses for a minute;"
+        " nothing.",
         validator=attrs.validators.in_(("warn", "refuse", "off")),
     )
     sinks: tuple[str, ...] = option(

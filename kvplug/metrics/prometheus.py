@@ -34,11 +34,14 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "kvplug_transfer_failures_total": (("op", "reason"), "Operations that failed, by reason."),
     "kvplug_pipes_total": (("route",), "Pipes that were opened, by what carries their bytes."),
     "kvplug_slow_paths_total": (
-        ("transport",),
-        "Peers to which a transport carries far less than it claims, or than before.",
+        ("transport", "op"),
+        "Peers to which a transport carries far less than it should (send); slow stores (get, put).",
     ),
 }
 """Name to (labels of ours, help). An engine's labels come before ours."""
+
+SLOW: Final[Mapping[str, str]] = {"slow_paths": "send", "slow_gets": "get", "slow_puts": "put"}
+"""A snapshot's counts of what is slow, and the operation of each."""
 
 _LE: Final = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")
 _OURS: Final = frozenset(itertools.chain.from_iterable(labels for labels, _ in COUNTERS.values()))
@@ -74,8 +77,9 @@ class PrometheusSink(Sink):
                 self._raise("kvplug_transfer_failures_total", count, op, reason)
         for route, count in snapshot.get("routes", {}).items():
             self._raise("kvplug_pipes_total", count, route)
-        for transport, count in snapshot.get("slow_paths", {}).items():
-            self._raise("kvplug_slow_paths_total", count, transport)
+        for kind, op in SLOW.items():
+            for name, count in snapshot.get(kind, {}).items():
+                self._raise("kvplug_slow_paths_total", count, name, op)
 
     def _raise(self, name: str, amount: float, *ours: str) -> None:
         self._counters[name].labels(*self._values, *ours).inc(amount)

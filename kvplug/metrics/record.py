@@ -16,7 +16,7 @@ from kvplug.errors import (
     TensorMismatchError,
     TimeoutError,
 )
-from kvplug.metrics.path_rate import LEAST_BYTES, PathWatch
+from kvplug.metrics.path_rate import PathWatch
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
@@ -111,18 +111,20 @@ class RecordedPipe(Pipe):
         watch = self._watch
         if watch is not None and watch.due:
             self._heed(watch)
+        try:
+            sent = nbytes()
+        except Exception:  # these are no tensors: the pipe says so
+            sent = 0
         started = time.perf_counter()
+        sending = None if watch is None else watch.begins(sent, started)
         try:
             transfer = send()
-        except Exception as e:
-            self._stats.fail("send", reason_of(e))
+        except BaseException as e:
+            if watch is not None and sending is not None:
+                watch.ends(sending, 0, time.perf_counter())
+            if isinstance(e, Exception):
+                self._stats.fail("send", reason_of(e))
             raise
-        sent = nbytes()
-        if watch is not None:
-            if sent < LEAST_BYTES:
-                watch = None
-            else:
-                watch.begins()
 
         def count(ended: Transfer) -> None:
             error, now = ended.error(), time.perf_counter()
@@ -130,8 +132,8 @@ class RecordedPipe(Pipe):
                 self._stats.record("send", sent, now - started)
             else:
                 self._stats.fail("send", reason_of(error))
-            if watch is not None:
-                watch.ends(sent if error is None else 0, started, now)
+            if watch is not None and sending is not None:
+                watch.ends(sending, sent if error is None else 0, now)
 
         transfer.add_done_callback(count)
         return transfer

@@ -39,7 +39,7 @@ class Sink(abc.ABC):
 
 class LogSink(Sink):
     """One line for each operation that was counted, for each route that pipes were opened over, and for each
-    transport with slow paths."""
+    transport with slow paths and each slow store."""
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
         self._logger = logger or _log
@@ -66,6 +66,9 @@ class LogSink(Sink):
             self._logger.log(self._level, "%s pipes: %d opened over %s", who, count, route)
         for transport, count in snapshot.get("slow_paths", {}).items():
             self._logger.log(self._level, "%s slow paths: %d by %s", who, count, transport)
+        for kind, verb in (("slow_gets", "loads from"), ("slow_puts", "saves to")):
+            for store, count in snapshot.get(kind, {}).items():
+                self._logger.log(self._level, "%s slow stores: %d, %s %s", who, count, verb, store)
 
 
 def configured_log_sink(options: object) -> LogSink:

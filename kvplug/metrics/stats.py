@@ -5,12 +5,14 @@ A *snapshot* is plain, so that any engine can carry it between processes in any 
     {"ops": {"send": {"count": 3, "bytes": 4096, "tokens": 0, "seconds": 0.02, "buckets": [0, …]}},
      "failures": {"load": {"timeout": 1}},
      "routes": {"nixl rma(rc_mlx5/mlx5_0:1)": 1},
-     "slow_paths": {"cpu": 1}}
+     "slow_paths": {"cpu": 1},
+     "slow_gets": {"redis": 1}}
 
 ``buckets[i]`` counts what took no longer than ``BOUNDS_S[i]`` (and longer than the bound before); the
 last one, what took longer than every bound. ``routes`` counts the pipes that were opened, by what carries
 their bytes; it is absent without pipes whose transport says so. ``slow_paths`` counts the peers to which a
-transport carries far less than it should, and is absent without. Only what was counted is in a snapshot.
+transport carries far less than it should; ``slow_gets`` and ``slow_puts`` the stores that give, or take, far
+less than before. Each is absent without. Only what was counted is in a snapshot.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import attrs
 
@@ -33,9 +35,9 @@ BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0
 """Upper bounds of the duration buckets, in seconds: two to a decade, from 10 µs (a match) to 30 s."""
 
 _MAX_NAMES: Final = 64
-"""More routes, or transports with slow paths, are counted as "other": each is a series of its own."""
+"""More routes, or transports or stores that are slow, are counted as "other": each is a series of its own."""
 _NAME_CHARS: Final = 200
-_NAMED: Final = ("routes", "slow_paths")
+_NAMED: Final = ("routes", "slow_paths", "slow_gets", "slow_puts")
 """Counts by a name that is not of a closed set."""
 _OPS: Final = frozenset(Op)
 _REASONS: Final = frozenset(Reason)
@@ -123,6 +125,10 @@ class TransferStats:
     def slow_path(self, transport: str, *, count: int = 1) -> None:
         """To one more peer ``transport`` carries far less than it claims, or than it did before."""
         self._count("slow_paths", transport, count)
+
+    def slow_store(self, op: Literal["get", "put"], store: str, *, count: int = 1) -> None:
+        """Out of one more opened ``store`` (or into it) far less comes than before."""
+        self._count("slow_gets" if op == "get" else "slow_puts", store, count)
 
     def _count(self, kind: str, name: str, count: int) -> None:
         name = name[:_NAME_CHARS]

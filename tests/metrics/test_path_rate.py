@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import time
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvplug.metrics.path_rate import Finding, PathRate, PathWatch
+from kvplug.metrics import path_rate
+from kvplug.metrics.path_rate import Finding, PathRate, PathWatch, host_load
 from kvplug.transport import Cost
 
 MIB = 1 << 20
@@ -19,14 +23,9 @@ class Path:
 
     def __init__(self, claim: Cost | None = CLAIM, busy: float = 1.0) -> None:
         self.rate = PathRate(claim, busy=lambda: busy)
-        self.now = 100.0
 
-    def send(self, gb_per_s: Iterable[float], mib: int = 8, shares: int = 1) -> list[Finding]:
-        found = []
-        for rate in gb_per_s:
-            seconds = mib * MIB / 1e9 / rate
-            self.now += seconds
-            found.append(self.rate.sent(mib * MIB, seconds, self.now, shares=shares))
+    def send(self, gb_per_s: Iterable[float], mib: int = 8) -> list[Finding]:
+        found = [self.rate.sent(mib * MIB, mib * MIB / 1e9 / rate) for rate in gb_per_s]
         return [each for each in found if each is not None]
 
 
@@ -42,6 +41,7 @@ def test_a_path_at_less_than_a_tenth_of_its_claim_is_found_after_some_seconds() 
 
 
 def test_a_slow_path_that_only_takes_a_moment_is_not_found() -> None:
+    """However rarely something is sent: 100 messages, each late by 15 ms, may be spread over days."""
     assert not Path().send([0.5] * 100)  # 1.7 s
     assert len(Path().send([0.5] * 200)) == 1
 
@@ -72,9 +72,12 @@ def test_one_large_message_at_a_time_is_enough() -> None:
     assert len(Path().send([0.05] * 8, mib=256)) == 1
 
 
-def test_pipes_that_send_at_the_same_time_share_the_path() -> None:
-    assert not Path().send([0.3] * 400, shares=4)
-    assert Path().send([0.3] * 400)
+def test_small_messages_are_not_compared_with_large_ones() -> None:
+    """On a path with a latency of 10 ms nothing has become worse when messages become smaller."""
+    path = Path(claim=None)
+    assert not path.send([5.0] * 64, mib=256)
+    assert not path.send([0.1] * 400, mib=1)
+    assert path.send([0.01] * 400, mib=1)
 
 
 def test_a_busy_host_is_an_excuse_for_as_much_as_it_is_busy() -> None:
@@ -83,40 +86,89 @@ def test_a_busy_host_is_an_excuse_for_as_much_as_it_is_busy() -> None:
     assert Path(busy=1000).send([0.002] * 50)
 
 
-def test_waiting_behind_earlier_messages_of_a_pipe_is_not_slow() -> None:
-    sent: list[float] = []
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[PathWatch, list[float]]]:
+    """Makes watches, with the seconds that each measures; the pipes of other tests do not count."""
+    monkeypatch.setattr(path_rate, "_sending", path_rate.SharedTime())
 
-    class Rate:
-        def sent(self, nbytes: int, seconds: float, now: float, *, shares: int) -> None:
-            sent.append(round(seconds, 3))
-            assert shares == 1
+    def make() -> tuple[PathWatch, list[float]]:
+        seconds: list[float] = []
+        rate: Any = SimpleNamespace(sent=lambda nbytes, took: seconds.append(round(took, 3)))
+        return PathWatch(rate, lambda finding: None), seconds
 
-    rate: Any = Rate()
-    watch = PathWatch(rate, lambda finding: None)
-    for _ in range(3):
-        watch.begins()
-    for number in range(3):
-        watch.ends(MIB, 10.0, 11.0 + number)
-    assert sent == [1.0, 1.0, 1.0]
-    watch.close(tell=False)
+    return make
 
 
-def test_pipes_of_one_process_know_of_each_other() -> None:
-    shares: list[int] = []
+def test_waiting_behind_earlier_messages_of_a_pipe_is_not_slow(measured: Any) -> None:
+    watch, seconds = measured()
+    sent = [watch.begins(MIB, 10.0) for _ in range(3)]
+    for number, each in enumerate(sent):
+        watch.ends(each, MIB, 11.0 + number)
+    assert seconds == [1.0, 1.0, 1.0]
 
-    class Rate:
-        def sent(self, nbytes: int, seconds: float, now: float, **told: int) -> None:
-            shares.append(told["shares"])
 
-    rate: Any = Rate()
-    one, other, third = (PathWatch(rate, lambda finding: None) for _ in range(3))
-    for watch in (one, other, third):
-        watch.begins()
-    third.ends(0, 10.0, 10.1)  # it fails
-    one.ends(MIB, 10.0, 11.0)
-    other.ends(MIB, 10.5, 12.0)
-    one.begins()
-    one.ends(MIB, 12.5, 13.0)
-    assert shares == [3, 2, 1]
-    for watch in (one, other, third):
-        watch.close(tell=False)
+def test_waiting_behind_small_messages_is_not_slow_and_those_behind_do_not_count(measured: Any) -> None:
+    watch, seconds = measured()
+    before, large, behind = watch.begins(1000, 10.0), watch.begins(MIB, 10.0), watch.begins(1000, 10.0)
+    watch.ends(before, 1000, 13.0)
+    watch.ends(behind, 1000, 13.9)  # it has overtaken the large one, in a lane of its own
+    watch.ends(large, MIB, 14.0)
+    assert seconds == [1.0]
+
+
+def test_pipes_of_one_process_share_its_time(measured: Any) -> None:
+    (one, of_one), (other, of_other), (third, of_third) = (measured() for _ in range(3))
+    first, second, failing = one.begins(MIB, 10.0), other.begins(MIB, 10.0), third.begins(MIB, 10.0)
+    third.ends(failing, 0, 13.0)
+    one.ends(first, MIB, 13.0)
+    other.ends(second, MIB, 14.0)
+    one.ends(one.begins(MIB, 15.0), MIB, 15.5)
+    assert (of_one, of_other, of_third) == ([1.0, 0.5], [2.0], [])
+
+
+def test_a_slow_path_among_many_that_send_now_and_then_is_measured_as_slow(measured: Any) -> None:
+    (slow, of_slow), others = measured(), [measured()[0] for _ in range(50)]
+    sending = slow.begins(8 * MIB, 10.0)
+    for number, watch in enumerate(others):
+        began = 10.0 + number / 50
+        watch.ends(watch.begins(MIB, began), MIB, began + 0.001)
+    slow.ends(sending, 8 * MIB, 11.0)
+    assert of_slow == [pytest.approx(1.0, abs=0.05)]
+
+
+def test_a_pipe_that_is_forgotten_while_it_sends_does_not_count_any_more(measured: Any) -> None:
+    forgotten, (watch, seconds) = measured()[0], measured()
+    forgotten.begins(MIB, 10.0)
+    del forgotten
+    now = time.perf_counter() + 1
+    watch.ends(watch.begins(MIB, now), MIB, now + 1)
+    assert seconds == [1.0]
+
+
+def test_an_alarm_that_comes_while_another_is_told_is_told_too() -> None:
+    found: Any = SimpleNamespace(sent=lambda nbytes, seconds: "finding")
+    told: list[Any] = []
+
+    def tell(finding: Any) -> None:
+        told.append(finding)
+        if len(told) == 1:
+            watch.ends(watch.begins(MIB, 2.0), MIB, 3.0)
+
+    watch = PathWatch(found, tell)
+    watch.ends(watch.begins(MIB, 1.0), MIB, 2.0)
+    watch.take_alarm()
+    assert watch.due
+    watch.close(tell=True)
+    assert len(told) == 2 and not watch.due
+
+
+def test_a_process_on_a_few_processors_of_a_large_busy_host_is_not_excused_for_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 640)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (320.0, 0.0, 0.0))
+    monkeypatch.setattr(path_rate, "_num_running", lambda: 1)
+    assert host_load() == 0.5
+    monkeypatch.setattr(path_rate, "_num_running", lambda: 8)
+    assert host_load() == 4.0

@@ -45,6 +45,8 @@ class MissReason(enum.StrEnum):
     """This end of the store was closed."""
     NO_MEMORY = "no_memory"
     """This process has no memory to receive it."""
+    SLOW = "slow"
+    """The store gives far less than it did before, and the config refuses that."""
     OTHER = "other"
     """Another one, which the log has."""
 
@@ -66,6 +68,8 @@ class PutReason(enum.StrEnum):
     """The store cannot be reached, or failed."""
     CLOSED = "closed"
     """This end of the store was closed."""
+    SLOW = "slow"
+    """The store takes far less than it did before, and the config refuses that."""
     OTHER = "other"
     """Another one, which the log has."""
 

@@ -15,6 +15,7 @@ from kvplug.transport import Presence
 from kvplug_testing import peers
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.named_pages import own_store
 from kvplug_testing.waits import until
 from lookup_engines import (
     PROMPT,
@@ -202,7 +203,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_step_longer_than_the_stall_time
     with both(lookup, stores=["fs"], options={"fs": {"path": str(tmp_path)}}) as engine:
         engine.prefill(request_of("saved", PROMPT))
         assert num_held(engine) == 6
-        disk = first_store(engine).store.store._store
+        disk = own_store(first_store(engine))
         read = disk.read
         monkeypatch.setattr(disk, "read", lambda *args: answers.wait(30) and read(*args))
         try:

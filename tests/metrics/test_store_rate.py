@@ -1,0 +1,204 @@
+"""When a store counts as slow: from figures alone, and with a third-party store that becomes slow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from kvplug import ClosedError
+from kvplug.metrics import path_rate, store_rate
+from kvplug.metrics.path_rate import Finding
+from kvplug.metrics.store_rate import MeasuredStore, StoreOp, StoreWatch
+from kvplug.transport import BlockingStore, MissReason, Presence, PutReason
+from kvplug.transport.store.executor import ExecutedStore
+from kvplug.transport.store.header import PageSeal
+from kvplug_testing.named_pages import NamedPages
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_rate, "host_load", lambda: 1.0)
+
+
+class Store:
+    """Gives and takes 64 MiB at a time, in pages of 1 MiB unless a call says another size."""
+
+    def __init__(self, medium: str = "other", *, refuses: bool = False) -> None:
+        self.told: list[tuple[StoreOp, Finding]] = []
+        self.watch = StoreWatch(medium, lambda *found: self.told.append(found), refuses=refuses)
+        self.now = 100.0
+
+    def move(self, op: StoreOp, gb_per_s: float, count: int, *, at_once: int = 1, **given: Any) -> None:
+        results: Sequence[Any] = given.get("results", [None] * 64)
+        page = given.get("page", MIB)
+        for _ in range(count):
+            begun = [self.watch.begins(self.now) for _ in range(at_once)]
+            self.now += page * 64 * at_once / 1e9 / gb_per_s
+            for shared in begun:
+                self.watch.ends(op, shared, self.now, page, results)
+            self.watch.heed(op)
+
+
+@pytest.mark.parametrize("op", ["get", "put"])
+def test_a_store_at_a_hundredth_of_what_it_did_is_told_once_for_each_direction(op: StoreOp) -> None:
+    store = Store()
+    store.move(op, 1.0, 200)
+    assert not store.told
+    store.move(op, 0.01, 40)
+    ((told, found),) = store.told
+    assert told == op and found.gb_per_s == pytest.approx(0.01)
+    assert "512 MiB in 53.7 s), less than a twentieth of the 1 GB/s that it carried before" in str(found)
+    other: StoreOp = "put" if op == "get" else "get"
+    store.move(other, 1.0, 40)
+    store.move(other, 0.01, 40)
+    assert [told for told, _ in store.told] == [op, other]
+
+
+def test_a_store_that_becomes_slower_bit_by_bit_is_told_too() -> None:
+    store = Store()
+    for step in range(60):
+        store.move("get", 1.0 * 0.9**step, 40)
+    assert len(store.told) == 1
+
+
+@pytest.mark.parametrize(
+    ("medium", "op", "before", "after"),
+    [
+        ("other", "get", 1.0, 0.06),
+        ("other", "put", 40.0, 0.11),  # pages that were held already; then new ones
+        ("disk", "get", 5.0, 0.06),  # out of the page cache; then of the disk
+        ("disk", "put", 5.0, 0.06),
+    ],
+)
+def test_a_good_store_is_not_told(medium: str, op: StoreOp, before: float, after: float) -> None:
+    store = Store(medium)
+    store.move(op, before, 500)
+    store.move(op, after, 100)
+    assert not store.told
+
+
+def test_many_requests_at_once_share_the_store() -> None:
+    store = Store()
+    store.move("get", 1.0, 40)
+    store.move("get", 0.2, 40, at_once=32)
+    assert not store.told
+
+
+def test_pages_of_another_size_are_compared_with_their_own_kind_and_few_kinds_are_known() -> None:
+    store = Store()
+    store.move("get", 1.0, 40, page=4 * MIB)
+    store.move("get", 0.02, 100, page=16 << 10)
+    assert not store.told
+    for size in range(100):
+        store.move("get", 1.0, 1, page=MIB + size)
+    assert len(store.watch._rates) == store_rate._MOST_RATES
+
+
+def test_requests_that_end_early_or_find_little_are_not_measured() -> None:
+    store = Store()
+    store.move("get", 1.0, 40)
+    for reason in (MissReason.CANCELLED, MissReason.STORE_GONE, MissReason.CLOSED):
+        store.move("get", 0.01, 40, results=[None] * 63 + [reason])
+    store.move("get", 0.01, 40, results=[MissReason.ABSENT] * 64)
+    assert not store.told
+    store.move("get", 0.01, 40, results=[None] * 32 + [MissReason.TIMEOUT] * 32)
+    assert store.told, "a store that is too slow for the deadlines is slow"
+
+
+# -- a store of a third party ----------------------------------------------------------------------------
+
+PAGES = NamedPages(MIB)
+
+
+class Throttled(BlockingStore):
+    num_threads = 2
+    is_shared = False
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, bytes] = {}
+        self.seconds_per_page = {"get": 0.0, "put": 0.0}
+        self.calls = 0
+
+    def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        self.calls += 1
+        return [key in self.pages for key in keys]
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        self.calls += 1
+        time.sleep(self.seconds_per_page["get"])
+        if (page := self.pages.get(key)) is None:
+            return None
+        at = 0
+        for each in into:
+            each[:] = page[at : at + len(each)]
+            at += len(each)
+        return len(page)
+
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        self.calls += 1
+        time.sleep(self.seconds_per_page["put"])
+        self.pages.setdefault(key, b"".join(page))
+        return True
+
+
+@pytest.fixture
+def slow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_rate, "_SLOW_BATCHES", 3)
+    monkeypatch.setattr(path_rate, "_SLOW_S", 0.1)
+    monkeypatch.setattr(path_rate, "_LEAST_HISTORY", 4)
+    monkeypatch.setattr(path_rate, "_BATCH_BYTES", MIB)
+    monkeypatch.setattr(store_rate, "FACTOR", 3)
+
+
+@pytest.fixture
+def throttled() -> Iterator[tuple[Throttled, MeasuredStore, list[StoreOp]]]:
+    inner, told = Throttled(), []
+    store = ExecutedStore(inner, name="theirs", seal=PageSeal())
+    watch = StoreWatch("other", lambda op, finding: told.append(op), refuses=True)
+    with MeasuredStore(store, watch) as measured:
+        yield inner, measured, told
+
+
+@pytest.mark.usefixtures("slow_soon")
+def test_a_slow_store_that_is_refused_is_a_miss_for_a_while(
+    throttled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, store, told = throttled
+    names = ("a", "b")
+    inner.seconds_per_page = {"get": 0.01, "put": 0.01}
+    assert PAGES.put(store, *names) == [None, None]
+    for _ in range(8):
+        assert PAGES.got(store, *names) == [None, None]
+    inner.seconds_per_page["get"] = 0.3
+    for _ in range(20):
+        if (found := PAGES.got(store, *names)) != [None, None]:
+            break
+    assert found == [MissReason.SLOW] * 2 and told == ["get"]
+    calls, keys = inner.calls, PAGES.request(store, *names).keys
+    assert store.submit_lookup(keys).wait(5) == [Presence.ABSENT] * 2
+    assert inner.calls == calls, "it was asked"
+    assert PAGES.put(store, "c", "d") == [None, None], "the other direction is refused too"
+    inner.seconds_per_page["get"] = 0.01
+    monkeypatch.setattr(store_rate.time, "monotonic", lambda now=time.monotonic: now() + store_rate.REFUSED_S)
+    assert PAGES.got(store, *names) == [None, None]
+    assert store.submit_lookup(keys).wait(5) == [Presence.HELD] * 2 and told == ["get"]
+
+
+def test_a_refused_put_gives_back_its_memory_and_its_keys_and_a_closed_store_says_so(throttled: Any) -> None:
+    inner, store, told = throttled
+    store._watch._directions["put"].found = "finding"
+    store._watch.due = True
+    given_up: list[Any] = []
+    store.store.withdraw = given_up.append
+    store.store.free = given_up.append
+    request = PAGES.request(store, "a")
+    assert store.submit_put(request).wait(5) == [PutReason.SLOW]
+    assert given_up == [request.keys, request.memory] and told == ["put"] and not inner.calls
+    store.close()
+    with pytest.raises(ClosedError):
+        store.submit_put(request)
