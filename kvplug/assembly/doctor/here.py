@@ -50,6 +50,7 @@ _CHANGES: Final = {
 _NOTED: Final = {
     "config": "--config kvplug.toml    (or export KVPLUG_CONFIG=kvplug.toml)",
     "secret": "unset KVPLUG_SECRET",
+    "secret_file": "chmod 600 PATH    (of the file)",
     "integrity": _CHANGES["integrity"],
     "plugins": _CHANGES["plugins"],
 }
