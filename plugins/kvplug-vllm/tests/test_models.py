@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+with warnings.catch_warnings():  # deprecated Python in vLLM
+    warnings.simplefilter("ignore")
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from kvplug_vllm.releases.base import FAILS_BY_REQUEST
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,8 +32,18 @@ BLOCKS = {"latent": 16}
 """Tokens in a block, where the kernel for CPUs allows one size only."""
 
 
+NOT_RUN = {}
+"""Why a kind of model does not run in this release."""
+if not FAILS_BY_REQUEST:
+    NOT_RUN["windowed"] = "kvplug refuses it: this release frees blocks of the only group that it makes"
+if vllm.__version__.startswith("0.28."):
+    NOT_RUN["latent"] = "vLLM 0.28 fails in an import of its own, without kvplug as well"
+
+
 @pytest.fixture(scope="module", params=list(KINDS))
 def kind(request: pytest.FixtureRequest) -> str:
+    if reason := NOT_RUN.get(request.param):
+        pytest.skip(reason)
     return str(request.param)
 
 

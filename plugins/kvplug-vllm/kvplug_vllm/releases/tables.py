@@ -1,7 +1,7 @@
 """The block tables of the requests in a step.
 
-Since 0.30 vLLM offers them in a step's plan, by a method; 0.29 by a dict. Before, a plan has only what is new
-in each table, and the adapter keeps the tables itself.
+Since 0.30 vLLM offers them in a step's plan, by a method. Before, a plan has only what is new in each table, and
+the adapter keeps the tables itself; also for 0.29, which offers the tables that the step has changed, and no other.
 """
 
 from __future__ import annotations
@@ -23,21 +23,13 @@ def block_tables() -> Callable[[SchedulerOutput], Lookup]:
     from vllm.v1.core.sched import output
 
     state = getattr(output, "KVConnectorBlockState", None)
-    if state is None:
-        return KeptTables().of
-    return offered_by_method if hasattr(state, "get_block_ids") else offered_by_dict
+    return offered_by_method if hasattr(state, "get_block_ids") else KeptTables().of
 
 
 def offered_by_method(output: SchedulerOutput) -> Lookup:
     """The tables of this step's plan, which vLLM resolves on request."""
     state = _state_of(output)
     return lambda request_id: _found(request_id, state.get_block_ids(request_id))
-
-
-def offered_by_dict(output: SchedulerOutput) -> Lookup:
-    """The tables of this step's plan, which vLLM has copied into it."""
-    tables = _state_of(output).block_ids
-    return lambda request_id: _found(request_id, tables.get(request_id))
 
 
 class KeptTables:
