@@ -213,11 +213,9 @@ def test_a_name_that_ends_and_comes_again_in_one_step_is_another_request() -> No
         assert kept.of(plan)("a") == ((block,),)
 
 
-@pytest.mark.parametrize("how", [tables.offered_by_dict, tables.offered_by_method])
-def test_tables_that_vllm_offers_are_read(how: Any) -> None:
-    offered = {"a": ([1, 2], [3])}
-    state = SimpleNamespace(block_ids=offered, get_block_ids=offered.get)
-    lookup = how(SimpleNamespace(kv_connector_block_state=state))
+def test_tables_that_vllm_offers_are_read() -> None:
+    state = SimpleNamespace(get_block_ids={"a": ([1, 2], [3])}.get)
+    lookup = tables.offered_by_method(SimpleNamespace(kv_connector_block_state=state))
     assert lookup("a") == ((1, 2), (3,))
     with pytest.raises(KeyError, match="not scheduled in this step"):
         lookup("b")

@@ -1,7 +1,7 @@
 """The block tables of the requests in a step.
 
-Since 0.30 vLLM offers them in a step's plan, by a method. Before, a plan has only what is new in each table, and
-the adapter keeps the tables itself; also for 0.29, which offers the tables that the step has changed, and no other.
+Since 0.30 vLLM offers them in a step's plan, by a method. Before, a plan has only what is new in each table,
+and the adapter keeps the tables itself; also for 0.29, which offers only tables that the step has changed.
 """
 
 from __future__ import annotations
