@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
@@ -20,6 +22,7 @@ from kvplug.config.schema import directory_of
 from kvplug.errors import ConfigError, HandshakeError, KvplugError, PluginError
 from kvplug.negotiation.select import AUTO, select
 from kvplug.net.trust.addresses import is_loopback
+from kvplug.net.trust.credentials import SECRET_VARIABLE
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.spec import ConnectorSpec, Kind
 
@@ -45,6 +48,7 @@ def explain(config: Config, registry: Registry) -> tuple[Step, ...]:
 
 
 def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
+    yield from _sources(config)
     yield from _plugins(resolved.registry)
     names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, "peers", "integrity")}
     faults = name_faults(resolved.registry, names, config.options)
@@ -69,6 +73,28 @@ def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     yield _integrity(config)
     yield from _sinks(config)
     yield _times(config)
+
+
+_USUAL_FILE: Final = "kvplug.toml"
+
+
+def _sources(config: Config) -> Iterator[Step]:
+    """Where the config was read; nothing of one that a program made from its own values."""
+    given = {source.partition(": ")[0] for source in config.sources.values()}
+    variables = sorted(each for each in given if each.startswith("KVPLUG_"))
+    if given - {*variables, "command line", config.source or "command line"}:
+        return
+    text = f"read from {config.source}" if config.source else "no file was read"
+    text += f", and from {', '.join(variables)}" if variables else ""
+    text += ", and from the command line" if "command line" in given else ""
+    is_passed_over = not config.source and os.path.isfile(_USUAL_FILE)
+    details = (f"{_USUAL_FILE} in this folder is not read unless it is named: --config or KVPLUG_CONFIG",)
+    yield Step(
+        topic="config",
+        verdict="note" if is_passed_over else "ok",
+        text=text,
+        details=details if is_passed_over else (),
+    )
 
 
 def _plugins(registry: Registry) -> Iterator[Step]:
@@ -120,7 +146,8 @@ def _address(config: Config) -> Iterator[Step]:
         credentials = credentials_of(config)
     except ConfigError as e:
         for fault in e.faults:
-            yield Step(topic="secret", verdict="problem", text=fault)
+            topic = "tls" if fault.startswith("tls_") else "secret"
+            yield Step(topic=topic, verdict="problem", text=fault)
         return
     parts = ["both ends prove that they know the secret" if credentials.secret else "there is no secret"]
     if credentials.secret is None and one_host:
@@ -128,6 +155,9 @@ def _address(config: Config) -> Iterator[Step]:
     if credentials.tls is not None:
         parts.append("connections over TCP use TLS 1.3")
     yield Step(topic="secret", verdict="ok", text="; ".join(parts))
+    if config.secret_file and os.environ.get(SECRET_VARIABLE, "").strip():
+        text = f"{SECRET_VARIABLE} is set too, and not used: secret_file goes before it"
+        yield Step(topic="secret", verdict="note", text=text)
 
 
 def _stores(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
@@ -228,4 +258,17 @@ def _times(config: Config) -> Step:
 def problems_of(error: KvplugError) -> tuple[Step, ...]:
     """The steps of a config that cannot even be read."""
     faults: tuple[Any, ...] = getattr(error, "faults", ()) or (str(error),)
-    return tuple(Step(topic="config", verdict="problem", text=str(fault)) for fault in faults)
+    source = getattr(error, "source", "")
+    return tuple(
+        Step(
+            topic="config",
+            verdict="problem",
+            text=str(fault),
+            details=(f"in {source}",) if source and not _NOT_OF_A_FILE.search(str(fault)) else (),
+        )
+        for fault in faults
+    )
+
+
+_NOT_OF_A_FILE: Final = re.compile(r"^KVPLUG_|\[(KVPLUG_\w+|command line)\]$")
+"""Faults of a variable, or of the command line."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from kvplug.config import sources
-from kvplug.config.messages import unknown_key
+from kvplug.config.messages import nearest, unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.config.role import Role, role_of
 from kvplug.config.schema import (
@@ -427,7 +427,7 @@ class Draft:
                 flat[key] = each.value
                 fault = None
             else:
-                fault = sources.secret_fault(key) or unknown_key(key, (*KEYS, "options"))
+                fault = sources.secret_fault(key) or _unknown(key, each.value)
             if fault is not None:
                 faults.append(_at(fault, each))
         values, wrong = _converted(flat, given)
@@ -470,6 +470,15 @@ def _converted(
         values |= converted
         faults += (_at(fault, given[key]) for fault in wrong)
     return values, faults
+
+
+def _unknown(key: str, value: Any) -> str:
+    if isinstance(value, Mapping) and nearest(key, (*KEYS, "options")) is None:
+        return (
+            f"{key}: not a known key; a plugin's options are a table [options.{key}], and kvplug's own keys"
+            " stand above all tables"
+        )
+    return unknown_key(key, (*KEYS, "options"))
 
 
 def _at(fault: str, given: SourcedValue) -> str:

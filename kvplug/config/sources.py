@@ -248,6 +248,11 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
                 )
             else:
                 faults.append(f"{name}: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>")
+        elif name.startswith("KVPLUG_OPTION"):
+            faults.append(
+                f"{name}: not a variable of kvplug; that of an option is KVPLUG_OPTIONS__<NAME>__<OPTION>,"
+                " with two underscores before the name and the option"
+            )
         else:
             key = name.removeprefix(PREFIX).lower()
             hint = f"; {REMOVED[key]}" if key in REMOVED else did_you_mean(name, (*keys, *RESERVED))

@@ -234,8 +234,9 @@ def good(fork_server: ForkServer) -> Iterator[str]:
 def assert_named(findings: list[dict[str, Any]], topic: str, said: str, verdict: str = "problem") -> None:
     """One finding says it, says why, and which line to change."""
     named = [each for each in findings if each["topic"] == topic and each["verdict"] == verdict]
-    texts = [" ".join((each["what"], *each["why"], each["change"])) for each in named]
+    texts = [" ".join((each["what"], *each["why"], f"-> {each['change']}")) for each in named]
     shown = [each for each in findings if each["verdict"] != "ok"]
+    assert len({(each["topic"], each["what"]) for each in shown}) == len(shown), "no fault is told twice"
     assert any(said in text for text in texts), json.dumps(shown, indent=1)
     assert all(each["change"] for each in named if said in " ".join((each["what"], *each["why"])))
     assert SECRET not in json.dumps(findings)
@@ -274,6 +275,48 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "did you mean 'size'",
         "problem",
     ),
+    "no secret in the file": (
+        {"config": {"secret_file": "/no/secret"}},
+        "secret",
+        "-> secret_file = PATH",
+        "problem",
+    ),
+    "a secret that is not used": (
+        {"config": {"secret_file": "{secret}"}, "env": {"KVPLUG_SECRET": OTHER_SECRET}},
+        "secret",
+        "KVPLUG_SECRET is set too, and not used",
+        "note",
+    ),
+    "an address to which no way leads": (
+        {"peer": "198.51.100.7:29555", "unshare": _NEW_NET, "env": {"KVPLUG_SECRET": SECRET}},
+        "peer",
+        "-> docker run --network=host",
+        "problem",
+    ),
+    "a store that is not installed": (
+        {"config": {"stores": ["host", "hosts"]}},
+        "stores",
+        "no store named 'hosts'",
+        "problem",
+    ),
+    "a folder that is a file": (
+        {"config": {"stores": ["fs"], "options": {"fs": {"path": __file__}}}},
+        "stores",
+        "-> options.fs.path",
+        "problem",
+    ),
+    "a folder of a read-only disk": (
+        {"config": {"stores": ["fs"], "options": {"fs": {"path": "/proc/sys"}}}},
+        "stores",
+        "cannot be written",
+        "problem",
+    ),
+    "a Redis that is not there": (
+        {"config": {"stores": ["redis"], "options": {"redis": {"address": ["127.0.0.1:1"]}}}},
+        "stores",
+        "-> options.redis.address",
+        "problem",
+    ),
     "a device without a pipe": (
         {"config": {"transport": "pynccl"}},
         "transport",
@@ -290,9 +333,36 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", SEEN_HERE)
-def test_a_fault_of_this_host_is_named(fork_server: ForkServer, fault: str) -> None:
+def test_a_fault_of_this_host_is_named(fork_server: ForkServer, fault: str, tmp_path: Path) -> None:
     given, topic, said, verdict = SEEN_HERE[fault]
+    if (config := given.get("config", {})).get("secret_file") == "{secret}":
+        (tmp_path / "secret").write_text(SECRET)
+        given = {**given, "config": {**config, "secret_file": str(tmp_path / "secret")}}
     assert_named(doctor(fork_server, **given), topic, said, verdict)
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "change"),
+    [
+        ("[option.redis]\naddress = 1", {}, "options    (in place of option)"),
+        ("[redis]\naddress = 1", {}, "[options.redis]    (in place of redis)"),
+        ("role = 'bth'", {}, "role = 'both'"),
+        ("role = both", {}, "kvplug.toml    (or another file: --config, KVPLUG_CONFIG)"),
+        ("", {"KVPLUG_ROLL": "both"}, "KVPLUG_ROLE    (in place of KVPLUG_ROLL)"),
+        ("", {"KVPLUG_PORT": "x"}, "export KVPLUG_PORT=..."),
+        ("", {"KVPLUG_OPTIONS_FS_PATH": "x"}, "unset KVPLUG_OPTIONS_FS_PATH"),
+        ("", {"KVPLUG_PORT": "tcp://10.0.0.1:80"}, "enableServiceLinks: false    (in the pod)"),
+    ],
+)
+def test_a_config_that_cannot_be_read_has_a_line_to_change(
+    text: str, environment: dict[str, str], change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("kvplug.toml").write_text(text)
+    done = CliRunner(env=environment).invoke(command, ["--json", "--config", "kvplug.toml"])
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert (finding["topic"], finding["change"], done.exit_code) == ("config", change, 1)
+    assert finding["why"] == ([] if environment else ["in kvplug.toml"])
 
 
 SEEN_AT_A_GOOD_PEER: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -442,12 +512,19 @@ def test_a_stopped_a_dead_and_a_foreign_peer_are_told_apart(fork_server: ForkSer
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         threading.Thread(target=_hang_up_once, args=(foreign,), daemon=True).start()
         found = doctor(fork_server, peer=f"127.0.0.1:{foreign.getsockname()[1]}")
-    assert_named(found, "peer", "a program listens there that is no kvplug")
+        assert_named(found, "peer", "a program listens there that is no kvplug")
+        threading.Thread(
+            target=_hang_up_once, args=(foreign, b"-ERR unknown command\r\n" * 9), daemon=True
+        ).start()
+        found = doctor(fork_server, peer=f"127.0.0.1:{foreign.getsockname()[1]}", timeout_s=5)
+    assert_named(found, "peer", "another program listens there")
 
 
-def _hang_up_once(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        listener.accept()[0].close()
+def _hang_up_once(listener: socket.socket, after: bytes = b"") -> None:
+    with contextlib.suppress(OSError), listener.accept()[0] as connected:
+        connected.sendall(after)
+        while after and connected.recv(4096):
+            pass
 
 
 def test_a_store_that_never_answers_is_named_by_the_deadline_and_the_program_ends(site: Any) -> None:
@@ -485,22 +562,31 @@ def test_a_store_that_another_program_serves_is_examined(good: str) -> None:
 def test_tls_at_one_end_is_named(tmp_path: Path, fork_server: ForkServer) -> None:
     trustme = pytest.importorskip("trustme", reason="makes certificates")
     authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
     authority.cert_pem.write_to_path(tmp_path / "ca")
-    issued.private_key_pem.write_to_path(tmp_path / "key")
-    issued.cert_chain_pems[0].write_to_path(tmp_path / "cert")
-    tls = {f"tls_{name}": str(tmp_path / name) for name in ("cert", "key", "ca")}
-    with an_engine(fork_server, config=tls, env={"KVPLUG_SECRET": SECRET}, **TCP) as (contact, _):
-        plain = doctor(fork_server, peer=contact, env={"KVPLUG_SECRET": SECRET})
-        both = doctor(fork_server, peer=contact, env={"KVPLUG_SECRET": SECRET}, config=tls)
+    made = {name: {"tls_ca": str(tmp_path / "ca")} for name in ("127.0.0.1", "other.example")}
+    for name, tls in made.items():
+        issued = authority.issue_cert(name)
+        for key, pem in (("tls_key", issued.private_key_pem), ("tls_cert", issued.cert_chain_pems[0])):
+            tls[key] = str(tmp_path / f"{key} {name}")
+            pem.write_to_path(tls[key])
+    tls, wrong = made.values()
+    env = {"KVPLUG_SECRET": SECRET}
+    with an_engine(fork_server, config=tls, env=env, **TCP) as (contact, _):
+        plain = doctor(fork_server, peer=contact, env=env)
+        both = doctor(fork_server, peer=contact, env=env, config=tls)
+    with an_engine(fork_server, config=wrong, env=env, **TCP) as (contact, _):
+        named = doctor(fork_server, peer=contact, env=env, config=tls)
+    mixed = doctor(fork_server, env=env, config={**tls, "tls_key": wrong["tls_key"]})
     assert_named(plain, "tls", "it uses TLS and this end does not")
     assert not [each for each in both if each["verdict"] == "problem"]
+    assert_named(named, "tls", "-> tls_cert: one with 127.0.0.1 as subjectAltName")
+    assert_named(mixed, "tls", "tls_key is the key of tls_cert")
 
 
 def test_a_slow_pipe_is_named(fork_server: ForkServer) -> None:
     slow = {
         "transport": "faulty",
-        "options": {"faulty": {"plan": {"rules": [{"do": "slow", "bytes_per_s": 20_000_000}]}}},
+        "options": {"faulty": {"plan": {"rules": [{"do": "slow", "bytes_per_s": 2_000_000}]}}},
     }
     with an_engine(fork_server, config=slow) as (contact, _):
         assert_named(doctor(fork_server, peer=contact), "rate", "GB/s claimed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -14,7 +15,8 @@ from kvplug.assembly.doctor.peer import PeerExamination, examine_peer
 from kvplug.assembly.doctor.stores import of_stores
 from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.examination.host import SHARED_MEMORY, HostFacts, facts_of
-from kvplug.assembly.examination.measuring import Measured
+from kvplug.assembly.examination.measuring import Measured, lacks_tensors
+from kvplug.assembly.explanation import Step, problems_of
 from kvplug.assembly.links import ControlLink
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
@@ -77,7 +79,6 @@ def diagnose(
     unknown = sorted(set(facts or ()) - set(FACTS))
     if unknown:
         raise ConfigError(*(f"{key}: no fact of an engine" for key in unknown), source="the facts")
-    deadline = Deadline.after(timeout_s)
     found = Diagnosis()
     resolved = ResolvedConfig(config, registry)
     host = found.host = _guarded(found, "host", lambda: facts_of(config)) or HostFacts()
@@ -89,6 +90,8 @@ def diagnose(
     )
     if not is_usable and peer is None:
         return found
+    lacks_tensors("cpu")  # imports PyTorch, which takes seconds on a busy host, and is no waiting for others
+    deadline = Deadline.after(timeout_s)
     if peer is None:
         _collect(found, "host", lambda: of_address(config, host))
     device = _device(resolved)
@@ -141,12 +144,13 @@ def _collect(found: Diagnosis, topic: str, of: Callable[[], Iterable[Finding]]) 
 
 
 def _guarded(found: Diagnosis, topic: str, call: Callable[[], Any]) -> Any:
-    """What the call returns; ``None``, and a finding, where it fails."""
+    """What the call returns; ``None``, and a finding, where it fails in a way that no finding says yet."""
     try:
         return call()
     except KvplugError as e:
         what = "; ".join(e.faults) if isinstance(e, ConfigError) else str(e)
-        found.findings.append(Finding(topic=topic, verdict="problem", what=what, change=topic))
+        if all(each.what not in what for each in found.findings if each.verdict == "problem"):
+            found.findings.append(Finding(topic=topic, verdict="problem", what=what, change=topic))
     except OSError as e:
         found.findings.append(Finding(topic=topic, verdict="problem", what=f"{type(e).__name__}: {e}"))
     return None
@@ -154,13 +158,41 @@ def _guarded(found: Diagnosis, topic: str, call: Callable[[], Any]) -> Any:
 
 def problems_with(error: KvplugError) -> Diagnosis:
     """The diagnosis of a config that cannot even be read."""
-    faults: tuple[Any, ...] = getattr(error, "faults", ()) or (str(error),)
-    findings = [_of_fault(str(fault)) for fault in faults]
-    return Diagnosis(findings=findings)
+    source = getattr(error, "source", "")
+    return Diagnosis(findings=[_of_fault(step, source) for step in problems_of(error)])
 
 
-def _of_fault(fault: str) -> Finding:
-    return Finding(topic="config", verdict="problem", what=fault, change=fault.partition(":")[0])
+_FAULT: Final = re.compile(r"(?P<key>[\w.-]+): (?P<what>.+)", re.S)
+_NEAREST: Final = re.compile(r"did you mean '(?P<name>[^']+)'\?")
+_PLACE: Final = re.compile(
+    r"a table (?P<table>\[[\w.-]+\])|go into (?P<key>\w+)$|by (?P<other>\w+) beside it"
+)
+_VARIABLE: Final = re.compile(r" \[(?P<name>KVPLUG_\w+)\]$")
+
+
+def _of_fault(step: Step, source: str) -> Finding:
+    """The finding of a fault of a config, with the line to change."""
+    fault = step.text
+    parts, nearest, place = _FAULT.match(fault), _NEAREST.search(fault), _PLACE.search(fault)
+    if "enableServiceLinks" in fault:
+        change = "enableServiceLinks: false    (in the pod)"
+    elif parts is None:
+        change = f"{source or 'the configuration'}    (or another file: --config, KVPLUG_CONFIG)"
+    else:
+        key, variable = parts["key"], _VARIABLE.search(fault)
+        line = f"export {variable['name']}=" if variable else f"{key} = "
+        is_misnamed = parts["what"].startswith("not ")
+        if is_misnamed and place and place["key"]:
+            change = f"{place['key']}: {key} goes in there"
+        elif is_misnamed and place:
+            change = f"{place['table'] or place['other']}    (in place of {key})"
+        elif is_misnamed and nearest:
+            change = f"{nearest['name']}    (in place of {key})"
+        elif is_misnamed:
+            change = f"unset {key}" if key.startswith("KVPLUG_") else f"{key}    (remove it)"
+        else:
+            change = line + (repr(nearest["name"]) if nearest else "...")
+    return Finding(topic="config", verdict="problem", what=fault, why=step.details, change=change)
 
 
 class DoctorServer:

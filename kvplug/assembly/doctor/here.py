@@ -10,6 +10,7 @@ from typing import Final
 import attrs
 
 from kvplug.assembly.doctor.peer import PeerExamination, examine_peer
+from kvplug.assembly.doctor.unreachable import line_for_resource
 from kvplug.assembly.examination.finding import Finding, line_for_transport
 from kvplug.assembly.examination.host import HostFacts
 from kvplug.assembly.examination.limits import findings_of_host
@@ -24,6 +25,7 @@ from kvplug.errors import (
     ClosedError,
     ConfigError,
     KvplugError,
+    ResourceExhaustedError,
     TransportError,
 )
 from kvplug.metrics.stats import TransferStats
@@ -38,6 +40,7 @@ _CHANGES: Final = {
     "transport": 'transport = "auto"    (or a name that `kvplug list --kind pipe` shows as ok)',
     "host": "host: an address of this host; see `interfaces`",
     "secret": "export KVPLUG_SECRET=...    (the same at both ends; or secret_file = PATH)",
+    "tls": "tls_cert, tls_key, tls_ca: PEM files; tls_key is the key of tls_cert",
     "integrity": 'integrity = "auto"',
     "sinks": "sinks: names that `kvplug list --kind sink` shows",
     "peers": "peers: addresses HOST:PORT of engines, or one directory that `kvplug list` shows",
@@ -47,10 +50,20 @@ _INSTALL: Final = re.compile(r"pip install kvplug-[a-z-]+$", re.MULTILINE)
 """In the error of an unknown name, where its package is known."""
 
 
+_NOTED: Final = {
+    "config": "--config kvplug.toml    (or export KVPLUG_CONFIG=kvplug.toml)",
+    "secret": "unset KVPLUG_SECRET",
+    "integrity": _CHANGES["integrity"],
+    "plugins": _CHANGES["plugins"],
+}
+"""The lines to change of steps that are only notes."""
+
+
 def from_step(step: Step) -> Finding:
     """A step of ``kvplug explain`` as a finding."""
-    is_fine = step.verdict == "ok" or (step.verdict == "note" and step.topic not in ("integrity", "plugins"))
-    change = "" if is_fine else _change_for(step)
+    change = ""
+    if step.verdict != "ok":
+        change = _change_for(step) if step.verdict == "problem" else _NOTED.get(step.topic, "")
     return Finding(topic=step.topic, verdict=step.verdict, what=step.text, why=step.details, change=change)
 
 
@@ -59,6 +72,8 @@ def _change_for(step: Step) -> str:
         return missing[0]
     if step.topic.startswith("options."):
         return f"{step.topic}    (`kvplug list --options {step.topic.split('.')[1]}` shows what there is)"
+    if step.topic == "secret" and step.text.startswith("secret_file"):
+        return "secret_file = PATH    (of a readable file with 16 bytes or more)"
     line = _CHANGES.get(step.topic, step.topic)
     return line_for_transport(step.text, line) if step.topic == "transport" else line
 
@@ -162,6 +177,12 @@ def of_own_pipe(resolved: ResolvedConfig, device: str, deadline: Deadline) -> Pe
     try:
         server = peers.serve(_refuse, ControlLink.close)
         found = examine_peer(resolved, server.contact, device, {}, deadline, own=True)
+    except ResourceExhaustedError as e:
+        found = PeerExamination(contact="this host")
+        what = f"no pipe within this host: {e}"
+        found.findings.append(
+            Finding(topic=e.resource, verdict="problem", what=what, change=line_for_resource(e.resource))
+        )
     except KvplugError as e:
         found = PeerExamination(contact="this host")
         found.findings.append(
@@ -174,11 +195,17 @@ def of_own_pipe(resolved: ResolvedConfig, device: str, deadline: Deadline) -> Pe
         )
     finally:
         peers.close()
-    found.findings = [each for each in found.findings if each.topic not in ("handshake", "transport")] + [
-        attrs.evolve(each, what=f"within this host: {each.what}")
+    found.findings = [
+        attrs.evolve(each, what=f"within this host: {each.what}") if each.verdict == "problem" else each
         for each in found.findings
-        if each.topic in ("handshake", "transport") and each.verdict == "problem"
+        if each.verdict == "problem" or each.topic not in ("handshake", "transport")
     ]
+    if any(each.topic == "peer" for each in found.findings) and deadline.remaining() == 0:
+        found.findings = [each for each in found.findings if each.topic != "peer"]
+        what = "no pipe was tried within this host: the time of the doctor was over"
+        why = "stores that do not answer, or a busy host, took it"
+        change = "--timeout 60"
+        found.findings.append(Finding(topic="pipe", verdict="note", what=what, why=(why,), change=change))
     return found
 
 

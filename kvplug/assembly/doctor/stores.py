@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import tempfile
 import threading
@@ -18,7 +19,7 @@ from kvplug.assembly.examination.limits import MIB, bytes_in_words
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.stores import StoreOpener, store_links
 from kvplug.config import Role
-from kvplug.errors import KvplugError, TimeoutError
+from kvplug.errors import AuthenticationError, KvplugError, PluginError, TimeoutError
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import peer_text
@@ -33,6 +34,7 @@ from kvplug.transport.store.store import PageRequest, Store
 _PAGE_BYTES: Final = 4096
 _NAMESPACE: Final = b"kvplug doctor"
 _STORE_S: Final = 5.0
+_LEAST_S: Final = 0.2
 _MOST_SAID: Final = 8
 _FREE_NEEDED: Final = 64 * MIB
 
@@ -43,7 +45,10 @@ def of_stores(resolved: ResolvedConfig, deadline: Deadline, *, write: bool) -> I
     if config.role is Role.CONSUMER and not config.sources.get("stores"):
         return
     for name in config.stores:
-        spec = resolved.registry.get(Kind.STORE, name)
+        try:
+            spec = resolved.registry.get(Kind.STORE, name)
+        except PluginError:
+            continue  # a finding of the config
         if not spec.run_probe().viable:
             continue  # a finding of the config
         options = resolved.options_of(spec)
@@ -74,14 +79,14 @@ def _rooms(spec: StoreSpec, options: Any, folder: Path, at: Path) -> Iterator[Fi
     ``at``: the folder, or the nearest one around it that is there.
     """
     line = f"options.{spec.name}.path = ..."
-    if not at.is_dir() or not _can_be_written(at):
-        fault = "cannot be written" if at.is_dir() else "is no folder"
+    if fault := _why_not_written(at):
+        why, change = fault
         yield Finding(
             topic="stores",
             verdict="problem",
-            what=f"{spec.name}: {at} {fault}",
-            why=("pages are not kept there",),
-            change=line,
+            what=f"{spec.name}: {at} cannot be written",
+            why=(why, "pages are not kept there"),
+            change=f"{change}    (or {line}, another folder)",
         )
         return
     try:
@@ -95,8 +100,14 @@ def _rooms(spec: StoreSpec, options: Any, folder: Path, at: Path) -> Iterator[Fi
     what = f"{spec.name}: {bytes_in_words(free)} are free at {at}"
     if at != folder:
         what += f", where {folder.relative_to(at)} is made when an engine starts"
-    if free < _FREE_NEEDED:
+    if room.f_files and not room.f_favail:
+        why = "no more files can be made there (no inodes are free): pages are not kept"
+        change = f"{line}    (on another disk), or delete what is not needed"
+        yield Finding(topic="stores", verdict="problem", what=what, why=(why,), change=change)
+    elif free < _FREE_NEEDED:
         why = "the disk is full: pages are not kept"
+        if free >= MIB:
+            why = f"less than {bytes_in_words(_FREE_NEEDED)} is hardly a page of a large model"
         change = f"{line}    (on another disk), or delete what is not needed"
         yield Finding(topic="stores", verdict="problem", what=what, why=(why,), change=change)
     elif isinstance(budget, int) and budget > room.f_blocks * room.f_frsize:
@@ -107,8 +118,18 @@ def _rooms(spec: StoreSpec, options: Any, folder: Path, at: Path) -> Iterator[Fi
         yield Finding(topic="stores", verdict="ok", what=what)
 
 
-def _can_be_written(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK) and not os.statvfs(folder).f_flag & os.ST_RDONLY
+def _why_not_written(folder: Path) -> tuple[str, str] | None:
+    """Why no file can be made in the folder, and what to change; ``None``: one can be."""
+    if not folder.is_dir():
+        return "it is no folder", f"rm {folder}"
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return "its file system is mounted read-only", "mount it for writing, without :ro or readOnly: true"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        status, user = os.stat(folder), os.geteuid()
+        mode = status.st_mode & 0o777
+        why = f"user {user} may not: it belongs to user {status.st_uid}, with mode {mode:o}"
+        return why, f"chown {user} {folder}"
+    return None
 
 
 class _Said(logging.Handler):
@@ -132,13 +153,48 @@ def _tried(resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write:
         logging.getLogger().removeHandler(said)
     if found.verdict == "ok":
         return found
-    return attrs.evolve(found, why=tuple(dict.fromkeys((*found.why, *said.lines))))
+    why = tuple(dict.fromkeys((*found.why, *said.lines)))
+    return attrs.evolve(found, why=why, change=found.change or _line_for(spec, " ".join(why)))
+
+
+_ADDRESSES: Final = ("address", "contact", "master", "endpoint", "path")
+"""Names that plugins give to the option that says where a store is."""
+
+
+def _option_names(spec: StoreSpec) -> tuple[str, ...]:
+    options = spec.load_options()
+    return tuple(attrs.fields_dict(options)) if options is not None else ()
+
+
+def _line_for(spec: StoreSpec, said: str) -> str:
+    """The options of the store that are named in what it said of its failure; its address where none is."""
+    names = _option_names(spec)
+    words = {each.rstrip(".").removeprefix(f"options.{spec.name}.") for each in re.findall(r"[\w.]+", said)}
+    # A plain word of a sentence, such as "user" or "size", is no name of an option by itself.
+    words = {each for each in words if "_" in each or f"options.{spec.name}.{each}" in said}
+    if "password_file" in words:
+        words.add("user")
+    chosen = [each for each in names if each in words]
+    if chosen:
+        return ", ".join(f"options.{spec.name}.{each}" for each in chosen)
+    for each in _ADDRESSES:
+        if each in names:
+            return f"options.{spec.name}.{each}: where the store is; or start what listens there"
+    return f"options.{spec.name}    (`kvplug list --options {spec.name}` shows what there is)"
 
 
 def _found(resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write: bool) -> Finding:
     opener = StoreOpener(resolved, store_links(resolved, TransferStats()))
     left = deadline.remaining()
     within = _STORE_S if left is None else min(_STORE_S, left)
+    if within < _LEAST_S:
+        return Finding(
+            topic="stores",
+            verdict="note",
+            what=f"{spec.name}: it was not tried: the time of the doctor was over",
+            why=("stores before it, or a busy host, took it",),
+            change="--timeout 60",
+        )
     trial = _Trial(spec, opener, within, write)
     thread = BackgroundThread(trial.run, name="kvplug-doctor-store", stop=trial.stop)
     thread.start()
@@ -171,6 +227,10 @@ class _Trial:
     def run(self) -> None:
         try:
             store = self._opener.open(self._spec.name)
+        except AuthenticationError as e:
+            change = "KVPLUG_SECRET or secret_file: the same at both ends"
+            self.finding = attrs.evolve(_dead(self._spec, str(e)), change=change)
+            return
         except KvplugError as e:
             self.finding = _dead(self._spec, str(e))
             return
@@ -211,7 +271,7 @@ class _Trial:
         (refused,) = store.submit_put(request, timeout=self._within).wait(self._within + 1)
         try:
             if refused is not None:
-                return self._not_kept(refused)
+                return self._not_kept(refused, has_budget=usage.budget_bytes is not None)
             got = PageBuffers.empty(series.format, 1)
             miss = self._got(store, attrs.evolve(request, memory=got))
             if miss is not None:
@@ -229,18 +289,19 @@ class _Trial:
             raise TimeoutError("a page is still being copied")
         return miss
 
-    def _not_kept(self, reason: PutReason) -> Finding:
-        full = reason in (PutReason.NO_ROOM, PutReason.TOO_LARGE)
+    def _not_kept(self, reason: PutReason, has_budget: bool) -> Finding:
         name = self._spec.name
-        return Finding(
-            topic="stores",
-            verdict="problem",
-            what=f"{name}: a page was not kept: {reason.value}",
-            why=("its budget is used by pages that may not be evicted, or its disk is full",) if full else (),
-            change=f"options.{name}.size = ...    (or delete what is not needed)"
-            if full
-            else f"options.{name}: who may write there",
-        )
+        why, change = "", f"options.{name}: who may write there"
+        if reason in (PutReason.NO_ROOM, PutReason.TOO_LARGE) and has_budget:
+            why = "its budget is used by pages that may not be evicted, or its disk is full"
+            change = f"options.{name}.size = ...    (or delete what is not needed)"
+        elif reason in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
+            why = "kvplug sets it no limit, so what is behind it is full, such as a server or a disk"
+            change = "a higher limit there, such as maxmemory of a Redis server"
+            if "size" in _option_names(self._spec):
+                change += f"; or options.{name}.size below that limit"
+        what = f"{name}: a page was not kept: {reason.value}"
+        return Finding(topic="stores", verdict="problem", what=what, why=(why,) if why else (), change=change)
 
 
 def _dead(spec: StoreSpec, why: str) -> Finding:
@@ -249,5 +310,4 @@ def _dead(spec: StoreSpec, why: str) -> Finding:
         verdict="problem",
         what=f"{spec.name}: the store does not work",
         why=(why, "every load from it is a miss, and nothing is kept in it"),
-        change=f"options.{spec.name}: its address; or start what it connects to",
     )

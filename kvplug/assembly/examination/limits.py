@@ -191,7 +191,9 @@ def _versions(ours: HostFacts, theirs: HostFacts) -> Iterator[Finding]:
             verdict="note",
             what="; ".join(f"{name}: {mine[name]} here, {yours[name]} at the peer" for name in differing),
             why=("different versions work together where their handshake agrees",),
-            change="pip install --upgrade " + " ".join(differing),
+            change="pip install --upgrade NAME    (at the end with the lower version)".replace(
+                "NAME", " ".join(differing)
+            ),
         )
     else:
         yield Finding(topic="versions", verdict="ok", what=f"kvplug {mine.get('kvplug')} at both ends")

@@ -147,9 +147,10 @@ def wrap_dialled(sock: socket.socket, files: TlsFiles, host: str, where: str) ->
         wrapped.do_handshake()
     except ssl.SSLCertVerificationError as e:
         wrapped.close()
+        why = e.verify_message.rstrip(".")
         raise AuthenticationError(
-            f"the certificate of {where} is not accepted: {e.verify_message}; check tls_ca here and tls_cert"
-            " there" + ("" if "match" not in e.verify_message.lower() else ", which must name that host")
+            f"the certificate of {where} is not accepted: {why}; check tls_ca here and tls_cert there"
+            + ("" if "match" not in why.lower() else ", which must name that host")
         ) from e
     except ssl.SSLError as e:
         wrapped.close()

@@ -233,9 +233,21 @@ def told() -> Iterator[None]:
             text = "it is a node of a cluster: set options.redis.mode to cluster"
         elif "cluster support disabled" in text:
             text = "it is no node of a cluster: set options.redis.mode to single"
+        elif "DB index" in text:
+            text = f"{text}: it has no database of the number in options.redis.db"
         raise TransportError(f"the server refuses: {text}") from e
     except (ValkeyError, OSError) as e:
-        raise TransportError(f"the server does not answer: {_brief(e)}") from e
+        hint = ""
+        if "CERTIFICATE_VERIFY_FAILED" in str(e):
+            named = "mismatch" in str(e) or "not valid for" in str(e)
+            hint = (
+                "; see options.redis.address and options.redis.tls_check_host"
+                if named
+                else "; see options.redis.tls_ca"
+            )
+        elif "Connection reset" in str(e) or "WRONG_VERSION" in str(e):
+            hint = "; if one end uses TLS and the other does not, see options.redis.tls"
+        raise TransportError(f"the server does not answer: {_brief(e)}{hint}") from e
 
 
 def _brief(error: BaseException) -> str:
