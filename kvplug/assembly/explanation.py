@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
@@ -22,7 +23,6 @@ from kvplug.config.schema import directory_of
 from kvplug.errors import ConfigError, HandshakeError, KvplugError, PluginError
 from kvplug.negotiation.select import AUTO, select
 from kvplug.net.trust.addresses import is_loopback
-from kvplug.net.trust.credentials import SECRET_VARIABLE
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.spec import ConnectorSpec, Kind
 
@@ -155,8 +155,11 @@ def _address(config: Config) -> Iterator[Step]:
     if credentials.tls is not None:
         parts.append("connections over TCP use TLS 1.3")
     yield Step(topic="secret", verdict="ok", text="; ".join(parts))
-    if config.secret_file and os.environ.get(SECRET_VARIABLE, "").strip():
-        text = f"{SECRET_VARIABLE} is set too, and not used: secret_file goes before it"
+    if config.secret_file and (mode := os.stat(config.secret_file).st_mode) & (stat.S_IRWXO | stat.S_IWGRP):
+        text = f"secret_file {config.secret_file} is open to other users (mode {mode & 0o777:o})"
+        yield Step(topic="secret_file", verdict="note", text=text)
+    if config.secret_file and os.environ.get("KVPLUG_SECRET", "").strip():
+        text = "KVPLUG_SECRET is set too, and not used: secret_file goes before it"
         yield Step(topic="secret", verdict="note", text=text)
 
 

@@ -83,7 +83,7 @@ def list_plugins(
         _show_options(registry, options_of, as_json)
         return
     lines = lines_of(registry, everything=everything or bool(names))
-    lines = _selected(lines, names, kind)
+    lines = _selected(lines, names, kind, failed=not as_json)
     if as_json:
         click.echo(json.dumps([_plain(line) for line in lines], indent=2))
     elif not lines:
@@ -97,8 +97,8 @@ def list_plugins(
         _show_by_kind(lines)
 
 
-def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None) -> list[Line]:
-    """Those of these names and this kind.
+def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None, *, failed: bool) -> list[Line]:
+    """Those of these names and this kind; ``failed``: also plugins that did not load.
 
     Raises:
         UnknownNameError: there are none; says what there is.
@@ -112,7 +112,8 @@ def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None) -> 
             raise UnknownNameError(
                 f"no offer is of the kind {kind!r}{did_you_mean(wanted, there)}; kinds: {shown}"
             )
-        lines = [line for line in lines if line.kind == wanted]
+        # A plugin that did not load may offer that kind: what it offers is not known.
+        lines = [line for line in lines if line.kind == wanted or (failed and line.kind == "plugin")]
     for name in names:
         if all(name not in (line.name, line.plugin, line.distribution) for line in lines):
             hint = did_you_mean(name, {line.name for line in lines})

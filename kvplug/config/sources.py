@@ -248,7 +248,7 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
                 )
             else:
                 faults.append(f"{name}: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>")
-        elif name.startswith("KVPLUG_OPTION"):
+        elif name.startswith(f"{PREFIX}OPTION"):
             faults.append(
                 f"{name}: not a variable of kvplug; that of an option is KVPLUG_OPTIONS__<NAME>__<OPTION>,"
                 " with two underscores before the name and the option"

@@ -169,7 +169,8 @@ def test_broken_and_blocked_plugins_are_listed_with_their_reasons(birds: Any) ->
     assert (found["bad"]["kind"], found["bad"]["status"]) == ("plugin", "broken")
     assert "a_module_that_is_not_there" in found["bad"]["reason"]
     assert (found["off"]["status"], found["off"]["capabilities"]) == ("blocked", None)
-    text = birds.kvplug("list", KVPLUG_DISABLE_PLUGINS="off").stdout
+    text = birds.kvplug("list", "--kind", "queue", KVPLUG_DISABLE_PLUGINS="off").stdout
+    assert "carrier-pigeon" not in text
     assert "a_module_that_is_not_there" in text
     assert "named in KVPLUG_DISABLE_PLUGINS" in text
 

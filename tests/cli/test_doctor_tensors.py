@@ -287,6 +287,12 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "KVPLUG_SECRET is set too, and not used",
         "note",
     ),
+    "a secret for all users to read": (
+        {"config": {"secret_file": "{secret}"}},
+        "secret_file",
+        "-> chmod 600",
+        "note",
+    ),
     "an address to which no way leads": (
         {"peer": "198.51.100.7:29555", "unshare": _NEW_NET, "env": {"KVPLUG_SECRET": SECRET}},
         "peer",
@@ -337,6 +343,7 @@ def test_a_fault_of_this_host_is_named(fork_server: ForkServer, fault: str, tmp_
     given, topic, said, verdict = SEEN_HERE[fault]
     if (config := given.get("config", {})).get("secret_file") == "{secret}":
         (tmp_path / "secret").write_text(SECRET)
+        (tmp_path / "secret").chmod(0o644)
         given = {**given, "config": {**config, "secret_file": str(tmp_path / "secret")}}
     assert_named(doctor(fork_server, **given), topic, said, verdict)
 
@@ -452,6 +459,13 @@ SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, st
         {"config": {"options": {"lookup": {"page_tokens": 64}}}},
         "options.lookup.page_tokens",
         "64 here, 32 at the peer",
+        "problem",
+    ),
+    "pages of a size that only one end states": (
+        {"config": {"options": {"lookup": {"page_tokens": 32}}}},
+        {},
+        "options.lookup.page_tokens",
+        "its default here, 32 at the peer",
         "note",
     ),
     "another process namespace": ({"pids": True}, {}, "pid namespace", "heartbeat_timeout_s", "note"),

@@ -53,6 +53,7 @@ _INSTALL: Final = re.compile(r"pip install kvplug-[a-z-]+$", re.MULTILINE)
 _NOTED: Final = {
     "config": "--config kvplug.toml    (or export KVPLUG_CONFIG=kvplug.toml)",
     "secret": "unset KVPLUG_SECRET",
+    "secret_file": "chmod 600 PATH    (of the file)",
     "integrity": _CHANGES["integrity"],
     "plugins": _CHANGES["plugins"],
 }

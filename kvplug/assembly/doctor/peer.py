@@ -44,6 +44,8 @@ _SILENT: Final = {
     "": ("its kvplug may be older", "pip install --upgrade kvplug    (there)"),
 }
 """What a peer says in place of its report, and what to change."""
+_MAKES_PAGES: Final = frozenset({"page_tokens"})
+"""Options by which connectors divide KV into pages: they must be equal at both ends."""
 
 
 @attrs.define(kw_only=True)
@@ -298,9 +300,11 @@ def _of_connectors(config: Config, report: Mapping[str, Any]) -> Iterator[Findin
     for key in sorted(ours.keys() | theirs.keys()):
         mine, yours = (side.get(key, "its default") for side in (ours, theirs))
         if mine != yours:
+            # Engines refuse each other then; what a default comes to is known to the engine alone.
+            is_refused = key in _MAKES_PAGES and key in ours and key in theirs
             yield Finding(
                 topic=f"options.{name}.{key}",
-                verdict="note",
+                verdict="problem" if is_refused else "note",
                 what=f"{mine} here, {yours} at the peer",
                 why=("pages are found by both only if what makes them is equal; see the option's help",),
                 change=f"options.{name}.{key} = {mine}    (at both ends, if it makes pages)",
