@@ -278,7 +278,9 @@ def test_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert got(store, "a") == [None]
         store.close()
         text = said(opened(server, **address, tls_ca=files["stranger"], **client), caplog)
-        assert "CERTIFICATE_VERIFY_FAILED" in text
+        assert "CERTIFICATE_VERIFY_FAILED" in text and "see options.redis.tls_ca" in text
+        plain = opened(server, address=address["address"])
+        assert "see options.redis.tls" in said(plain, caplog)
     finally:
         server.kill()
 
