@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import operator
 import os
 import resource
 import signal
@@ -632,7 +633,10 @@ def test_good_runs_raise_no_alarm_and_leave_the_engine_as_it_was(fork_server: Fo
             assert found.measured[0].gb_per_s > 0
         refused = diagnose(config, _registry(), peer=contact, facts={"num_layers": 5})
         assert refused.problems == 1
-        waits.until(lambda: _counts(engine) == before, AS_BEFORE_S, what="the engine as it was")
+        # An engine that has just started may close something of its start after the first count.
+        waits.until(
+            lambda: all(map(operator.le, _counts(engine), before)), AS_BEFORE_S, what="the engine as it was"
+        )
     assert {each.outcome for each in found.fields} == {"agreed", "not compared", "information"}
 
 
