@@ -135,7 +135,7 @@ def test_of_an_option_that_may_be_a_secret_or_a_path_only_its_presence_is_told()
 
 
 def test_of_a_plugin_that_did_not_load_its_name_is_told_and_not_its_error() -> None:
-    missing = "broken: shm (kvplug-shm 0.1.0): OSError: /home/me/t0p: redis://me:t0p@host"
+    missing = "broken: shm (kvplug-shm 0.1.0): OSError: secrets/t0p: redis://me:t0p@host"
     report = report_of(Config(), (missing,), {})
     (told,) = (each for each in report["findings"] if each["topic"] == "plugins")
     assert told["why"] == ["broken: shm (kvplug-shm 0.1.0)"]

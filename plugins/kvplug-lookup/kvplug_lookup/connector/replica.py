@@ -145,7 +145,7 @@ class Replica:
 
     def has_passed(self, fence: Fence) -> bool:
         """Whether the store has answered. Waits a moment for that, once for each request."""
-        self._ping()  # the last try may have failed
+        self._ping(0)  # the last try may have failed
         with self._lock:
             while self._ponged < fence.number and self._link is not None and self._silent <= self._ponged:
                 if not self._changed.wait(fence.is_worth_a_wait.remaining()):
@@ -365,7 +365,7 @@ class Replica:
             raise refusal
         return hello.series()
 
-    def _ping(self) -> None:
+    def _ping(self, timeout: float = _PING_S) -> None:
         """Ask the store, unless it has still to answer or every fence has been answered."""
         with self._lock:
             link = self._link
@@ -373,7 +373,7 @@ class Replica:
                 return
             number = self._asked = self._pinged
         try:
-            link.channel.send({"ping": number}, timeout=_PING_S)
+            link.channel.send({"ping": number}, timeout=timeout)
         except KvplugError as e:
             _log.debug("the fence %d could not be sent: %s", number, e)
             with self._lock:
