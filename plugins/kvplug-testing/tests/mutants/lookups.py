@@ -19,8 +19,8 @@ from kvplug_testing.memory.lookup_calls import MemoryRemoteStore, Wanted
 from kvplug_testing.memory.store_core import LeasedEntry, StoreCore, StoredEntry
 
 
-class Mutant(LookupBufferContract):
-    """One fault, of ``store`` or ``reaching``. ``breaks`` are the laws that it breaks."""
+class Made(LookupBufferContract):
+    """Of ``store`` and ``reaching``. ``breaks`` are the laws that it breaks."""
 
     transport = "memory"
     across_processes = False
@@ -39,6 +39,10 @@ class Mutant(LookupBufferContract):
                 return reaching(signal, data, timeout_s=self._context.timeout_s)
 
         return Endpoint(context)
+
+
+class Mutant(Made):
+    """One fault, of ``store`` or ``reaching``."""
 
 
 # -- the key ---------------------------------------------------------------------------------------
@@ -378,30 +382,33 @@ class Evicting(MemoryStore):
         return not self._leases.is_lent(stored.entry_id)
 
 
-class TestEvicts(Mutant):
-    """No fault: inserts make room."""
+class EvictingMutant(Made):
+    """One fault of a store that makes room."""
 
-    is_control = True
     evicts = True
     store = Evicting
 
 
-class TestEvictsWhatIsReceived(Mutant):
+class TestEvicts(EvictingMutant):
+    """No fault: inserts make room."""
+
+    is_control = True
+
+
+class TestEvictsWhatIsReceived(EvictingMutant):
     """The oldest entry goes, also while a caller receives it."""
 
     breaks = ("LOOKUP-5",)
-    evicts = True
 
     class store(Evicting):  # noqa: N801
         def _may_go(self, stored: StoredEntry) -> bool:
             return True
 
 
-class TestEvictsWhatHasJustCome(Mutant):
+class TestEvictsWhatHasJustCome(EvictingMutant):
     """Where there is no room, the new entry is the one that goes."""
 
     breaks = ("LOOKUP-5",)
-    evicts = True
 
     class store(Evicting):  # noqa: N801
         def insert(self, *args: Any, **given: Any) -> int:
@@ -413,22 +420,21 @@ class TestEvictsWhatHasJustCome(Mutant):
             return entry_id
 
 
-class TestEvictsTooLittle(Mutant):
+class TestEvictsTooLittle(EvictingMutant):
     """Where there is no room one entry goes, and the new one counts as half as large as it is."""
 
     breaks = ("LOOKUP-5",)
-    evicts = True
 
     class store(Evicting):  # noqa: N801
         def _has_room(self, nbytes: int) -> bool:
             return super()._has_room(nbytes // 2 - self._used_bytes // 2)
 
 
-class TestSaysThatItEvicts(Mutant):
+class TestSaysThatItEvicts(EvictingMutant):
     """An insert waits for room, and nothing goes."""
 
     breaks = ("LOOKUP-5",)
-    evicts = True
+    store = MemoryStore
 
 
 class TestSendsUnderItsLock(Mutant):
