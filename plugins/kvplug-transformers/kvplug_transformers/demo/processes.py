@@ -61,8 +61,8 @@ class Child:
         self._threads = [
             threading.Thread(target=target, args=(stream,), name=f"kvplug-demo-{name}", daemon=True)
             for target, stream in (
+                (self._keep_stderr, self._process.stderr),  # the next one waits for its end, perhaps at once
                 (self._read_events, self._process.stdout),
-                (self._keep_stderr, self._process.stderr),
                 (self._write_commands, self._process.stdin),
             )
         ]
@@ -106,7 +106,7 @@ class Child:
                 self._events.put((self.name, event))
         stream.close()
         code = self._process.wait()
-        self._threads[1].join()  # the rest of its stderr
+        self._threads[0].join()  # the rest of its stderr
         self._events.put((self.name, {"event": "exit", "code": code}))
 
     def _keep_stderr(self, stream: IO[str]) -> None:
