@@ -34,7 +34,7 @@ def engine(start: Any, probe: Any, multiprocess: Any, folder: Any, exits: Any) -
             distributed_executor_backend="mp",
             tensor_parallel_size=len(WORKERS),
             block_size=32,
-            env={**multiprocess, "PYTHONPATH": probe.PYTHONPATH, "VLLM_CPU_OMP_THREADS_BIND": "0|1|0"},
+            env={**multiprocess, "PYTHONPATH": probe.PYTHONPATH, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         )
     )
 
