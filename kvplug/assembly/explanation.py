@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator
 from typing import Any, Final, Literal
@@ -19,6 +18,7 @@ from kvplug.assembly.resolve import (
     must_authenticate,
 )
 from kvplug.config import Config, Role
+from kvplug.config.messages import Fault
 from kvplug.config.schema import directory_of
 from kvplug.errors import ConfigError, HandshakeError, KvplugError, PluginError
 from kvplug.negotiation.select import AUTO, select
@@ -260,18 +260,20 @@ def _times(config: Config) -> Step:
 
 def problems_of(error: KvplugError) -> tuple[Step, ...]:
     """The steps of a config that cannot even be read."""
-    faults: tuple[Any, ...] = getattr(error, "faults", ()) or (str(error),)
-    source = getattr(error, "source", "")
     return tuple(
-        Step(
-            topic="config",
-            verdict="problem",
-            text=str(fault),
-            details=(f"in {source}",) if source and not _NOT_OF_A_FILE.search(str(fault)) else (),
-        )
-        for fault in faults
+        Step(topic="config", verdict="problem", text=str(fault), details=source_of(fault, error))
+        for fault in faults_of(error)
     )
 
 
-_NOT_OF_A_FILE: Final = re.compile(r"^KVPLUG_|\[(KVPLUG_\w+|command line)\]$")
-"""Faults of a variable, or of the command line."""
+def faults_of(error: KvplugError) -> tuple[Fault, ...]:
+    """The faults of a config that an error says."""
+    faults: tuple[Any, ...] = getattr(error, "faults", ()) or (str(error),)
+    return tuple(Fault.of(fault if isinstance(fault, str) else str(fault)) for fault in faults)
+
+
+def source_of(fault: Fault, error: KvplugError) -> tuple[str, ...]:
+    """Where a fault was read, if it was read from a file."""
+    source = getattr(error, "source", "")
+    is_of_a_file = not fault.place.startswith(("KVPLUG_", "command line"))
+    return (f"in {source}",) if source and is_of_a_file else ()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from kvplug.config import sources
-from kvplug.config.messages import nearest, unknown_key
+from kvplug.config.messages import Fault, in_place_of, nearest, unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.config.role import Role, role_of
 from kvplug.config.schema import (
@@ -389,7 +389,7 @@ class Draft:
     options: Mapping[str, Mapping[str, Any]]
     sources: Mapping[str, str]
     source: str
-    faults: tuple[str, ...]
+    faults: tuple[Fault, ...]
 
     @classmethod
     def load(
@@ -412,7 +412,7 @@ class Draft:
     def of(cls, stack: Iterable[Layer]) -> Draft:
         """Later sources lie on top of earlier ones, key by key."""
         given: dict[str, SourcedValue] = {}
-        faults: list[str] = []
+        faults: list[Fault] = []
         names = []
         for layer in stack:
             names.append(layer.source)
@@ -429,7 +429,7 @@ class Draft:
             else:
                 fault = sources.secret_fault(key) or _unknown(key, each.value)
             if fault is not None:
-                faults.append(_at(fault, each))
+                faults.append(fault.at(each.spelled))
         values, wrong = _converted(flat, given)
         faults += wrong
         complete = {
@@ -437,7 +437,7 @@ class Draft:
             for key in KEYS
             if key in values or key not in flat
         }
-        faults += cross_faults(complete)
+        faults += map(Fault.of, cross_faults(complete))
         return cls(
             values=values,
             options=options,
@@ -455,35 +455,31 @@ class Draft:
 
 def _converted(
     flat: Mapping[str, Any], given: Mapping[str, SourcedValue]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[Fault]]:
     """Convert key by key, so that each fault names the source of its value."""
     values: dict[str, Any] = {}
-    faults: list[str] = []
+    faults: list[Fault] = []
     for key, raw in flat.items():
         if key == "role":
             try:
                 values[key] = role_of(raw)
             except ConfigError as e:
-                faults += (_at(fault, given[key]) for fault in e.faults)
+                faults += (Fault.of(fault).at(given[key].spelled) for fault in e.faults)
             continue
         converted, wrong = convert_values(Config, {key: raw})
         values |= converted
-        faults += (_at(fault, given[key]) for fault in wrong)
+        faults += (fault.at(given[key].spelled) for fault in wrong)
     return values, faults
 
 
-def _unknown(key: str, value: Any) -> str:
+def _unknown(key: str, value: Any) -> Fault:
     if isinstance(value, Mapping) and nearest(key, (*KEYS, "options")) is None:
-        return (
+        text = (
             f"{key}: not a known key; a plugin's options are a table [options.{key}], and kvplug's own keys"
             " stand above all tables"
         )
+        return Fault(text, key=key, line=in_place_of(key, f"[options.{key}]"))
     return unknown_key(key, (*KEYS, "options"))
-
-
-def _at(fault: str, given: SourcedValue) -> str:
-    """Append the environment variable or the vLLM key that the value came from."""
-    return f"{fault} [{given.spelled}]" if given.spelled else fault
 
 
 def _default_of(key: str, values: Mapping[str, Any]) -> Any:
@@ -493,12 +489,18 @@ def _default_of(key: str, values: Mapping[str, Any]) -> Any:
     return "" if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
 
 
-def _put_option(options: dict[str, dict[str, Any]], key: str, value: Any) -> str | None:
+def _put_option(options: dict[str, dict[str, Any]], key: str, value: Any) -> Fault | None:
     _, _, rest = key.partition(".")
     name, _, setting = rest.rpartition(".")
     if not name or not setting:
-        return f"{key}: an option's key is options.<name>.<option>"
+        return Fault(
+            f"{key}: an option's key is options.<name>.<option>", key=key, line=f"{key}    (remove it)"
+        )
     if ":" in name or not NAME.fullmatch(name):
-        return f"options.{name}: not a name as `kvplug list` shows it"
+        return Fault(
+            f"options.{name}: not a name as `kvplug list` shows it",
+            key=f"options.{name}",
+            line="[options.NAME]    (NAME as `kvplug list` shows it)",
+        )
     options.setdefault(name, {})[setting] = value
     return None

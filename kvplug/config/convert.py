@@ -17,12 +17,14 @@ _FALSE: Final = ("false", "no", "off", "0")
 
 
 class UnfitError(Exception):
-    """A value does not fit its type. ``allowed`` says what fits; ``reason`` adds details if there are any."""
+    """A value does not fit its type. ``allowed`` says what fits; ``reason`` adds details if there are any;
+    ``meant`` is the value that was most likely meant."""
 
-    def __init__(self, allowed: str, reason: str = "") -> None:
+    def __init__(self, allowed: str, reason: str = "", meant: str | None = None) -> None:
         super().__init__(allowed)
         self.allowed = allowed
         self.reason = reason
+        self.meant = meant
 
 
 def describe_type(hint: Any) -> str:
@@ -85,8 +87,9 @@ def _convert_union(given: Any, hint: Any, arguments: tuple[Any, ...], unit: str)
             return convert(given, each, unit)
         except UnfitError as e:
             refusals.append(e)
-    only = refusals[0].reason if len(refusals) == 1 else ""
-    raise UnfitError(describe_type(hint), only)
+    if len(refusals) == 1:
+        raise UnfitError(describe_type(hint), refusals[0].reason, refusals[0].meant)
+    raise UnfitError(describe_type(hint))
 
 
 def _convert_choice(given: Any, choices: Mapping[str, Any], hint: Any) -> Any:
@@ -94,7 +97,7 @@ def _convert_choice(given: Any, choices: Mapping[str, Any], hint: Any) -> Any:
     if text in choices:
         return choices[text]
     near = nearest(text, choices) if isinstance(given, str) else None
-    raise UnfitError(describe_type(hint), f"did you mean {near!r}?" if near else "")
+    raise UnfitError(describe_type(hint), f"did you mean {near!r}?" if near else "", near)
 
 
 def _convert_sequence(given: Any, hint: Any, origin: Any, arguments: tuple[Any, ...], unit: str) -> Any:
@@ -105,7 +108,7 @@ def _convert_sequence(given: Any, hint: Any, origin: Any, arguments: tuple[Any, 
     try:
         return origin(convert(each, arguments[0], unit) for each in given)
     except UnfitError as e:
-        raise UnfitError(describe_type(hint), e.reason) from e
+        raise UnfitError(describe_type(hint), e.reason, e.meant) from e
 
 
 def _convert_bool(given: Any) -> bool:

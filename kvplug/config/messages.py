@@ -1,11 +1,64 @@
-"""The messages of configuration faults: the key, what was given, what is allowed, the nearest name."""
+"""The faults of configurations: the key, what was given, what is allowed, and the line that mends it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 _LONGEST = 60
+_KEYED: Final = re.compile(r"([\w.-]+): .", re.DOTALL)
+
+
+class Fault(str):
+    """One fault of a configuration: a sentence that names the key, and the line that mends it.
+
+    Plugins say their faults as plain text, ``key: what is wrong``; :meth:`of` makes this of it.
+    """
+
+    key: str
+    """Empty where it is not about one key."""
+    place: str
+    """What the key is given by, where that is not a file: a variable, a key of vLLM's, ``command line``."""
+    _value: str
+    _line: str
+
+    def __new__(cls, text: str, *, key: str = "", value: str = "", line: str = "", place: str = "") -> Self:
+        """
+        Args:
+            value: the value that was most likely meant.
+            line: the line that mends it, where it is not ``key = value``.
+        """
+        fault = super().__new__(cls, text)
+        fault.key, fault.place, fault._value, fault._line = key, place, value, line
+        return fault
+
+    @classmethod
+    def of(cls, text: str) -> Fault:
+        """The fault that a sentence says."""
+        if isinstance(text, Fault):
+            return text
+        keyed = _KEYED.match(text)
+        return cls(text, key=keyed[1] if keyed else "")
+
+    @property
+    def line(self) -> str:
+        """The line that mends it, for people; empty where that is not known."""
+        if self._line or not self.key:
+            return self._line
+        value = repr(self._value) if self._value else "..."
+        return f"export {self.place}={value}" if self.place.startswith("KVPLUG_") else f"{self.key} = {value}"
+
+    def under(self, prefix: str) -> Fault:
+        """The fault of an option whose key is ``prefix`` and this key."""
+        line = self._line and f"{prefix}{self._line}"
+        return Fault(f"{prefix}{self}", key=prefix + self.key, value=self._value, line=line, place=self.place)
+
+    def at(self, place: str) -> Fault:
+        """The fault of a key that is given by ``place``; where that is empty, by a file."""
+        text = f"{self} [{place}]" if place else str(self)
+        return Fault(text, key=self.key, value=self._value, line=self._line, place=place)
+
 
 _GROUP = "a group's ranks are arguments of StatelessGroup.create"
 REMOVED: Final[Mapping[str, str]] = {
@@ -44,20 +97,31 @@ def listed(names: Iterable[str]) -> str:
     return every[0] if len(every) == 1 else f"{', '.join(every[:-1])} or {every[-1]}"
 
 
+def in_place_of(key: str, name: str) -> str:
+    """The line that mends a misspelt or misplaced key."""
+    return f"{name}    (in place of {key})"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` Did you mean …?``, or nothing when no known name is near."""
     found = nearest(name, known)
     return f"; did you mean {found!r}?" if found else ""
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
+def unknown_key(key: str, known: Iterable[str]) -> Fault:
     """The fault of an unknown key. It hides the value, which may be a secret under a misspelt name."""
+    removed = f"{key}    (remove it)"
     if key in REMOVED:
-        return f"{key}: not a known key any more; {REMOVED[key]}"
+        return Fault(f"{key}: not a known key any more; {REMOVED[key]}", key=key, line=removed)
     names = sorted(known)
-    hint = did_you_mean(key.rpartition(".")[2], names)
-    return f"{key}: not a known key{hint or '; known are ' + ', '.join(names) if names else hint}"
+    table, dot, name = key.rpartition(".")
+    near = nearest(name, names)
+    hint = f"; did you mean {near!r}?" if near else "; known are " + ", ".join(names) if names else ""
+    line = in_place_of(key, f"{table}{dot}{near}") if near else removed
+    return Fault(f"{key}: not a known key{hint}", key=key, line=line)
 
 
-def bad_value(key: str, given: Any, allowed: str) -> str:
-    return f"{key}: {shown(given)} was given; allowed is {allowed}"
+def bad_value(key: str, given: Any, allowed: str, *, reason: str = "", meant: str | None = None) -> Fault:
+    """The fault of a value. ``meant``: the one that was most likely meant."""
+    text = f"{key}: {shown(given)} was given; allowed is {allowed}{reason}"
+    return Fault(text, key=key, value=meant or "")

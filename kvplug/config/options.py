@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import attrs
 
 from kvplug.config.convert import UnfitError, convert, describe_type, format_number, format_value
-from kvplug.config.messages import bad_value, shown, unknown_key
+from kvplug.config.messages import Fault, bad_value, shown, unknown_key
 from kvplug.errors import ConfigError, PluginError
 
 T = TypeVar("T")
@@ -138,24 +138,27 @@ def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T
     prefix = f"{where}." if where else ""
     for name, field in option_fields(cls).items():
         if field.default is attrs.NOTHING and name not in values:
-            faults.append(f"{prefix}{name}: must be given; {field.metadata.get(HELP, '') or 'no default'}")
+            what = f"must be given; {field.metadata.get(HELP, '') or 'no default'}"
+            faults.append(Fault(f"{prefix}{name}: {what}", key=f"{prefix}{name}"))
     if faults:
         raise ConfigError(*faults)
     try:
         return cls(**converted)
     except ConfigError as e:
-        raise ConfigError(*(f"{prefix}{fault}" for fault in e.faults)) from e
+        raise ConfigError(*(Fault.of(fault).under(prefix) for fault in e.faults)) from e
     except (ValueError, TypeError) as e:
         raise ConfigError(f"{where}: {e}" if where else str(e)) from e
 
 
-def convert_values(cls: type, values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
+def convert_values(
+    cls: type, values: Mapping[str, Any], where: str = ""
+) -> tuple[dict[str, Any], list[Fault]]:
     """The values that are right, converted to their fields' types, and the faults of all the others."""
     prefix = f"{where}." if where else ""
     fields = option_fields(cls)
     hints = _hints(cls)
     converted: dict[str, Any] = {}
-    faults: list[str] = []
+    faults: list[Fault] = []
     for name, given in values.items():
         field = fields.get(str(name))
         if field is None:
@@ -171,10 +174,11 @@ def convert_values(cls: type, values: Mapping[str, Any], where: str = "") -> tup
             value = convert(given, hints[field.name], unit)
         except UnfitError as e:
             allowed = e.allowed + (f", {bounds.text(unit)}" if bounds != _Bounds() and not e.reason else "")
-            faults.append(bad_value(key, given, allowed) + (f" ({e.reason})" if e.reason else ""))
+            reason = f" ({e.reason})" if e.reason else ""
+            faults.append(bad_value(key, given, allowed, reason=reason, meant=e.meant))
             continue
         refusals = _refusals(field, value, given)
-        faults += (f"{prefix}{refusal}" for refusal in refusals)
+        faults += (Fault.of(refusal).under(prefix) for refusal in refusals)
         if not refusals:
             converted[name] = value
     return converted, faults

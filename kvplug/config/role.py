@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from kvplug.config.messages import bad_value, did_you_mean
+from kvplug.config.messages import bad_value, nearest
 from kvplug.errors import ConfigError
 
 
@@ -45,5 +45,7 @@ def role_of(value: Any) -> Role | None:
     try:
         return None if value is None else Role(value)
     except ValueError:
-        hint = did_you_mean(value, [str(role) for role in Role]) if isinstance(value, str) else ""
-        raise ConfigError(bad_value("role", value, f"one of {', '.join(Role)}") + hint) from None
+        near = nearest(value, map(str, Role)) if isinstance(value, str) else None
+        hint = f"; did you mean {near!r}?" if near else ""
+        allowed = f"one of {', '.join(Role)}"
+        raise ConfigError(bad_value("role", value, allowed, reason=hint, meant=near)) from None

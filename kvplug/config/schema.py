@@ -7,7 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvplug.config.messages import did_you_mean
+import attrs
+
+from kvplug.config.messages import bad_value, nearest
+from kvplug.errors import ConfigError
 
 LAST_PORT: Final = 65535
 
@@ -117,14 +120,16 @@ def may_be_device_type(name: str) -> bool:
     return not difflib.get_close_matches(name, DEVICE_TYPES, n=1, cutoff=0.8)
 
 
-def device_form(_: Any, __: Any, value: Any) -> None:
+def device_form(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     found = DEVICE.fullmatch(value) if isinstance(value, str) else None
-    hint = ""
+    near = None
     if found is not None:
         if may_be_device_type(found[1]):
             return
-        hint = did_you_mean("cuda" if found[1] == "gpu" else found[1], DEVICE_TYPES)
-    raise ValueError(f'allowed is a device such as "cpu", "cuda" or "cuda:1"{hint}')
+        near = nearest("cuda" if found[1] == "gpu" else found[1], DEVICE_TYPES)
+    hint = f"; did you mean {near!r}?" if near else ""
+    allowed = 'a device such as "cpu", "cuda" or "cuda:1"'
+    raise ConfigError(bad_value(attribute.name, value, allowed, reason=hint, meant=near))
 
 
 def count(what: str) -> Any:

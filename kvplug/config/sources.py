@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.config.messages import REMOVED, did_you_mean, shown
+from kvplug.config.messages import REMOVED, Fault, bad_value, in_place_of, nearest, shown
 from kvplug.errors import ConfigError
 
 PREFIX: Final = "KVPLUG_"
@@ -76,7 +76,7 @@ class Layer:
 
     source: str
     values: Mapping[str, SourcedValue]
-    faults: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
 
 # -- dicts and files -----------------------------------------------------------------------------
@@ -85,27 +85,26 @@ class Layer:
 def from_mapping(data: Any, source: str) -> Layer:
     """From a dict as TOML or JSON give it: kvplug's keys, or those of vLLM's ``--kv-transfer-config``."""
     if not isinstance(data, Mapping):
-        return Layer(
-            source=source, values={}, faults=(f"a table of keys and values is needed, got {shown(data)}",)
-        )
+        fault = Fault(f"a table of keys and values is needed, got {shown(data)}")
+        return Layer(source=source, values={}, faults=(fault,))
     if any(isinstance(key, str) and key.startswith("kv_") for key in data):
         return _from_vllm(data, source)
     values, faults = _flattened(data, source)
     return Layer(source=source, values=values, faults=tuple(faults))
 
 
-def _flattened(data: Mapping[Any, Any], source: str) -> tuple[dict[str, SourcedValue], list[str]]:
+def _flattened(data: Mapping[Any, Any], source: str) -> tuple[dict[str, SourcedValue], list[Fault]]:
     values: dict[str, SourcedValue] = {}
-    faults: list[str] = []
+    faults: list[Fault] = []
     for key, value in data.items():
         if key != "options":
             values[str(key)] = SourcedValue(value, source)
         elif not isinstance(value, Mapping):
-            faults.append(f"options: {shown(value)} was given; allowed is one table for each name")
+            faults.append(bad_value("options", value, "one table for each name"))
         else:
             for name, table in value.items():
                 if not isinstance(table, Mapping):
-                    faults.append(f"options.{name}: {shown(table)} was given; allowed is a table")
+                    faults.append(bad_value(f"options.{name}", table, "a table"))
                     continue
                 for option, setting in table.items():
                     values[f"options.{name}.{option}"] = SourcedValue(setting, source)
@@ -115,7 +114,7 @@ def _flattened(data: Mapping[Any, Any], source: str) -> tuple[dict[str, SourcedV
 def _from_vllm(data: Mapping[Any, Any], source: str) -> Layer:
     known = (*VLLM_KEYS, VLLM_EXTRA, *VLLM_IGNORED)
     extra = data.get(VLLM_EXTRA)
-    faults: list[str] = []
+    faults: list[Fault] = []
     values: dict[str, SourcedValue] = {}
     for key, value in data.items():
         if key in VLLM_KEYS:
@@ -124,16 +123,17 @@ def _from_vllm(data: Mapping[Any, Any], source: str) -> Layer:
                     value, f"{source}: {key}" if source else key, spelled=key
                 )
         elif key not in known:
-            hint = did_you_mean(str(key), known) or f"; kvplug's own keys go into {VLLM_EXTRA}"
-            faults.append(f"{key}: not a key of vLLM's kv-transfer-config{hint}")
+            faults.append(_unknown_of_vllm(str(key), known))
     if extra is not None and not isinstance(extra, Mapping):
-        faults.append(f"{VLLM_EXTRA}: {shown(extra)} was given; allowed is a table of kvplug's keys")
+        faults.append(bad_value(VLLM_EXTRA, extra, "a table of kvplug's keys"))
         extra = None
     if extra is not None and "failure_policy" in extra:
-        faults.append(
+        text = (
             "failure_policy: not for kv_connector_extra_config; vLLM itself decides what becomes of a failed"
             " load, by kv_load_failure_policy beside it"
         )
+        line = in_place_of("failure_policy", "kv_load_failure_policy")
+        faults.append(Fault(text, key="failure_policy", line=line))
         extra = {key: value for key, value in extra.items() if key != "failure_policy"}
     inner, more = _flattened(extra or {}, f"{source}: {VLLM_EXTRA}" if source else VLLM_EXTRA)
     faults += more
@@ -142,15 +142,27 @@ def _from_vllm(data: Mapping[Any, Any], source: str) -> Layer:
         del values["connector"]  # a class of vLLM's; ours is named in the extra config, or the default
         if "connector" not in inner and theirs.value != "KvplugConnector":
             faults.append(
-                f"kv_connector: {shown(theirs.value)} was given; allowed is a connector of kvplug, or"
-                f" KvplugConnector with the connector's name in {VLLM_EXTRA}"
+                bad_value(
+                    "kv_connector",
+                    theirs.value,
+                    f"a connector of kvplug, or KvplugConnector with the connector's name in {VLLM_EXTRA}",
+                    meant="KvplugConnector",
+                )
             )
     elif theirs is not None and "connector" in inner and inner["connector"].value != theirs.value:
-        faults.append(
+        text = (
             f"kv_connector: {shown(theirs.value)} was given, and in {VLLM_EXTRA} the connector"
             f" {shown(inner['connector'].value)}; name one of them"
         )
+        faults.append(Fault(text, key="kv_connector", value="KvplugConnector"))
     return Layer(source=source, values={**values, **inner}, faults=tuple(faults))
+
+
+def _unknown_of_vllm(key: str, known: Iterable[str]) -> Fault:
+    near = nearest(key, known)
+    hint = f"; did you mean {near!r}?" if near else f"; kvplug's own keys go into {VLLM_EXTRA}"
+    line = in_place_of(key, near) if near else f"{VLLM_EXTRA}: {key} goes in there"
+    return Fault(f"{key}: not a key of vLLM's kv-transfer-config{hint}", key=key, line=line)
 
 
 def toml_table(text: str, source: str) -> dict[str, Any]:
@@ -229,7 +241,7 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
     """
     keys = {PREFIX + key.upper(): key for key in known}
     values: dict[str, SourcedValue] = {}
-    faults: list[str] = []
+    faults: list[Fault] = []
     services: list[str] = []
     for name in sorted(environ):
         if not name.startswith(PREFIX) or name in RESERVED or name.startswith(tuple(RESERVED_PREFIXES)):
@@ -247,22 +259,33 @@ def from_environment(environ: Mapping[str, str], known: Iterable[str]) -> Layer:
                     text, name, spelled=name
                 )
             else:
-                faults.append(f"{name}: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>")
+                text = f"{name}: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>"
+                faults.append(_of_variable(name, text, "KVPLUG_OPTIONS__<NAME>__<OPTION>"))
         elif name.startswith(f"{PREFIX}OPTION"):
-            faults.append(
+            text = (
                 f"{name}: not a variable of kvplug; that of an option is KVPLUG_OPTIONS__<NAME>__<OPTION>,"
                 " with two underscores before the name and the option"
             )
+            faults.append(_of_variable(name, text, "KVPLUG_OPTIONS__<NAME>__<OPTION>"))
         else:
             key = name.removeprefix(PREFIX).lower()
-            hint = f"; {REMOVED[key]}" if key in REMOVED else did_you_mean(name, (*keys, *RESERVED))
-            faults.append(f"{name}: not a variable of kvplug{hint}")
+            near = None if key in REMOVED else nearest(name, (*keys, *RESERVED))
+            hint = f"; {REMOVED[key]}" if key in REMOVED else f"; did you mean {near!r}?" if near else ""
+            faults.append(_of_variable(name, f"{name}: not a variable of kvplug{hint}", near))
     if services:
-        faults.append(
+        text = (
             f"{', '.join(services)}: Kubernetes sets these for a service named kvplug; rename the service, or"
             " set enableServiceLinks: false in the pod"
         )
+        line = "enableServiceLinks: false    (in the pod)"
+        faults.append(Fault(text, key=services[0], place=services[0], line=line))
     return Layer(source="environment", values=values, faults=tuple(faults))
+
+
+def _of_variable(name: str, text: str, meant: str | None) -> Fault:
+    """The fault of a variable that is none of kvplug's. ``meant``: the one that was most likely meant."""
+    line = in_place_of(name, meant) if meant else f"unset {name}"
+    return Fault(text, key=name, place=name, line=line)
 
 
 def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "command line") -> Layer:
@@ -270,23 +293,24 @@ def from_overrides(overrides: Mapping[str, Any] | Iterable[str], source: str = "
     if isinstance(overrides, Mapping):
         return from_mapping(overrides, source)
     values: dict[str, SourcedValue] = {}
-    faults: list[str] = []
+    faults: list[Fault] = []
     for each in overrides:
         key, equals, text = each.partition("=")
         key = key.strip()
         if not equals or not key:
-            faults.append(f"{shown(each)} was given; allowed is key=value")
+            faults.append(Fault(f"{shown(each)} was given; allowed is key=value", place=source))
         else:
             values[key] = SourcedValue(text, source, spelled=source)
     return Layer(source=source, values=values, faults=tuple(faults))
 
 
-def secret_fault(key: str) -> str | None:
+def secret_fault(key: str) -> Fault | None:
     """The fault of a key that looks like a secret. It never repeats the value."""
     last = key.rpartition(".")[2].lower()
     if "." not in key and any(word in last for word in _SECRET_WORDS):
-        return (
+        text = (
             f"{key}: a secret is never written into a configuration; put it into the variable KVPLUG_SECRET,"
             " or into a file that secret_file names"
         )
+        return Fault(text, key=key, line=in_place_of(key, "export KVPLUG_SECRET=..."))
     return None

@@ -358,7 +358,14 @@ def test_a_fault_of_this_host_is_named(fork_server: ForkServer, fault: str, tmp_
         ("role = both", {}, "kvplug.toml    (or another file: --config, KVPLUG_CONFIG)"),
         ("", {"KVPLUG_ROLL": "both"}, "KVPLUG_ROLE    (in place of KVPLUG_ROLL)"),
         ("", {"KVPLUG_PORT": "x"}, "export KVPLUG_PORT=..."),
-        ("", {"KVPLUG_OPTIONS_FS_PATH": "x"}, "unset KVPLUG_OPTIONS_FS_PATH"),
+        ("", {"KVPLUG_ROLE": "bth"}, "export KVPLUG_ROLE='both'"),
+        (
+            "",
+            {"KVPLUG_OPTIONS_FS_PATH": "x"},
+            "KVPLUG_OPTIONS__<NAME>__<OPTION>    (in place of KVPLUG_OPTIONS_FS_PATH)",
+        ),
+        ("role = 'both'\ndevice = 'gpu'", {}, "device = 'cuda'"),
+        ("password = 'x'", {}, "export KVPLUG_SECRET=...    (in place of password)"),
         ("", {"KVPLUG_PORT": "tcp://10.0.0.1:80"}, "enableServiceLinks: false    (in the pod)"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from kvplug.assembly.doctor.stores import of_stores
 from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.examination.host import SHARED_MEMORY, HostFacts, facts_of
 from kvplug.assembly.examination.measuring import Measured, lacks_tensors
-from kvplug.assembly.explanation import Step, problems_of
+from kvplug.assembly.explanation import faults_of, source_of
 from kvplug.assembly.links import ControlLink
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
@@ -158,41 +157,21 @@ def _guarded(found: Diagnosis, topic: str, call: Callable[[], Any]) -> Any:
 
 def problems_with(error: KvplugError) -> Diagnosis:
     """The diagnosis of a config that cannot even be read."""
-    source = getattr(error, "source", "")
-    return Diagnosis(findings=[_of_fault(step, source) for step in problems_of(error)])
-
-
-_FAULT: Final = re.compile(r"(?P<key>[\w.-]+): (?P<what>.+)", re.S)
-_NEAREST: Final = re.compile(r"did you mean '(?P<name>[^']+)'\?")
-_PLACE: Final = re.compile(
-    r"a table (?P<table>\[[\w.-]+\])|go into (?P<key>\w+)$|by (?P<other>\w+) beside it"
-)
-_VARIABLE: Final = re.compile(r" \[(?P<name>KVPLUG_\w+)\]$")
-
-
-def _of_fault(step: Step, source: str) -> Finding:
-    """The finding of a fault of a config, with the line to change."""
-    fault = step.text
-    parts, nearest, place = _FAULT.match(fault), _NEAREST.search(fault), _PLACE.search(fault)
-    if "enableServiceLinks" in fault:
-        change = "enableServiceLinks: false    (in the pod)"
-    elif parts is None:
-        change = f"{source or 'the configuration'}    (or another file: --config, KVPLUG_CONFIG)"
-    else:
-        key, variable = parts["key"], _VARIABLE.search(fault)
-        line = f"export {variable['name']}=" if variable else f"{key} = "
-        is_misnamed = parts["what"].startswith("not ")
-        if is_misnamed and place and place["key"]:
-            change = f"{place['key']}: {key} goes in there"
-        elif is_misnamed and place:
-            change = f"{place['table'] or place['other']}    (in place of {key})"
-        elif is_misnamed and nearest:
-            change = f"{nearest['name']}    (in place of {key})"
-        elif is_misnamed:
-            change = f"unset {key}" if key.startswith("KVPLUG_") else f"{key}    (remove it)"
-        else:
-            change = line + (repr(nearest["name"]) if nearest else "...")
-    return Finding(topic="config", verdict="problem", what=fault, why=step.details, change=change)
+    whole = (
+        f"{getattr(error, 'source', '') or 'the configuration'}    (or another file: --config, KVPLUG_CONFIG)"
+    )
+    return Diagnosis(
+        findings=[
+            Finding(
+                topic="config",
+                verdict="problem",
+                what=str(fault),
+                why=source_of(fault, error),
+                change=fault.line or whole,
+            )
+            for fault in faults_of(error)
+        ]
+    )
 
 
 class DoctorServer:

@@ -144,7 +144,9 @@ def read_plan(given: str | os.PathLike[str] | Mapping[str, Any]) -> Plan:
 def _plan(table: Any, source: str = "") -> Plan:
     if not isinstance(table, Mapping):
         raise ConfigError(bad_value("plan", table, "a table with seed and rules"), source=source)
-    faults = [unknown_key(str(key), ("seed", "rules")) for key in table if key not in ("seed", "rules")]
+    faults: list[str] = [
+        unknown_key(str(key), ("seed", "rules")) for key in table if key not in ("seed", "rules")
+    ]
     seed = table.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool):
         faults.append(bad_value("seed", seed, "a whole number"))
@@ -165,7 +167,8 @@ def _plan(table: Any, source: str = "") -> Plan:
 def _rule(given: Any) -> tuple[Rule | None, list[str]]:
     if not isinstance(given, Mapping):
         return None, [bad_value("a rule", given, "a table with do, and what goes with it")]
-    values, faults = convert_values(Rule, given)
+    values, unfit = convert_values(Rule, given)
+    faults: list[str] = [*unfit]
     if "do" not in given:
         faults.insert(0, f"do: must be given; {option_fields(Rule)['do'].metadata['kvplug.help']}")
     wrong = {fault.partition(":")[0] for fault in faults}
