@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvplug.metrics.store_rate import MeasuredStore
 from kvplug.transport import Presence
 from kvplug_testing import peers
 from kvplug_testing.engine import FakeEngine, request_of
@@ -101,6 +102,39 @@ def test_one_load_takes_its_pages_from_several_stores(tmp_path: Path) -> None:
         assert engine.scheduler.get_hit_sources(prompt, 960) == {"host": 96, "disk": 864}
         assert engine.scheduler.get_hit_sources(prompt, 90) == {"host": 90}
         assert_loads(engine, prompt, 960)
+
+
+# -- stores that are slow ------------------------------------------------------------------------
+
+
+def refuse_gets(engine: FakeEngine, for_s: float) -> None:
+    """The alarm about slow stores refuses the worker's first store from now on."""
+    store = first_store(engine)
+    while not isinstance(store, MeasuredStore):
+        store = store.store
+    with store._watch._lock:
+        store._watch._directions["get"].refused_until = time.monotonic() + for_s
+        store._watch.due = True
+
+
+@pytest.mark.parametrize("name", ["host", "fs"])
+def test_what_is_refused_since_it_is_slow_is_not_promised_until_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("kvplug_lookup.connector.sources._REST_S", 2.0)
+    more = {**tiers(tmp_path), "stores": [name], "slow_path": "refuse"}
+    with both(**more) as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        num_held(engine)
+        assert_loads(engine, request_of("a", PROMPT), 96)
+        refuse_gets(engine, 2.0)
+        blocks, loaded, report = engine.load(request_of("b", PROMPT))
+        assert (loaded, report.invalid_block_ids) == (96, frozenset(blocks[:6]))
+        assert failures(engine, "load") == {"slow": 1}
+        for asking in "cd":
+            assert engine.matched(request_of(asking, PROMPT)) == (0, False)
+        until_promised(engine, PROMPT, 96)
+        assert_loads(engine, request_of("e", PROMPT), 96)
 
 
 # -- stores that outlive their engines -----------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from kvplug import UnsupportedError
 from kvplug_vllm.releases.cache import groups_of, spec_of_all
 from kvplug_vllm.releases.specs import is_plain
+from kvplug_vllm.releases.windows import check_window
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,6 +105,7 @@ def check_groups(cache: KVCacheConfig, specs: Sequence[AttentionSpec]) -> None:
             " them; start this server without a connector"
         )
     if len(specs) == 1 and not frees_blocks(specs[0]):
+        check_window(specs[0])
         return
     if any(getattr(group, "is_eagle_group", False) for group in groups_of(cache)):
         raise UnsupportedError(

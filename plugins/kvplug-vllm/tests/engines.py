@@ -2,7 +2,9 @@
 
 Everything of an engine is in that one process (no engine-core process, executor "uni"), so that killing
 it kills all of it. Where vLLM's own processes are the point, tests say so (``MULTIPROCESS``), or start its
-API server instead. Either way the process leads a session, and nothing of that session outlives the test.
+API server instead. Either way the process leads a group, and nothing of that group outlives the test. It
+leads no session: Linux shares the processors among sessions first (autogroups), and lets threads of one
+session wait for seconds while those of another call sched_yield again and again, as vLLM's waiting ones do.
 """
 
 from __future__ import annotations
@@ -118,24 +120,24 @@ def engine(
             peer.send({"order": "stop"})
             peer.result(timeout=60.0)
         finally:
-            kill_session(peer.pid)
+            kill_group(peer.pid)
 
 
-def kill_session(leader: int) -> list[int]:
-    """Kill what is left of the session that a process leads, or led; returns the pids."""
-    pids = session(leader)
+def kill_group(leader: int) -> list[int]:
+    """Kill what is left of the process group that a process leads, or led; returns the pids."""
+    pids = group(leader)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return pids
 
 
-def session(leader: int) -> list[int]:
-    """Pids of the processes in a session, whatever their parents are by now; no zombies."""
+def group(leader: int) -> list[int]:
+    """Pids of the processes in a group, whatever their parents are by now; no zombies."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 
@@ -170,7 +172,7 @@ def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
 
 
 def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) -> None:
-    os.setsid()
+    os.setpgid(0, 0)
     warnings.simplefilter("ignore")
     for setup in setups:
         path, _, name = setup.rpartition(":")
@@ -192,6 +194,7 @@ def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) ->
         kv_events_config=None if events is None else KVEventsConfig(**events),
         **(usual | settings),
     )
+    _record_all(llm)
     orders = _Orders(llm)
     parent.send("ready")
     while True:
@@ -201,6 +204,26 @@ def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) ->
             orders.stop()
             return
         parent.send(getattr(orders, name)(**order))
+
+
+def _record_all(llm: Any) -> None:
+    """vLLM 0.27's ``LLM`` drops the figures of a step without output, which its server records."""
+    import vllm
+
+    if not vllm.__version__.startswith("0.27."):
+        return
+    engine = llm.llm_engine
+    get_output = engine.engine_core.get_output
+
+    def recorded() -> Any:
+        outputs = get_output()
+        if not outputs.outputs and outputs.scheduler_stats is not None:
+            engine.logger_manager.record(
+                scheduler_stats=outputs.scheduler_stats, iteration_stats=None, mm_cache_stats=None
+            )
+        return outputs
+
+    engine.engine_core.get_output = recorded
 
 
 class _Orders:

@@ -86,7 +86,7 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **QUIET, **env},
-            start_new_session=True,
+            process_group=0,  # not a session: see engines.py
         )
 
     @property
@@ -126,7 +126,7 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in series if f'op="{op}"' in line)
 
     def holdings(self) -> Holdings:
-        running = session(self.pid)
+        running = group(self.pid)
         connections = [each for process in running for each in process.net_connections("tcp")]
         names = [abstract_sockets(process.pid) | _shared_memory(process) for process in running]
         return Holdings(
@@ -146,7 +146,7 @@ class Server:
         """
         shared = frozenset[str]()
         for grace_s in (60.0, 0.0):
-            running = session(self.pid)
+            running = group(self.pid)
             shared |= frozenset(path for process in running for path in _shared_memory(process))
             for process in running:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -201,14 +201,14 @@ class Server:
             time.sleep(0.1)
 
 
-def session(leader: int) -> list[psutil.Process]:
-    """The processes of a session, whatever their parents are by now; no zombies."""
-    return [process for process in psutil.process_iter() if _session_of(process) == leader and _runs(process)]
+def group(leader: int) -> list[psutil.Process]:
+    """The processes of a group, whatever their parents are by now; no zombies."""
+    return [process for process in psutil.process_iter() if _group_of(process) == leader and _runs(process)]
 
 
-def _session_of(process: psutil.Process) -> int:
+def _group_of(process: psutil.Process) -> int:
     try:
-        return os.getsid(process.pid)
+        return os.getpgid(process.pid)
     except OSError:
         return -1
 

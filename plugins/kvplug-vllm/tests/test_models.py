@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from kvplug_testing.peers import ChildError
+
 with warnings.catch_warnings():  # deprecated Python in vLLM
     warnings.simplefilter("ignore")
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from kvplug_vllm.releases.base import FAILS_BY_REQUEST
+    from kvplug_vllm.releases.windows import computes_mixed_groups
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -38,6 +41,10 @@ if not FAILS_BY_REQUEST:
     NOT_RUN["windowed"] = "kvplug refuses it: this release frees blocks of the only group that it makes"
 if vllm.__version__.startswith("0.28."):
     NOT_RUN["latent"] = "vLLM 0.28 fails in an import of its own, without kvplug as well"
+if vllm.__version__.startswith("0.27."):
+    NOT_RUN["latent"] = "vLLM 0.27 has no latent attention on CPUs"
+if not computes_mixed_groups():
+    NOT_RUN["sliding"] = "kvplug refuses it: this release computes it wrong with any connector"
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -80,6 +87,18 @@ def test_tokens_are_those_of_one_engine_alone(
             return  # this release does not count by source
         sources = decode.ask("call", where=f"{INSIDE}:cached_by_source")
         assert sources["p2p"] >= sum((length - 1) // block * block for length in prompts)
+
+
+@pytest.mark.skipif("sliding" not in NOT_RUN, reason="this release computes it right")
+def test_a_model_that_vllm_computes_wrong_with_a_connector_is_refused(
+    start: Any, random_model: Any, config_for: Any, port: int
+) -> None:
+    producer = config_for("kv_producer", port)
+    with (
+        pytest.raises(ChildError, match=r"on CPUs it computes such a group wrong. Use vLLM 0\.28 or later"),
+        start(producer, model=random_model("sliding"), block_size=32),
+    ):
+        pass
 
 
 def test_corrupted_kv_gives_other_tokens(

@@ -95,6 +95,8 @@ class Load:
         self._is_over = False
         self.stalled: str | None = None
         """The source of which nothing arrived."""
+        self.slow: str | None = None
+        """The source that is refused, since it is slow."""
         self.seconds = 0.0
 
     @property
@@ -242,6 +244,7 @@ class Load:
             if missed is not None:
                 at, reason = missed
                 self._first_missed = part.first + at
+                self.slow = part.source if reason == MissReason.SLOW else None
                 break
         plan = self.plan
         if reason is not None:

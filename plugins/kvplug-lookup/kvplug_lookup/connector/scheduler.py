@@ -469,6 +469,8 @@ class LookupScheduler(SchedulerConnector):
         for source in self._sources:
             if source.name in part["stalled"]:
                 source.doubt()
+            if source.name in part["slow"]:
+                source.rest()
             if source.name in part["refused"]:
                 source.refuse()
         for source in self._own[:1]:

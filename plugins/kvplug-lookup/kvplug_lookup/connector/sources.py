@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvplug import Config, KvplugError
 from kvplug.engine import ConnectorContext, PeerLink, Role
 from kvplug.transport import Job, PageEvent, Presence, Series, Store
-from kvplug_lookup.connector.replica import Fence, Replica
+from kvplug_lookup.connector.replica import Replica
 
 _ASK_AGAIN_S = 0.02
 """After a page that is coming was asked for."""
+_REST_S = 60.0
+"""A worker refuses a store that is slow for so long, then tries it again."""
 
 
 class Inquiry(abc.ABC):
@@ -34,6 +36,7 @@ class Source(abc.ABC):
 
     name: str
     """In load plans: the store's name, or ``peer`` and an address."""
+    _rests_until = float("-inf")
 
     @abc.abstractmethod
     def inquire(self) -> Inquiry:
@@ -56,6 +59,15 @@ class Source(abc.ABC):
         """A load from it stalled."""
         return None
 
+    def rest(self) -> None:
+        """A worker refuses it for a while, since it is slow."""
+        self._rests_until = time.monotonic() + _REST_S
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing is loaded from it now."""
+        return time.monotonic() < self._rests_until
+
     def drop(self) -> None:
         """It was cleared."""
         return None
@@ -77,7 +89,7 @@ class FollowedSource(Source):
         self.replicas = tuple(replicas)
 
     def inquire(self) -> Inquiry:
-        return _Followed(self.replicas, [replica.fence() for replica in self.replicas])
+        return _Followed(self)
 
     def expect(self, chains: Sequence[bytes], for_s: float) -> None:
         for replica in self.replicas:
@@ -162,12 +174,14 @@ def followed(
 
 
 class _Followed(Inquiry):
-    def __init__(self, replicas: tuple[Replica, ...], fences: list[Fence]) -> None:
-        self._replicas = replicas
-        self._fences = fences
+    def __init__(self, source: FollowedSource) -> None:
+        self._source = source
+        self._fences = [replica.fence() for replica in source.replicas]
 
     def presences(self, chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
-        replica = self._replicas[rank]
+        if self._source.is_resting:
+            return []
+        replica = self._source.replicas[rank]
         if not replica.has_passed(self._fences[rank]):
             return None
         return replica.presences(chains, first)
@@ -243,7 +257,7 @@ class _Asked(Inquiry):
 
     def presences(self, chains: list[bytes], first: int, rank: int) -> list[Presence] | None:
         source, series, answers = self._source, self._source.series[rank], self._of_ranks[rank]
-        if series is None:
+        if series is None or source.is_resting:
             return []
         if not answers.take():
             return None

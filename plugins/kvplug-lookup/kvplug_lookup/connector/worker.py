@@ -80,6 +80,7 @@ class LookupWorker(WorkerConnector):
         self._failed_requests: set[str] = set()
         self._spoilt_saves: set[str] = set()
         self._stalled: set[str] = set()
+        self._slow: set[str] = set()
         self._refused: set[str] = set()
         """Peers whose pages can never be ours, which the two engines' other sides do not know."""
         self._has_said_shard = False
@@ -356,6 +357,8 @@ class LookupWorker(WorkerConnector):
         self._failed_requests.add(request_id)
         if load.stalled is not None:
             self._stalled.add(load.stalled)
+        if load.slow is not None:
+            self._slow.add(load.slow)
         self._refused |= {name for name, peer in self._peers.items() if peer.is_refused}
         if self._saver is not None:
             self._saver.forget(request_id)
@@ -398,6 +401,7 @@ class LookupWorker(WorkerConnector):
             "failed_loads": sorted(self._failed_requests),
             "spoilt_saves": sorted(self._spoilt_saves),
             "stalled": sorted(self._stalled),
+            "slow": sorted(self._slow),
             "refused": sorted(self._refused),
             "reset": bool(self._plan.reset),
             "settled": settled,
@@ -407,7 +411,7 @@ class LookupWorker(WorkerConnector):
             said["shard"] = self._shard.to_plain()
             self._has_said_shard = True
         self._failed_requests, self._spoilt_saves = set(), set()
-        self._stalled, self._refused = set(), set()
+        self._stalled, self._slow, self._refused = set(), set(), set()
         return said
 
     def get_stats(self) -> Mapping[str, Any] | None:
