@@ -90,7 +90,7 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **ENVIRONMENT},
-            process_group=0,  # not a session, since Linux shares the processors among those first
+            start_new_session=True,
         )
 
     @property
@@ -187,13 +187,13 @@ def until(holds: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def _members(group: int) -> list[int]:
-    """The processes of a group, whatever their parents are by now; no zombies."""
-    return [process.pid for process in psutil.process_iter() if _is_member(process, group)]
+def _members(session: int) -> list[int]:
+    """The processes of a session, whatever their parents are by now; no zombies."""
+    return [process.pid for process in psutil.process_iter() if _is_member(process, session)]
 
 
-def _is_member(process: psutil.Process, group: int) -> bool:
+def _is_member(process: psutil.Process, session: int) -> bool:
     try:
-        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
     except (OSError, psutil.Error):
         return False
