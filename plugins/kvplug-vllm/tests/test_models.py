@@ -18,6 +18,8 @@ with warnings.catch_warnings():  # deprecated Python in vLLM
     from kvplug_vllm.releases.base import FAILS_BY_REQUEST
     from kvplug_vllm.releases.windows import computes_mixed_groups
 
+    IS_RIGHT_IN_ONE_GROUP = computes_mixed_groups()
+
 pytestmark = pytest.mark.timeout(900)
 
 FAULTS = f"{Path(__file__).parent}/faults.py"
@@ -43,7 +45,7 @@ if vllm.__version__.startswith("0.28."):
     NOT_RUN["latent"] = "vLLM 0.28 fails in an import of its own, without kvplug as well"
 if vllm.__version__.startswith("0.27."):
     NOT_RUN["latent"] = "vLLM 0.27 has no latent attention on CPUs"
-if not computes_mixed_groups():
+if not IS_RIGHT_IN_ONE_GROUP:
     NOT_RUN["sliding"] = "kvplug refuses it: this release computes it wrong with any connector"
 
 
