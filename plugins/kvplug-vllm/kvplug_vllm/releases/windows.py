@@ -1,15 +1,15 @@
 """Whether vLLM's kernel for CPUs computes layers with a window right that share a group with others.
 
-vLLM makes one group of them for a connector that knows one group only, and with
-``--disable-hybrid-kv-cache-manager``. The kernel of 0.27 then applies the window to all layers of the group,
-with or without a connector. Since 0.28 its builder looks at each layer.
+vLLM makes one group of all layers for a connector that knows one group only, and with
+``--disable-hybrid-kv-cache-manager``. The kernel splits the KV of a long request among threads by the window
+of the group. The layers have others, so a thread may have no token of a layer's window: what it adds then was
+never written. That was tried in 0.27.1 to 0.32.0, without kvplug: other tokens, or NaN. Without splitting all
+is right.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-import vllm
 
 from kvplug import UnsupportedError
 
@@ -17,27 +17,23 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 
-def computes_mixed_groups() -> bool:
-    """Whether layers of one group may have different windows. Always so where the platform is no CPU."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return True
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
-
-    return hasattr(CPUAttentionMetadataBuilder, "_group_sliding_window")
-
-
 def check_window(spec: AttentionSpec) -> None:
     """Check the spec of a group whose blocks are kept.
 
     Raises:
-        UnsupportedError: some of its layers have a window, and vLLM would compute the others with it, too.
+        UnsupportedError: some of its layers have a window, and vLLM may compute them wrong on this platform.
     """
     window: int | None = getattr(spec, "sliding_window", None)
-    if window is not None and not computes_mixed_groups():
+    if window is not None and _splits_kv():
         raise UnsupportedError(
-            f"vLLM {vllm.__version__} makes one KV cache group of layers with a window of {window} tokens and"
-            " layers without one, as it does for any connector, and on CPUs it computes such a group wrong."
-            " Use vLLM 0.28 or later, or start this model without a connector"
+            f"one KV cache group has layers with a window of {window} tokens and layers without one, and"
+            " vLLM's kernel for CPUs computes such a group wrong where it splits a request among threads. Set"
+            " VLLM_CPU_ATTN_SPLIT_KV=0, or start this model without a connector"
         )
+
+
+def _splits_kv() -> bool:
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu() and getattr(envs, "VLLM_CPU_ATTN_SPLIT_KV", False))
