@@ -124,6 +124,7 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> Non
         "failed_loads": [],
         "spoilt_saves": [],
         "stalled": [],
+        "slow": [],
         "refused": [],
         "settled": [],
         "rates": None,
