@@ -250,7 +250,7 @@ class StoreSuite(Contract):
     def remote_first(self, place: Place) -> peers.Peer:
         """Another process that opens the first end of the place and serves it until it is told to end."""
         peer = self.start_forked(f"{__name__}:run_first", self.suite_ref(), place.plain)
-        place.address = peer.recv(waits.patience_s)
+        place.address = peer.recv()  # it starts first, which is no call of the store
         return peer
 
     # -- memory on a device --------------------------------------------------------------------
