@@ -39,7 +39,8 @@ class Fault(str):
         if isinstance(text, Fault):
             return text
         keyed = _KEYED.match(text)
-        return cls(text, key=keyed[1] if keyed else "")
+        key = keyed[1] if keyed else ""
+        return cls(text, key=key, place=key if key.startswith("KVPLUG_") else "")
 
     @property
     def line(self) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 
 from kvplug import Config, ConfigError
 from kvplug.config import RESERVED
+from kvplug.config.messages import Fault
 from kvplug.engine import Role
 
 TOML = """
@@ -313,3 +314,12 @@ json_values = st.recursive(
 def test_whatever_vllm_hands_over_the_answer_is_a_config_or_config_error(data: dict[str, Any]) -> None:
     with contextlib.suppress(ConfigError):
         Config.from_dict(data)
+
+
+def test_a_fault_that_a_plugin_says_as_text_has_a_line_to_change() -> None:
+    assert Fault.of("options.fs.path: must be given").line == "options.fs.path = ..."
+    assert Fault.of("KVPLUG_SECRET: is too short").line == "export KVPLUG_SECRET=..."
+    assert Fault.of("high is: below low").line == ""
+    assert Fault.of("path: is none").under("options.fs.").at("KVPLUG_OPTIONS__FS__PATH").line == (
+        "export KVPLUG_OPTIONS__FS__PATH=..."
+    )
