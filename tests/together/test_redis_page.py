@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 import time
 import tomllib
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import valkey
 
+from host_programs import REDIS
 from kvplug import Config
 from kvplug_testing import waits
 from kvplug_testing.engine import FakeEngine, request_of
@@ -28,11 +28,8 @@ def port(tmp_path: Path) -> Iterator[int]:
     from redis_server import free_port
 
     (command,) = re.findall(r"command: (valkey-server .*)", PAGE.read_text())
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("there is no redis-server: apt-get install redis-server")
     port = free_port()
-    arguments = [program, *shlex.split(command)[1:], "--port", str(port), "--bind", "127.0.0.1"]
+    arguments = [REDIS.path_or_skip(), *shlex.split(command)[1:], "--port", str(port), "--bind", "127.0.0.1"]
     server = subprocess.Popen([*arguments, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
     client = valkey.Valkey(port=port)
     for _ in range(500):

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvplug.transport import Probe
 
-_LIBRARIES: Final = {
+LIBRARIES: Final = {
     "libibverbs.so.1": "libibverbs1",
     "librdmacm.so.1": "librdmacm1",
     "libnl-3.so.200": "libnl-3-200",
@@ -30,7 +30,7 @@ def probe() -> Probe:
             reason="Mooncake is not installed: pip install 'kvplug-mooncake[cpu]', or [cuda] on a machine"
             " with GPUs",
         )
-    if missing := [package for library, package in _LIBRARIES.items() if not _is_there(library)]:
+    if missing := [package for library, package in LIBRARIES.items() if not _is_there(library)]:
         return Probe(
             viable=False,
             reason=f"libraries that Mooncake needs are missing: apt-get install {' '.join(missing)}",

