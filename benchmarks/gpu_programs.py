@@ -43,7 +43,7 @@ def first_token(setting: Setting, limit_s: float) -> Iterator[Row]:
 
 TESTS = {
     # what one leaves of its share goes to the next
-    "cuda-ipc": ["plugins/kvplug-cuda-ipc/tests"],
+    "cuda-ipc": ["plugins/kvplug-cuda-ipc/tests/test_cuda_ipc_gpu.py"],
     "the rest": [
         "tests/transport/store/test_staging_tensors.py",
         "plugins/kvplug-lookup/tests/test_lookup_device.py",
@@ -51,7 +51,10 @@ TESTS = {
         "plugins/kvplug-bench/tests/test_bench_device_tensors.py",
         "tests/engine/test_layout_tensors.py",
     ],
-    "pynccl": ["plugins/kvplug-pynccl/tests"],
+    "pynccl": [
+        "plugins/kvplug-pynccl/tests/test_pynccl_pipe_gpu.py",
+        "plugins/kvplug-pynccl/tests/test_pynccl_communicator_gpu.py",
+    ],
 }
 
 

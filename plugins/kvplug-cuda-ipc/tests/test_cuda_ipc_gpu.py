@@ -35,6 +35,7 @@ GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
     pytest.mark.skipif(not GPU, reason="there is no GPU here"),
 ]
 PATIENCE_S = 120.0

@@ -19,6 +19,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support"),
     pytest.mark.skipif(GPUS == 0, reason="there is no GPU here"),
 ]
 PATIENCE_S = 120.0

@@ -21,7 +21,7 @@ from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.pages import StagedPages
 from kvplug.transport.store.staging.store import StagedStore
-from kvplug_testing import simulated, waits
+from kvplug_testing import peers, simulated, waits
 from kvplug_testing.contract.store.devices import FIRST_TOKEN, Cache
 from kvplug_testing.contract.store.pages import Batch, batch, kv_format
 from kvplug_testing.memory.store import MemoryStore
@@ -159,28 +159,35 @@ def test_a_request_that_comes_as_the_store_is_closed_ends_and_settles(staged: An
     assert late.wait_settled(waits.patience_s)
 
 
+def stage_on_a_gpu(parent: peers.Parent, busy: bool) -> None:
+    """In a process without the simulated device, beside which torch cannot pin memory for a GPU."""
+    pages = batch(6, kv_format(3), seal=PageSeal())
+    cache = Cache(pages, "cuda:0")
+    inner = MemoryStore(StoreContext(options=None, credentials=Credentials()))
+    with StagedStore(inner) as store:
+        for _ in range(5):
+            if busy:
+                torch.cuda._sleep(50_000_000)
+            cache.write(pages)
+            put = store.submit_put(pages.request(cache.blocks()))
+            cache.overwrite()
+            assert put.wait(waits.patience_s) == [None] * 6
+            if busy:
+                torch.cuda._sleep(50_000_000)
+            cache.overwrite()
+            got = store.submit_get(pages.request(cache.blocks()))
+            assert got.wait(waits.patience_s) == [None] * 6
+            assert cache.missing(pages) == []
+            assert store.submit_remove(pages.keys).wait(waits.patience_s) == [True] * 6
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: staging over real streams is not tested")
 @pytest.mark.parametrize("busy", [False, True])
-def test_pages_leave_a_gpu_and_come_back_in_the_order_of_its_streams(staged: Any, busy: bool) -> None:
+def test_pages_leave_a_gpu_and_come_back_in_the_order_of_its_streams(busy: bool) -> None:
     """``busy``: earlier kernels take a while, so that what does not wait for them is wrong."""
-    store, _, _ = staged
-    pages = batch(6, kv_format(3), seal=PageSeal())
-    cache = Cache(pages, "cuda:0")
-    for _ in range(5):
-        if busy:
-            torch.cuda._sleep(50_000_000)
-        cache.write(pages)
-        put = store.submit_put(pages.request(cache.blocks()))
-        cache.overwrite()
-        assert put.wait(waits.patience_s) == [None] * 6
-        if busy:
-            torch.cuda._sleep(50_000_000)
-        cache.overwrite()
-        got = store.submit_get(pages.request(cache.blocks()))
-        assert got.wait(waits.patience_s) == [None] * 6
-        assert cache.missing(pages) == []
-        assert store.submit_remove(pages.keys).wait(waits.patience_s) == [True] * 6
+    with peers.start(stage_on_a_gpu, busy, timeout_s=60.0) as child:
+        child.result(60.0)
 
 
 def test_a_load_that_is_given_up_does_not_keep_its_turn(staged: Any) -> None:
