@@ -145,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit: 0 done, 1 failed (one message says why), 2 called wrongly."""
     try:
         _start_log(os.environ.get("KVPLUG_LOG", "").strip().lower())
-        program.main(args=None if arguments is None else list(arguments), prog_name="kvplug")
+        color = False if os.environ.get("NO_COLOR") else None  # None: where a terminal is
+        program.main(args=None if arguments is None else list(arguments), prog_name="kvplug", color=color)
     except KvplugError as e:
         if os.environ.get("KVPLUG_DEBUG", "").strip().lower() in _TRUE:
             raise
