@@ -19,6 +19,7 @@ from kvplug.cli.table import show_table
 from kvplug.config import OptionRow, describe_options
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError
+from kvplug.net.peer_text import printable
 from kvplug.transport.capabilities import Capabilities
 from kvplug.transport.spec import CommandSpec, ConnectorSpec, Spec, StoreSpec, TransportSpec
 
@@ -146,14 +147,14 @@ def _whole(line: Line) -> str:
         "options": f"kvplug list --options {line.name}" if line.kind not in ("command", "plugin") else "",
     }
     shown = [_paragraph(f"  {name.ljust(8)} ", text) for name, text in rows.items() if text]
-    return "\n".join([f"{line.kind.replace('_', ' ')} {line.name}", *shown])
+    return "\n".join([printable(f"{line.kind.replace('_', ' ')} {line.name}"), *shown])
 
 
 def _paragraph(head: str, text: str) -> str:
     """Text beside its head, no wider than the terminal, or than 80 columns where there is none."""
     columns = shutil.get_terminal_size().columns
     return textwrap.fill(
-        f"{head}{text}", columns, subsequent_indent=" " * len(head), break_on_hyphens=False
+        printable(f"{head}{text}"), columns, subsequent_indent=" " * len(head), break_on_hyphens=False
     ).rstrip()
 
 
@@ -282,7 +283,7 @@ def _show_options(registry: Registry, name: str, as_json: bool) -> None:
             cells = [(row.name, row.type, row.unit, row.default, row.help) for row in rows]
             show_table(("OPTION", "TYPE", "UNIT", "DEFAULT", ""), cells, title)
         else:
-            click.echo(f"{title}: takes no options")
+            click.echo(printable(f"{title}: takes no options"))
 
 
 def _called(registry: Registry, name: str) -> Sequence[tuple[PluginInfo, Spec]]:

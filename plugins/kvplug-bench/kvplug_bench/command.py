@@ -22,6 +22,7 @@ from kvplug.config.messages import did_you_mean
 from kvplug.config.schema import DEVICE
 from kvplug.config.units import format_bytes, parse_bytes, parse_seconds
 from kvplug.errors import UnsupportedError
+from kvplug.net.peer_text import printable
 from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
 from kvplug_bench.candidate import BASELINES, Candidate, baseline
 from kvplug_bench.choice import transports
@@ -245,7 +246,7 @@ def _tell_failures(outcomes: Sequence[Outcome]) -> None:
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:
         what = f"{outcome.candidate.kind} {outcome.candidate.name}"
-        click.echo(f"kvplug: {what} {_FAILED}\n{outcome.last_output}", err=True)
+        click.echo(printable(f"kvplug: {what} {_FAILED}\n{outcome.last_output}"), err=True)
     if failed:
         sys.exit(1)
 
