@@ -99,6 +99,11 @@ def _seconds(_: click.Context, __: click.Parameter, text: str) -> float:
 def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
     if path is not None and Path(path).suffix.lower() not in FORMATS:
         raise click.BadParameter(f"{path!r} is not a {' or '.join(FORMATS)} file")
+    if path is not None:
+        try:
+            check_plot(path)
+        except OSError as e:
+            raise click.BadParameter(f"{path!r} cannot be written: {e.strerror}") from e
     return path
 
 
@@ -195,8 +200,6 @@ def bench(
     All are measured in turns, each time in fresh processes, and the content of messages is checked. Options
     of a transport are set as in any config: KEY=VALUE (options.cpu.connections=1), environment, file.
     """
-    if plot is not None:
-        check_plot()
     footer = circumstances()  # the load before the measurement is not its own
     devices = devices or (Config.load(path, overrides=overrides).device,)
     candidates = transports(
@@ -220,12 +223,15 @@ def bench(
         for outcome in outcomes
         for comparison in (*compare(outcome, outcomes), *refused(outcome, sizes))
     ]
-    if plot is not None:
-        save_plot([each.row for each in compared], plot, footer=footer)
     if as_json:
         click.echo(json.dumps([attrs.asdict(each.row) for each in compared], indent=2))
     else:
         _show(compared, plan, devices)
+    if plot is not None:
+        try:
+            save_plot([each.row for each in compared], plot, footer=footer)
+        except OSError as e:
+            raise click.ClickException(f"{plot!r} cannot be written: {e.strerror}") from e
     _tell_failures(outcomes)
 
 
