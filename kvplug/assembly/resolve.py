@@ -285,9 +285,10 @@ class _BrokenTransports:
             self._reasons[key] = " ".join(str(error).split())
             logger.warning(
                 "%s is broken, and 'auto' passes it over from now on: %s; reinstall its package, or name its"
-                " plugin in KVPLUG_DISABLE_PLUGINS (`kvplug list` shows both)",
+                " plugin in KVPLUG_DISABLE_PLUGINS (`kvplug list %s` shows both)",
                 spec.called,
                 self._reasons[key],
+                spec.name,
             )
 
 

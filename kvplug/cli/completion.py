@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import click
 from click.shell_completion import CompletionItem
 
+from kvplug.net.peer_text import printable
 from kvplug.transport.spec import Kind
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
@@ -15,7 +16,7 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 def items(known: Iterable[tuple[str, str]], incomplete: str) -> list[CompletionItem]:
     """Those names that begin as the incomplete one does, each with a line of help."""
-    return [CompletionItem(name, help=text) for name, text in known if name.startswith(incomplete)]
+    return [CompletionItem(name, help=printable(text)) for name, text in known if name.startswith(incomplete)]
 
 
 def offers(*kinds: Kind, plugins: bool = False) -> Complete:

@@ -18,6 +18,7 @@ from kvplug.cli.table import show_table
 from kvplug.config import KEYS, UNIT, Config, Draft, check_options, format_value, option_fields
 from kvplug.config.schema import TLS_KEYS
 from kvplug.errors import ConfigError, InsecureAddressError, PluginError
+from kvplug.net.peer_text import printable
 from kvplug.transport.spec import CommandSpec, Spec
 
 
@@ -71,7 +72,7 @@ def check(path: str) -> None:
     try:
         draft = Draft.load(path, environ={})
     except ConfigError as e:
-        click.echo(f"kvplug: {e}", err=True)
+        click.echo(printable(f"kvplug: {e}"), err=True)
         sys.exit(2)
     faults = [*draft.faults, *name_faults(Registry.from_env(), draft.values, draft.options)]
     notes = []
@@ -84,11 +85,11 @@ def check(path: str) -> None:
     except ConfigError as e:
         faults += e.faults
     if faults:
-        click.echo(f"kvplug: {ConfigError(*faults, source=path)}", err=True)
+        click.echo(printable(f"kvplug: {ConfigError(*faults, source=path)}"), err=True)
     else:
         click.echo(f"{path}: no faults")
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(printable(f"note: {note}"), err=True)
     if faults:
         sys.exit(1)
 
@@ -130,7 +131,7 @@ def _chosen(effective: Config, registry: Registry) -> Iterator[Spec]:
         try:
             yield registry.get(kind, name)
         except PluginError as e:
-            click.echo(f"note: {key}: {e}", err=True)
+            click.echo(printable(f"note: {key}: {e}"), err=True)
 
 
 def _options(effective: Config, registry: Registry, spec: Spec) -> Iterator[Setting]:
@@ -140,7 +141,7 @@ def _options(effective: Config, registry: Registry, spec: Spec) -> Iterator[Sett
         cls = None if isinstance(spec, CommandSpec) else spec.load_options()
         filled = None if cls is None else check_options(cls, given, where=f"options.{spec.name}")
     except (ConfigError, PluginError) as e:
-        click.echo(f"note: {e}", err=True)
+        click.echo(printable(f"note: {e}"), err=True)
         return
     if cls is None:
         return

@@ -18,6 +18,7 @@ from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.registry import Registry
 from kvplug.config import Config
 from kvplug.errors import ConfigError
+from kvplug.net.peer_text import printable
 from kvplug.net.threads import BackgroundThread
 
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
@@ -142,7 +143,7 @@ def _topic(finding: Finding) -> str:
 
 
 def _show_finding(finding: Finding, width: int) -> None:
-    head = f"{finding.verdict:7}  {_topic(finding):{width}}  "
+    head = printable(f"{finding.verdict:7}  {_topic(finding):{width}}  ")
     room = _WIDTH - len(head)
     lines = _wrapped(finding.what, room, "")
     for why in finding.why if finding.verdict != "ok" else ():  # --json has them all
@@ -156,7 +157,7 @@ def _show_finding(finding: Finding, width: int) -> None:
 
 def _wrapped(text: str, room: int, mark: str) -> list[str]:
     wrapped: list[str] = []
-    for line in text.splitlines() or [""]:
+    for line in printable(text).splitlines() or [""]:
         wrapped += textwrap.wrap(
             line, room, initial_indent=mark, subsequent_indent=" " * len(mark), break_on_hyphens=False
         )
@@ -170,7 +171,9 @@ def _rows(fields: tuple[Field, ...]) -> list[str]:
     rows = [("FIELD", "OURS", "THEIRS", "OUTCOME")]
     rows += [(each.name, each.ours, each.theirs, each.outcome) for each in fields]
     return [
-        f"{name:{widths[0]}}  {_cut(ours, room):{room}}  {_cut(theirs, room):{room}}  {outcome}".rstrip()
+        printable(
+            f"{name:{widths[0]}}  {_cut(ours, room):{room}}  {_cut(theirs, room):{room}}  {outcome}".rstrip()
+        )
         for name, ours, theirs, outcome in rows
     ]
 

@@ -14,6 +14,7 @@ from kvplug.assembly.registry import Registry
 from kvplug.cli.completion import files, overrides as complete_keys
 from kvplug.config import Config
 from kvplug.errors import ConfigError
+from kvplug.net.peer_text import printable
 
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 _WIDTH = 80
@@ -50,13 +51,13 @@ def explain(path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None
 
 
 def _show(step: Step, width: int) -> None:
-    head = f"{step.verdict:7}  {step.topic:{width}}  "
+    head = printable(f"{step.verdict:7}  {step.topic:{width}}  ")
     room = _WIDTH - len(head)
     lines = []
-    for line in step.text.splitlines() or [""]:
+    for line in printable(step.text).splitlines() or [""]:
         lines += textwrap.wrap(line.strip(), room, break_on_hyphens=False) or [""]
     for detail in step.details:
-        lines += textwrap.wrap(f"- {detail}", room, subsequent_indent="  ", break_on_hyphens=False)
+        lines += textwrap.wrap(printable(f"- {detail}"), room, subsequent_indent="  ", break_on_hyphens=False)
     click.echo(click.style(head, fg=_COLOURS[step.verdict]) + lines[0])
     for line in lines[1:]:
         click.echo(" " * len(head) + line)

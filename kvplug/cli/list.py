@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import attrs
@@ -20,8 +19,9 @@ from kvplug.cli.table import show_table
 from kvplug.config import OptionRow, describe_options
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import AmbiguousNameError, PluginLoadError, UnknownNameError
+from kvplug.net.peer_text import printable
 from kvplug.transport.capabilities import Capabilities
-from kvplug.transport.spec import CommandSpec, Kind, Spec, StoreSpec, TransportSpec
+from kvplug.transport.spec import CommandSpec, ConnectorSpec, Spec, StoreSpec, TransportSpec
 
 
 @attrs.frozen(kw_only=True)
@@ -35,8 +35,8 @@ class Line:
     distribution: str
     version: str
     status: str
-    """ok, unavailable (not on this host), ambiguous (two offer it), broken (a plugin, or the code of a pipe
-    that "auto" may take), or blocked (a plugin)."""
+    """ok, unavailable (not on this host), ambiguous (two offer it), broken (a plugin, or the code of an offer
+    that was asked for by name), or blocked (a plugin)."""
     reason: str = ""
     capabilities: Capabilities | None = None
     persistent: bool | None = None
@@ -75,14 +75,14 @@ def list_plugins(
 ) -> None:
     """Show what the installed plugins offer, and whether that can work on this host.
 
-    With NAME, everything about the offers of that name. Transports are asked by their probes, and the code of
-    pipes that "auto" may take is loaded, as it is before such a pipe is offered to a peer.
+    Probes say what can work here. With NAME, everything about the offers of that name, whose code is loaded
+    then, as before they are used.
     """
     registry = Registry.from_env()
     if options_of is not None:
         _show_options(registry, options_of, as_json)
         return
-    lines = lines_of(registry, everything=everything or bool(names))
+    lines = lines_of(registry, names, everything=everything or bool(names))
     lines = _selected(lines, names, kind, failed=not as_json)
     if as_json:
         click.echo(json.dumps([_plain(line) for line in lines], indent=2))
@@ -125,17 +125,14 @@ def _selected(lines: Sequence[Line], names: Sequence[str], kind: str | None, *, 
 
 
 def _show_by_kind(lines: Sequence[Line]) -> None:
-    """One line for each offer; on a terminal no longer than that is wide."""
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """A paragraph for each offer, which is one line where the terminal is wide enough."""
     width = max(len(line.name) for line in lines)
     for kind, group in itertools.groupby(lines, lambda line: line.kind):
         click.secho(kind.replace("_", " "), bold=True)
         for line in group:
             text = line.summary if line.status == "ok" else f"{line.status}: {line.reason}"
-            text = f"  {line.name.ljust(width)}  {' '.join(text.split())}".rstrip()
-            if columns is not None and len(text) > columns:
-                text = f"{text[: columns - 1]}…"
-            click.secho(text, fg=None if line.status == "ok" else "yellow")
+            colour = None if line.status == "ok" else "yellow"
+            click.secho(_paragraph(f"  {line.name.ljust(width)}  ", text), fg=colour)
     click.echo("\n`kvplug list NAME` shows all about one, `--options NAME` what can be set.")
 
 
@@ -149,24 +146,28 @@ def _whole(line: Line) -> str:
         "from": f"{line.distribution} {line.version}, plugin {line.plugin}",
         "options": f"kvplug list --options {line.name}" if line.kind not in ("command", "plugin") else "",
     }
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    told = [
-        textwrap.fill(
-            f"  {name.ljust(8)} {text}", columns, subsequent_indent=" " * 11, break_on_hyphens=False
-        )
-        for name, text in rows.items()
-        if text
-    ]
-    return "\n".join([f"{line.kind.replace('_', ' ')} {line.name}", *told])
+    shown = [_paragraph(f"  {name.ljust(8)} ", text) for name, text in rows.items() if text]
+    return "\n".join([printable(f"{line.kind.replace('_', ' ')} {line.name}"), *shown])
 
 
-def lines_of(registry: Registry, *, everything: bool = False) -> list[Line]:
+def _paragraph(head: str, text: str) -> str:
+    """Text beside its head, no wider than the terminal, or than 80 columns where there is none."""
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(
+        printable(f"{head}{text}"), columns, subsequent_indent=" " * len(head), break_on_hyphens=False
+    ).rstrip()
+
+
+def lines_of(registry: Registry, names: Collection[str] = (), *, everything: bool = False) -> list[Line]:
     """What is offered, probed; then the plugins that are broken or blocked.
 
-    ``everything``: also what is made for tests.
+    ``names``: of offers, plugins or distributions whose code is loaded too. ``everything``: also what is made
+    for tests.
     """
     offered = [
-        _offer(registry, plugin, spec)
+        _offer(
+            registry, plugin, spec, load=not {spec.name, plugin.name, plugin.distribution}.isdisjoint(names)
+        )
         for plugin, spec in registry
         if everything or isinstance(spec, CommandSpec) or not spec.for_tests
     ]
@@ -186,7 +187,7 @@ def lines_of(registry: Registry, *, everything: bool = False) -> list[Line]:
     return sorted(offered, key=lambda line: (line.kind, line.name, line.distribution)) + failed
 
 
-def _offer(registry: Registry, plugin: PluginInfo, spec: Spec) -> Line:
+def _offer(registry: Registry, plugin: PluginInfo, spec: Spec, *, load: bool) -> Line:
     status, reason = "ok", ""
     transport = spec if isinstance(spec, TransportSpec) else None
     try:
@@ -197,11 +198,11 @@ def _offer(registry: Registry, plugin: PluginInfo, spec: Spec) -> Line:
         probe = spec.run_probe() if isinstance(spec, TransportSpec | StoreSpec) else None
         if probe is not None and not probe.viable:
             status, reason = "unavailable", probe.reason or "its probe gives no reason"
-        elif transport is not None and transport.kind is Kind.PIPE and transport.auto:
+        elif load:
             try:
-                transport.load_factory()
+                _load_code(spec)
             except PluginLoadError as e:
-                status, reason = "broken", " ".join(str(e).split())
+                status, reason = "broken", str(e)
     return Line(
         name=spec.name,
         kind=spec.kind.value,
@@ -216,6 +217,18 @@ def _offer(registry: Registry, plugin: PluginInfo, spec: Spec) -> Line:
         devices=sorted(spec.devices) if isinstance(spec, StoreSpec) else None,
         summary=spec.summary,
     )
+
+
+def _load_code(spec: Spec) -> None:
+    """Import all code that an offer names."""
+    if isinstance(spec, CommandSpec):
+        spec.load()
+        return
+    spec.load_factory()
+    if isinstance(spec, ConnectorSpec):
+        spec.load_worker_factory()
+    if isinstance(spec, StoreSpec) and spec.client is not None:
+        spec.load_client()
 
 
 def _plain(line: Line) -> dict[str, Any]:
@@ -270,7 +283,7 @@ def _show_options(registry: Registry, name: str, as_json: bool) -> None:
             cells = [(row.name, row.type, row.unit, row.default, row.help) for row in rows]
             show_table(("OPTION", "TYPE", "UNIT", "DEFAULT", ""), cells, title)
         else:
-            click.echo(f"{title}: takes no options")
+            click.echo(printable(f"{title}: takes no options"))
 
 
 def _called(registry: Registry, name: str) -> Sequence[tuple[PluginInfo, Spec]]:

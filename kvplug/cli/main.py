@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import kvplug
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import KvplugError
+from kvplug.net.peer_text import printable
 from kvplug.transport.spec import CommandSpec, Kind
 
 if TYPE_CHECKING:
@@ -99,7 +100,16 @@ class Program(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, spec.summary) for name, spec in sorted(self._specs(ctx).items())])
+            specs = sorted(self._specs(ctx).items())
+            formatter.write_dl([(name, printable(spec.summary)) for name, spec in specs])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does it, but an error's message is printable."""
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as e:
+            e.message = printable(e.message)  # type: ignore[misc]  # click has no other way
+            raise
 
     @staticmethod
     def _specs(ctx: click.Context) -> dict[str, CommandSpec]:
@@ -145,11 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit: 0 done, 1 failed (one message says why), 2 called wrongly."""
     try:
         _start_log(os.environ.get("KVPLUG_LOG", "").strip().lower())
-        program.main(args=None if arguments is None else list(arguments), prog_name="kvplug")
+        color = False if os.environ.get("NO_COLOR") else None  # None: where a terminal is
+        program.main(args=None if arguments is None else list(arguments), prog_name="kvplug", color=color)
     except KvplugError as e:
         if os.environ.get("KVPLUG_DEBUG", "").strip().lower() in _TRUE:
             raise
-        print(f"kvplug: {e}", file=sys.stderr)
+        print(printable(f"kvplug: {e}"), file=sys.stderr)
         sys.exit(1)
 
 

@@ -10,6 +10,8 @@ from typing import Final
 
 import click
 
+from kvplug.net.peer_text import printable
+
 _STYLES = {"ok": "green", "broken": "red", "ambiguous": "red", "unavailable": "yellow", "blocked": "yellow"}
 _GAP: Final = "  "
 _NARROW: Final = 20
@@ -22,7 +24,8 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str
     """Print a table; a pipe or a file gets aligned text. On a terminal it is no wider than that: cells are
     wrapped, and where they would become too narrow to be read, each row is printed as a paragraph."""
     if title:
-        click.echo(title)
+        click.echo(printable(title))
+    columns, *rows = ([printable(cell).replace("\n", " ") for cell in row] for row in (columns, *rows))
     natural = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     if not sys.stdout.isatty():
         for row in (columns, *rows):

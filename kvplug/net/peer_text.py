@@ -1,8 +1,9 @@
-"""Text that comes from a peer, made fit for messages and logs.
+"""Text that others wrote, made fit for messages, logs and terminals.
 
 A peer may have proved its identity and still send newlines, escape codes of terminals, or megabytes. Every
 text of a peer passes :func:`peer_text` before it becomes a part of a message; ``tests/architecture`` checks
-it.
+it. What a command prints passes :func:`printable`: texts of plugins, of files and of models reach terminals
+too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,19 @@ from typing import Final
 MAX_PEER_TEXT: Final = 1000
 """Characters that are kept by default."""
 _UNPRINTABLE: Final = "\N{REPLACEMENT CHARACTER}"
+
+
+def printable(text: str) -> str:
+    """The text with line feeds and tabs, but nothing else that a terminal acts on.
+
+    >>> printable("one\\r\\n\\tand \\x1b[31mtwo")
+    'one \\n\\tand \N{REPLACEMENT CHARACTER}[31mtwo'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else _in_place_of(c) for c in text)
+
+
+def _in_place_of(character: str) -> str:
+    return " " if character.isspace() else _UNPRINTABLE
 
 
 def peer_text(text: object, most: int = MAX_PEER_TEXT) -> str:
@@ -26,8 +40,7 @@ def peer_text(text: object, most: int = MAX_PEER_TEXT) -> str:
     """
     if not isinstance(text, str):
         return f"(a {type(text).__name__} instead of a text)"
-    line = " ".join(text[: 2 * most].split())
-    line = "".join(c if c.isprintable() else _UNPRINTABLE for c in line)
+    line = printable(" ".join(text[: 2 * most].split()))
     if len(line) <= most and len(text) <= 2 * most:
         return line
     return line[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"

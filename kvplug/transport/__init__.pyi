@@ -67,6 +67,7 @@ from kvplug.net.memory.segment import (
 )
 from kvplug.net.peer_text import (
     peer_text as peer_text,
+    printable as printable,
 )
 from kvplug.net.streams import (
     DeviceMark as DeviceMark,

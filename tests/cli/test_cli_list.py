@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import subprocess
 import sys
 from typing import Any
 
+import click
 import pytest
 
 HEADER = """\
@@ -137,27 +137,44 @@ def test_what_cannot_work_on_this_host_says_why(birds: Any) -> None:
     assert found["nest"]["reason"] == "its probe failed: OSError: window closed"
 
 
-def test_listing_imports_probes_and_of_the_rest_only_pipes_that_auto_may_take(site: Any) -> None:
-    apart = FULL
-    for kept in ("heavy:Queue", "heavy:Comm", "heavy:S", "heavy:coo"):
-        apart = apart.replace(kept, kept.replace("heavy", "other"))
-    package = site.add("birds", apart, files={"light.py": LIGHT, "heavy.py": HEAVY, "other.py": HEAVY})
-    for name in ("torch", "zmq", "numpy"):
-        (site.folder / "site" / f"{name}.py").write_text("raise SystemExit('heavy')")
-    assert listed(site)["carrier-pigeon"]["status"] == "ok"
-    assert not (package / "other.py.loaded").exists()
-    (package / "heavy.py.loaded").unlink()
-    assert site.kvplug("--help").returncode == 0
-    assert not (package / "heavy.py.loaded").exists()
+LOOKING = """
+import sys
+from kvplug.cli.main import main
+for arguments in (["list", "--all"], ["--help"], ["list", "--options", NAME], ["config", "show"],
+                  ["config", "check", FILE]):
+    try:
+        main(arguments)
+    except SystemExit as e:
+        assert not e.code, arguments
+assert sys.modules.keys().isdisjoint(("torch", "zmq", "numpy")), "heavy"
+"""
 
 
-def test_a_pipe_that_auto_would_pass_over_is_listed_as_broken(birds: Any) -> None:
+def test_what_only_looks_loads_no_code_of_offers(birds: Any) -> None:
+    done = birds.kvplug("list", "--json", "--all")
+    assert {"carrier-pigeon", "memory"} <= {each["name"] for each in json.loads(done.stdout)}
+    (birds.folder / "kvplug.toml").write_text('role = "both"\nconnector = "letter"\n')
+    code = f"NAME, FILE = 'carrier-pigeon', {str(birds.folder / 'kvplug.toml')!r}\n{LOOKING}"
+    done = birds.run("-c", code)  # beside every plugin that is installed here
+    assert done.returncode == 0, done.stderr
+    assert not (birds.package / "heavy.py.loaded").exists()
+
+
+@pytest.mark.parametrize("name", ["carrier-pigeon", "letter", "coo"])
+def test_an_offer_that_is_asked_for_by_name_is_loaded(birds: Any, name: str) -> None:
     (birds.package / "heavy.py").write_text("import libpigeon")
-    found = listed(birds)["carrier-pigeon"]
+    assert {each["status"] for each in listed(birds).values()} <= {"ok", "unavailable"}
+    done = birds.kvplug("list", name)
+    assert done.returncode == 0
+    said = " ".join(done.stdout.split())
+    for part in (f"{name}' from kvplug-birds: cannot load", "No module named 'libpigeon'"):
+        assert part in said
+    (found,) = json.loads(birds.kvplug("list", "--json", name).stdout)
     assert found["status"] == "broken"
-    for part in ("the factory of the pipe 'carrier-pigeon' from kvplug-birds", "No module named 'libpigeon'"):
-        assert part in found["reason"]
-    assert "  carrier-pigeon  broken: " in birds.kvplug("list").stdout
+
+
+def test_a_pipe_that_does_not_load_is_passed_over_by_auto(birds: Any) -> None:
+    (birds.package / "heavy.py").write_text("import libpigeon")
     explained = birds.kvplug("explain", "role=both", "connector=letter", "stores=memory")
     assert "No module named 'libpigeon'" in " ".join(explained.stdout.split())
 
@@ -169,7 +186,7 @@ def test_broken_and_blocked_plugins_are_listed_with_their_reasons(birds: Any) ->
     assert (found["bad"]["kind"], found["bad"]["status"]) == ("plugin", "broken")
     assert "a_module_that_is_not_there" in found["bad"]["reason"]
     assert (found["off"]["status"], found["off"]["capabilities"]) == ("blocked", None)
-    text = birds.kvplug("list", "--kind", "queue", KVPLUG_DISABLE_PLUGINS="off").stdout
+    text = birds.kvplug("list", "--kind", "queue", COLUMNS="200", KVPLUG_DISABLE_PLUGINS="off").stdout
     assert "carrier-pigeon" not in text
     assert "a_module_that_is_not_there" in text
     assert "named in KVPLUG_DISABLE_PLUGINS" in text
@@ -221,14 +238,15 @@ def test_one_kind_and_one_name(birds: Any) -> None:
         assert done.returncode == 1 and said in done.stderr
 
 
-def drawn(birds: Any, arguments: list[str], columns: int) -> str:
+def drawn(birds: Any, arguments: list[str], columns: int, **environment: str) -> str:
     """What the program writes to a terminal."""
     reader, writer = pty.openpty()
     code = f"from kvplug.cli.main import main; main({arguments})"
     path = f"{birds.folder / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     child = subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "COLUMNS": str(columns), "TERM": "xterm"},
+        env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "COLUMNS": str(columns), "TERM": "xterm"}
+        | environment,
         stdout=writer,
     )
     os.close(writer)
@@ -243,14 +261,24 @@ def drawn(birds: Any, arguments: list[str], columns: int) -> str:
         seen += part
     assert child.wait(30) == 0
     os.close(reader)
-    return re.sub(r"\x1b\[[0-9;]*m", "", seen.decode())
+    return seen.decode()
 
 
-def test_on_a_terminal_a_line_is_no_longer_than_that_is_wide(birds: Any) -> None:
-    lines = drawn(birds, ["list"], 80).splitlines()
-    assert any(line.endswith("…") for line in lines)
-    assert max(map(len, lines)) == 80
+def test_a_line_is_no_longer_than_the_terminal_is_wide_or_80_columns(birds: Any) -> None:
+    birds.add("birds", FULL.replace("Tensors by air", "Tensors by air, " * 9 + "over land"), version="0.7")
+    for arguments in (["list"], ["list", "carrier-pigeon"]):
+        for columns, text in (
+            (100, click.unstyle(drawn(birds, arguments, 100))),
+            (80, birds.kvplug(*arguments).stdout),
+        ):
+            assert columns - 20 < max(map(len, text.splitlines())) <= columns
+            assert "by air, over land" in " ".join(text.split())
     assert "carrier-pigeon" in drawn(birds, ["list", "--long"], 200)
+
+
+def test_a_terminal_has_colours_unless_no_color_is_set(birds: Any) -> None:
+    assert "\x1b[33m" in drawn(birds, ["list"], 80, NO_COLOR="")
+    assert "\x1b" not in drawn(birds, ["list"], 80, NO_COLOR="1")
 
 
 def test_the_title_of_options_is_shown_as_it_is(birds: Any) -> None:

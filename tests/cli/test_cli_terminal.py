@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import click
 import pytest
 
+from kvplug.assembly.doctor.diagnosis import Diagnosis
+from kvplug.assembly.doctor.fields import Field
+from kvplug.assembly.examination.finding import Finding
+from kvplug.assembly.stores import StoreStats
 from kvplug.cli import table
 from kvplug.cli.main import program
 
@@ -117,6 +122,106 @@ def test_cells_that_would_be_too_narrow_to_be_read_make_paragraphs(monkeypatch: 
         "  UNIT     bytes",
     ]
     assert drawn(ROWS, COLUMNS, 400, monkeypatch)[1].split() == ["OPTION", "TYPE", "UNIT", "DEFAULT"]
+
+
+# -- texts of others -----------------------------------------------------------------------------------
+
+EVIL = "\x1b]0;owned\x07\x1b[31m\x9b\u202e\r\x00"
+STRANGER = """\
+import attrs
+from kvplug.engine import CommandSpec, ConnectorSpec
+from kvplug.transport import Probe, StoreSpec, TransportSpec, hookimpl, option
+EVIL = "\\x1b]0;owned\\x07\\x1b[31m\\x9b\\u202e\\r\\x00"
+KVPLUG_API = (1, 0)
+HERE = "kvplug_stranger.plugin"
+
+@attrs.frozen(kw_only=True)
+class Options:
+    evil: str = option(EVIL, help=EVIL)
+
+def probe():
+    return Probe(viable=False, reason=EVIL)
+
+def crash():
+    raise OSError(EVIL)
+
+@hookimpl
+def kvplug_transports():
+    made = {"factory": "a:b", "probe": HERE + ":probe", "options": HERE + ":Options"}
+    return [TransportSpec(kind="pipe", name="wire", **made)]
+
+@hookimpl
+def kvplug_connectors():
+    return [ConnectorSpec(name="plug", factory="a:b", worker_factory="a:b", summary=EVIL)]
+
+@hookimpl
+def kvplug_stores():
+    return [StoreSpec(name="shelf", factory="a:b", probe=HERE + ":crash")]
+
+@hookimpl
+def kvplug_commands():
+    return [CommandSpec(name="shout", target="kvplug_stranger.shout:shout", summary=EVIL)]
+"""
+SHOUT = """\
+import click
+from kvplug import PeerGoneError
+from kvplug_stranger.plugin import EVIL
+
+@click.command()
+@click.option("--usage", is_flag=True)
+def shout(usage):
+    raise click.UsageError(EVIL) if usage else PeerGoneError(EVIL)
+"""
+COMMANDS = (
+    ["--help"],
+    ["shout"],
+    ["shout", "--usage"],
+    ["no-such-command"],
+    ["list"],
+    ["list", "--long"],
+    ["list", "wire", "plug", "shelf"],
+    ["list", "--options", "wire"],
+    ["list", "--options", "nothing"],
+    ["explain", "role=both", "connector=plug", "transport=wire", "stores=shelf"],
+    ["config", "show", "transport=wire", f"options.wire.evil={EVIL[:-1]}"],
+    ["config", "check", "evil.toml"],
+)
+
+
+def controls(text: str) -> set[str]:
+    return {character for character in text if not character.isprintable()} - {"\n"}
+
+
+def test_texts_of_plugins_and_files_are_printable_in_every_command(site: Any) -> None:
+    site.add("stranger", STRANGER, version=f"1.0{EVIL[:-2]}", files={"shout.py": SHOUT})
+    site.add("broken", f"raise ValueError({EVIL!r})")
+    (site.folder / "evil.toml").write_text(f"connector = {json.dumps(EVIL)}\n{json.dumps(EVIL)} = 1\n")
+    code = f"""
+from kvplug.cli.main import main
+for arguments in {COMMANDS!r}:
+    print("::", arguments[0], flush=True)
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+"""
+    done = site.run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert not controls(done.stdout + done.stderr)
+    assert done.stdout.count("[31m") >= 7 and done.stderr.count("[31m") >= 4
+
+
+def test_texts_of_peers_are_printable_in_every_command(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = StoreStats(name=EVIL, num_pages=1, used_bytes=2, budget_bytes=3, num_clients=4)
+    monkeypatch.setattr("kvplug.cli.store.store_stats", lambda *_: found)
+    finding = Finding(topic=EVIL, verdict="problem", what=EVIL, why=(EVIL,), change=EVIL, at="peer")
+    field = Field(name=EVIL, ours=EVIL, theirs=EVIL, outcome="agreed")
+    monkeypatch.setattr(
+        "kvplug.cli.doctor.diagnose", lambda *_, **__: Diagnosis(findings=[finding], fields=(field,))
+    )
+    for arguments in (("store", "stats", "unix:@kv"), ("doctor", "role=both")):
+        lines = printed(program, *arguments)
+        assert "[31m" in "".join(lines) and not controls("".join(lines))
 
 
 # -- completion ------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from kvplug.config.messages import did_you_mean
 from kvplug.config.schema import DEVICE
 from kvplug.config.units import format_bytes, parse_bytes, parse_seconds
 from kvplug.errors import UnsupportedError
+from kvplug.net.peer_text import printable
 from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
 from kvplug_bench.candidate import BASELINES, Candidate, baseline
 from kvplug_bench.choice import transports
@@ -98,6 +99,11 @@ def _seconds(_: click.Context, __: click.Parameter, text: str) -> float:
 def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
     if path is not None and Path(path).suffix.lower() not in FORMATS:
         raise click.BadParameter(f"{path!r} is not a {' or '.join(FORMATS)} file")
+    if path is not None:
+        try:
+            check_plot(path)
+        except OSError as e:
+            raise click.BadParameter(f"{path!r} cannot be written: {e.strerror}") from e
     return path
 
 
@@ -194,8 +200,6 @@ def bench(
     All are measured in turns, each time in fresh processes, and the content of messages is checked. Options
     of a transport are set as in any config: KEY=VALUE (options.cpu.connections=1), environment, file.
     """
-    if plot is not None:
-        check_plot()
     footer = circumstances()  # the load before the measurement is not its own
     devices = devices or (Config.load(path, overrides=overrides).device,)
     candidates = transports(
@@ -219,12 +223,15 @@ def bench(
         for outcome in outcomes
         for comparison in (*compare(outcome, outcomes), *refused(outcome, sizes))
     ]
-    if plot is not None:
-        save_plot([each.row for each in compared], plot, footer=footer)
     if as_json:
         click.echo(json.dumps([attrs.asdict(each.row) for each in compared], indent=2))
     else:
         _show(compared, plan, devices)
+    if plot is not None:
+        try:
+            save_plot([each.row for each in compared], plot, footer=footer)
+        except OSError as e:
+            raise click.ClickException(f"{plot!r} cannot be written: {e.strerror}") from e
     _tell_failures(outcomes)
 
 
@@ -245,7 +252,7 @@ def _tell_failures(outcomes: Sequence[Outcome]) -> None:
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:
         what = f"{outcome.candidate.kind} {outcome.candidate.name}"
-        click.echo(f"kvplug: {what} {_FAILED}\n{outcome.last_output}", err=True)
+        click.echo(printable(f"kvplug: {what} {_FAILED}\n{outcome.last_output}"), err=True)
     if failed:
         sys.exit(1)
 

@@ -17,20 +17,24 @@ from kvplug_bench.candidate import BULK, COPY, INTO
 from kvplug_bench.rows import Row
 
 FORMATS: Final = (".png", ".svg")
-MANY: Final = 6
-"""With more lines than this, the legend is beside the plot."""
 _STYLES: Final = ("-", ":", "-.")
 """Line styles of the ops of one candidate, which share a colour."""
 
 
-def check_plot() -> None:
-    """Check before anything is measured that a plot can be drawn.
+def check_plot(path: str) -> None:
+    """Check before anything is measured that a plot can be drawn and written to ``path``.
 
     Raises:
         UnsupportedError: matplotlib is not installed; the message says how to install it.
+        OSError: the file cannot be written.
     """
     if find_spec("matplotlib") is None:
         raise UnsupportedError("a plot needs matplotlib: pip install matplotlib")
+    new = not os.path.lexists(path)
+    with open(path, "ab"):
+        pass
+    if new:
+        os.unlink(path)
 
 
 def circumstances() -> str:
@@ -60,11 +64,10 @@ def save_plot(rows: Sequence[Row], path: str, *, footer: str = "") -> None:
     ``footer`` is printed below, in small letters: :func:`circumstances`.
 
     Raises:
-        UnsupportedError: matplotlib is not installed.
+        OSError: the file cannot be written.
     """
-    check_plot()
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     drawn = [row for row in rows if row.op in BULK and row.gb_per_s is not None]
     kinds = sorted({row.kind for row in drawn if row.kind != COPY}) or [COPY]
@@ -77,14 +80,15 @@ def save_plot(rows: Sequence[Row], path: str, *, footer: str = "") -> None:
         axes.set_yscale("log")
         axes.set_xticks(sizes, [format_bytes(size) for size in sizes])
         axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.set_xlabel("size of a message")
         axes.set_ylabel("GB/s" if kind != "queue" else "GB/s that each reader gets")
-        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.grid(visible=True, alpha=0.3)
         axes.set_title(kind)
         if axes.lines:
-            beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(axes.lines) > MANY else {}
-            axes.legend(**beside)
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the plot, where no line is
     if footer:
         figure.supxlabel(footer, fontsize=6, parse_math=False)
     figure.savefig(path, dpi=150)

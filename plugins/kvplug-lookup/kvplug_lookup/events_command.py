@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
 
 import click
 import msgspec
 
 from kvplug import KvplugError, TimeoutError
+from kvplug.transport import Deadline, peer_text, printable
+
+_PATIENCE_S: Final = 2.0
+"""How long a publisher that is not there is waited for in silence."""
+_REPLAY_S: Final = 10.0
+_END_OF_9999: Final = 253402214400.0
+_TCP = re.compile(r"tcp://([^\s/*]+):(\d{1,5})")
 
 
 @click.command()
@@ -29,46 +37,90 @@ from kvplug import KvplugError, TimeoutError
 def events(
     address: str, replay: str | None, count: int | None, timeout_s: float | None, as_json: bool
 ) -> None:
-    """Print events about cached blocks that an engine publishes at ADDRESS, such as tcp://127.0.0.1:5557.
+    """Print events about cached blocks that an engine publishes at ADDRESS: HOST:PORT, such as
+    127.0.0.1:5557, or ipc://PATH.
 
     The engine publishes where its option `events` says (connector "lookup"); vLLM's own publisher has the
-    same form. A missing number between two batches is reported: use --replay."""
+    same form. A missing number between two batches is reported: use --replay. A publisher that is not there
+    is reported, and waited for."""
     printed = 0
-    for batch in _batches(address, replay, timeout_s):
-        for event in batch["events"]:
-            click.echo(
-                json.dumps({**_readable(event), "seq": batch["seq"]}) if as_json else _line(batch, event)
-            )
+    for seq, payload in _batches(_checked(address), replay and _checked(replay), timeout_s):
+        for line in _lines(seq, payload, as_json):
+            click.echo(line)
             sys.stdout.flush()
             printed += 1
             if count is not None and printed >= count:
                 return
 
 
-def _batches(address: str, replay: str | None, timeout_s: float | None) -> Iterator[dict[str, Any]]:
+# -- the publisher -----------------------------------------------------------------------------
+
+
+def _checked(address: str) -> str:
+    """The address as ZeroMQ takes it.
+
+    Raises:
+        KvplugError: it is not one.
+    """
+    full = address if "://" in address else f"tcp://{address}"
+    tcp = _TCP.fullmatch(full)
+    if not (full.startswith("ipc://") or (tcp and 0 < int(tcp[2]) < 65536)):
+        raise KvplugError(
+            f"{address!r} is not an address of a publisher: give HOST:PORT, such as 127.0.0.1:5557, or ipc://PATH"
+        )
+    return full
+
+
+def _batches(address: str, replay: str | None, timeout_s: float | None) -> Iterator[tuple[int, bytes]]:
+    """The number and the content of each batch, from the first one that is asked for."""
     import zmq
+    from zmq.utils.monitor import parse_monitor_message
 
     context = zmq.Context()
     sockets = contextlib.ExitStack()
     try:
         subscribed = sockets.enter_context(context.socket(zmq.SUB))
+        subscribed.ipv6 = True
         subscribed.subscribe(b"")
+        monitor = sockets.enter_context(subscribed.get_monitor_socket())
         subscribed.connect(address)
+        poller = zmq.Poller()
+        poller.register(subscribed, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
         last = -1
-        for seq, payload in _replayed(context, sockets, replay, timeout_s) if replay is not None else ():
-            last = seq
-            yield _decoded(seq, payload)
+        for last, payload in _replayed(context, sockets, replay, timeout_s) if replay is not None else ():
+            yield last, payload
+        silence, patience = Deadline.after(timeout_s), Deadline.after(_PATIENCE_S)
+        problem, reported = f"nothing listens at {address}", ""
         while True:
-            if not subscribed.poll(None if timeout_s is None else int(timeout_s * 1000)):
-                raise TimeoutError(f"nothing was published at {address} for {timeout_s:g} s")
-            _, number, payload = subscribed.recv_multipart()
-            seq = int.from_bytes(number, "big", signed=True)
-            if seq <= last:
-                continue
-            if last >= 0 and seq != last + 1:
-                click.echo(f"kvplug: {seq - last - 1} batches before number {seq} were missed", err=True)
-            last = seq
-            yield _decoded(seq, payload)
+            left = silence.remaining()
+            ready = dict(poller.poll(1000 * min(patience.remaining() or 1.0, 1.0 if left is None else left)))
+            if subscribed in ready:
+                seq, payload = _numbered(subscribed.recv_multipart())
+                if seq > last:
+                    if last >= 0 and seq != last + 1:
+                        click.echo(
+                            f"kvplug: {seq - last - 1} batches before number {seq} were missed", err=True
+                        )
+                    last = seq
+                    yield seq, payload
+                silence = Deadline.after(timeout_s)
+            elif monitor in ready:
+                event = parse_monitor_message(monitor.recv_multipart())["event"]
+                before = problem
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    problem = reported = ""
+                elif event == zmq.EVENT_CONNECTED:
+                    problem = f"what listens at {address} does not publish events"
+                elif event == zmq.EVENT_CLOSED or (event == zmq.EVENT_DISCONNECTED and not problem):
+                    problem, last = f"nothing listens at {address}", -1  # the next publisher begins anew
+                if problem != before:
+                    patience = Deadline.after(_PATIENCE_S)
+            elif silence.expired:
+                raise TimeoutError(problem or f"nothing was published at {address} for {timeout_s:g} s")
+            if patience.expired and problem not in ("", reported):
+                click.echo(f"kvplug: {problem}; waiting for it", err=True)
+                reported = problem
     except zmq.ZMQError as e:
         raise KvplugError(f"{address}: {e}") from e
     finally:
@@ -84,43 +136,106 @@ def _replayed(
     from kvplug_lookup.connector.publisher import END_SEQ
 
     asking = sockets.enter_context(context.socket(zmq.DEALER))
+    asking.ipv6 = True
     asking.connect(address)
     asking.send_multipart((b"", (0).to_bytes(8, "big")))
     while True:
-        if not asking.poll(10_000 if timeout_s is None else int(timeout_s * 1000)):
+        if not asking.poll(1000 * (_REPLAY_S if timeout_s is None else timeout_s)):
             raise TimeoutError(f"nothing answers at the replay address {address}")
         parts = asking.recv_multipart()
-        number, payload = parts[-2], parts[-1]
-        if number == END_SEQ:
+        if parts[-2:-1] == [END_SEQ]:
             return
-        yield int.from_bytes(number, "big", signed=True), payload
+        yield _numbered(parts[-3:])
 
 
-def _decoded(seq: int, payload: bytes) -> dict[str, Any]:
+def _numbered(parts: list[bytes]) -> tuple[int, bytes]:
+    """The number and the content of a batch."""
+    if len(parts) != 3 or len(parts[1]) != 8:
+        raise KvplugError(
+            f"a message of {len(parts)} parts is not a batch of events, which has three:"
+            " a topic, a number of 8 bytes and its content"
+        )
+    return int.from_bytes(parts[1], "big", signed=True), parts[2]
+
+
+# -- the form of events ------------------------------------------------------------------------
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    """A batch; what may follow the events is not looked at."""
+
+    time: Annotated[float, msgspec.Meta(ge=0.0, le=_END_OF_9999)]
+    events: list[dict[str, Any] | list[Any]]
+
+
+class _Event(msgspec.Struct):
+    """What a line shows of an event; other fields may be anything."""
+
+    type: str
+    block_hashes: list[int | bytes] = []
+    token_ids: list[int] = []
+    medium: str | None = None
+    ownership: str | None = None
+
+
+_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+"""The order of the fields where vLLM publishes events as arrays, as its older releases do."""
+
+
+def _lines(seq: int, payload: bytes, as_json: bool) -> list[str]:
+    """A line for each event of a batch.
+
+    Raises:
+        KvplugError: it is not a batch of events.
+    """
     try:
-        published, found, *_ = msgspec.msgpack.decode(payload)
-    except (msgspec.MsgspecError, ValueError, TypeError) as e:
-        raise KvplugError(f"batch {seq} is no batch of events: {e}") from e
-    return {"seq": seq, "time": published, "events": found}
+        batch = msgspec.msgpack.decode(payload, type=_Batch)
+        every = [_named(event) for event in batch.events]
+        shown = [msgspec.convert(event, _Event, builtin_types=(bytes,)) for event in every]
+        if as_json:
+            return [json.dumps({**_readable(event), "seq": seq}, default=str) for event in every]
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+        raise KvplugError(f"batch {seq} is not a batch of events: {peer_text(str(e))}") from e
+    clock = time.strftime("%H:%M:%S", time.localtime(batch.time))
+    return [printable(f"{clock} {seq:6d} {_words(event)}") for event in shown]
 
 
-def _readable(event: Any) -> dict[str, Any]:
-    """The event with its hashes in hexadecimal digits."""
-    return {name: _hex(value) for name, value in dict(event).items()}
+def _named(event: dict[str, Any] | list[Any]) -> dict[str, Any]:
+    """An event as a map."""
+    if isinstance(event, dict):
+        return event
+    kind, *values = event or [None]
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ValueError(f"an array is not one of the events {', '.join(_FIELDS)}")
+    return {"type": kind, **dict(zip(_FIELDS[kind], values, strict=False))}
 
 
-def _hex(value: Any) -> Any:
+def _readable(value: Any) -> Any:
+    """The value with bytes, such as hashes, in hexadecimal digits."""
     if isinstance(value, bytes):
         return value.hex()
-    return [_hex(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, dict):
+        return {str(_readable(key)): _readable(each) for key, each in value.items()}
+    return [_readable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _line(batch: dict[str, Any], event: Any) -> str:
-    hashes = [
-        _hex(each)[:12] if isinstance(each, bytes) else str(each) for each in event.get("block_hashes", ())
-    ]
-    where = " ".join(str(event[name]) for name in ("medium", "ownership") if event.get(name))
-    shown = ", ".join(hashes[:4]) + (f" and {len(hashes) - 4} more" if len(hashes) > 4 else "")
-    clock = time.strftime("%H:%M:%S", time.localtime(batch["time"]))
-    tokens = f", {len(event['token_ids'])} tokens" if "token_ids" in event else ""
-    return f"{clock} {batch['seq']:6d} {event['type']:16} {where:12} {shown}{tokens}".rstrip()
+def _words(event: _Event) -> str:
+    hashes = [each.hex()[:12] if isinstance(each, bytes) else str(each) for each in event.block_hashes[:4]]
+    more = f" and {len(event.block_hashes) - 4} more" if len(event.block_hashes) > 4 else ""
+    where = " ".join(peer_text(each, 40) for each in (event.medium, event.ownership) if each)
+    tokens = f", {len(event.token_ids)} tokens" if event.token_ids else ""
+    return f"{peer_text(event.type, 40):16} {where:12} {', '.join(hashes)}{more}{tokens}".rstrip()

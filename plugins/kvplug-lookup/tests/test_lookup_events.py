@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,7 +15,7 @@ import pytest
 import zmq
 from click.testing import CliRunner
 
-from kvplug import ConfigError
+from kvplug import ConfigError, KvplugError
 from kvplug_lookup.events_command import events
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call, until
@@ -195,10 +197,121 @@ def test_kvplug_events_prints_what_was_published_before_and_what_comes() -> None
         assert "BlockStored" in short.output and "16 tokens" in short.output
 
 
-def test_kvplug_events_ends_when_nothing_is_published() -> None:
-    result = Call(lambda: CliRunner().invoke(events, ["tcp://127.0.0.1:1", "--timeout", "0.2"])).result()
-    assert result.exit_code == 1
-    assert "nothing was published" in f"{result.exception}{result.output}"
+def printed(*given: str) -> Any:
+    """What the command printed, and how it ended."""
+    return CliRunner().invoke(events, list(given))
+
+
+def shown(parts: list[bytes], *given: str) -> Any:
+    """What the command does with a message that is published again and again."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.linger = 0
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        call = Call(lambda: printed(f"127.0.0.1:{port}", "--timeout", "20", *given))
+        return published(publisher, parts, call)
+
+
+def published(publisher: Any, parts: list[bytes], call: Call) -> Any:
+    """What the command did, to which this message was sent again and again."""
+    while call.is_blocked(0.05):
+        publisher.send_multipart(parts)
+    return call.result()
+
+
+def batch(*found: Any, at: Any = 1.5) -> list[bytes]:
+    return [b"", bytes(8), msgspec.msgpack.encode([at, list(found), 0])]
+
+
+def test_kvplug_events_reads_the_arrays_of_older_releases_of_vllm() -> None:
+    stored = ["BlockStored", [7, b"\x01" * 32], None, [1, 2, 3, 4], 4, None, "GPU", "an adapter"]
+    parts = batch(stored, ["BlockRemoved", [1, 2, 3, 4, 5], "GPU"], ["AllBlocksCleared"])
+    lines = shown(parts, "--count", "3").output.splitlines()
+    assert [line.split()[2:] for line in lines] == [
+        ["BlockStored", "GPU", "7,", "010101010101,", "4", "tokens"],
+        ["BlockRemoved", "GPU", "1,", "2,", "3,", "4", "and", "1", "more"],
+        ["AllBlocksCleared"],
+    ]
+    found = json.loads(shown(parts, "--count", "1", "--json").output)
+    assert found["type"] == "BlockStored" and found["lora_name"] == "an adapter" and found["block_size"] == 4
+
+
+def nested(depth: int) -> bytes:
+    return (
+        msgspec.msgpack.encode([1.5, [{"type": "BlockStored", "x": None}]])[:-1] + b"\x91" * depth + b"\xc0"
+    )
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"one part"],
+        [b"", bytes(8)],
+        [b"", b"short", batch()[2]],
+        [b"", bytes(8), b""],
+        [b"", bytes(8), msgspec.msgpack.encode({})],
+        [b"", bytes(8), nested(100_000)],
+        batch({}),
+        batch([]),
+        batch(["Block\x1b[31m", 1]),
+        batch(["BlockStored", 7]),
+        batch({"type": "BlockStored", "block_hashes": ["text\x1b[31m"]}),
+        batch({"type": "BlockStored"}, at="noon"),
+        batch({"type": "BlockStored"}, at=1e300),
+        batch({"type": "BlockStored"}, at=-1e300),
+        batch({"type": "BlockStored"}, at=float("nan")),
+    ],
+)
+def test_what_is_not_a_batch_of_events_is_one_line_of_error(parts: list[bytes]) -> None:
+    for given in ((), ("--json",)):
+        result = shown(parts, *given)
+        assert type(result.exception) is KvplugError and str(result.exception).isprintable()
+        assert "is not a batch of events" in str(result.exception) and not result.output
+
+
+def test_events_reach_a_terminal_as_printable_text() -> None:
+    evil = "\x1b[31mB\x07\n\x9b\x7f"
+    parts = batch({"type": evil, "medium": evil, "ownership": evil, evil: {b"\x1b": [b"\x1b", evil]}})
+    for given in ((), ("--json",)):
+        (line,) = shown(parts, "--count", "1", *given).output.splitlines()
+        assert line.isprintable()
+
+
+def test_kvplug_events_says_that_nothing_listens_and_waits_for_it(tmp_path: Path) -> None:
+    result = printed("127.0.0.1:1", "--timeout", "0.2")
+    assert str(result.exception) == "nothing listens at tcp://127.0.0.1:1"
+    address = f"ipc://{tmp_path}/events"
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        call = Call(lambda: printed(address, "--count", "1", "--timeout", "30"))
+        assert call.is_blocked(2.5)
+        publisher.bind(address)
+        result = published(publisher, batch({"type": "BlockStored"}), call)
+    assert result.exit_code == 0 and "BlockStored" in result.stdout
+    assert result.stderr == f"kvplug: nothing listens at {address}; waiting for it\n"
+
+
+def test_kvplug_events_says_that_no_publisher_listens_or_that_it_is_gone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = printed(f"127.0.0.1:{port}", "--timeout", "0.5")
+    assert str(result.exception) == f"what listens at tcp://127.0.0.1:{port} does not publish events"
+    address = f"ipc://{tmp_path}/events"
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.bind(address)
+        assert "nothing was published" in str(printed(address, "--timeout", "0.5").exception)
+        call = Call(lambda: printed(address, "--timeout", "3"))
+        until(lambda: publisher.poll(20_000) and publisher.recv() == b"\1", what="a subscription")
+    result = call.result()
+    assert str(result.exception) == f"nothing listens at {address}"
+    assert result.stderr == f"kvplug: nothing listens at {address}; waiting for it\n"
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "127.0.0.1:99999", "*:5557", "tcp://:1", "http://h:1", "a:b"]
+)
+def test_what_is_not_an_address_of_a_publisher_is_refused_with_its_form(address: str) -> None:
+    for given in ((address,), ("127.0.0.1:1", "--replay", address)):
+        error = str(printed(*given).exception)
+        assert error.startswith(repr(address)) and "give HOST:PORT" in error
 
 
 def test_an_engine_takes_the_events_itself_where_it_publishes_them() -> None:

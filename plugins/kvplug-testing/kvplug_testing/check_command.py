@@ -11,6 +11,7 @@ from kvplug.assembly.registry import Registry
 from kvplug.cli.completion import plugins
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import UnknownNameError
+from kvplug.net.peer_text import printable
 
 
 @click.command("check")
@@ -38,9 +39,9 @@ def check(name: str, timeout_s: float, as_json: bool) -> None:
         click.echo(json.dumps({"plugin": name, "wrong": wrong, "not_checked": skipped}, indent=2))
     else:
         for each in breaches:
-            click.echo(f"wrong: {each}")
+            click.echo(printable(f"wrong: {each}"))
         for sentence in skipped:
-            click.echo(f"not checked: {sentence}")
+            click.echo(printable(f"not checked: {sentence}"))
         if not breaches:
             click.echo(f"{name}: nothing is wrong")
         for law in dict.fromkeys(each.law for each in breaches):

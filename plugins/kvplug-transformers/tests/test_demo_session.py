@@ -89,3 +89,14 @@ def test_a_character_that_the_terminal_does_not_have_ends_nothing(monkeypatch):
         display.show(DECODE, {"event": "text", "text": "gr\u00fcn"})
     stdout.flush()
     assert stdout.buffer.getvalue() == b"gr?n"
+
+
+def test_what_a_model_generates_and_a_worker_reports_is_printed_without_control_characters(capfd):
+    evil = "\x1b[31m\x07\x9b\r\x00"
+    with Display() as display:
+        display.show(DECODE, {"event": "text", "text": f"def f():\n\treturn {evil}"})
+        display.end_of_text()
+        display.note(f"a note{evil}")
+    out, err = capfd.readouterr()
+    assert out.startswith("def f():\n\treturn ") and "a note" in err
+    assert (out + err).replace("\n", "").replace("\t", "").isprintable()

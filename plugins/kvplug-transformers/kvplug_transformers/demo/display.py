@@ -6,6 +6,8 @@ import io
 import sys
 from typing import TYPE_CHECKING, Any
 
+from kvplug.transport import printable
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -73,7 +75,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print one sentence on stderr."""
-        self._stderr.print(text, markup=False, soft_wrap=True)
+        self._stderr.print(printable(text), markup=False, soft_wrap=True)
 
     def loading(self, *names: str) -> None:
         """These workers are loading the model now."""
@@ -122,7 +124,7 @@ class Display:
         if not self._is_in_text:
             self._progress.stop()  # text and bars would mix on a terminal
             self._is_in_text = True
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text))
         sys.stdout.flush()
 
     def table(self, report: Report) -> None:
@@ -133,7 +135,7 @@ class Display:
 
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in rows(report):
-            table.add_row(name, Text(value))
+            table.add_row(name, Text(printable(value)))
         console = Console(highlight=False)
         console.print()
         console.print(table)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from kvplug.transport import printable
+
 Event = tuple[str, dict[str, Any]]
 """The worker's name, and its event."""
 
@@ -117,7 +119,7 @@ class Child:
             self._stderr.append(line)
             if self._logs:
                 with contextlib.suppress(OSError):  # our stderr is closed: the worker continues
-                    sys.stderr.write(f"{self.name}: {line}")
+                    sys.stderr.write(printable(f"{self.name}: {line}"))
         stream.close()
 
     def _write_commands(self, stream: IO[str]) -> None:
