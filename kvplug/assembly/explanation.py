@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from kvplug.assembly.members import unreachable_contact
-from kvplug.assembly.registry import CHOSEN, NAMED, PluginStatus, Registry, name_faults
+from kvplug.assembly.registry import CHECKED, CHOSEN, NAMED, PluginStatus, Registry, name_faults
 from kvplug.assembly.resolve import (
     ResolvedConfig,
     checksums_of,
@@ -52,7 +52,7 @@ def explain(config: Config, registry: Registry) -> tuple[Step, ...]:
 def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     yield from _sources(config)
     yield from _plugins(resolved.registry)
-    names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, "peers", "integrity")}
+    names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, *CHECKED)}
     faults = name_faults(resolved.registry, names, config.options)
     for fault in faults:
         key, _, text = fault.partition(": ")

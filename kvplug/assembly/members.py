@@ -21,6 +21,7 @@ import attrs
 
 from kvplug.assembly.making import made
 from kvplug.assembly.resolve import EPOCH, ResolvedConfig
+from kvplug.config.addresses import TcpAddress, parse_contact
 from kvplug.config.schema import directory_of
 from kvplug.engine.members import Engine, Listener, Members
 from kvplug.errors import ClosedError, ConfigError, PluginError, TimeoutError
@@ -32,7 +33,7 @@ from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
-from kvplug.net.trust.addresses import TcpAddress, is_loopback, parse_contact
+from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.context import DirectoryContext
 from kvplug.transport.directory import Directory
