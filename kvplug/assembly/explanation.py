@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from kvplug.assembly.registry import CHOSEN, NAMED, PluginStatus, Registry, name_faults
+from kvplug.assembly.members import unreachable_contact
+from kvplug.assembly.registry import CHECKED, CHOSEN, NAMED, PluginStatus, Registry, name_faults
 from kvplug.assembly.resolve import (
     ResolvedConfig,
     checksums_of,
@@ -20,7 +22,7 @@ from kvplug.assembly.resolve import (
 from kvplug.config import Config, Role
 from kvplug.config.messages import Fault
 from kvplug.config.schema import directory_of
-from kvplug.errors import ConfigError, HandshakeError, KvplugError, PluginError
+from kvplug.errors import ConfigError, HandshakeError, KvplugError, PluginError, WireError
 from kvplug.negotiation.select import AUTO, select
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.transport.capabilities import Requirements
@@ -50,7 +52,7 @@ def explain(config: Config, registry: Registry) -> tuple[Step, ...]:
 def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     yield from _sources(config)
     yield from _plugins(resolved.registry)
-    names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, "peers", "integrity")}
+    names = {key: getattr(config, key) for key in (*CHOSEN, *NAMED, *CHECKED)}
     faults = name_faults(resolved.registry, names, config.options)
     for fault in faults:
         key, _, text = fault.partition(": ")
@@ -67,7 +69,7 @@ def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     yield from _address(config)
     if config.role is not Role.CONSUMER or config.stores:
         yield from _stores(config, resolved)
-    yield from _peers(config)
+    yield from _peers(config, resolved)
     if not faults:
         yield from _transports(config, resolved, connector)
     yield _integrity(config)
@@ -182,7 +184,13 @@ def _stores(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
             yield Step(topic="stores", verdict="problem", text=f"{name}{owner} cannot work here: {why}")
 
 
-def _peers(config: Config) -> Iterator[Step]:
+def _peers(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
+    with contextlib.suppress(PluginError, ConfigError, WireError):  # faults of other keys
+        first = resolved.registry.get(Kind.STORE, config.stores[0]) if config.stores else None
+        announces = first is not None and first.client is not None and config.role is not Role.CONSUMER
+        if announces and config.directory is not None:
+            if fault := unreachable_contact(config.directory, config.control_address()):
+                yield Step(topic="host", verdict="problem", text=fault.removeprefix("host: "))
     for peer in config.peers:
         directory = directory_of(peer)
         if directory is None:

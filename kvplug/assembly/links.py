@@ -92,8 +92,8 @@ class LinkSettings:
         )
         return self.endpoint(name, context)
 
-    def agree(self, channel: Channel, purpose: str, timeout: float | None) -> Agreement:
-        """Shake hands over the channel, and count it."""
+    def agree(self, channel: Channel, purpose: str, timeout: float | None, announced: str = "") -> Agreement:
+        """Shake hands over the channel, and count it. ``announced``: as ``exchange`` takes it."""
         begun = time.perf_counter()
         try:
             try:
@@ -101,7 +101,7 @@ class LinkSettings:
             except ResourceExhaustedError as e:
                 channel.decline(e)
                 raise
-            agreement = exchange(channel, hello, timeout=timeout)
+            agreement = exchange(channel, hello, timeout=timeout, announced=announced)
         except KvplugError as e:
             if not is_examined_by(e):
                 self.stats.fail("handshake", reason_of(e))

@@ -21,16 +21,19 @@ import attrs
 
 from kvplug.assembly.making import made
 from kvplug.assembly.resolve import EPOCH, ResolvedConfig
+from kvplug.config.addresses import TcpAddress, parse_contact
 from kvplug.config.schema import directory_of
 from kvplug.engine.members import Engine, Listener, Members
 from kvplug.errors import ClosedError, ConfigError, PluginError, TimeoutError
 from kvplug.metrics.reasons import Op, Reason, reason_of
 from kvplug.metrics.stats import TransferStats
+from kvplug.negotiation.handshake.exchange import identity_of
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
+from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.context import DirectoryContext
 from kvplug.transport.directory import Directory
@@ -107,6 +110,24 @@ def _proof(key: bytes | None, text: bytes) -> bytes:
     return _UNSIGNED if key is None else hmac.digest(key, text, "sha256").hex().encode()
 
 
+def unreachable_contact(url: str, contact: str) -> str | None:
+    """Why engines on other hosts, which reach the directory at ``url``, cannot dial ``contact``.
+
+    A Unix socket in the file system is passed: containers of one host may share its folder.
+    """
+    address = parse_contact(contact).address
+    is_local = is_loopback(address.host) if isinstance(address, TcpAddress) else not address.is_path
+    servers = url.partition("://")[2].partition("/")[0].rpartition("@")[2].split(",")
+    hosts = [server.rpartition(":")[0].strip("[]") or server for server in servers]
+    if not is_local or not any(host and not is_loopback(host) for host in hosts):
+        return None
+    return (
+        f"host: {address} would be announced in a directory that other hosts reach, but only processes of"
+        " this host can reach that address; set host to an address of this host that the other engines reach,"
+        " or use a directory at 127.0.0.1"
+    )
+
+
 class DirectoryMembers(Members):
     """Announces one worker, and follows the others, from a thread of its own."""
 
@@ -114,6 +135,7 @@ class DirectoryMembers(Members):
         self,
         directory: Directory,
         *,
+        url: str,
         engine_id: str,
         rank: int,
         num_workers: int,
@@ -125,6 +147,7 @@ class DirectoryMembers(Members):
     ) -> None:
         self.model = fingerprint_of(model)
         self._directory = directory
+        self._url = url
         self._about = Announcement(
             engine_id=engine_id,
             epoch=EPOCH,
@@ -166,6 +189,8 @@ class DirectoryMembers(Members):
                 "peers: a directory shows contacts, and without a secret this one holds the token that"
                 " admits its peers; set KVPLUG_SECRET or secret_file, or host = 'unix:@name'"
             )
+        if fault := unreachable_contact(self._url, contact):
+            raise ConfigError(fault)
         with self._lock:
             self._announced = attrs.evolve(self._about, contact=contact)
         self._begin()
@@ -298,7 +323,10 @@ class DirectoryMembers(Members):
                     Engine(
                         engine_id=engine_id,
                         epochs=tuple(of[rank].epoch for rank in sorted(of)),
-                        contacts={rank: of[rank].contact for rank in sorted(of)},
+                        contacts={
+                            rank: f"{of[rank].contact}#{identity_of(engine_id, of[rank].epoch)}"
+                            for rank in sorted(of)
+                        },
                         role=first.role,
                         model=first.model,
                     )
@@ -351,6 +379,7 @@ def members_of(
     )
     return DirectoryMembers(
         made(spec.called, Directory, spec.load_factory(), context),
+        url=url,
         engine_id=config.engine_id,
         rank=rank,
         num_workers=num_workers,

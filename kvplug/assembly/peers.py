@@ -68,6 +68,8 @@ class LinkServer(Generic[T]):
         self._places = threading.Semaphore(_MAX_PEERS)
         self._shortage: ResourceExhaustedError | None = None
         """Why the latest peer could not be served; ``None``: it could."""
+        self._said = ""
+        """The latest failed handshake, as it was logged: a peer that tries again is logged once."""
         self._thread = BackgroundThread(self._accept_all, name="kvplug-accept", stop=self._stop_accepting)
         try:
             self._thread.start()
@@ -206,7 +208,9 @@ class LinkServer(Generic[T]):
                 _log.info("a doctor's handshake with %s: %s", channel.peer, e)
                 answer(self._settings, channel, None)
             elif not self._closed.is_set():
-                _log.warning("%s with %s: %s", _step(link), channel.peer, e)
+                said = f"{_step(link)} with {channel.peer}: {e}"
+                _log.log(logging.DEBUG if said == self._said else logging.WARNING, "%s", said)
+                self._said = said
         except Exception as e:
             self._shortage = exhaustion_of(e, f"serving {channel.peer}")
             if self._shortage is None:
@@ -309,7 +313,8 @@ class ControlPeers(Peers):
         if self._closed.is_set():
             raise ClosedError("this connector was shut down")
         deadline = Deadline.after(timeout, self._settings.config.connect_timeout_s)
-        address, credentials = self.address_of(rank, peer), self._settings.credentials
+        address, _, announced = self.address_of(rank, peer).partition("#")
+        credentials = self._settings.credentials
         if retry:
             connection = dial_until(address, credentials, CONTROL, deadline, stop=self._closed)
         else:
@@ -320,7 +325,7 @@ class ControlPeers(Peers):
         try:
             if self._closed.is_set():
                 raise ClosedError("this connector was shut down")
-            agreement = self._settings.agree(channel, purpose, deadline.remaining())
+            agreement = self._settings.agree(channel, purpose, deadline.remaining(), announced)
         except BaseException:
             channel.close()
             raise

@@ -16,7 +16,7 @@ import attrs
 
 import kvplug
 from kvplug.assembly.making import made
-from kvplug.assembly.registry import CHOSEN, NAMED, Registry, name_faults, own_part
+from kvplug.assembly.registry import CHECKED, CHOSEN, NAMED, Registry, name_faults, own_part
 from kvplug.config import Config, Role, check_options
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError, PluginLoadError
@@ -229,9 +229,7 @@ class ResolvedConfig:
         specs = [self.registry.get(Kind.SINK, name) for name in self.config.sinks]
         return tuple(made(spec.called, Sink, spec.load_factory(), self.options_of(spec)) for spec in specs)
 
-    def check(
-        self, keys: Iterable[str] = (*CHOSEN, *NAMED, "peers", "integrity"), more: Iterable[str] = ()
-    ) -> None:
+    def check(self, keys: Iterable[str] = (*CHOSEN, *NAMED, *CHECKED), more: Iterable[str] = ()) -> None:
         """Resolve the names in the config and check every table of options.
 
         ``keys``: the keys that the caller uses; ``more``: faults that it has found itself. The default of

@@ -17,13 +17,13 @@ from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, credentials_of, make_hello
 from kvplug.assembly.slow_stores import SlowStoreAlarm
 from kvplug.config import Config
+from kvplug.config.addresses import TcpAddress, parse_address
 from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, WireError
 from kvplug.metrics.record import RecordedStore
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.threads import BackgroundThread
-from kvplug.net.trust.addresses import TcpAddress, parse_address
 from kvplug.transport.context import StoreContext
 from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.blocking import BlockingStore

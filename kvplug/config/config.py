@@ -9,11 +9,11 @@ from typing import Any, Literal
 import attrs
 
 from kvplug.config import sources
+from kvplug.config.addresses import LAST_PORT
 from kvplug.config.messages import Fault, in_place_of, nearest, unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.config.role import Role, role_of
 from kvplug.config.schema import (
-    LAST_PORT,
     NAME,
     chosen,
     count,
@@ -343,11 +343,11 @@ class Config:
         """
         if not rank:
             return peer
-        head, separator, number = peer.rpartition("-" if peer.startswith("unix:@") else ":")
+        head, separator, number = peer.rpartition("-" if peer.startswith("unix:") else ":")
         if not separator or not number.isdecimal():
             raise ConfigError(
                 f"peers: {peer} names one process, and worker {rank} is looked for too; give host:port or"
-                " unix:@name-0 of worker 0"
+                " unix:@name-0 or unix:/path-0 of worker 0"
             )
         return f"{head}{separator}{int(number) + rank}"
 

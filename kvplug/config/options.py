@@ -63,7 +63,7 @@ class _Checks:
             if self.validator is not None:
                 self.validator(instance, attribute, value)
         except ConfigError as e:
-            return e.faults
+            return tuple(fault if Fault.of(fault).key else f"{key}: {fault}" for fault in e.faults)
         except (ValueError, TypeError) as e:
             return (f"{key}: {shown(given)} was given; {e.args[0] if e.args else e}",)
         return ()
@@ -137,7 +137,7 @@ def check_options(cls: type[T], values: Mapping[str, Any], where: str = "") -> T
     converted, faults = convert_values(cls, values, where)
     prefix = f"{where}." if where else ""
     for name, field in option_fields(cls).items():
-        if field.default is attrs.NOTHING and name not in values:
+        if field.default is attrs.NOTHING and values.get(name, "") == "":
             what = f"must be given; {field.metadata.get(HELP, '') or 'no default'}"
             faults.append(Fault(f"{prefix}{name}: {what}", key=f"{prefix}{name}"))
     if faults:

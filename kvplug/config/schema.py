@@ -9,10 +9,18 @@ from typing import Any, Final
 
 import attrs
 
+from kvplug.config.addresses import (
+    LAST_PORT,
+    MAX_UNIX_BYTES,
+    TcpAddress,
+    check_host,
+    check_unix_path,
+    contact_form,
+    parse_address,
+    parse_contact,
+)
 from kvplug.config.messages import bad_value, nearest
 from kvplug.errors import ConfigError
-
-LAST_PORT: Final = 65535
 
 NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*:)?[a-z][a-z0-9-]{0,39}")
 DEVICE = re.compile(r"([a-z][a-z_]*)(?::[0-9]{1,4})?")
@@ -22,10 +30,8 @@ DEVICE_TYPES: Final = (
     *("npu", "mlu", "musa"),
 )
 """torch's device types, followed by names that backends outside torch give to ``privateuseone``."""
-_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:%\w+)?")
-_UNIX = re.compile(
-    r"unix:(?:@[A-Za-z0-9][A-Za-z0-9._/-]{0,89}|/[A-Za-z0-9._@%+=,~-][A-Za-z0-9._@%+=,~/-]{0,87})"
-)
+_MAX_HOST_BYTES: Final = 89
+"""Of the name or path of a Unix socket as ``host``: numbers of workers and sockets are appended."""
 _CPU = "[0-9]{1,5}(?:-[0-9]{1,5})?"
 _CPUS = re.compile(rf"all|inherit|{_CPU}(?:,{_CPU})*")
 HASH = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -60,35 +66,35 @@ def chosen(_: Any, __: Any, value: Any) -> None:
 def host_form(_: Any, __: Any, value: Any) -> None:
     if not isinstance(value, str):
         raise ValueError("allowed is text")
-    if value.startswith("unix:"):
-        if not _UNIX.fullmatch(value):
-            raise ValueError(
-                "a Unix socket is written unix:@name (letters, digits and . _ - /), or unix:/path for one in"
-                " the file system"
-            )
+    if value.startswith("unix:/"):
+        check_unix_path(value.removeprefix("unix:"), _MAX_HOST_BYTES)
+    elif value.startswith("unix:"):
+        name = value.removeprefix("unix:@")
+        if name == value or ":" in name or not name:
+            raise ValueError("a Unix socket is written unix:@name, or unix:/path for one in the file system")
+        parse_address(f"{value}{'-' * (MAX_UNIX_BYTES - _MAX_HOST_BYTES)}")
     elif "://" in value or re.fullmatch(r"[^:]+:[0-9]+|\[.*\].*", value):
         raise ValueError("allowed is a host alone, without scheme, brackets or port; the port is set by port")
-    elif not _HOST.fullmatch(value):
-        raise ValueError("allowed is a host name, an IP address, unix:@name or unix:/path")
+    else:
+        check_host(value)
 
 
 def each_one(check_one: Any) -> Any:
     """The form of a list: that of each element, none of which comes twice."""
 
     def check(instance: Any, attribute: Any, values: Any) -> None:
+        faults: list[str] = []
         for value in values:
-            check_one(instance, attribute, value)
+            try:
+                check_one(instance, attribute, value)
+            except ConfigError as e:
+                faults += e.faults
+        if faults:
+            raise ConfigError(*faults)
         if len(set(values)) != len(values):
             raise ValueError("allowed is each once")
 
     return check
-
-
-def address_form(_: Any, __: Any, value: Any) -> None:
-    if not isinstance(value, str) or not value or len(value) > 1000 or not value.isprintable():
-        raise ValueError(
-            'allowed is an address such as "10.0.0.5:29555", "unix:@name" or "unix:/path", or a contact'
-        )
 
 
 DIRECTORY_URL = re.compile(r"([a-z][a-z0-9-]{0,39})://(\S+)")
@@ -96,9 +102,14 @@ DIRECTORY_URL = re.compile(r"([a-z][a-z0-9-]{0,39})://(\S+)")
 
 
 def peer_form(_: Any, __: Any, value: Any) -> None:
-    address_form(_, __, value)
-    if "://" in value and not value.startswith("tcp://") and not DIRECTORY_URL.fullmatch(value):
+    if isinstance(value, str) and directory_of(value) is not None:
+        return
+    if isinstance(value, str) and "://" in value and not value.startswith("tcp://"):
         raise ValueError('a directory of engines is written as a URL, such as "redis://10.0.0.7:6379/0"')
+    contact_form(_, __, value)
+    address = parse_contact(value).address
+    if isinstance(address, TcpAddress) and address.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
+        raise ConfigError(f"{value!r} is not a peer: {address.host} stands for every interface of a host")
 
 
 def cpus_form(_: Any, __: Any, value: Any) -> None:

@@ -19,7 +19,8 @@ class Engine:
     epochs: tuple[str, ...]
     """Of the workers' processes, by rank. They change when the engine is started again."""
     contacts: Mapping[int, str] = attrs.field(repr=False)
-    """Where each worker listens, by rank: for ``Peers.connect(peer=...)``."""
+    """Where each worker listens, by rank: for ``Peers.connect(peer=...)``, which refuses another engine that
+    answers there, and this one after a restart. Opaque."""
     role: str
     """``producer``, ``consumer`` or ``both``."""
     model: str
@@ -40,7 +41,8 @@ class Members(abc.ABC):
         """Announce that this worker listens at ``contact``, and renew that until :meth:`close`.
 
         Raises:
-            ConfigError: the contact holds a token, which a directory must not show.
+            ConfigError: the contact holds a token, which a directory must not show; or other hosts reach the
+                directory and cannot reach the contact.
         """
 
     @abc.abstractmethod

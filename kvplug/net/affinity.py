@@ -33,6 +33,7 @@ from kvplug.net import openmp
 
 _log = logging.getLogger(__name__)
 
+_ONLINE: Final = "/sys/devices/system/cpu/online"
 _TASKS: Final = "/proc/{}/task"
 _IS_KNOWN: Final = hasattr(os, "sched_setaffinity")
 
@@ -87,6 +88,20 @@ def parse_cpus(text: str) -> Cpus:
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
+
+
+def missing_cpus(wanted: str) -> str | None:
+    """The fault of a config's ``thread_cpus`` that lists CPUs which this host does not have."""
+    try:
+        with open(_ONLINE, encoding="ascii") as file:
+            online = parse_cpus(file.read().strip())
+    except (OSError, ValueError):
+        return None  # another system, or one that does not say
+    missing = frozenset[int]() if wanted in ("all", "inherit") else parse_cpus(wanted) - online
+    if not missing:
+        return None
+    has = format_cpus(online)
+    return f"thread_cpus: {wanted!r} was given, and this host has {has}: there is no {format_cpus(missing)}"
 
 
 _chosen: Cpus | None = None

@@ -6,6 +6,13 @@ from kvplug.config import (
     describe_options as describe_options,
     option as option,
 )
+from kvplug.config.addresses import (
+    TcpAddress as TcpAddress,
+    UnixAddress as UnixAddress,
+    contact_form as contact_form,
+    parse_address as parse_address,
+    parse_server as parse_server,
+)
 from kvplug.errors import (
     AddressInUseError as AddressInUseError,
     AmbiguousNameError as AmbiguousNameError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -10,12 +11,15 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import ClosedError, Config, KvplugError, PeerGoneError, Registry
+from kvplug import ClosedError, Config, HandshakeError, KvplugError, PeerGoneError, Registry
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.peers import CONTROL, ControlPeers
 from kvplug.assembly.pipes import _link_settings, _resolve
+from kvplug.assembly.resolve import EPOCH
+from kvplug.negotiation.handshake.exchange import identity_of
 from kvplug.net.trust.channel import Channel
 from kvplug.transport import Credentials, Listener, dial
+from kvplug_testing import waits
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -100,6 +104,36 @@ def test_without_retry_a_missing_listener_is_told_at_once() -> None:
     with pytest.raises(PeerGoneError, match="no-listener"):
         peers.connect(0, "x", retry=False)
     assert time.monotonic() - begun < 4
+
+
+def test_another_engine_than_the_one_announced_is_refused_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def peers(engine_id: str, **more: Any) -> ControlPeers:
+        made = settings(engine_id=engine_id)  # without transports: no KV is to cross
+        return ControlPeers(
+            attrs.evolve(made, hello=lambda word: attrs.evolve(made.hello(word), moves_kv=False)), **more
+        )
+
+    listening, dialling = peers("theirs", listen="unix:"), peers("mine")
+    contact = listening.listen().contact
+    with caplog.at_level(logging.INFO):
+        for announced, says in [
+            (
+                "0a/other",
+                "announces 'other' at this address, and this engine itself answers.*; set host at 'other'",
+            ),
+            ("0a/theirs", "'theirs' has restarted since it was announced"),
+        ]:
+            for _ in range(3):
+                with pytest.raises(HandshakeError, match=says):
+                    dialling.connect(0, "x", retry=False, peer={0: f"{contact}#{announced}"})
+    waits.until(lambda: "has restarted" in caplog.text)
+    assert "agreed with" not in caplog.text
+    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 2, caplog.text
+    dialling.connect(0, "x", retry=False, peer={0: f"{contact}#{identity_of('theirs', EPOCH)}"}).close()
+    dialling.close()
+    listening.close()
 
 
 def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up() -> None:

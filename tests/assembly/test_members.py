@@ -74,6 +74,7 @@ def members(directory: InMemory, request: pytest.FixtureRequest) -> Any:
     def made(engine_id: str, rank: int = 0, num_workers: int = 1, secret: str = "", **given: Any) -> Any:
         found = DirectoryMembers(
             directory,
+            url=given.get("url", "memory://127.0.0.1:1"),
             engine_id=engine_id,
             rank=rank,
             num_workers=num_workers,
@@ -105,7 +106,8 @@ def test_an_engine_is_there_when_all_of_its_workers_are(members: Any, directory:
     assert heard.knows()
     second.announce("unix:@two-1")
     waits.until(lambda: heard.knows("two"))
-    assert dict(heard.engines[0].contacts) == {0: "unix:@two-0", 1: "unix:@two-1"}
+    contacts = {rank: contact.partition("#")[0] for rank, contact in heard.engines[0].contacts.items()}
+    assert contacts == {0: "unix:@two-0", 1: "unix:@two-1"}
     assert heard.engines[0].model == fingerprint_of(MODEL) != fingerprint_of(attrs.evolve(MODEL, head_size=4))
     second.close()
     waits.until(lambda: heard.knows())
@@ -199,6 +201,31 @@ def test_two_engines_of_one_id_are_told_of(
 def test_a_token_is_never_announced(members: Any) -> None:
     with pytest.raises(ConfigError, match="set KVPLUG_SECRET or secret_file"):
         members("open").announce("tcp://127.0.0.1:7000?token=abcdefghijklmnop")
+
+
+@pytest.mark.parametrize("contact", ["127.0.0.1:29555", "[::1]:29555", "unix:@kvplug-0"])
+@pytest.mark.parametrize(
+    ("url", "is_reached"),
+    [
+        ("redis://198.51.100.7:6379/0", True),
+        ("etcd://127.0.0.1:2379,[2001:db8::7]:2379/kvplug", True),
+        ("third-party://user:word@198.51.100.7", True),
+        ("redis://127.0.0.1:6379/0", False),
+        ("etcd://[::1]:2379", False),
+        ("redis:///run/redis.sock", False),
+    ],
+)
+def test_an_address_of_one_host_is_not_announced_where_others_look(
+    members: Any, url: str, is_reached: bool, contact: str
+) -> None:
+    mine = members("mine", url=url, secret="0123456789abcdef")
+    if is_reached:
+        with pytest.raises(ConfigError, match=r"host: .* would be announced .* set host to an address"):
+            mine.announce(contact)
+    else:
+        mine.announce(contact)
+    mine.announce("unix:/run/kvplug/a.sock")  # containers of a host may share a folder, and no network
+    mine.announce("198.51.100.5:29555")
 
 
 def test_a_closed_one_withdraws_and_asks_no_more(members: Any, directory: InMemory) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvplug import Config, ConfigError, check_config
+
 
 def explained(site: Any, *arguments: str, **environment: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     """The exit code, and the steps by topic."""
@@ -52,6 +54,69 @@ def test_what_would_not_work_is_a_problem(site: Any, arguments: list[str], topic
     code, steps = explained(site, *arguments)
     assert code == 1
     assert any(step["verdict"] == "problem" and said in step["text"] for step in steps[topic]), steps
+
+
+WRONG = """
+role = "both"
+stores = []
+peers = ["etcd://10.0.0.7:99999"]
+thread_cpus = "0,99998-99999"
+[options.fs]
+path = ""
+[options.redis]
+address = ["10.0.0.7:port"]
+[options.mooncake]
+master = "10.0.0.7"
+[options.nixl]
+endpoint = "http://10.0.0.7:99999"
+path = ""
+[options.lookup]
+events = "tcp://127.0.0.1"
+events_replay = "127.0.0.1:5557"
+[options.host]
+contact = "unix:@a b"
+socket = "/run/%s"
+""" % ("a" * 120)  # fmt: skip
+FAULTS = (
+    ("stores", "nothing was given; 'lookup' saves into a store, such as 'host'"),
+    ("peers", "'10.0.0.7:99999' is not an address: the last port is 65535"),
+    ("thread_cpus", "there is no 99998-99999"),
+    ("options.fs.path", "must be given"),
+    ("options.redis.address", "'10.0.0.7:port' is not an address: 'port' is not a port"),
+    ("options.mooncake.master", "'10.0.0.7' is not an address: the port is missing"),
+    ("options.nixl.endpoint", "'10.0.0.7:99999' is not an address"),
+    ("options.nixl.path", "allowed is the path of a folder"),
+    ("options.lookup.events", "is not an address"),
+    ("options.lookup.events_replay", 'allowed is an address such as "tcp://127.0.0.1:5557"'),
+    ("options.host.contact", "'unix:@a b' is not an address"),
+    ("options.host.socket", "the path of a Unix socket has at most 107 bytes here, and this one 125"),
+)
+
+
+def test_every_wrong_address_is_said_by_check_by_explain_and_at_start(site: Any, tmp_path: Path) -> None:
+    path = tmp_path / "kvplug.toml"
+    path.write_text(WRONG)
+    checked = site.kvplug("config", "check", str(path))
+    code, steps = explained(site, "--config", str(path))
+    with pytest.raises(ConfigError) as caught:
+        check_config(Config.load(path, environ={}))
+    assert (checked.returncode, code) == (1, 1)
+    for key, text in FAULTS:
+        assert any(f"{key}: " in line and text in line for line in checked.stderr.splitlines()), key
+        assert any(step["verdict"] == "problem" and text in step["text"] for step in steps[key]), key
+        assert any(fault.startswith(f"{key}: ") and text in fault for fault in caught.value.faults), key
+    assert len(caught.value.faults) == len(FAULTS)
+
+
+def test_an_address_that_others_do_not_reach_is_not_announced_where_they_look(site: Any) -> None:
+    def problems(*given: str) -> list[str]:
+        _, steps = explained(site, "role=both", "peers=redis://198.51.100.7:6379/0", *given)
+        return [step["text"] for of in steps.values() for step in of if step["verdict"] == "problem"]
+
+    assert any("127.0.0.1:29555 would be announced" in text for text in problems())
+    assert not problems("role=consumer")
+    assert not problems("stores=fs", "options.fs.path=/var/kv"), "it announces nothing"
+    assert not problems("peers=redis://127.0.0.1:6379/0")
 
 
 def test_between_hosts_only_what_reaches_them_is_taken(site: Any) -> None:

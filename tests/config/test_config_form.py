@@ -192,6 +192,21 @@ def test_what_is_no_host_is_refused(host: str) -> None:
     assert fault.startswith("host: ")
 
 
+def test_a_unix_path_is_measured_in_bytes() -> None:
+    (fault,) = faults_of({"host": "unix:/" + "a" * 89})
+    assert "the path of a Unix socket has at most 89 bytes here, and this one 90" in fault
+
+
+def test_each_wrong_peer_is_named_with_the_other_faults() -> None:
+    wrong = ["127.0.0.1", "::1", "::1:29555", "host:99999", "host:port", "host:1/x", "unix:@a b", "0.0.0.0:1"]
+    faults = faults_of({"peers": [*wrong, "10.0.0.5:29555", "etcd://10.0.0.7"], "port": 0})
+    assert len(faults) == len(wrong) + 1
+    for each, fault in zip(wrong, faults, strict=False):
+        assert fault.startswith(f"peers: {each!r} is not a"), fault
+    (fault,) = faults_of({"peers": ["tcp://127.0.0.1:80?token=short-secret"]})
+    assert "short-secret" not in fault
+
+
 @pytest.mark.parametrize(
     ("host", "offset", "rank", "address"),
     [
@@ -206,6 +221,7 @@ def test_what_is_no_host_is_refused(host: str) -> None:
 def test_each_rank_has_its_own_address(host: str, offset: int, rank: int, address: str) -> None:
     config = Config(host=host, port_offset=offset)
     assert config.control_address(rank) == address
+    assert Config.address_beside(config.control_address(0), rank) == address
 
 
 def test_an_offset_beyond_the_ports_is_refused() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from fuzzing import Target
 
+from kvplug.config.addresses import parse_contact
 from kvplug.engine import KVLayout
 from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
-from kvplug.net.trust.addresses import parse_contact
 from kvplug.net.trust.identity import IDENTITY_SIZE, decode_identity, encode_identity, this_process
 from kvplug.net.wire import decode, encode
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header

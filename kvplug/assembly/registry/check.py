@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvplug.assembly.making import made
 from kvplug.assembly.registry.registry import Registry
-from kvplug.config import check_options
+from kvplug.config import Config, Role, check_options
 from kvplug.config.messages import did_you_mean, listed, shown
 from kvplug.config.options import option_fields
 from kvplug.config.schema import directory_of
 from kvplug.errors import ConfigError, PluginError
 from kvplug.net import checksum
+from kvplug.net.affinity import missing_cpus
+from kvplug.transport.context import DirectoryContext
+from kvplug.transport.directory import Directory
 from kvplug.transport.spec import CommandSpec, Kind, Spec, TransportSpec
 
 CHOSEN: Mapping[str, Kind] = {
@@ -26,14 +30,17 @@ CHOSEN: Mapping[str, Kind] = {
 NAMED: Mapping[str, Kind] = {"stores": Kind.STORE, "sinks": Kind.SINK}
 """Keys of a config that list such names."""
 
+CHECKED = ("peers", "integrity", "role", "thread_cpus")
+"""Other keys of a config that only the plugins, or this host, can judge."""
+
 
 def name_faults(
     registry: Registry, names: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str, ...]:
     """The faults of the names in a config, and of every table of options in it.
 
-    ``names`` holds the keys of :data:`CHOSEN` and :data:`NAMED`, ``peers`` and ``integrity``, as far as their
-    form is right.
+    ``names`` holds the keys of :data:`CHOSEN`, :data:`NAMED` and :data:`CHECKED`, as far as their form is
+    right.
     """
     faults: list[str] = []
     for key, kind in CHOSEN.items():
@@ -67,14 +74,12 @@ def name_faults(
         if directory is None:
             continue
         try:
-            registry.get(Kind.DIRECTORY, directory)
+            faults += _directory_faults(registry, registry.get(Kind.DIRECTORY, directory), peer, options)
         except PluginError as e:
             faults.append(f"peers: {e}")
-            continue
-        if directory not in options:
-            faults += _spec_faults(
-                registry.get(Kind.DIRECTORY, directory), {}
-            )  # something may have to be given
+    faults += _missing_stores(registry, names)
+    if fault := missing_cpus(names.get("thread_cpus", "all")):
+        faults.append(fault)
     integrity = names.get("integrity", "auto")
     if integrity not in ("auto", "off", *checksum.NAMES):
         allowed = f"allowed is {listed(['auto', 'off', *checksum.NAMES])}"
@@ -84,6 +89,42 @@ def name_faults(
     for name, given in options.items():
         faults += option_faults(registry, name, given)
     return tuple(dict.fromkeys(faults))  # things of one name may share a class of options, and its faults
+
+
+def _directory_faults(
+    registry: Registry, spec: Any, url: str, options: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """The faults of a directory's options, else of its URL, which its factory checks without connecting.
+
+    Raises:
+        PluginError: its code does not load.
+    """
+    given = own_part(registry, spec, options.get(spec.name, {}))
+    if (faults := _spec_faults(spec, given)) or not spec.run_probe().viable:
+        return faults if spec.name not in options else ()
+    cls = spec.load_options()
+    filled = None if cls is None else check_options(cls, given, where=f"options.{spec.name}")
+    try:
+        context = DirectoryContext(options=filled, url=url)
+        made(spec.called, Directory, spec.load_factory(), context).close()
+    except ConfigError as e:
+        return e.faults
+    return ()
+
+
+def _missing_stores(registry: Registry, names: Mapping[str, Any]) -> list[str]:
+    """The fault of a config without a store where the connector saves into one."""
+    if names.get("stores", True) or names.get("role") not in (Role.PRODUCER, Role.BOTH):
+        return []
+    try:
+        connector = registry.get(
+            Kind.CONNECTOR, names.get("connector", option_fields(Config)["connector"].default)
+        )
+    except PluginError:
+        return []  # a fault of its name
+    if not connector.moves_pages:
+        return []
+    return [f"stores: nothing was given; {connector.name!r} saves into a store, such as 'host'"]
 
 
 def option_faults(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str]:

@@ -59,9 +59,12 @@ def exchange(
     local: Hello,
     timeout: Timeout = DEFAULT_TIMEOUT,
     *,
+    announced: str = "",
     default_timeout_s: float = 30.0,
 ) -> Agreement:
     """Shake hands over an authenticated channel, which stays open in success and in failure.
+
+    ``announced``: the engine that a directory announced at the address, as :func:`identity_of` names it.
 
     Raises:
         HandshakeError: what :func:`~kvplug.negotiation.handshake.agreement.agree` found, or what is wrong
@@ -80,6 +83,7 @@ def exchange(
     remote: Hello | None = None
     try:
         remote = hello_in(received)
+        _check_announced(announced, local, remote)
         agreement = agree(local, remote)
     except HandshakeError as e:
         _log.debug("handshake with %s refused: %s", peer, e)
@@ -96,6 +100,28 @@ def exchange(
         raise
     _log.debug("agreed with %s: %s", peer, verdict)
     return agreement
+
+
+def identity_of(engine_id: str, epoch: str) -> str:
+    """One start of an engine's process, as text without white space."""
+    return f"{epoch}/{engine_id}"
+
+
+def _check_announced(announced: str, local: Hello, remote: Hello) -> None:
+    """Raises HandshakeError: another engine answers than the one that a directory announced there."""
+    if not announced or announced == identity_of(remote.engine_id, remote.epoch):
+        return
+    engine_id = announced.partition("/")[2]
+    if engine_id == remote.engine_id:
+        raise HandshakeError(
+            f"engine_id: {engine_id!r} has restarted since it was announced; it is connected to when its new"
+            " announcement comes"
+        )
+    other = "this engine itself" if remote.epoch == local.epoch else f"engine {remote.engine_id!r}"
+    raise HandshakeError(
+        f"engine_id: a directory announces {engine_id!r} at this address, and {other} answers there; set host"
+        f" at {engine_id!r} to an address of its own that all other engines reach"
+    )
 
 
 def _too_large(plain: object) -> str:

@@ -8,18 +8,9 @@ import ipaddress
 import secrets
 import socket
 
+from kvplug.config.addresses import Address, ListenerContact, TcpAddress, UnixAddress, parse_address
 from kvplug.errors import AddressInUseError, ConfigError, PeerGoneError, TransportError
-from kvplug.net.trust.addresses import (
-    HAS_ABSTRACT_SOCKETS,
-    Address,
-    ListenerContact,
-    Resolved,
-    TcpAddress,
-    UnixAddress,
-    generated_name,
-    parse_address,
-    resolve,
-)
+from kvplug.net.trust.addresses import HAS_ABSTRACT_SOCKETS, Resolved, generated_name, resolve
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.peercred import owner_of
 from kvplug.net.trust.socket_path import bind_path

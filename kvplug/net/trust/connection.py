@@ -15,6 +15,7 @@ from typing import Self
 
 import attrs
 
+from kvplug.config.addresses import ListenerContact, TcpAddress, UnixAddress, parse_contact
 from kvplug.errors import (
     AuthenticationError,
     ClosedError,
@@ -26,15 +27,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.trust.addresses import (
-    HAS_ABSTRACT_SOCKETS,
-    ListenerContact,
-    Resolved,
-    TcpAddress,
-    UnixAddress,
-    parse_contact,
-    resolve,
-)
+from kvplug.net.trust.addresses import HAS_ABSTRACT_SOCKETS, Resolved, resolve
 from kvplug.net.trust.challenge import ClientChallenge, Mode, Refusal, advice
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import PeerIdentity, encode_identity, this_process

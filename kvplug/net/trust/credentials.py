@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvplug.config.addresses import Address, TcpAddress, UnixAddress, parse_address
 from kvplug.errors import ConfigError, InsecureAddressError
 from kvplug.net.exhaustion import raise_if_exhausted
-from kvplug.net.trust.addresses import Address, Resolved, TcpAddress, UnixAddress, is_loopback, parse_address
+from kvplug.net.trust.addresses import Resolved, is_loopback
 
 if TYPE_CHECKING:
     from kvplug.net.trust.tls import TlsFiles

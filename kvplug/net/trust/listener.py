@@ -20,12 +20,13 @@ import threading
 import time
 from typing import Any, Self
 
+from kvplug.config.addresses import Address, ListenerContact, TcpAddress, UnixAddress
 from kvplug.errors import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.net.deadline import Deadline, Timeout
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
-from kvplug.net.trust.addresses import Address, ListenerContact, TcpAddress, UnixAddress, is_loopback
+from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.admission import Admission
 from kvplug.net.trust.binding import bound, cannot_bind
 from kvplug.net.trust.challenge import Mode, Refusal, RefusedError

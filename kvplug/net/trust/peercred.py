@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from kvplug.config.addresses import Address, UnixAddress
 from kvplug.net.exhaustion import raise_if_exhausted
-from kvplug.net.trust.addresses import Address, UnixAddress
 from kvplug.net.trust.sockdiag import tcp_owner
 
 _UCRED = struct.Struct("iII")

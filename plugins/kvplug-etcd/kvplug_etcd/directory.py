@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvplug import ConfigError
-from kvplug.transport import Deadline, Directory, DirectoryContext
+from kvplug.transport import Deadline, Directory, DirectoryContext, UnixAddress, parse_server
 from kvplug_etcd.gateway import EtcdError, Gateway, tls_context
 from kvplug_etcd.options import EtcdOptions
 
-_URL: Final = re.compile(r"etcd://(?P<servers>[^/?#]+)(?:/(?P<prefix>[A-Za-z0-9._/-]{1,200}))?")
-_SERVER: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%]+\])(?::(?P<port>[0-9]{1,5}))?")
+_URL: Final = re.compile(r"etcd://(?P<servers>[^/?#@]+)(?:/(?P<prefix>[A-Za-z0-9._/-]{1,200}))?")
 _PORT: Final = 2379
 _NOT_FOUND: Final = 5
 """gRPC's code of a lease that has ended."""
@@ -119,10 +118,13 @@ def _parsed(url: str) -> tuple[list[str], str]:
         raise ConfigError(f"peers: the URL of etcd is wrong; {form}; users and passwords are options")
     servers = []
     for each in found["servers"].split(","):
-        server = _SERVER.fullmatch(each)
-        if server is None or not 0 < int(server["port"] or _PORT) < 65536:
-            raise ConfigError(f"peers: {each!r} is no server; {form}")
-        servers.append(f"{server['host']}:{server['port'] or _PORT}")
+        try:
+            server = parse_server(each, _PORT)
+        except ConfigError as e:
+            raise ConfigError(f"peers: {e.faults[0]}; {form}") from e
+        if isinstance(server, UnixAddress):
+            raise ConfigError(f"peers: {each!r} is not a server of etcd; {form}")
+        servers.append(str(server))
     return servers, (found["prefix"] or "kvplug/members").rstrip("/")
 
 

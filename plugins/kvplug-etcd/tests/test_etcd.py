@@ -66,8 +66,9 @@ def test_a_server_that_was_killed_and_lost_all_is_told_again(tmp_path: Path) -> 
     ("url", "says"),
     [
         ("etcd://", "URL of etcd is wrong"),
-        ("etcd://user:secret@127.0.0.1:2379", "no server"),
-        ("etcd://127.0.0.1:99999", "no server"),
+        ("etcd://user:secret@127.0.0.1:2379", "users and passwords are options"),
+        ("etcd://127.0.0.1:99999", "the last port is 65535"),
+        ("etcd://unix:/run/etcd", "its port or name is missing"),
         ("etcd://127.0.0.1:2379/a b", "URL of etcd is wrong"),
     ],
 )

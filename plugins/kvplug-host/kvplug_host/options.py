@@ -6,12 +6,19 @@ from typing import Any
 
 import attrs
 
-from kvplug.transport import option
+from kvplug.transport import contact_form, option, parse_server
 
 
 def _path(_: Any, __: Any, value: str) -> None:
     if value and not value.startswith("/"):
         raise ValueError("allowed is an absolute path")
+    if value:
+        parse_server(f"unix:{value}")
+
+
+def _contact(_: Any, __: Any, value: str) -> None:
+    if value:
+        contact_form(_, __, value)
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +60,7 @@ class HostOptions:
     )
     contact: str = option(
         "",
+        validator=_contact,
         help="Address or contact of a store that `kvplug store serve` serves. This process then keeps no"
         " pages itself and uses that one. Empty: a store in this process.",
     )

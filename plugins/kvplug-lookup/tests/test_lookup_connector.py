@@ -82,6 +82,7 @@ def test_shutdown_does_not_wait_for_a_producer_that_never_comes() -> None:
         (48, 16, 32, 96),
         (40, 16, 16, 80),
         (7, 16, 16, 96),
+        (17, 16, 16, 80),
         (128, 16, 16, 0),
     ],
 )

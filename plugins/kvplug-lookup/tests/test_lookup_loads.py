@@ -12,14 +12,12 @@ import torch
 from kvplug import ClosedError
 from kvplug.engine import TransferStats
 from kvplug.transport import BackgroundThread, Deadline, DeviceMark, GetJob
-from kvplug_lookup.connector import block_events
-from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.peers import PeerStore
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call, until
-from lookup_engines import PROMPT, config, failures, pair, promised, tokens
+from lookup_engines import PROMPT, config, failures, pair, promised
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -170,16 +168,3 @@ def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:
         peer.close()
         decode.worker._context.peers.close()
         assert first.outcome(5) is not None
-
-
-def test_blocks_whose_saves_were_given_up_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_events, "_MAX_PLANNED", 10)
-    events = BlockEvents(num_workers=1, page_tokens=16, block_size=16, medium="CPU", owner="host")
-    kept = [b"kept" + bytes([number]) for number in range(3)]
-    events.plan(request_of("kept", tokens(48)), tokens(48), kept, 0)
-    events.stored(0, kept)
-    for number in range(1000):
-        events.plan(request_of("a", tokens(16)), tokens(16), [number.to_bytes(4, "big")], 0)
-    assert len(events._blocks_of) <= 3 + 2 * 10 + 1
-    events.removed(0, kept)
-    assert [len(event.block_hashes) for event in events.take()] == [1, 1, 1, 3]  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from kvplug.transport import option
+from kvplug.transport import UnixAddress, option, parse_server
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_./-]{1,100}")
 
@@ -17,11 +17,18 @@ def _prefix(_: Any, __: Any, given: str) -> None:
         raise ValueError("allowed are up to 100 letters, digits and _ . / -")
 
 
+def _master(_: Any, __: Any, given: str) -> None:
+    if isinstance(parse_server(given), UnixAddress):
+        raise ValueError("allowed is host:port")
+
+
 @attrs.frozen(kw_only=True)
 class MooncakeOptions:
     """Options of the store "mooncake"."""
 
-    master: str = option(default="127.0.0.1:50051", help="Where mooncake_master listens: host:port.")
+    master: str = option(
+        default="127.0.0.1:50051", help="Where mooncake_master listens: host:port.", validator=_master
+    )
     prefix: str = option(
         default="kvplug",
         help="What the names of all keys begin with. Deployments that share a master have different ones.",

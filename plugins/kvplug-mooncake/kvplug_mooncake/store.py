@@ -182,11 +182,8 @@ class MooncakeStore(BlockingStore):
 
 
 def _setup_of(context: StoreContext, options: MooncakeOptions) -> Setup:
-    found = _MASTER.fullmatch(options.master)
-    if found is None or not 0 < int(found["port"]) < 65536:
-        raise ConfigError(f"options.mooncake.master: {options.master!r} was given; allowed is host:port")
     host = "127.0.0.1" if context.host.startswith("unix:") else context.host
-    is_exposed = not (is_loopback(host) and is_loopback(found["host"].strip("[]")))
+    is_exposed = not (is_loopback(host) and is_loopback(options.master.rpartition(":")[0].strip("[]")))
     if is_exposed and not context.allow_unauthenticated_data_plane:
         raise InsecureAddressError(
             f"Mooncake's connections between hosts (host {host}, options.mooncake.master {options.master})"

@@ -26,14 +26,11 @@ from valkey.retry import Retry
 from valkey.sentinel import MasterNotFoundError, Sentinel
 
 from kvplug import ConfigError, TransportError
-from kvplug.transport import close_after_fork
+from kvplug.transport import TcpAddress, UnixAddress, close_after_fork, parse_server
 from kvplug_redis.landing import LandingParser
-from kvplug_redis.options import RedisOptions
+from kvplug_redis.options import PORTS, RedisOptions
 
-_SERVER: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%]+\])(?::(?P<port>[0-9]{1,5}))?")
-_UNIX: Final = re.compile(r"unix:(?P<path>/.+)")
 _MAX_PASSWORD_BYTES: Final = 4096
-_PORTS: Final = {"single": 6379, "sentinel": 26379, "cluster": 6379}
 
 
 class NoRoomError(Exception):
@@ -131,17 +128,16 @@ def prepared(options: RedisOptions, *, timeout_s: float | None = None) -> Callab
 
 def _pool(options: RedisOptions, common: dict[str, Any]) -> Any:
     (address,) = options.address
-    unix = _UNIX.fullmatch(address)
-    if unix is None:
-        host, port = _server(address, "single")
-        where: dict[str, Any] = {"host": host, "port": port}
+    server = parse_server(address, PORTS["single"])
+    if isinstance(server, TcpAddress):
+        where: dict[str, Any] = {"host": server.host, "port": server.port}
         kind = valkey.SSLConnection if options.tls else valkey.Connection
     else:
         if options.tls:
             raise ConfigError("options.redis.tls: it is set, and a Unix socket never leaves the host")
-        where, kind = {"path": unix["path"]}, valkey.UnixDomainSocketConnection
+        where, kind = {"path": server.sockaddr}, valkey.UnixDomainSocketConnection
     given = {key: value for key, value in common.items() if key != "ssl"}
-    if unix is not None:
+    if isinstance(server, UnixAddress):
         del given["socket_connect_timeout"]
     return valkey.ConnectionPool(
         connection_class=kind, parser_class=LandingParser, db=options.db, **where, **given
@@ -149,13 +145,10 @@ def _pool(options: RedisOptions, common: dict[str, Any]) -> Any:
 
 
 def _server(address: str, mode: str) -> tuple[str, int]:
-    found = _SERVER.fullmatch(address)
-    port = int(found["port"] or _PORTS[mode]) if found is not None else 0
-    if found is None or not 0 < port < 65536:
-        raise ConfigError(
-            f"options.redis.address: {address!r} was given; allowed is host:port, or unix:/path for one"
-        )
-    return found["host"].strip("[]"), port
+    server = parse_server(address, PORTS[mode])
+    if isinstance(server, UnixAddress):
+        raise ConfigError(f"options.redis.address: {address!r} was given; a {mode} has addresses host:port")
+    return server.host, server.port
 
 
 def password_of(path: str | None, key: str) -> str | None:

@@ -61,12 +61,16 @@ class RedisDirectory(Directory):
 def _with_servers(options: RedisOptions, url: str) -> RedisOptions:
     """Raises ConfigError: the URL has another form."""
     found = _URL.fullmatch(url)
+    form = (
+        "allowed is redis://host:6379/0, more servers after commas, or redis:///path of a Unix socket; users,"
+        " passwords and TLS are options"
+    )
     if found is None:
-        raise ConfigError(
-            "peers: the URL of redis is wrong; allowed is redis://host:6379/0, more servers after commas, or"
-            " redis:///path of a Unix socket; users, passwords and TLS are options"
-        )
-    if found["path"] is not None:
-        return attrs.evolve(options, address=(f"unix:{found['path']}",))
+        raise ConfigError(f"peers: the URL of redis is wrong; {form}")
     db = options.db if found["db"] is None else int(found["db"])
-    return attrs.evolve(options, address=tuple(found["servers"].split(",")), db=db)
+    servers = (f"unix:{found['path']}",) if found["path"] else tuple(found["servers"].split(","))
+    try:
+        return attrs.evolve(options, address=servers, db=db)
+    except ConfigError as e:
+        faults = (fault.removeprefix("address: ") for fault in e.faults)
+        raise ConfigError(*(f"peers: {fault}; {form}" for fault in faults)) from e

@@ -240,7 +240,9 @@ def test_what_is_wrong_is_named_and_no_password_is_shown(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"address": ["a b"]}, "allowed is host:port"),
+        ({"address": ["a b"]}, "cannot be a host"),
+        ({"address": ["host:99999"]}, "the last port is 65535"),
+        ({"address": ["unix:/" + "a" * 107]}, "at most 107 bytes"),
         ({"address": ["a:1", "b:2"]}, "mode is single"),
         ({"user": "kv"}, "password_file: nothing was given"),
         ({"password_file": "/nowhere"}, "cannot be read"),

@@ -5,17 +5,16 @@ import traceback
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug.errors import ConfigError, KvplugError, PeerGoneError, WireError
-from kvplug.net.trust.addresses import (
+from kvplug.config.addresses import (
     ListenerContact,
     TcpAddress,
     UnixAddress,
-    generated_name,
-    is_loopback,
     parse_address,
     parse_contact,
-    resolve,
+    parse_server,
 )
+from kvplug.errors import ConfigError, KvplugError, PeerGoneError, WireError
+from kvplug.net.trust.addresses import generated_name, is_loopback, resolve
 
 TOKEN = "A" * 32
 
@@ -41,12 +40,39 @@ def test_an_address_is_read_and_written(text: str, address: TcpAddress | UnixAdd
 @pytest.mark.parametrize(
     "text",
     ["", "host", ":80", "host:", "host:x", "host:65536", "host:-1", "::1:80", "a b:80", "host:80:90",
-     "unix:@-x", "unix:@a\0b", "unix:@" + "a" * 101, "host:\u0661",
+     "unix:@-x", "unix:@a b", "unix:@a\0b", "unix:@" + "a" * 108, "host:\u0661",
+     "127.0.0.1", "::1", "::1:29555", "[::1]", "host:99999", "host:port", "host:1/x", "1.2.3:80", "a..b:80",
+     "-a:80", "[1.2.3.4]:80", "[::g]:80", "999.1.1.1:80", "tcp://host:80",
      "unix:/", "unix:/a/", "unix:/a b", "unix:/a\0", "unix:/a?token=x", "unix:/" + "a" * 107],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="not an address"):
         parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("127.0.0.1", "the port is missing"),
+        ("::1", r"write IPv6 in brackets and with a port, as in \[::1\]:29555"),
+        ("host:99999", "the last port is 65535"),
+        ("host:1/x", "'1/x' is not a port"),
+        ("unix:/" + "a" * 107, "at most 107 bytes here, and this one 108"),
+        ("unix:@" + "a" * 108, "at most 107 bytes here, and this one 108"),
+    ],
+)
+def test_the_message_says_what_is_wrong(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_address(text)
+
+
+def test_a_server_has_a_port_or_a_name_and_may_have_a_usual_port() -> None:
+    assert parse_server("10.0.0.7", 6379) == TcpAddress("10.0.0.7", 6379)
+    assert parse_server("[::1]", 6379) == TcpAddress("::1", 6379)
+    assert parse_server("10.0.0.7:1", 6379) == TcpAddress("10.0.0.7", 1)
+    for text in ("10.0.0.7:", "10.0.0.7:0", "unix:", "::1"):
+        with pytest.raises(ConfigError):
+            parse_server(text, 6379)
 
 
 @given(st.text(max_size=60))

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvplug.config.addresses import parse_contact
 from kvplug.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -30,7 +31,6 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust import listener as listener_module
-from kvplug.net.trust.addresses import parse_contact
 from kvplug.net.trust.challenge import ClientChallenge, Mode
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.identity import encode_identity, this_process

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import attrs
 
@@ -16,8 +16,9 @@ from kvplug.transport import PageEvent, PagesCleared, PagesRemoved, PagesSnapsho
 
 _MAX_EVENTS = 100_000
 """Events that the engine has not taken. Beyond it the oldest are dropped: it does not take any."""
-_MAX_PLANNED = 100_000
-"""Pages that are planned and not held. Beyond it the oldest are forgotten: their saves were given up."""
+_MAX_IDLE = 1 << 15
+"""Pages that no worker holds: planned, or evicted and perhaps put again. Beyond it the oldest are
+forgotten."""
 
 
 @attrs.frozen(eq=False)
@@ -48,10 +49,15 @@ class BlockEvents:
         self._owner = owner
         self._lock = threading.Lock()
         self._blocks_of: dict[bytes, list[_Block]] = {}
-        """Blocks by the chains of their pages, of pages that are held or planned."""
+        """Blocks by the chains of their pages."""
         self._holders: dict[bytes, set[int]] = {}
         """Workers that hold a page."""
-        self._announced: set[bytes] = set()
+        self._idle: dict[bytes, None] = {}
+        """Chains of pages with blocks that no worker holds, those that a worker held last at the end."""
+        self._snapshots: dict[int, tuple[int, set[bytes]]] = {}
+        """By worker: how many events of its snapshot are still to come, and the pages in those that came."""
+        self._announced: dict[bytes, set[_Block]] = {}
+        """Wholly held blocks by their hash. Several pages may begin with one block."""
         self._events: deque[CacheEvent] = deque(maxlen=_MAX_EVENTS)
         self._listeners: list[Callable[[Sequence[CacheEvent]], None]] = []
 
@@ -76,19 +82,21 @@ class BlockEvents:
             for block in blocks:
                 for chain in block.chains:
                     known = self._blocks_of.setdefault(chain, [])
-                    if all(each.hash != block.hash for each in known):
+                    if all((each.hash, each.chains) != (block.hash, block.chains) for each in known):
                         known.append(block)
-            self._forget_planned()
-            events = self._stored({chain for block in blocks for chain in block.chains})
-        self._tell(events)
+                    if chain not in self._holders:
+                        self._idle[chain] = None
+            self._tell(self._stored(chain for block in blocks for chain in block.chains))
+            self._forget_idle()
 
-    def _forget_planned(self) -> None:
+    def _forget_idle(self) -> None:
         """With the lock: no more than so many."""
-        if len(self._blocks_of) - len(self._holders) <= 2 * _MAX_PLANNED:
-            return
-        planned = [chain for chain in self._blocks_of if chain not in self._holders]
-        for chain in planned[:-_MAX_PLANNED]:
-            del self._blocks_of[chain]
+        while len(self._idle) > _MAX_IDLE:
+            chain = next(iter(self._idle))
+            del self._idle[chain]
+            for block in self._blocks_of.pop(chain):
+                for other in set(block.chains) - {chain}:
+                    self._blocks_of[other].remove(block)
 
     def _blocks(
         self, request: Request, token_ids: Sequence[int], chains: Sequence[bytes], first: int
@@ -112,67 +120,77 @@ class BlockEvents:
     # -- a store reports -----------------------------------------------------------------------
 
     def hear(self, rank: int, event: PageEvent, series: Series) -> None:
-        """A worker's store tells of its pages, of which those of ``series`` are the worker's."""
-        match event:
-            case PagesSnapshot() | PagesCleared():
-                self.cleared(rank)
-            case PagesStored() if event.series == series.id:
-                self.stored(rank, series.keys_of(event.keys))
-            case PagesRemoved() if event.series == series.id:
-                self.removed(rank, series.keys_of(event.keys))
+        """A worker's store tells of its pages, of which those of ``series`` are the worker's.
 
-    def stored(self, rank: int, chains: Iterable[bytes]) -> None:
-        """Worker ``rank`` holds these pages."""
+        A snapshot changes nothing until it is complete: after a reconnect most pages are those of before.
+        """
+        chains: Sequence[bytes] = ()
+        if isinstance(event, PagesStored | PagesRemoved) and event.series == series.id:
+            chains = series.keys_of(event.keys)
         with self._lock:
-            changed = set()
-            for chain in chains:
-                holders = self._holders.setdefault(chain, set())
-                holders.add(rank)
-                changed.add(chain)
-            events = self._stored(changed)
-        self._tell(events)
+            if isinstance(event, PagesSnapshot):
+                self._snapshots[rank] = event.count, set()
+            elif rank in self._snapshots:
+                left, pages = self._snapshots[rank]
+                self._snapshots[rank] = left - 1, pages.union(chains)
+            elif isinstance(event, PagesCleared):
+                self._replace(rank, set(), is_cleared=True)
+            elif isinstance(event, PagesStored):
+                self._add(rank, chains)
+            elif isinstance(event, PagesRemoved):
+                self._remove(rank, chains)
+            if rank in self._snapshots and not self._snapshots[rank][0]:
+                self._replace(rank, self._snapshots.pop(rank)[1])
 
-    def removed(self, rank: int, chains: Iterable[bytes]) -> None:
-        """Worker ``rank`` holds these pages no more, or does not get them."""
-        with self._lock:
-            gone: list[bytes] = []
-            for chain in chains:
-                holders = self._holders.get(chain, set())
-                holders.discard(rank)
-                for block in self._blocks_of.get(chain, ()):
-                    if block.hash in self._announced:
-                        self._announced.discard(block.hash)
+    def _replace(self, rank: int, pages: set[bytes], *, is_cleared: bool = False) -> None:
+        """With the lock: worker ``rank`` holds these pages and no others."""
+        gone = [chain for chain, holders in self._holders.items() if rank in holders and chain not in pages]
+        self._remove(rank, gone, is_cleared=is_cleared)
+        self._add(rank, pages)
+
+    def _add(self, rank: int, chains: Collection[bytes]) -> None:
+        """With the lock: worker ``rank`` holds these pages, too."""
+        for chain in chains:
+            self._holders.setdefault(chain, set()).add(rank)
+            self._idle.pop(chain, None)
+        self._tell(self._stored(chains))
+
+    def _remove(self, rank: int, chains: Iterable[bytes], *, is_cleared: bool = False) -> None:
+        """With the lock: worker ``rank`` holds these pages no more, or does not get them."""
+        gone: list[bytes] = []
+        for chain in chains:
+            holders = self._holders.get(chain, set())
+            holders.discard(rank)
+            for block in self._blocks_of.get(chain, ()):
+                whole = self._announced.get(block.hash, set())
+                if block in whole:
+                    whole.remove(block)
+                    if not whole:
+                        del self._announced[block.hash]
                         gone.append(block.hash)
-                if not holders:
-                    self._holders.pop(chain, None)
-                    self._blocks_of.pop(chain, None)
-            events: list[CacheEvent] = []
-            if gone:
-                events.append(BlocksRemoved(block_hashes=tuple(gone), medium=self._medium, owner=self._owner))
-            self._events += events
-        self._tell(events)
-
-    def cleared(self, rank: int) -> None:
-        """Worker ``rank`` holds no page any more."""
-        with self._lock:
-            chains = [chain for chain, holders in self._holders.items() if rank in holders]
-            had = bool(self._announced)
-            for chain in chains:
+            if not holders:
                 self._holders.pop(chain, None)
-                self._blocks_of.pop(chain, None)
-            self._announced.clear()
-            events: list[CacheEvent] = [BlocksCleared()] if had else []
-            self._events += events
-        self._tell(events)
+                if chain in self._blocks_of:
+                    self._idle.pop(chain, None)
+                    self._idle[chain] = None
+        self._forget_idle()
+        if gone and is_cleared:
+            self._tell([BlocksCleared()])
+        elif gone:
+            self._tell([BlocksRemoved(block_hashes=tuple(gone), medium=self._medium, owner=self._owner)])
 
-    def _stored(self, changed: set[bytes]) -> list[CacheEvent]:
+    def _stored(self, changed: Iterable[bytes]) -> list[CacheEvent]:
         """With the lock: events of blocks that are wholly held now."""
         events: list[CacheEvent] = []
         for chain in changed:
             for block in self._blocks_of.get(chain, ()):
-                if block.hash in self._announced or not all(map(self._is_held, block.chains)):
+                if not all(map(self._is_held, block.chains)):
                     continue
-                self._announced.add(block.hash)
+                whole = self._announced.setdefault(block.hash, set())
+                is_known = bool(whole)
+                whole.add(block)
+                if is_known:
+                    continue
                 events.append(
                     BlocksStored(
                         block_hashes=(block.hash,),
@@ -185,13 +203,14 @@ class BlockEvents:
                         chains=block.chains,
                     )
                 )
-        self._events += events
         return events
 
     def _is_held(self, chain: bytes) -> bool:
         return len(self._holders.get(chain, ())) == self._num_workers
 
     def _tell(self, events: Sequence[CacheEvent]) -> None:
+        """With the lock, so that listeners get events in the order of the changes."""
+        self._events += events
         if events:
             for listener in self._listeners:
                 listener(events)

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
-from kvplug.transport import option
+from kvplug.transport import option, parse_address, parse_server
+
+
+def _published_at(_: Any, attribute: Any, value: str | None) -> None:
+    """An address that ZeroMQ binds: tcp with any host or port as "*", or a path."""
+    if value is None or (value == "engine" and attribute.name == "events"):
+        return
+    kind, _, rest = value.partition("://")
+    if kind == "tcp":
+        host, _, port = rest.rpartition(":")
+        parse_address(f"{'[::]' if host == '*' else host}:{'0' if port == '*' else port}")
+    elif kind == "ipc":
+        parse_server(f"unix:{rest}")
+    else:
+        raise ValueError('allowed is an address such as "tcp://127.0.0.1:5557" or "ipc:///run/kvplug/events"')
 
 
 @attrs.frozen(kw_only=True)
@@ -64,9 +78,12 @@ class LookupConnectorOptions:
         " events are published there for routers, in the form of vLLM's. They show prompts, so other hosts"
         ' are refused unless allow_unauthenticated_data_plane is set. "engine": the engine, which may publish'
         " them itself.",
+        validator=_published_at,
     )
     events_replay: str | None = option(
-        default=None, help="Address at which subscribers ask for events that they missed."
+        default=None,
+        help="Address at which subscribers ask for events that they missed.",
+        validator=_published_at,
     )
     promote: bool = option(
         default=True,

@@ -54,6 +54,8 @@ _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 """For one try: a producer under load may take its time to shake hands."""
 _RETRY_S = 1.0
+_REFUSED_S = 60.0
+"""The longest pause after a refused handshake; each is twice the one before."""
 _PING_S = 0.2
 """A ping is a few bytes, and at most one is unanswered: there is room for it."""
 _JOIN_S = 3.0
@@ -264,7 +266,7 @@ class Replica:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        said, gaps = "", 0
+        said, gaps, refusals = "", 0, 0
         while not self._closed.is_set():
             try:
                 link = self._connect(_CONNECT_S)
@@ -284,9 +286,10 @@ class Replica:
                     if isinstance(e, HandshakeError | PermissionError):
                         self._refusal, self._has_tried = e, True
                     self._changed.notify_all()
-                self._closed.wait(_RETRY_S)
+                refusals = refusals + 1 if isinstance(e, HandshakeError) else 0
+                self._closed.wait(min(_REFUSED_S, _RETRY_S * 2 ** min(refusals, 6)))
                 continue
-            said, began = "", time.monotonic()
+            said, refusals, began = "", 0, time.monotonic()
             try:
                 self._follow(link)
             except (ClosedError, PeerGoneError) as e:

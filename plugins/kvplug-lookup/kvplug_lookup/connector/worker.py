@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvplug import ClosedError, ConfigError
+from kvplug import ClosedError
 from kvplug.engine import (
     ConnectorContext,
     LayoutError,
@@ -117,8 +117,6 @@ class LookupWorker(WorkerConnector):
             raise
 
     def _open_stores(self) -> None:
-        if self._saves and not self._context.config.stores:
-            raise ConfigError("stores: nothing was given; an engine that saves needs at least one store")
         for name in self._context.config.stores:
             store = self._context.open_store(name)
             if self._saves or store.is_shared:

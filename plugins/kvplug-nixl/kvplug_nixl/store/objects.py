@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvplug import ClosedError, ConfigError, ResourceExhaustedError, TransportError
-from kvplug.transport import BlockingStore, WireError
+from kvplug.transport import BlockingStore, TcpAddress, WireError, parse_server
 from kvplug_nixl.store.agent import Agent, Move
-from kvplug_nixl.store.options import NixlStoreOptions
+from kvplug_nixl.store.options import ENDPOINT, NixlStoreOptions
 from kvplug_nixl.store.pages import HEAD_BYTES, TAIL_BYTES, Head
 
 _log = logging.getLogger(__name__)
 
 _LAYOUT: Final = "1"
 """Of names and objects; part of every name, so that another layout is a miss."""
-_ENDPOINT: Final = re.compile(
-    r"(?P<scheme>https?)://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(:(?P<port>\d{1,5}))?/?"
-)
 _MIN_THREADS: Final = 16
 """NIXL's: so many pages of a prompt are asked for at the same time."""
 _ENVIRONMENT: Final = {
@@ -187,13 +183,11 @@ def _is_page(head: memoryview) -> bool:
 def _server(options: NixlStoreOptions) -> tuple[str, int]:
     if options.endpoint is None:
         return f"s3.{options.region}.amazonaws.com", 443
-    found = _ENDPOINT.fullmatch(options.endpoint)
-    port = int(found["port"] or {"http": 80, "https": 443}[found["scheme"]]) if found is not None else 0
-    if found is None or not 0 < port < 65536:
-        raise ConfigError(
-            f"options.nixl.endpoint: {options.endpoint!r} was given; allowed is http://host:port or https://host"
-        )
-    return found["host"].strip("[]"), port
+    found = ENDPOINT.fullmatch(options.endpoint)
+    assert found is not None, "the options have checked it"
+    server = parse_server(found["server"], 443 if found["scheme"] == "https" else 80)
+    assert isinstance(server, TcpAddress)
+    return server.host, server.port
 
 
 def _secret(options: NixlStoreOptions) -> str | None:

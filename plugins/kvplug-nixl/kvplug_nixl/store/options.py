@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.transport import option
+from kvplug.transport import option, parse_server
 
 _PREFIX: Final = re.compile(r"/?[A-Za-z0-9!_.()'-]+(/[A-Za-z0-9!_.()'-]+)*")
 """Characters that every S3 takes in keys as they are."""
@@ -18,6 +18,22 @@ def _prefix(_: Any, __: Any, given: str) -> None:
         raise ValueError("allowed are up to 100 letters, digits and !_.()'-, and / between them")
 
 
+ENDPOINT: Final = re.compile(r"(?P<scheme>https?)://(?P<server>[^/]+)/?")
+
+
+def _endpoint(_: Any, __: Any, given: str | None) -> None:
+    found = None if given is None else ENDPOINT.fullmatch(given)
+    if given is not None and (found is None or found["server"].startswith("unix:")):
+        raise ValueError("allowed is http://host:port or https://host")
+    if found is not None:
+        parse_server(found["server"], 443)
+
+
+def _path(_: Any, __: Any, given: str | None) -> None:
+    if given == "":
+        raise ValueError("allowed is the path of a folder")
+
+
 @attrs.frozen(kw_only=True)
 class NixlStoreOptions:
     """Options of the store "nixl": a folder, or a bucket in S3."""
@@ -25,6 +41,7 @@ class NixlStoreOptions:
     path: str | None = option(
         default=None,
         help="Folder of the pages, for NIXL's backend POSIX; created if it is missing. Or say bucket.",
+        validator=_path,
     )
     size: int | None = option(
         default=None,
@@ -42,7 +59,9 @@ class NixlStoreOptions:
         validator=_prefix,
     )
     endpoint: str | None = option(
-        default=None, help="URL of the S3 server, such as http://10.0.0.7:9000. None: AWS, in the region."
+        default=None,
+        help="URL of the S3 server, such as http://10.0.0.7:9000. None: AWS, in the region.",
+        validator=_endpoint,
     )
     region: str = option(default="us-east-1", help="Region of the bucket.")
     access_key: str | None = option(

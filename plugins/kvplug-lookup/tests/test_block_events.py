@@ -1,0 +1,229 @@
+"""What a router believes of an engine's blocks, after any order of joins, losses and evictions."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent, Request
+from kvplug.transport import PageEvent, PageEventLog, PageRemoval, Series, opaque_format
+from kvplug_lookup.connector import block_events
+from kvplug_lookup.connector.block_events import BlockEvents
+from kvplug_testing.engine import request_of
+
+PAGE = 4
+FORMAT = opaque_format(64)
+SERIES = [Series(FORMAT, bytes([rank])) for rank in range(3)]
+PROMPTS = [f"{prompt}{page}" for prompt in "ab" for page in range(4)]
+"""Pages: of two prompts, which begin alike."""
+
+
+def chain_of(page: str) -> bytes:
+    return page.encode() * 16
+
+
+class Worker:
+    """A worker's store, and how much of its events has come."""
+
+    def __init__(self, rank: int) -> None:
+        self.series = SERIES[rank]
+        self.log = PageEventLog()
+        self.held: set[str] = set()
+        self.line: list[PageEvent] = []
+        self.is_connected = False
+
+    def keys(self, pages: list[str]) -> tuple[bytes, ...]:
+        return self.series.keys_of([chain_of(page) for page in pages])
+
+    def put(self, page: str) -> None:
+        if page not in self.held:
+            self.held.add(page)
+            self.say(self.log.stored(self.series.id, self.keys([page])))
+
+    def say(self, event: PageEvent) -> None:
+        if self.is_connected:
+            self.line.append(event)
+
+    def connect(self, declared: list[str]) -> None:
+        held = [[page] for page in sorted(self.held)]  # an event each, so that any of them may be lost
+        snapshot = self.log.snapshot({}, [(self.series.id, self.keys(declared), 1.0)])
+        stored = [attrs.evolve(self.log.stored(self.series.id, self.keys(page)), seq=1) for page in held]
+        self.line = [attrs.evolve(snapshot[0], count=len(stored) + len(snapshot) - 1), *stored, *snapshot[1:]]
+        self.is_connected = True
+
+
+class Believing(RuleBasedStateMachine):
+    """Workers whose stores put, evict, forget and restart; lines to them that break and come back."""
+
+    block_size = PAGE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = [Worker(rank) for rank in range(len(SERIES))]
+        self.events = BlockEvents(
+            num_workers=len(SERIES), page_tokens=PAGE, block_size=self.block_size, medium="CPU", owner="host"
+        )
+        self.events.listen(self.hear)
+        self.believed: set[bytes] = set()
+        self.planned: dict[bytes, list[tuple[str, ...]]] = {}
+
+    def hear(self, events: list[CacheEvent]) -> None:
+        for event in events:
+            match event:
+                case BlocksStored():
+                    assert not self.believed.intersection(event.block_hashes), "it is announced twice"
+                    self.believed.update(event.block_hashes)
+                case BlocksRemoved():
+                    assert self.believed.issuperset(event.block_hashes), "it was not announced"
+                    self.believed.difference_update(event.block_hashes)
+                case BlocksCleared():
+                    self.believed.clear()
+
+    @rule(prompt=st.sampled_from("ab"), first=st.integers(0, 3), last=st.integers(1, 4))
+    def plan(self, prompt: str, first: int, last: int) -> None:
+        pages = [f"{prompt}{page}" for page in range(last)]
+        size = self.block_size
+        hashes = [
+            b"both" if not block else b"%s %d" % (prompt.encode(), block) for block in range(16 // size)
+        ]
+        request = attrs.evolve(request_of("r", range(16)), block_hashes=tuple(hashes))
+        self.events.plan(request, range(16), [chain_of(page) for page in pages], first)
+        for block in range(first * PAGE // size, last * PAGE // size):
+            needed = tuple(pages[block * size // PAGE : -(-(block + 1) * size // PAGE)])
+            if needed not in self.planned.setdefault(hashes[block], []):
+                self.planned[hashes[block]].append(needed)
+
+    @rule(rank=st.integers(0, 2), page=st.sampled_from(PROMPTS))
+    def put(self, rank: int, page: str) -> None:
+        self.workers[rank].put(page)
+
+    @rule(page=st.sampled_from(PROMPTS))
+    def all_put(self, page: str) -> None:
+        for worker in self.workers:
+            worker.put(page)
+
+    @rule(rank=st.integers(0, 2), page=st.sampled_from(PROMPTS))
+    def evict(self, rank: int, page: str) -> None:
+        """Or a page that was declared does not come."""
+        worker = self.workers[rank]
+        worker.held.discard(page)
+        worker.say(worker.log.removed(worker.series.id, worker.keys([page]), PageRemoval.EVICTED))
+
+    @rule(rank=st.integers(0, 2))
+    def clear(self, rank: int) -> None:
+        self.workers[rank].held.clear()
+        self.workers[rank].say(self.workers[rank].log.cleared())
+
+    @rule(rank=st.integers(0, 2))
+    def others_put(self, rank: int) -> None:
+        worker = self.workers[rank]
+        worker.say(worker.log.stored(bytes(16), worker.keys([PROMPTS[0]])))
+
+    @rule(rank=st.integers(0, 2), came=st.integers(0, 3))
+    def lose(self, rank: int, came: int) -> None:
+        """The line breaks, perhaps in a snapshot."""
+        worker = self.workers[rank]
+        self.deliver(rank, came)
+        worker.line, worker.is_connected = [], False
+
+    @rule(rank=st.integers(0, 2))
+    def restart(self, rank: int) -> None:
+        self.lose(rank, 0)
+        self.workers[rank].held.clear()
+
+    @rule(rank=st.integers(0, 2), declared=st.lists(st.sampled_from(PROMPTS), unique=True, max_size=2))
+    def connect(self, rank: int, declared: list[str]) -> None:
+        if not self.workers[rank].is_connected:
+            self.workers[rank].connect(declared)
+
+    @rule(rank=st.integers(0, 2), count=st.integers(1, 3))
+    def deliver(self, rank: int, count: int) -> None:
+        worker = self.workers[rank]
+        for event in worker.line[:count]:
+            self.events.hear(rank, event, worker.series)
+        del worker.line[:count]
+
+    @rule()
+    def deliver_all(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            self.connect(rank, [])
+            self.deliver(rank, len(worker.line))
+
+    @invariant()
+    def believed_is_held(self) -> None:
+        if not all(worker.is_connected and not worker.line for worker in self.workers):
+            return
+        held = set.intersection(*(worker.held for worker in self.workers))
+        whole = {block for block, ways in self.planned.items() if any(map(held.issuperset, ways))}
+        assert self.believed == whole
+
+
+class BelievingSmallBlocks(Believing):
+    """Two blocks in a page: the prompts' first pages begin with one block."""
+
+    block_size = PAGE // 2
+
+
+class BelievingLargeBlocks(Believing):
+    """Two pages in a block."""
+
+    block_size = PAGE * 2
+
+
+for machine in (Believing, BelievingSmallBlocks, BelievingLargeBlocks):
+    globals()[f"Test{machine.__name__}"] = machine.TestCase
+    machine.TestCase.settings = settings(stateful_step_count=40)
+
+
+def single() -> tuple[BlockEvents, list[bytes], list[str]]:
+    made = BlockEvents(num_workers=1, page_tokens=PAGE, block_size=PAGE, medium="CPU", owner="host")
+    told: list[str] = []
+    made.listen(lambda events: told.extend(type(event).__name__ for event in events))
+    chains = [chain_of("a0"), chain_of("a1")]
+    made.plan(request_of("a", range(8)), range(8), chains, 0)
+    return made, chains, told
+
+
+def test_a_reconnect_changes_nothing_where_the_store_has_what_it_had() -> None:
+    events, chains, told = single()
+    log, series = PageEventLog(), SERIES[0]
+    for event in log.snapshot({series.id: series.keys_of(chains)}):
+        events.hear(0, event, series)
+    assert told == ["BlocksStored"] * 2
+    for _ in range(2):
+        for event in log.snapshot({series.id: series.keys_of(chains)}):
+            events.hear(0, event, series)
+    assert told == ["BlocksStored"] * 2
+    for event in log.snapshot({series.id: series.keys_of(chains[:1])}):
+        events.hear(0, event, series)
+    assert told == ["BlocksStored", "BlocksStored", "BlocksRemoved"]
+
+
+def test_a_page_that_comes_back_is_announced_again() -> None:
+    events, chains, told = single()
+    log, series = PageEventLog(), SERIES[0]
+    for event in (*log.snapshot({}), log.stored(series.id, series.keys_of(chains))):
+        events.hear(0, event, series)
+    events.hear(0, log.removed(series.id, series.keys_of(chains), PageRemoval.EVICTED), series)
+    events.hear(0, log.stored(series.id, series.keys_of(chains)), series)
+    assert told == ["BlocksStored", "BlocksStored", "BlocksRemoved", "BlocksStored", "BlocksStored"]
+
+
+def test_blocks_of_pages_that_no_worker_holds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_events, "_MAX_IDLE", 10)
+    events, kept, told = single()
+    log, series = PageEventLog(), SERIES[0]
+    for event in (*log.snapshot({}), log.stored(series.id, series.keys_of(kept))):
+        events.hear(0, event, series)
+
+    def plan(number: int) -> None:
+        request: Request = request_of("a", range(8))
+        events.plan(request, range(8), [bytes([number, page]) for page in range(2)], 0)
+
+    for number in range(200):
+        plan(number)
+    assert len(events._blocks_of) == 2 + 10
+    events.hear(0, log.removed(series.id, series.keys_of(kept), PageRemoval.EVICTED), series)
+    assert told == ["BlocksStored", "BlocksStored", "BlocksRemoved"] and len(events._blocks_of) == 10
