@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+import uuid
 from collections.abc import Callable, Iterable, Mapping
+
+import attrs
 
 from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.making import made
@@ -31,7 +35,7 @@ from kvplug.errors import ConfigError, UnknownConnectorError
 from kvplug.metrics.sinks import Reporter, Sink
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.hello import EngineFacts
-from kvplug.negotiation.model import ModelInfo
+from kvplug.negotiation.model import ModelInfo, unknown_weights
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.net.wire.tensors import DTYPES
 from kvplug.transport.pipe import Pipe
@@ -80,6 +84,27 @@ def _check_facts(model: ModelInfo, cache: KVCacheConfig, parallelism: Parallelis
         raise ConfigError(*faults, source="the engine's facts")
 
 
+class _Starts:
+    """Starts of engines in this process: both sides of one, and all of its workers, have the same."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._latest: dict[str, tuple[str, set[tuple[Side, int]]]] = {}
+        """By engine id; with the sides that were built of it."""
+
+    def of(self, engine_id: str, side: Side, rank: int) -> str:
+        """A text for this start. A side that is built again is of a new one."""
+        with self._lock:
+            start, built = self._latest.get(engine_id, ("", set()))
+            if not start or (side, rank) in built:
+                start, built = f"{engine_id} {uuid.uuid4().hex}", set()
+            self._latest[engine_id] = start, {*built, (side, rank)}
+            return start
+
+
+_starts = _Starts()
+
+
 @NamedExhaustion("building a connector")
 def build_connector(
     config: Config,
@@ -89,6 +114,7 @@ def build_connector(
     cache: KVCacheConfig,
     parallelism: Parallelism | None = None,
     loads_in_background: bool = False,
+    start: str = "",
     registry: Registry | None = None,
     sinks: Iterable[Sink] = (),
     wrap_pipe: Callable[[Pipe], Pipe] | None = None,
@@ -102,6 +128,8 @@ def build_connector(
         model, cache, parallelism: the engine's facts; the handshake compares those of both ends.
         loads_in_background: the engine lets every request wait for its load; see
             :class:`~kvplug.engine.ConnectorContext`.
+        start: a text that is new at each start of the engine, and the same for all of its sides. An engine of
+            several processes gives one, or knows its model's weights: else its sides refuse each other.
         registry: resolves names; ``None`` loads the installed plugins.
         sinks: receive this side's metrics every ten seconds and at the end, in addition to the config's
             sinks; the caller closes them.
@@ -126,6 +154,11 @@ def build_connector(
     spec = registry.get(Kind.CONNECTOR, config.connector)
     parallelism = parallelism or Parallelism()
     _check_facts(model, cache, parallelism)
+    weights = config.weights or model.weights
+    if not weights:
+        begun = start or _starts.of(config.engine_id, which, parallelism.worker_rank)
+        weights = unknown_weights(model.name, begun, warns=which is Side.SCHEDULER)
+    model = attrs.evolve(model, weights=weights)
     stats = TransferStats()
     facts = engine_facts(config, model, cache, parallelism, which)
     settings = LinkSettings(

@@ -70,6 +70,7 @@ def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     if config.role is not Role.CONSUMER or config.stores:
         yield from _stores(config, resolved)
     yield from _peers(config, resolved)
+    yield _weights(config)
     if not faults:
         yield from _transports(config, resolved, connector)
     yield _integrity(config)
@@ -204,6 +205,20 @@ def _peers(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     if not config.peers and config.role is Role.CONSUMER:
         text = f"none named: KV of the engine at {config.host} is loaded"
         yield Step(topic="peers", verdict="ok", text=text)
+
+
+def _weights(config: Config) -> Step:
+    if config.weights:
+        text = (
+            f"stated as {config.weights!r}: restarts, and engines that state the same, load each other's KV;"
+            " no others do"
+        )
+    else:
+        text = (
+            "not stated: restarts and peers can load KV where the engine finds a fingerprint of its weights"
+            " (in safetensors files). Where it finds none, it warns, and its KV is its own until it ends"
+        )
+    return Step(topic="weights", verdict="ok", text=text)
 
 
 def _transports(config: Config, resolved: ResolvedConfig, connector: ConnectorSpec | None) -> Iterator[Step]:

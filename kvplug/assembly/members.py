@@ -54,10 +54,9 @@ _UNSIGNED: Final = b"-"
 def fingerprint_of(model: ModelInfo) -> str:
     """16 hex digits, equal for models whose facts a handshake compares are equal.
 
-    The name is informative and not part of it; nor are weights, which are compared only where both ends know
-    them.
+    The name is informative and not part of it.
     """
-    facts = {key: value for key, value in attrs.asdict(model).items() if key not in ("name", "weights")}
+    facts = {key: value for key, value in attrs.asdict(model).items() if key != "name"}
     text = json.dumps(facts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8, person=b"kvplug members").hexdigest()
 

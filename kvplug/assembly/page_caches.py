@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Final
 
 from kvplug.assembly.registry import Registry
@@ -12,6 +13,7 @@ from kvplug.engine.page_cache import PageCache
 from kvplug.errors import ConfigError
 from kvplug.metrics.sinks import Reporter
 from kvplug.metrics.stats import TransferStats
+from kvplug.negotiation.model import unknown_weights
 
 _OF_CONNECTORS: Final = (
     "connector",
@@ -35,7 +37,9 @@ def build_page_cache(
 
     Args:
         engine: name of the engine; pages of others are never found.
-        namespace: what determines the content of pages besides the engine's keys: model, revision, dtype.
+        namespace: what determines the content of pages besides the engine's keys and the config's
+            ``weights``: model, revision, dtype. If both are empty, no other cache finds these pages, nor one
+            that is built later; a warning says so.
 
     Raises:
         ConfigError: keys that only connectors have, no store or several, wrong options; every fault at once.
@@ -60,6 +64,8 @@ def build_page_cache(
         raise ConfigError(*faults, source=config.source)
     resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("stores", "transport", "sinks", "integrity"))
+    if not (namespace or config.weights):
+        namespace = unknown_weights(f"the model under {engine}", uuid.uuid4().hex).encode()
     stats = TransferStats()
     store = StoreOpener(resolved, store_links(resolved, stats)).open(config.stores[0])
     try:
@@ -67,7 +73,7 @@ def build_page_cache(
         return PageCache(
             store,
             engine=engine,
-            namespace=namespace,
+            namespace=config.weights.encode() + b"\0" + namespace,
             timeout_s=config.timeout_s,
             stats=stats,
             on_close=reporter.close,

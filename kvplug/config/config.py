@@ -28,6 +28,7 @@ from kvplug.config.schema import (
     name_form,
     option_tables,
     peer_form,
+    weights_form,
 )
 from kvplug.config.sources import Layer, SourcedValue
 from kvplug.errors import ConfigError
@@ -180,6 +181,13 @@ class Config:
         attrs.Factory(lambda: os.urandom(16).hex()),
         help="Name of this engine for its peers. Must differ from theirs. Default: random.",
         validator=engine_id_form,
+    )
+    weights: str = option(
+        "",
+        help="Identity of the model's weights. Engines with the same one share KV, so give each set of"
+        " weights its own, such as a name with a revision. Default: the fingerprint that the engine finds in"
+        " its files; where it finds none, one of its own for each start, which nothing shares.",
+        validator=weights_form,
     )
     doctor: Literal["off", "look", "measure"] = option(
         "measure",
@@ -422,7 +430,7 @@ class Draft:
         options: dict[str, dict[str, Any]] = {}
         for key, each in given.items():
             if key.startswith("options."):
-                fault = _put_option(options, key, each.value)
+                fault = sources.put_option(options, key, each.value)
             elif key in KEYS:
                 flat[key] = each.value
                 fault = None
@@ -487,20 +495,3 @@ def _default_of(key: str, values: Mapping[str, Any]) -> Any:
         return None  # follows timeout_s
     default = option_fields(Config)[key].default
     return "" if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
-
-
-def _put_option(options: dict[str, dict[str, Any]], key: str, value: Any) -> Fault | None:
-    _, _, rest = key.partition(".")
-    name, _, setting = rest.rpartition(".")
-    if not name or not setting:
-        return Fault(
-            f"{key}: an option's key is options.<name>.<option>", key=key, line=f"{key}    (remove it)"
-        )
-    if ":" in name or not NAME.fullmatch(name):
-        return Fault(
-            f"options.{name}: not a name as `kvplug list` shows it",
-            key=f"options.{name}",
-            line="[options.NAME]    (NAME as `kvplug list` shows it)",
-        )
-    options.setdefault(name, {})[setting] = value
-    return None

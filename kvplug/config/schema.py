@@ -48,6 +48,7 @@ def matches(pattern: re.Pattern[str], allowed: str) -> Any:
 engine_id_form = matches(
     re.compile(r"[\x21-\x7e]{1,200}"), "up to 200 printable characters without white space"
 )
+weights_form = matches(re.compile(r"[\x20-\x7e]{0,200}"), "up to 200 printable characters")
 integrity_form = matches(HASH, '"auto", "off" or the name of a hash')
 A_NAME = 'a name as `kvplug list` shows it, or "distribution:name"'
 name_form = matches(NAME, A_NAME)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug.config.messages import REMOVED, Fault, bad_value, in_place_of, nearest, shown
+from kvplug.config.schema import NAME
 from kvplug.errors import ConfigError
 
 PREFIX: Final = "KVPLUG_"
@@ -313,4 +314,22 @@ def secret_fault(key: str) -> Fault | None:
             " or into a file that secret_file names"
         )
         return Fault(text, key=key, line=in_place_of(key, "export KVPLUG_SECRET=..."))
+    return None
+
+
+def put_option(options: dict[str, dict[str, Any]], key: str, value: Any) -> Fault | None:
+    """Set the option of the key ``options.NAME.OPTION``; the fault if the key has another form."""
+    _, _, rest = key.partition(".")
+    name, _, setting = rest.rpartition(".")
+    if not name or not setting:
+        return Fault(
+            f"{key}: an option's key is options.<name>.<option>", key=key, line=f"{key}    (remove it)"
+        )
+    if ":" in name or not NAME.fullmatch(name):
+        return Fault(
+            f"options.{name}: not a name as `kvplug list` shows it",
+            key=f"options.{name}",
+            line="[options.NAME]    (NAME as `kvplug list` shows it)",
+        )
+    options.setdefault(name, {})[setting] = value
     return None

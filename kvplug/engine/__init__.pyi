@@ -92,6 +92,7 @@ from kvplug.negotiation.handshake.hello import (
 from kvplug.negotiation.model import (
     ModelInfo as ModelInfo,
     positions_of as positions_of,
+    unknown_weights as unknown_weights,
 )
 from kvplug.negotiation.select import (
     Candidate as Candidate,

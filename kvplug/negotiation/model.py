@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
 
+_log = logging.getLogger(__name__)
+
+UNKNOWN_WEIGHTS: Final = "unknown: "
+"""What the identity of weights begins with that belongs to one start of one engine."""
 _POSITIONS: Final = (
     "rope_parameters",
     "rope_theta",
@@ -46,7 +51,26 @@ class ModelInfo:
     quantisation: str = ""
     """Quantisation of the KV cache, scales included, as text that must be equal."""
     weights: str = ""
-    """Fingerprint of the weights where the engine has one; empty means unknown and is not compared."""
+    """Identity of the weights: a fingerprint that is equal for equal weights only. Empty: unknown. A
+    connector never gets it empty: see :func:`unknown_weights`."""
+
+
+def unknown_weights(model: str, start: str, *, warns: bool = True) -> str:
+    """An identity for unknown weights, which no other engine has, nor this one after a restart.
+
+    Args:
+        model: its name.
+        start: a text that is new at each start of the engine, and the same in all of its processes.
+        warns: log a warning that says what to set. One process of an engine is enough.
+    """
+    if warns:
+        _log.warning(
+            "the weights of %s are unknown: KV that this engine saves is its own, and neither other engines"
+            " nor its next start can load it. If they may, set weights to a text that names these weights,"
+            " such as 'NAME at REVISION', in the configuration of each engine that has them",
+            model or "the model",
+        )
+    return f"{UNKNOWN_WEIGHTS}{start} ({model[:100]})"
 
 
 def positions_of(config: Any) -> str:

@@ -19,7 +19,7 @@ from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.transport import Directory, UnknownNameError
 from kvplug_testing import waits
 
-MODEL = ModelInfo(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32")
+MODEL = ModelInfo(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", weights="w")
 LEASE_S = 0.5
 
 
@@ -108,7 +108,11 @@ def test_an_engine_is_there_when_all_of_its_workers_are(members: Any, directory:
     waits.until(lambda: heard.knows("two"))
     contacts = {rank: contact.partition("#")[0] for rank, contact in heard.engines[0].contacts.items()}
     assert contacts == {0: "unix:@two-0", 1: "unix:@two-1"}
-    assert heard.engines[0].model == fingerprint_of(MODEL) != fingerprint_of(attrs.evolve(MODEL, head_size=4))
+    others = {
+        fingerprint_of(attrs.evolve(MODEL, **{name: value}))
+        for name, value in (("head_size", 4), ("weights", "x"))
+    }
+    assert heard.engines[0].model == fingerprint_of(MODEL) and fingerprint_of(MODEL) not in others
     second.close()
     waits.until(lambda: heard.knows())
 

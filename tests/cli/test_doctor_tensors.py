@@ -43,7 +43,7 @@ from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener, dial
 from kvplug_testing import waits
-from kvplug_testing.engine import FakeEngine
+from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.peers import Parent, Peer
@@ -169,7 +169,8 @@ def run_engine(parent: Parent, given: Mapping[str, Any]) -> Any:
 
 def _engine(given: Mapping[str, Any]) -> FakeEngine:
     config = Config.from_dict({**BASE, **given.get("config", {})})
-    return FakeEngine(config, listen=given.get("listen", "unix:"), **given.get("build", {}))
+    model = MODEL if given.get("knows_weights", True) else attrs.evolve(MODEL, weights="")
+    return FakeEngine(config, listen=given.get("listen", "unix:"), model=model, **given.get("build", {}))
 
 
 def _in_pids_of_its_own(parent: Parent, given: Mapping[str, Any]) -> None:
@@ -411,6 +412,20 @@ def test_a_fault_of_this_side_is_named_at_the_peer(fork_server: ForkServer, good
 TCP = {"listen": "127.0.0.1:0"}
 AS_BEFORE_S = 10.0
 SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
+    "a peer that does not know its weights": (
+        {"knows_weights": False},
+        {},
+        "weights",
+        "no other engine can load its KV",
+        "problem",
+    ),
+    "weights stated otherwise": (
+        {"config": {"weights": "w at 1"}},
+        {"config": {"weights": "w at 2"}},
+        "model.weights",
+        "ours 'w at 2', theirs 'w at 1'",
+        "problem",
+    ),
     "another wire": ({"says": {"wire": [9, 0]}}, {}, "wire", "theirs 9.0", "problem"),
     "an engine that knows no doctors": ({"is_older": True}, {}, "peer", "its kvplug may be older", "note"),
     "another version": (

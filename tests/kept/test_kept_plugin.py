@@ -101,7 +101,7 @@ def test_its_connector_is_called_and_its_sink_hears_of_it(kept: Any) -> None:
         })
         layout = KVLayout("KBTHD", {"T": 4, "H": 2, "D": 8})
         cache = KVCacheConfig(groups=(CacheGroup(layer_names=("a", "b"), layout=layout),), num_blocks=8)
-        model = ModelInfo(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32")
+        model = ModelInfo(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", weights="w")
         side = build_connector(config, "scheduler", model=model, cache=cache)
         request = Request(request_id="r", token_ids=(1, 2, 3, 4, 5), num_prompt_tokens=5)
         side.on_new_request(request)

@@ -31,7 +31,7 @@ _NUMBERS: Final = frozenset(
 )
 _STAND_IN: Final = EngineFacts(
     role=BOTH,
-    model=ModelInfo(num_layers=1, num_kv_heads=1, head_size=1, dtype="float32"),
+    model=ModelInfo(num_layers=1, num_kv_heads=1, head_size=1, dtype="float32", weights="not stated"),
     layout="KBTHD",
     block_size=16,
 )

@@ -57,8 +57,6 @@ def fields_of(
         fact = name.removeprefix("model.")
         if name in _ENGINE_FIELDS and fact not in stated and name not in _NEEDS_NO_FACTS:
             return "not compared"
-        if name == "model.weights" and not (ours and others):
-            return "not compared"
         return "agreed"
 
     return tuple(

@@ -32,6 +32,7 @@ from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement, agree
 from kvplug.negotiation.handshake.exchange import exchange, hello_in
 from kvplug.negotiation.handshake.hello import BOTH, DOCTOR, Hello
+from kvplug.negotiation.model import UNKNOWN_WEIGHTS
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
@@ -124,7 +125,8 @@ class _Talk:
         self._settings = settings
         self._channel = channel
         self._device = device
-        self._facts = facts
+        weights = resolved.config.weights
+        self._facts = {"weights": weights, **facts} if weights else facts
         self._deadline = deadline
 
     def _add(self, *findings: Finding) -> None:
@@ -196,7 +198,15 @@ class _Talk:
         if agreement is None:
             return
         yield Finding(topic="handshake", verdict="ok", what=f"agreed with {who}")
-        if remote.engine is not None and not stated & MODEL_FACTS:
+        if remote.engine is not None and remote.engine.model.weights.startswith(UNKNOWN_WEIGHTS):
+            yield Finding(
+                topic="weights",
+                verdict="problem",
+                what="the peer does not know its model's weights: no other engine can load its KV, nor can it"
+                " itself after a restart",
+                change=line_for("model.weights"),
+            )
+        if remote.engine is not None and not stated & MODEL_FACTS - {"weights"}:
             yield Finding(
                 topic="model",
                 verdict="note",

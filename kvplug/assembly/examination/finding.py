@@ -74,6 +74,7 @@ _LINES: Final[Mapping[str, str]] = {
     "cache_layers": "--speculative-config of the engine: the same at both ends",
     "tensor_parallel_size": "--tensor-parallel-size of the engine: the same at both ends",
     "tensor_parallel_rank": "peers: the address of worker 0; worker r dials worker r",
+    "model.weights": 'weights = "NAME at REVISION"    (at both ends, if their weights are the same)',
     "engine": "--peer: the address of an engine, not of a plain pipe or store",
 }
 """The line to change for a field of the handshake."""
@@ -87,7 +88,7 @@ def field_of(reason: str) -> str:
 
 def line_for(field: str) -> str:
     """The line to change for a field of the handshake; empty where no single line is known."""
-    return _MODEL_LINE if field.startswith("model.") else _LINES.get(field, "")
+    return _LINES.get(field, _MODEL_LINE if field.startswith("model.") else "")
 
 
 def line_for_transport(text: str, otherwise: str = _LINES["transport"]) -> str:

@@ -59,10 +59,11 @@ _CHANGES = {
     "quantisation": "quantise the KV cache in the same way, with the same scales, at both ends",
     "rope": "give both ends the same model and the same rope settings",
     "window": "give both ends the same model and the same sliding window",
+    "weights": "load the same weights at both ends, or set weights to the same text at both where they are"
+    " the same and kvplug cannot read them",
 }
 """What to change when a field of the model differs; otherwise ``_SAME_MODEL``."""
 _INFORMATIVE = frozenset({"name"})
-_WHERE_KNOWN = frozenset({"weights"})
 
 
 def agree(local: Hello, remote: Hello) -> Agreement:
@@ -155,7 +156,7 @@ def _model(ours: ModelInfo, theirs: ModelInfo) -> list[str]:
         if name in _INFORMATIVE:
             continue
         mine, yours = getattr(ours, name), getattr(theirs, name)
-        if mine == yours or (name in _WHERE_KNOWN and not (mine and yours)):
+        if mine == yours and (mine or name != "weights"):  # two unknown ones may differ
             continue
         field = name if name == "dtype" else f"model.{name}"
         reasons.append(_differs(field, mine, yours, _CHANGES.get(name, _SAME_MODEL)))

@@ -57,7 +57,9 @@ class KvplugL2AdapterConfig(L2AdapterConfigBase):
             "kvplug L2 adapter, adapter_params:\n"
             '- stores (list): the one store, such as ["redis"]; `kvplug list` shows all (required)\n'
             '- options (dict): its options, such as {"redis": {"address": "10.0.0.7:6379"}}\n'
-            "- namespace (str): what chunks depend on beside LMCache's keys, such as the model's revision\n"
+            "- weights (str): name of the models' weights, such as their revision; without it no chunk is"
+            " found after a restart, or by another server\n"
+            "- namespace (str): what chunks depend on beside that and LMCache's keys\n"
             "- timeout_s, integrity, secret_file, ...: every key of kvplug's configuration that stores use"
         )
 

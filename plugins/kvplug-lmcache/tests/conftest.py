@@ -60,7 +60,7 @@ def make(stack: ExitStack) -> Callable[..., Any]:
             "type": "plugin",
             "module_path": "kvplug_lmcache.adapter",
             "class_name": "KvplugL2Adapter",
-            "adapter_params": params,
+            "adapter_params": {"weights": "those of this test", **params},
         }
         adapter = create_l2_adapter(get_l2_adapter_config_class("plugin").from_dict(described))
         stack.callback(adapter.close)

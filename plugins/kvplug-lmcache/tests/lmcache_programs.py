@@ -24,7 +24,7 @@ def adapter(params: dict[str, Any]) -> str:
             "type": "plugin",
             "module_path": "kvplug_lmcache.adapter",
             "class_name": "KvplugL2Adapter",
-            "adapter_params": params,
+            "adapter_params": {"weights": "those of this test", **params},
         }
     )
 

@@ -187,6 +187,16 @@ def test_a_namespace_divides_a_store(make: Any, fs: Any) -> None:
     assert lookup(make(**fs, namespace="revision 1"), [key(1)]) == [True]
 
 
+def test_without_a_word_on_the_weights_nothing_is_shared(
+    make: Any, fs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = make(**fs, weights="")
+    assert store(adapter, [key(1)], [obj(1)]).is_successful()
+    assert lookup(adapter, [key(1)]) == [True]
+    assert lookup(make(**fs, weights=""), [key(1)]) == [False], "after a restart"
+    assert "set weights to a text" in caplog.text
+
+
 def test_a_damaged_object_is_a_miss_and_counted(make: Any, fs: Any, tmp_path: Path) -> None:
     adapter = make(**fs)
     keys = [key(1), key(2)]

@@ -9,17 +9,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
+from kvplug import HandshakeError
 from kvplug.metrics.store_rate import MeasuredStore
 from kvplug.transport import Presence
 from kvplug_testing import peers
-from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.engine import MODEL, FakeEngine, request_of
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.named_pages import own_store
 from kvplug_testing.waits import until
 from lookup_engines import (
     PROMPT,
+    an_address,
     assert_loads,
     both,
     config,
@@ -39,6 +42,10 @@ SMALL = {"size": 1 << 20, "segment_bytes": 1 << 18}
 
 def tiers(path: Path, **host: Any) -> dict[str, Any]:
     return {"stores": ["host", "fs"], "options": {"host": {**SMALL, **host}, "fs": {"path": str(path)}}}
+
+
+def on_disk(path: Path) -> dict[str, Any]:
+    return {"stores": ["fs"], "options": {"fs": {"path": str(path)}}}
 
 
 def num_files(engine: FakeEngine) -> int:
@@ -102,6 +109,58 @@ def test_one_load_takes_its_pages_from_several_stores(tmp_path: Path) -> None:
         assert engine.scheduler.get_hit_sources(prompt, 960) == {"host": 96, "disk": 864}
         assert engine.scheduler.get_hit_sources(prompt, 90) == {"host": 90}
         assert_loads(engine, prompt, 960)
+
+
+# -- models that may differ ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        ({"weights": "a"}, {"weights": "a", "name": "renamed"}, 96),
+        ({"weights": "a"}, {"weights": "b"}, 0),
+        ({"weights": "", "name": "a"}, {"weights": "", "name": "b"}, 0),
+        ({"weights": ""}, {"weights": ""}, 0),
+        ({"weights": ""}, {"weights": "a"}, 0),
+    ],
+)
+def test_kv_is_loaded_from_a_folder_only_where_the_weights_are_known_to_be_equal(
+    tmp_path: Path, first: dict[str, str], second: dict[str, str], shared: int
+) -> None:
+    given = config("both", host=an_address("weights"), engine_id="restarts", **on_disk(tmp_path))
+    with FakeEngine(given, model=attrs.evolve(MODEL, **first)) as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        assert_loads(engine, request_of("own", PROMPT), 96)
+        until(lambda: not engine.worker._saver.bytes_unsaved, what="the end of all saves")
+    with FakeEngine(given, model=attrs.evolve(MODEL, **second)) as engine:
+        assert engine.matched(request_of("a", PROMPT))[0] == shared
+
+
+def test_weights_that_the_operator_states_are_shared_and_those_that_are_unknown_warn_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown = attrs.evolve(MODEL, weights="")
+    for stated, found in (("w at 1", 0), ("w at 1", 96), ("w at 2", 0), ("", 0)):
+        assert not caplog.records
+        given = config("both", host=an_address("stated"), weights=stated, **on_disk(tmp_path))
+        with FakeEngine(given, model=unknown) as engine:
+            assert engine.matched(request_of("a", PROMPT))[0] == found
+            engine.prefill(request_of("stored", PROMPT))
+            until(lambda engine=engine: not engine.worker._saver.bytes_unsaved)  # type: ignore[misc]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "the weights of fake are unknown" in warning and "set weights to a text" in warning
+
+
+def test_two_engines_that_do_not_know_their_weights_refuse_each_other() -> None:
+    unknown = attrs.evolve(MODEL, weights="")
+    with (
+        FakeEngine(config("producer"), listen="unix:", model=unknown) as prefill,
+        FakeEngine(config("consumer"), connect=prefill.worker.contact, model=unknown) as decode,
+    ):
+        prefill.prefill(request_of("stored", PROMPT))
+        with pytest.raises(HandshakeError, match=r"model.weights: .*set weights to the same text at both"):
+            decode.scheduler.wait_until_ready(10)
+        assert decode.matched(request_of("a", PROMPT)) == (0, False)
 
 
 # -- stores that are slow ------------------------------------------------------------------------

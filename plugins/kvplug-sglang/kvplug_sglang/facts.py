@@ -29,7 +29,8 @@ _FORMATS: Final = frozenset(
 
 
 def model_facts(path: str | None = None) -> dict[str, Any]:
-    """Facts of the model that this process serves.
+    """Facts of the model that this process serves. ``weights`` is empty if the weights of the model, of its
+    draft or of an adapter have no fingerprint.
 
     Args:
         path: of the checkpoint that the weights come from; default: the one the engine was started with.
@@ -40,22 +41,17 @@ def model_facts(path: str | None = None) -> dict[str, Any]:
     args = get_server_args()
     config = ModelConfig.from_server_args(args)
     name = path or config.model_path
-    weights = fingerprint_of(name, config.revision, args.load_format, args.download_dir)
-    if not weights:
-        _log.warning(
-            "the weights of %s have no fingerprint: its pages are kept under its name and revision, so other"
-            " weights of that name would get its KV",
-            name,
-        )
+    found = fingerprint_of(name, config.revision, args.load_format, args.download_dir)
+    draft, adapters = _draft_of(args), sorted(map(_adapter_of, args.lora_paths or ()))
     return {
-        "weights": weights or [name, config.revision, args.load_format],
+        "weights": found if all((found, *draft[2:], *(each[2] for each in adapters))) else "",
         "quantization": [config.quantization, args.quantization, _content_of(args.quantization_param_path)],
         "dtype": str(config.dtype),
         "positions": _positions(config),
         "window": config.sliding_window_size,
         "overrides": args.json_model_override_args,
-        "draft": [args.speculative_algorithm, *_draft_of(args)],
-        "adapters": sorted(_adapter_of(each) for each in args.lora_paths or ()),
+        "draft": [args.speculative_algorithm, *draft],
+        "adapters": [" ".join(each) for each in adapters],
     }
 
 
@@ -138,9 +134,10 @@ def _draft_of(args: Any) -> tuple[Any, ...]:
     return name, revision, fingerprint_of(name, revision, args.load_format, args.download_dir)
 
 
-def _adapter_of(adapter: Any) -> str:
-    """An adapter that the engine was started with. SGLang's id of it is its name and path, whatever its
-    weights; the id of one that is loaded later is random, so its pages are not found by another process."""
+def _adapter_of(adapter: Any) -> tuple[str, str, str]:
+    """Name, path and fingerprint of an adapter that the engine was started with. SGLang's id of it is its
+    name and path, whatever its weights; the id of one that is loaded later is random, so its pages are not
+    found by another process."""
     path = getattr(adapter, "lora_path", None) or str(adapter)
     folder = _folder_of(str(Path(path).expanduser()), None, None)
     try:
@@ -148,7 +145,7 @@ def _adapter_of(adapter: Any) -> str:
     except (OSError, ValueError) as e:
         _log.warning("the adapter %s has no fingerprint: %s", path, e)
         found = ""
-    return f"{getattr(adapter, 'lora_name', '')} {path} {found}"
+    return str(getattr(adapter, "lora_name", "")), path, found
 
 
 def _positions(config: Any) -> str:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kvplug.engine import unknown_weights
 from kvplug_sglang.facts import model_facts, namespace_of, pool_facts, rank_facts
 from kvplug_sglang.pools import HostPool
 
@@ -25,10 +26,16 @@ class PageNames:
     While the weights change there are no names: what the engine's cache holds may be KV of the old ones.
     """
 
-    def __init__(self, config: HiCacheStorageConfig) -> None:
+    def __init__(self, config: HiCacheStorageConfig, weights: str = "") -> None:
+        """``weights``: the identity that the operator states, in place of the fingerprint."""
         self._config = config
         self._model = model_facts()
         self._token = _agreed_token()
+        if weights or not self._model["weights"]:
+            is_first = config.tp_rank == config.pp_rank == 0
+            self._model["weights"] = weights or unknown_weights(
+                config.model_name or "", self._token.hex(), warns=is_first
+            )
         self._lock = threading.Lock()
         self._generation = 0
         """0: pages are shared with every engine that has the same facts. Others are this engine's own."""
@@ -84,7 +91,7 @@ class PageNames:
                 return
             path, self._loading = self._loading, None
         model: dict[str, Any] | None = None if path is None else model_facts(path)
-        if model is not None and isinstance(model["weights"], str):
+        if model is not None and model["weights"]:
             with self._lock:
                 self._model, self._generation = model, 0
             _log.info("the weights changed: KV pages are those of %s from now on", path)

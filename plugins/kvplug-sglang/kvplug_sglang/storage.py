@@ -62,12 +62,12 @@ class KvplugStorage(HiCacheStorage):
         if extra is not None:
             extra["interface_v1"] = 1  # SGLang asks after this whether a page's memory can be handed over
         self._timeout_s = config.timeout_s
-        self.names = PageNames(storage_config)
+        self.names = PageNames(storage_config, weights=config.weights)
         """What the pages are called. Hooks tell it when weights change."""
         self._pools: dict[str, HostPool] = {}
         self._pause = Pause()
         self._speeds = Speeds()
-        self._cache = build_page_cache(config, engine="sglang")
+        self._cache = build_page_cache(config, engine="sglang", namespace=b"facts in keys")
         LIVE.add(self)
         _log.info("KV pages are kept in the store %r", config.stores[0])
 

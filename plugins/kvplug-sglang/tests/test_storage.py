@@ -281,17 +281,34 @@ def test_while_the_weights_change_there_are_no_pages_and_then_others(
     assert update("b", True, flush="within") == 3
 
 
+def test_weights_without_a_fingerprint_are_shared_only_where_the_operator_names_them(
+    make: Callable[..., KvplugStorage],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(names, "_agreed_token", lambda: random.randbytes(16))
+    pool, fs = pool_of(MHATokenToKVPoolHost, "page_first"), {"fs": {"path": str(tmp_path)}}
+    for stated, num_found in (("", 0), ("", 0), ("w at 1", 0), ("w at 1", 3), ("w at 2", 0)):
+        storage = make(pool, weights="", extra={"stores": ["fs"], "options": fs, "weights": stated})
+        assert storage.batch_exists(KEYS) == num_found
+        assert all(storage.batch_set_v1(KEYS, rows(0, 1, 2)))
+        assert storage.batch_exists(KEYS) == 3
+    assert caplog.text.count("the weights of model are unknown") == 2
+
+
 def test_an_adapter_is_another_when_its_files_are_and_weights_without_files_have_no_fingerprint(
     tmp_path: Path,
 ) -> None:
-    def with_weights(value: float) -> str:
+    def with_weights(value: float) -> tuple[str, str, str]:
         save_file({"lora_A": torch.full((2, 2), value)}, tmp_path / "adapter_model.safetensors")
         return facts._adapter_of(SimpleNamespace(lora_name="a", lora_path=str(tmp_path)))
 
     (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
     found = {with_weights(1.0), with_weights(1.0), with_weights(2.0)}
-    assert len(found) == 2 and all(each.startswith(f"a {tmp_path} safetensors:") for each in found)
-    assert facts._adapter_of(SimpleNamespace(lora_name="a", lora_path="/nowhere")) == "a /nowhere "
+    assert len(found) == 2 and {each[:2] for each in found} == {("a", str(tmp_path))}
+    assert all(each[2].startswith("safetensors:") for each in found)
+    assert facts._adapter_of(SimpleNamespace(lora_name="a", lora_path="/nowhere")) == ("a", "/nowhere", "")
     assert facts.fingerprint_of(str(tmp_path), None, "dummy", None) == ""
     assert facts.fingerprint_of(str(tmp_path), None, "auto", None).startswith("safetensors:")
 

@@ -115,6 +115,10 @@ def test_the_fingerprint_tells_weights_apart_and_dtypes_not(llama):
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight[0, 0] += 1
     assert describe(other).info.weights != before
+    quantised = [copy.deepcopy(llama), copy.deepcopy(llama)]
+    for number, model in enumerate(quantised):
+        model.model.layers[1].mlp.register_buffer("qweight", torch.full((4,), number, dtype=torch.int32))
+    assert len({before, *(describe(model).info.weights for model in quantised)}) == 3
     half = copy.deepcopy(llama).to(torch.bfloat16)
     assert describe(half).info.weights == describe(half.to(torch.float32)).info.weights
 

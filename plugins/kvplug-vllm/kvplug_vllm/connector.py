@@ -110,6 +110,7 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
             cache=cache,
             parallelism=parallelism_of(vllm_config),
             loads_in_background=not rewinds,
+            start=f"{config.engine_id} {vllm_config.instance_id}",
             registry=registry,
         )
         if isinstance(built, WorkerConnector):

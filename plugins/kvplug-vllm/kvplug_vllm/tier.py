@@ -9,6 +9,7 @@ and their answers are there in a later step.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 import time
@@ -29,7 +30,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvplug import Config, ConfigError, Registry, TimeoutError, build_page_cache
-from kvplug.engine import FlatPage
+from kvplug.engine import FlatPage, unknown_weights
 from kvplug.transport import Deadline, Job, Presence
 from kvplug_vllm.logs import join_vllm
 from kvplug_vllm.releases.tiers import check_tiers, hit_source_of
@@ -109,7 +110,9 @@ class KvplugTier(SecondaryTierManager):
         Args:
             offloading_spec, primary_kv_view, tier_type, backpressure_detector: from vLLM. The view is [chunk,
                 byte].
-            namespace: what chunks depend on beside vLLM's keys, such as the revision of the model.
+            namespace: what chunks depend on beside vLLM's keys, such as the revision of the model. Without
+                it, and without ``weights`` in ``config``, no other engine finds them, nor this one after a
+                restart: vLLM does not tell a tier which weights it has loaded.
             medium: "CPU" or "STORAGE": under which of them vLLM counts hits, and requests choose tiers.
             locality: "LOCAL" or "REMOTE", for requests that choose tiers by it.
             config: kvplug's own configuration.
@@ -127,6 +130,8 @@ class KvplugTier(SecondaryTierManager):
         registry = Registry.from_env()
         join_vllm(registry)
         self._timeout_s = parsed.timeout_s
+        if not (namespace or parsed.weights):
+            namespace = unknown_weights(offloading_spec.config.model.name, os.urandom(16).hex())
         self._cache = build_page_cache(
             parsed, engine=ENGINE, namespace=namespace_of(offloading_spec, namespace), registry=registry
         )

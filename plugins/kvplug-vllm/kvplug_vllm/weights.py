@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvplug.engine import adapter_fingerprint, checkpoint_files, checkpoint_fingerprint
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 _log = logging.getLogger(__name__)
 
@@ -21,46 +22,58 @@ _FORMATS = frozenset(
 
 
 def fingerprint_of(vllm_config: VllmConfig) -> str:
-    """The fingerprint of the safetensors files that this engine loads; empty (not compared) for other
-    formats.
+    """The fingerprint of the safetensors files that this engine loads, a draft model's included; empty if
+    that of one of the models is not known.
 
     It is that of :func:`kvplug.engine.checkpoint_fingerprint`. Weights that are quantised while loading
     differ from the files, so the fingerprint includes the quantisation.
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
+    model, speculative = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
+    draft = None if speculative is None else speculative.draft_model_config
+    models = [model] if draft is None or draft is model else [model, draft]
+    found = [_fingerprint_of(each, vllm_config.load_config) for each in models]
+    return " and ".join(found) if all(found) else ""
+
+
+def _fingerprint_of(model: ModelConfig, load: LoadConfig) -> str:
     if load.load_format not in _FORMATS:
+        _log.info("load format %r of %s: kvplug reads safetensors files only", load.load_format, model.model)
         return ""
     folder = _folder_of(model.model_weights or model.model, model.revision, load.download_dir)
     files = _files_of(folder, load.load_format) if folder is not None else ()
     if not files:
-        _log.info(
-            "no safetensors files of %s are found: its weights are not compared with the peer's", model.model
-        )
+        _log.info("no safetensors files of %s are found", model.model)
         return ""
     try:
         return checkpoint_fingerprint(files) + _quantised(model)
     except Exception as e:  # vLLM may still read them: do not end its engine
-        _log.warning(
-            "the safetensors files of %s have no fingerprint, and are not compared with the peer's: %s",
-            model.model,
-            e,
-        )
+        _log.warning("the safetensors files of %s cannot be read: %s", model.model, e)
         return ""
 
 
 def fingerprint_of_adapter(path: str) -> str:
-    """The fingerprint of the LoRA adapter in this folder; the path itself if its files cannot be read.
+    """The fingerprint of the LoRA adapter in this folder; a text of this process's own if its files cannot be
+    read.
 
     A second call is cheap: it looks at the files' times and sizes, and reads them only if those changed.
     """
     folder = _folder_of(str(Path(path).expanduser()), None, None)
-    if folder is None:
-        return path
     try:
-        return adapter_fingerprint(folder)
+        return _unknown_adapter(path, "no such folder") if folder is None else adapter_fingerprint(folder)
     except Exception as e:
-        _log.debug("the adapter in %s has no fingerprint: %s", path, e)
-        return path
+        return _unknown_adapter(path, str(e))
+
+
+@functools.cache  # one warning
+def _unknown_adapter(path: str, why: str) -> str:
+    _log.warning(
+        "the weights of the LoRA adapter %s are unknown (%s): KV of its requests is this engine's own, and"
+        " neither other engines nor its next start can load it. If they may, give the adapter as PEFT's"
+        " files: adapter_model.safetensors, adapter_config.json",
+        path,
+        why,
+    )
+    return f"{path} {os.urandom(16).hex()}"
 
 
 def _quantised(model: ModelConfig) -> str:

@@ -61,6 +61,7 @@ class Recording:
             f"kv_{role}",
             self._port,
             kv_load_failure_policy=policy,
+            weights="dummy",
             options={"lookup": {"async_load": is_async}},
         )
         setups = [*([setup] if isinstance(setup, str) else setup), f"{RECORDER}:record"]

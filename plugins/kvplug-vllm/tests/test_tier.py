@@ -164,7 +164,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def fs(tmp_path: Path) -> dict[str, Any]:
-    return {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path / "pages")}}}
+    return {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path / "pages")}}, "weights": "w"}
 
 
 @pytest.fixture
@@ -223,6 +223,18 @@ def test_an_engine_that_differs_finds_nothing(start: Any, fs: Any, change: Any) 
     first.settle()
     other = start(fs, change)
     assert other.find([key(1)], other.begin("request")) == [LookupResult.MISS]
+
+
+def test_without_a_word_on_the_weights_nothing_is_shared(
+    start: Any, fs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = {**fs, "weights": ""}
+    first = start(tier)
+    first.store([key(1)], [1])
+    first.settle()
+    second = start(tier)
+    assert second.find([key(1)], second.begin("request")) == [LookupResult.MISS]
+    assert "the weights of model are unknown" in caplog.text
 
 
 def test_groups_and_namespaces_are_apart(start: Any, fs: Any) -> None:

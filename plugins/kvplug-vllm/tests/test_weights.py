@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from kvplug_vllm.weights import fingerprint_of
+    from kvplug_vllm.weights import fingerprint_of, fingerprint_of_adapter
 
 pytestmark = pytest.mark.smoke
 
@@ -29,9 +29,13 @@ def fingerprint(folder: Path, load_format: str = "auto", **more: Any) -> str:
     model = {"model": str(folder), "model_weights": "", "revision": None, "quantization": None}
     arch = SimpleNamespace(quantization_config=more.pop("in_checkpoint", None))
     load = SimpleNamespace(load_format=load_format, download_dir=more.pop("download_dir", None))
+    draft = more.pop("draft", None)
+    found = SimpleNamespace(**model | more, model_arch_config=arch)
+    draft_config = draft and SimpleNamespace(**{**vars(found), "model": str(draft)})
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(**model | more, model_arch_config=arch),
+        model_config=found,
         load_config=load,
+        speculative_config=draft and SimpleNamespace(draft_model_config=draft_config),
     )
     return fingerprint_of(config)
 
@@ -43,9 +47,26 @@ def saved(folder: Path, *parts: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def test_what_is_no_safetensors_is_not_known(tmp_path: Path) -> None:
+def test_a_draft_models_weights_count_too(tmp_path: Path) -> None:
+    folder, one = saved(tmp_path / "whole", TENSORS), saved(tmp_path / "one", {"a": torch.ones(2)})
+    other = saved(tmp_path / "other", {"a": torch.zeros(2)})
+    found = {fingerprint(folder), *(fingerprint(folder, draft=each) for each in (one, other))}
+    assert len(found) == 3 and all(found)
+    assert fingerprint(folder, draft=tmp_path / "nothing") == "", "one of the two is not known"
+
+
+def test_an_adapter_that_cannot_be_read_is_of_this_engine_only(caplog: pytest.LogCaptureFixture) -> None:
+    found = fingerprint_of_adapter("/no/such/adapter")
+    assert fingerprint_of_adapter("/no/such/adapter") == found != "/no/such/adapter"
+    assert [record.getMessage()[:61] for record in caplog.records] == [
+        "the weights of the LoRA adapter /no/such/adapter are unknown "
+    ]
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "pt", "npcache", "tensorizer", "a later one"])
+def test_what_is_no_safetensors_is_not_known(tmp_path: Path, load_format: str) -> None:
     folder = saved(tmp_path / "whole", TENSORS)
-    assert fingerprint(folder, load_format="dummy") == ""
+    assert fingerprint(folder, load_format=load_format) == ""
     assert fingerprint(tmp_path / "nothing") == ""
     (tmp_path / "empty").mkdir()
     assert fingerprint(tmp_path / "empty") == ""

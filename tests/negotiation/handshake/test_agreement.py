@@ -19,7 +19,7 @@ from kvplug.net.trust.identity import PeerIdentity
 from kvplug.transport.capabilities import Capabilities, Cost
 from kvplug.transport.spec import Probe
 
-MODEL = ModelInfo(name="m", num_layers=30, num_kv_heads=3, head_size=64, dtype="float32")
+MODEL = ModelInfo(name="m", num_layers=30, num_kv_heads=3, head_size=64, dtype="float32", weights="w")
 NET = Offer(name="net", capabilities=Capabilities(cross_host=True, cost=Cost(latency_us=50, gb_per_s=2)))
 LOCAL = Offer(
     name="local", capabilities=Capabilities(cost=Cost(latency_us=5, gb_per_s=8)), probe=Probe(domain="d")
@@ -301,10 +301,12 @@ def test_a_plain_pipe_meets_a_plain_pipe_and_no_engine() -> None:
     assert refused(THEIRS, ours) == (mirrored(reason),)
 
 
-def test_fingerprints_of_weights_are_compared_where_both_have_one() -> None:
-    ours = changed(OURS, weights="w1")
-    assert agree(ours, THEIRS) and agree(THEIRS, ours)
-    assert fields(refused(ours, changed(THEIRS, weights="w2"))) == ["model.weights"]
+@pytest.mark.parametrize("theirs", ["w2", ""])
+@pytest.mark.parametrize("ours", ["w1", ""])
+def test_weights_that_differ_or_are_unknown_are_refused(ours: str, theirs: str) -> None:
+    reasons = refused(changed(OURS, weights=ours), changed(THEIRS, weights=theirs))
+    assert fields(reasons) == ["model.weights"]
+    assert "set weights to the same text at both" in reasons[0]
 
 
 def test_what_is_informative_may_differ() -> None:

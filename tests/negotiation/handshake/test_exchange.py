@@ -24,7 +24,7 @@ from kvplug.transport.capabilities import Capabilities
 OURS = Hello(
     engine=EngineFacts(
         role="producer",
-        model=ModelInfo(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32"),
+        model=ModelInfo(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32", weights="w"),
         layout="KBTHD",
         block_size=16,
     ),

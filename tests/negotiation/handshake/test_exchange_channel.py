@@ -31,7 +31,7 @@ pytestmark = [
 OURS = Hello(
     engine=EngineFacts(
         role="producer",
-        model=ModelInfo(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32"),
+        model=ModelInfo(num_layers=30, num_kv_heads=3, head_size=64, dtype="float32", weights="w"),
         layout="KBTHD",
         block_size=16,
     ),

@@ -29,7 +29,12 @@ NUM_HEADS = 2
 HEAD_SIZE = 8
 """Elements of a head of the fake engine's model."""
 MODEL = ModelInfo(
-    name="fake", num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype="float32"
+    name="fake",
+    num_layers=NUM_LAYERS,
+    num_kv_heads=NUM_HEADS,
+    head_size=HEAD_SIZE,
+    dtype="float32",
+    weights="fake",
 )
 """The fake engine's model, unless it is given another one."""
 

@@ -98,6 +98,21 @@ class TestForgetsTheExtra(Mutant):
             return super().request_finished(attrs.evolve(request, extra=b""), *more)
 
 
+class TestForgetsTheWeights(Mutant):
+    """Models that differ in their weights only are taken for one."""
+
+    breaks = ("CONN-2",)
+    caught_by = "test_nothing_of_a_model_that_may_be_another_is_promised"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="")))
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="")))
+
+
 class TestRemembersItsBestAnswer(Mutant):
     """What was promised once is promised again, however much has been computed meanwhile."""
 

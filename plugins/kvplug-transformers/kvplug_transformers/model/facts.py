@@ -120,14 +120,18 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash over a sample of every parameter: it differs for different weights, and takes milliseconds.
+    """A hash over a sample of every parameter and buffer (quantised weights are buffers): it differs for
+    different weights, and takes milliseconds.
 
     The sample is converted to float32, so that the hash does not depend on the dtype.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().flatten()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):  # a module's own state
+            digest.update(f"{name}{tensor!r}".encode())
+            continue
+        flat = tensor.flatten()
         sample = flat[:: max(1, flat.numel() // 64)].to(torch.float32).cpu().contiguous()
-        digest.update(f"{name}{list(parameter.shape)}".encode())
+        digest.update(f"{name}{list(tensor.shape)}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()

@@ -113,10 +113,20 @@ class Promises(ConnectorSuite):
         assert sum(map(bool, found.values())) <= 2, f"there is room for two prompts: {found}"
 
     @law("CONN-2")
-    def test_nothing_of_another_model_is_promised(self) -> None:
-        prefill = self.engine("producer")
-        other = attrs.evolve(MODEL, rope="base=1e6")
-        decode = self.engine("consumer", model=other)
+    @pytest.mark.parametrize(
+        ("theirs", "ours"),
+        [
+            ({}, {"rope": "base=1e6"}),
+            ({}, {"weights": "other"}),
+            ({"weights": ""}, {"weights": "", "name": "other"}),  # unknown
+            ({"weights": ""}, {"weights": ""}),
+        ],
+    )
+    def test_nothing_of_a_model_that_may_be_another_is_promised(
+        self, theirs: dict[str, Any], ours: dict[str, Any]
+    ) -> None:
+        prefill = self.engine("producer", model=attrs.evolve(MODEL, **theirs))
+        decode = self.engine("consumer", model=attrs.evolve(MODEL, **ours))
         params = self.stored(prefill, range(100))
         prompt = request_of("a", range(100), params=params)
         assert Call(lambda: decode.matched(prompt)).result()[0] == 0, "its KV means something else"
