@@ -276,7 +276,7 @@ class Stepping:
                 set_forward_context(None, self.config),
                 KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(plan) as output,
             ):
-                if plan.total_num_scheduled_tokens:
+                if plan.total_num_scheduled_tokens and self.worker.has_connector_metadata():
                     for name in LAYERS:
                         self.worker.wait_for_layer_load(name)
                         self.worker.save_kv_layer(name, torch.empty(0), None)

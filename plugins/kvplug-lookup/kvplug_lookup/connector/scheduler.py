@@ -380,9 +380,10 @@ class LookupScheduler(SchedulerConnector):
 
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
         forget = list(self._forget)
-        # One preempted after its blocks were allocated has lost them: nothing may be loaded into them.
-        scheduled = {one.request_id for one in output.scheduled}
-        self._drop_loads(output.preempted_request_ids - scheduled)
+        if output.preempted_request_ids:
+            # One preempted after its blocks were allocated has lost them: nothing may be loaded into them.
+            scheduled = {one.request_id for one in output.scheduled}
+            self._drop_loads(output.preempted_request_ids - scheduled)
         for request_id in output.preempted_request_ids:
             if request_id in self._tracked:
                 self._tracked[request_id].num_saved = 0
