@@ -278,7 +278,13 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
         return self._scheduler.connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        return self._scheduler.connector.reset_cache()
+        if self._scheduler.connector.reset_cache():
+            return True
+        _log.warning(
+            "vLLM fails what needs this reset. After a failed POST /pause the server is paused, and POST"
+            " /resume continues; POST /pause?clear_cache=false pauses it without a reset"
+        )
+        return False
 
 
 def _ours(metadata: KVConnectorMetadata) -> KvplugMetadata:

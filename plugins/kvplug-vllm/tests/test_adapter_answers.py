@@ -103,3 +103,15 @@ def test_nothing_is_loaded_for_a_request_that_reads_no_cache(in_background: bool
     assert it.engine.computed(plan) == {"a": 0}
     assert it.engine.report(plan, it.engine.run(plan, 7)) == {"a": [7]}
     assert asked.call_count == 0, "it would be counted as a miss, or as a match that is not loaded"
+
+
+def test_a_reset_that_the_connector_cannot_do_names_what_works(
+    made: Any, errors: pytest.LogCaptureFixture
+) -> None:
+    it = made()
+    assert it.engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+    assert "POST /pause?clear_cache=false" in errors.text
+    errors.clear()
+    it.decides.reset_cache = lambda: True
+    assert it.engine.scheduler.reset_prefix_cache(reset_connector=True) is True
+    assert "clear_cache" not in errors.text

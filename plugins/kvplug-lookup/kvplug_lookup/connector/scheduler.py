@@ -349,15 +349,18 @@ class LookupScheduler(SchedulerConnector):
         that other engines use, too.
 
         Nothing that they hold is promised any more until they have said so. What a consumer loads is not its
-        own to forget: refused, unless there was no producer yet.
+        own to forget: refused, unless each producer was reset before, or has never been there.
         """
         if not self._saves:
-            if not any(replica.was_connected for replica in self._replicas):
-                return True
-            _log.warning(
-                "the cache is not reset: what this engine loads is held by its producer; reset that engine"
-            )
-            return False
+            self._engines.update(self._sources)
+            held = [source.name for source in self._sources if not source.is_cleared]
+            if held:
+                _log.warning(
+                    "the cache is not reset: what this engine loads is held by its producer; first"
+                    " reset that engine (%s)",
+                    ", ".join(held),
+                )
+            return not held
         self._reset = os.urandom(16)
         for tracked in self._tracked.values():
             tracked.is_old = True
