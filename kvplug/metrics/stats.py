@@ -91,6 +91,8 @@ class TransferStats:
         self._failures: dict[tuple[str, str], int] = {}
         self._named: dict[str, dict[str, int]] = {kind: {} for kind in _NAMED}
         self._resets = 0
+        self._changes = 0
+        """Grows with everything that is counted."""
         self._reader = StatsReader(self)
 
     # -- counting ------------------------------------------------------------------------------
@@ -104,6 +106,7 @@ class TransferStats:
         What this core does not know is counted as "other": a plugin never adds a series.
         """
         with self._lock:
+            self._changes += 1
             figures = self._ops.get(op) or self._new(op)
             figures.count += count
             figures.nbytes += count * nbytes
@@ -116,6 +119,7 @@ class TransferStats:
         :class:`~kvplug.metrics.reasons.Reason`."""
         key = (_known_op(op), _known_reason(reason))
         with self._lock:
+            self._changes += 1
             self._failures[key] = self._failures.get(key, 0) + count
 
     def opened(self, route: str, *, count: int = 1) -> None:
@@ -134,6 +138,7 @@ class TransferStats:
         name = name[:_NAME_CHARS]
         counts = self._named[kind]
         with self._lock:
+            self._changes += 1
             if name not in counts and len(counts) >= _MAX_NAMES:
                 name = "other"
             counts[name] = counts.get(name, 0) + count
@@ -153,6 +158,7 @@ class TransferStats:
             for name, count in counts.items():
                 self._count(kind, name, count)
         with self._lock:
+            self._changes += 1
             for op, figures in ops.items():
                 self._ops.setdefault(op, _Figures()).add(figures)
             for key, count in failures.items():
@@ -165,6 +171,7 @@ class TransferStats:
             for counts in self._named.values():
                 counts.clear()
             self._resets += 1
+            self._changes += 1
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -208,9 +215,13 @@ class StatsReader:
         self._stats = stats
         self._before: StatsSnapshot | None = None
         self._resets = 0
+        self._changes = 0
 
     def take(self) -> dict[str, Any] | None:
         """What was counted since the last call, as a snapshot; ``None`` if nothing was."""
+        if (changes := self._stats._changes) == self._changes:
+            return None
+        self._changes = changes
         now, resets = self._stats._snapshot()
         before, self._before = self._before if resets == self._resets else None, now
         self._resets = resets

@@ -31,9 +31,9 @@ class WorkerConnector(abc.ABC):
     ``prefers_cross_layer_blocks``), ``set_host_xfer_buffer_ops`` where the engine has host buffers,
     ``get_handshake_metadata``. Each step: ``handle_preemptions`` when there are any;
     ``bind_connector_metadata``; ``start_load_kv``; inside each attention layer that the cache config
-    names ``wait_for_layer_load`` and ``save_kv_layer``; ``wait_for_save``; ``get_finished``;
-    ``get_block_ids_with_load_errors``; ``get_stats``; ``take_events``; ``build_worker_metadata``;
-    ``clear_connector_metadata``. At the end ``shutdown``.
+    names ``wait_for_layer_load`` and ``save_kv_layer``, unless ``has_connector_metadata`` is false;
+    ``wait_for_save``; ``get_finished``; ``get_block_ids_with_load_errors``; ``get_stats``; ``take_events``;
+    ``build_worker_metadata``; ``clear_connector_metadata``. At the end ``shutdown``.
 
     Two calls of a step may come later, each for itself. ``start_load_kv`` comes before the forward pass
     only where a request of this step needs its loads; otherwise, all of them being in the background, it
@@ -104,7 +104,12 @@ class WorkerConnector(abc.ABC):
         self._metadata = None
 
     def has_connector_metadata(self) -> bool:
-        """Whether a step's metadata is bound; the hooks in attention layers do nothing otherwise."""
+        """Whether this step needs ``wait_for_layer_load`` and ``save_kv_layer``.
+
+        The engine asks in each layer, and leaves both out otherwise. ``False`` outside of a step, and in a
+        step that loads nothing in front of its layers and saves nothing by layer. The default: whether the
+        step's metadata is bound.
+        """
         return self._metadata is not None
 
     @abc.abstractmethod

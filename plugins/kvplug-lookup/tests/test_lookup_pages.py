@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
 
 from kvplug import needs_layer_hooks
-from kvplug.engine import Request
+from kvplug.engine import Request, ScheduledRequest, SchedulerOutput
 from kvplug.transport import Presence
 from kvplug_lookup.connector.replica import Replica
 from kvplug_testing.engine import FakeEngine, request_of
@@ -261,6 +264,86 @@ def test_a_step_without_a_call_in_its_layers_is_saved_and_loaded() -> None:
         assert found == 96
         assert decode.is_right(prompt.token_ids, blocks, 96)
         assert decode.scheduler.get_hit_sources(prompt, 96) == {"peer": 96}
+
+
+def test_layers_are_called_in_steps_that_load_before_them_or_save_behind_them_only() -> None:
+    with pair() as (prefill, decode):
+        calls: Counter[str] = Counter()
+        _count_calls_of_layers(prefill, "prefill", calls)
+        _count_calls_of_layers(decode, "decode", calls)
+        prompt = request_of("a", PROMPT)
+        prefill.prefill(prompt, chunk=10)
+        num_held(prefill)
+        assert calls == {"prefill wait": 6 * 3, "prefill save": 6 * 3}, "6 of 10 steps complete a page"
+        calls.clear()
+        blocks, found, _ = decode.load(prompt)
+        assert (found, dict(calls)) == (96, {"decode wait": 3, "decode save": 3})
+        longer = attrs.evolve(prompt, token_ids=(*range(110),))
+        for computed in range(100, 110):
+            decode.step([(longer, blocks, computed, 1)])
+        assert calls == {"decode wait": 3, "decode save": 3}
+        assert decode.is_right(longer.token_ids, blocks, 110)
+
+
+def test_layers_are_not_called_for_a_load_in_the_background() -> None:
+    with pair(consumer={"lookup": {"async_load": True}}) as (prefill, decode):
+        calls: Counter[str] = Counter()
+        _count_calls_of_layers(decode, "decode", calls)
+        prompt = request_of("a", PROMPT)
+        prefill.prefill(prompt)
+        num_held(prefill)
+        blocks, found, _ = decode.load(prompt)
+        other = request_of("other", tokens(20, first=900))
+        decode.prefill(other)
+        until(lambda: decode.step([]).finished_recving, what="the end of the load")
+        assert (found, dict(calls)) == (96, {})
+        assert decode.is_right(prompt.token_ids, blocks, 96)
+
+
+def test_a_step_in_which_nothing_changes_costs_next_to_nothing() -> None:
+    """Counted in calls of functions, whatever the machine: 24 requests decode at a consumer."""
+    with pair() as (_, decode):
+        prompts = [request_of(f"r{number}", tokens(40, first=1000 * number)) for number in range(24)]
+        for prompt in prompts:
+            decode.scheduler.on_new_request(prompt)
+        output = SchedulerOutput(
+            step=1,
+            scheduled=tuple(
+                ScheduledRequest(request_id=prompt.request_id, num_computed_tokens=40, num_scheduled_tokens=1)
+                for prompt in prompts
+            ),
+            block_ids=lambda request_id: ((1, 2, 3),),
+        )
+        decode.scheduler.build_connector_meta(output)
+        decode.scheduler.get_stats()
+        assert _num_calls(lambda: decode.scheduler.build_connector_meta(output)) < 24 + 40
+        assert _num_calls(decode.scheduler.get_stats) < 10
+
+
+def _num_calls(function: Callable[[], object]) -> int:
+    """Calls that this one makes, of Python's functions and of others."""
+    events: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: events.update([event]))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return events["call"] + events["c_call"]
+
+
+def _count_calls_of_layers(engine: FakeEngine, name: str, calls: Counter[str]) -> None:
+    worker = engine.worker
+    wait, save = worker.wait_for_layer_load, worker.save_kv_layer
+
+    def waits(*given: Any) -> None:
+        calls[f"{name} wait"] += 1
+        wait(*given)
+
+    def saves(*given: Any) -> None:
+        calls[f"{name} save"] += 1
+        save(*given)
+
+    worker.wait_for_layer_load, worker.save_kv_layer = waits, saves
 
 
 def _without_calls(engine: FakeEngine, planned: Any, layers: range, compute: bool) -> None:

@@ -6,6 +6,7 @@ What the suite of connectors does not see: steps in flight, several workers, and
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,6 +234,27 @@ def test_a_consumer_cannot_forget_for_its_producer_and_says_so(caplog: pytest.Lo
             assert decode.scheduler.reset_cache() is False
             assert "reset that engine" in caplog.text
             assert not decode.scheduler.has_pending_push_work()
+
+
+def test_a_consumer_has_forgotten_once_its_producer_has() -> None:
+    with pair() as (prefill, decode):
+        prefill.prefill(request_of("a", PROMPT))
+        num_held(prefill)
+        decode.scheduler.wait_until_ready(10)
+        assert decode.scheduler.reset_cache() is False
+        assert prefill.scheduler.reset_cache() is True
+        prefill.step([])
+        until(decode.scheduler.reset_cache, what="the producer's reset at the consumer")
+        assert decode.matched(request_of("b", PROMPT)) == (0, False)
+        prefill.prefill(request_of("c", PROMPT))
+        num_held(prefill)
+        until(lambda: not decode.scheduler.reset_cache(), what="the producer's new pages at the consumer")
+
+
+def test_a_consumer_cannot_forget_what_a_store_holds_that_others_use(tmp_path: Path) -> None:
+    options = {"fs": {"path": str(tmp_path)}}
+    with FakeEngine(config("consumer", stores=["fs"], options=options)) as decode:
+        assert decode.scheduler.reset_cache() is False
 
 
 def test_a_consumer_without_a_producer_has_nothing_to_forget() -> None:

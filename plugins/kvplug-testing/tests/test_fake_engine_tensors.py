@@ -43,7 +43,7 @@ class Noting:
 
 
 BEGINS, ENDS = ["bind_connector_metadata"], ["clear_connector_metadata"]
-LAYER = ["wait_for_layer_load", "save_kv_layer"]
+LAYER = ["has_connector_metadata", "wait_for_layer_load", "save_kv_layer"]
 REPORTS = [
     "get_finished",
     "get_block_ids_with_load_errors",
@@ -75,6 +75,15 @@ def test_it_calls_in_the_order_it_is_told(engine: FakeEngine, order: CallOrder, 
     engine.worker = worker
     beside = [name for name in expected if name not in LAYER]
     assert calls == [*BEGINS, *expected, *ENDS, *BEGINS, *beside, *ENDS]
+
+
+def test_it_leaves_out_the_calls_in_layers_that_a_step_does_not_need(engine: FakeEngine) -> None:
+    calls: list[str] = []
+    worker, engine.worker = engine.worker, Noting(engine.worker, calls)
+    worker.has_connector_metadata = lambda: False
+    engine.prefill(request_of("a", range(20)))
+    engine.worker = worker
+    assert not {"wait_for_layer_load", "save_kv_layer"}.intersection(calls)
 
 
 def test_block_tables_are_valid_while_a_step_is_planned_and_no_longer(engine: FakeEngine) -> None:

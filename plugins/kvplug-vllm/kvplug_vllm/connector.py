@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
+import attrs
 import torch
 import vllm
 
@@ -18,7 +19,7 @@ from kvplug import (
     needs_layer_hooks,
     required_layout,
 )
-from kvplug.engine import SchedulerConnector, WorkerConnector
+from kvplug.engine import Role, SchedulerConnector, WorkerConnector
 from kvplug_vllm.logs import join_vllm
 from kvplug_vllm.metadata import KvplugMetadata, KvplugStats, KvplugWorkerMetadata
 from kvplug_vllm.metrics import KvplugPromMetrics
@@ -46,6 +47,7 @@ from kvplug_vllm.translate import (
     frees_early,
     model_of,
     parallelism_of,
+    replays_steps,
 )
 from kvplug_vllm.worker import WorkerSide
 
@@ -99,7 +101,7 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
                 f" model has {len(cache.groups)} groups, or frees blocks that leave a window: start this"
                 " server with --disable-hybrid-kv-cache-manager"
             )
-        rewinds = can_rewind(vllm_config) and not frees
+        in_step = can_rewind(vllm_config) and not frees and not replays_steps(vllm_config)
         if side == "scheduler":
             log_address_of(vllm_config.parallel_config.data_parallel_index, config)
         which = f"{config.connector} at {config.host}, {config.port}"  # for a MultiConnector
@@ -109,7 +111,7 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
             model=model_of(vllm_config, kv_cache_config),
             cache=cache,
             parallelism=parallelism_of(vllm_config),
-            loads_in_background=not rewinds,
+            loads_in_background=not in_step,
             start=f"{config.engine_id} {vllm_config.instance_id}",
             registry=registry,
         )
@@ -120,7 +122,7 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
                 built,
                 which=which,
                 tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-                can_rewind=rewinds,
+                loads_in_step=in_step,
                 groups=cache.groups,
                 fails_requests=frees,
             )
@@ -134,7 +136,9 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return needs_layer_hooks(config_of_extra(extra_config))
+        # Where vLLM replays whole steps all loads are in the background, whatever the role, which it does not
+        # state here: what is left is how a producer saves.
+        return needs_layer_hooks(attrs.evolve(config_of_extra(extra_config), role=Role.PRODUCER))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -275,7 +279,13 @@ class KvplugConnector(KVConnectorBase_V1, *SUPPORTS_GROUPS):  # type: ignore[mis
         return self._scheduler.connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        return self._scheduler.connector.reset_cache()
+        if self._scheduler.connector.reset_cache():
+            return True
+        _log.warning(
+            "vLLM fails what needs this reset. After a failed POST /pause the server is paused, and POST"
+            " /resume continues; POST /pause?clear_cache=false pauses it without a reset"
+        )
+        return False
 
 
 def _ours(metadata: KVConnectorMetadata) -> KvplugMetadata:

@@ -73,7 +73,7 @@ class CountedLoads:
 
         A request whose first token is out, or that was preempted, has been counted.
         """
-        for each in scheduled:
+        for each in scheduled if self._loads else ():
             load = self._loads.get(each.request_id)
             if load is None:
                 continue

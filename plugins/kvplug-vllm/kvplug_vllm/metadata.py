@@ -25,6 +25,8 @@ class KvplugMetadata(KVConnectorMetadata):
     begun: frozenset[str] = frozenset()
     """Requests that are scheduled for the first time."""
     preempted: frozenset[str] = frozenset()
+    unloaded: frozenset[int] = frozenset()
+    """Blocks to report as failed: vLLM counts on their load, and the connector has refused it."""
     newly_pending: NewlyPending = dataclasses.field(default_factory=NewlyPending)
     """Requests that vLLM waits for from this step on."""
 

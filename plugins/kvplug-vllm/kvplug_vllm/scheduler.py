@@ -20,6 +20,7 @@ from kvplug.engine import (
     SchedulerOutput,
     TransferStats,
     WorkerOutput,
+    reason_of,
 )
 from kvplug.net.wire import decode
 from kvplug_vllm.loads import CountedLoads, StepLoads
@@ -59,8 +60,9 @@ class SchedulerSide:
     And it ensures that KV whose load failed is not used. vLLM assumes at once that a load which its step
     needs has succeeded; until the step is reported, other requests wait for it (:class:`StepLoads`). If vLLM
     cannot rewind, that report is too late for the request itself: the next step is already planned, or
-    computes the missing tokens at the wrong position. So there the connector is asked to load everything in
-    the background. If it cannot, the request waits as well: vLLM is told that the load is in the background,
+    computes the missing tokens at the wrong position. If vLLM replays whole steps that it has captured, no
+    call between layers can wait. So there the connector is asked to load everything in the background. If it
+    cannot, the request waits as well: vLLM is told that the load is in the background,
     and the workers name the request as received in the step that loads, which waits for the load. So it does
     if vLLM has not bound its pool of blocks, from which the blocks of a failed load are evicted.
     """
@@ -71,11 +73,15 @@ class SchedulerSide:
         *,
         which: str,
         tensor_parallel_size: int,
-        can_rewind: bool,
+        loads_in_step: bool,
         groups: Sequence[CacheGroup],
         fails_requests: bool = False,
     ) -> None:
-        """``fails_requests``: vLLM is told of failed loads by their requests, not by their blocks."""
+        """
+        Args:
+            loads_in_step: a load may be part of the step that needs it; otherwise the request waits for it.
+            fails_requests: vLLM is told of failed loads by their requests, not by their blocks.
+        """
         self.connector = connector
         self._groups = tuple(groups)
         self._fails_requests = fails_requests
@@ -85,7 +91,7 @@ class SchedulerSide:
         """Requests that have ended since the last report: it may say that their load failed."""
         self._which = which
         self._tensor_parallel_size = tensor_parallel_size
-        self._can_rewind = can_rewind
+        self._loads_in_step = loads_in_step
         self._pool: BlockPool | None = None
         self._tables = block_tables()
         self._requests = Requests()
@@ -95,6 +101,8 @@ class SchedulerSide:
         self._pending = PendingRequests()
         self._step_loads = StepLoads()
         self._counted = CountedLoads()
+        self._unloaded = frozenset[int]()
+        """Blocks that vLLM counts on in the next step, and that the connector does not load."""
         self._worker_events: list[CacheEvent] = []
         self._stats = TransferStats()
         """What the adapter itself counts."""
@@ -122,6 +130,8 @@ class SchedulerSide:
     def get_num_new_matched_tokens(
         self, request: VllmRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if request.skip_reading_prefix_cache:
+            return 0, False  # it needs the outputs of all its tokens; some releases of vLLM ask all the same
         asked = self._requests[request]
         if self._step_loads.are_shared_by(asked, num_computed_tokens):
             return None, False  # not yet: the next step knows whether the load has succeeded
@@ -138,7 +148,7 @@ class SchedulerSide:
             )
             found = 0
         # vLLM computes the last token again only after a load in the background.
-        settles = not in_background and (not self._can_rewind or self._pool is None or found == left)
+        settles = not in_background and (not self._loads_in_step or self._pool is None or found == left)
         self._answers[request.request_id] = _Answer(num_computed_tokens, in_background, settles)
         return found, bool(found) and (in_background or settles)
 
@@ -147,19 +157,29 @@ class SchedulerSide:
     ) -> None:
         request_id, block_ids = request.request_id, self._block_ids(blocks.get_block_ids())
         answer = self._answers.pop(request_id, None)
-        if answer is not None and num_external_tokens:
-            self._counted.add(request, answer.num_computed_tokens, num_external_tokens)
-        if answer is None or not num_external_tokens:
+        start = 0 if answer is None else answer.num_computed_tokens
+        waits = answer is not None and (answer.in_background or answer.settles)
+        settles = answer is not None and answer.settles
+        try:
+            self.connector.update_state_after_alloc(self._requests[request], block_ids, num_external_tokens)
+        except Exception as e:  # which would end vLLM's engine
+            _log.error("nothing is loaded for request %s: %s", request_id, e)
+            self._stats.fail("load", reason_of(e))
+            if num_external_tokens:
+                self._unloaded |= self._blocks_from(start, block_ids)
+                settles = waits
+        if not num_external_tokens:
             self._pending.allocate(request_id)
-        elif answer.in_background or answer.settles:
+            return
+        self._counted.add(request, start, num_external_tokens)
+        if waits:
             loading = None
             if self._fails_requests:
-                loading = self._blocks_from(answer.num_computed_tokens, block_ids)
+                loading = self._blocks_from(start, block_ids)
                 self._loading[request_id] = loading
-            self._pending.load(request_id, settles=answer.settles, block_ids=loading)
+            self._pending.load(request_id, settles=settles, block_ids=loading)
         else:
-            self._step_loads.add(self._requests[request], answer.num_computed_tokens, *block_ids)
-        self.connector.update_state_after_alloc(self._requests[request], block_ids, num_external_tokens)
+            self._step_loads.add(self._requests[request], start, *block_ids)
 
     def get_hit_sources(self, request: VllmRequest, num_external_tokens: int) -> dict[Any, int]:
         """By vLLM's ``CacheHitSource``; what it has no name for is its ``EXTERNAL_UNSPECIFIED``."""
@@ -223,8 +243,10 @@ class SchedulerSide:
                 finished_request_ids=frozenset(output.finished_req_ids),
             )
         )
+        unloaded, self._unloaded = self._unloaded, frozenset()
         return KvplugMetadata(
             plan=plan,
+            unloaded=unloaded,
             begun=frozenset(request.req_id for request in output.scheduled_new_reqs),
             preempted=preempted,
             newly_pending=self._pending.begin_step(output.num_scheduled_tokens),

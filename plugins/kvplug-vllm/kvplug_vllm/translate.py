@@ -60,7 +60,7 @@ def config_of(vllm_config: VllmConfig) -> Config:
 
 
 def config_of_extra(extra: Mapping[str, Any]) -> Config:
-    """The configuration as far as the extra config alone gives it: without a role, unless it names one.
+    """The configuration as far as the extra config alone gives it: without the role that vLLM has.
 
     Raises:
         ConfigError: as :func:`config_of`.
@@ -108,6 +108,11 @@ def can_rewind(vllm_config: VllmConfig) -> bool:
     when the request starts, and afterwards only increases it (0.32).
     """
     return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
+
+
+def replays_steps(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM replays whole steps that it has captured (full CUDA graphs): no call between layers."""
+    return bool(vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs())
 
 
 def model_of(vllm_config: VllmConfig, cache: VllmKVCacheConfig) -> ModelInfo:

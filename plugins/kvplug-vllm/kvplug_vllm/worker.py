@@ -57,6 +57,7 @@ class WorkerSide:
         self._receipts = _AwaitedRequests("received")
         self._settling: frozenset[str] = frozenset()
         """Requests to be named as received in this step."""
+        self._unloaded: frozenset[int] = frozenset()
 
     # -- at start ------------------------------------------------------------------------------
 
@@ -108,6 +109,7 @@ class WorkerSide:
         self._sends.add(metadata.newly_pending.held)
         self._receipts.add(metadata.newly_pending.loading)
         self._settling = metadata.newly_pending.settling
+        self._unloaded = metadata.unloaded
         if self._failures is not None:
             self._failures.add(metadata.newly_pending.block_ids)
         self.connector.bind_connector_metadata(metadata.plan)
@@ -149,16 +151,20 @@ class WorkerSide:
         """Which of these requests, just named as received, have a failed load."""
         if self._failures is None:
             return set()
-        self._failures.hear(self.connector.get_block_ids_with_load_errors())
+        self._failures.hear(self._failed_blocks())
         return self._failures.take(received)
 
     @_outside_inference_mode
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed = self.connector.get_block_ids_with_load_errors()
+        failed = self._failed_blocks()
         if self._failures is None:
             return set(failed)
         self._failures.hear(failed)  # of requests that are named as received later
         return set()
+
+    def _failed_blocks(self) -> frozenset[int]:
+        unloaded, self._unloaded = self._unloaded, frozenset()
+        return unloaded | self.connector.get_block_ids_with_load_errors()
 
     @_outside_inference_mode
     def get_stats(self) -> KvplugStats | None:

@@ -279,9 +279,9 @@ class WorkerSide(_Wrapped, _wrapping(WorkerConnector)):  # type: ignore[misc]
         self.note("bind_connector_metadata", metadata)
 
     def has_connector_metadata(self) -> bool:
-        answer = bool(self.inner.has_connector_metadata())
-        self.recorder.note(self.side, "has_connector_metadata", "", {}, answer)
-        return answer
+        """True, so that a recording has the calls of every layer."""
+        self.recorder.note(self.side, "has_connector_metadata", "", {}, True)
+        return True
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.note("wait_for_layer_load", layer_name, layer=self.layers[layer_name])

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm.distributed.kv_transfer.kv_transfer_state as transfer_state
     from vllm import SamplingParams
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.engine.arg_utils import EngineArgs
@@ -186,7 +186,8 @@ class Made:
             }
         self.engine = Stepping(model, {**transfer, "kv_load_failure_policy": policy}, self._build, **more)
 
-    def _build(self, config: Any, side: str, **_: Any) -> Any:
+    def _build(self, config: Any, side: str, *, loads_in_background: bool, **_: Any) -> Any:
+        self.loads_in_background = loads_in_background
         if side == "scheduler":
             return self._schedulers.setdefault(config.port, Decides())
         return self._workers.setdefault(config.port, Moves())
@@ -248,8 +249,18 @@ class Stepping:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
-    def add(self, request_id: str, tokens: list[int], *, max_tokens: int = 8, **more: Any) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    def add(
+        self,
+        request_id: str,
+        tokens: list[int],
+        *,
+        max_tokens: int = 8,
+        prompt_logprobs: int | None = None,
+        **more: Any,
+    ) -> None:
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=0, ignore_eos=True, prompt_logprobs=prompt_logprobs
+        )
         self.scheduler.add_request(
             VllmRequest(
                 request_id=request_id,
@@ -276,7 +287,7 @@ class Stepping:
                 set_forward_context(None, self.config),
                 KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(plan) as output,
             ):
-                if plan.total_num_scheduled_tokens:
+                if plan.total_num_scheduled_tokens and self.worker.has_connector_metadata():
                     for name in LAYERS:
                         self.worker.wait_for_layer_load(name)
                         self.worker.save_kv_layer(name, torch.empty(0), None)
@@ -327,7 +338,12 @@ def transfer_config(**extra: Any) -> dict[str, Any]:
 
 
 def vllm_config(
-    model: str, transfer: Mapping[str, Any], *, plans_ahead: bool = False, **settings: Any
+    model: str,
+    transfer: Mapping[str, Any],
+    *,
+    plans_ahead: bool = False,
+    replays_steps: bool = False,
+    **settings: Any,
 ) -> VllmConfig:
     usual = {
         "enforce_eager": True,
@@ -340,7 +356,9 @@ def vllm_config(
     made = EngineArgs(
         model=model, kv_transfer_config=KVTransferConfig(**transfer), **(usual | settings)
     ).create_engine_config()
-    made.scheduler_config.async_scheduling = plans_ahead  # which vLLM's CPU platform switches off
+    # Which vLLM's CPU platform switches off:
+    made.scheduler_config.async_scheduling = plans_ahead
+    made.compilation_config.cudagraph_mode = CUDAGraphMode.FULL if replays_steps else CUDAGraphMode.NONE
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -78,3 +79,39 @@ def test_not_yet_is_asked_again(made: Any) -> None:
     it.decides.get_num_new_matched_tokens = decide_later
     it.engine.add("a", PROMPT)
     assert [it.engine.step(7) for _ in range(3)] == [{}, {}, {"a": [7]}]
+
+
+@pytest.mark.parametrize("replays_steps", [False, True])
+def test_where_vllm_replays_whole_steps_a_request_waits_for_its_load(replays_steps: bool, made: Any) -> None:
+    """A step that is replayed calls nothing between its layers that could wait."""
+    it = made(replays_steps=replays_steps)
+    assert it.loads_in_background is replays_steps
+    it.decides.offers["a"] = 64
+    it.engine.add("a", PROMPT)
+    assert it.engine.step(7) == ({} if replays_steps else {"a": [7]})
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["in its step", "in the background"])
+def test_nothing_is_loaded_for_a_request_that_reads_no_cache(in_background: bool, made: Any) -> None:
+    """Logits of tokens that were loaded are not computed, and ``prompt_logprobs`` needs all of them."""
+    it = made()
+    it.decides.in_background = in_background
+    it.decides.offers["a"] = 64
+    asked = it.decides.get_num_new_matched_tokens = Mock(side_effect=it.decides.get_num_new_matched_tokens)
+    it.engine.add("a", PROMPT, prompt_logprobs=1)
+    plan = it.engine.plan()
+    assert it.engine.computed(plan) == {"a": 0}
+    assert it.engine.report(plan, it.engine.run(plan, 7)) == {"a": [7]}
+    assert asked.call_count == 0, "it would be counted as a miss, or as a match that is not loaded"
+
+
+def test_a_reset_that_the_connector_cannot_do_names_what_works(
+    made: Any, errors: pytest.LogCaptureFixture
+) -> None:
+    it = made()
+    assert it.engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+    assert "POST /pause?clear_cache=false" in errors.text
+    errors.clear()
+    it.decides.reset_cache = lambda: True
+    assert it.engine.scheduler.reset_prefix_cache(reset_connector=True) is True
+    assert "clear_cache" not in errors.text

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvplug import Config, connector_class
 from kvplug.engine import BlocksRemoved, BlocksStored
 
 with warnings.catch_warnings():
@@ -88,11 +89,26 @@ def test_what_the_scheduler_asks_at_any_time(it: Any) -> None:
     assert connector.get_kv_connector_stats() is None
     assert list(connector.take_events()) == []
     assert connector.get_required_kvcache_layout(it.engine.config) == (None if declares_layout() else "HND")
-    in_background = {"options": {"lookup": {"async_load": True}}}
-    assert connector.requires_piecewise_for_cudagraph({}) is True
-    assert connector.requires_piecewise_for_cudagraph({"role": "producer"}) is False
-    assert connector.requires_piecewise_for_cudagraph(in_background) is False
     assert connector.supports_sleep_mode(it.engine.config.kv_transfer_config) is False
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"role": "producer"}, {"role": "consumer"}, {"options": {"lookup": {"async_load": True}}}],
+    ids=["nothing stated", "producer", "consumer", "loads in the background"],
+)
+def test_vllm_may_replay_whole_steps_beside_lookup(extra: dict[str, Any], it: Any) -> None:
+    """All loads are in the background then, and what is saved is gathered when the step is complete."""
+    connector = it.engine.scheduler.connector
+    assert connector.requires_piecewise_for_cudagraph({"connector": "lookup", **extra}) is False
+
+
+def test_vllm_replays_no_whole_steps_beside_a_connector_that_saves_by_layer(
+    it: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup = connector_class(Config(connector="lookup"))
+    monkeypatch.setattr(lookup, "needs_layer_hooks", classmethod(lambda *_: True))
+    assert it.engine.scheduler.connector.requires_piecewise_for_cudagraph({"connector": "lookup"}) is True
 
 
 @has("register_finished_partial_tail")

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvplug import KvplugError
+
 pytestmark = pytest.mark.smoke
 
 PROMPT = list(range(1, 101))
@@ -176,3 +178,37 @@ def test_what_was_cached_before_a_load_failed_stays_cached(made: Any) -> None:
     it.engine.report(plan, output)
     it.engine.add("b", PROMPT)
     assert it.engine.computed(it.engine.plan()) == {"b": 32}
+
+
+@pytest.mark.parametrize("window", [None, 64], ids=["one group", "a window"])
+@pytest.mark.parametrize("in_background", [False, True], ids=["in its step", "in the background"])
+@pytest.mark.parametrize("plans_ahead", [False, True], ids=["step by step", "ahead"])
+def test_what_the_connector_refuses_to_load_is_computed(
+    plans_ahead: bool, in_background: bool, window: int | None, made: Any
+) -> None:
+    """An error of ``update_state_after_alloc`` would end vLLM's engine."""
+    it = made(plans_ahead=plans_ahead, window=window)
+    it.decides.in_background = in_background
+
+    def refuse(request: Any, block_ids: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            it.decides.offers.clear()
+            raise KvplugError("more tokens than were promised")
+
+    it.decides.update_state_after_alloc = refuse
+    it.decides.offers["a"] = 96
+    it.engine.add("a", PROMPT)
+    it.engine.add("b", [token + 5000 for token in PROMPT])
+    told = [it.engine.step(token=WRONG), *(it.engine.step(token=RIGHT) for _ in range(3))]
+    assert {token for step in told for token in step.get("a", ())} == {RIGHT}
+    assert all("b" in step for step in told), "the other request is delayed"
+
+
+def test_what_the_connector_refuses_to_load_is_counted(made: Any) -> None:
+    it = made()
+    it.decides.offers["a"] = 96
+    it.decides.update_state_after_alloc = lambda *_: 1 // 0
+    it.engine.add("a", PROMPT)
+    it.engine.plan()
+    stats = it.engine.scheduler.connector.get_kv_connector_stats()
+    assert stats.data["failures"] == {"load": {"other": 1}}

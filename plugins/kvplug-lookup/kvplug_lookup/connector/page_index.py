@@ -29,6 +29,8 @@ class PageIndex:
         """Chains of pages that are held."""
         self._coming: dict[bytes, float] = {}
         """Chains of pages that are coming, and until when they are waited for."""
+        self.is_cleared = False
+        """The latest event says that the store was cleared."""
 
     def __len__(self) -> int:
         """Pages that are held, or coming."""
@@ -36,6 +38,7 @@ class PageIndex:
 
     def apply(self, event: PageEvent, series: Series) -> None:
         """Follow an event of the store. Pages of other series are passed over."""
+        self.is_cleared = isinstance(event, PagesCleared)
         match event:
             case PagesSnapshot() | PagesCleared():
                 self.held.clear()

@@ -86,7 +86,10 @@ class StepPlan:
     """Sources of engines that have come, and the contacts of their workers, by rank."""
 
     def to_plain(self) -> dict[str, Any]:
-        return attrs.asdict(self)
+        plain = attrs.asdict(self, recurse=False)  # most steps load and save nothing
+        plain["loads"] = [attrs.asdict(load) for load in self.loads]
+        plain["saves"] = [attrs.asdict(save) for save in self.saves]
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> StepPlan:

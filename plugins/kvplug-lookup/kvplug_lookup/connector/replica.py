@@ -234,9 +234,10 @@ class Replica:
         return self._link
 
     @property
-    def was_connected(self) -> bool:
-        """Whether there is, or ever was, such a link."""
-        return self._was_connected
+    def is_cleared(self) -> bool:
+        """Whether its store was cleared and has taken nothing since, or was never connected."""
+        with self._lock:
+            return not self._was_connected or (self._is_current and self._index.is_cleared)
 
     def wait_until_ready(self, deadline: Deadline) -> None:
         with self._lock:

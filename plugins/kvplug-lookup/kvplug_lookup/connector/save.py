@@ -166,6 +166,11 @@ class Saver:
             count //= 2
         return None, 0
 
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether this step has pages that are gathered layer by layer."""
+        return any(batch.memory is not None for batch in self._batches)
+
     def gather_layer(self, layer: int) -> None:
         """Copy this layer of the step's pages out of the paged cache."""
         for batch in self._batches:

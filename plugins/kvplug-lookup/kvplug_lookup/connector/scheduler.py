@@ -349,15 +349,18 @@ class LookupScheduler(SchedulerConnector):
         that other engines use, too.
 
         Nothing that they hold is promised any more until they have said so. What a consumer loads is not its
-        own to forget: refused, unless there was no producer yet.
+        own to forget: refused, unless each producer was reset before, or has never been there.
         """
         if not self._saves:
-            if not any(replica.was_connected for replica in self._replicas):
-                return True
-            _log.warning(
-                "the cache is not reset: what this engine loads is held by its producer; reset that engine"
-            )
-            return False
+            self._engines.update(self._sources)
+            held = [source.name for source in self._sources if not source.is_cleared]
+            if held:
+                _log.warning(
+                    "the cache is not reset: what this engine loads is held by its producer; first"
+                    " reset that engine (%s)",
+                    ", ".join(held),
+                )
+            return not held
         self._reset = os.urandom(16)
         for tracked in self._tracked.values():
             tracked.is_old = True
@@ -380,9 +383,10 @@ class LookupScheduler(SchedulerConnector):
 
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
         forget = list(self._forget)
-        # One preempted after its blocks were allocated has lost them: nothing may be loaded into them.
-        scheduled = {one.request_id for one in output.scheduled}
-        self._drop_loads(output.preempted_request_ids - scheduled)
+        if output.preempted_request_ids:
+            # One preempted after its blocks were allocated has lost them: nothing may be loaded into them.
+            scheduled = {one.request_id for one in output.scheduled}
+            self._drop_loads(output.preempted_request_ids - scheduled)
         for request_id in output.preempted_request_ids:
             if request_id in self._tracked:
                 self._tracked[request_id].num_saved = 0

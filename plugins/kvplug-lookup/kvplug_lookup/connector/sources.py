@@ -72,6 +72,11 @@ class Source(abc.ABC):
         """It was cleared."""
         return None
 
+    @property
+    def is_cleared(self) -> bool:
+        """Whether it certainly has no page from before this moment."""
+        return False
+
     def refuse(self) -> None:
         """Its workers' pages are not ours."""
         return None
@@ -102,6 +107,10 @@ class FollowedSource(Source):
     def drop(self) -> None:
         for replica in self.replicas:
             replica.drop()
+
+    @property
+    def is_cleared(self) -> bool:
+        return all(replica.is_cleared for replica in self.replicas)
 
     def refuse(self) -> None:
         for replica in self.replicas:

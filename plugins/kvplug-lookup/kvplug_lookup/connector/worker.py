@@ -63,6 +63,8 @@ class LookupWorker(WorkerConnector):
         self._caches: tuple[Tensor, ...] = ()
         self._views: Sequence[Sequence[Tensor]] = ()
         self._plan = StepPlan()
+        self._works_by_layer = False
+        """Something of this step is loaded in front of its layers, or gathered behind them."""
         self._loads: dict[str, Load] = {}
         self._num_evicted: dict[str, int] = {}
         """Pages that stores without events have given up, as far as they are counted."""
@@ -235,6 +237,11 @@ class LookupWorker(WorkerConnector):
             self._peers[name] = PeerStore(self._context, dict(enumerate(contacts)), self._shard, name)
         if self._saver is not None:
             self._saver.begin(plan.saves)
+        loads = any(not load.in_background for load in plan.loads)
+        self._works_by_layer = loads or (self._saver is not None and self._saver.gathers_layers)
+
+    def has_connector_metadata(self) -> bool:
+        return self._works_by_layer
 
     def _leave(self, name: str) -> None:
         """The peer engine of that name has left; what is being loaded from it fails."""
@@ -248,6 +255,7 @@ class LookupWorker(WorkerConnector):
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
         self._plan = StepPlan()
+        self._works_by_layer = False
 
     def start_load_kv(self) -> None:
         if not self._plan.loads:

@@ -349,10 +349,13 @@ class FakeEngine:
     def visit(self, layer: int, planned: PlannedStep, *, compute: bool = True) -> None:
         """Run one attention layer of the forward pass."""
         name = self.layer_names[layer]
-        self.worker.wait_for_layer_load(name)
+        has_work = self.worker.has_connector_metadata()
+        if has_work:
+            self.worker.wait_for_layer_load(name)
         for request, blocks, computed, new in planned.scheduled if compute else ():
             self.cache.compute(layer, request.token_ids, blocks, computed, computed + new)
-        self.worker.save_kv_layer(name, self.kv_caches[name])
+        if has_work:
+            self.worker.save_kv_layer(name, self.kv_caches[name])
 
     def _forward(self, planned: PlannedStep, layers: range, compute: bool) -> None:
         for layer in layers if planned.scheduled else ():

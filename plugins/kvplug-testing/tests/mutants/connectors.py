@@ -186,6 +186,23 @@ class TestWritesBesideItsBlocks(Mutant):
 # -- failures ----------------------------------------------------------------------------------------
 
 
+class TestNeedsNoLayers(Mutant):
+    """It lets the engine leave out the calls in its layers, which would wait for its loads."""
+
+    breaks = ("CONN-3",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def has_connector_metadata(self) -> bool:
+            return False
+
+        def start_load_kv(self) -> None:
+            pass
+
+        def wait_for_save(self) -> None:
+            super().start_load_kv()
+            super().wait_for_save()
+
+
 class TestReportsNoFailure(Mutant):
     """A load that fails is only counted."""
 
