@@ -92,6 +92,8 @@ class Reason(enum.StrEnum):
     """The store does not have the page."""
     EVICTED = "evicted"
     """The page was there, and its memory was used again before it was read."""
+    UNREADABLE = "unreadable"
+    """What is there under the page's key cannot be read, or not be replaced."""
     FORMAT = "format"
     """What is stored there has another format, version or protection."""
     IDENTITY = "identity"

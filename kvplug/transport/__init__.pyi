@@ -290,6 +290,9 @@ from kvplug.transport.store.memory import (
     PageRows as PageRows,
     PageViews as PageViews,
 )
+from kvplug.transport.store.page_folder import (
+    PageFolder as PageFolder,
+)
 from kvplug.transport.store.pieces import (
     PagePieces as PagePieces,
     pieces_format as pieces_format,

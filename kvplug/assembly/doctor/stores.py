@@ -19,7 +19,7 @@ from kvplug.assembly.examination.limits import MIB, bytes_in_words
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.stores import StoreOpener, store_links
 from kvplug.config import Role
-from kvplug.errors import AuthenticationError, KvplugError, PluginError, TimeoutError
+from kvplug.errors import AuthenticationError, ConfigError, KvplugError, PluginError, TimeoutError
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import peer_text
@@ -28,6 +28,7 @@ from kvplug.transport.spec import Kind, StoreSpec
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import Series
 from kvplug.transport.store.memory import PageBuffers
+from kvplug.transport.store.page_folder import check_private
 from kvplug.transport.store.results import MissReason, PutReason
 from kvplug.transport.store.store import PageRequest, Store
 
@@ -79,6 +80,16 @@ def _rooms(spec: StoreSpec, options: Any, folder: Path, at: Path) -> Iterator[Fi
     ``at``: the folder, or the nearest one around it that is there.
     """
     line = f"options.{spec.name}.path = ..."
+    pages = [str(each) for each in folder.glob("*/pages")]  # as the stores "fs" and "nixl" have them
+    try:
+        for own in (*map(os.path.dirname, pages), *pages):
+            check_private(own, f"options.{spec.name}.path")
+        if at == folder:
+            check_private(str(folder), f"options.{spec.name}.path", is_given=True)
+    except (ConfigError, OSError) as e:
+        what = f"{spec.name}: the store does not start"
+        yield Finding(topic="stores", verdict="problem", what=what, why=(str(e),), change=line)
+        return
     if fault := _why_not_written(at):
         why, change = fault
         yield Finding(
@@ -271,7 +282,11 @@ class _Trial:
         (refused,) = store.submit_put(request, timeout=self._within).wait(self._within + 1)
         try:
             if refused is not None:
-                return self._not_kept(refused, has_budget=usage.budget_bytes is not None)
+                usage = store.usage()
+                is_used = (
+                    usage.budget_bytes is not None and usage.used_bytes + _PAGE_BYTES > usage.budget_bytes
+                )
+                return self._not_kept(refused, is_used=is_used)
             got = PageBuffers.empty(series.format, 1)
             miss = self._got(store, attrs.evolve(request, memory=got))
             if miss is not None:
@@ -289,17 +304,17 @@ class _Trial:
             raise TimeoutError("a page is still being copied")
         return miss
 
-    def _not_kept(self, reason: PutReason, has_budget: bool) -> Finding:
+    def _not_kept(self, reason: PutReason, is_used: bool) -> Finding:
         name = self._spec.name
         why, change = "", f"options.{name}: who may write there"
-        if reason in (PutReason.NO_ROOM, PutReason.TOO_LARGE) and has_budget:
-            why = "its budget is used by pages that may not be evicted, or its disk is full"
+        if reason in (PutReason.NO_ROOM, PutReason.TOO_LARGE) and is_used:
+            why = "its budget is used by pages that may not be evicted"
             change = f"options.{name}.size = ...    (or delete what is not needed)"
         elif reason in (PutReason.NO_ROOM, PutReason.TOO_LARGE):
-            why = "kvplug sets it no limit, so what is behind it is full, such as a server or a disk"
-            change = "a higher limit there, such as maxmemory of a Redis server"
+            why = "what is behind it is full, such as a server or a disk"
+            change = "a higher limit there: raise maxmemory of a Redis server"
             if "size" in _option_names(self._spec):
-                change += f"; or options.{name}.size below that limit"
+                change += f"; or lower options.{name}.size"
         what = f"{name}: a page was not kept: {reason.value}"
         return Finding(topic="stores", verdict="problem", what=what, why=(why,) if why else (), change=change)
 

@@ -10,7 +10,10 @@ from kvplug.transport.store.results import MissReason, Usage
 
 
 class PageError(TransportError):
-    """One page could not be read or written. Others can be: the store is not taken for gone."""
+    """One page could not be read or written. Others can be: the store is not taken for gone.
+
+    A page that cannot be read is not promised again until a put has replaced it, unless the reason is
+    ``TIMEOUT``, ``CANCELLED``, ``CLOSED`` or ``NO_MEMORY``, which say nothing about the page."""
 
     def __init__(self, reason: MissReason, message: str = "") -> None:
         super().__init__(message or reason.value)
@@ -26,8 +29,16 @@ class BlockingStore(abc.ABC):
 
     Callers. An executor of kvplug, from several threads at once. It makes the headers and verifies them,
     keeps the deadlines, counts, and tries again after errors. So a method may take its time, and may raise
-    whatever its libraries raise: for the callers that is a miss, and the store is left alone for a while.
-    It raises :class:`PageError` where only this call has failed, and others may succeed."""
+    whatever its libraries raise:
+
+    - :class:`PageError`: this page is a miss, or is not kept, for its reason.
+    - ``ConnectionError``: the store is gone. Requests are misses, and it is left alone for a while.
+    - Any other error: :meth:`has` is called with a key that no page has. If that fails as well, the store is
+      gone; else the pages of the call are misses (``UNREADABLE``, or ``TIMEOUT`` after a ``TimeoutError``).
+      A full disk (``ENOSPC``) is no room.
+
+    A page that could not be read is called absent until it was replaced: by :meth:`remove`, :meth:`write` and
+    :meth:`read`, in this order, when it is put again."""
 
     num_threads: int = 4
     """How many calls the executor makes at the same time."""
@@ -40,7 +51,9 @@ class BlockingStore(abc.ABC):
 
     @abc.abstractmethod
     def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Whether there is a whole page under each key (32 bytes). One call for a whole prompt."""
+        """Whether there is a whole page under each key (32 bytes). One call for a whole prompt.
+
+        If it raises, and the store is there, it is called again for parts of the keys."""
 
     @abc.abstractmethod
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:

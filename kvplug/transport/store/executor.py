@@ -7,8 +7,9 @@ after its job's deadline touches nothing of the caller's. A job whose deadline c
 done, and settled when the copy has ended.
 
 A call that does not return holds its thread. The jobs go on in another one, up to a bound; then they end by
-their deadlines. A call that raises counts as a loss of the store: requests end at once, as misses, until the
-back-off is over and one of them is tried again.
+their deadlines. A call whose error means that the store is gone (see ``page_calls``) ends
+its job; requests end at once, as misses, until the back-off is over and one of them is tried again. An error
+about one page is a miss of that page.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.keys import Series
+from kvplug.transport.store.page_calls import PageCalls, in_words
 from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
 from kvplug.transport.store.store import PageRequest, Store
 from kvplug.transport.store.tasks import (
@@ -41,7 +43,6 @@ from kvplug.transport.store.tasks import (
     Scratch,
     Task,
     TouchTask,
-    in_words,
 )
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class ExecutedStore(Store):
         """
         self.seal = seal
         self._store = store
+        self._calls = PageCalls(store, name)
         self._name = name
         self._timeout_s = timeout_s
         self._num_threads = max(1, store.num_threads if num_threads is None else num_threads)
@@ -114,17 +116,17 @@ class ExecutedStore(Store):
         self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
-        self._submit(LookupTask(self._store, job, tuple(keys)), urgent=True)
+        self._submit(LookupTask(self._calls, job, tuple(keys)), urgent=True)
         return job
 
     def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), self._deadline(timeout))
-        self._submit(PutTask(self._store, self.seal, job, pages))
+        self._submit(PutTask(self._calls, self.seal, job, pages))
         return job
 
     def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         job = GetJob(len(pages.keys), pages.series.format.num_layers, self._deadline(timeout))
-        self._submit(GetTask(self._store, self.seal, job, pages))
+        self._submit(GetTask(self._calls, self.seal, job, pages))
         return job
 
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
@@ -132,7 +134,7 @@ class ExecutedStore(Store):
         if keys is None and type(self._store).clear is BlockingStore.clear:
             self._store.clear()  # raises UnsupportedError
         job: Job[bool] = Job(1 if keys is None else len(keys), self._deadline(timeout))
-        task = RemoveTask(self._store, job, None if keys is None else tuple(keys), self._undone)
+        task = RemoveTask(self._calls, job, None if keys is None else tuple(keys), self._undone)
         with self._lock:
             for put in {*self._live, *(task for _, task in self._busy.values())}:
                 if isinstance(put, PutTask):
@@ -150,7 +152,7 @@ class ExecutedStore(Store):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         job: Job[bool] = Job(0, self._deadline(DEFAULT_TIMEOUT))
-        self._submit(TouchTask(self._store, job, tuple(keys)))
+        self._submit(TouchTask(self._calls, job, tuple(keys)))
 
     def keys(self, series: Series) -> Sequence[bytes]:
         self._check_open()

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
-from kvplug.errors import CapacityError, UnsupportedError
-from kvplug.transport.store.blocking import BlockingStore, PageError
+from kvplug.errors import CapacityError
+from kvplug.transport.store.blocking import PageError
 from kvplug.transport.store.copying.rows import PageReading, PageSaving
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
+from kvplug.transport.store.page_calls import PageCalls
 from kvplug.transport.store.results import MissReason, Presence, PutReason
 from kvplug.transport.store.store import PageRequest
 
@@ -28,6 +29,7 @@ _PUT_REASONS: Final = {
     MissReason.STORE_GONE: PutReason.STORE_GONE,
     MissReason.CLOSED: PutReason.CLOSED,
     MissReason.NO_MEMORY: PutReason.NO_ROOM,
+    MissReason.UNREADABLE: PutReason.UNREADABLE,
 }
 
 
@@ -122,14 +124,13 @@ class Task(abc.ABC):
 
 
 class LookupTask(Task):
-    def __init__(self, store: BlockingStore, job: AnyJob, keys: tuple[bytes, ...]) -> None:
+    def __init__(self, calls: PageCalls, job: AnyJob, keys: tuple[bytes, ...]) -> None:
         super().__init__(job, 1 if keys else 0, Presence.ABSENT)
-        self._store = store
+        self._calls = calls
         self._keys = keys
 
     def run(self, call: int, scratch: Scratch) -> None:
-        found = self._store.has(self._keys)
-        for index, held in enumerate(found[: len(self._keys)]):
+        for index, held in enumerate(self._calls.has(self._keys)):
             self.note(index, Presence.HELD if held else Presence.ABSENT)
 
     def failed(self, reason: MissReason) -> list[Presence]:
@@ -139,9 +140,9 @@ class LookupTask(Task):
 class GetTask(Task):
     job: GetJob
 
-    def __init__(self, store: BlockingStore, seal: PageSeal, job: GetJob, pages: PageRequest) -> None:
+    def __init__(self, calls: PageCalls, seal: PageSeal, job: GetJob, pages: PageRequest) -> None:
         super().__init__(job, job.count, _UNKNOWN)
-        self._store = store
+        self._calls = calls
         self._seal = seal
         self._pages = pages
         self._reading: PageReading | None = None
@@ -154,7 +155,7 @@ class GetTask(Task):
         # the payload comes first, where memory is aligned as its elements are
         payload, header = whole[: series.format.nbytes], whole[series.format.nbytes :]
         try:
-            length = self._store.read(key, (header, payload))
+            length = self._calls.read(key, (header, payload))
         except PageError as e:
             _log.debug("a page is missed: %s", e)
             self.note(call, e.reason)
@@ -172,7 +173,7 @@ class GetTask(Task):
                 return
             (reason,) = checks
         if reason is not None and reason is not MissReason.ABSENT:
-            self._discard(key, reason)
+            self._discard(key, reason, len(whole))
         self.note(call, reason)
         self.job.advance()
 
@@ -181,26 +182,24 @@ class GetTask(Task):
             self._reading = PageReading(self._seal, self._pages.memory)
         return self._reading.load(call, header, payload)
 
-    def _discard(self, key: bytes, reason: MissReason | None) -> None:
+    def _discard(self, key: bytes, reason: MissReason, nbytes: int) -> None:
         """Make room under the key: as long as a wrong page is there, a right one would not be kept.
 
         A key is a hash over the format and all tokens, so another format or identity under it is an accident
         as well, for example a changed bit in the header.
         """
         _log.warning("a store returned a wrong page (%s), which is removed", reason)
-        try:
-            self._store.remove([key])
-        except (UnsupportedError, OSError) as e:
-            _log.warning("the wrong page stays: %s", in_words(e))
+        if not self._calls.remove((key,))[0]:
+            self._calls.is_unreadable(key, nbytes)
 
     def failed(self, reason: MissReason) -> list[MissReason | None]:
         return [reason if each is _UNKNOWN else each for each in self.results]
 
 
 class PutTask(Task):
-    def __init__(self, store: BlockingStore, seal: PageSeal, job: AnyJob, pages: PageRequest) -> None:
+    def __init__(self, calls: PageCalls, seal: PageSeal, job: AnyJob, pages: PageRequest) -> None:
         super().__init__(job, job.count, _UNKNOWN)
-        self._store = store
+        self._calls = calls
         self._seal = seal
         self._pages = pages
         self._saving: PageSaving | None = None
@@ -225,7 +224,7 @@ class PutTask(Task):
             return
         has_failed, result = True, None
         try:
-            kept = self._store.write(pages.keys[call], (memoryview(header), payload))
+            kept = self._calls.write(pages.keys[call], (memoryview(header), payload))
             has_failed, result = False, None if kept else PutReason.NO_ROOM
         except CapacityError:
             has_failed, result = False, PutReason.TOO_LARGE
@@ -252,8 +251,8 @@ class PutTask(Task):
             return
         reason: MissReason | None = MissReason.STORE_GONE
         try:
-            self._store.remove([key])
-            reason = None
+            if self._calls.remove((key,))[0]:
+                reason = None
         finally:
             for removal in removals:
                 removal.undone(removal, reason)
@@ -278,13 +277,13 @@ class PutTask(Task):
 class RemoveTask(Task):
     def __init__(
         self,
-        store: BlockingStore,
+        calls: PageCalls,
         job: AnyJob,
         keys: tuple[bytes, ...] | None,
         undone: Callable[[RemoveTask, MissReason | None], None],
     ) -> None:
         super().__init__(job, 1 if job.count else 0, False)
-        self._store = store
+        self._calls = calls
         self._keys = keys
         self._known = frozenset(keys or ())
         self.undone = undone
@@ -298,33 +297,22 @@ class RemoveTask(Task):
         return super().is_finished() and not self.num_under_way
 
     def run(self, call: int, scratch: Scratch) -> None:
-        try:
-            if self._keys is None:
-                self._store.clear()
-            else:
-                self._store.remove(self._keys)
-        except (UnsupportedError, PermissionError) as e:
-            _log.debug("pages are not removed: %s", in_words(e))
-            return
+        results = [self._calls.clear()] if self._keys is None else self._calls.remove(self._keys)
         with self.lock:
-            self.results = [True] * self.job.count
+            self.results = results
 
     def failed(self, reason: MissReason) -> list[bool]:
         return [False] * self.job.count
 
 
 class TouchTask(Task):
-    def __init__(self, store: BlockingStore, job: AnyJob, keys: tuple[bytes, ...]) -> None:
+    def __init__(self, calls: PageCalls, job: AnyJob, keys: tuple[bytes, ...]) -> None:
         super().__init__(job, 1 if keys else 0, None)
-        self._store = store
+        self._calls = calls
         self._keys = keys
 
     def run(self, call: int, scratch: Scratch) -> None:
-        self._store.touch(self._keys)
+        self._calls.touch(self._keys)
 
     def failed(self, reason: MissReason) -> list[Any]:
         return []
-
-
-def in_words(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}" if error is not None else "unknown"

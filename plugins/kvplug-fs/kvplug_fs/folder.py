@@ -7,21 +7,20 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-KEY_BYTES: Final = 32
+from kvplug.transport import PageFolder
+
 LAYOUT: Final = "v1"
 """Name of the folder inside; another one where a later version arranges the files in another way."""
-_PAGES: Final = "pages"
-_ASIDE: Final = "writing"
 _BLOCK: Final = 4096
 """Of the usual file systems. What a network file system says of its blocks is not what a file uses."""
 _NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 )
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_TRIES: Final = 3
 _MAX_BUFFERS: Final = 1024
 """Of one call of the system."""
 
@@ -31,7 +30,7 @@ def cost_of(nbytes: int) -> int:
     return max(1, -(-nbytes // _BLOCK)) * _BLOCK
 
 
-class Folder:
+class Folder(PageFolder):
     """Files under keys. A page has its name only when it is whole.
 
     A page is written into a file aside, whose writer holds its lock, and then linked to its name, which fails
@@ -39,47 +38,10 @@ class Folder:
     """
 
     def __init__(self, path: str, *, sync: bool = False) -> None:
-        self.root = os.path.join(path, LAYOUT)
-        self._pages = os.path.join(self.root, _PAGES)
-        self._aside = os.path.join(self.root, _ASIDE)
+        super().__init__(path, LAYOUT, "options.fs.path")
         self.sync = sync
         self._links = True
         """Whether the file system has hard links, as far as is known."""
-
-    def create(self) -> None:
-        """Make the folders.
-
-        Raises:
-            OSError: they cannot be made.
-        """
-        os.makedirs(os.path.dirname(self.root), exist_ok=True)
-        for path in (self.root, self._pages, self._aside):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-
-    def path_of(self, key: bytes) -> str:
-        """Where the page of that key is."""
-        name = key.hex()
-        return f"{self._pages}/{name[:2]}/{name[2:]}"
-
-    def has(self, key: bytes) -> bool:
-        """Whether there is a page.
-
-        Raises:
-            OSError: the folder cannot be searched.
-        """
-        try:
-            os.stat(self.path_of(key))
-        except FileNotFoundError:
-            return False
-        return True
-
-    def open(self, key: bytes) -> int | None:
-        """A descriptor to read the page from; ``None``: there is none."""
-        try:
-            return os.open(self.path_of(key), _READ)
-        except FileNotFoundError:
-            return None
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -89,7 +51,8 @@ class Folder:
         Raises:
             OSError: it cannot be made.
         """
-        path = f"{self._aside}/{secrets.token_hex(16)}-{nbytes}"
+        self.check_mounted()
+        path = f"{self.aside}/{secrets.token_hex(16)}-{nbytes}"
         try:
             fd = os.open(path, _WRITE, 0o600)
         except FileNotFoundError:  # the folder is new, or was removed
@@ -100,12 +63,14 @@ class Folder:
     def publish(self, file: PageFile, key: bytes) -> bool:
         """Whether the file is the page of the key now; false: another one was there first."""
         path = self.path_of(key)
-        try:
-            made = self._give_name(file.path, path)
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(os.path.dirname(path), 0o700)
-            made = self._give_name(file.path, path)
+        for tries_left in reversed(range(_TRIES)):
+            self.make_way(key)
+            try:
+                made = self._give_name(file.path, path)
+                break
+            except FileNotFoundError:  # an eviction in another process has just removed the page's folder
+                if not tries_left:
+                    raise
         if made and self.sync:
             _sync_folder(os.path.dirname(path))
         return made
@@ -122,26 +87,6 @@ class Folder:
                     raise
                 self._links = False
         return _rename_first(aside, path)
-
-    # -- all of them ---------------------------------------------------------------------------
-
-    def pages(self) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
-        """All pages with their keys, in no particular order. Those that come or go meanwhile may be missing.
-
-        Raises:
-            OSError: a folder cannot be read.
-        """
-        for folder in _entries(self._pages):
-            for entry in _entries(folder.path):
-                key = _key_named(folder.name + entry.name)
-                if key is not None:
-                    yield key, entry
-
-    def written_aside(self) -> Iterator[tuple[os.DirEntry[str], int]]:
-        """Files that are being written, or were when their writers died, each with the size of its page."""
-        for entry in _entries(self._aside):
-            size = entry.name.rpartition("-")[2]
-            yield entry, int(size) if size.isdecimal() else 0
 
 
 class PageFile:
@@ -178,7 +123,7 @@ class PageFile:
 def is_abandoned(path: str) -> bool:
     """Whether no process is writing the file aside any more. False where that cannot be known."""
     try:
-        fd = os.open(path, _READ)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -188,24 +133,6 @@ def is_abandoned(path: str) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def _key_named(name: str) -> bytes | None:
-    """The key whose page has that name; ``None``: the file is no page."""
-    if len(name) != 2 * KEY_BYTES:
-        return None
-    try:
-        return bytes.fromhex(name)
-    except ValueError:
-        return None
-
-
-def _entries(path: str) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            yield from entries
-    except (FileNotFoundError, NotADirectoryError):
-        return
 
 
 def _write_all(fd: int, page: Sequence[memoryview]) -> None:

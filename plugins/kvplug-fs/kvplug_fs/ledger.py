@@ -8,12 +8,17 @@ import fcntl
 import os
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Final
 
 import attrs
 
-_RECORD = struct.Struct("<8sqqqd")
+from kvplug.transport import PageFolder
+
+_RECORD = struct.Struct("<8sqqqdI")
+_MAX: Final = 1 << 60
+"""A larger number is damage."""
 _MAGIC: Final = b"kvplugfs"
 _PATIENCE_S: Final = 0.5
 """How long a process waits for another one that is stopped inside the lock. Then it counts without it."""
@@ -34,14 +39,16 @@ class Totals:
 
     def encoded(self) -> bytes:
         """The content of the file."""
-        return _RECORD.pack(_MAGIC, self.used_bytes, self.num_pages, self.added_bytes, self.scanned_at)
+        values = self.used_bytes, self.num_pages, self.added_bytes, self.scanned_at
+        return _RECORD.pack(_MAGIC, *values, zlib.crc32(repr(values).encode()))
 
     @classmethod
     def decoded(cls, record: bytes) -> Totals:
         """The inverse. A file that is damaged, or new, says nothing."""
         if len(record) == _RECORD.size:
-            magic, *values = _RECORD.unpack(record)
-            if magic == _MAGIC:
+            magic, *values, checksum = _RECORD.unpack(record)
+            is_whole = magic == _MAGIC and checksum == zlib.crc32(repr(tuple(values)).encode())
+            if is_whole and all(0 <= value < _MAX for value in values):
                 return cls(*values)
         return cls()
 
@@ -66,7 +73,7 @@ class Ledger:
             OSError: the file cannot be read or written. Nothing has changed.
         """
         # Opened each time, so that a file that was replaced is noticed and a forked child inherits nothing.
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = PageFolder.open_own(self._path)
         try:
             locked = _lock(fd)
             try:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvplug import CapacityError, ConfigError
+from kvplug import CapacityError
 from kvplug.transport import BlockingStore, StoreContext, Usage, split_header
 from kvplug_fs.folder import Folder, cost_of
 from kvplug_fs.ledger import Ledger
@@ -29,22 +29,17 @@ class FolderStore(BlockingStore):
     medium = "disk"
 
     def __init__(self, context: StoreContext) -> None:
-        """Raises ConfigError: ``path`` names something that is no folder."""
+        """Raises ConfigError: ``path`` is something else than a folder, or others can write to it."""
         options: FolderOptions = context.options
-        path = os.path.abspath(os.path.expanduser(options.path))
-        if os.path.lexists(path) and not os.path.isdir(path):
-            raise ConfigError(f"options.fs.path: {path} is no folder")
         self.num_threads = options.threads
         self._budget = options.size
         self._touch_s = options.touch_s
-        self._folder = Folder(path, sync=options.sync)
-        with contextlib.suppress(OSError):  # it may be read-only, or come later
-            self._folder.create()
+        self._folder = Folder(options.path, sync=options.sync)
         self._ledger = Ledger(os.path.join(self._folder.root, "usage"))
         self._sweeper = Sweeper(self._folder, self._ledger, self._budget, options.rescan_s)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self._folder.has(key) for key in keys]
+        return self._folder.has(keys)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -56,20 +51,15 @@ class FolderStore(BlockingStore):
             status = os.fstat(fd)
             length = _read_all(fd, into)
             if time.time() - status.st_mtime >= self._touch_s:
-                self._note_use(key)
+                self._folder.note_use((key,))
         finally:
             os.close(fd)
         wanted = sum(map(len, into))
         # a file that is shorter than it was a moment ago is no whole page
         return status.st_size if length == min(wanted, status.st_size) else length
 
-    def _note_use(self, key: bytes) -> None:
-        with contextlib.suppress(OSError):  # a page that was evicted meanwhile, or a read-only folder
-            os.utime(self._folder.path_of(key))
-
     def touch(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._note_use(key)
+        self._folder.note_use(keys)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -78,7 +68,8 @@ class FolderStore(BlockingStore):
         if cost > self._budget:
             raise CapacityError(f"a page of {cost} bytes on the disk, and the budget is {self._budget}")
         with _read_only_is_no_permission():
-            if self._folder.has(key):
+            self._folder.check_mounted()
+            if self._folder.can_read(key):
                 return True
             self._sweeper.wait_until_counted()
             if (kept := self._write(key, page, cost)) is not None:
@@ -110,14 +101,15 @@ class FolderStore(BlockingStore):
         with _read_only_is_no_permission():
             for key in keys:
                 path = self._folder.path_of(key)
-                with contextlib.suppress(FileNotFoundError):
-                    size = os.stat(path).st_size
-                    self._ledger.release(cost_of(size), functools.partial(os.unlink, path))
+                if self._folder.has((key,))[0]:
+                    with contextlib.suppress(FileNotFoundError):
+                        size = os.lstat(path).st_size
+                        self._ledger.release(cost_of(size), functools.partial(os.unlink, path))
 
     # -- what is there -------------------------------------------------------------------------
 
     def keys(self, series: bytes) -> list[bytes]:
-        return [key for key, entry in self._folder.pages() if _series_of(entry.path) == series]
+        return [key for key, entry in self._folder.all_pages() if _series_of(entry.path) == series]
 
     def usage(self) -> Usage:
         totals = self._ledger.last
@@ -151,7 +143,7 @@ def _read_all(fd: int, into: Sequence[memoryview]) -> int:
 def _series_of(path: str) -> bytes | None:
     """The series in the header of a page; ``None``: it has none, or is gone."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:

@@ -80,8 +80,9 @@ class Sweeper:
         if self._ledger.reserve(nbytes, self._budget):
             return True
         with self._lock:
-            scanned = not self._ledger.last.scanned_at
-            if scanned:  # the ledger was removed, and counts nothing
+            last = self._ledger.last
+            scanned = not last.scanned_at or last.used_bytes > self._budget
+            if scanned:  # the ledger was removed, or does not count what is there
                 self.scan(without=path)
             while not self._ledger.reserve(nbytes, self._budget):
                 if self._evict_one():
@@ -101,19 +102,21 @@ class Sweeper:
                     self.scan()
                 while evicted < nbytes and (size := self._evict_one()):
                     evicted += size
-        return evicted > 0
+        return self._folder.remove_empty() or evicted > 0
 
     def _evict_one(self) -> int:
         """With the lock: bytes of a page that was evicted; 0: no candidate is left."""
         while self._candidates and not self._closed.is_set():
             oldest = self._candidates.popleft()
             try:
-                if os.stat(oldest.path).st_mtime_ns != oldest.used_ns:
+                if os.lstat(oldest.path).st_mtime_ns != oldest.used_ns:
                     continue  # it was used since
                 cost = cost_of(oldest.size)
                 self._ledger.release(cost, functools.partial(os.unlink, oldest.path))
             except FileNotFoundError:
                 continue  # another process was first, and has counted it
+            with contextlib.suppress(OSError):  # other pages are in it
+                os.rmdir(os.path.dirname(oldest.path))  # it takes an inode
             self.num_evicted += 1
             return cost
         return 0
@@ -164,7 +167,7 @@ class Sweeper:
             before = attrs.evolve(totals)
         found = _Found()
         self._look_aside(found, without)
-        for _, entry in self._folder.pages():
+        for _, entry in self._folder.all_pages():
             if self._closed.is_set():
                 return
             with contextlib.suppress(FileNotFoundError):
@@ -179,7 +182,7 @@ class Sweeper:
         for entry, size in self._folder.written_aside():
             if entry.path == without:
                 continue
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
                 age = now - status.st_mtime
                 if age > _ASIDE_WITHOUT_LOCKS_S or (age > _ASIDE_S and is_abandoned(entry.path)):

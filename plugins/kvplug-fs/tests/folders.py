@@ -48,7 +48,7 @@ def write(store: FolderStore, name: object, nbytes: int = 10_000) -> bool:
 def used_in(path: Path | str) -> int:
     """Bytes that all pages use, and those that are being written."""
     folder = Folder(str(path))
-    found = [entry for _, entry in folder.pages()] + [entry for entry, _ in folder.written_aside()]
+    found = [entry for _, entry in folder.all_pages()] + [entry for entry, _ in folder.written_aside()]
     used = 0
     for entry in found:
         try:

@@ -54,7 +54,23 @@ def test_several_ledgers_of_one_file_count_together(tmp_path: Path) -> None:
         assert (totals.used_bytes, totals.num_pages, totals.added_bytes) == (40, 1, 100)
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"x" * 40, b"x" * 100])
+def _record(used_bytes: int, num_pages: int, added_bytes: int, scanned_at: float) -> bytes:
+    return Totals(used_bytes, num_pages, added_bytes, scanned_at).encoded()
+
+
+DAMAGED = [
+    b"",
+    b"short",
+    b"x" * 44,
+    b"x" * 100,
+    _record(1, 1, 2**63 - 1, 1.0),
+    _record(2**62, 1, 1, time.time()),
+]
+DAMAGED += [_record(-1, 1, 1, 1.0), _record(1, 1, 1, float("nan")), _record(1 << 50, 1, 1, time.time())]
+DAMAGED += [_record(1, 1, 1, 1.0)[:-1] + b"?"]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_ledger_counts_from_zero_and_the_folder_is_searched(tmp_path: Path, content: bytes) -> None:
     store = open_store(tmp_path)
     assert write(store, "a")
@@ -66,6 +82,20 @@ def test_a_damaged_ledger_counts_from_zero_and_the_folder_is_searched(tmp_path: 
         assert again.usage().used_bytes == 2 * PAGE
     finally:
         again.close()
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "link"])
+def test_something_else_in_place_of_the_ledger_is_replaced(tmp_path: Path, what: str) -> None:
+    store = open_store(tmp_path)
+    try:
+        assert write(store, "a")
+        path = tmp_path / "v1" / "usage"
+        path.unlink()
+        {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("b")}[what]()
+        assert Call(lambda: write(store, "b")).result(10)
+        assert store.usage().used_bytes == used_in(tmp_path) == 2 * PAGE
+    finally:
+        store.close()
 
 
 def test_a_ledger_that_is_removed_is_made_anew_from_what_is_there(tmp_path: Path) -> None:

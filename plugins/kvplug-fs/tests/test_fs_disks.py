@@ -105,7 +105,7 @@ def test_from_a_read_only_disk_pages_are_read_and_puts_are_refused(tmp_path: Pat
     assert read_ == again == [None, str(MissReason.CORRUPT), None]
     assert written == [str(PutReason.READ_ONLY)] * 2
     assert removed == [False] * 3
-    assert looked == [str(Presence.HELD)] * 3
+    assert looked == [str(Presence.HELD), str(Presence.ABSENT), str(Presence.HELD)]
 
 
 def lose_a_disk(parent: peers.Parent, path: str) -> Any:
@@ -115,17 +115,26 @@ def lose_a_disk(parent: peers.Parent, path: str) -> Any:
     pages = batch(3, seal=SEAL, namespace=b"")
     kept(store, pages)
     subprocess.run(["umount", "--lazy", path], check=True)
-    gone = [str(each) for each in ended(store.submit_get(pages.empty()))]
-    more = batch(3, seal=SEAL, namespace=b"more")
+    gone = [
+        {*map(str, ended(store.submit_get(pages.empty())))},
+        {*map(str, ended(store.submit_lookup(pages.keys)))},
+        {*map(str, put(store, batch(3, seal=SEAL, namespace=b"more")))},
+    ]
+    below = os.listdir(path)
+    mount("-t", "tmpfs", "none", path)
+    more = batch(3, seal=SEAL, namespace=b"again")
     until(lambda: put(store, more) == [None] * 3)
     got(store, more)
     store.close()
-    return gone
+    return [sorted(each) for each in gone], below
 
 
-def test_a_disk_that_is_taken_away_is_an_empty_folder(tmp_path: Path) -> None:
+def test_a_disk_that_is_taken_away_is_a_store_that_is_gone_and_nothing_is_made_below(tmp_path: Path) -> None:
+    (tmp_path / "v1" / "pages").mkdir(0o700, parents=True)  # an earlier run has had its pages below
     with mounted(lose_a_disk, tmp_path) as child:
-        assert child.result(60) == [str(MissReason.ABSENT)] * 3
+        gone, below = child.result(60)
+    assert gone == [[str(MissReason.STORE_GONE)], [str(Presence.ABSENT)], [str(PutReason.STORE_GONE)]]
+    assert below == ["v1"] and os.listdir(tmp_path / "v1") == ["pages"]
 
 
 def exceed_the_file_size(parent: peers.Parent, path: str) -> list[bool]:
@@ -174,18 +183,45 @@ def test_whichever_call_finds_the_disk_full_pages_are_evicted_and_it_is_tried_on
         store.close()
 
 
-def test_a_disk_that_fails_is_a_store_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_whose_blocks_cannot_be_read_are_missed_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = ExecutedStore(open_store(tmp_path), name="fs", seal=SEAL)
     try:
         pages = batch(2, sized_format(1000), seal=SEAL)
         kept(store, pages)
+        bad = os.stat(store._store._folder.path_of(pages.keys[0]))  # type: ignore[attr-defined]
+        preadv = os.preadv
 
-        def fail(*_: Any) -> None:
-            raise OSError(errno.EIO, "input/output error")
+        def fail(fd: int, *args: Any) -> int:
+            status = os.fstat(fd)
+            if (status.st_ino, status.st_mtime_ns) == (bad.st_ino, bad.st_mtime_ns):
+                raise OSError(errno.EIO, "input/output error")
+            return preadv(fd, *args)
 
         monkeypatch.setattr(os, "preadv", fail)
-        assert ended(store.submit_get(pages.empty())) == [MissReason.STORE_GONE] * 2
-        monkeypatch.undo()
-        until(lambda: ended(store.submit_get(pages.empty())) == [None] * 2)
+        assert ended(store.submit_get(pages.empty())) == [MissReason.UNREADABLE, None]
+        assert ended(store.submit_lookup(pages.keys)) == [Presence.ABSENT, Presence.HELD]
+        kept(store, pages)
+        got(store, pages)
     finally:
         store.abort()
+
+
+def use_a_disk_with_few_inodes(parent: peers.Parent, path: str) -> Any:
+    """In another process: a disk with room for 120 files and folders."""
+    mount("-t", "tmpfs", "-o", "nr_inodes=120", "none", path)
+    store = open_store(path)
+    kept = [write(store, number) for number in range(600)]
+    there = [number for number in range(600) if read(store, number) is not None]
+    used = store.usage().used_bytes, used_in(path)
+    store.close()
+    return kept.count(True), there, used
+
+
+def test_a_disk_with_few_inodes_keeps_what_fits_and_the_newest(tmp_path: Path) -> None:
+    with mounted(use_a_disk_with_few_inodes, tmp_path) as child:
+        kept, there, (counted, used) = child.result(60)
+    assert kept == 600
+    assert len(there) > 40 and there[-1] == 599
+    assert counted == used == len(there) * PAGE

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import pytest
 
 from folders import aside_in, key_of, open_store, page_of, read, used_in, write
 from kvplug import ConfigError
-from kvplug.transport import ExecutedStore, MissReason, PageSeal
+from kvplug.transport import ExecutedStore, MissReason, PageSeal, PutReason
 from kvplug_fs import folder as folder_module
 from kvplug_fs.folder import Folder
+from kvplug_testing import peers
 from kvplug_testing.contract.store.pages import batch, kv_format, sized_format
-from kvplug_testing.contract.store.suite import ended, got, kept
+from kvplug_testing.contract.store.suite import ended, got, held, kept, put
 from kvplug_testing.waits import Call, until
 
 SEAL = PageSeal()
@@ -191,13 +194,158 @@ def test_keys_are_those_of_pages_whatever_else_lies_there(whole: Any, tmp_path: 
 
 def test_a_path_of_something_else_is_refused_and_of_a_later_folder_is_not(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"options\.fs\.path: .*/file is no folder"):
+    with pytest.raises(ConfigError, match=r"options\.fs\.path: .*/file is not a folder"):
         open_store(tmp_path / "file")
     store = open_store(tmp_path / "in" / "a" / "new" / "place")
     try:
         assert write(store, "a")
     finally:
         store.close()
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _full_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "content").write_text("of somebody")
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "a directory": _directory,
+    "a directory with content": _full_directory,
+    "a dangling link": lambda path: path.symlink_to("nowhere"),
+    "a link to a file": lambda path: path.symlink_to(__file__),
+    "a pipe": os.mkfifo,
+    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_foreign_thing_under_a_pages_name_is_no_page_and_is_replaced_where_it_can(
+    whole: Any, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = batch(20, seal=SEAL)
+    kept(whole, pages)
+    path = Path(whole._store._folder.path_of(pages.keys[3]))
+    path.unlink()
+    FOREIGN[what](path)
+    others = [index != 3 for index in range(20)]
+    assert held(whole, pages) == others
+    results = ended(whole.submit_get(pages.empty()))
+    assert [each is None for each in results] == others and results[3] is not MissReason.STORE_GONE
+    assert held(whole, pages) == others
+    assert set(whole.keys(pages.series)) == {*pages.keys[:3], *pages.keys[4:]}
+    whole._store.touch(pages.keys)
+    with whole._store._sweeper._lock:
+        whole._store._sweeper.scan()
+    if "content" in what:
+        for _ in range(3):
+            assert put(whole, pages)[3] is PutReason.UNREADABLE
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len([line for line in lines if "a folder that is not empty" in line]) == 1, "once, and why"
+    else:
+        kept(whole, pages)
+        got(whole, pages)
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_foreign_thing_in_place_of_a_folder_of_pages_hides_no_others(whole: Any, what: str) -> None:
+    pages = batch(20, seal=SEAL)
+    kept(whole, pages)
+    folder = Path(whole._store._folder.path_of(pages.keys[3])).parent
+    others = [key[:1] != pages.keys[3][:1] for key in pages.keys]
+    shutil.rmtree(folder)
+    FOREIGN[what](folder)
+    assert held(whole, pages) == others
+    assert [each is None for each in ended(whole.submit_get(pages.empty()))] == others
+    kept(whole, pages)
+    got(whole, pages)
+    assert not folder.is_symlink()
+
+
+def test_no_link_is_followed_out_of_the_folder(whole: Any, tmp_path: Path) -> None:
+    pages = batch(2, seal=SEAL)
+    kept(whole, pages)
+    one, other = (Path(whole._store._folder.path_of(key)) for key in pages.keys)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    one.rename(outside / "page")
+    one.symlink_to(outside / "page")
+    other.parent.rename(outside / "folder")
+    other.parent.symlink_to(outside / "folder")
+    for path in (outside / "page", outside / "folder" / other.name):
+        os.utime(path, (1, 1))
+    whole._store.touch(pages.keys)
+    assert None not in ended(whole.submit_get(pages.empty()))
+    ended(whole.submit_remove(pages.keys))
+    kept(whole, pages)
+    for path in (outside / "page", outside / "folder" / other.name):
+        assert path.stat().st_mtime == 1, "a link was followed"
+    assert len(list((outside / "folder").iterdir())) == 1
+
+
+def test_a_page_of_another_user_is_missed_alone_and_replaced(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can make files of another user")
+    os.chown(tmp_path, 65534, 65534)
+    for parent in list(tmp_path.parents)[:-2]:
+        os.chmod(parent, 0o711)  # noqa: S103 - so that the user reaches it
+    with peers.start(use_another_users_page, str(tmp_path)) as child:
+        child.send(None)
+        assert child.recv() == "kept"
+        (path,) = list((tmp_path / "v1" / "pages").glob("*/*"))[:1]
+        os.chown(path, 0, 0)
+        os.chmod(path, 0o600)
+        child.send(None)
+        assert child.result() == [19, 1, 19, [str(None)] * 20]
+
+
+def use_another_users_page(parent: peers.Parent, path: str) -> list[Any]:
+    """In another process, as another user."""
+    parent.recv()
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    store = ExecutedStore(open_store(path), name="fs", seal=SEAL)
+    pages = batch(20, seal=SEAL)
+    kept(store, pages)
+    parent.send("kept")
+    parent.recv()
+    results = ended(store.submit_get(pages.empty()))
+    looked = held(store, pages)
+    again = [str(each) for each in put(store, pages)]
+    got(store, pages)
+    store.close()
+    return [results.count(None), results.count(MissReason.UNREADABLE), looked.count(True), again]
+
+
+@pytest.mark.parametrize("which", ["", "v1", "v1/pages", "v1/writing", "v1/pages/ab"])
+@pytest.mark.parametrize("how", ["of another user", "writable by others"])
+def test_a_folder_that_others_can_write_to_is_refused_by_name(tmp_path: Path, which: str, how: str) -> None:
+    (tmp_path / "kv" / "v1" / "pages" / "ab").mkdir(parents=True)
+    (tmp_path / "kv" / "v1" / "writing").mkdir()
+    folder = tmp_path / "kv" / which
+    if how == "of another user":
+        if os.geteuid():
+            pytest.skip("only root can make folders of another user")
+        os.chown(folder, 65534, 65534)
+    else:
+        os.chmod(folder, 0o777)  # noqa: S103 - as a careless user does
+    with pytest.raises(
+        ConfigError, match=rf"options\.fs\.path: the folder {folder} .*(name another|chmod 700)"
+    ):
+        open_store(tmp_path / "kv")
+
+
+def test_folders_that_exist_are_made_readable_by_this_user_alone(tmp_path: Path) -> None:
+    for folder in (tmp_path / "v1", tmp_path / "v1" / "pages", tmp_path / "v1" / "pages" / "ab"):
+        folder.mkdir(0o755)
+    open_store(tmp_path).close()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "v1").rglob("*") if path.is_dir()} == {
+        0o700
+    }
 
 
 def test_a_folder_that_vanishes_is_empty_and_is_made_again(store: Any, tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,6 +233,60 @@ def test_while_another_process_is_stopped_that_counts_pages_are_read_and_none_is
     store.close()
 
 
+@needs_nixl
+def test_foreign_things_in_the_folder_are_no_pages_and_are_replaced(tmp_path: Path) -> None:
+    store = opened(path=str(tmp_path))
+    assert put(store, *"abcd") == [None] * 4
+    link, pipe, folder, _ = files_in(tmp_path)
+    for path in (link, pipe, folder):
+        path.unlink()
+    outside = tmp_path / "outside"
+    outside.write_text("not a page")
+    os.utime(outside, (1, 1))
+    link.symlink_to(outside)
+    os.mkfifo(pipe)
+    folder.mkdir()
+    assert sorted(held(store, *"abcd")) == ["absent"] * 3 + ["held"]
+    store.touch(request(store, *"abcd").keys)
+    assert got(store, *"abcd").count(None) == 1
+    assert outside.stat().st_mtime == 1, "a link was followed"
+    assert put(store, *"abcd") == [None] * 4
+    assert got(store, *"abcd") == [None] * 4
+    store.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    "values",
+    [(2**63 - 1, 1), (1 << 50, 1), (-1, 1)],
+    ids=["the largest number", "more than the budget", "negative"],
+)
+def test_a_damaged_count_is_made_anew(tmp_path: Path, values: tuple[int, int]) -> None:
+    store = opened(path=str(tmp_path), size=1 << 20)
+    assert put(store, "a", "b") == [None] * 2
+    (tmp_path / "nixl-v1" / "usage").write_bytes(
+        counting._RECORD.pack(counting._MAGIC, *values, zlib.crc32(repr(values).encode()))
+        if values[0] > 0
+        else struct.pack("<8sqq", counting._MAGIC, *values)
+    )
+    assert put(store, "c") == [None]
+    assert got(store, "a", "b", "c") == [None] * 3
+    assert store.usage().num_pages == 3
+    store.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("which", ["", "nixl-v1", "nixl-v1/pages"])
+def test_a_folder_that_others_can_write_to_is_refused_by_name(tmp_path: Path, which: str) -> None:
+    folder = tmp_path / "kv" / which
+    folder.mkdir(parents=True)
+    os.chmod(folder, 0o777)  # noqa: S103 - as a careless user does
+    with pytest.raises(
+        ConfigError, match=rf"options\.nixl\.path: the folder {folder} can be written to by other"
+    ):
+        opened(path=str(tmp_path / "kv"))
+
+
 # -- options, NIXL itself --------------------------------------------------------------------------
 
 
@@ -240,7 +296,7 @@ def test_while_another_process_is_stopped_that_counts_pages_are_read_and_none_is
     [
         ({}, "give path for files in a folder, or bucket"),
         ({"path": "/tmp/a", "bucket": "b"}, "path and bucket were given"),
-        ({"path": __file__}, "is no folder"),
+        ({"path": __file__}, "is not a folder"),
         ({"bucket": "b", "size": 1 << 30}, "lifecycle rule"),
         ({"bucket": "b", "access_key": "k"}, "secret_key_file: nothing was given"),
         ({"bucket": "b", "secret_key_file": "/nowhere"}, "access_key: nothing was given"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -13,6 +14,7 @@ import attrs
 import pytest
 
 from kvplug.errors import ClosedError, TimeoutError, UnsupportedError
+from kvplug.transport.store import page_calls
 from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.format import opaque_format
@@ -264,7 +266,7 @@ def test_jobs_take_turns_page_by_page_and_lookups_go_first(inner: InDict) -> Non
         opened.set()
         for job in jobs:
             job.wait(5)
-        order = [key for _, key in inner.calls[1:]]
+        order = [key for call, key in inner.calls[1:] if call == "read" or key == request("z").keys[0]]
         assert look.done and order[0] == request("z").keys[0]
         assert order[1:5] == [long.keys[0], short.keys[0], long.keys[1], short.keys[1]]
     finally:
@@ -283,7 +285,7 @@ def test_a_cancelled_job_ends_at_once_and_asks_for_no_further_page(
     assert job.wait(1) == [MissReason.CANCELLED] * 6
     opened.set()
     until(lambda: not store._busy)
-    assert len(inner.calls) == 2
+    assert [call for call, _ in inner.calls].count("read") == 2
 
 
 def test_a_store_that_fails_is_a_miss_and_is_tried_again_after_a_while(
@@ -333,6 +335,130 @@ def test_a_page_that_alone_is_lost_has_its_reason_and_the_store_is_not_taken_for
         assert store.submit_put(request("a", "c", fill="y")).wait(5) == [PutReason.TIMEOUT, None]
         assert store.submit_lookup(request("b").keys).wait(5) == [Presence.ABSENT]
     assert not caplog.records
+
+
+def unreadable(*names: str, calls: tuple[str, ...] = ("read",)) -> Callable[[str, bytes], None]:
+    """A gate at which these calls of these pages fail."""
+    keys = request(*names).keys
+
+    def gate(call: str, key: bytes) -> None:
+        if call in calls and key in keys:
+            raise OSError(errno.EIO, "input/output error", key.hex())
+
+    return gate
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_page_that_cannot_be_read_is_missed_alone_and_not_promised_until_it_is_replaced(
+    store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = request("a", "b", "c", fill="x")
+    store.submit_put(pages).wait(5)
+    inner.gate = unreadable("b", "c")
+    for expected in (MissReason.UNREADABLE, MissReason.UNREADABLE):
+        assert store.submit_get(request("a", "b", "c")).wait(5) == [None, expected, expected]
+        assert store.submit_lookup(pages.keys).wait(5) == [Presence.HELD, Presence.ABSENT, Presence.ABSENT]
+        assert store.submit_put(request("b", fill="y")).wait(5) == [PutReason.UNREADABLE]
+    assert len(warnings_in(caplog)) == 2, "one line for each cause"
+    inner.gate = lambda call, key: None
+    assert store.submit_lookup(pages.keys).wait(5)[1] == Presence.ABSENT
+    again = request("b", fill="y")
+    assert store.submit_put(again).wait(5) == [None]
+    assert store.submit_lookup(pages.keys).wait(5) == [Presence.HELD, Presence.HELD, Presence.ABSENT]
+    assert store.submit_get(again).wait(5) == [None] and content(again) == [b"y"]
+
+
+def test_a_page_that_another_process_has_replaced_is_promised_again_after_a_while(
+    store: ExecutedStore, inner: InDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_calls, "_RETRY_S", 0.1)
+    pages = request("a", fill="x")
+    store.submit_put(pages).wait(5)
+    inner.gate = unreadable("a")
+    assert store.submit_get(pages).wait(5) == [MissReason.UNREADABLE]
+    time.sleep(0.15)
+    assert store.submit_lookup(pages.keys).wait(5) == [Presence.ABSENT]
+    inner.gate = lambda call, key: None
+    assert store.submit_lookup(pages.keys).wait(5) == [Presence.ABSENT], "it was tried a moment ago"
+    until(lambda: store.submit_lookup(pages.keys).wait(5) == [Presence.HELD])
+
+
+@pytest.mark.parametrize("bad", [1, 7, 20])
+def test_a_key_that_cannot_be_looked_up_hides_no_other(store: ExecutedStore, inner: InDict, bad: int) -> None:
+    names = [f"page {number}" for number in range(20)]
+    pages = request(*names, fill="x")
+    store.submit_put(pages).wait(5)
+    has = inner.has
+
+    def each(keys: Sequence[bytes]) -> list[bool]:
+        if not set(keys).isdisjoint(pages.keys[:bad]):
+            raise RuntimeError("a name that the library does not like")
+        return has(keys)
+
+    inner.has = each  # type: ignore[method-assign]
+    found = store.submit_lookup(pages.keys).wait(5)
+    assert found == [Presence.ABSENT] * bad + [Presence.HELD] * (20 - bad)
+
+
+def test_a_key_that_cannot_be_removed_leaves_no_other(store: ExecutedStore, inner: InDict) -> None:
+    pages = request("a", "b", "c", fill="x")
+    store.submit_put(pages).wait(5)
+    inner.gate = unreadable("a", calls=("remove",))
+    assert store.submit_remove(pages.keys).wait(5) == [False, True, True]
+    assert list(inner.pages) == [pages.keys[0]]
+    assert store.submit_lookup(pages.keys[:1]).wait(5) == [Presence.HELD], "it is not taken for gone"
+
+
+def test_an_error_while_the_store_answers_for_no_other_key_is_its_loss(
+    store: ExecutedStore, inner: InDict
+) -> None:
+    store.submit_put(request("a", fill="x")).wait(5)
+
+    def gate(call: str, key: bytes) -> None:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    inner.gate = gate
+    assert store.submit_get(request("a")).wait(5) == [MissReason.STORE_GONE]
+    inner.gate = lambda call, key: None
+    until(lambda: store.submit_get(request("a")).wait(5) == [None])
+
+
+def test_a_page_that_is_not_there_behind_held_is_not_promised_again(
+    store: ExecutedStore, inner: InDict
+) -> None:
+    pages = request("a", fill="x")
+    inner.has = lambda keys: [key in pages.keys or key in inner.pages for key in keys]  # type: ignore[method-assign]
+    assert store.submit_lookup(pages.keys).wait(5) == [Presence.HELD]
+    assert store.submit_get(pages).wait(5) == [MissReason.ABSENT]
+    assert store.submit_lookup(pages.keys).wait(5) == [Presence.ABSENT]
+    write, inner.write = inner.write, lambda key, page: True  # type: ignore[method-assign]
+    assert store.submit_put(pages).wait(5) == [PutReason.UNREADABLE], "the put says kept, and it is not"
+    inner.write = write  # type: ignore[method-assign]
+    assert store.submit_put(pages).wait(5) == [None]
+    assert store.submit_lookup(pages.keys).wait(5) == [Presence.HELD]
+
+
+def test_a_write_that_fails_is_of_its_page_and_a_full_disk_is_no_room(
+    store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
+) -> None:
+    for error, reason in (
+        (OSError(errno.EIO, "input/output error"), PutReason.OTHER),
+        (OSError(errno.ENOSPC, "no space left on device"), PutReason.NO_ROOM),
+        (OSError(errno.ETIMEDOUT, "timed out"), PutReason.TIMEOUT),
+    ):
+        bad = request("bad").keys[0]
+
+        def gate(call: str, key: bytes, error: Exception = error, bad: bytes = bad) -> None:
+            if call == "write" and key == bad:
+                raise error
+
+        inner.gate = gate
+        for _ in range(2):
+            assert store.submit_put(request("a", "bad", "b", fill="x")).wait(5) == [None, reason, None]
+    assert len(warnings_in(caplog)) == 3
 
 
 def test_room_and_permission_are_results_not_failures(store: ExecutedStore, inner: InDict) -> None:
@@ -422,7 +548,8 @@ def test_a_store_that_cannot_remove_says_so_and_is_not_taken_for_gone(
     assert store.submit_put(request("a")).wait(5) == [None]
     inner.pages[request("a").keys[0]] = b"wrong"
     assert store.submit_get(request("a")).wait(5) == [MissReason.FORMAT], "and the page stays"
-    assert store.submit_lookup(request("a").keys).wait(5) == [Presence.HELD]
+    assert store.submit_lookup(request("a").keys).wait(5) == [Presence.ABSENT], "it is not promised again"
+    assert store.submit_put(request("a")).wait(5) == [PutReason.UNREADABLE]
 
 
 def test_closing_finishes_puts_and_ends_the_rest(store: ExecutedStore, inner: InDict) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 from kvplug import CapacityError, TransportError
-from kvplug.transport import BlockingStore, Usage
+from kvplug.transport import BlockingStore, MissReason, PageError, Usage
 from kvplug_nixl.store.agent import Agent, Move
 from kvplug_nixl.store.folder import Folder, cost_of
 from kvplug_nixl.store.options import NixlStoreOptions
@@ -34,29 +34,28 @@ class FileStore(BlockingStore):
         assert options.path is not None
         self.num_threads = options.transfers
         self._budget = DEFAULT_SIZE if options.size is None else options.size
-        self._folder = Folder(os.path.abspath(os.path.expanduser(options.path)), self._budget)
+        self._folder = Folder(options.path, self._budget)
         # Linux's AIO: in containers io_uring is usually forbidden
         parameters = {"use_aio": "true", "ios_pool_size": "1024", "kernel_queue_size": "64"}
         self._agent = Agent("POSIX", parameters.copy)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return [os.path.exists(self._folder.path_of(key)) for key in keys]
+        return self._folder.has(keys)
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        try:
-            fd = os.open(self._folder.path_of(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
+        fd = self._folder.open(key)
+        if fd is None:
             return None
         try:
             status = os.fstat(fd)
             if not self._move("READ", fd, into, status.st_size):
                 if os.fstat(fd).st_size == status.st_size:
-                    raise TransportError(f"NIXL cannot read {self._folder.path_of(key)}")
+                    raise PageError(MissReason.UNREADABLE, f"NIXL cannot read {self._folder.path_of(key)}")
                 return 0  # it was cut off meanwhile, and will be removed as a wrong page
         finally:
             os.close(fd)
         if time.time() - status.st_mtime >= _TOUCH_S:
-            self._folder.note_use(key)
+            self._folder.note_use((key,))
         return status.st_size
 
     def _move(
@@ -72,15 +71,15 @@ class FileStore(BlockingStore):
         return not moves or all(self._agent.move(operation, moves))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._folder.note_use(key)
+        self._folder.note_use(keys)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
         nbytes = sum(part.nbytes for part in page)
         if cost_of(nbytes) > self._budget:
             raise CapacityError(f"a page of {cost_of(nbytes)} bytes, and the budget is {self._budget}")
         with _read_only_is_no_permission():
-            if self.has([key])[0]:
+            self._folder.check_mounted()
+            if self._folder.can_read(key):
                 return True
             if (kept := self._write(key, page, nbytes)) is not None:
                 return kept

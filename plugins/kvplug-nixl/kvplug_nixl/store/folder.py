@@ -9,14 +9,17 @@ import os
 import secrets
 import struct
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Final
 
 import attrs
 
+from kvplug.transport import PageFolder
+
 _LAYOUT: Final = "nixl-v1"
 """Name of the folder inside; a later version that arranges the files in another way has another one."""
-_RECORD: Final = struct.Struct("<8sqq")
+_RECORD: Final = struct.Struct("<8sqqI")
 _MAGIC: Final = b"kvplugNX"
 _BLOCK: Final = 4096
 _PATIENCE_S: Final = 5.0
@@ -37,6 +40,21 @@ class Totals:
     used_bytes: int = 0
     num_pages: int = 0
 
+    def encoded(self) -> bytes:
+        """The content of the file."""
+        values = max(0, self.used_bytes), max(0, self.num_pages)
+        return _RECORD.pack(_MAGIC, *values, zlib.crc32(repr(values).encode()))
+
+    @classmethod
+    def decoded(cls, record: bytes) -> Totals | None:
+        """The inverse; ``None``: the file is damaged, or new."""
+        if len(record) == _RECORD.size:
+            magic, *values, checksum = _RECORD.unpack(record)
+            is_whole = magic == _MAGIC and checksum == zlib.crc32(repr(tuple(values)).encode())
+            if is_whole and all(0 <= value < 1 << 60 for value in values):
+                return cls(*values)
+        return None
+
 
 @attrs.frozen(order=True)
 class _Found:
@@ -45,7 +63,7 @@ class _Found:
     path: str
 
 
-class Folder:
+class Folder(PageFolder):
     """Files under keys, counted in one small file by all processes that share the folder.
 
     A writer that dies leaves a file aside, which is removed later, and may leave it counted until the budget
@@ -53,24 +71,12 @@ class Folder:
     """
 
     def __init__(self, path: str, budget: int) -> None:
-        self._root = os.path.join(path, _LAYOUT)
-        self._pages = os.path.join(self._root, "pages")
-        self._aside = os.path.join(self._root, "writing")
+        super().__init__(path, _LAYOUT, "options.nixl.path")
         self._budget = budget
         self.last = Totals()
         """As this process has seen them last."""
         self.num_evicted = 0
         """By this process."""
-
-    def path_of(self, key: bytes) -> str:
-        """Where the page of that key is."""
-        name = key.hex()
-        return f"{self._pages}/{name[:2]}/{name[2:]}"
-
-    def note_use(self, key: bytes) -> None:
-        """The page is kept longer than others."""
-        with contextlib.suppress(OSError):  # a page that was evicted meanwhile, or a read-only folder
-            os.utime(self.path_of(key))
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -83,12 +89,12 @@ class Folder:
         Raises:
             OSError: it cannot be made.
         """
-        path, cost = f"{self._aside}/{secrets.token_hex(16)}-{nbytes}", cost_of(nbytes)
+        self.check_mounted()
+        path, cost = f"{self.aside}/{secrets.token_hex(16)}-{nbytes}", cost_of(nbytes)
         try:
             fd = self._reserve(path, cost)
         except FileNotFoundError:  # the folder is new, or was removed
-            for each in (self._root, self._pages, self._aside):
-                os.makedirs(each, 0o700, exist_ok=True)
+            self.create()
             fd = self._reserve(path, cost)
         if fd is None:
             yield None
@@ -103,9 +109,13 @@ class Folder:
     def publish(self, path: str, key: bytes) -> None:
         """Make the file aside the page of the key, unless another one was there first."""
         to = self.path_of(key)
-        os.makedirs(os.path.dirname(to), 0o700, exist_ok=True)
         try:
-            os.link(path, to)
+            try:
+                self.make_way(key)
+                os.link(path, to)
+            except FileNotFoundError:  # an eviction in another process has just removed the page's folder
+                self.make_way(key)
+                os.link(path, to)
         except FileExistsError:
             return  # the file is removed, and counted out
         except OSError as e:
@@ -120,8 +130,9 @@ class Folder:
     def remove(self, key: bytes) -> None:
         """Remove a page, if it is there."""
         path = self.path_of(key)
-        with contextlib.suppress(FileNotFoundError):
-            self._forget(path, cost_of(os.stat(path).st_size))
+        if self.has((key,))[0]:
+            with contextlib.suppress(FileNotFoundError):
+                self._forget(path, cost_of(os.lstat(path).st_size))
 
     def _forget(self, path: str, cost: int) -> None:
         """Remove a file and count it out, in one turn: else a count in between would do so again."""
@@ -142,22 +153,19 @@ class Folder:
 
         ``None``: another one has its turn, and does not end it.
         """
-        fd = os.open(os.path.join(self._root, "usage"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = self.open_own(os.path.join(self.root, "usage"))
         try:
             if not _lock(fd):
                 yield None
                 return
-            record = os.pread(fd, _RECORD.size, 0)
-            totals = Totals()
-            if len(record) == _RECORD.size and record.startswith(_MAGIC):
-                totals = Totals(*_RECORD.unpack(record)[1:])
-            elif os.path.isdir(self._pages):  # a new or a damaged one says nothing
+            totals = Totals.decoded(os.pread(fd, _RECORD.size, 0))
+            if totals is None:  # it is new or damaged
                 found = self._count()
                 totals = Totals(sum(each.cost for each in found), len(found))
             try:
                 yield totals
             finally:
-                os.pwrite(fd, _RECORD.pack(_MAGIC, max(0, totals.used_bytes), max(0, totals.num_pages)), 0)
+                os.pwrite(fd, totals.encoded(), 0)
                 self.last = totals
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may have the descriptor as well
         finally:
@@ -195,16 +203,18 @@ class Folder:
             before = self.num_evicted
             if totals is not None:
                 self._evict(self._count(), totals, totals.used_bytes - nbytes)
-            return self.num_evicted > before
+            return self.remove_empty() or self.num_evicted > before
 
     def _evict(self, found: list[_Found], totals: Totals, goal: int) -> None:
         """The pages whose last use is longest ago, until no more than ``goal`` bytes are used."""
         for each in sorted(found):
             if totals.used_bytes <= goal:
                 return
-            if each.path.startswith(self._pages):
+            if each.path.startswith(self.pages):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(each.path)
+                with contextlib.suppress(OSError):  # other pages are in it
+                    os.rmdir(os.path.dirname(each.path))  # it takes an inode
                 totals.used_bytes -= each.cost
                 totals.num_pages -= 1
                 self.num_evicted += 1
@@ -213,18 +223,17 @@ class Folder:
         """All files. Those of dead writers are removed."""
         found, now = [], time.time()
         # aside first: a file that is no longer there afterwards is a page by then
-        for entry in _entries(self._aside):
-            size = entry.name.rpartition("-")[2]
-            with contextlib.suppress(FileNotFoundError):
-                if now - entry.stat().st_mtime > _ORPHAN_S:
+        for entry, size in self.written_aside():
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if now - status.st_mtime > _ORPHAN_S:
                     os.unlink(entry.path)
-                elif size.isdecimal() and entry.stat().st_nlink == 1:
-                    found.append(_Found(0, cost_of(int(size)), entry.path))
-        for folder in _entries(self._pages):
-            for entry in _entries(folder.path):
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    found.append(_Found(status.st_mtime_ns, cost_of(status.st_size), entry.path))
+                elif status.st_nlink == 1:
+                    found.append(_Found(0, cost_of(size), entry.path))
+        for _, entry in self.all_pages():
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                found.append(_Found(status.st_mtime_ns, cost_of(status.st_size), entry.path))
         return found
 
 
@@ -240,11 +249,3 @@ def _lock(fd: int) -> bool:
             time.sleep(0.001)
         except OSError:  # a file system without locks: what two count at once is corrected later
             return True
-
-
-def _entries(path: str) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            yield from entries
-    except (FileNotFoundError, NotADirectoryError):
-        return

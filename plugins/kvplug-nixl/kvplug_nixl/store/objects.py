@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,6 @@ from kvplug.transport import BlockingStore, TcpAddress, WireError, parse_server
 from kvplug_nixl.store.agent import Agent, Move
 from kvplug_nixl.store.options import ENDPOINT, NixlStoreOptions
 from kvplug_nixl.store.pages import HEAD_BYTES, TAIL_BYTES, Head
-
-_log = logging.getLogger(__name__)
 
 _LAYOUT: Final = "1"
 """Of names and objects; part of every name, so that another layout is a miss."""
@@ -53,7 +50,6 @@ class ObjectStore(BlockingStore):
         threads = max(_MIN_THREADS, options.transfers)
         self._agent = Agent("OBJ", lambda: _parameters(options, threads), environment, threads=threads)
         self._local = threading.local()
-        self._has_said = False
 
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()
@@ -137,14 +133,10 @@ class ObjectStore(BlockingStore):
         with self._explained():
             if not self._agent.move("WRITE", [Move(whole, name=self._name(key))])[0]:
                 self._agent.exists([self._name(key)])  # raises if it does not answer
-                said = (
+                raise PermissionError(
                     f"the S3 server {self._host}:{self._port} answers, and takes no object for the bucket"
                     f" {self._bucket!r}: is there one, and has the key the right s3:PutObject?"
                 )
-                if not self._has_said:
-                    self._has_said = True
-                    _log.warning("%s", said)
-                raise PermissionError(said)
 
     # -- errors --------------------------------------------------------------------------------
 

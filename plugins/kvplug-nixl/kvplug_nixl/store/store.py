@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from kvplug import ConfigError
 from kvplug.transport import BlockingStore, StoreContext
 from kvplug_nixl.probe import INSTALL, has_backend
@@ -16,7 +14,8 @@ def make_store(context: StoreContext) -> BlockingStore:
     """The store that the options ask for.
 
     Raises:
-        ConfigError: neither ``path`` nor ``bucket`` was given, or both, or one of the others is wrong.
+        ConfigError: neither ``path`` nor ``bucket`` was given, or both, or one of the others is wrong,
+            or others can write to the folder.
     """
     options: NixlStoreOptions = context.options
     if (options.path is None) == (options.bucket is None):
@@ -31,7 +30,4 @@ def make_store(context: StoreContext) -> BlockingStore:
         if options.size is not None:
             raise ConfigError("options.nixl.size: a bucket has no bound here; give it a lifecycle rule")
         return ObjectStore(options)
-    path = os.path.abspath(os.path.expanduser(options.path))
-    if os.path.lexists(path) and not os.path.isdir(path):
-        raise ConfigError(f"options.nixl.path: {path} is no folder")
     return FileStore(options)

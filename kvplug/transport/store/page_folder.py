@@ -1,0 +1,295 @@
+"""A folder of pages: one file for each, which only this user may use, on a disk that may be unmounted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvplug.errors import ConfigError
+from kvplug.transport.store.blocking import PageError
+from kvplug.transport.store.results import MissReason
+
+_KEY_BYTES: Final = 32
+_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_OWN: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_ABSENT: Final = (FileNotFoundError, NotADirectoryError)
+_FOREIGN: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO})
+"""Of a link, a file or folder of another user, a socket."""
+
+
+class PageFolder:
+    """Where the files of pages are, in two levels, and those that are written aside until they are whole.
+
+    Nothing but regular files counts as a page: links, folders, pipes and sockets are neither followed nor
+    opened, and hide no page.
+
+    Raises (every method): OSError: the folder cannot be read, or its disk is not mounted any more.
+    """
+
+    def __init__(self, path: str, layout: str, option: str) -> None:
+        """
+        Args:
+            path: what the operator gave.
+            layout: name of the folder inside, one for each arrangement of the files.
+            option: the key of ``path`` in the config, for messages.
+
+        Raises:
+            ConfigError: it is something else than a folder, or others can write to it.
+        """
+        self._path = os.path.abspath(os.path.expanduser(path))
+        self.root = os.path.join(self._path, layout)
+        """The one of the folders below, and of files of the store's own."""
+        self.pages = os.path.join(self.root, "pages")
+        """The one of the folders with the pages."""
+        self.aside = os.path.join(self.root, "writing")
+        """The one of files that become pages."""
+        self._option = option
+        if os.path.lexists(self._path) and not os.path.isdir(self._path):
+            raise ConfigError(f"{option}: {self._path} is not a folder")
+        self._mount = "/"
+        with contextlib.suppress(OSError):  # it may be read-only, or come later
+            self.create()
+
+    # -- the folders ---------------------------------------------------------------------------
+
+    def create(self) -> None:
+        """Make the folders, for this user alone.
+
+        Raises:
+            ConfigError: one of them belongs to another user, or others can write to it.
+        """
+        self.check_mounted()
+        _make_all(self._path)
+        check_private(self._path, self._option, is_given=True)
+        for folder in (self.root, self.pages, self.aside):
+            _make(folder)
+            self._check(folder)
+        for entry in _entries(self.pages):
+            if entry.is_dir(follow_symlinks=False):
+                self._check(entry.path)
+        mount = os.path.realpath(self.root)
+        while not os.path.ismount(mount):
+            mount = os.path.dirname(mount)
+        self._mount = mount
+
+    def _check(self, folder: str) -> None:
+        check_private(folder, self._option)
+        with contextlib.suppress(OSError):  # it may be read-only
+            if stat.S_IMODE(os.lstat(folder).st_mode) & 0o055:
+                os.chmod(folder, 0o700)  # headers contain prompts
+
+    def check_mounted(self) -> None:
+        """Raises OSError: the disk was taken away."""
+        if not os.path.ismount(self._mount):
+            raise OSError(errno.ENODEV, "its disk is not mounted any more", self._mount)
+
+    @staticmethod
+    def open_own(path: str) -> int:
+        """A descriptor to read and write a file of kvplug's own, made if it is missing.
+
+        Anything else under its name is replaced: a link, a pipe, an empty folder, the file of another user.
+        """
+        for _ in range(2):
+            try:
+                fd = os.open(path, _OWN, 0o600)
+            except OSError as e:
+                if e.errno not in _FOREIGN and not isinstance(e, IsADirectoryError):
+                    raise
+            else:
+                if stat.S_ISREG(os.fstat(fd).st_mode):
+                    return fd
+                os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                (os.rmdir if stat.S_ISDIR(os.lstat(path).st_mode) else os.unlink)(path)
+        return os.open(path, _OWN | os.O_EXCL, 0o600)
+
+    # -- one page ------------------------------------------------------------------------------
+
+    def path_of(self, key: bytes) -> str:
+        """Where the page of that key is."""
+        name = key.hex()
+        return f"{self.pages}/{name[:2]}/{name[2:]}"
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether there is a page under each key."""
+        found = [self._is_page(key) for key in keys]
+        if not all(found):
+            self.check_mounted()
+        return found
+
+    def _is_page(self, key: bytes) -> bool:
+        try:
+            path = self.path_of(key)
+            return stat.S_ISREG(os.lstat(path).st_mode) and not _is_link(os.path.dirname(path))
+        except _ABSENT:
+            return False
+        except OSError as e:
+            if e.errno in _FOREIGN:
+                return False
+            raise
+
+    def can_read(self, key: bytes) -> bool:
+        """Whether there is a page, and this user may read it."""
+        return self._is_page(key) and os.access(self.path_of(key), os.R_OK)
+
+    def open(self, key: bytes) -> int | None:
+        """A descriptor to read the page from; ``None``: there is none. It does not wait for a pipe.
+
+        Raises:
+            PageError: what is there cannot be read.
+        """
+        path = self.path_of(key)
+        try:
+            if _is_link(os.path.dirname(path)):
+                raise PageError(MissReason.UNREADABLE, f"{os.path.dirname(path)} is a link")
+            fd = os.open(path, _READ)
+        except _ABSENT:
+            self.check_mounted()
+            return None
+        except OSError as e:
+            if e.errno in _FOREIGN:
+                raise PageError(MissReason.UNREADABLE, f"{path}: {e.strerror}") from e
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise PageError(MissReason.UNREADABLE, f"{path} is not a file")
+        return fd
+
+    def note_use(self, keys: Sequence[bytes]) -> None:
+        """These pages were used now. Best effort: they may be evicted, or the folder read-only."""
+        for key in keys:
+            with contextlib.suppress(OSError):
+                path = self.path_of(key)
+                if not _is_link(os.path.dirname(path)):
+                    os.utime(path, follow_symlinks=False)
+
+    def make_way(self, key: bytes) -> None:
+        """Remove what is under the page's name and is not a page that can be read; make the folder for it.
+
+        Raises:
+            PageError: it cannot be removed.
+        """
+        path = self.path_of(key)
+        folder = os.path.dirname(path)
+        try:
+            _make(folder)
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                os.unlink(folder)
+                _make(folder)
+            with contextlib.suppress(FileNotFoundError):
+                mode = os.lstat(path).st_mode
+                if stat.S_ISDIR(mode):
+                    os.rmdir(path)
+                elif not self.can_read(key):
+                    os.unlink(path)
+        except (IsADirectoryError, PermissionError) as e:
+            raise PageError(MissReason.UNREADABLE, f"{e.filename} is in the way: {e.strerror}") from e
+        except OSError as e:
+            if e.errno != errno.ENOTEMPTY:
+                raise
+            raise PageError(MissReason.UNREADABLE, f"{path} is a folder that is not empty") from e
+
+    # -- all of them ---------------------------------------------------------------------------
+
+    def all_pages(self) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+        """All pages with their keys, in no order. Those that come or go meanwhile may be missing."""
+        for folder in _entries(self.pages):
+            with contextlib.suppress(OSError):  # it is another user's, or a link in a circle
+                if folder.is_dir(follow_symlinks=False):
+                    for entry in _entries(folder.path):
+                        key = _key_named(folder.name + entry.name)
+                        if key is not None and entry.is_file(follow_symlinks=False):
+                            yield key, entry
+
+    def written_aside(self) -> Iterator[tuple[os.DirEntry[str], int]]:
+        """Files that are being written, or were when their writers died, each with the size of its page."""
+        for entry in _entries(self.aside):
+            size = entry.name.rpartition("-")[2]
+            if entry.is_file(follow_symlinks=False):
+                yield entry, int(size) if size.isdecimal() else 0
+
+    def remove_empty(self) -> bool:
+        """Remove folders without pages: each uses an inode of the disk. Returns whether there were any."""
+        found = False
+        for folder in _entries(self.pages):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder.path)
+                found = True
+        return found
+
+
+def check_private(folder: str, option: str, *, is_given: bool = False) -> None:
+    """Check that no other user can put pages into a folder.
+
+    Args:
+        option: the key of the config that names it, for messages.
+        is_given: the operator has named it, and it may be root's, or one such as ``/tmp``, where users cannot
+            rename each other's folders. Others are kvplug's own.
+
+    Raises:
+        ConfigError: another user can.
+        OSError: it cannot be looked at.
+    """
+    status = os.stat(folder, follow_symlinks=is_given)
+    what = f"{option}: the folder {folder}"
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{what} is something else, such as a link: remove it")
+    owners = {os.geteuid(), 0} if is_given else {os.geteuid()}
+    if status.st_uid not in owners and status.st_uid != _own_id(folder):
+        raise ConfigError(
+            f"{what} belongs to another user (id {status.st_uid}), who can put pages there: name another"
+            " folder, or remove this one"
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o022 and not (is_given and mode & stat.S_ISVTX):
+        raise ConfigError(
+            f"{what} can be written to by other users (its mode is {mode:04o}), who can put pages there:"
+            f" look at what is there, then chmod 700 {folder}; or name another folder"
+        )
+
+
+def _own_id(folder: str) -> int:
+    """The id of this user on that disk: a network file system may have another one."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return os.geteuid()
+
+
+def _is_link(path: str) -> bool:
+    return stat.S_ISLNK(os.lstat(path).st_mode)
+
+
+def _make(folder: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+
+
+def _make_all(folder: str) -> None:
+    if not os.path.isdir(folder):
+        _make_all(os.path.dirname(folder))
+        _make(folder)
+
+
+def _key_named(name: str) -> bytes | None:
+    """The key whose page has that name; ``None``: the file is no page."""
+    if len(name) != 2 * _KEY_BYTES:
+        return None
+    try:
+        return bytes.fromhex(name)
+    except ValueError:
+        return None
+
+
+def _entries(path: str) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            yield from entries
+    except _ABSENT:
+        return
