@@ -1,6 +1,6 @@
 """Hit rates of ways to evict pages, on traces of requests to language models.
 
-    python benchmarks/eviction.py [--requests N] [--seed N] [--markdown FILE]
+    python benchmarks/eviction.py [--requests N] [--seed N] [--markdown FILE] [--handed-over]
 
 A trace is a sequence of prompts, each a sequence of pages. A page is used with the pages before it, so a
 hit counts only up to the first page that is missing; the missing pages are then computed and kept. The hit
@@ -16,6 +16,14 @@ the trace.
 first, so that of two pages that were used together the one further back is evicted first. vLLM's offloading
 to CPU memory and LMCache evict by LRU unless told otherwise; both note uses backward, and new pages as they
 come, forward. "host" is what the store "host" runs; "ARC" is the algorithm as its paper has it.
+
+With ``--handed-over``: prefill saves the pages of each prompt, and decode loads them while prefill saves
+those of others. Up to 1, 8 or 32 prompts are in flight: saved, and not loaded. Decode loads any of them
+next. Sizes of the store are multiples of the most pages that wait for decode at any time. The figures are
+the prompts of which decode does not find all pages.
+
+- **documents**: each prompt is seen once.
+- **chats**: as above, so that prompts in flight share pages with each other and with earlier ones.
 """
 
 from __future__ import annotations
@@ -25,8 +33,8 @@ import bisect
 import functools
 import itertools
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +42,8 @@ from kvplug_host.eviction import Eviction
 
 Prompt = Sequence[Hashable]
 BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.4)
+IN_FLIGHT = (1, 8, 32)
+TIMES = (1, 1.5, 2, 5, 20)
 
 
 class Policy(Protocol):
@@ -195,8 +205,9 @@ class Host:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._order = Eviction()
+        self._order = Eviction(lambda: 0.0)
         self._keys: dict[bytes, None] = {}
+        self._expected: dict[bytes, int] = {}
 
     def __contains__(self, key: Hashable) -> bool:
         return _bytes(key) in self._keys
@@ -206,11 +217,20 @@ class Host:
 
     def add(self, key: Hashable) -> None:
         while len(self._keys) >= self._size:
-            victim = self._order.victim(lambda key: True)
+            victim = self._order.victim(lambda key: True) or self._order.longest_waiting(lambda key: True)
             assert victim is not None
             del self._keys[victim]
         self._keys[_bytes(key)] = None
-        self._order.add(_bytes(key))
+        self._order.add(_bytes(key), self._expected.pop(_bytes(key), 0))
+
+    def expect(self, key: Hashable) -> None:
+        if key in self:
+            self._order.expect(_bytes(key))
+        else:
+            self._expected[_bytes(key)] = self._expected.get(_bytes(key), 0) + 1
+
+    def read(self, key: Hashable) -> None:
+        self._order.read(_bytes(key))
 
 
 @functools.cache
@@ -281,6 +301,39 @@ def agents(rng: random.Random, num_requests: int) -> Iterator[Prompt]:
             running[at] = (number, pages)
 
 
+def documents(rng: random.Random, num_requests: int) -> Iterator[Prompt]:
+    """Prompts of 60 to 240 pages that are seen once."""
+    for number in range(num_requests):
+        yield [("document", number, page) for page in range(rng.randint(60, 240))]
+
+
+def in_flight(rng: random.Random, prompts: Iterable[Prompt], most: int) -> Iterator[tuple[str, Prompt]]:
+    """ "save" and "load" of each prompt; at most so many are saved and not loaded."""
+    waiting: list[Prompt] = []
+    for prompt in prompts:
+        yield "save", prompt
+        waiting.append(prompt)
+        if len(waiting) == most:
+            chosen = waiting.pop(rng.randrange(len(waiting)))
+            yield "load", chosen
+
+
+def most_waiting(calls: Iterable[tuple[str, Prompt]]) -> int:
+    """The most pages that are saved and not loaded by all for whom they were saved, at any time."""
+    waiting: Counter[Hashable] = Counter()
+    most = 0
+    for call, prompt in calls:
+        if call == "save":
+            waiting.update(prompt)
+            most = max(most, len(waiting))
+        else:
+            waiting.subtract(prompt)
+            for key in prompt:
+                if not waiting[key]:
+                    del waiting[key]
+    return most
+
+
 def traces(seed: int, num_requests: int) -> dict[str, list[Prompt]]:
     return {
         "chats": list(chats(random.Random(seed), num_requests)),
@@ -310,6 +363,43 @@ def hit_rate(
     return found / total
 
 
+def lost_rate(policy: Policy, calls: Iterable[tuple[str, Prompt]]) -> float:
+    """The part of the prompts of which not all pages were there when they were loaded."""
+    lost = loaded = 0
+    for call, prompt in calls:
+        if call == "save":
+            for key in reversed(prompt):
+                if isinstance(policy, Host):
+                    policy.expect(key)
+                elif key in policy:
+                    policy.use(key)
+            for key in reversed(prompt):
+                if key not in policy:
+                    policy.add(key)
+        else:
+            held = [key for key in prompt if key in policy]
+            for key in reversed(held):
+                policy.read(key) if isinstance(policy, Host) else policy.use(key)
+            loaded += 1
+            lost += len(held) < len(prompt)
+    return lost / loaded
+
+
+def measure_handed_over(seed: int, num_requests: int) -> list[list[str]]:
+    """A row for each trace, number of prompts in flight and policy: lost prompts for each size in percent."""
+    rows = []
+    makers: dict[str, Callable[[int], Policy]] = {"LRU": Lru, "ARC": Arc, "host": Host}
+    for name, make_prompts in {"documents": documents, "chats": chats}.items():
+        for most in IN_FLIGHT:
+            prompts = make_prompts(random.Random(seed), num_requests)
+            calls = list(in_flight(random.Random(seed), prompts, most))
+            pages = most_waiting(calls)
+            for called, make in makers.items():
+                lost = [lost_rate(make(int(pages * times)), calls) for times in TIMES]
+                rows.append([name, most, called, *(f"{100 * rate:.1f}" for rate in lost)])
+    return rows
+
+
 def measure(seed: int, num_requests: int) -> list[list[str]]:
     """A row for each trace and policy, with the hit rate for each budget in percent."""
     rows = []
@@ -322,8 +412,7 @@ def measure(seed: int, num_requests: int) -> list[list[str]]:
     return rows
 
 
-def table(rows: Sequence[Sequence[Any]]) -> str:
-    head = ["trace", "policy", *(f"{100 * part:g} %" for part in BUDGETS), "all"]
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
@@ -333,8 +422,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--handed-over", action="store_true")
     arguments = parser.parse_args()
-    text = table(measure(arguments.seed, arguments.requests))
+    if arguments.handed_over:
+        head = ["trace", "in flight", "policy", *(f"{times:g}x" for times in TIMES)]
+        text = table(head, measure_handed_over(arguments.seed, arguments.requests))
+    else:
+        head = ["trace", "policy", *(f"{100 * part:g} %" for part in BUDGETS), "all"]
+        text = table(head, measure(arguments.seed, arguments.requests))
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text + "\n", encoding="utf-8")

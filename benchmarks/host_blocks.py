@@ -243,6 +243,7 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
                 parent=bytes([round_]) * 32,
                 packed_tokens=tokens,
                 block_ids=tuple(pages.blocks),
+                has_reader=False,
             )
             begin, _ = seconds(lambda: saver.begin([plan]))
             gather, _ = seconds(lambda: [saver.gather_layer(layer) for layer in range(model.layers)] and None)

@@ -90,3 +90,5 @@ class Usage:
     """The most that it may hold; ``None``: the store has no limit of its own."""
     num_evicted: int = 0
     """Pages that this end gave up to make room since it was opened. Stores with events tell them there."""
+    num_waiting: int = 0
+    """Pages that another end is expected to read and has not (:meth:`Store.expect_reader`)."""

@@ -161,6 +161,12 @@ class Store(abc.ABC):
         """The pages were used elsewhere, and are evicted later than others. Does not wait."""
         return None
 
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        """One end more, another than this one, is going to get each of these pages, also those that are put
+        after this call. Until it has, a store that evicts by use may evict them later than all others. Does
+        not wait."""
+        return None
+
     @abc.abstractmethod
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
         """Forget the pages; ``None``: all pages, and the job has one result. Result: whether it is done.

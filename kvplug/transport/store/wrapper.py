@@ -66,6 +66,9 @@ class StoreWrapper(Store):
     def touch(self, keys: Sequence[bytes]) -> None:
         self.store.touch(keys)
 
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        self.store.expect_reader(keys)
+
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
         return self.store.submit_remove(keys, timeout=timeout)
 

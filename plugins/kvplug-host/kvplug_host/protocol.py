@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import attrs
 
-from kvplug.transport import PageFormat, Presence, PutReason, Usage, WireError
+from kvplug.transport import PageFormat, Presence, PutReason, Usage, WireError, peer_text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION: Final = 1
+VERSION: Final = 2
 STORE: Final = "host"
 PIPE: Final = "pages"
 """The label of the pipe."""
@@ -77,12 +77,25 @@ class Op:
     WITHDRAW: Final = "withdraw"
     RELEASE: Final = "release"
     TOUCH: Final = "touch"
+    EXPECT: Final = "expect"
+    """Another end is going to read these pages."""
     WRONG: Final = "wrong"
     """A page that was read is wrong."""
     KEYS: Final = "keys"
     SUBSCRIBE: Final = "subscribe"
     UNSUBSCRIBE: Final = "unsubscribe"
     USAGE: Final = "usage"
+
+
+def check_hello(hello: Any, peer: object) -> None:
+    """The first message is that of a store of this version. Raises WireError."""
+    if not isinstance(hello, dict) or hello.get("store") != STORE:
+        raise WireError(f"{peer} serves no store {STORE!r}")
+    if (version := hello.get("version")) != VERSION:
+        raise WireError(
+            f"{peer} speaks version {peer_text(str(version), 20)} of the store {STORE!r}; here is version"
+            f" {VERSION}: install one version of kvplug-host at both ends"
+        )
 
 
 # -- fields ------------------------------------------------------------------------------------
@@ -181,16 +194,16 @@ def _at(known: Sequence[T], code: int) -> T:
 
 
 def usage_to_plain(usage: Usage) -> list[Any]:
-    """Pages, bytes, budget."""
-    return [usage.num_pages, usage.used_bytes, usage.budget_bytes]
+    """Pages, bytes, budget, and pages that wait for readers."""
+    return [usage.num_pages, usage.used_bytes, usage.budget_bytes, usage.num_waiting]
 
 
 def usage_from(message: Any) -> Usage:
     """The usage in an answer. Raises WireError."""
     found = field(message, "usage", list)
-    if len(found) != 3 or not all(type(each) is int and each >= 0 for each in found):
+    if len(found) != 4 or not all(type(each) is int and each >= 0 for each in found):
         raise WireError("a message of a store: its usage is no usage")
-    return Usage(num_pages=found[0], used_bytes=found[1], budget_bytes=found[2])
+    return Usage(num_pages=found[0], used_bytes=found[1], budget_bytes=found[2], num_waiting=found[3])
 
 
 # -- where pages are ---------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class HostStore(Store):
             pages,
             self.seal,
             discard=lambda index, reason: self.pages.discard(entries[index], reason),
-            settled=lambda: self.pages.unpin(entries, were_used=pages.is_use),
+            settled=lambda: self.pages.unpin(entries, HERE, were_used=pages.is_use),
             again=self._workers.add,
             native=self.pages.native,
         )
@@ -215,6 +215,11 @@ class HostStore(Store):
         self._check_open()
         with self.pages.lock:
             self.pages.index.use(keys)
+
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        self._check_open()
+        with self.pages.lock:
+            self.pages.index.expect_reader(keys, HERE)
 
     def keys(self, series: Series) -> Sequence[bytes]:
         self._check_open()

@@ -163,6 +163,63 @@ def test_two_engines_that_do_not_know_their_weights_refuse_each_other() -> None:
         assert decode.matched(request_of("a", PROMPT)) == (0, False)
 
 
+# -- a first store whose pages others load ---------------------------------------------------------
+
+
+def handed_over(prefill: FakeEngine, decode: FakeEngine, number: int, **given: Any) -> None:
+    """A prompt of six pages goes from prefill to decode."""
+    saved(prefill, number, **given)
+    until_promised(decode, tokens(100, first=1000 * number), 96)
+    assert_loads(decode, request_of(f"d{number}", tokens(100, first=1000 * number)), 96)
+
+
+def saved(prefill: FakeEngine, number: int, **given: Any) -> None:
+    blocks = prefill.prefill(request_of(f"p{number}", tokens(100, first=1000 * number), **given))
+    prefill.free_blocks.extend(blocks)
+    num_held(prefill)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_what_decode_has_still_to_load_outlives_what_it_has_loaded(mapped: bool) -> None:
+    given = {"options": {"host": {**SMALL, "map": mapped}}}
+    with pair(producer=given, consumer=given) as (prefill, decode):
+        for number in range(40):
+            handed_over(prefill, decode, number)
+        in_flight = range(40, 60)
+        for number in in_flight:
+            saved(prefill, number)
+        assert first_store(prefill).usage().num_waiting == 6 * 20
+        for number in in_flight:
+            until_promised(decode, tokens(100, first=1000 * number), 96)
+            assert_loads(decode, request_of(f"d{number}", tokens(100, first=1000 * number)), 96)
+        until(lambda: first_store(prefill).usage().num_waiting == 0, what="that nothing waits")
+
+
+def test_what_an_engine_loads_itself_goes_before_what_another_one_has_still_to_load() -> None:
+    announced = {"params": {"do_remote_decode": True}}
+    with both(options={"host": SMALL}) as engine:
+        saved(engine, 0)
+        assert_loads(engine, request_of("again", tokens(100), **announced), 96)
+        saved(engine, 1, **announced)
+        for number in range(2, 60):
+            saved(engine, number)
+            assert_loads(engine, request_of(f"own {number}", tokens(100, first=1000 * number)), 96)
+        assert first_store(engine).usage().num_waiting == 6 * 2
+        for number in range(2):
+            assert_loads(engine, request_of(f"waits {number}", tokens(100, first=1000 * number)), 96)
+
+
+def test_a_store_that_is_too_small_for_what_waits_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pair(producer={"options": {"host": SMALL}}) as (prefill, _):
+        for number in range(60):
+            saved(prefill, number)
+        told = [record.getMessage() for record in caplog.records if "evicted" in record.getMessage()]
+        assert len(told) == 1
+        assert "pages were evicted that another engine was to load" in told[0]
+        assert "1 MiB" in told[0]
+        assert "options.host.size" in told[0]
+
+
 # -- stores that are slow ------------------------------------------------------------------------
 
 

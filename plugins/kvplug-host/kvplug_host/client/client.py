@@ -35,9 +35,7 @@ from kvplug.transport import (
     StoreLink,
     Timeout,
     Usage,
-    WireError,
     close_after_fork,
-    peer_text,
     raise_if_exhausted,
 )
 from kvplug_host import protocol
@@ -120,14 +118,7 @@ class HostClient(Store):
 
     def _begin(self, context: StoreContext, options: HostOptions, deadline: Deadline) -> None:
         hello = self._link.channel.recv(timeout=deadline.remaining())
-        if not isinstance(hello, dict) or hello.get("store") != protocol.STORE:
-            raise WireError(f"{self._link.channel.peer} serves no store {NAME!r}")
-        if (version := hello.get("version")) != protocol.VERSION:
-            raise WireError(
-                f"{self._link.channel.peer} speaks version {peer_text(str(version), 20)} of the store"
-                f" {NAME!r}; here is version {protocol.VERSION}: install one version of kvplug-host at both"
-                " ends"
-            )
+        protocol.check_hello(hello, self._link.channel.peer)
         self.epoch = protocol.field(hello, "epoch", str)
         self._usage = protocol.usage_from(hello)
         try:
@@ -331,6 +322,9 @@ class HostClient(Store):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._tell_of_keys(Op.TOUCH, keys)
+
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        self._tell_of_keys(Op.EXPECT, keys)
 
     def keys(self, series: Series) -> Sequence[bytes]:
         self._check_open()

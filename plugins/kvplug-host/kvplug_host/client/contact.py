@@ -247,6 +247,9 @@ class ContactStore(Store):
     def touch(self, keys: Sequence[bytes]) -> None:
         self._told(lambda client: client.touch(keys))
 
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        self._told(lambda client: client.expect_reader(keys))
+
     def _told(self, tell: Callable[[HostClient], None]) -> None:
         client = self._current()
         if client is not None:

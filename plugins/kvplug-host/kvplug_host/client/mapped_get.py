@@ -68,7 +68,8 @@ class MappedGet(SlotGet):
             self._tell()
 
     def _tell(self) -> None:
-        self._requests.tell({"op": Op.DONE, "id": self._number})
+        is_read = None in (self.job.results() or ())
+        self._requests.tell({"op": Op.DONE, "id": self._number, "read": is_read})
 
     def end(self, reason: MissReason | None) -> None:
         is_over = self.job.done
@@ -79,9 +80,14 @@ class MappedGet(SlotGet):
     def ask(self) -> None:
         """Ask where the pages are."""
         remaining = self.job.deadline.remaining()
-        lease_s = min(_READ_LEASE_S, max(0.0, remaining or _READ_LEASE_S))
+        lease_s = _READ_LEASE_S if remaining is None else min(_READ_LEASE_S, remaining)
+        if lease_s <= 0:
+            self.end(MissReason.TIMEOUT)
+            return
         message = {"op": Op.READ, "keys": b"".join(self.pages.keys), "lease_s": lease_s}
         self._requests.ask(self._number, self, message, self._answered)
+        if self.job.done:  # it may have ended before the store was asked
+            self._tell()
 
     def _answered(self, message: Any) -> None:
         self._requests.forget(self._number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Final
 
@@ -27,14 +27,18 @@ REBALANCE_AFTER: Final = 64
 FOR_EVER_S: Final = 1e8
 """What a listener is told of a page that is declared without an end."""
 
+MAX_EXPECTED: Final = 1 << 16
+"""Pages that are not here yet and for which readers are remembered; more forget the oldest."""
+
 Holder = Hashable
-"""An end of the store: it has leases, and has declared pages."""
+"""An end of the store: it has leases, has declared pages, and expects readers of others."""
 
 
 class Entry(Slot):
     """A slot that holds a page."""
 
     __slots__ = (
+        "expected_by",
         "generation",
         "header_bytes",
         "is_gone",
@@ -60,6 +64,8 @@ class Entry(Slot):
         self.leases: dict[Holder, float] | None = None
         self.is_gone = False
         """It was removed, and its slot is still being read."""
+        self.expected_by: Holder = None
+        """The end that was the last to expect that another one reads it."""
 
     def is_leased(self, now: float) -> bool:
         """Whether a lease has not expired."""
@@ -93,6 +99,10 @@ class Index:
         """What has happened and was not told yet."""
         self.num_evicted = 0
         """Since the store was opened."""
+        self.num_unread = 0
+        """How many of these waited for a reader."""
+        self._expected: OrderedDict[bytes, tuple[Holder, int]] = OrderedDict()
+        """Pages that are not here yet: who expects that others read them, and how many."""
         self._log = PageEventLog()
         self._uses = itertools.count(1)
         self._evicted: dict[bytes, list[bytes]] = defaultdict(list)
@@ -138,6 +148,7 @@ class Index:
             num_pages=len(self.pages),
             used_bytes=self.slots.used_bytes,
             budget_bytes=self.slots.budget_bytes,
+            num_waiting=sum(size.eviction.num_waiting for size in self.slots.sizes.values()),
         )
 
     def snapshot(self) -> list[PageEvent]:
@@ -164,6 +175,34 @@ class Index:
                 chunk = entry.chunk
                 chunk.last_use = now
                 chunk.size.eviction.use(key)
+
+    def expect_reader(self, keys: Iterable[bytes], holder: Holder) -> None:
+        """Another end than the holder is going to read these pages, also those that have still to come. Of
+        keys in the order of a prompt the last goes first."""
+        now = next(self._uses)
+        for key in reversed([*keys]):
+            entry = self.pages.get(key)
+            if entry is not None:
+                entry.expected_by = holder
+                entry.chunk.last_use = now
+                entry.chunk.size.eviction.expect(key)
+                continue
+            _, num_readers = self._expected.pop(key, (None, 0))
+            self._expected[key] = holder, num_readers + 1
+        while len(self._expected) > MAX_EXPECTED:
+            self._expected.popitem(last=False)
+
+    def read(self, keys: Iterable[bytes], holder: Holder) -> None:
+        """An end has read these pages, as far as they are there. That is a use, except that of an end that
+        was expected."""
+        used = []
+        for key in reversed([*keys]):
+            entry = self.pages.get(key)
+            if entry is not None and entry.expected_by not in (None, holder):
+                entry.chunk.size.eviction.read(key)
+            else:
+                used.append(key)
+        self.use(reversed(used))
 
     def refresh(self, keys: Iterable[bytes]) -> None:
         """Pages of one prompt have come, in its order: now that all are there, the last goes first."""
@@ -254,12 +293,19 @@ class Index:
         if rebalance and self._take_chunk(size, now, only_colder=bool(size.chunks)):
             size.num_evictions += 1
             return True
-        if self._evict_one(size, now):
+        if self._evict_one(size, now, size.eviction.victim):
             return True
         # Only now: a page of another size that is used less does not help, a whole chunk of them does.
-        return self._take_chunk(size, now, only_colder=False)
+        if self._take_chunk(size, now, only_colder=False):
+            return True
+        if self._evict_one(size, now, size.eviction.longest_waiting):
+            self.num_unread += 1
+            return True
+        return self._take_chunk(size, now, only_colder=False, also_waiting=True)
 
-    def _evict_one(self, size: SizeClass, now: float) -> bool:
+    def _evict_one(
+        self, size: SizeClass, now: float, victim: Callable[[Callable[[bytes], bool]], bytes | None]
+    ) -> bool:
         def may_go(key: bytes) -> bool:
             entry = self.pages[key]
             if entry.is_leased(now):
@@ -269,7 +315,7 @@ class Index:
                 return False
             return not entry.readers
 
-        key = size.eviction.victim(may_go)
+        key = victim(may_go)
         if key is None:
             return False
         size.num_evictions += 1
@@ -289,13 +335,20 @@ class Index:
             else:
                 entry.chunk.size.eviction.restore(entry.key)
 
-    def _take_chunk(self, size: SizeClass, now: float, *, only_colder: bool) -> bool:
+    def _take_chunk(
+        self, size: SizeClass, now: float, *, only_colder: bool, also_waiting: bool = False
+    ) -> bool:
         """Evict the pages of other sizes that make a chunk for this one. ``only_colder``: if their latest use
-        is longer ago than that of each chunk of this size."""
+        is longer ago than that of each chunk of this size. ``also_waiting``: though readers are expected."""
+
+        def waits(entry: Entry) -> bool:
+            return entry.chunk.size.eviction.is_waiting(entry.key)
 
         def may_go(chunk: Chunk) -> bool:
             free = all(not entry.readers and not entry.is_leased(now) for entry in chunk.pages.values())
-            return free and len(chunk.pages) == chunk.taken
+            if not free or len(chunk.pages) != chunk.taken:
+                return False
+            return also_waiting or not any(map(waits, chunk.pages.values()))
 
         found = self.slots.coldest(size, may_go)
         if found is None:
@@ -305,6 +358,7 @@ class Index:
             return False
         for chunk in found:
             for entry in list(chunk.pages.values()):
+                self.num_unread += waits(entry)
                 self._drop(entry, PageRemoval.EVICTED)
         return True
 
@@ -327,7 +381,8 @@ class Index:
         self.pages[key] = entry
         chunk.pages[slot.offset] = entry
         chunk.last_use = next(self._uses)
-        chunk.size.eviction.add(key)
+        entry.expected_by, num_readers = self._expected.pop(key, (None, 0))
+        chunk.size.eviction.add(key, num_readers)
         self._declared.pop(key, None)
         return entry
 
@@ -377,6 +432,7 @@ class Index:
         keys = [*keys]
         gone: dict[bytes, list[bytes]] = defaultdict(list)
         for key in keys:
+            self._expected.pop(key, None)
             entry = self.pages.get(key)
             if entry is not None:
                 gone[entry.series].append(key)
@@ -404,6 +460,7 @@ class Index:
             size.eviction.clear()
         self._aside.clear()
         self._declared.clear()
+        self._expected.clear()
         self._due.clear()
         self._tell_evicted()
         self.events.append(self._log.cleared())
@@ -426,7 +483,12 @@ class Index:
             self.events.append(self._log.declared(series, new, _for_s(until - self._clock())))
 
     def withdraw(self, keys: Iterable[bytes], holder: Holder) -> None:
-        """Declared pages are not put after all."""
+        """Declared pages are not put after all: one reader less waits for each."""
+        keys = [*keys]
+        for key in keys:
+            who, num_readers = self._expected.pop(key, (None, 0))
+            if num_readers > 1:
+                self._expected[key] = who, num_readers - 1
         self._undeclare(keys, holder, PageRemoval.WITHDRAWN)
 
     def expire(self) -> float | None:

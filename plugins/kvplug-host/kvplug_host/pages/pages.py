@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from kvplug import CapacityError, ResourceExhaustedError
 from kvplug.transport import MissReason, PageEvent, PageFormat, PageRemoval, PutReason, Usage
@@ -21,6 +22,8 @@ from kvplug_host.pages.slot_buffers import SlotBuffers
 from kvplug_host.pages.subscribers import Subscribers
 
 _log = logging.getLogger(__name__)
+
+_WARN_EVERY_S: Final = 60.0
 
 
 class Pages:
@@ -48,6 +51,9 @@ class Pages:
         self._abandoned: deque[list[Slot | None]] = deque()
         self._expiry: Alarm | None = None
         self._said_no_memory = False
+        self._num_unread = 0
+        """Evicted pages that waited for a reader, as far as the log has them."""
+        self._may_warn_at = 0.0
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Index]:
@@ -92,14 +98,14 @@ class Pages:
                     self.index.pin(entry)
             return entries
 
-    def unpin(self, entries: Sequence[Entry | None], *, were_used: bool = True) -> None:
-        """The pages are not read any more."""
+    def unpin(self, entries: Sequence[Entry | None], reader: Holder, *, were_used: bool = True) -> None:
+        """The pages are not read any more by that end. ``were_used``: it has got them, and uses them."""
         with self.lock:
             there = [entry for entry in entries if entry is not None]
             for entry in there:
                 self.index.unpin(entry)
             if were_used:
-                self.index.use([entry.key for entry in there if not entry.is_gone])
+                self.index.read([entry.key for entry in there if not entry.is_gone], reader)
 
     def discard(self, entry: Entry | None, reason: MissReason) -> None:
         """A page was found to be wrong: it makes room for a right one."""
@@ -165,12 +171,26 @@ class Pages:
 
     def _new_slot(self, index: Index, nbytes: int) -> Slot | PutReason:
         try:
-            return index.reserve(nbytes)
+            slot = index.reserve(nbytes)
+            self._warn_of_unread(index)
+            return slot
         except (CapacityError, ResourceExhaustedError) as e:
             if not self._said_no_memory:
                 _log.warning("the store keeps less than its budget: %s", e)
                 self._said_no_memory = True
             return PutReason.NO_ROOM
+
+    def _warn_of_unread(self, index: Index) -> None:
+        num, now = index.num_unread - self._num_unread, time.monotonic()
+        if not num or now < self._may_warn_at:
+            return
+        self._num_unread, self._may_warn_at = index.num_unread, now + _WARN_EVERY_S
+        _log.warning(
+            "%d pages were evicted that another engine was to load: more pages wait for it than the %d MiB of"
+            " the store hold; raise options.host.size",
+            num,
+            index.slots.budget_bytes >> 20,
+        )
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Slots are free that hold no page."""

@@ -55,11 +55,17 @@ class Fetch(Task):
         self._failed = failed
         self._next = 0
         self._is_cancelled = False
+        self._num_sent = 0
         self._transfers: collections.deque[Transfer] = collections.deque()
 
     def cancel(self) -> None:
         """Send no more of it."""
         self._is_cancelled = True
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether all of it was sent."""
+        return self._num_sent == len(self._pieces)
 
     def next_step(self) -> int | None:
         if self._next >= len(self._pieces) + 1:
@@ -81,6 +87,7 @@ class Fetch(Task):
                 self._transfers.popleft().wait(self._deadline.remaining())
             if not is_last and not self._is_cancelled:
                 self._send(step)
+                self._num_sent += 1
         except KvplugError as e:
             self._next = len(self._pieces) + 1
             gone = isinstance(e, PeerGoneError | ClosedError)

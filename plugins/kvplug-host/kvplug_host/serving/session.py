@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from kvplug.transport import (
     page_event_to_plain,
 )
 from kvplug_host import protocol
+from kvplug_host.jobs.clock import Alarm
 from kvplug_host.jobs.steps import OverError
 from kvplug_host.jobs.workers import Workers
 from kvplug_host.outbox import Outbox
@@ -59,7 +61,10 @@ class Session:
         self._receiver: BackgroundThread | None = None
         self._lock = threading.Lock()
         self._over = False
-        self._reads: dict[int, list[Entry]] = {}
+        self._end_of_peer = object()
+        """The peer as a reader, and as one that expects readers. Outlives this session in the index."""
+        self._reads: dict[int, tuple[list[Entry], Alarm]] = {}
+        """Leased pages of each read, and what ends it at the end of its lease."""
         self._fetches: dict[int, Fetch] = {}
         self._arrivals: dict[int, Arrival] = {}
         self._subscriptions: dict[int, Callable[[], None]] = {}
@@ -76,6 +81,7 @@ class Session:
             Op.WITHDRAW: self._withdraw,
             Op.RELEASE: self._release,
             Op.TOUCH: self._touch,
+            Op.EXPECT: self._expect,
             Op.WRONG: self._wrong,
             Op.KEYS: self._keys,
             Op.SUBSCRIBE: self._subscribe,
@@ -143,8 +149,12 @@ class Session:
             arrival.put.end(MissReason.CANCELLED)
         if self._door is not None:
             self._door.forget(self._ticket)
+        reads = {request: self._reads.pop(request, None) for request in list(self._reads)}
+        for read in reads.values():
+            if read is not None:
+                read[1].cancel()
         if not self._pages.is_closed:
-            self._pages.forget_holders([self, *((self, request) for request in self._reads)])
+            self._pages.forget_holders([self, *((self, request) for request in reads)])
 
     def _answer(self, message: Any, **answer: Any) -> None:
         self._send({"id": protocol.number(message, "id"), **answer})
@@ -202,6 +212,10 @@ class Session:
         with self._pages.changing() as index:
             index.use(protocol.keys_of(message))
 
+    def _expect(self, message: Any) -> None:
+        with self._pages.changing() as index:
+            index.expect_reader(protocol.keys_of(message), self._end_of_peer)
+
     def _subscribe(self, message: Any) -> None:
         number = protocol.number(message, "id")
         if number in self._subscriptions or len(self._subscriptions) >= _MAX_SUBSCRIPTIONS:
@@ -227,21 +241,38 @@ class Session:
         with self._pages.changing() as index:
             entries = [index.pages.get(key) for key in keys]
             there = [entry for entry in entries if entry is not None]
-            index.lease(there, (self, request), lease_s)
+            if lease_s > 0:
+                index.lease(there, (self, request), lease_s)
+                self._reads[request] = there, self._at_end_of_lease(request, lease_s)
             places = [
                 protocol.ABSENT if entry is None else protocol.place_to_bytes(_place(entry))
                 for entry in entries
             ]
-        self._reads[request] = there
         self._answer(message, places=b"".join(places))
 
+    def _at_end_of_lease(self, request: int, lease_s: float) -> Alarm:
+        def end() -> None:
+            self._end_read(request, is_read=False)
+
+        try:
+            return self._pages.clock.at(time.monotonic() + lease_s, end)
+        except RuntimeError as e:
+            raise PeerGoneError(f"there is no thread that ends leases: {e}") from e
+
     def _done(self, message: Any) -> None:
-        request = protocol.number(message, "id")
-        entries = self._reads.pop(request, None)
-        if entries is not None:
-            with self._pages.changing() as index:
-                index.forget_holder((self, request))
-                index.use([entry.key for entry in entries])
+        is_read = protocol.field(message, "read", bool)
+        self._end_read(protocol.number(message, "id"), is_read=is_read)
+
+    def _end_read(self, request: int, *, is_read: bool) -> None:
+        """Nothing is left of a read. ``is_read``: the peer has got its pages."""
+        entries, alarm = self._reads.pop(request, (None, None))
+        if entries is None or alarm is None:
+            return
+        alarm.cancel()
+        with self._pages.changing() as index:
+            index.forget_holder((self, request))
+            if is_read:
+                index.read([entry.key for entry in entries], self._end_of_peer)
 
     def _segment(self, message: Any) -> None:
         if self._door is None:
@@ -296,7 +327,7 @@ class Session:
 
         def settled(fetch: Fetch) -> None:
             self._fetches.pop(request, None)
-            self._pages.unpin(entries)
+            self._pages.unpin(entries, self._end_of_peer, were_used=fetch.is_sent)
 
         fetch = Fetch(
             request,

@@ -61,6 +61,9 @@ class LoadPlan(PagePlan):
 class SavePlan(PagePlan):
     """Save these pages, whose last tokens this step computes."""
 
+    has_reader: bool
+    """Another engine is going to load them."""
+
 
 @attrs.frozen(kw_only=True)
 class StepPlan:

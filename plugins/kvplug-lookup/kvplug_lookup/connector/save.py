@@ -122,6 +122,8 @@ class Saver:
         form = tier.series.format
         chains, identities = plan.chains(form.page_tokens), plan.identities(form.page_tokens)
         keys = tier.series.keys_of(chains)
+        if plan.has_reader:
+            tier.store.expect_reader(keys)
         # A store in this process answers at once; pages that it holds are not gathered again.
         held = tier.store.submit_lookup(keys, timeout=self._wait_timeout_s).results()
         begin, end = 0, len(chains)

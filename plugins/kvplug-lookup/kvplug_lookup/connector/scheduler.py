@@ -42,7 +42,7 @@ from kvplug_lookup.connector.options import LookupConnectorOptions
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_lookup.connector.publisher import EventPublisher, open_events
 from kvplug_lookup.connector.replica import Replica
-from kvplug_lookup.connector.sources import AskedSource, FollowedSource, Source, followed, peers_of
+from kvplug_lookup.connector.sources import AskedSource, Source, followed, peers_of
 from kvplug_lookup.connector.tracked import Tracked
 from kvplug_lookup.connector.worth import Worth
 
@@ -158,12 +158,7 @@ class LookupScheduler(SchedulerConnector):
 
     @property
     def _replicas(self) -> list[Replica]:
-        return [
-            replica
-            for source in self._sources
-            if isinstance(source, FollowedSource)
-            for replica in source.replicas
-        ]
+        return [replica for source in self._sources for replica in source.replicas]
 
     @property
     def links(self) -> tuple[PeerLink, ...]:
@@ -221,6 +216,7 @@ class LookupScheduler(SchedulerConnector):
                 request,
                 self._chains(request.extra, self._page_tokens),
                 self._matcher.begin() if self._loads else Search([]),
+                has_reader=not self._loads or bool(request.params.get("do_remote_decode")),
             )
             self._tracked[request.request_id] = tracked
         tracked.request = request
@@ -312,8 +308,9 @@ class LookupScheduler(SchedulerConnector):
                 in_background=self._in_background,
             )
         )
-        # Pages that are held by the first store, or wholly loaded, need no save.
-        tracked.num_saved = max(tracked.num_saved, end // self._page_tokens)
+        # Pages that are held by the first store, or wholly loaded, need no save, except for another engine.
+        if not tracked.has_reader:
+            tracked.num_saved = max(tracked.num_saved, end // self._page_tokens)
 
     def get_hit_sources(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
         tracked = self._tracked.get(request.request_id)
@@ -451,6 +448,7 @@ class LookupScheduler(SchedulerConnector):
                 parent=tracked.chains.parent_of(first),
                 packed_tokens=pack_tokens(tokens),
                 block_ids=blocks,
+                has_reader=tracked.has_reader,
             )
 
     def update_connector_output(self, output: WorkerOutput) -> None:

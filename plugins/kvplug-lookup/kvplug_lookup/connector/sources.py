@@ -36,6 +36,8 @@ class Source(abc.ABC):
 
     name: str
     """In load plans: the store's name, or ``peer`` and an address."""
+    replicas: tuple[Replica, ...] = ()
+    """Of the stores whose events are followed, by worker."""
     _rests_until = float("-inf")
 
     @abc.abstractmethod

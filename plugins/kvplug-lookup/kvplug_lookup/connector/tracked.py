@@ -16,6 +16,8 @@ class Tracked:
     request: Request
     chains: PromptChains
     search: Search
+    has_reader: bool
+    """Another engine is going to load its pages."""
     num_computed_at_match: int = 0
     num_promised: int = 0
     """When it was last asked about, and its blocks were not allocated yet."""

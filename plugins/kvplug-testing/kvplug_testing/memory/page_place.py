@@ -57,6 +57,8 @@ class PagePlace:
         self._series: dict[bytes, bytes] = {}
         """The series of the declared pages."""
         self._leases: dict[bytes, dict[int, float]] = {}
+        self._expected: dict[bytes, tuple[int, int]] = {}
+        """For each page that another end is to read: the end that expects so, and how many readers."""
         self._timers: dict[int, set[_Timer]] = defaultdict(set)
         self._log = PageEventLog()
         self._listeners: list[Listener] = []
@@ -95,11 +97,22 @@ class PagePlace:
         coming = any(until > now for until in self._declared.get(key, {}).values())
         return Presence.COMING if coming else Presence.ABSENT
 
-    def read(self, key: bytes) -> bytes | None:
-        """The page; it counts as used."""
+    def read(self, key: bytes, end: int = -1) -> bytes | None:
+        """The page; it counts as used. ``end``: who reads; -1: one of another process."""
         with self.lock:
             self.touch([key])
+            by, num_readers = self._expected.get(key, (end, 0))
+            if key in self.pages and by != end:
+                self._expected[key] = by, num_readers - 1
+                if num_readers == 1:
+                    del self._expected[key]
             return self.pages.get(key)
+
+    def expect_reader(self, end: int, keys: Iterable[bytes]) -> None:
+        """Another end is going to read these pages, also those that have still to come."""
+        with self.lock:
+            for key in keys:
+                self._expected[key] = end, self._expected.get(key, (end, 0))[1] + 1
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """The pages were used."""
@@ -131,7 +144,7 @@ class PagePlace:
     def _make_room(self, nbytes: int) -> bool:
         """Evict pages that are not leased until there is room; none if there are too few."""
         now, free, evicted = time.monotonic(), self.budget_bytes - self.used_bytes, []
-        for key, page in self.pages.items():
+        for key, page in sorted(self.pages.items(), key=lambda item: item[0] in self._expected):
             if free >= nbytes:
                 break
             if not any(until > now for until in self._leases.get(key, {}).values()):
@@ -149,6 +162,7 @@ class PagePlace:
             if page is not None:
                 self.used_bytes -= len(page)
                 self._leases.pop(key, None)
+                self._expected.pop(key, None)
                 gone[series_of(page)].append(key)
         for series, each in gone.items():
             self._tell(self._log.removed(series, each, reason))
@@ -164,6 +178,7 @@ class PagePlace:
         with self.lock:
             self.pages.clear()
             self._leases.clear()
+            self._expected.clear()
             self._declared.clear()
             self._series.clear()
             self.used_bytes = 0

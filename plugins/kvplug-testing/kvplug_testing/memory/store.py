@@ -44,7 +44,7 @@ class PlaceEnd(BlockingStore):
         return [presence is Presence.HELD for presence in found]
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        page = self.place.read(key)
+        page = self.place.read(key, self.number)
         return None if page is None else fill(into, page)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
@@ -108,6 +108,10 @@ class MemoryStore(ExecutedStore):
     def release(self, keys: Sequence[bytes]) -> None:
         self._check_open()
         self.place.release(self._inner.number, keys)
+
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        self._check_open()
+        self.place.expect_reader(self._inner.number, keys)
 
     @property
     def has_events(self) -> bool:

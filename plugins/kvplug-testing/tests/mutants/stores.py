@@ -582,6 +582,28 @@ class TestTouchesNothing(Mutant):
             return None
 
 
+class TestForgetsThatAReaderIsExpected(Mutant):
+    """Pages that another end is to read go like all others."""
+
+    breaks = ("STORE-6",)
+    caught_by = "test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read"
+
+    class made(MemoryStore):  # noqa: N801
+        def expect_reader(self, keys: Sequence[bytes]) -> None:
+            return None
+
+
+class TestExpectsOneReaderForAll(Mutant):
+    """A page that several ends are to read goes when the first one has read it."""
+
+    breaks = ("STORE-6",)
+    caught_by = "test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read"
+
+    class place_(PagePlace):  # noqa: N801
+        def expect_reader(self, end: int, keys: Any) -> None:
+            self._expected |= dict.fromkeys(keys, (end, 1))
+
+
 class TestEvictsForWhatIsTooLarge(Mutant):
     """Before a page is found too large, others are evicted for it."""
 

@@ -49,6 +49,7 @@ def calls_of(store: Store, pages: Batch, can: Callable[[str], bool]) -> dict[str
     }
     more: dict[str, Callable[[], Any]] = {
         "touch": lambda: store.touch(pages.keys),
+        "expect_reader": lambda: store.expect_reader(pages.keys),
         "keys": lambda: store.keys(pages.series),
         "declare": lambda: store.declare(pages.series, pages.keys),
         "withdraw": lambda: store.withdraw(pages.keys),

@@ -191,6 +191,25 @@ class Leases(StoreSuite):
             what="that there is room once the leases were released",
         )
 
+    @law("STORE-6", level="quick")
+    def test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read(self) -> None:
+        place = self.place(self.budget_bytes)
+        store, other = self.open(place), self.other(place)
+        self.must(store, "expect_reader")
+        pages = self.batch(store, 3, sized_format(self._nbytes))
+        twice, once = pages[:1], pages[1:2]
+        kept(store, once)
+        for expected in (twice, twice, once):
+            store.expect_reader(expected.keys)
+        kept(store, pages)
+        for _ in self._flood(store):
+            pass
+        assert held(store, pages) == [True, True, False]
+        for expected in (once, twice):
+            got(other, pages[:2] if expected is once else twice)
+            self._until_evicted(store, expected)
+            assert held(store, twice) == [expected is once], "another reader is still expected"
+
     @law("STORE-5")
     @at_both_ends
     def test_a_reader_that_is_held_up_while_its_page_is_evicted_gets_it_or_a_miss(self, end: str) -> None:
