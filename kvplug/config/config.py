@@ -14,7 +14,6 @@ from kvplug.config.messages import Fault, in_place_of, nearest, unknown_key
 from kvplug.config.options import OptionRow, convert_values, describe_options, option, option_fields
 from kvplug.config.role import Role, role_of
 from kvplug.config.schema import (
-    NAME,
     chosen,
     count,
     cpus_form,
