@@ -27,7 +27,11 @@ class BlockingStore(abc.ABC):
     Callers. An executor of kvplug, from several threads at once. It makes the headers and verifies them,
     keeps the deadlines, counts, and tries again after errors. So a method may take its time, and may raise
     whatever its libraries raise: for the callers that is a miss, and the store is left alone for a while.
-    It raises :class:`PageError` where only this call has failed, and others may succeed."""
+    It raises :class:`PageError` where only this call has failed, and others may succeed.
+
+    Forks. In a forked child kvplug calls no method, not even :meth:`close`. A store that keeps descriptors
+    open, such as connections, passes itself to ``kvplug.transport.close_after_fork`` and closes them in
+    ``_after_fork_in_child``, without a lock of the parent and without a word to the server."""
 
     num_threads: int = 4
     """How many calls the executor makes at the same time."""
