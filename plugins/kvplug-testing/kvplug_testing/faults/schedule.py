@@ -123,7 +123,8 @@ class PlanRecord:
             self._is_silent = True
             _log.warning(
                 "no planned fault has happened in this process: rules %d, messages %d, the largest"
-                " of %d bytes; KV that processes of one host map crosses no pipe (options.host.map = false sends it)",
+                " of %d bytes; KV that processes of one host map crosses no pipe"
+                " (options.host.map = false sends it)",
                 self._num_rules,
                 self._num_messages,
                 self._largest,
