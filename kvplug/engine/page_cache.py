@@ -122,14 +122,14 @@ class PageCache:
         ``lease_s``: the held pages are not evicted for so long, or until :meth:`release` was called as often
         as they were found, where the store can do that.
         """
-        own = self._keys(keys)
+        own, deadline = self._keys(keys), Deadline.after(timeout, self._timeout_s)
         if lease_s:
             self._leases.hold(own, lease_s)  # before the answer: a release meanwhile must not end this lease
         try:
             job = self.store.submit_lookup(own, lease_s=lease_s, timeout=timeout)
         except Exception as e:
             self._failed("lookup", e, len(keys))
-            job = Job(len(keys), Deadline.after(timeout, self._timeout_s))
+            job = Job(len(keys), deadline)
             job.set([Presence.ABSENT] * len(keys))
         if lease_s:
             job.add_done_callback(lambda ended: self._keep_leases(own, ended.results() or ()))
@@ -163,11 +163,12 @@ class PageCache:
 
     def remove(self, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
         """Forget the pages. Result: whether it is done."""
+        deadline = Deadline.after(timeout, self._timeout_s)
         try:
             return self.store.submit_remove(self._keys(keys), timeout=timeout)
         except Exception as e:
             self._failed("remove", e, 0)
-            job: Job[bool] = Job(len(keys), Deadline.after(timeout, self._timeout_s))
+            job: Job[bool] = Job(len(keys), deadline)
             job.set([False] * len(keys))
             return job
 

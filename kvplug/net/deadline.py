@@ -13,6 +13,8 @@ from typing import Final
 
 import attrs
 
+from kvplug.errors import ConfigError
+
 
 class Default(enum.Enum):
     """The type of :data:`DEFAULT_TIMEOUT`, so that ``None`` can mean "for ever"."""
@@ -54,16 +56,19 @@ class Deadline:
         """The moment ``timeout`` seconds from now; ``default`` stands in for DEFAULT_TIMEOUT.
 
         Raises:
-            ValueError: the timeout is negative or not a number.
+            ConfigError: the timeout is negative or not a number.
         """
         seconds = default if timeout is DEFAULT_TIMEOUT else timeout
         if seconds is None:
             return _NEVER
-        if not seconds >= 0:
-            raise ValueError(f"timeout must be 0 or more seconds, or None for ever; got {seconds!r}")
-        if seconds >= _FOR_EVER_S:
-            return _NEVER
-        return cls(time.monotonic() + seconds)
+        try:
+            if seconds >= 0:
+                return _NEVER if seconds >= _FOR_EVER_S else cls(time.monotonic() + seconds)
+        except TypeError:  # not a number
+            pass
+        from kvplug.config.messages import bad_value
+
+        raise ConfigError(bad_value("timeout", seconds, "a number of seconds, 0 or more, or None for ever"))
 
     @property
     def expired(self) -> bool:

@@ -152,6 +152,21 @@ def test_a_lease_in_the_store_ends_with_the_last_release(monkeypatch: pytest.Mon
         assert len(released) == 1
 
 
+def test_what_is_not_a_timeout_is_refused_and_holds_no_lease(caplog: pytest.LogCaptureFixture) -> None:
+    with cache(Pages()) as pages:
+        calls: list[Callable[..., Any]] = [
+            lambda **bad: pages.lookup([b"key"], lease_s=60, **bad),
+            lambda **bad: pages.put([page(b"key", b"1")], **bad),
+            lambda **bad: pages.get(blank(page(b"key", b"1")), **bad),
+            lambda **bad: pages.remove([b"key"], **bad),
+            pages.close,
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="timeout: '5' was given"):
+                call(timeout="5")
+        assert pages.num_leased == 0 and not caplog.records
+
+
 def test_a_damaged_page_is_a_miss() -> None:
     place = Pages()
     with cache(place) as pages:

@@ -55,6 +55,8 @@ def test_it_is_installed_seen_and_tested(tmp_path: Path) -> None:
     assert re.search(r"^  print\b", run(folder, *KVPLUG, "list"), re.M)
     printed = run(folder, "see.py")
     assert f"$ python see.py\n{printed}```" in PAGE
+    checked = run(folder, *KVPLUG, "check", "print")
+    assert f"$ kvplug check print\n{checked}```" in PAGE
     assert " passed" in run(folder, "-m", "pytest", "-p", "no:cacheprovider", "test_print.py")
 
     module = folder / "site" / "kvplug_print.py"

@@ -24,6 +24,7 @@ from kvplug.transport import hookspecs
 from kvplug.transport.hookspecs import OFFERED
 from kvplug_testing.faults import Rule
 from kvplug_testing.faults.plan import BEFORE, CONTENT
+from kvplug_testing.pytest_plugin import _LEVELS as LEVELS
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
@@ -146,6 +147,18 @@ def by_hand(line: str) -> bool:
             "| `VLLM_",
         )
     )
+
+
+def test_no_option_of_a_command_has_two_rows() -> None:
+    rows = [line for line in (PAGES / "cli.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) == len({*rows}), [row for row in rows if rows.count(row) > 1]
+
+
+def test_every_level_of_the_kit_has_a_row() -> None:
+    page = (PAGES / "testing.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \| ", page.partition("| level |")[2].partition("\n\n")[0], re.M) == [
+        *LEVELS
+    ]
 
 
 @pytest.mark.parametrize("command", sorted(OWN))

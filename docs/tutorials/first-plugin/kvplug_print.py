@@ -13,4 +13,4 @@ class PrintSink(Sink):
 
 @hookimpl
 def kvplug_sinks():
-    return [SinkSpec(name="print", factory="kvplug_print:PrintSink")]
+    return [SinkSpec(name="print", factory="kvplug_print:PrintSink", summary="Prints the bytes")]

@@ -272,10 +272,11 @@ class StatelessGroup:
         Other ranks that wait for this one get ``PeerGoneError``; when rank 0 closes, every later call of the
         others raises it too. Ranks that end together should call ``barrier`` first.
         """
+        deadline = Deadline.after(timeout, _CLOSE_TIMEOUT_S)
         if self._closed:
             return
         self._closed = True
-        self._access.close(Deadline.after(timeout, _CLOSE_TIMEOUT_S))
+        self._access.close(deadline)
 
     def abort(self) -> None:
         """Leave at once."""

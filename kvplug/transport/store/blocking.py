@@ -38,7 +38,11 @@ class BlockingStore(abc.ABC):
       A full disk (``ENOSPC``) is no room.
 
     A page that could not be read is called absent until it was replaced: by :meth:`remove`, :meth:`write` and
-    :meth:`read`, in this order, when it is put again."""
+    :meth:`read`, in this order, when it is put again.
+
+    Forks. In a forked child kvplug calls no method, not even :meth:`close`. A store that keeps descriptors
+    open, such as connections, passes itself to ``kvplug.transport.close_after_fork`` and closes them in
+    ``_after_fork_in_child``, without a lock of the parent and without a word to the server."""
 
     num_threads: int = 4
     """How many calls the executor makes at the same time."""

@@ -373,6 +373,26 @@ def test_a_rule_may_name_a_pipe(pair: Pair) -> None:
     listener.close()
 
 
+def test_a_plan_that_meets_no_message_warns_when_its_last_pipe_ends(caplog: pytest.LogCaptureFixture) -> None:
+    inner = endpoint("memory")
+    listener = inner.listen()
+    for message, warnings in ((7, 1), (2, 0)):
+        caplog.clear()
+        end = FaultyEndpoint(inner, Plan(rules=[Rule(do="drop", message=message)]))
+        pipes = [end.connect(listener.contact) for _ in range(2)]
+        for pipe in pipes:
+            send(pipe, 1, 2)
+        pipes[0].abort()
+        assert "no planned fault" not in caplog.text
+        for pipe in pipes:
+            pipe.abort()
+        assert (
+            caplog.text.count("no planned fault has happened in this process: rules 1, messages 4,")
+            == warnings
+        )
+    listener.close()
+
+
 def test_a_switch_decides_whether_a_fault_happens() -> None:
     inner = endpoint("memory")
     listener = inner.listen()

@@ -212,6 +212,14 @@ def test_a_config_puts_a_plan_around_the_queue_that_it_names(
                 writer.enqueue(value)
             assert read(reader, 2) == [3, 1]
             assert read(without, 2) == [1, 3]
+    assert "no planned fault" not in caplog.text
+
+
+def test_a_plan_that_meets_no_value_warns(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
+    endpoint = build_queue(config("memory", {"do": "drop", "message": 2}), n_reader=0, registry=registry)
+    with endpoint.create():
+        pass
+    assert "no planned fault has happened in this process: rules 1, messages 0" in caplog.text
 
 
 def test_a_rule_may_name_one_end(registry: Registry) -> None:

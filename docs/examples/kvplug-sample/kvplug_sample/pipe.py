@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class SampleContact(Contact):
-    """What a listener gives out: ``sample1 <domain> <address>``."""
+    """What a listener gives out: name and version, domain and address."""
 
     NAME = "sample"
     TRANSPORT = "sample"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -11,6 +10,7 @@ import attrs
 from kvplug.config import option
 from kvplug.errors import ConfigError
 from kvplug_testing.faults.plan import Plan, read_plan
+from kvplug_testing.faults.schedule import PlanRecord
 
 
 def _is_plan(_: Any, __: Any, given: str | Mapping[str, Any]) -> None:
@@ -36,5 +36,7 @@ class FaultyOptions:
         init=False, repr=False, default=attrs.Factory(lambda self: read_plan(self.plan), takes_self=True)
     )
     """The plan, read once. Not an option."""
-    numbers: Iterator[int] = attrs.field(init=False, repr=False, factory=lambda: itertools.count(1))
-    """Numbers of the pipes that are made with these options. Not an option."""
+    record: PlanRecord = attrs.field(
+        init=False, repr=False, default=attrs.Factory(lambda self: PlanRecord(self.rules), takes_self=True)
+    )
+    """That of all pipes that are made with these options. Not an option."""

@@ -22,7 +22,7 @@ from kvplug.transport.duplex.limit import MessageLimit
 from kvplug.transport.pipe import PathReport, Pipe, Transfer
 from kvplug_testing.faults.messages import copied, fill, flipped, nbytes_of
 from kvplug_testing.faults.plan import BEFORE, Plan
-from kvplug_testing.faults.schedule import FaultSchedule, Injection
+from kvplug_testing.faults.schedule import FaultSchedule, Injection, PlanRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,11 +83,13 @@ class FaultyPipe(Pipe):
         number: int = 1,
         when: Callable[[], bool] | None = None,
         timeout_s: float = 30.0,
+        record: PlanRecord | None = None,
     ) -> None:
         """Wrap ``pipe`` with ``plan``.
 
         Args:
             number: this pipe's number, for rules that name one.
+            record: that of all pipes of the plan; by default this pipe has its own.
             when: called before each fault; the fault happens only if it returns true.
             timeout_s: how long a rule may delay a call without a timeout.
         """
@@ -95,6 +97,8 @@ class FaultyPipe(Pipe):
         """The inner pipe."""
         self.hits: collections.Counter[str] = collections.Counter()
         """How often each action has happened. A ``flip`` without a bit to flip does not count."""
+        self._record = PlanRecord(plan) if record is None else record
+        self._record.begin(self)
         self._when = when
         self._timeout_s = timeout_s
         self._sending = _Direction("sending", FaultSchedule(plan, "send", number))
@@ -168,6 +172,7 @@ class FaultyPipe(Pipe):
             self._sending.late += [self._copied(tensor) if each is tensor else each for each in copies]
             transfer.finish()
         self._sending.advance(nbytes)
+        self._record.count(nbytes)
         self._note(hits, tensor, nbytes)
         return transfer
 
@@ -204,6 +209,7 @@ class FaultyPipe(Pipe):
                     break
                 hits = [hit for hit in possible if self._nbytes_of(message) >= hit.rule.min_bytes]
                 self._receiving.advance(self._nbytes_of(message))
+                self._record.count(self._nbytes_of(message))
                 self._note(hits, message, self._nbytes_of(message))
                 if straight:
                     self._put(self._receiving.pass_late())
@@ -288,6 +294,7 @@ class FaultyPipe(Pipe):
 
     def _happens(self, hit: Injection, what: str) -> None:
         self.hits[hit.rule.do] += 1
+        self._record.happened()
         _log.info("planned fault: %s (%s), %s", hit, what, self._name)
 
     def _check(self) -> None:
@@ -345,11 +352,13 @@ class FaultyPipe(Pipe):
             for message in (*self._owed, *self._sending.pass_late()):
                 self.pipe.send_tensor(message, timeout=deadline.remaining())
         self._owed.clear()
+        self._record.end(self)
         self.pipe.close(deadline.remaining())
 
     def abort(self) -> None:
         self._closed = True
         self._over.set()
+        self._record.end(self)
         self.pipe.abort()
 
     def _after_fork_in_child(self) -> None:

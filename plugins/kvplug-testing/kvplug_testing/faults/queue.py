@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,7 @@ from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle, Rea
 from kvplug_testing.faults.messages import copied, flip, flipped, is_tensor, nbytes_of, parts, writable
 from kvplug_testing.faults.pipe import FaultyPipe
 from kvplug_testing.faults.plan import Plan
-from kvplug_testing.faults.schedule import Injection
+from kvplug_testing.faults.schedule import Injection, PlanRecord
 from kvplug_testing.faults.transport import planned
 
 _LIMITS: Final = Limits(max_bytes=1 << 40)
@@ -33,7 +32,7 @@ class FaultyQueueEndpoint(QueueEndpoint):
         super().__init__(inner.context)
         self._inner = inner
         self._plan = plan
-        self._numbers = itertools.count(1)
+        self._record = PlanRecord(plan)
 
     def create(self, reader_ranks: Sequence[int] | None = None) -> FaultyQueue:
         return self._wrapped(self._inner.create(reader_ranks))
@@ -44,7 +43,8 @@ class FaultyQueueEndpoint(QueueEndpoint):
         return self._wrapped(self._inner.create_from_handle(handle, rank, timeout))
 
     def _wrapped(self, end: MessageQueue) -> FaultyQueue:
-        return FaultyQueue(end, self._plan, number=next(self._numbers), timeout_s=self.context.timeout_s)
+        number, timeout_s = next(self._record.numbers), self.context.timeout_s
+        return FaultyQueue(end, self._plan, number=number, timeout_s=timeout_s, record=self._record)
 
 
 class FaultyQueue(MessageQueue):
@@ -55,17 +55,26 @@ class FaultyQueue(MessageQueue):
     without any passes unchanged. A call that a rule delays ignores ``cancel``.
     """
 
-    def __init__(self, queue: MessageQueue, plan: Plan, *, number: int = 1, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        queue: MessageQueue,
+        plan: Plan,
+        *,
+        number: int = 1,
+        timeout_s: float = 30.0,
+        record: PlanRecord | None = None,
+    ) -> None:
         """Wrap ``queue`` with ``plan``.
 
         Args:
             number: this end's number, for rules that name one.
             timeout_s: how long a rule may delay a call without a timeout.
+            record: that of all ends of the plan; by default this end has its own.
         """
         self.queue = queue
         """The inner queue's end."""
         self._values = _Values(queue)
-        self._pipe = _FaultyValues(self._values, plan, number=number, timeout_s=timeout_s)
+        self._pipe = _FaultyValues(self._values, plan, number=number, timeout_s=timeout_s, record=record)
         self.hits = self._pipe.hits
         """How often each action has happened. A ``flip`` without a bit to flip does not count."""
 

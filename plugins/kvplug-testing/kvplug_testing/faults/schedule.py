@@ -1,13 +1,18 @@
-"""Which messages a fault hits: a pure function of the plan, message numbers and sizes, without a clock."""
+"""Which messages a fault hits: a pure function of the plan, message numbers and sizes, without a clock. And a
+warning where none was hit."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import random
 from collections.abc import Iterable
 
 import attrs
 
 from kvplug_testing.faults.plan import Plan, Rule
+
+_log = logging.getLogger(__name__)
 
 
 @attrs.frozen
@@ -81,6 +86,49 @@ class FaultSchedule:
         if rule.after is not None and self._passed < rule.after:
             return False
         return rule.probability >= 1 or _random(self._seed, position, number).random() < rule.probability
+
+
+class PlanRecord:
+    """What the pipes of one plan have met, together.
+
+    It warns once, when the last of them ends and no fault has happened: the plan does not do what it was
+    written for.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.numbers = itertools.count(1)
+        """Numbers for these pipes."""
+        self._num_rules = len(plan.rules)
+        self._pipes: set[object] = set()
+        self._num_messages = self._largest = 0
+        self._is_silent = not plan.rules
+
+    def begin(self, pipe: object) -> None:
+        """A pipe was made."""
+        self._pipes.add(id(pipe))
+
+    def count(self, nbytes: int) -> None:
+        """A message of this size passed, in a direction of the rules."""
+        self._num_messages += 1
+        self._largest = max(self._largest, nbytes)
+
+    def happened(self) -> None:
+        """A fault has happened."""
+        self._is_silent = True
+
+    def end(self, pipe: object) -> None:
+        """A pipe was closed; it may have been before."""
+        self._pipes.discard(id(pipe))
+        if not self._pipes and not self._is_silent:
+            self._is_silent = True
+            _log.warning(
+                "no planned fault has happened in this process: rules %d, messages %d, the largest"
+                " of %d bytes; KV that processes of one host map crosses no pipe"
+                " (options.host.map = false sends it)",
+                self._num_rules,
+                self._num_messages,
+                self._largest,
+            )
 
 
 def schedule(

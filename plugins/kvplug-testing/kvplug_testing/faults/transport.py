@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from kvplug.errors import ConfigError
@@ -13,6 +12,7 @@ from kvplug.transport.context import PipeContext
 from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
 from kvplug_testing.faults.pipe import FaultyPipe
 from kvplug_testing.faults.plan import Plan
+from kvplug_testing.faults.schedule import PlanRecord
 
 _log = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ class FaultyEndpoint(PipeEndpoint):
         inner: PipeEndpoint,
         plan: Plan,
         *,
-        numbers: Iterator[int] | None = None,
+        record: PlanRecord | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        """Apply ``plan`` to each pipe of ``inner``. ``numbers``: numbers for the pipes, by default from 1."""
+        """Apply ``plan`` to each pipe of ``inner``. ``record``: that of several endpoints with this plan."""
         self._inner = inner
         self._plan = plan
-        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._record = PlanRecord(plan) if record is None else record
         self._timeout_s = timeout_s
 
     def listen(self) -> PipeListener:
@@ -41,7 +41,8 @@ class FaultyEndpoint(PipeEndpoint):
         return self._wrapped(self._inner.connect(contact, timeout))
 
     def _wrapped(self, pipe: Pipe) -> Pipe:
-        return FaultyPipe(pipe, self._plan, number=next(self._numbers), timeout_s=self._timeout_s)
+        number = next(self._record.numbers)
+        return FaultyPipe(pipe, self._plan, number=number, timeout_s=self._timeout_s, record=self._record)
 
 
 class _FaultyListener(PipeListener):
@@ -67,7 +68,7 @@ def faulty(context: PipeContext) -> PipeEndpoint:
         ConfigError: the context has no inner transport.
     """
     inner, plan = planned(context, "transport")
-    return FaultyEndpoint(inner, plan, numbers=context.options.numbers, timeout_s=context.timeout_s)
+    return FaultyEndpoint(inner, plan, record=context.options.record, timeout_s=context.timeout_s)
 
 
 def planned(context: Any, what: str) -> tuple[Any, Plan]:

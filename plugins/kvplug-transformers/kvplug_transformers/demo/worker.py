@@ -6,7 +6,6 @@ methods ``_do_<op>`` of :class:`DemoWorker`.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import statistics
@@ -33,10 +32,6 @@ WrapPipe = Callable[[Pipe], Pipe]
 _CHUNK = 256
 """Tokens in one step of prefill: small enough for a progress bar that moves."""
 _ASK_AGAIN_S = 0.2
-_FLIPPED_BITS = 1024
-"""Bits in each tensor of KV: enough to change the text if integrity is off."""
-_SIGNAL_BYTES = 10 << 10
-"""A smaller message is not KV, for example the ids of a thousand tokens, and is not corrupted."""
 
 
 class DemoWorker:
@@ -117,10 +112,9 @@ class DemoWorker:
         cache = cache_config(self._facts, options)
         wrap_pipe = self._wrap_pipe
         if corrupt:
-            from kvplug_testing.faults import FaultyPipe, Plan, Rule
+            from kvplug_transformers.demo.corruption import CorruptingPipe
 
-            flips = Rule(do="flip", bits=_FLIPPED_BITS, min_bytes=_SIGNAL_BYTES)
-            wrap_pipe = functools.partial(FaultyPipe, plan=Plan(rules=[flips]))
+            wrap_pipe = CorruptingPipe
         for side in (Side.WORKER, Side.SCHEDULER):
             self._connectors[side] = build_connector(
                 self._config,

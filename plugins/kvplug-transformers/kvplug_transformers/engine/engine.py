@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvplug import TimeoutError
 from kvplug.engine import CacheEvent, SchedulerConnector, TransferStats, WorkerConnector
+from kvplug.transport import Deadline
 from kvplug_transformers.engine.options import EngineOptions, cache_config
 from kvplug_transformers.engine.scheduler import Scheduler
 from kvplug_transformers.engine.sequence import Sequence, Token
@@ -130,10 +131,10 @@ class Engine:
         Raises:
             TimeoutError: it still holds blocks, or has pending work.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline.after(timeout)
         while self.scheduler.has_pending_connector_work:
             self.step()
-            if end is not None and time.monotonic() > end and self.scheduler.has_pending_connector_work:
+            if deadline.expired and self.scheduler.has_pending_connector_work:
                 raise TimeoutError(
                     f"the connector still holds blocks, or wants more steps, after {timeout} s"
                 )

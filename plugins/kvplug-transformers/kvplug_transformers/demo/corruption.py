@@ -1,0 +1,60 @@
+"""A pipe that flips bits of the KV that it sends, for ``kvplug demo --corrupt``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvplug.transport import DEFAULT_TIMEOUT, PathReport, Pipe, Timeout, Transfer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FLIPPED_BYTES: Final = 1024
+"""In each tensor of KV: enough to change the text if integrity is off."""
+_SIGNAL_BYTES: Final = 10 << 10
+"""A smaller message is not KV, for example the ids of a thousand tokens, and is not corrupted."""
+
+
+class CorruptingPipe(Pipe):
+    """A pipe around another one."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    @property
+    def closed(self) -> bool:
+        return self._pipe.closed
+
+    @property
+    def peer(self) -> str:
+        return self._pipe.peer
+
+    def path_report(self) -> PathReport:
+        return self._pipe.path_report()
+
+    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        return self._pipe.send_tensor(_corrupted(tensor), timeout=timeout)
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        return self._pipe.recv_tensor(out, timeout=timeout)
+
+    def limit_messages(self, nbytes: int) -> None:
+        self._pipe.limit_messages(nbytes)
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._pipe.close(timeout)
+
+    def abort(self) -> None:
+        self._pipe.abort()
+
+
+def _corrupted(tensor: Tensor | None) -> Tensor | None:
+    """A copy with one bit flipped in some bytes; a small tensor as it is."""
+    import torch
+
+    if tensor is None or tensor.nbytes < _SIGNAL_BYTES:
+        return tensor
+    copy = tensor.contiguous().clone()
+    octets = copy.view(-1).view(torch.uint8)
+    octets[torch.randint(len(octets), (_FLIPPED_BYTES,), device=copy.device)] ^= 1
+    return copy
