@@ -248,7 +248,7 @@ class ResolvedConfig:
         """
         config = self.config
         keys = frozenset(keys)
-        names = {key: getattr(config, key) for key in keys}
+        names = {key: getattr(config, key) for key in {*keys, "thread_cpus"}}
         if config.stores == option_fields(Config)["stores"].default:
             names.pop("stores", None)
         faults = [*more, *name_faults(self.registry, names, config.options)]
