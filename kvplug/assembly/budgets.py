@@ -28,6 +28,8 @@ def budgets_of(config: Config, registry: Registry, keys: frozenset[str]) -> dict
         for name, value in _memory_options(config, registry, spec):
             key = "buffer_size" if value is None else f"options.{spec.name}.{name}"
             found[key] = config.buffer_size if value is None else value
+    if "connector" not in keys and "lookup_buffer" in keys:
+        found["buffer_size"] = config.buffer_size
     if "connector" in keys:
         with contextlib.suppress(PluginError):
             if not registry.get(Kind.CONNECTOR, config.connector).moves_pages:
