@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
+from kvplug.assembly.budgets import budgets_of, shortage_of
 from kvplug.assembly.members import unreachable_contact
 from kvplug.assembly.registry import CHECKED, CHOSEN, NAMED, PluginStatus, Registry, name_faults
 from kvplug.assembly.resolve import (
@@ -22,8 +23,10 @@ from kvplug.assembly.resolve import (
 from kvplug.config import Config, Role
 from kvplug.config.messages import Fault
 from kvplug.config.schema import directory_of
+from kvplug.config.units import bytes_in_words
 from kvplug.errors import ConfigError, HandshakeError, KvplugError, PluginError, WireError
 from kvplug.negotiation.select import AUTO, select
+from kvplug.net.memory.room import free_memory, machine_memory
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.transport.capabilities import Requirements
 from kvplug.transport.spec import ConnectorSpec, Kind
@@ -69,6 +72,7 @@ def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     yield from _address(config)
     if config.role is not Role.CONSUMER or config.stores:
         yield from _stores(config, resolved)
+    yield from _memory(config, resolved)
     yield from _peers(config, resolved)
     yield _weights(config)
     if not faults:
@@ -183,6 +187,16 @@ def _stores(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
         else:
             why = probe.reason or "its probe gives no reason"
             yield Step(topic="stores", verdict="problem", text=f"{name}{owner} cannot work here: {why}")
+
+
+def _memory(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
+    budgets = budgets_of(config, resolved.registry, frozenset((*CHOSEN, *NAMED)))
+    if (shortage := shortage_of(budgets)) is not None:
+        yield Step(topic=shortage.key, verdict="problem", text=shortage.text)
+    elif budgets:
+        text = f"up to {bytes_in_words(sum(budgets.values()))} may be taken ({', '.join(budgets)})"
+        free, limit = bytes_in_words(free_memory()), bytes_in_words(machine_memory())
+        yield Step(topic="memory", verdict="ok", text=f"{text}; {free} of {limit} are free")
 
 
 def _peers(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:

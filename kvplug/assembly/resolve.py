@@ -15,6 +15,7 @@ from typing import Any, Literal
 import attrs
 
 import kvplug
+from kvplug.assembly.budgets import budgets_of, shortage_of
 from kvplug.assembly.making import made
 from kvplug.assembly.registry import CHECKED, CHOSEN, NAMED, Registry, name_faults, own_part
 from kvplug.config import Config, Role, check_options
@@ -39,6 +40,10 @@ logger = logging.getLogger(__name__)
 
 EPOCH = uuid.uuid4().hex
 """The epoch of this process: changes at restart, so that stale references are recognised."""
+
+
+_short: set[str] = set()
+"""Keys of budgets that did not fit, which was logged."""
 
 
 @attrs.frozen(kw_only=True)
@@ -242,10 +247,17 @@ class ResolvedConfig:
             ConfigError: with every fault, otherwise.
         """
         config = self.config
-        names = {key: getattr(config, key) for key in keys}
+        keys = frozenset(keys)
+        names = {key: getattr(config, key) for key in {*keys, "thread_cpus"}}
         if config.stores == option_fields(Config)["stores"].default:
             names.pop("stores", None)
-        faults = (*more, *name_faults(self.registry, names, config.options))
+        faults = [*more, *name_faults(self.registry, names, config.options)]
+        shortage = shortage_of(budgets_of(config, self.registry, keys))
+        if shortage is not None and shortage.is_final:
+            faults.append(f"{shortage.key}: {shortage.text}")
+        elif shortage is not None and shortage.key not in _short:
+            _short.add(shortage.key)
+            logger.warning("%s: %s", shortage.key, shortage.text)
         if len(faults) == 1:
             for key in names.keys() & CHOSEN.keys():
                 if names[key] != AUTO:

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 HELP: Final = "kvplug.help"
 UNIT: Final = "kvplug.unit"
+MEMORY: Final = "kvplug.memory"
 _BOUNDS: Final = "kvplug.bounds"
 
 
@@ -83,12 +84,16 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     validator: Callable[[Any, Any, Any], Any] | None = None,
+    takes_memory: bool = False,
 ) -> Any:
     """One field of an options class: ``attrs.field`` with what ``kvplug list --options`` prints.
 
     With ``unit="bytes"`` an operator may write ``"64 MiB"``, with ``unit="seconds"`` ``"500 ms"``; other
     units are only shown. Choices are said by the type: ``Literal["never", "oldest"]`` or an enum. Without
     a default the option must be given. ``default`` may be an ``attrs.Factory``.
+
+    ``takes_memory``: the process may take so many bytes of the host's memory; ``None`` stands for the
+    config's ``buffer_size``. They are compared with the memory that there is before anything starts.
 
     >>> @attrs.frozen(kw_only=True)
     ... class MyOptions:
@@ -98,7 +103,7 @@ def option(
     return attrs.field(
         default=default,
         validator=_Checks(bounds, validator),
-        metadata={HELP: help, UNIT: unit, _BOUNDS: bounds},
+        metadata={HELP: help, UNIT: unit, MEMORY: takes_memory, _BOUNDS: bounds},
     )
 
 

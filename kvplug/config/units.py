@@ -77,3 +77,18 @@ def format_bytes(nbytes: int) -> str:
 
 def format_seconds(seconds: float) -> str:
     return f"{seconds:g} s" if math.isfinite(seconds) else str(seconds)
+
+
+def bytes_in_words(number: int | None) -> str:
+    """A number of bytes with three digits and a unit; "unlimited" for ``None``.
+
+    >>> bytes_in_words(25275637760), bytes_in_words(4096), bytes_in_words(None)
+    ('23.5 GiB', '4 KiB', 'unlimited')
+    """
+    if number is None:
+        return "unlimited"
+    size, units = float(number), iter(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    unit = next(units)
+    while size >= 1000 and unit != "PiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.3g} {unit}"

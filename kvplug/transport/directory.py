@@ -14,10 +14,11 @@ class Directory(abc.ABC):
     The lease is counted by the directory's own clock, so a process that is killed or stopped renews nothing
     and disappears.
 
-    Callers. It is made without a connection: a factory checks the URL and the options. Then one thread of
-    kvplug calls it. Every call ends within the context's ``timeout_s``, whatever the service does, connects
-    where needed, and may raise whatever its libraries raise: kvplug logs and counts that, keeps what it
-    knows, and calls again later."""
+    Callers. It is made without a connection: a factory checks the URL and the options, also for ``kvplug
+    config check`` (DIR-4). Then one thread of kvplug calls it. Every call ends within the context's
+    ``timeout_s``, whatever the service does, connects where needed, and may raise whatever its libraries
+    raise: kvplug logs and counts that, keeps what it knows, and calls again later.
+    """
 
     @abc.abstractmethod
     def announce(self, name: str, entry: bytes, lease_s: float) -> None:

@@ -253,7 +253,7 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "more buffers than memory": (
         {"config": {"buffer_size": 1 << 50}},
         "buffer_size",
-        "killed",
+        "the kernel ends a process that takes more",
         "problem",
     ),
     "an address of another host": (

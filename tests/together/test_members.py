@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import logging
 import os
 import random
 import signal
@@ -18,7 +19,9 @@ import attrs
 import psutil
 import pytest
 
-from kvplug import Config
+from kvplug import Config, Registry
+from kvplug.assembly.members import Announcement
+from kvplug.transport import DirectoryContext, Kind
 from kvplug_testing import waits
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.forkserver import ForkServer
@@ -236,6 +239,34 @@ def test_engines_find_each_other_and_a_dead_one_is_not_dialled_after_its_lease(
     made.forget("b")
     made.wait_until_all_know("a", "c", within=made.lease_s)
     made.check("a", "c")
+
+
+@pytest.mark.timeout(90)
+def test_an_address_at_which_this_engine_answers_itself_is_no_other_engine(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As 127.0.0.1 of another network namespace is."""
+    given = config_of("mine", url, 2.0, f"unix:@kvplug-members-{os.getpid()}-{next(_addresses)}")
+    factory = Registry.from_env().get(Kind.DIRECTORY, url.partition(":")[0])
+    directory = factory.load_factory()(DirectoryContext(options=factory.load_options()(), url=url))
+    with caplog.at_level(logging.INFO), FakeEngine(given) as engine:
+        other = Announcement(
+            engine_id="other",
+            epoch="1",
+            rank=0,
+            num_workers=1,
+            contact=engine.worker.contact,
+            role="both",
+            model=engine.scheduler._engines._model,
+        )
+        directory.announce(other.name, other.to_bytes(None), 30)
+        said = "a directory announces 'other' at this address, and this engine itself answers there"
+        waits.until(lambda: said in caplog.text, 20, "a warning")
+        time.sleep(4)
+        assert not [each for _, each in engine.scheduler._engines._followed.values() if each.is_connected]
+    directory.close()
+    assert caplog.text.count(said) == 2, "once where it dials, and once where it answers"
+    assert "agreed with" not in caplog.text.partition("peer other has joined")[2]
 
 
 def run_for(fleet: Fleet, seconds: float, num_engines: int, stopped_s: float) -> None:

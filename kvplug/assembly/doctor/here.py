@@ -37,6 +37,8 @@ _CHANGES: Final = {
     "role": 'role = "both"    (or "producer", "consumer")',
     "connector": "connector: a name that `kvplug list --kind connector` shows",
     "stores": "stores: names that `kvplug list --kind store` shows",
+    "buffer_size": 'buffer_size = "SIZE"    (or a higher limit of memory)',
+    "staging_size": 'staging_size = "SIZE"    (or a higher limit of memory)',
     "transport": 'transport = "auto"    (or a name that `kvplug list --kind pipe` shows as ok)',
     "host": "host: an address of this host; see `interfaces`",
     "secret": "export KVPLUG_SECRET=...    (the same at both ends; or secret_file = PATH)",

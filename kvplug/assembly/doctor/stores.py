@@ -15,10 +15,11 @@ from typing import Any, Final
 import attrs
 
 from kvplug.assembly.examination.finding import Finding
-from kvplug.assembly.examination.limits import MIB, bytes_in_words
+from kvplug.assembly.examination.limits import MIB
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.assembly.stores import StoreOpener, store_links
 from kvplug.config import Role
+from kvplug.config.units import bytes_in_words
 from kvplug.errors import AuthenticationError, ConfigError, KvplugError, PluginError, TimeoutError
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline

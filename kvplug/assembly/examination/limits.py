@@ -10,6 +10,7 @@ import attrs
 from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.examination.host import SHARED_MEMORY, HostFacts
 from kvplug.config import Config
+from kvplug.config.units import bytes_in_words
 
 MIB: Final = 1 << 20
 _SHM_NEEDED: Final = 16 * MIB
@@ -22,24 +23,9 @@ _CLOCK_S: Final = 5.0
 Where = Literal["here", "peer"]
 
 
-def bytes_in_words(number: int | None) -> str:
-    """A number of bytes with three digits and a unit; "unlimited" for ``None``.
-
-    >>> bytes_in_words(25275637760), bytes_in_words(4096), bytes_in_words(None)
-    ('23.5 GiB', '4 KiB', 'unlimited')
-    """
-    if number is None:
-        return "unlimited"
-    size, units = float(number), iter(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB"))
-    unit = next(units)
-    while size >= 1000 and unit != "PiB":
-        size, unit = size / 1024, next(units)
-    return f"{size:.3g} {unit}"
-
-
 def findings_of_host(facts: HostFacts, config: Config, at: Where = "here") -> Iterator[Finding]:
     """What a process with these limits can do, one finding for each of them."""
-    for each in (_descriptors(facts), _shm(facts), _memory(facts, config), _locked(facts)):
+    for each in (_descriptors(facts), _shm(facts), _locked(facts)):
         yield attrs.evolve(each, at=at)
     if facts.file_bytes is not None and facts.file_bytes < config.buffer_size:
         yield Finding(
@@ -82,23 +68,6 @@ def _shm(facts: HostFacts) -> Finding:
         why = "it is small, as containers have it by default; NCCL and UCX take a slower way when it is full"
         return Finding(topic=SHARED_MEMORY, verdict="note", what=what, why=(why,), change=change)
     return Finding(topic=SHARED_MEMORY, verdict="ok", what=what)
-
-
-def _memory(facts: HostFacts, config: Config) -> Finding:
-    limit = facts.memory_bytes
-    wanted = config.buffer_size + (0 if config.device.startswith("cpu") else config.staging_size)
-    what = (
-        f"this process can have {bytes_in_words(limit)}; buffer_size is {bytes_in_words(config.buffer_size)}"
-    )
-    if limit is not None and limit < wanted:
-        return Finding(
-            topic="buffer_size",
-            verdict="problem",
-            what=what,
-            why=("it is killed, or allocations fail, when the buffer fills",),
-            change=f'buffer_size = "{limit // 2 // MIB} MiB"    (or a higher limit of memory)',
-        )
-    return Finding(topic="buffer_size", verdict="ok", what=what)
 
 
 def _locked(facts: HostFacts) -> Finding:

@@ -6,6 +6,7 @@ process is killed when it uses the memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import resource
@@ -23,18 +24,45 @@ _FRESH_S: Final = 10.0
 allocation."""
 _GROUP: Final = Path("/proc/self/cgroup")
 _GROUPS: Final = Path("/sys/fs/cgroup")
+_MEMINFO: Final = Path("/proc/meminfo")
+_LIMIT: Final = {1: "memory.limit_in_bytes", 2: "memory.max"}
+_USED: Final = {1: "memory.usage_in_bytes", 2: "memory.current"}
+_FILES: Final = {1: "total_inactive_file", 2: "inactive_file"}
 
 
 def memory_limit() -> int:
     """The most bytes that this process can have: the machine's memory, ``RLIMIT_AS``, ``RLIMIT_DATA``, or the
     limit of its control group, whichever is lowest. It may use a part of them already.
     """
-    limit = _of_machine(int(time.monotonic() / _FRESH_S))
+    limit = machine_memory()
     for number in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
         soft, _ = resource.getrlimit(number)
         if soft != resource.RLIM_INFINITY:
             limit = min(limit, soft)
     return limit
+
+
+def machine_memory() -> int:
+    """The most bytes that this process and those of its control groups can have: the machine's memory, or the
+    limit of a group, whichever is lowest.
+    """
+    return _of_machine(int(time.monotonic() / _FRESH_S))
+
+
+def free_memory() -> int:
+    """The bytes of :func:`machine_memory` that are free now, or are taken by files that can be read again."""
+    found = [machine_memory()]
+    with contextlib.suppress(OSError):
+        found += (1024 * number for name, number in _numbers_in(_MEMINFO) if name == "MemAvailable:")
+    for group, version in _groups():
+        limits = [*_limit_in(group / _LIMIT[version])]
+        used = [*_limit_in(group / _USED[version])]
+        if limits and used:
+            files = 0
+            with contextlib.suppress(OSError):
+                files = dict(_numbers_in(group / "memory.stat")).get(_FILES[version], 0)
+            found.append(limits[0] - max(0, used[0] - files))
+    return max(0, min(found))
 
 
 def check_room(nbytes: int, what: str, most: int | None = None) -> None:
@@ -58,11 +86,12 @@ def check_room(nbytes: int, what: str, most: int | None = None) -> None:
 @functools.lru_cache(maxsize=1)
 def _of_machine(_: int) -> int:
     """Read once in each period."""
-    return min((os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_limits_of_groups()))
+    limits = (limit for group, version in _groups() for limit in _limit_in(group / _LIMIT[version]))
+    return min((os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits))
 
 
-def _limits_of_groups() -> Iterator[int]:
-    """Of this process's control group and of those around it (version 2, or 1's memory controller)."""
+def _groups() -> Iterator[tuple[Path, int]]:
+    """This process's control group and those around it, with their version (of 1, the memory controller)."""
     try:
         lines = _GROUP.read_text().splitlines()
     except OSError:  # no Linux, or no /proc
@@ -70,14 +99,14 @@ def _limits_of_groups() -> Iterator[int]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            root, name = _GROUPS, "memory.max"
+            root, version = _GROUPS, 2
         elif "memory" in controllers.split(","):
-            root, name = _GROUPS / "memory", "memory.limit_in_bytes"
+            root, version = _GROUPS / "memory", 1
         else:
             continue
         inner = root / path.lstrip("/")
         for group in (inner, *inner.parents):
-            yield from _limit_in(group / name)
+            yield group, version
             if group == root:
                 break
 
@@ -89,3 +118,11 @@ def _limit_in(file: Path) -> Iterator[int]:
         return
     if text.isdigit():  # otherwise "max"
         yield int(text)
+
+
+def _numbers_in(file: Path) -> Iterator[tuple[str, int]]:
+    """The lines of a name and a number. Raises OSError: it cannot be read."""
+    for line in file.read_text().splitlines():
+        name, number, *_ = (*line.split(), "", "")
+        if number.isdigit():
+            yield name, int(number)

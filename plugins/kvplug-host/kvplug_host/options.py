@@ -29,6 +29,7 @@ class HostOptions:
         None,
         unit="bytes",
         at_least=4096,
+        takes_memory=True,
         help="Memory for pages, headers and waste included. Rounded down to whole segments. none: the"
         " config's buffer_size.",
     )

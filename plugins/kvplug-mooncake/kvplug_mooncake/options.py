@@ -38,6 +38,7 @@ class MooncakeOptions:
         default=0,
         unit="bytes",
         at_least=0,
+        takes_memory=True,
         help="Memory that this process adds to the pool, for pages of everyone. It is gone with the process."
         " 0: the memory is that of other holders.",
     )
@@ -45,6 +46,7 @@ class MooncakeOptions:
         default=64 * 1024**2,
         unit="bytes",
         at_least=4096,
+        takes_memory=True,
         help="Shared memory through which pages come and go. The largest page must fit, and as many pages"
         " should as lanes has.",
     )

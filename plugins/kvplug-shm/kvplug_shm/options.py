@@ -35,6 +35,7 @@ class ShmPipeOptions:
         default=256 * 1024 * 1024,
         unit="bytes",
         at_least=0,
+        takes_memory=True,
         help="Memory of freed received tensors that an endpoint keeps and reuses for the next ones.",
     )
     spin_us: int = option(
@@ -63,6 +64,7 @@ class ShmQueueOptions:
         default=512 * 1024 * 1024,
         unit="bytes",
         at_least=0,
+        takes_memory=True,
         help="Shared memory that a queue keeps for its next messages. Memory beyond it goes back to the"
         " system when the messages that took it have been read.",
     )
@@ -70,6 +72,7 @@ class ShmQueueOptions:
         default=256 * 1024 * 1024,
         unit="bytes",
         at_least=0,
+        takes_memory=True,
         help="Memory of freed received tensors that a reader keeps and reuses for the next ones.",
     )
     spin_us: int = option(

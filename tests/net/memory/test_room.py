@@ -10,7 +10,7 @@ import pytest
 
 from kvplug.errors import CapacityError
 from kvplug.net.memory import room
-from kvplug.net.memory.room import check_room, memory_limit
+from kvplug.net.memory.room import check_room, free_memory, memory_limit
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,42 @@ def test_the_limits_of_all_control_groups_around_it_count(
 ) -> None:
     grouped(tmp_path, monkeypatch, own, files)
     assert memory_limit() == limit
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/a/b", {"a/memory.max": "4194304", "a/memory.current": "3145728", "a/b/memory.max": "max"}),
+        ("0::/a/b", {"a/b/memory.max": "2097152", "a/b/memory.current": "1048576", "a/memory.max": "max"}),
+        (
+            "0::/a",
+            {
+                "a/memory.max": "2097152",
+                "a/memory.current": "2097152",
+                "a/memory.stat": "file 9\ninactive_file 1048576",
+            },
+        ),
+        (
+            "4:memory:/x",
+            {
+                "memory/x/memory.limit_in_bytes": "2097152",
+                "memory/x/memory.usage_in_bytes": "2097152",
+                "memory/x/memory.stat": "inactive_file 9\ntotal_inactive_file 1048576",
+            },
+        ),
+    ],
+)
+def test_memory_is_free_that_no_group_around_it_has_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]
+) -> None:
+    grouped(tmp_path, monkeypatch, own, files)
+    assert free_memory() == 1 << 20
+
+
+def test_memory_that_other_programs_use_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped(tmp_path, monkeypatch, "0::/", {"meminfo": "MemTotal: 9000 kB\nMemAvailable:   1024 kB\n"})
+    monkeypatch.setattr(room, "_MEMINFO", tmp_path / "fs" / "meminfo")
+    assert free_memory() == 1 << 20
 
 
 def test_limits_of_the_process_count_at_once() -> None:

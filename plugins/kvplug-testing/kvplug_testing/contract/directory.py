@@ -1,13 +1,15 @@
-"""The laws of directories, as tests: announcements, leases, time."""
+"""The laws of directories, as tests: announcements, leases, time, addresses."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import pytest
 
+from kvplug.errors import ConfigError
 from kvplug.transport.context import DirectoryContext
 from kvplug.transport.directory import Directory
 from kvplug.transport.spec import Kind
@@ -186,6 +188,14 @@ class DirectoryContract(Contract):
             assert time.monotonic() - began < _PROMPT_S
         finally:
             go_on()
+
+    @law("DIR-4")
+    def test_an_address_that_is_none_is_refused_when_one_is_made(self) -> None:
+        wrong = re.sub(r"^([a-z0-9-]+://[^/]*):\d+", r"\1:99999", self.url())
+        if ":99999" not in wrong:
+            pytest.skip("the URL has no port")
+        with pytest.raises(ConfigError, match=r"99999|65535"):
+            self.open(wrong)
 
 
 def _answers(directory: Directory) -> bool:

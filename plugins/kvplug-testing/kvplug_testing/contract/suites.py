@@ -155,7 +155,7 @@ def _check(spec: Any, options: Mapping[str, str], place: str) -> None:
     cls = spec.load_options()
     if cls is not None:
         if place in option_fields(cls):
-            options = {place: "", **options}
+            options = {place: "kvplug", **options}
         check_options(cls, options, where=f"options.{spec.name}")
     elif options:
         raise ConfigError(f"{spec.name} takes no options; {', '.join(options)} was given")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+from kvplug.transport import parse_server
 from kvplug.transport.directory import Directory
 from kvplug_testing import DirectoryContract
 
@@ -28,8 +29,12 @@ class MemoryDirectory(Directory):
     """Keeps every law."""
 
     def __init__(self, service: Service, url: str, timeout_s: float) -> None:
+        self.check(url)
         self.service, self.timeout_s = service, timeout_s
         self.kept = service.entries.setdefault(url, {})
+
+    def check(self, url: str) -> None:
+        parse_server(url.partition("://")[2].partition("/")[0])
 
     def wait(self) -> None:
         if not self.service.goes_on.wait(self.timeout_s):
@@ -63,7 +68,7 @@ class Mutant(DirectoryContract):
     numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def url(self) -> str:
-        return f"memory://{next(self.numbers)}"
+        return f"memory://127.0.0.1:1/{next(self.numbers)}"
 
     def opened(self, url: str) -> Directory:
         return self.made(self.service, url, self.timeout_s)
@@ -148,6 +153,16 @@ class TestConnectsAtOnce(Mutant):
         def __init__(self, service: Service, url: str, timeout_s: float) -> None:
             super().__init__(service, url, timeout_s)
             service.goes_on.wait(timeout_s + 2)
+
+
+class TestTakesAnyAddress(Mutant):
+    """A wrong port is found when the service is dialled."""
+
+    breaks = ("DIR-4",)
+
+    class made(MemoryDirectory):  # noqa: N801
+        def check(self, url: str) -> None:
+            pass
 
 
 class TestDirectories(Mutant):

@@ -1,0 +1,101 @@
+"""The memory that a config lets this process take, and whether it is there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import attrs
+
+from kvplug.assembly.registry import CHOSEN, Registry, own_part
+from kvplug.config import Config, Role, check_options
+from kvplug.config.options import MEMORY, option_fields
+from kvplug.config.units import bytes_in_words
+from kvplug.errors import ConfigError, PluginError
+from kvplug.net.memory.room import free_memory, machine_memory
+from kvplug.transport.spec import CommandSpec, Kind, Spec
+
+_MIB = 1 << 20
+
+
+def budgets_of(config: Config, registry: Registry, keys: frozenset[str]) -> dict[str, int]:
+    """Bytes of the host's memory by the key that sets them, of what the caller uses of the config.
+
+    Options with faults are passed over.
+    """
+    found: dict[str, int] = {}
+    for spec in _used(config, registry, keys):
+        for name, value in _memory_options(config, registry, spec):
+            key = "buffer_size" if value is None else f"options.{spec.name}.{name}"
+            found[key] = config.buffer_size if value is None else value
+    if "connector" not in keys and "lookup_buffer" in keys:
+        found["buffer_size"] = config.buffer_size
+    if "connector" in keys:
+        with contextlib.suppress(PluginError):
+            if not registry.get(Kind.CONNECTOR, config.connector).moves_pages:
+                found["buffer_size"] = config.buffer_size
+    if "stores" in keys and not config.device.startswith("cpu"):
+        found["staging_size"] = config.staging_size
+    return found
+
+
+def _used(config: Config, registry: Registry, keys: frozenset[str]) -> Iterator[Spec]:
+    """What the config names, or has options for."""
+    for key, kind in CHOSEN.items():
+        name = getattr(config, key)
+        if key in keys and name != "auto":
+            with contextlib.suppress(PluginError):
+                yield registry.get(kind, name)
+        elif key in keys:
+            yield from (spec for _, spec in registry if spec.kind is kind and spec.name in config.options)
+    for name in config.stores if "stores" in keys else ():
+        with contextlib.suppress(PluginError):
+            spec = registry.get(Kind.STORE, name)
+            # A consumer puts nothing into a store of its own process.
+            if config.role is not Role.CONSUMER or spec.client is None:
+                yield spec
+
+
+def _memory_options(config: Config, registry: Registry, spec: Spec) -> Iterator[tuple[str, int | None]]:
+    if isinstance(spec, CommandSpec):
+        return
+    with contextlib.suppress(PluginError, ConfigError):  # faults of their own
+        given = own_part(registry, spec, config.options.get(spec.name, {}))
+        cls = spec.load_options()
+        if cls is not None:
+            options: object = check_options(cls, given)
+            for name, field in option_fields(cls).items():
+                if field.metadata.get(MEMORY):
+                    yield name, getattr(options, field.name)
+
+
+@attrs.frozen
+class Shortage:
+    """Budgets that do not fit into the memory."""
+
+    key: str
+    """The largest of them."""
+    text: str
+    """What is asked for, what there is, and what fits."""
+    is_final: bool
+    """They cannot fit, whatever else ends."""
+
+
+def shortage_of(budgets: Mapping[str, int]) -> Shortage | None:
+    """Why these do not fit into the memory of the machine and of this process's control groups; ``None``:
+    they do."""
+    wanted, limit = sum(budgets.values()), machine_memory()
+    room = limit if wanted > limit else free_memory()
+    if wanted <= room:
+        return None
+    key = max(budgets, key=lambda each: budgets[each])
+    others = [f"{bytes_in_words(nbytes)} for {each}" for each, nbytes in budgets.items() if each != key]
+    beside = f", with {' and '.join(others)}," if others else ""
+    there = "this process can have" if room == limit else "are free now"
+    fits = (room - wanted + budgets[key]) // _MIB
+    advice = f"set it to at most {fits} MiB" if fits > 0 else f"set {' and '.join(budgets)} to less"
+    text = (
+        f"{bytes_in_words(budgets[key])}{beside} is more than the {bytes_in_words(room)} of memory that"
+        f" {there}, and the kernel ends a process that takes more; {advice}, or give the process more memory"
+    )
+    return Shortage(key, text, wanted > limit)
