@@ -8,7 +8,7 @@ saved, the prompt's pages with the step that computes them, those of the answer 
 
 Time passes for computing (an engine computes one prompt after the other), for the bytes of a load at the
 store that sends them (one load after the other), for the answer, and between turns. A load that is expected
-to take longer than computing (``worth.py``) is not made. Times of lookups, events and fences are not
+to take longer than computing is not made. Times of lookups, events and fences are not
 simulated: what they cost is added up, and is compared with what a process can do.
 """
 
@@ -26,8 +26,8 @@ import attrs
 from scale.cluster import Cluster, Topology, Unit
 from scale.model import StoreUse, Traffic
 
-WORTH = 1.1
-"""A load may take so much longer than computing: as in ``worth.py``."""
+MARGIN = 1.1
+"""A load may take so much longer than computing. The connector (``load_cost.py``) allows more."""
 
 
 @attrs.frozen(kw_only=True)
@@ -211,7 +211,7 @@ class Simulation:
             if source != own or is_shared:
                 begin = max(now, self._sends_until[source])
                 ends = begin + count * unit_bytes / self.bytes_per_s
-                if ends - now > WORTH * count * unit_s:
+                if ends - now > MARGIN * count * unit_s:
                     counts.too_slow += count
                     break
                 self._sends_until[source] = ends

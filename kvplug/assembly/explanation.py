@@ -75,6 +75,8 @@ def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     yield from _memory(config, resolved)
     yield from _peers(config, resolved)
     yield _weights(config)
+    if connector is not None and not faults:
+        yield from _load_policy(connector, resolved)
     if not faults:
         yield from _transports(config, resolved, connector)
     yield _integrity(config)
@@ -233,6 +235,14 @@ def _weights(config: Config) -> Step:
             " (in safetensors files). Where it finds none, it warns, and its KV is its own until it ends"
         )
     return Step(topic="weights", verdict="ok", text=text)
+
+
+def _load_policy(connector: ConnectorSpec, resolved: ResolvedConfig) -> Iterator[Step]:
+    """When a connector with that option computes what it could load."""
+    policy = getattr(resolved.options_of(connector), "load_policy", "")
+    if policy == "auto":
+        text = "auto: KV that takes much longer to load than to compute is computed (not_worth_it in metrics)"
+        yield Step(topic=f"options.{connector.name}.load_policy", verdict="ok", text=text)
 
 
 def _transports(config: Config, resolved: ResolvedConfig, connector: ConnectorSpec | None) -> Iterator[Step]:

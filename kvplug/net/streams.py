@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -66,19 +67,24 @@ class DeviceMark:
 
     A thread works on a stream of its own there: what another thread has only queued, it does not see. On a
     CPU nothing is queued, and every mark is passed.
+
+    Args:
+        timed: whether :meth:`seconds_since` is asked.
     """
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_made_at")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
         self._event: Any = None
+        self._made_at = time.perf_counter()
         if device.type == "cpu":
             return
         import torch
 
         module = torch.get_device_module(device)
         # a thread that waits sleeps instead of spinning
-        self._event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
+        more = {"blocking": True} if device.type == "cuda" else {}
+        self._event = module.Event(enable_timing=timed, **more)
         self._event.record(module.current_stream(device))
 
     @property
@@ -90,6 +96,12 @@ class DeviceMark:
         """Return when the device has come past it. Any thread, any number of times."""
         if self._event is not None:
             self._event.synchronize()
+
+    def seconds_since(self, earlier: DeviceMark) -> float:
+        """The time that the device took from another mark to this one. Both are timed, and passed."""
+        if self._event is None:
+            return self._made_at - earlier._made_at
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
     def hold(self, stream: Any) -> None:
         """Let what is queued on ``stream`` from now on run after it. Does not wait."""

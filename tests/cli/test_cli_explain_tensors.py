@@ -30,6 +30,7 @@ def test_a_config_that_works_says_what_is_taken_and_why_and_makes_nothing(site: 
     assert not [step for topic in steps.values() for step in topic if step["verdict"] == "problem"]
     assert "listens at unix:@explained-0: only processes of this host" in steps["host"][0]["text"]
     assert [step["text"].partition(" from ")[0] for step in steps["stores"]] == ["host", "fs"]
+    assert "not_worth_it in metrics" in steps["options.lookup.load_policy"][0]["text"]
     assert "restarts and peers can load KV where the engine finds" in steps["weights"][0]["text"]
     (transport,) = steps["transport"]
     assert "go by shm: the cheapest that can" in transport["text"]

@@ -188,22 +188,6 @@ def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted()
         prefill.worker.clear_connector_metadata()
 
 
-# -- what is not worth it ------------------------------------------------------------------------
-
-
-def test_loads_that_take_longer_than_computing_are_refused_counted_and_tried_now_and_then() -> None:
-    with pair(consumer={"lookup": {"load_policy": "auto"}}) as (prefill, decode):
-        prefill.prefill(request_of("stored", PROMPT))
-        scheduler = decode.scheduler
-        assert_loads(decode, request_of("first", PROMPT), 96)  # nothing is known yet
-        scheduler._worth.hear(0, {"compute": 1e-6, "peer": 1e-3})
-        answers = [decode.matched(request_of(f"a{number}", PROMPT))[0] for number in range(64)]
-        assert answers.count(96) == 2
-        assert scheduler.get_stats()["failures"]["match"]["not_worth_it"] == 62
-        scheduler._worth.hear(0, {"compute": 1e-3, "peer": 1e-3})
-        assert decode.matched(request_of("b", PROMPT)) == (96, False)
-
-
 # -- what is not saved ---------------------------------------------------------------------------
 
 

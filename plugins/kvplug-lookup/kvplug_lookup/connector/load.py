@@ -38,6 +38,9 @@ class Part:
     route: str = ""
     """How its pages come, for people."""
     job: GetJob | None = None
+    begun_at: float = 0.0
+    """When the store was asked, and :attr:`ended_at` when it was done, by ``time.monotonic``; 0: not yet."""
+    ended_at: float = 0.0
     asked_at: float = 0.0
     error: Exception | None = None
     """Why it could not be asked for."""
@@ -133,7 +136,9 @@ class Load:
                     after=self._after,
                 ),
             )
+            part.begun_at = time.monotonic()
             job = store.submit_get(request, timeout=self.deadline.remaining())
+            job.add_done_callback(lambda _: setattr(part, "ended_at", time.monotonic()))
             part.route = store.route
         except Exception as e:  # of a store's own, too: the engine goes on
             self.give_up(part, e)

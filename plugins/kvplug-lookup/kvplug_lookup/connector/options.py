@@ -56,8 +56,9 @@ class LookupConnectorOptions:
     )
     load_policy: Literal["auto", "always"] = option(
         default="auto",
-        help='When to load what is held. "auto": where loading is expected to take less time than computing,'
-        ' by the measured rates of both. "always": whenever something is held.',
+        help='When to load what is held. "auto": unless loading is expected to take more than twice as long'
+        " as computing, or four times from a peer engine, by what both took before; the rest is counted as"
+        ' not_worth_it. "always": whenever something is held.',
     )
     save_timeout_s: float = option(
         default=10.0,

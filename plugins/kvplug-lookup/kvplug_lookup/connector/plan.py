@@ -82,7 +82,7 @@ class StepPlan:
     """Before anything else: forget all that was saved until now. The bytes are new for each reset; empty: no
     reset."""
     num_tokens: int = 0
-    """Tokens that the step computes."""
+    """Tokens that the step computes, if its time says what prefill costs; else 0."""
     left: tuple[str, ...] = ()
     """Sources of engines that have left, before what follows."""
     joined: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=(), repr=False)

@@ -37,6 +37,7 @@ from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.engines import EngineSources
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.keys import PromptChains, Shard, namespace_of, shard_of
+from kvplug_lookup.connector.load_cost import LoadCostModel, num_tokens_timed
 from kvplug_lookup.connector.matching import Matcher, Runs, Search, first_of, tokens_of
 from kvplug_lookup.connector.options import LookupConnectorOptions
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
@@ -44,7 +45,6 @@ from kvplug_lookup.connector.publisher import EventPublisher, open_events
 from kvplug_lookup.connector.replica import Replica
 from kvplug_lookup.connector.sources import AskedSource, Source, followed, peers_of
 from kvplug_lookup.connector.tracked import Tracked
-from kvplug_lookup.connector.worth import Worth
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class LookupScheduler(SchedulerConnector):
         """How many have."""
         self._salt = b""
         """Of keys in stores that other engines use, too, since the last reset."""
-        self._worth = Worth()
+        self._costs = LoadCostModel()
         self._events: BlockEvents | None = None
         self._publisher: EventPublisher | None = None
         self._sources: list[Source] = []
@@ -248,7 +248,7 @@ class LookupScheduler(SchedulerConnector):
         self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=max(0, new))
         if new <= 0:
             return 0, False
-        if not self._is_worth_it(sources):
+        if not self._should_load(sources):
             self._context.stats.fail("match", "not_worth_it")
             return 0, False
         tracked.num_computed_at_match, tracked.num_promised = num_computed_tokens, new
@@ -270,13 +270,13 @@ class LookupScheduler(SchedulerConnector):
         count, sources = found
         return (first + count) * page_tokens, sources
 
-    def _is_worth_it(self, sources: tuple[Runs, ...]) -> bool:
+    def _should_load(self, sources: tuple[Runs, ...]) -> bool:
         if self._context.options.load_policy == "always" or not sources:
             return True
         num_tokens: dict[str, int] = {}
         for name, count in sources[0]:
             num_tokens[name] = num_tokens.get(name, 0) + count * self._page_tokens
-        return self._worth.is_worth_it(num_tokens)
+        return self._costs.should_load(num_tokens, num_tokens.keys() - self._media.keys())
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
@@ -400,7 +400,7 @@ class LookupScheduler(SchedulerConnector):
             saves=tuple(self._plan_saves(output)) if self._saves else (),
             forget=tuple(forget),
             reset=self._reset,
-            num_tokens=sum(one.num_scheduled_tokens for one in output.scheduled),
+            num_tokens=num_tokens_timed(output, self._tracked),
             left=left,
             joined=joined,
         )
@@ -467,7 +467,7 @@ class LookupScheduler(SchedulerConnector):
         if part["reset"] and part["step"] == self._reset_step:
             self._note_reset()
         if part["rates"]:
-            self._worth.hear(rank, part["rates"])
+            self._costs.update(rank, part["rates"])
         for source in self._sources:
             if source.name in part["stalled"]:
                 source.doubt()

@@ -30,12 +30,12 @@ from kvplug.transport import (
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.keys import hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
+from kvplug_lookup.connector.load_cost import MeasuredCosts
 from kvplug_lookup.connector.peers import PeerStore
 from kvplug_lookup.connector.plan import LoadPlan, StepPlan
 from kvplug_lookup.connector.save import Saver, Tier
 from kvplug_lookup.connector.serve import Service
 from kvplug_lookup.connector.sources import peers_of
-from kvplug_lookup.connector.worth import Rates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,8 @@ class LookupWorker(WorkerConnector):
         """When the last page of loads that have ended came, by source."""
         """Of this step, and in the background."""
         self._step = 0
-        self._step_began = 0.0
+        self._step_began: DeviceMark | None = None
+        """Of a step whose time says what prefill costs."""
         self._suspect: dict[int, int] = {}
         """Blocks that nothing is saved from, each with the step in which its load failed: plans of later
         steps may have been made before the scheduler side heard of that. With several workers, those of
@@ -86,7 +87,7 @@ class LookupWorker(WorkerConnector):
         self._refused: set[str] = set()
         """Peers whose pages can never be ours, which the two engines' other sides do not know."""
         self._has_said_shard = False
-        self._rates = Rates()
+        self._costs = MeasuredCosts()
         self._saves = config.role in (Role.PRODUCER, Role.BOTH)
         loads = config.role in (Role.CONSUMER, Role.BOTH)
         self._tiers: dict[str, Tier] = {}
@@ -222,7 +223,8 @@ class LookupWorker(WorkerConnector):
         assert isinstance(metadata, Mapping)
         self._plan = plan = StepPlan.from_plain(metadata)
         self._step = plan.step
-        self._step_began = time.perf_counter()
+        waits = any(not load.in_background for load in plan.loads)  # then its time says little of computing
+        self._step_began = self._timed_mark() if plan.num_tokens and self._caches and not waits else None
         self._suspect = {block: step for block, step in self._suspect.items() if step > plan.heard}
         if plan.reset and self._saver is not None:
             series = {
@@ -250,7 +252,7 @@ class LookupWorker(WorkerConnector):
             peer.close_in_background()
         self._ended_at.pop(name, None)
         self._refused.discard(name)
-        self._rates.forget(name)
+        self._costs.forget(name)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
@@ -317,12 +319,15 @@ class LookupWorker(WorkerConnector):
             self._saver.gather_layer(self._index_of[layer_name])
 
     def wait_for_save(self) -> None:
+        if self._step_began is not None:
+            self._costs.note_step(self._plan.num_tokens, self._step_began, self._timed_mark())
+            self._step_began = None
         self._settle_loads()
         if self._saver is not None:
             self._saver.end()
-        waited = any(not load.in_background for load in self._plan.loads)  # then it says little of computing
-        if self._plan.num_tokens and self._step_began and not waited:
-            self._rates.note("compute", self._plan.num_tokens, time.perf_counter() - self._step_began)
+
+    def _timed_mark(self) -> DeviceMark:
+        return DeviceMark(self._caches[0].device, timed=True)
 
     def _settle_loads(self) -> None:
         """The loads that the step needed have ended, whichever call the engine makes first after it."""
@@ -349,7 +354,9 @@ class LookupWorker(WorkerConnector):
             return
         self.last_route = "; ".join(": ".join(filter(None, (part.source, part.route))) for part in load.parts)
         for part in load.parts:
-            self._rates.note(part.source, part.count * self._page_tokens, load.seconds)
+            if part.job is not None:
+                ended = part.ended_at or time.monotonic()
+                self._costs.note_load(part.source, part.count * self._page_tokens, part.begun_at, ended)
             if self._saver is not None and self._context.options.promote:
                 chains = load.plan.chains(self._page_tokens)[part.first : part.first + part.count]
                 identities = load.plan.identities(self._page_tokens)
@@ -396,10 +403,10 @@ class LookupWorker(WorkerConnector):
         settled = self._saver.take_settled() if self._saver is not None else []
         if not (self._saver is not None and self.first_tier.store.is_shared):
             settled = []  # a store with events tells of its pages itself
-        rates = self._rates.take()
+        costs = self._costs.take()
         has_suspects = self._step in self._suspect.values()
         news = self._failed_requests or self._spoilt_saves or has_suspects or self._plan.reset
-        if not (news or settled or rates or self._refused or not self._has_said_shard):
+        if not (news or settled or costs or self._refused or not self._has_said_shard):
             return None
         said: dict[str, Any] = {
             "rank": self._context.parallelism.worker_rank,
@@ -411,7 +418,7 @@ class LookupWorker(WorkerConnector):
             "refused": sorted(self._refused),
             "reset": bool(self._plan.reset),
             "settled": settled,
-            "rates": rates,
+            "rates": costs,
         }
         if not self._has_said_shard:
             said["shard"] = self._shard.to_plain()

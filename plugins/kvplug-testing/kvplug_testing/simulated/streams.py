@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ class Stream:
         """Pieces of work that were queued so far."""
         self.num_done = 0
         """Pieces of work that have run so far."""
+        self._timed: deque[tuple[int, Event]] = deque()
         with _lock:
             _streams.append(self)
 
@@ -101,6 +103,12 @@ class Stream:
                 work.stream.run(work.count)
             else:
                 work()
+            self._note_times()
+
+    def _note_times(self) -> None:
+        """With the lock: note the time of the timed events that are passed now."""
+        while self._timed and self._timed[0][0] <= self.num_done:
+            self._timed.popleft()[1]._passed_at = time.monotonic()
 
 
 class Event:
@@ -109,15 +117,25 @@ class Event:
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
-        """The arguments are those of torch, and mean nothing here."""
+        """The arguments are those of torch, and mean nothing here but the first."""
         self.after: _Order | None = None
         """The place; ``None`` until it is recorded."""
+        self._is_timed = enable_timing
+        self._passed_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         """Its place is behind all that is queued by now, on the given or the current stream."""
         stream = stream or current_stream()
         with _lock:
             self.after = _Order(stream, stream.num_queued)
+            if self._is_timed:
+                stream._timed.append((stream.num_queued, self))
+                stream._note_times()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds between this event and a later one. Both were made with ``enable_timing``."""
+        assert self._is_timed and end._is_timed and self.query() and end.query()
+        return (end._passed_at - self._passed_at) * 1e3
 
     def query(self) -> bool:
         """Whether all that is before it has run; true if it was never recorded."""

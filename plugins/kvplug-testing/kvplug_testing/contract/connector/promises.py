@@ -97,7 +97,8 @@ class Promises(ConnectorSuite):
 
     @law("CONN-2")
     def test_what_has_gone_for_want_of_room_is_not_promised(self) -> None:
-        small = {"buffer_size": int(2.5 * 100 * KV_OF_A_TOKEN)}
+        room = 250
+        small = {"buffer_size": room * KV_OF_A_TOKEN}
         prefill, decode = self.pair(producer={"config": small, "num_blocks": 128}, num_blocks=128)
         params = [self.stored(prefill, range(1000 * n, 1000 * n + 100), f"s{n}") for n in range(6)]
         found = {}
@@ -110,7 +111,7 @@ class Promises(ConnectorSuite):
             assert decode.is_right(prompt.token_ids, blocks, 100), f"{said}, and others came"
             decode.finish(prompt, blocks)
             decode.free_blocks += blocks
-        assert sum(map(bool, found.values())) <= 2, f"there is room for two prompts: {found}"
+        assert sum(found.values()) <= room, f"there is room for {room} tokens: {found}"
 
     @law("CONN-2")
     @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""What is held is loaded where that is cheaper than computing it, whatever else an engine computes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvplug.transport import DeviceMark
+from kvplug_lookup.connector.load_cost import COMPUTE, LoadCostModel, MeasuredCosts
+from kvplug_testing import simulated
+from kvplug_testing.engine import FakeEngine, request_of
+from lookup_engines import PROMPT, an_address, assert_loads, both, config, pair, tokens
+
+pytestmark = pytest.mark.timeout(60)
+
+CPU = torch.device("cpu")
+STORE, PEER = "store", "peer"
+
+
+def marks(seconds: float) -> tuple[DeviceMark, DeviceMark]:
+    begun, ended = DeviceMark(CPU, timed=True), DeviceMark(CPU, timed=True)
+    ended._made_at = begun._made_at + seconds
+    return begun, ended
+
+
+class Engine:
+    """The costs of an engine that is simulated by arithmetic, as its connector measures them."""
+
+    def __init__(self, per_token: float, latency: float, per_loaded: float) -> None:
+        self.step_s, self.per_token = 10e-3, per_token
+        self.latency, self.per_loaded = latency, per_loaded
+        self.measured, self.model = MeasuredCosts(), LoadCostModel()
+        self.now = 0.0
+
+    def step(self, num_of_prompts: int, num_decoded: int) -> None:
+        num_tokens = num_of_prompts + num_decoded
+        if 2 * num_of_prompts >= num_tokens:  # as the scheduler's side plans it
+            self.measured.note_step(num_tokens, *marks(self.step_s + num_tokens * self.per_token))
+
+    def load(self, source: str, num_tokens: int, at_once: int = 1) -> None:
+        begun = self.now
+        for _ in range(at_once):  # they share the way
+            self.now += self.latency + num_tokens * self.per_loaded
+            self.measured.note_load(source, num_tokens, begun, self.now)
+
+    def decide(self, source: str, num_tokens: int) -> bool:
+        if (costs := self.measured.take()) is not None:
+            self.model.update(0, costs)
+        return self.model.should_load({source: num_tokens}, frozenset({PEER}))
+
+    def ratio(self, num_tokens: int) -> float:
+        """The truth: how many times as long as computing a load takes."""
+        return (self.latency + num_tokens * self.per_loaded) / (num_tokens * self.per_token)
+
+
+def decode_heavy(engine: Engine, dice: random.Random) -> None:
+    for _ in range(200):
+        engine.step(0, dice.randint(1, 64))
+        if dice.random() < 0.1:
+            engine.step(1, dice.choice([0, 1]))  # the last token of a prompt that was loaded
+        if dice.random() < 0.05:
+            engine.step(dice.choice([512, 2048]), dice.randint(1, 64))
+
+
+def prefill_heavy(engine: Engine, dice: random.Random) -> None:
+    for _ in range(50):
+        engine.step(dice.choice([512, 2048, 8192]), dice.randint(0, 8))
+        engine.step(dice.randint(1, 64), dice.randint(0, 4))
+
+
+@pytest.mark.parametrize("traffic", [decode_heavy, prefill_heavy])
+@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize(("source", "margin"), [(STORE, 2.0), (PEER, 4.0)])
+def test_every_decision_is_that_of_the_true_costs(
+    traffic: Any, at_once: int, source: str, margin: float
+) -> None:
+    dice = random.Random(7)
+    seen = set()
+    for latency in (1e-4, 5e-3, 50e-3):
+        for per_loaded in (1e-6, 61e-6, 1e-3):
+            engine = Engine(61e-6, latency, per_loaded)
+            traffic(engine, dice)
+            for _ in range(10):
+                engine.load(source, dice.choice([128, 1024, 8192]), at_once)
+            for num_tokens in (128, 1024, 8192):
+                ratio = engine.ratio(num_tokens)
+                if not margin / 1.5 < ratio < margin * 1.5:  # else either is right
+                    decided = engine.decide(source, num_tokens)
+                    assert decided == (ratio < margin), (latency, per_loaded, num_tokens, ratio)
+                    seen.add(decided)
+    assert seen == {True, False}
+
+
+def test_after_decode_steps_a_prefills_tokens_cost_what_they_took() -> None:
+    engine = Engine(61e-6, 0.0, 0.0)
+    for _ in range(5):
+        engine.step(0, 1)
+    engine.step(8192, 0)
+    costs = engine.measured.take()
+    assert costs is not None
+    assert costs[COMPUTE][1] == pytest.approx(61e-6, rel=0.05)
+
+
+def test_of_loads_that_cost_too_much_one_in_32_is_made_and_nothing_is_concluded_from_one() -> None:
+    engine = Engine(1e-6, 0.0, 1e-3)
+    engine.step(1000, 0)
+    engine.load(STORE, 1000)
+    assert engine.decide(STORE, 1000), "the first one may have connected"
+    for _ in range(3):
+        engine.load(STORE, 1000)
+    assert [engine.decide(STORE, 1000) for _ in range(64)].count(True) == 2
+
+
+@contextmanager
+def refusing(engine: FakeEngine, source: str) -> Iterator[None]:
+    engine.scheduler._costs.update(0, {COMPUTE: (0.0, 1e-6), source: (0.0, 1e-3)})
+    yield
+    assert engine.scheduler.get_stats()["failures"]["match"] == {"not_worth_it": 1}
+
+
+def test_what_costs_too_much_is_not_promised_and_counted() -> None:
+    with pair(consumer={"lookup": {"load_policy": "auto"}}) as (prefill, decode):
+        prefill.prefill(request_of("stored", PROMPT))
+        assert_loads(decode, request_of("first", PROMPT), 96)  # nothing is known yet
+        with refusing(decode, "peer"):
+            assert decode.matched(request_of("a", PROMPT)) == (0, False)
+        decode.scheduler._costs.update(0, {COMPUTE: (0.0, 1e-6), "peer": (0.0, 3e-6)})
+        assert decode.matched(request_of("b", PROMPT)) == (96, False), "a peer has computed it for us"
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "counted"),
+    [([(0, 64, 100)], 64), ([(0, 64, 100), (99, 1, 0)], 65), ([(99, 1, 100)], 1), ([(100, 1, 100)], 0)],
+)
+def test_steps_are_measured_that_compute_more_of_prompts_than_they_decode(
+    scheduled: list[tuple[int, int, int]], counted: int
+) -> None:
+    with both() as engine:
+        steps = []
+        for number, (computed, new, num_prompt) in enumerate(scheduled):
+            prompt = request_of(f"r{number}", tokens(101))
+            steps.append((prompt, engine.admit(prompt), computed, new))
+            tracked = engine.scheduler._tracked[prompt.request_id]
+            object.__setattr__(tracked.request, "num_prompt_tokens", num_prompt)
+        assert engine.plan(steps).metadata["num_tokens"] == counted
+
+
+def test_on_a_device_a_step_lasts_until_its_work_is_done() -> None:
+    with FakeEngine(config("both", host=an_address("timed")), device="simulated") as engine:
+        prompt, worker = request_of("a", PROMPT), engine.worker
+        blocks = engine.admit(prompt)
+        planned = engine.plan([(prompt, blocks, 0, 100)])
+        DeviceMark(worker._caches[0].device).wait()
+        with simulated.stalled():
+            worker.bind_connector_metadata(planned.metadata)
+            engine.compute(prompt.token_ids, blocks, 0, 100)
+            ended = worker._timed_mark()
+            worker._costs.note_step(100, worker._step_began, ended)
+            assert worker._costs.take() is None, "the device has not done it"
+            time.sleep(0.2)
+        ended.wait()
+        assert worker._costs.take()[COMPUTE][1] > 0.2 / 100
+        worker.clear_connector_metadata()
