@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import ConfigError
+from kvplug import ConfigError, TimeoutError
 from kvplug.transport import Deadline, Job, Presence
 
 with warnings.catch_warnings():
@@ -277,6 +278,42 @@ def test_while_the_server_is_stopped_no_call_waits_and_every_transfer_ends(start
     while engine.find([key(1)], engine.begin(f"later {time.monotonic()}")) != [LookupResult.HIT]:
         assert time.monotonic() < limit
         time.sleep(0.1)
+
+
+def test_one_thread_at_a_time_may_be_any_thread(start: Any, fs: Any) -> None:
+    """vLLM 0.33 holds its lock for as long as it waits for jobs, so their end must not need it."""
+    engine, lock = start(fs), threading.Lock()
+
+    def elsewhere(call: Callable[[], Any]) -> Any:
+        def locked() -> Any:
+            with lock:
+                return call()
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(locked).result(30)
+
+    elsewhere(lambda: engine.store([key(1)], [1]))
+    elsewhere(engine.tier.drain_jobs)
+    elsewhere(engine.settle)
+    elsewhere(engine.manager.reset_cache)
+    request = elsewhere(lambda: engine.begin("request"))
+    assert elsewhere(lambda: engine.find([key(1)], request)) == [LookupResult.HIT]
+
+
+def test_a_copy_that_hangs_is_not_waited_for_longer_than_its_deadline_and_a_moment(
+    start: Any, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start({**fs, "timeout_s": 1})
+    hanging: Job[Any] = Job(1, Deadline.after(None))
+    monkeypatch.setattr(engine.tier._cache, "put", lambda pages: hanging)
+    engine.store([key(1)], [1])
+    engine.step()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="1 jobs"):
+        engine.tier.drain_jobs()
+    assert time.monotonic() - began < 1 + 8
+    hanging.set([None])
+    engine.settle()
 
 
 def test_a_server_that_dies_is_a_miss(start: Any, redis: Any) -> None:
