@@ -7,8 +7,11 @@ has hooks for its functions and methods, and no other way to do either.
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import sys
 from typing import Any, Final
+
+from kvplug import UnsupportedError
 
 NAME: Final = "kvplug"
 """The value of ``--hicache-storage-backend``."""
@@ -28,6 +31,8 @@ _UPDATES: Final = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
+_registered: list[str] = []
+"""Targets that a scheduler's hooks were registered for in this process."""
 
 
 def register() -> None:
@@ -40,10 +45,36 @@ def register() -> None:
     HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", _offer_name, HookType.AFTER)
     if _SCHEDULER not in sys.modules:
         return
-    HookRegistry.register(f"{_CONTROLLER}.attach_storage_backend", _attach, HookType.AROUND)
-    HookRegistry.register(f"{_CONTROLLER}.reset", _cache_was_reset, HookType.AFTER)
-    for name in _UPDATES:
-        HookRegistry.register(f"{_UPDATER}.{name}", _weights_change, HookType.AROUND)
+    hooks = [
+        (f"{_CONTROLLER}.attach_storage_backend", _attach, HookType.AROUND),
+        (f"{_CONTROLLER}.reset", _cache_was_reset, HookType.AFTER),
+        *((f"{_UPDATER}.{name}", _weights_change, HookType.AROUND) for name in _UPDATES),
+    ]
+    for target, hook, kind in hooks:
+        HookRegistry.register(target, hook, kind)
+        _registered.append(target)
+
+
+def check_hooks() -> None:
+    """SGLang only logs that it cannot apply a hook; then KV of earlier weights would stay valid.
+
+    Raises:
+        UnsupportedError: a registered hook was not applied; the message names its target.
+    """
+    missing = [target for target in _registered if not _is_hooked(target)]
+    if missing:
+        raise UnsupportedError(
+            f"SGLang has no {', '.join(missing)}, or its hooks do not work: kvplug would not learn that the"
+            " weights change. Install a release of SGLang that kvplug-sglang supports, or a newer"
+            " kvplug-sglang"
+        )
+
+
+def _is_hooked(target: str) -> bool:
+    try:
+        return hasattr(pkgutil.resolve_name(target), "__wrapped__")  # set by SGLang's wrapper
+    except (ImportError, AttributeError):
+        return False
 
 
 def _offer_name(result: object, parser: Any) -> None:

@@ -22,6 +22,7 @@ from kvplug.engine import FlatPage
 from kvplug.transport import Job, MissReason, Presence, PutReason
 from kvplug_sglang.names import PageNames
 from kvplug_sglang.pause import Pause
+from kvplug_sglang.plugin import check_hooks
 from kvplug_sglang.pools import HostPool
 from kvplug_sglang.settings import config_of
 from kvplug_sglang.speeds import Speeds
@@ -53,7 +54,12 @@ class KvplugStorage(HiCacheStorage):
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
-        """Raises ConfigError, PluginError: as :func:`kvplug.build_page_cache`."""
+        """
+        Raises:
+            UnsupportedError: SGLang has not applied this plugin's hooks.
+            ConfigError, PluginError: as :func:`kvplug.build_page_cache`.
+        """
+        check_hooks()
         extra = storage_config.extra_config
         self._config = storage_config
         config = config_of(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvplug import ConfigError
+from kvplug import ConfigError, UnsupportedError
 from kvplug_sglang.pause import Pause
 from kvplug_sglang.settings import config_of
 from kvplug_testing.resources import Resources
@@ -33,8 +35,9 @@ with warnings.catch_warnings():
     )
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from kvplug_sglang import facts, names
+    from kvplug_sglang import facts, names, plugin
     from kvplug_sglang.storage import LIVE, KvplugStorage
 
 pytestmark = pytest.mark.timeout(120)
@@ -295,6 +298,41 @@ def test_weights_without_a_fingerprint_are_shared_only_where_the_operator_names_
         assert all(storage.batch_set_v1(KEYS, rows(0, 1, 2)))
         assert storage.batch_exists(KEYS) == 3
     assert caplog.text.count("the weights of model are unknown") == 2
+
+
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """SGLang's class that updates weights, in a process of a scheduler that has applied all hooks."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", types.ModuleType("scheduler"))
+    monkeypatch.setattr(plugin, "_registered", [])
+    for name in plugin._UPDATES:  # as they were, afterwards
+        monkeypatch.setattr(SchedulerWeightUpdaterManager, name, getattr(SchedulerWeightUpdaterManager, name))
+    HookRegistry.reset()
+    yield SchedulerWeightUpdaterManager
+    HookRegistry.reset()
+
+
+def test_a_storage_starts_where_sglang_has_applied_the_hooks(
+    make: Callable[..., KvplugStorage], hooked: type
+) -> None:
+    plugin.register()
+    HookRegistry.apply_hooks()
+    make(pool_of(MHATokenToKVPoolHost, "page_first"))
+
+
+def test_a_hook_that_sglang_could_not_apply_is_refused_by_its_target(
+    make: Callable[..., KvplugStorage], hooked: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(hooked, "update_weights_from_ipc")
+    plugin.register()
+    HookRegistry.apply_hooks()
+    with pytest.raises(UnsupportedError, match=rf"SGLang has no {UPDATER}\.update_weights_from_ipc, or"):
+        make(pool_of(MHATokenToKVPoolHost, "page_first"))
 
 
 def test_an_adapter_is_another_when_its_files_are_and_weights_without_files_have_no_fingerprint(

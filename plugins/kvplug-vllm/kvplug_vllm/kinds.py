@@ -10,7 +10,7 @@ import torch
 
 from kvplug import UnsupportedError
 from kvplug_vllm.releases.cache import groups_of, spec_of_all
-from kvplug_vllm.releases.specs import is_plain
+from kvplug_vllm.releases.specs import extras_of
 from kvplug_vllm.releases.windows import check_window
 
 if TYPE_CHECKING:
@@ -62,8 +62,11 @@ def spec_of(spec: KVCacheSpec) -> AttentionSpec:
             f"a KV cache quantised as {spec.kv_quant_mode.name} is not moved: its scales differ from token to"
             " token, and vLLM does not say where they lie. Set --kv-cache-dtype to fp8, fp8_e5m2 or auto"
         )
-    if not is_plain(spec):
-        raise UnsupportedError(f"blocks of {spec} are not plain keys and values per token")
+    if extras := extras_of(spec):
+        raise UnsupportedError(
+            f"{name} with {extras}: its blocks are not plain keys and values of each token, and nothing else;"
+            " start this model without a connector"
+        )
     if not is_latent(spec) and spec.head_size_v != spec.head_size:
         raise UnsupportedError(
             f"keys have {spec.head_size} elements per head and values {spec.head_size_v}; kvplug requires"

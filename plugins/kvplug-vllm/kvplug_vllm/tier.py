@@ -45,6 +45,8 @@ check_tiers()
 ENGINE: Final = "vllm-tier"
 _LEASE_S: Final = 60.0
 """How long a page that was found is not evicted, at least, where the store can do that."""
+_LATE_S: Final = 5.0
+"""How long after its deadline a job may still copy."""
 
 
 def namespace_of(spec: OffloadingSpec, own: str) -> bytes:
@@ -83,9 +85,9 @@ def _member(kind: Any, key: str, value: Any) -> Any:
 class KvplugTier(SecondaryTierManager):
     """Keeps the chunks of vLLM's primary tier in a kvplug store.
 
-    vLLM's scheduler calls it, from one thread. No call waits but :meth:`drain_jobs` and :meth:`shutdown`.
-    When a job is told as finished, the store touches its part of the primary tier no more. A failure of the
-    store is a miss or a failed job.
+    vLLM calls it from one thread at a time: its scheduler's, and since 0.33 others under a lock that it holds
+    meanwhile. No call waits but :meth:`drain_jobs` and :meth:`shutdown`. When a job is told as finished, the
+    store touches its part of the primary tier no more. A failure of the store is a miss or a failed job.
 
     Raises (the constructor):
         kvplug.ConfigError: the configuration is wrong; lists every fault.
@@ -213,7 +215,7 @@ class KvplugTier(SecondaryTierManager):
         Raises:
             kvplug.TimeoutError: a copy hangs, long after its deadline: the primary tier must not be used.
         """
-        deadline = Deadline.after(2 * self._timeout_s + 10)
+        deadline = Deadline.after(self._timeout_s + _LATE_S)
         with self._lock:
             while self._num_live:
                 if not self._idle.wait(deadline.remaining()) and deadline.expired:

@@ -75,13 +75,19 @@ def parallelism_of(vllm_config: VllmConfig) -> Parallelism:
 
     Raises:
         UnsupportedError: tokens of one request are split over ranks (context parallelism), or ranks
-            schedule by themselves.
+            schedule by themselves, or vLLM repeats the reports of a failed step.
     """
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise UnsupportedError(
             "under an external launcher each rank schedules by itself and knows of its own loads only, so the"
             " ranks would diverge; let vLLM start its workers (distributed_executor_backend 'mp' or 'ray')"
+        )
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise UnsupportedError(
+            "with enable_fault_tolerance vLLM repeats the workers' reports of a failed step with those of the"
+            " next one, and kvplug takes one report of each worker and step; start this server without"
+            " --enable-fault-tolerance"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:

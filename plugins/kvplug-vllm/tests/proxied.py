@@ -84,6 +84,12 @@ class Proxy:
         end = self._log.seek(0, os.SEEK_END)
         return os.pread(self._log.fileno(), end, 0).decode("utf-8", "replace")
 
+    @property
+    def most_memory(self) -> int:
+        """The most bytes of memory that its process has had."""
+        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
     def open(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Any:
         """The answer's connection and head."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=WAIT_S)

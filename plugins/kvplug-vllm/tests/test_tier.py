@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import ConfigError
+from kvplug import ConfigError, TimeoutError
 from kvplug.transport import Deadline, Job, Presence
 
 with warnings.catch_warnings():
@@ -93,6 +94,12 @@ class Engine:
 
     def step(self) -> None:
         self.call("on_schedule_end", STEP)
+
+    def forget(self) -> None:
+        """The primary tier is empty afterwards. Waits for transfers."""
+        self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # since 0.33: the workers have ended their copies
+            self.manager.on_reset_flushed()
 
     def begin(self, name: str) -> ReqContext:
         request = ReqContext(req_id=name)
@@ -272,7 +279,7 @@ def test_while_the_server_is_stopped_no_call_waits_and_every_transfer_ends(start
     engine.store([key(1)], [1])
     engine.settle()
     assert engine.tier._cache.failures == {}
-    engine.call("reset_cache")  # the primary tier is empty now
+    engine.forget()
     os.kill(redis.process.pid, signal.SIGSTOP)
     engine.slowest_s = 0.0
     request = engine.begin("request")
@@ -282,7 +289,7 @@ def test_while_the_server_is_stopped_no_call_waits_and_every_transfer_ends(start
     assert engine.slowest_s < 0.5
     engine.store([key(3)], [3])
     began = time.monotonic()
-    engine.manager.reset_cache()  # waits for the job, which ends by its deadline
+    engine.forget()  # waits for the job, which ends by its deadline
     assert time.monotonic() - began < 10
     os.kill(redis.process.pid, signal.SIGCONT)
     limit = time.monotonic() + 20
@@ -291,11 +298,47 @@ def test_while_the_server_is_stopped_no_call_waits_and_every_transfer_ends(start
         time.sleep(0.1)
 
 
+def test_one_thread_at_a_time_may_be_any_thread(start: Any, fs: Any) -> None:
+    """vLLM 0.33 holds its lock for as long as it waits for jobs, so their end must not need it."""
+    engine, lock = start(fs), threading.Lock()
+
+    def elsewhere(call: Callable[[], Any]) -> Any:
+        def locked() -> Any:
+            with lock:
+                return call()
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(locked).result(30)
+
+    elsewhere(lambda: engine.store([key(1)], [1]))
+    elsewhere(engine.tier.drain_jobs)
+    elsewhere(engine.settle)
+    elsewhere(engine.forget)
+    request = elsewhere(lambda: engine.begin("request"))
+    assert elsewhere(lambda: engine.find([key(1)], request)) == [LookupResult.HIT]
+
+
+def test_a_copy_that_hangs_is_not_waited_for_longer_than_its_deadline_and_a_moment(
+    start: Any, fs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start({**fs, "timeout_s": 1})
+    hanging: Job[Any] = Job(1, Deadline.after(None))
+    monkeypatch.setattr(engine.tier._cache, "put", lambda pages: hanging)
+    engine.store([key(1)], [1])
+    engine.step()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="1 jobs"):
+        engine.tier.drain_jobs()
+    assert time.monotonic() - began < 1 + 8
+    hanging.set([None])
+    engine.settle()
+
+
 def test_a_server_that_dies_is_a_miss(start: Any, redis: Any) -> None:
     engine = start({"stores": ["redis"], "options": {"redis": {"address": redis.address}}, "timeout_s": 2})
     engine.store([key(1)], [1])
     engine.settle()
-    engine.call("reset_cache")
+    engine.forget()
     redis.kill()
     assert engine.find([key(1)], engine.begin("request")) == [LookupResult.MISS]
     engine.store([key(2)], [2])

@@ -17,7 +17,7 @@ from kvplug.engine import KVLayout, LayoutError
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm._custom_ops
-    from vllm.config import KVTransferConfig
+    from vllm.config import CUDAGraphMode, KVTransferConfig
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -32,6 +32,7 @@ with warnings.catch_warnings():
 
     from kvplug_vllm.ranks import log_address_of
     from kvplug_vllm.releases.cache import declares_layout, layout_to_require
+    from kvplug_vllm.releases.specs import extras_of
     from kvplug_vllm.translate import (
         cache_of,
         can_rewind,
@@ -40,6 +41,7 @@ with warnings.catch_warnings():
         in_memory_order,
         model_of,
         parallelism_of,
+        replays_steps,
     )
 
 pytestmark = pytest.mark.smoke
@@ -363,8 +365,14 @@ def test_what_a_release_calls_blocks_of_another_content_is_refused(name: str, va
     fields = FullAttentionSpec.__dataclass_fields__ | MLAAttentionSpec.__dataclass_fields__
     if name not in fields:
         pytest.skip(f"vLLM {vllm.__version__} has no {name}")
-    with pytest.raises(UnsupportedError, match="not plain keys and values"):
+    with pytest.raises(UnsupportedError, match=f"MLAAttentionSpec with {name} {value}: .*not plain keys"):
         cache_of(vllm_config(), cache_config(dataclasses.replace(LATENT, **{name: value})))
+
+
+def test_sparse_latent_attention_is_refused_by_name() -> None:
+    sparse = SimpleNamespace(**{**vars(LATENT), "topk_buffer_width": 2048})  # a field of 0.33
+    assert extras_of(LATENT) == ""
+    assert extras_of(sparse) == "topk_buffer_width 2048"
 
 
 def test_a_cache_that_vllm_may_unmap_is_refused() -> None:
@@ -536,6 +544,17 @@ def test_where_a_worker_stands() -> None:
 def test_tokens_split_over_ranks_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{name} is 2"):
         parallelism_of(vllm_config(parallel={name: 2}))
+
+
+def test_reports_that_come_twice_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="with enable_fault_tolerance vLLM repeats"):
+        parallelism_of(vllm_config(parallel={"enable_fault_tolerance": True}))
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+def test_vllm_replays_whole_steps_with_full_graphs_only(mode: CUDAGraphMode) -> None:
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    assert replays_steps(config) is ("FULL" in mode.name)  # type: ignore[arg-type]
 
 
 def test_ranks_that_schedule_by_themselves_are_refused() -> None:

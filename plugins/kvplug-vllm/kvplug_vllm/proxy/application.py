@@ -15,6 +15,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import msgspec
 
 from kvplug_vllm.proxy.servers import Server, ServerFailedError, text_of
 
@@ -35,6 +36,9 @@ REMOTE_DECODE: Mapping[str, Any] = {
 }
 """``kv_transfer_params`` of a prefill request: the fields that the proxies of vLLM's examples send."""
 
+_Fields = Mapping[str, msgspec.Raw]
+"""Names and values of a JSON object; the values are still JSON."""
+_NULL = msgspec.Raw(b"null")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
 _OF_ONE_HOP = frozenset(
     [
@@ -173,13 +177,13 @@ class Proxy:
             self.counts["refused"] += 1
             return _error(408, f"the body has not come in {self.settings.silence_timeout_s:g} s")
         try:
-            body = json.loads(raw)
+            body = _fields_of(raw)
+        except msgspec.ValidationError as e:
+            self.counts["refused"] += 1
+            return _error(400, f"the body is JSON, but no object: {e}")
         except (ValueError, RecursionError) as e:
             self.counts["refused"] += 1
             return _error(400, f"the body is not JSON: {e}")
-        if not isinstance(body, dict):
-            self.counts["refused"] += 1
-            return _error(400, f"the body is a JSON {type(body).__name__}; expected is an object")
         headers = _passed_on(request.headers, "content-encoding")  # it is decoded here
         if "X-Request-Id" not in request.headers:
             headers["X-Request-Id"] = str(uuid.uuid4())
@@ -187,16 +191,16 @@ class Proxy:
         try:
             params = await self._prefill(request.path, body, headers)
             if params:
-                raw = json.dumps(body | {"kv_transfer_params": params}).encode()
+                raw = msgspec.json.encode({**body, "kv_transfer_params": params})
             return await self._decode(request, raw, headers, passed)
         except asyncio.CancelledError:
             # The client has hung up: with the whole answer, or before.
             self.counts["served" if passed.is_whole else "aborted"] += 1
             raise
 
-    async def _prefill(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
-        """The ``kv_transfer_params`` of a prefill server's answer, if one answered and has some."""
-        raw = json.dumps(prefill_body(body)).encode()
+    async def _prefill(self, path: str, body: _Fields, headers: Mapping[str, str]) -> _Fields:
+        """The ``kv_transfer_params`` of a prefill server's answer; empty if it has none, or none answered."""
+        raw = msgspec.json.encode(prefill_body(body))
         tried: list[Server] = []
         reason, problem = "no server is up", ""
         until = time.monotonic() + self.settings.prefill_timeout_s
@@ -215,17 +219,17 @@ class Proxy:
                 reason, problem = "failed", str(e)
                 continue
             if status == 200:
-                return said.get("kv_transfer_params") if isinstance(said, dict) else None
+                return _object_of(_object_of(said).get("kv_transfer_params", _NULL))
             reason, problem = f"status {status}", f"{server} answered {status}"
             break
         self.skipped[reason] += 1
         _log.warning("no prefill, decode computes the prompt: %s", problem or reason)
-        return None
+        return {}
 
     async def _ask(
         self, server: Server, path: str, raw: bytes, headers: Mapping[str, str]
-    ) -> tuple[int, Any]:
-        """The status of a prefill server's answer, and its JSON, if it is some."""
+    ) -> tuple[int, bytes]:
+        """The status of a prefill server's answer, and its body."""
         # It is read here, so it must not be compressed.
         headers = _passed_on(headers, "accept-encoding") | {"Accept-Encoding": "identity"}
         timeout = self._timeout(self.settings.prefill_timeout_s)
@@ -239,10 +243,7 @@ class Proxy:
                     raise ServerFailedError(
                         f"{server}: the answer is larger than {self.settings.max_body} bytes"
                     )
-            try:
-                return answer.status, json.loads(said)
-            except (ValueError, RecursionError):
-                return answer.status, None
+            return answer.status, bytes(said)
 
     async def _decode(
         self, request: Request, raw: bytes, headers: Mapping[str, str], passed: _Passed
@@ -334,15 +335,32 @@ class Proxy:
         return await self._decode(request, b"", _passed_on(request.headers), _Passed())
 
 
-def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
+def _fields_of(raw: bytes | msgspec.Raw) -> _Fields:
+    """The fields of a JSON object. Their values are checked, and not made: 30 MB may have ten million.
+
+    Raises:
+        msgspec.ValidationError: it is other JSON.
+        ValueError, RecursionError: it is not JSON, or nested too deeply.
+    """
+    return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+
+
+def _object_of(raw: bytes | msgspec.Raw) -> _Fields:
+    """The fields of a JSON object; empty for anything else."""
+    try:
+        return _fields_of(raw)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def prefill_body(body: _Fields) -> dict[str, Any]:
     """The request for a prefill server: one token, and its KV is for another server.
 
     ``kv_transfer_params`` of the client stay, where the names differ.
     """
     asked = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     ones = {name: 1 for name in ("max_completion_tokens", "n") if name in asked}
-    given = asked.get("kv_transfer_params")
-    params = {**(given if isinstance(given, dict) else {}), **REMOTE_DECODE}
+    params = {**_object_of(asked.get("kv_transfer_params", _NULL)), **REMOTE_DECODE}
     return asked | ones | {"stream": False, "max_tokens": 1, "kv_transfer_params": params}
 
 

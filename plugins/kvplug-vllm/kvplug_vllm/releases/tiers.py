@@ -1,7 +1,8 @@
 """The interface of secondary tiers, as far as it differs.
 
 Since 0.31 vLLM hands a tier its detector of back-pressure, and a tier tells how many bytes it has moved.
-Since 0.32 vLLM counts hits by where they come from.
+Since 0.32 vLLM counts hits by where they come from. Since 0.33 it calls a tier from several threads, one at a
+time, under a lock of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def check_tiers() -> None:
         found = None
     if found is None:
         raise UnsupportedError(
-            "KvplugTier is written for the secondary tiers of vLLM 0.31 and 0.32; this is"
+            "KvplugTier is written for the secondary tiers of vLLM 0.31 to 0.33; this is"
             f" {vllm.__version__}, which has no {_BACKPRESSURE}"
         )
 
