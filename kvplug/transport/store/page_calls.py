@@ -60,7 +60,10 @@ class PageCalls:
         Raises:
             PageError: the call was given up.
         """
-        held = self._held(keys, is_first=True)
+        return self.readable(keys, self._held(keys, is_first=True))
+
+    def readable(self, keys: Sequence[bytes], held: list[bool]) -> list[bool]:
+        """Of pages that are said to be held or not: which are, and can be read, as far as is known."""
         if self._unreadable:
             for index, key in enumerate(keys):
                 if held[index] and (unreadable := self._unreadable.get(key)) is not None:

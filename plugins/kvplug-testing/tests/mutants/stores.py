@@ -654,6 +654,63 @@ class TestRaisesWhatItsLibraryRaises(Mutant):
             return super().submit_get(pages, timeout=timeout)
 
 
+class TestOneBadPageIsTheLossOfTheStore(Mutant):
+    """Any error of a call counts as the loss of the store."""
+
+    breaks = ("STORE-7",)
+    caught_by = "test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
+
+    class made(MemoryStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._calls.read = lambda key, into: self._store.read(key, into)  # type: ignore[method-assign]
+
+
+class TestPromisesWhatCannotBeRead(Mutant):
+    """A lookup says of a page that could not be read that it is held."""
+
+    breaks = ("STORE-7",)
+    caught_by = "test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
+
+    class made(MemoryStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._calls.readable = lambda keys, held: held  # type: ignore[method-assign]
+
+
+class TestAPutLies(Mutant):
+    """A page counts as kept where something is under its key, be it readable or not."""
+
+    breaks = ("STORE-1",)
+    caught_by = "test_a_put_that_says_kept_has_kept_the_page"
+
+    class made(MemoryStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._calls._replace = lambda key, page: self._store.write(key, page)  # type: ignore[method-assign]
+
+
+class TestPromisesWhatIsNotThere(Mutant):
+    """A lookup answers from an index that does not learn of what was lost."""
+
+    breaks = ("STORE-1",)
+    caught_by = "test_a_page_that_is_lost_behind_the_stores_back_is_not_promised_again"
+
+    class made(MemoryStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._put: set[bytes] = set()
+
+        def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+            self._put.update(pages.keys)
+            return super().submit_put(pages, timeout=timeout)
+
+        def submit_lookup(self, keys: Any, **given: Any) -> Any:
+            job: Job[Presence] = Job(len(keys), self._deadline(DEFAULT_TIMEOUT))
+            job.set([Presence.HELD if key in self._put else Presence.ABSENT for key in keys])
+            return job
+
+
 # -- declared pages --------------------------------------------------------------------------------
 
 
