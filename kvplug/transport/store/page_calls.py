@@ -21,6 +21,7 @@ import attrs
 
 from kvplug.errors import CapacityError, ClosedError, UnsupportedError
 from kvplug.net.exhaustion import SPACE, exhaustion_of
+from kvplug.net.threads import is_leaving
 from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.results import MissReason
 
@@ -248,7 +249,7 @@ class PageCalls:
         with self._lock:
             is_new = cause not in self._reported
             self._reported.add(cause)
-        level = logging.WARNING if is_new else logging.DEBUG
+        level = logging.WARNING if is_new and not is_leaving() else logging.DEBUG
         _log.log(level, "the store %r %s. The first one: %s", self._name, what, in_words(error))
 
 

@@ -37,6 +37,7 @@ from kvplug.transport import (
     Usage,
     WireError,
     close_after_fork,
+    hold_at_exit,
     peer_text,
     raise_if_exhausted,
 )
@@ -155,6 +156,7 @@ class HostClient(Store):
 
     def _check_open(self) -> None:
         if self._closing:
+            hold_at_exit()
             raise ClosedError(f"the store {NAME!r} is closed")
 
     def submit_lookup(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from kvplug.errors import CapacityError
+from kvplug.errors import CapacityError, ClosedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.store import tasks
 from kvplug.transport.store.copying.rows import PageReading
@@ -1156,3 +1156,15 @@ class TestKeepsTheProgramFromLeaving(Mutant):
         def __init__(self, context: Any) -> None:
             super().__init__(context)
             threading.Thread(target=threading.Event().wait, args=(60.0,), name="mutant").start()
+
+
+class TestThreadsOfALeavingProgramFail(Mutant):
+    """A call of a program that leaves raises, in a thread that the program does not end."""
+
+    breaks = ("ALL-8",)
+    caught_by = "test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code"
+
+    class made(MemoryStore):  # noqa: N801
+        def _check_open(self) -> None:
+            if self._closing:
+                raise ClosedError("the store is closed")
