@@ -192,13 +192,19 @@ def test_a_server_that_is_full_before_its_budget_is_used_says_so_and_gives_what_
     raw = valkey.Valkey(port=server.port)
     store = opened(server, size=1 << 30, touch_s=0)
     assert put(store, "a", "b") == [None, None]
-    raw.config_set("maxmemory", raw.info("memory")["used_memory"] - 1)
+    raw.config_set("maxmemory", raw.info("memory")["used_memory"] // 2)
     for number in range(3):
         assert put(store, f"more {number}") == [PutReason.NO_ROOM]
         assert got(store, "a", "b") == [None, None], "a use cannot be noted there, and the page is there"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert "the server is full: raise maxmemory, or lower options.redis.size" in warnings[0]
+    program = "from kvplug.cli.main import main; main()"
+    doctor = [sys.executable, "-c", program, "doctor", "--write", "role=both", "stores=redis"]
+    doctor += [f"options.redis.address={server.address}", "options.redis.size=1 GiB"]
+    said = subprocess.run(doctor, capture_output=True, text=True, timeout=120).stdout
+    assert "a page was not kept: no_room" in said
+    assert "raise maxmemory of a Redis server; or lower options.redis.size" in " ".join(said.split())
     assert list(store.submit_remove(request(store, "a").keys).wait(10)) == [True]
     store.submit_lookup([request(store, "b").keys[0]]).wait(5)
     assert store.usage().num_pages == 1

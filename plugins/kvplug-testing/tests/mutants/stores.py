@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from kvplug.errors import CapacityError, ClosedError
+from kvplug.errors import CapacityError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
-from kvplug.transport.store import tasks
+from kvplug.transport.store import executor, job, tasks
 from kvplug.transport.store.copying.rows import PageReading
 from kvplug.transport.store.events import PageEventLog, PageRemoval
 from kvplug.transport.store.executor import ExecutedStore
@@ -1164,7 +1164,9 @@ class TestThreadsOfALeavingProgramFail(Mutant):
     breaks = ("ALL-8",)
     caught_by = "test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code"
 
-    class made(MemoryStore):  # noqa: N801
-        def _check_open(self) -> None:
-            if self._closing:
-                raise ClosedError("the store is closed")
+    def make_store(self, context: Any) -> Any:
+        for module in (executor, job):
+            patch = mock.patch.object(module, "hold_at_exit", return_value=None)
+            patch.start()
+            self.later(patch.stop)
+        return super().make_store(context)
