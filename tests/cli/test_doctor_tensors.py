@@ -583,6 +583,20 @@ def kvplug_stores():
     assert_named(findings, "stores", "did not answer within")
 
 
+@pytest.mark.parametrize("which", ["", "v1", "v1/pages"])
+def test_a_folder_that_others_can_write_to_is_a_problem(tmp_path: Path, which: str) -> None:
+    (tmp_path / "kv" / "v1" / "pages").mkdir(parents=True)
+    (tmp_path / "kv" / which).chmod(0o777)
+    options = {**BASE["options"], "fs": {"path": str(tmp_path / "kv")}}
+    config = Config.from_dict({**BASE, "stores": ["fs"], "options": options})
+    findings = diagnose(config, _registry()).findings
+    (found,) = (each for each in findings if each.topic == "stores" and each.what.startswith("fs:"))
+    assert (found.verdict, found.what) == ("problem", "fs: the store does not start")
+    folder = os.path.join(tmp_path, "kv", which).rstrip("/")
+    assert f"the folder {folder} can be written to by other users" in found.why[0]
+    assert found.change.startswith("options.fs.path")
+
+
 def test_a_store_that_another_program_serves_is_examined(good: str) -> None:
     config = Config.from_dict({**BASE, "options": {"host": {"size": 1 << 20, "segment_bytes": 1 << 18}}})
     with serve_store(config, "host", f"unix:@kvplug-doctor-store-{os.getpid()}") as served:

@@ -21,6 +21,7 @@ import attrs
 
 from kvplug.errors import CapacityError, ClosedError, UnsupportedError
 from kvplug.net.exhaustion import SPACE, exhaustion_of
+from kvplug.net.threads import is_leaving
 from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.results import MissReason
 
@@ -60,7 +61,10 @@ class PageCalls:
         Raises:
             PageError: the call was given up.
         """
-        held = self._held(keys, is_first=True)
+        return self.readable(keys, self._held(keys, is_first=True))
+
+    def readable(self, keys: Sequence[bytes], held: list[bool]) -> list[bool]:
+        """Of pages that are said to be held or not: which are, and can be read, as far as is known."""
         if self._unreadable:
             for index, key in enumerate(keys):
                 if held[index] and (unreadable := self._unreadable.get(key)) is not None:
@@ -245,7 +249,7 @@ class PageCalls:
         with self._lock:
             is_new = cause not in self._reported
             self._reported.add(cause)
-        level = logging.WARNING if is_new else logging.DEBUG
+        level = logging.WARNING if is_new and not is_leaving() else logging.DEBUG
         _log.log(level, "the store %r %s. The first one: %s", self._name, what, in_words(error))
 
 

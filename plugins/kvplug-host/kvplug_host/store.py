@@ -27,6 +27,7 @@ from kvplug.transport import (
     Timeout,
     Usage,
     close_after_fork,
+    hold_at_exit,
     token_identity,
 )
 from kvplug_host.jobs.clock import Clock
@@ -88,6 +89,7 @@ class HostStore(Store):
 
     def _check_open(self) -> None:
         if self._closing:
+            hold_at_exit()
             raise ClosedError(f"the store {NAME!r} is closed")
 
     # -- jobs ----------------------------------------------------------------------------------

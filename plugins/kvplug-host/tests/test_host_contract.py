@@ -50,10 +50,10 @@ class _Raw(_Host):
         assert isinstance(store, HostStore)
         old = store.pages.index.pages.get(key)
         assert old is not None
-        series, length = old.series, self.__dict__["_header_bytes"][key]
         store.pages.remove([key])
         if page is None:
             return
+        series, length = old.series, self.__dict__["_header_bytes"][key]
         header, payload = page[:length], page[length:]
         with store.pages.changing() as index:
             slot = index.reserve(len(page))

@@ -8,6 +8,7 @@ that clients which write at the same time do not take each other's room again an
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -61,8 +62,9 @@ local evicted = 0
 for _, member in ipairs(ARGV) do
     local cost = redis.call('HGET', costs, member)
     if cost then
-        redis.call('DECRBY', total_key, cost)
+        -- first what a full server takes as well: it lets a script finish that has written
         redis.call('HDEL', costs, member)
+        redis.call('DECRBY', total_key, cost)
         evicted = evicted + 1
     end
     redis.call('ZREM', use, member)
@@ -147,7 +149,8 @@ class Budget:
         """``version``: that before the pipeline. What has changed since is newer."""
         with self._lock:
             if version == self.version:
-                self.num_pages, self.used_bytes = int(answers[0]), int(answers[1] or 0)
+                with contextlib.suppress(TypeError, ValueError):  # another program has changed the keys
+                    self.num_pages, self.used_bytes = int(answers[0]), int(answers[1] or 0)
 
 
 def drop_manifest(client: Any, name: bytes, tag: bytes, at: int) -> None:

@@ -20,17 +20,20 @@ from valkey.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
+    TimeoutError as LateError,
     ValkeyError,
 )
 from valkey.retry import Retry
 from valkey.sentinel import MasterNotFoundError, Sentinel
 
-from kvplug import ConfigError, TransportError
-from kvplug.transport import TcpAddress, UnixAddress, close_after_fork, parse_server
-from kvplug_redis.landing import LandingParser
+from kvplug import ConfigError, TimeoutError, TransportError
+from kvplug.transport import MissReason, PageError, TcpAddress, UnixAddress, close_after_fork, parse_server
+from kvplug_redis.landing import LandingParser, LongReplyError
 from kvplug_redis.options import PORTS, RedisOptions
 
 _MAX_PASSWORD_BYTES: Final = 4096
+_FULL: Final = "the server is full: raise maxmemory, or lower options.redis.size"
+_REPLICA: Final = "the server is a read-only replica: give the address of its primary"
 
 
 class NoRoomError(Exception):
@@ -198,16 +201,22 @@ def told() -> Iterator[None]:
     Raises:
         PermissionError: the server is a replica that cannot be written to, or the user may not write.
         NoRoomError: it is full.
+        PageError: a key has a value of another type, which another program has put there, or a longer one.
+        TimeoutError: it does not answer in time.
         TransportError: everything else.
     """
     try:
         yield
-    except (PermissionError, NoRoomError, TransportError):  # of a block inside this one
+    except (PermissionError, NoRoomError, TransportError, TimeoutError):  # of a block inside this one
         raise
+    except LongReplyError as e:
+        raise PageError(MissReason.UNREADABLE, str(e)) from e
+    except LateError as e:
+        raise TimeoutError(f"the server does not answer: {_brief(e)}") from e
     except ReadOnlyError as e:
-        raise PermissionError("the server is a read-only replica: give the address of its primary") from e
+        raise PermissionError(_REPLICA) from e
     except OutOfMemoryError as e:
-        raise NoRoomError from e
+        raise NoRoomError(_FULL) from e
     except NoPermissionError as e:
         raise PermissionError(
             f"the ACL user lacks a right ({e}); see the ACL line in kvplug-redis' readme"
@@ -222,6 +231,12 @@ def told() -> Iterator[None]:
         raise TransportError(f"the cluster is down: {e}") from e
     except ResponseError as e:
         text = str(e)
+        if "OOM command not allowed" in text:  # in a script, as the others here may be
+            raise NoRoomError(_FULL) from e
+        if "READONLY" in text:
+            raise PermissionError(_REPLICA) from e
+        if "WRONGTYPE" in text:
+            raise PageError(MissReason.UNREADABLE, "a key holds a value of another type") from e
         if text.startswith(("MOVED", "ASK ")):
             text = "it is a node of a cluster: set options.redis.mode to cluster"
         elif "cluster support disabled" in text:

@@ -1,7 +1,9 @@
 """Replies that are read from the socket straight into memory of the caller.
 
 valkey-py's own parser collects a reply in chunks and copies it twice. This one has the place for it from the
-thread that waits for the reply, whatever the client does in between (a cluster's redirections, a retry)."""
+thread that waits for the reply, whatever the client does in between (a cluster's redirections, a retry).
+
+A reply that is longer than expected is refused before it is read: the connection is closed."""
 
 from __future__ import annotations
 
@@ -11,18 +13,36 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from valkey._parsers import _RESP2Parser
-from valkey.exceptions import ConnectionError as LostError, TimeoutError as LateError
+from valkey.exceptions import ConnectionError as LostError, TimeoutError as LateError, ValkeyError
 
 LANDED: Final = object()
 """A reply that lies in the memory of :func:`landing`."""
 _CRLF: Final = 2
+_MAX_BULK: Final = 4 << 20
+"""Bytes of a value that is not landed: a piece of a page's header is the longest."""
+_MAX_ITEMS: Final = 1 << 16
+_MAX_LINE: Final = 1 << 16
 _here = threading.local()
+
+
+class LongReplyError(ValkeyError):  # type: ignore[misc]
+    """The server has begun a reply that is longer than it may be. It was not read."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(f"a reply of {length} bytes or items is longer than it may be")
+        self.length = length
 
 
 @contextlib.contextmanager
 def landing(nbytes: int, views: Sequence[memoryview]) -> Iterator[None]:
     """In the block, a bulk reply to this thread of exactly ``nbytes`` bytes is written into ``views``, which
-    have as many together, and is :data:`LANDED`. Any other reply is what it always is."""
+    have as many together, and is :data:`LANDED`. A shorter reply is what it always is.
+
+    Raises:
+        LongReplyError: by the call in the block: the reply is longer.
+    """
+    if nbytes != sum(map(len, views)):
+        raise ValueError(f"memory of {sum(map(len, views))} bytes for a reply of {nbytes}")
     _here.place = nbytes, views
     try:
         yield
@@ -35,17 +55,35 @@ class LandingParser(_RESP2Parser):  # type: ignore[misc]
 
     def _read_response(self, disable_decoding: bool = False) -> Any:
         place = getattr(_here, "place", None)
-        if place is None:
-            return super()._read_response(disable_decoding=disable_decoding)
-        nbytes, views = place
         begin = self._buffer.get_pos()
-        if self._buffer.readline() != b"$%d" % nbytes:
-            self._buffer.rewind(begin)
+        line = self._line()
+        kind, number = line[:1], line[1:]
+        if place is not None and line == b"$%d" % place[0]:
+            for view in place[1]:
+                self._fill(view)
+            self._buffer.read(_CRLF - 2)  # reads the end of the line, too
+            return LANDED
+        if kind == b"$" and int(number) > (_MAX_BULK if place is None else place[0]):
+            raise LongReplyError(int(number))
+        if kind == b"*" and int(number) > _MAX_ITEMS:
+            raise LongReplyError(int(number))
+        self._buffer.rewind(begin)
+        if kind == b"*":
+            _here.place = None  # it is no value, but an answer that the client needs
+        try:
             return super()._read_response(disable_decoding=disable_decoding)
-        for view in views:
-            self._fill(view)
-        self._buffer.read(_CRLF - 2)  # reads the end of the line, too
-        return LANDED
+        finally:
+            _here.place = place
+
+    def _line(self) -> bytes:
+        """The next line, without its end."""
+        line: bytes = self._buffer._buffer.readline()
+        while not line.endswith(b"\r\n"):
+            if len(line) > _MAX_LINE:
+                raise LongReplyError(len(line))
+            self._buffer._read_from_socket()
+            line += self._buffer._buffer.readline()
+        return line[:-2]
 
     def _fill(self, view: memoryview) -> None:
         """The next bytes of the reply: those that are here already, then from the socket."""

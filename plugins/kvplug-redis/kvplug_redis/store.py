@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -10,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from kvplug import CapacityError
-from kvplug.transport import BlockingStore, StoreContext, Usage, WireError, split_header
+from kvplug.transport import BlockingStore, PageError, StoreContext, Usage, WireError, split_header
 from kvplug_redis.budget import Budget, drop_manifest
 from kvplug_redis.connection import Client, NoRoomError, told
-from kvplug_redis.landing import LANDED, landing
+from kvplug_redis.landing import LANDED, LongReplyError, landing
 from kvplug_redis.options import RedisOptions
-from kvplug_redis.values import HEAD_BYTES, TAG_BYTES, Head, Names, cost_of, cut, tag_of
+from kvplug_redis.values import HEAD_BYTES, MAX_PIECES, TAG_BYTES, Head, Names, cost_of, cut, tag_of
+
+_log = logging.getLogger(__name__)
 
 _ORPHAN_MS: Final = 600_000
 """Pieces without a manifest, which a writer that died has left, expire."""
@@ -47,18 +50,19 @@ class RedisStore(BlockingStore):
             self._budget = Budget(self._client.get, self._names.budget, options.size, options.ttl_s)
         self._touched: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
+        self._was_full = False
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         budget, version = self._budget, 0 if self._budget is None else self._budget.version
         with told(), self._pipe() as pipe:
             for key in keys:
-                pipe.exists(self._names.manifest(key))
+                pipe.strlen(self._names.manifest(key))
             if budget is not None:
                 budget.refresh(pipe)
-            found = pipe.execute()
+            found = _answers(pipe)
         if budget is not None:
             budget.note(found[len(keys) :], version)
-        return [bool(each) for each in found[: len(keys)]]
+        return [length is not None and length >= HEAD_BYTES for length in found[: len(keys)]]
 
     def _pipe(self) -> Any:
         return self._client.get().pipeline(transaction=False)
@@ -67,18 +71,29 @@ class RedisStore(BlockingStore):
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         begin = memoryview(bytearray(HEAD_BYTES))
-        wanted = sum(map(len, into))
+        wanted, manifest = sum(map(len, into)), self._names.manifest(key)
+        whole, longer = HEAD_BYTES + wanted, None
         with told():
             client = self._client.get()
-            with landing(HEAD_BYTES + wanted, [begin, *into]):
-                found = client.get(self._names.manifest(key))
+            try:
+                with landing(whole, [begin, *into]):
+                    found = client.get(manifest)
+            except LongReplyError as e:
+                longer = e.length - HEAD_BYTES
+                with landing(whole, [begin, *into]):  # its beginning says what it is
+                    found = client.getrange(manifest, 0, whole - 1)
             if found is None:
                 return None
             try:
                 head = Head.from_bytes(begin if found is LANDED else found)
             except WireError:
                 return 0  # it is no page, and will be removed as a wrong one
-            if head.piece:
+            if longer is not None:
+                return longer
+            if head.piece and head.length != wanted:
+                for view in into[:1]:
+                    view[:] = bytes(len(view))
+            elif head.piece:
                 if not self._read_pieces(client, key, head, into):
                     self._lost(client, key, head)
                     return None
@@ -96,8 +111,11 @@ class RedisStore(BlockingStore):
         for name, group in zip(names, cut(into, head.piece), strict=False):
             length = min(left, head.piece)
             left -= length
-            with landing(length, group):
-                found = client.get(name)
+            try:
+                with told(), landing(length, group):
+                    found = client.get(name)
+            except PageError:
+                return False
             if found is not LANDED:
                 if found is None or len(found) != length:
                     return False
@@ -122,10 +140,13 @@ class RedisStore(BlockingStore):
             self._touched.move_to_end(key)
             if len(self._touched) > _REMEMBERED:
                 self._touched.popitem(last=False)
-        if self._budget is not None:
-            self._budget.touch([_member(key, head)])
-        if self._ttl_ms is not None:
-            self._live_on([self._names.manifest(key), *self._names.pieces(key, head.tag, head.num_pieces)])
+        # best effort: a full server, or one of which this user may only read, has the page all the same
+        with contextlib.suppress(PermissionError, NoRoomError, PageError), told():
+            if self._budget is not None:
+                self._budget.touch([_member(key, head)])
+            if self._ttl_ms is not None:
+                names = self._names.pieces(key, head.tag, head.num_pieces)
+                self._live_on([self._names.manifest(key), *names])
 
     def _live_on(self, names: Sequence[bytes]) -> None:
         """These values are those of a page that is there: they live as long as a page does."""
@@ -145,10 +166,10 @@ class RedisStore(BlockingStore):
         with self._pipe() as pipe:
             for key in keys:
                 pipe.getrange(self._names.manifest(key), 0, HEAD_BYTES - 1)
-            found = pipe.execute()
+            found = _answers(pipe)
         for key, begin in zip(keys, found, strict=True):
             with contextlib.suppress(WireError):
-                yield key, Head.from_bytes(begin)
+                yield key, Head.from_bytes(begin or b"")
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -160,17 +181,22 @@ class RedisStore(BlockingStore):
             raise CapacityError(
                 f"a page of {cost} bytes in the server, and the budget is {self._budget.size}"
             )
+        head = Head(tag_of(page), length, piece)
+        if head.num_pieces > MAX_PIECES:
+            raise CapacityError(f"a page of {head.num_pieces} pieces: raise options.redis.piece_bytes")
         with told():
-            client = self._client.get()
-            if client.exists(self._names.manifest(key)):
+            if self.has((key,))[0]:
                 return True
-            head = Head(tag_of(page), length, piece)
-            if self._budget is not None and not self._reserve(client, _member(key, head), cost):
-                return False
+            client = self._client.get()
             try:
                 with told():
+                    if self._budget is not None and not self._reserve(client, _member(key, head), cost):
+                        return False
                     return self._write(client, key, head, page)
-            except NoRoomError:
+            except NoRoomError as e:
+                if not self._was_full:
+                    self._was_full = True
+                    _log.warning("the store 'redis' keeps fewer pages: %s", e)
                 self._take_back(key, head)
                 return False
 
@@ -183,7 +209,10 @@ class RedisStore(BlockingStore):
         else:
             value = b"".join([head.to_bytes(), *page])
         manifest = self._names.manifest(key)
-        if client.set(manifest, value, nx=True, px=self._ttl_ms):
+        is_first = client.set(manifest, value, nx=True, px=self._ttl_ms)
+        if not is_first and not self.has((key,))[0]:  # what is in the way is no page
+            is_first = client.set(manifest, value, px=self._ttl_ms)
+        if is_first:
             if names:
                 self._live_on(names)
             return True
@@ -215,9 +244,9 @@ class RedisStore(BlockingStore):
             self._budget.release([_member(key, head)])
 
     def _unlink(self, names: Sequence[bytes]) -> None:
-        if names:
+        for at in range(0, len(names), _SCAN):
             with self._pipe() as pipe:
-                for name in names:
+                for name in names[at : at + _SCAN]:
                     pipe.unlink(name)
                 pipe.execute()
 
@@ -280,6 +309,17 @@ class RedisStore(BlockingStore):
 
     def close(self) -> None:
         self._client.close()
+
+
+def _answers(pipe: Any) -> list[Any]:
+    """Of the commands of a pipeline; ``None`` for a key with a value of another type."""
+    found = pipe.execute(raise_on_error=False)
+    for index, each in enumerate(found):
+        if isinstance(each, Exception):
+            if not str(each).startswith("WRONGTYPE"):
+                raise each
+            found[index] = None
+    return found  # type: ignore[no-any-return]
 
 
 def _member(key: bytes, head: Head) -> bytes:

@@ -32,7 +32,8 @@ TAG_BYTES: Final = 8
 _MAGIC: Final = b"kvr1"
 _HEAD: Final = struct.Struct("<4sI8sQQ")
 HEAD_BYTES: Final = _HEAD.size
-_MAX_PIECES: Final = 1 << 20
+MIN_PIECE_BYTES: Final = 4096
+MAX_PIECES: Final = 1 << 16
 _PER_VALUE: Final = 224
 """Bytes that the server needs for a key beside its value: a name of about 130 bytes, entries of tables."""
 _PER_PAGE: Final = 512
@@ -57,8 +58,10 @@ class Head:
         if len(value) < HEAD_BYTES:
             raise WireError("a value is no manifest")
         magic, in_pieces, tag, length, piece = _HEAD.unpack_from(value)
-        if magic != _MAGIC or in_pieces != int(piece > 0) or (piece and length > piece * _MAX_PIECES):
+        if magic != _MAGIC or in_pieces != int(piece > 0):
             raise WireError("a value is no manifest")
+        if piece and (piece < MIN_PIECE_BYTES or length > piece * MAX_PIECES):
+            raise WireError("a manifest names more pieces than a page has")
         return cls(tag, length, piece)
 
     @property

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import signal
+import socket
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +31,7 @@ from kvplug_testing.peers import Parent
 from redis_server import RedisServer, free_port
 
 README = Path(__file__).parents[1] / "README.md"
-READ_ONLY = "-@all +client|setname +exists +get +hlen +select"
+READ_ONLY = "-@all +client|setname +strlen +get +hlen +select"
 PIECE = 4096
 PAGE = 10 * PIECE + 77
 PAGES = NamedPages(PAGE)
@@ -180,6 +184,129 @@ def test_a_full_server_has_no_room_and_what_it_evicts_is_a_miss(
     found = got(store, *(f"more {number}" for number in range(200)))
     assert set(found) <= {None, MissReason.ABSENT}, "a page that has lost a piece is no miss"
     store.close()
+
+
+def test_a_server_that_is_full_before_its_budget_is_used_says_so_and_gives_what_it_has(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = valkey.Valkey(port=server.port)
+    store = opened(server, size=1 << 30, touch_s=0)
+    assert put(store, "a", "b") == [None, None]
+    raw.config_set("maxmemory", raw.info("memory")["used_memory"] // 2)
+    for number in range(3):
+        assert put(store, f"more {number}") == [PutReason.NO_ROOM]
+        assert got(store, "a", "b") == [None, None], "a use cannot be noted there, and the page is there"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "the server is full: raise maxmemory, or lower options.redis.size" in warnings[0]
+    program = "from kvplug.cli.main import main; main()"
+    doctor = [sys.executable, "-c", program, "doctor", "--write", "role=both", "stores=redis"]
+    doctor += [f"options.redis.address={server.address}", "options.redis.size=1 GiB"]
+    said = subprocess.run(doctor, capture_output=True, text=True, timeout=120).stdout
+    assert "a page was not kept: no_room" in said
+    assert "raise maxmemory of a Redis server; or lower options.redis.size" in " ".join(said.split())
+    assert list(store.submit_remove(request(store, "a").keys).wait(10)) == [True]
+    store.submit_lookup([request(store, "b").keys[0]]).wait(5)
+    assert store.usage().num_pages == 1
+    raw.config_set("maxmemory", 0)
+    assert put(store, "more 0") == [None]
+    store.close()
+
+
+def test_a_key_of_another_type_is_a_page_that_is_missed_alone_and_replaced(server: RedisServer) -> None:
+    store, raw = opened(server, size=10 << 20), valkey.Valkey(port=server.port)
+    names = [f"page {number}" for number in range(20)]
+    assert not any(put(store, *names))
+    keys = request(store, *names).keys
+    manifests = [Names("kvplug").manifest(key) for key in keys]
+    for at, value in ((3, "list"), (4, "short text")):
+        raw.delete(manifests[at])
+        raw.rpush(manifests[at], "x") if value == "list" else raw.set(manifests[at], "x")
+    piece = next(raw.scan_iter(match=b"kvplug:1:p:" + keys[5].hex().encode() + b"*:5"))
+    raw.delete(piece)
+    raw.rpush(piece, "x")
+    for _ in range(2):
+        held = list(store.submit_lookup(keys).wait(5))
+        assert [each == "held" for each in held][:5] == [True] * 3 + [False] * 2
+        found = got(store, *names)
+        assert [at for at, each in enumerate(found) if each is not None] == [3, 4, 5]
+        assert MissReason.STORE_GONE not in found
+    assert not any(put(store, *names))
+    assert not any(got(store, *names))
+    raw.delete(Names("kvplug").budget[2])
+    raw.rpush(Names("kvplug").budget[2], "x")
+    assert not any(got(store, *names)), "what is counted is broken, and the pages are not"
+    assert put(store, "new", "page 1") == [PutReason.UNREADABLE, None]
+    store.close()
+
+
+GREEDY = """
+import resource, sys
+sys.path[:0] = [{folder!r}]
+from test_redis import opened, got
+store = opened(type("Server", (), {{"address": {address!r}}})())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(*got(store, *{names!r}))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+store.close()
+"""
+
+
+def test_what_a_stranger_has_stored_takes_no_memory_of_a_reader(server: RedisServer) -> None:
+    raw, store = valkey.Valkey(port=server.port), opened(server)
+    names = ["long value", "long piece", "many pieces", "longer page"]
+    assert not any(put(store, *names))
+    keys = request(store, *names).keys
+    long, _, many, longer = (Names("kvplug").manifest(key) for key in keys)
+    raw.set(long, Head(bytes(8), PAGE, 0).to_bytes() + bytes(200 << 20))
+    raw.set(next(raw.scan_iter(match=b"kvplug:1:p:" + keys[1].hex().encode() + b"*:3")), bytes(200 << 20))
+    raw.set(many, Head(bytes(8), 1 << 20, 1).to_bytes())
+    raw.set(longer, Head(bytes(8), 1 << 28, 4096).to_bytes())
+    program = GREEDY.format(folder=str(Path(__file__).parent), address=server.address, names=names)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    found, used = done.stdout.splitlines()
+    assert set(found.split()) <= {"corrupt", "format", "absent"}, done.stderr
+    assert int(used) < 40 << 20
+    assert not any(put(store, *names))
+    assert not any(got(store, *names))
+    store.close()
+
+
+def _answering(reply: bytes) -> tuple[socket.socket, str]:
+    """A server that answers to everything with the same."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                with client, contextlib.suppress(OSError):
+                    while client.recv(1 << 16):
+                        client.sendall(reply)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener, f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"$1000000000000\r\n",
+        b"*1000000000\r\n",
+        b"*2\r\n$1000000000000\r\n",
+        b"+" + bytes(1 << 20),
+        b"$x\r\n",
+    ],
+    ids=["a long value", "many items", "a long item", "an endless line", "no number"],
+)
+def test_a_server_that_lies_is_refused_before_its_answer_is_read(reply: bytes) -> None:
+    listener, address = _answering(reply)
+    with listener:
+        store = opened(type("Server", (), {"address": address})())
+        began = time.monotonic()
+        assert set(got(store, "a", "b")) <= {MissReason.STORE_GONE, MissReason.UNREADABLE}
+        assert time.monotonic() - began < 10
+        store.close()
 
 
 def test_a_stopped_server_ends_requests_in_time_and_a_killed_one_at_once(server: RedisServer) -> None:

@@ -8,7 +8,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 
-from kvplug import CapacityError
+from kvplug import CapacityError, ConfigError
 from kvplug.transport import BlockingStore, StoreContext, Usage, split_header
 
 _SCHEMA = """
@@ -31,6 +31,11 @@ class SqliteStore(BlockingStore):
 
     def __init__(self, context: StoreContext) -> None:
         os.makedirs(context.options.path, mode=0o700, exist_ok=True)
+        folder = os.stat(context.options.path)
+        if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
+            raise ConfigError(
+                f"options.sqlite.path: others can write to {context.options.path}: chmod 700 it"
+            )
         self._path = os.path.join(context.options.path, "pages.sqlite")
         self._size: int = context.options.size
         self._usage = Usage(num_pages=0, used_bytes=0, budget_bytes=self._size)

@@ -27,7 +27,7 @@ from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of
 from kvplug.net.fork import close_after_fork
 from kvplug.net.streams import acquire_stream, release_stream
-from kvplug.net.threads import BackgroundThread
+from kvplug.net.threads import BackgroundThread, hold_at_exit
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageMemory
 from kvplug.transport.store.results import MissReason, PutReason
@@ -163,6 +163,7 @@ class StagedStore(StoreWrapper):
 
     def _check_open(self) -> None:
         if self._closing:
+            hold_at_exit()
             raise ClosedError(f"{self.store!r} is closed")
 
     # -- memory and streams --------------------------------------------------------------------

@@ -36,6 +36,7 @@ from kvplug.transport import (
     Timeout,
     Usage,
     close_after_fork,
+    hold_at_exit,
     raise_if_exhausted,
 )
 from kvplug_host import protocol
@@ -146,6 +147,7 @@ class HostClient(Store):
 
     def _check_open(self) -> None:
         if self._closing:
+            hold_at_exit()
             raise ClosedError(f"the store {NAME!r} is closed")
 
     def submit_lookup(

@@ -28,6 +28,7 @@ from kvplug.transport import (
     Timeout,
     Usage,
     close_after_fork,
+    hold_at_exit,
     is_leaving,
 )
 from kvplug_host.client.client import HostClient
@@ -180,6 +181,7 @@ class ContactStore(Store):
             ClosedError: this end is closed.
         """
         if self._closed:
+            hold_at_exit()
             raise ClosedError("the store 'host' is closed")
         return self._client
 

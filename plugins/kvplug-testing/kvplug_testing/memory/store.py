@@ -93,7 +93,12 @@ class MemoryStore(ExecutedStore):
     ) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
         self._check_open()
-        job.set(self.place.lookup(self._inner.number, keys, lease_s))
+        found = self.place.lookup(self._inner.number, keys, lease_s)
+        held = [each is Presence.HELD for each in found]
+        for index, is_readable in enumerate(self._calls.readable(keys, held)):
+            if found[index] is Presence.HELD and not is_readable:
+                found[index] = Presence.ABSENT
+        job.set(found)
         return job
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:

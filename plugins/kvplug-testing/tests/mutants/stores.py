@@ -12,7 +12,7 @@ from unittest import mock
 
 from kvplug.errors import CapacityError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
-from kvplug.transport.store import tasks
+from kvplug.transport.store import executor, job, tasks
 from kvplug.transport.store.copying.rows import PageReading
 from kvplug.transport.store.events import PageEventLog, PageRemoval
 from kvplug.transport.store.executor import ExecutedStore
@@ -676,6 +676,63 @@ class TestRaisesWhatItsLibraryRaises(Mutant):
             return super().submit_get(pages, timeout=timeout)
 
 
+class TestOneBadPageIsTheLossOfTheStore(Mutant):
+    """Any error of a call counts as the loss of the store."""
+
+    breaks = ("STORE-7",)
+    caught_by = "test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
+
+    class made(MemoryStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._calls.read = lambda key, into: self._store.read(key, into)  # type: ignore[method-assign]
+
+
+class TestPromisesWhatCannotBeRead(Mutant):
+    """A lookup says of a page that could not be read that it is held."""
+
+    breaks = ("STORE-7",)
+    caught_by = "test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
+
+    class made(MemoryStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._calls.readable = lambda keys, held: held  # type: ignore[method-assign]
+
+
+class TestAPutLies(Mutant):
+    """A page counts as kept where something is under its key, be it readable or not."""
+
+    breaks = ("STORE-1",)
+    caught_by = "test_a_put_that_says_kept_has_kept_the_page"
+
+    class made(MemoryStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._calls._replace = lambda key, page: self._store.write(key, page)  # type: ignore[method-assign]
+
+
+class TestPromisesWhatIsNotThere(Mutant):
+    """A lookup answers from an index that does not learn of what was lost."""
+
+    breaks = ("STORE-1",)
+    caught_by = "test_a_page_that_is_lost_behind_the_stores_back_is_not_promised_again"
+
+    class made(MemoryStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._put: set[bytes] = set()
+
+        def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+            self._put.update(pages.keys)
+            return super().submit_put(pages, timeout=timeout)
+
+        def submit_lookup(self, keys: Any, **given: Any) -> Any:
+            job: Job[Presence] = Job(len(keys), self._deadline(DEFAULT_TIMEOUT))
+            job.set([Presence.HELD if key in self._put else Presence.ABSENT for key in keys])
+            return job
+
+
 # -- declared pages --------------------------------------------------------------------------------
 
 
@@ -1121,3 +1178,17 @@ class TestKeepsTheProgramFromLeaving(Mutant):
         def __init__(self, context: Any) -> None:
             super().__init__(context)
             threading.Thread(target=threading.Event().wait, args=(60.0,), name="mutant").start()
+
+
+class TestThreadsOfALeavingProgramFail(Mutant):
+    """A call of a program that leaves raises, in a thread that the program does not end."""
+
+    breaks = ("ALL-8",)
+    caught_by = "test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code"
+
+    def make_store(self, context: Any) -> Any:
+        for module in (executor, job):
+            patch = mock.patch.object(module, "hold_at_exit", return_value=None)
+            patch.start()
+            self.later(patch.stop)
+        return super().make_store(context)

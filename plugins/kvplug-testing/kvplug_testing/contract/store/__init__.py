@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvplug_testing.contract.store.bad_pages import BadPages
 from kvplug_testing.contract.store.budget import Budget
 from kvplug_testing.contract.store.contents import Contents
 from kvplug_testing.contract.store.deadlines import Deadlines
@@ -24,6 +25,7 @@ from kvplug_testing.contract.store.writers import Writers
 class StoreContract(
     Contents,
     Misses,
+    BadPages,
     Tenants,
     Writers,
     Deadlines,

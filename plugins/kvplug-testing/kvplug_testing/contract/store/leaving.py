@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from kvplug.transport.store.results import MissReason
+from kvplug.transport.store.store import Store
 from kvplug_testing import peers
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.leaving import OTHER_WAYS, WAYS, check_left, leave
-from kvplug_testing.contract.store.pages import sized_format
+from kvplug_testing.contract.store.pages import Batch, sized_format
 from kvplug_testing.contract.store.suite import Place, StoreSuite, at_both_ends, kept
 from kvplug_testing.contract.suite_ref import suite_from_ref
 
 _PAGES = 4
 _REQUESTS = 4
+_THREADS = 3
+_USE_S = 0.1
 
 
 def leave_at_work(
@@ -32,7 +38,26 @@ def leave_at_work(
     for _ in range(_REQUESTS):
         store.submit_get(pages.empty())
         store.submit_put(suite.batch(store, _PAGES, pages.form).filled())
+    if way == "neither":
+        _use_in_threads(store, pages)
     leave(parent, way, abort=store.abort, close=store.close)
+
+
+def _use_in_threads(store: Store, pages: Batch) -> None:
+    """Threads of the program's own, which do not know that it leaves."""
+
+    def use() -> None:
+        while True:
+            results: list[object] = [*store.submit_lookup(pages.keys).wait()]
+            results += store.submit_get(pages.empty()).wait()
+            results += store.submit_put(pages.filled()).wait()
+            store.touch(pages.keys)
+            store.usage()
+            assert MissReason.CLOSED not in results, f"the program goes on with {results}"
+
+    for number in range(_THREADS):
+        threading.Thread(target=use, name=f"of the program {number}", daemon=True).start()
+    time.sleep(_USE_S)
 
 
 class Leaving(StoreSuite):
