@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import kvplug
-from kvplug.engine import Request
+from kvplug.engine import Request, TransferStats
 from kvplug.transport import Deadline, PageBuffers, PageRequest, foreign_key
 from kvplug_lookup.connector.matching import Matcher
 from kvplug_lookup.connector.peers import PeerStore
@@ -128,7 +128,7 @@ def _fences(sources: list[FollowedSource], rounds: int) -> list[float]:
     """Requests for a prompt that no store has, which all are asked about. Returns the seconds of the engine's
     thread to ask, the seconds until all have answered, and of this process's processor time, for
     each round."""
-    matcher = Matcher(sources, 1, 2.0, lambda: None)
+    matcher = Matcher(sources, 1, 2.0, TransferStats())
     request: Request = request_of("nothing", range(128 * PAGE_TOKENS))
     chains = [
         foreign_key(b"nothing", b"%d" % number) for number in range(len(request.token_ids) // PAGE_TOKENS)

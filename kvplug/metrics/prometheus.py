@@ -37,6 +37,10 @@ COUNTERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("transport", "op"),
         "Peers to which a transport carries far less than it should (send); slow stores (get, put).",
     ),
+    "kvplug_not_held_pages_total": (
+        ("source",),
+        "Pages of prompts that a store or a peer engine was asked for and does not hold.",
+    ),
 }
 """Name to (labels of ours, help). An engine's labels come before ours."""
 
@@ -80,6 +84,8 @@ class PrometheusSink(Sink):
         for kind, op in SLOW.items():
             for name, count in snapshot.get(kind, {}).items():
                 self._raise("kvplug_slow_paths_total", count, name, op)
+        for source, count in snapshot.get("not_held", {}).items():
+            self._raise("kvplug_not_held_pages_total", count, source)
 
     def _raise(self, name: str, amount: float, *ours: str) -> None:
         self._counters[name].labels(*self._values, *ours).inc(amount)

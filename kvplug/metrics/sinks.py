@@ -39,7 +39,7 @@ class Sink(abc.ABC):
 
 class LogSink(Sink):
     """One line for each operation that was counted, for each route that pipes were opened over, and for each
-    transport with slow paths and each slow store."""
+    transport with slow paths, each slow store, and each source that did not hold what it was asked for."""
 
     def __init__(self, logger: logging.Logger | None = None, level: int = logging.INFO) -> None:
         self._logger = logger or _log
@@ -69,6 +69,8 @@ class LogSink(Sink):
         for kind, verb in (("slow_gets", "loads from"), ("slow_puts", "saves to")):
             for store, count in snapshot.get(kind, {}).items():
                 self._logger.log(self._level, "%s slow stores: %d, %s %s", who, count, verb, store)
+        for source, count in snapshot.get("not_held", {}).items():
+            self._logger.log(self._level, "%s not held: %d pages by %s", who, count, source)
 
 
 def configured_log_sink(options: object) -> LogSink:

@@ -6,13 +6,15 @@ A *snapshot* is plain, so that any engine can carry it between processes in any 
      "failures": {"load": {"timeout": 1}},
      "routes": {"nixl rma(rc_mlx5/mlx5_0:1)": 1},
      "slow_paths": {"cpu": 1},
-     "slow_gets": {"redis": 1}}
+     "slow_gets": {"redis": 1},
+     "not_held": {"peer 10.0.0.5:29555": 12}}
 
 ``buckets[i]`` counts what took no longer than ``BOUNDS_S[i]`` (and longer than the bound before); the
 last one, what took longer than every bound. ``routes`` counts the pipes that were opened, by what carries
 their bytes; it is absent without pipes whose transport says so. ``slow_paths`` counts the peers to which a
 transport carries far less than it should; ``slow_gets`` and ``slow_puts`` the stores that give, or take, far
-less than before. Each is absent without. Only what was counted is in a snapshot.
+less than before. ``not_held`` counts the pages of prompts that a source was asked for and does not hold, by
+source. Each is absent without. Only what was counted is in a snapshot.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ BOUNDS_S: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0
 _MAX_NAMES: Final = 64
 """More routes, or transports or stores that are slow, are counted as "other": each is a series of its own."""
 _NAME_CHARS: Final = 200
-_NAMED: Final = ("routes", "slow_paths", "slow_gets", "slow_puts")
+_NAMED: Final = ("routes", "slow_paths", "slow_gets", "slow_puts", "not_held")
 """Counts by a name that is not of a closed set."""
 _OPS: Final = frozenset(Op)
 _REASONS: Final = frozenset(Reason)
@@ -133,6 +135,11 @@ class TransferStats:
     def slow_store(self, op: Literal["get", "put"], store: str, *, count: int = 1) -> None:
         """Out of one more opened ``store`` (or into it) far less comes than before."""
         self._count("slow_gets" if op == "get" else "slow_puts", store, count)
+
+    def not_held(self, source: str, *, count: int = 1) -> None:
+        """A source of KV (a store, or a peer engine) does not hold one more page that it was asked for, or
+        ``count`` of them."""
+        self._count("not_held", source, count)
 
     def _count(self, kind: str, name: str, count: int) -> None:
         name = name[:_NAME_CHARS]

@@ -527,6 +527,16 @@ def test_a_fault_of_the_peer_is_named(fork_server: ForkServer, fault: str) -> No
     assert is_wrong == (verdict == "problem"), "a note is no alarm"
 
 
+def test_the_budget_of_a_store_is_compared_with_a_prompt(fork_server: ForkServer) -> None:
+    facts = ["num_layers=32", "num_kv_heads=8", "head_size=128", "dtype=bfloat16"]
+    for size, verdict in (("1 GiB", "note"), ("2 GiB", "ok")):
+        config = {"role": "both", "stores": ["host"], "options": {"host": {"size": size}}}
+        said = f"host: a prompt of 8,192 tokens takes 1 GiB of {size}"
+        found = [each for each in doctor(fork_server, config=config, facts=facts) if said in each["what"]]
+        assert [each["verdict"] for each in found] == [verdict]
+        assert ("2048 MiB" in found[0]["change"]) == (verdict == "note")
+
+
 def test_a_full_disk_is_named_with_and_without_a_page(fork_server: ForkServer, tmp_path: Path) -> None:
     config = {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}}
     assert_named(doctor(fork_server, config=config, full=str(tmp_path)), "stores", "the disk is full")

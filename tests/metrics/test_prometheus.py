@@ -29,6 +29,7 @@ def snapshot() -> dict[str, Any]:
     stats.record("load", 1000, 100.0, tokens=16)
     stats.fail("load", "corrupt")
     stats.opened("nixl rma(cma/memory)")
+    stats.not_held("peer 10.0.0.5:29555", count=12)
     return stats.snapshot()
 
 
@@ -47,6 +48,8 @@ def test_every_figure_is_exported_with_the_engines_labels(registry: Any) -> None
     assert registry.get_sample_value(failures, {**labels, "reason": "corrupt"}) == 1
     route = {"model": "smol", "engine": "0", "route": "nixl rma(cma/memory)"}
     assert registry.get_sample_value("kvplug_pipes_total", route) == 1
+    source = {"model": "smol", "engine": "0", "source": "peer 10.0.0.5:29555"}
+    assert registry.get_sample_value("kvplug_not_held_pages_total", source) == 12
 
 
 def test_buckets_are_cumulative_and_end_with_everything(registry: Any) -> None:
@@ -158,6 +161,7 @@ def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
         stats.fail(f"op {number}", f"reason {number}")
         stats.opened(f"route {number}")
         stats.slow_path(f"transport {number}")
+        stats.not_held(f"source {number}")
     for op in Op:
         stats.record(op)
         for reason in Reason:
@@ -169,7 +173,7 @@ def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
         for sample in family.samples
         if not sample.name.endswith("_created")
     }
-    assert len(found) == len(Op) * (4 + len(BOUNDS_S) + 1 + len(Reason)) + 2 * (64 + 1)
+    assert len(found) == len(Op) * (4 + len(BOUNDS_S) + 1 + len(Reason)) + 3 * (64 + 1)
     assert {name for name, *_ in found} == set(COUNTERS)
 
 

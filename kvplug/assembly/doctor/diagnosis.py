@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.assembly.doctor.facts import FACTS
+from kvplug.assembly.doctor.facts import FACTS, token_bytes
 from kvplug.assembly.doctor.fields import Field
 from kvplug.assembly.doctor.here import of_address, of_config, of_device, of_host, of_own_pipe
 from kvplug.assembly.doctor.peer import PeerExamination, examine_peer
@@ -95,7 +95,11 @@ def diagnose(
         _collect(found, "host", lambda: of_address(config, host))
     device = _device(resolved)
     if is_usable:
-        _collect(found, "stores", lambda: of_stores(resolved, deadline, write=write))
+        _collect(
+            found,
+            "stores",
+            lambda: of_stores(resolved, deadline, write=write, token_bytes=token_bytes(facts or {})),
+        )
     if peer is None:
         if not any(each.topic == "host" and each.verdict == "problem" for each in found.findings):
             _examined(found, lambda: of_own_pipe(resolved, device, deadline))

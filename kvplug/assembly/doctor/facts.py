@@ -68,6 +68,20 @@ def read_facts(given: Iterable[str]) -> dict[str, str | int]:
     return found
 
 
+def token_bytes(facts: Mapping[str, Any]) -> int | None:
+    """The KV of one token at one worker; ``None``: it is not stated.
+
+    >>> token_bytes({"num_layers": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"})
+    131072
+    """
+    if not facts.keys() >= {"num_layers", "num_kv_heads", "head_size", "dtype"}:
+        return None
+    _, itemsize = DTYPES.get(str(facts["dtype"]), (0, 0))
+    vectors = 1 if facts.get("attention") == "mla" else 2
+    heads = max(1, facts["num_kv_heads"] // facts.get("tensor_parallel_size", 1))
+    return int(vectors * facts["num_layers"] * heads * facts["head_size"] * itemsize) or None
+
+
 def engine_with(facts: Mapping[str, Any], role: str, like: EngineFacts | None = None) -> EngineFacts:
     """An engine with these facts; for the rest, like the other one."""
     base = like or _STAND_IN

@@ -39,10 +39,16 @@ _STORE_S: Final = 5.0
 _LEAST_S: Final = 0.2
 _MOST_SAID: Final = 8
 _FREE_NEEDED: Final = 64 * MIB
+_PROMPT_TOKENS: Final = 8192
+_PROMPTS: Final = 2
+"""So many of them should fit."""
 
 
-def of_stores(resolved: ResolvedConfig, deadline: Deadline, *, write: bool) -> Iterator[Finding]:
-    """Each store that an engine with this config opens. ``write``: put a page of the doctor's own, too."""
+def of_stores(
+    resolved: ResolvedConfig, deadline: Deadline, *, write: bool, token_bytes: int | None = None
+) -> Iterator[Finding]:
+    """Each store that an engine with this config opens. ``write``: put a page of the doctor's own, too.
+    ``token_bytes``: the KV of one token, to compare the budget with a prompt."""
     config = resolved.config
     if config.role is Role.CONSUMER and not config.sources.get("stores"):
         return
@@ -56,7 +62,7 @@ def of_stores(resolved: ResolvedConfig, deadline: Deadline, *, write: bool) -> I
         options = resolved.options_of(spec)
         path = getattr(options, "path", None)
         if not isinstance(path, str) or not path or os.path.isfile(os.path.expanduser(path)):
-            yield _tried(resolved, spec, deadline, write)
+            yield from _compared(_tried(resolved, spec, deadline, write), token_bytes)
             continue
         folder = Path(os.path.abspath(os.path.expanduser(path)))
         at = next(each for each in (folder, *folder.parents) if each.exists())
@@ -65,7 +71,29 @@ def of_stores(resolved: ResolvedConfig, deadline: Deadline, *, write: bool) -> I
         if any(each.verdict == "problem" for each in rooms):
             continue
         with tempfile.TemporaryDirectory(prefix=".kvplug-doctor-", dir=at, ignore_cleanup_errors=True) as own:
-            yield _tried(_with_path(resolved, spec, f"{own}/pages"), spec, deadline, write)
+            found = _tried(_with_path(resolved, spec, f"{own}/pages"), spec, deadline, write)
+            yield from _compared(found, token_bytes)
+
+
+def _compared(tried: tuple[Finding, int | None], token_bytes: int | None) -> Iterator[Finding]:
+    """A store that was tried; and its budget, beside what a prompt takes."""
+    found, budget = tried
+    yield found
+    if budget is None or token_bytes is None:
+        return
+    prompt, name = _PROMPT_TOKENS * token_bytes, found.what.partition(":")[0]
+    what = f"{name}: a prompt of {_PROMPT_TOKENS:,} tokens takes {bytes_in_words(prompt)} of"
+    what += f" {bytes_in_words(budget)}"
+    if budget >= _PROMPTS * prompt:
+        yield Finding(topic="stores", verdict="ok", what=what)
+        return
+    yield Finding(
+        topic="stores",
+        verdict="note",
+        what=what,
+        why=("longer prompts, or several at once, are not loaded whole",),
+        change=f'options.{name}.size = "{-(-_PROMPTS * prompt // MIB)} MiB"    (or more)',
+    )
 
 
 def _with_path(resolved: ResolvedConfig, spec: StoreSpec, path: str) -> ResolvedConfig:
@@ -156,17 +184,20 @@ class _Said(logging.Handler):
             self.lines.append(peer_text(record.getMessage()))
 
 
-def _tried(resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write: bool) -> Finding:
+def _tried(
+    resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write: bool
+) -> tuple[Finding, int | None]:
+    """The finding, and the store's budget where it answered."""
     said = _Said()
     logging.getLogger().addHandler(said)
     try:
-        found = _found(resolved, spec, deadline, write)
+        found, budget = _found(resolved, spec, deadline, write)
     finally:
         logging.getLogger().removeHandler(said)
     if found.verdict == "ok":
-        return found
+        return found, budget
     why = tuple(dict.fromkeys((*found.why, *said.lines)))
-    return attrs.evolve(found, why=why, change=found.change or _line_for(spec, " ".join(why)))
+    return attrs.evolve(found, why=why, change=found.change or _line_for(spec, " ".join(why))), None
 
 
 _ADDRESSES: Final = ("address", "contact", "master", "endpoint", "path")
@@ -195,26 +226,29 @@ def _line_for(spec: StoreSpec, said: str) -> str:
     return f"options.{spec.name}    (`kvplug list --options {spec.name}` shows what there is)"
 
 
-def _found(resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write: bool) -> Finding:
+def _found(
+    resolved: ResolvedConfig, spec: StoreSpec, deadline: Deadline, write: bool
+) -> tuple[Finding, int | None]:
     opener = StoreOpener(resolved, store_links(resolved, TransferStats()))
     left = deadline.remaining()
     within = _STORE_S if left is None else min(_STORE_S, left)
     if within < _LEAST_S:
-        return Finding(
+        late = Finding(
             topic="stores",
             verdict="note",
             what=f"{spec.name}: it was not tried: the time of the doctor was over",
             why=("stores before it, or a busy host, took it",),
             change="--timeout 60",
         )
+        return late, None
     trial = _Trial(spec, opener, within, write)
     thread = BackgroundThread(trial.run, name="kvplug-doctor-store", stop=trial.stop)
     thread.start()
     thread.join(within + 1.0)
     if thread.is_alive():
         trial.stop()
-        return _dead(spec, f"it did not answer within {within:.3g} s")
-    return trial.finding
+        return _dead(spec, f"it did not answer within {within:.3g} s"), None
+    return trial.finding, trial.budget_bytes
 
 
 class _Trial:
@@ -229,6 +263,7 @@ class _Trial:
         self._store: Store | None = None
         self._stopped = False
         self.finding = _dead(spec, "it was not tried")
+        self.budget_bytes: int | None = None
 
     def stop(self) -> None:
         with self._lock:
@@ -274,6 +309,7 @@ class _Trial:
         if miss not in (None, MissReason.ABSENT):
             return _dead(self._spec, f"a page was asked for, and the answer was {miss.value!r}")
         usage = store.usage()
+        self.budget_bytes = usage.budget_bytes
         budget = "no limit of its own" if usage.budget_bytes is None else bytes_in_words(usage.budget_bytes)
         what = f"{self._spec.name}: it answers; {usage.num_pages} pages, budget {budget}"
         if not self._write:

@@ -52,6 +52,13 @@ class HostOptions:
         help="Whether processes of the same user and host may map the memory and read it themselves. false:"
         " they get copies over a pipe, like processes of other hosts.",
     )
+    stall_timeout_s: float = option(
+        5.0,
+        unit="seconds",
+        above=0,
+        help="Memory that another process has asked for to put pages, and sends nothing for so long, is free"
+        " again. Such memory is at most a quarter of the budget for each process.",
+    )
     socket: str = option(
         "",
         validator=_path,

@@ -56,6 +56,11 @@ MAX_FOR_S: Final = 1e8
 T = TypeVar("T")
 
 
+def most_reserved(budget_bytes: int) -> int:
+    """Bytes of pages that one process may have asked to put and not sent, or those of one page."""
+    return budget_bytes // 4
+
+
 class Op:
     """What a message asks for: plain strings, which channels carry."""
 

@@ -1,12 +1,14 @@
-"""The program that has the pages is killed, or stopped, at each step of a put and a get by another one."""
+"""The program that has the pages is killed, or stopped, at each step of a put and a get by another one; and
+another one gives up what it has begun."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from host_programs import config
 from kvplug import build_store
+from kvplug.assembly.stores import serve_store
 from kvplug.transport import (
     MissReason,
     PageBuffers,
@@ -29,6 +32,7 @@ from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
 from kvplug_host.outbox import Outbox
+from kvplug_host.protocol import Op
 from kvplug_testing import peers, waits
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import until
@@ -77,12 +81,12 @@ class Steps:
         return counted
 
 
-def pages_of(store: Store, name: str, *, filled: bool) -> tuple[PageRequest, list[bytes]]:
+def pages_of(store: Store, name: str, *, filled: bool, count: int = COUNT) -> tuple[PageRequest, list[bytes]]:
     """A request for pages of that name, and what is in them."""
     series = Series(opaque_format(NBYTES), b"", store.seal.id)
-    identities = [f"{name} {number}".encode() for number in range(COUNT)]
+    identities = [f"{name} {number}".encode() for number in range(count)]
     wanted = [(identity * NBYTES)[:NBYTES] for identity in identities]
-    memory = PageBuffers.empty(series.format, COUNT)
+    memory = PageBuffers.empty(series.format, count)
     for number, page in enumerate(wanted):
         memory.rows().row(number)[:] = page if filled else bytes(NBYTES)
     keys = [foreign_key(b"broken", identity) for identity in identities]
@@ -153,3 +157,82 @@ def test_at_each_step_the_jobs_end_in_time_without_a_wrong_byte(
                 program.cont()
             until(lambda store=store: works(store, "after"), what="that the store is used again")
     assert number > 3, "a put and a get had hardly a step"
+
+
+@contextmanager
+def served(**options: Any) -> Iterator[tuple[Store, Store]]:
+    """A store that this process serves, and the end of another program that uses it."""
+    address = f"unix:@kvplug-broken-{os.getpid()}-{next(_numbers)}"
+    with (
+        serve_store(config(size=16 << 20, segment_bytes=1 << 20, **options), address=address) as server,
+        build_store(config(contact=address, **options)) as store,
+    ):
+        until(lambda: works(store, "before"), what="that the store is used")
+        yield server.store, store
+
+
+@pytest.mark.parametrize("way", ["has no time", "never says that it is done", "is done before it reads"])
+def test_ten_thousand_reads_that_were_given_up_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    send, held = Outbox.send, {}
+
+    def sent(outbox: Outbox, message: dict[str, Any]) -> bool:
+        if way == "never says that it is done" and message.get("op") == Op.DONE:
+            return True
+        if way == "is done before it reads":
+            if message.get("op") == Op.READ:
+                held[message["id"]] = message
+                return True
+            if message.get("op") == Op.DONE and (read := held.pop(message["id"], None)) is not None:
+                return send(outbox, message) and send(outbox, read)
+        return send(outbox, message)
+
+    with served() as (_, store):
+        assert store.route == "its memory is mapped"
+        request, _ = pages_of(store, "before", filled=False)
+        gc.collect()
+        before = len(gc.get_objects())
+        monkeypatch.setattr(Outbox, "send", sent)
+        timeout = 0.0 if way == "has no time" else 0.2
+        for _ in range(100):
+            for job in [store.submit_get(request, timeout=timeout) for _ in range(100)]:
+                job.wait(waits.patience_s)
+                assert job.wait_settled(waits.patience_s)
+        del job
+
+        def more() -> int:
+            gc.collect()
+            return len(gc.get_objects()) - before
+
+        until(lambda: more() < 2000, what="that nothing is left of 10,000 reads")
+
+
+def test_what_is_announced_and_not_sent_takes_a_quarter_of_the_store_and_not_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served(map=False, stall_timeout_s=1.0) as (served_store, store):
+        full, _ = pages_of(served_store, "full", filled=True, count=75)
+        assert served_store.submit_put(full).wait(waits.patience_s) == [None] * 75
+        held_before = served_store.usage()
+        assert held_before.used_bytes > 0.9 * (16 << 20)
+        monkeypatch.setattr(PagePipe, "send_rows", lambda *args: None)
+        jobs = []
+        for number in range(20):  # with ends that ask for all at once, and one after the other
+            monkeypatch.setattr("kvplug_host.client.remote_put.Reserved.take", lambda *args: True)
+            request, _ = pages_of(store, f"not sent {number}", filled=True, count=20)
+            jobs.append(store.submit_put(request, timeout=30))
+        until(lambda: served_store.usage().num_pages < held_before.num_pages, what="that pages are evicted")
+        until(lambda: all(job.done for job in jobs), what="that the memory is given back")
+        lost = held_before.num_pages - served_store.usage().num_pages
+        assert lost * NBYTES <= (16 << 20) // 4 + NBYTES, f"{lost} pages were evicted for what did not come"
+        room, _ = pages_of(served_store, "room", filled=True, count=lost)
+        assert served_store.submit_put(room).wait(waits.patience_s) == [None] * lost
+        assert served_store.usage().num_pages == held_before.num_pages, "memory was not given back"
+
+
+def test_a_put_of_more_than_a_quarter_of_the_store_is_kept_whole() -> None:
+    with served(map=False) as (_, store):
+        requests = [pages_of(store, f"large {number}", filled=True, count=20)[0] for number in range(3)]
+        jobs = [store.submit_put(request, timeout=30) for request in requests]
+        assert [job.wait(waits.patience_s) for job in jobs] == [[None] * 20] * 3

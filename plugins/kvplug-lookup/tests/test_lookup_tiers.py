@@ -195,6 +195,36 @@ def test_what_decode_has_still_to_load_outlives_what_it_has_loaded(mapped: bool)
         until(lambda: first_store(prefill).usage().num_waiting == 0, what="that nothing waits")
 
 
+def test_a_prompt_that_is_larger_than_the_store_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with both(options={"host": SMALL}) as engine:
+        for number in range(2):
+            long = request_of(f"long {number}", tokens(4000, first=10_000 * number))
+            blocks = engine.admit(long)
+            for start in range(0, 4000, 400):
+                engine.step([(long, blocks, start, 400)])
+                num_held(engine)
+            engine.finish(long, blocks)
+            engine.free_blocks.extend(blocks)
+        told = [record.getMessage() for record in caplog.records if "a prompt of" in record.getMessage()]
+        assert len(told) == 1
+        assert "the store 'host' holds 1 MiB" in told[0]
+        assert "options.host.size" in told[0]
+
+
+def test_decode_counts_by_source_what_is_not_held_also_where_nothing_is_promised() -> None:
+    with pair() as (prefill, decode):
+        saved(prefill, 1)
+        until_promised(decode, tokens(100, first=1000), 96)
+        decode.scheduler.get_stats()
+        longer = request_of("longer", [*tokens(100, first=1000), *range(50)])
+        for _ in range(2):  # an engine without free blocks asks again
+            assert decode.matched(longer) == (96, False)
+            assert decode.matched(request_of("unknown", tokens(100))) == (0, False)
+        counted = decode.scheduler.get_stats()
+        assert counted["not_held"] == {"peer": 6 + 3}
+        assert decode.scheduler.get_stats() is None or "not_held" not in decode.scheduler.get_stats()
+
+
 def test_what_an_engine_loads_itself_goes_before_what_another_one_has_still_to_load() -> None:
     announced = {"params": {"do_remote_decode": True}}
     with both(options={"host": SMALL}) as engine:

@@ -45,7 +45,7 @@ from kvplug_host.client.mapped_get import MappedGet
 from kvplug_host.client.mapping import Mapping, offered_mapping
 from kvplug_host.client.page_pipe import PagePipe
 from kvplug_host.client.piped_get import PipedGet
-from kvplug_host.client.remote_put import RemotePut
+from kvplug_host.client.remote_put import RemotePut, Reserved
 from kvplug_host.client.requests import Answer, Requests, Waiting, end_for
 from kvplug_host.client.subscriptions import Subscriptions
 from kvplug_host.jobs.clock import Clock
@@ -122,6 +122,7 @@ class HostClient(Store):
         protocol.check_hello(hello, self._link.channel.peer)
         self.epoch = protocol.field(hello, "epoch", str)
         self._usage = protocol.usage_from(hello)
+        self._reserved = Reserved(protocol.most_reserved(self._usage.budget_bytes or 0))
         try:
             pipe = self._link.open_pipe(protocol.PIPE, timeout=deadline.remaining())
         except (HandshakeError, TransportError) as e:  # both ends know
@@ -293,6 +294,7 @@ class HostClient(Store):
             pages,
             self.seal,
             requests=self._requests,
+            reserved=self._reserved,
             native=self._native,
             send=page_pipe.send_rows,
             note_usage=self._note_usage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -26,6 +27,40 @@ from kvplug_host.protocol import Op
 _AHEAD: Final = 3
 """Ranges of pages for which the store holds slots at the same time."""
 
+
+class Reserved:
+    """What all puts of one end have asked the store to receive and have not sent. Thread-safe."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._waiting: dict[RemotePut, None] = {}
+
+    @property
+    def most_bytes(self) -> int:
+        """The most, or one page."""
+        return self._most_bytes
+
+    def take(self, nbytes: int, put: RemotePut) -> bool:
+        """Whether the put may ask for so many bytes now; else it is called when there may be room."""
+        with self._lock:
+            if self._bytes and self._bytes + nbytes > self._most_bytes:
+                self._waiting[put] = None
+                return False
+            self._bytes += nbytes
+            return True
+
+    def give_back(self, nbytes: int, *, is_gone: bool) -> None:
+        """So many bytes were sent, or will not be. ``is_gone``: the store is, and no put need be called. Else
+        the caller holds no lock of a put."""
+        with self._lock:
+            self._bytes -= nbytes
+            waiting, self._waiting = self._waiting, {}
+        for put in () if is_gone else waiting:
+            put.ask()
+
+
 Send = Callable[[int, int, int, int, Callable[[memoryview], None]], None]
 
 
@@ -39,6 +74,7 @@ class RemotePut(Steps):
         seal: PageSeal,
         *,
         requests: Requests,
+        reserved: Reserved,
         native: bool,
         send: Send,
         note_usage: Callable[[Usage], None],
@@ -57,7 +93,15 @@ class RemotePut(Steps):
         self._native = native
         self._saving: PageSaving | None = None
         self._requests, self._send, self._note_usage, self._again = requests, send, note_usage, again
-        self._ranges = deque(page_ranges(job.count, pages.series.format.nbytes, PUT_STEP_BYTES))
+        form = pages.series.format
+        self._row_bytes = form.nbytes + max(
+            (seal.header_length(form, identity) for identity in pages.identities), default=0
+        )
+        step_bytes = min(PUT_STEP_BYTES, reserved.most_bytes)
+        self._ranges = deque(page_ranges(job.count, self._row_bytes, step_bytes))
+        self._reserved = reserved
+        self._taken: dict[int, int] = {}
+        """Bytes that each request has reserved."""
         self._asked: dict[int, Sequence[int]] = {}
         """The numbers of the pages of each request under way."""
         self._ready: deque[tuple[int, list[int]]] = deque()
@@ -77,7 +121,11 @@ class RemotePut(Steps):
                 if len(self._asked) >= _AHEAD or not self._ranges:
                     finished = not self._asked and not self._ranges
                     break
-                wanted = []
+                nbytes = len(self._ranges[0]) * self._row_bytes
+                if not self._reserved.take(nbytes, self):
+                    return
+                request, wanted = self._requests.new_number(), []
+                self._taken[request] = nbytes
                 for at in self._ranges.popleft():
                     if self.pages.keys[at] in self._forgotten:
                         self.results[at] = PutReason.CANCELLED
@@ -85,11 +133,17 @@ class RemotePut(Steps):
                         wanted.append(at)
                 # With the lock: a removal comes before all of this, or after the request.
                 if wanted:
-                    request = self._requests.new_number()
                     self._asked[request] = wanted
                     self._ask(request, wanted)
+            if not wanted:
+                self._give_back([request])
         if finished:
             self.end(None)
+
+    def _give_back(self, requests: Iterable[int], *, is_gone: bool = False) -> None:
+        nbytes = sum(self._taken.pop(request, 0) for request in requests)
+        if nbytes:
+            self._reserved.give_back(nbytes, is_gone=is_gone)
 
     def _ask(self, request: int, wanted: Sequence[int]) -> None:
         pages = self.pages
@@ -142,6 +196,7 @@ class RemotePut(Steps):
                 return
             for at, code in zip(numbers, codes, strict=True):
                 self.results[at] = protocol.result_of(code)
+        self._give_back([request])
         self.ask()
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -212,3 +267,4 @@ class RemotePut(Steps):
         super().end(reason)
         for request in asked:
             self._requests.tell({"op": Op.CANCEL, "id": request})
+        self._give_back(list(self._taken), is_gone=reason in (MissReason.STORE_GONE, MissReason.CLOSED))

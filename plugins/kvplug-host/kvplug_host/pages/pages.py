@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -137,10 +138,10 @@ class Pages:
             put.end(MissReason.CLOSED)
 
     def reserve(
-        self, put: Put, sizes: Mapping[int, int]
+        self, put: Put, sizes: Mapping[int, int], most_bytes: float = math.inf
     ) -> tuple[dict[int, Slot], list[tuple[int, PutReason | None]]]:
         """Slots for pages of a put, by number, given the bytes of each with its header; and the results of
-        those that need none.
+        those that need none. Pages that would exceed ``most_bytes`` together have no room.
 
         Raises:
             OverError: the put has ended.
@@ -159,6 +160,8 @@ class Pages:
                 elif key in index.pages:
                     held.append(key)
                     results.append((at, None))
+                elif nbytes > most_bytes:
+                    results.append((at, PutReason.NO_ROOM))
                 else:
                     own = memory.take(at, nbytes) if isinstance(memory, SlotBuffers) else None
                     found = own or self._new_slot(index, nbytes)
@@ -166,6 +169,7 @@ class Pages:
                         results.append((at, found))
                     else:
                         slots[at] = found
+                        most_bytes -= nbytes
             index.use(held)
         return slots, results
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -74,17 +75,30 @@ class Arrival:
         """Of the pages that are still to come."""
         self._left = 0
         """Pages that have no result yet."""
+        self._page_bytes = pages.series.format.nbytes + max(self._header_bytes.values())
+        self.begun_at = time.monotonic()
 
-    def begin(self) -> list[int]:
+    @property
+    def bytes_to_come(self) -> int:
+        """Of the pages that are to be sent, and have not come."""
+        return 0 if self.put.is_over else self._left * self._page_bytes
+
+    def begin(self, reserved_bytes: int) -> list[int]:
         """For each page: send it, or its result.
+
+        Args:
+            reserved_bytes: what the peer has still to send of other puts.
 
         Raises:
             OverError: the store is closed.
         """
         store, form = self._store, self.put.pages.series.format
         store.begin_put(self.put)
+        most = protocol.most_reserved(store.segments.nbytes * store.segments.count)
         slots, results = store.reserve(
-            self.put, {at: form.nbytes + nbytes for at, nbytes in self._header_bytes.items()}
+            self.put,
+            {at: form.nbytes + nbytes for at, nbytes in self._header_bytes.items()},
+            most - reserved_bytes if reserved_bytes else max(most, self._page_bytes),
         )
         self.put.note(results)
         codes = [protocol.SEND] * len(self.put.pages.keys)

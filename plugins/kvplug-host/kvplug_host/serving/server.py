@@ -31,7 +31,8 @@ class Server:
         Raises:
             ConfigError, AddressInUseError: the memory cannot be handed out at the configured path.
         """
-        Session(self._pages, link, self._opened(), self._context.timeout_s).run()
+        options = self._options
+        Session(self._pages, link, self._opened(), self._context.timeout_s, options.stall_timeout_s).run()
 
     def _opened(self) -> MemoryDoor | None:
         """The door; ``None``: the memory is not handed out."""

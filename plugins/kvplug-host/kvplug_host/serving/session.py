@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -46,10 +47,22 @@ _MAX_SUBSCRIPTIONS: Final = 1024
 class Session:
     """Answers the requests of one peer until it is gone, in the thread that calls :meth:`run`."""
 
-    def __init__(self, pages: Pages, link: StoreLink, door: MemoryDoor | None, timeout_s: float) -> None:
-        """``timeout_s``: how long the peer may take for the first messages."""
+    def __init__(
+        self,
+        pages: Pages,
+        link: StoreLink,
+        door: MemoryDoor | None,
+        timeout_s: float,
+        stall_timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            timeout_s: how long the peer may take for the first messages.
+            stall_timeout_s: how long slots for pages of the peer are kept while it sends none.
+        """
         self._pages = pages
         self._timeout_s = timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._link = link
         self._door = door
         self._peer = str(link.channel.peer)
@@ -67,6 +80,10 @@ class Session:
         """Leased pages of each read, and what ends it at the end of its lease."""
         self._fetches: dict[int, Fetch] = {}
         self._arrivals: dict[int, Arrival] = {}
+        self._received_at = 0.0
+        """When the latest page came; ``math.inf`` while one comes."""
+        self._stall: Alarm | None = None
+        """Set while pages are to come."""
         self._subscriptions: dict[int, Callable[[], None]] = {}
         self._handlers: dict[str, Callable[[Any], None]] = {
             Op.LOOKUP: self._lookup,
@@ -147,6 +164,8 @@ class Session:
         self._sender.close()
         for arrival in list(self._arrivals.values()):
             arrival.put.end(MissReason.CANCELLED)
+        if self._stall is not None:
+            self._stall.cancel()
         if self._door is not None:
             self._door.forget(self._ticket)
         reads = {request: self._reads.pop(request, None) for request in list(self._reads)}
@@ -243,21 +262,19 @@ class Session:
             there = [entry for entry in entries if entry is not None]
             if lease_s > 0:
                 index.lease(there, (self, request), lease_s)
-                self._reads[request] = there, self._at_end_of_lease(request, lease_s)
+                end = functools.partial(self._end_read, request, is_read=False)
+                self._reads[request] = there, self._at(time.monotonic() + lease_s, end)
             places = [
                 protocol.ABSENT if entry is None else protocol.place_to_bytes(_place(entry))
                 for entry in entries
             ]
         self._answer(message, places=b"".join(places))
 
-    def _at_end_of_lease(self, request: int, lease_s: float) -> Alarm:
-        def end() -> None:
-            self._end_read(request, is_read=False)
-
+    def _at(self, when: float, call: Callable[[], None]) -> Alarm:
         try:
-            return self._pages.clock.at(time.monotonic() + lease_s, end)
+            return self._pages.clock.at(when, call)
         except RuntimeError as e:
-            raise PeerGoneError(f"there is no thread that ends leases: {e}") from e
+            raise PeerGoneError(f"there is no thread that ends what the peer holds: {e}") from e
 
     def _done(self, message: Any) -> None:
         is_read = protocol.field(message, "read", bool)
@@ -381,13 +398,25 @@ class Session:
 
         self._listen_to_pipe()
         arrival = Arrival(self._pages, seal, pages, deadline, done)
+        reserved_bytes = sum(each.bytes_to_come for each in list(self._arrivals.values()))
         self._arrivals[request] = arrival
         try:
-            codes = arrival.begin()
+            codes = arrival.begin(reserved_bytes)
         except OverError:
             return  # its results have been sent
+        if self._stall is None:
+            self._end_stalled()
         self._answer(message, wanted=bytes(codes))
         arrival.resolved(0)
+
+    def _end_stalled(self) -> None:
+        """End the puts of which nothing comes, and look again later."""
+        self._stall, now = None, time.monotonic()
+        for arrival in list(self._arrivals.values()):
+            if now - max(arrival.begun_at, self._received_at) >= self._stall_timeout_s:
+                arrival.put.end(MissReason.TIMEOUT)
+        if self._arrivals and not self._over:
+            self._stall = self._at(now + self._stall_timeout_s / 4, self._end_stalled)
 
     def _listen_to_pipe(self) -> None:
         if self._receiver is None:
@@ -409,8 +438,10 @@ class Session:
                 if not rows:
                     raise WireError("it sends a piece without pages")
                 arrival = self._arrivals.get(request)
+                self._received_at = math.inf
                 if arrival is None or not arrival.receive(pipe, self._views(), first, rows, row_bytes):
                     drop(pipe, rows, row_bytes, _MOST_S)
+                self._received_at = time.monotonic()
         except (PeerGoneError, ClosedError) as e:
             if not self._over:
                 _log.debug("the pipe to %s has ended: %s", self._peer, e)

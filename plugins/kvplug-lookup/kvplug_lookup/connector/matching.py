@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
 
+from kvplug.engine import TransferStats
 from kvplug.transport import Presence
 from kvplug_lookup.connector.sources import Inquiry, Source
 
@@ -26,6 +27,8 @@ class Search:
     waits_until: float = 0.0
     """When the request is computed instead of waiting for pages that are coming; 0: it does not wait yet;
     ``_HAS_WAITED``: it has waited, and does not again, however often it is asked about."""
+    is_counted: bool = False
+    """Whether the pages that no source holds were counted: the engine may ask again."""
 
 
 class Matcher:
@@ -35,16 +38,16 @@ class Matcher:
         sources: may change; those of a search are those at its begin.
         num_workers: which all have to load the pages.
         wait_timeout_s: how long a request waits for pages that are coming, and for answers of sources.
-        expired: called when a request has waited for so long.
+        stats: counts requests that have waited for so long, and pages that sources do not hold.
     """
 
     def __init__(
-        self, sources: Sequence[Source], num_workers: int, wait_timeout_s: float, expired: Callable[[], None]
+        self, sources: Sequence[Source], num_workers: int, wait_timeout_s: float, stats: TransferStats
     ) -> None:
         self._sources = sources
         self._num_workers = num_workers
         self._wait_timeout_s = wait_timeout_s
-        self._expired = expired
+        self._stats = stats
         self.num_stores = 0
         """So many of the sources are the engine's own stores."""
 
@@ -67,6 +70,11 @@ class Matcher:
             sources.append(runs)
         if search.waits_until != _HAS_WAITED:
             search.waits_until = 0.0
+        num_missing = len(chains) - first - count
+        if num_missing and not search.is_counted:
+            for name, _ in search.inquiries:
+                self._stats.not_held(name, count=num_missing)
+        search.is_counted = True
         return count, tuple(first_of(runs, count) for runs in sources)
 
     def _held_by(self, search: Search, chains: list[bytes], first: int, rank: int) -> tuple[int, Runs] | None:
@@ -108,7 +116,7 @@ class Matcher:
         if now < search.waits_until:
             return True
         if search.waits_until != _HAS_WAITED:
-            self._expired()
+            self._stats.fail("match", "expired")
             search.waits_until = _HAS_WAITED
         return False
 

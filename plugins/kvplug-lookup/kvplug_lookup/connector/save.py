@@ -90,6 +90,7 @@ class Saver:
         self._wait_timeout_s = wait_timeout_s
         self._max_bytes = max_bytes
         self._stats = stats
+        self._has_warned = False
         self._batches: list[_Batch] = []
         """Of this step."""
         self._lock = threading.Lock()
@@ -122,6 +123,7 @@ class Saver:
         form = tier.series.format
         chains, identities = plan.chains(form.page_tokens), plan.identities(form.page_tokens)
         keys = tier.series.keys_of(chains)
+        self._compare(tier, plan.first_page + len(chains))
         if plan.has_reader:
             tier.store.expect_reader(keys)
         # A store in this process answers at once; pages that it holds are not gathered again.
@@ -157,6 +159,22 @@ class Saver:
                 memory,
                 time.perf_counter(),
             )
+        )
+
+    def _compare(self, tier: Tier, num_pages: int) -> None:
+        """Warn, once, of a prompt that is larger than the store."""
+        form, budget = tier.series.format, tier.store.usage().budget_bytes
+        if self._has_warned or budget is None or num_pages * form.nbytes <= budget:
+            return
+        self._has_warned = True
+        _log.warning(
+            "a prompt of %d tokens takes %d MiB, and the store %r holds %d MiB: it is not loaded whole; raise"
+            " options.%s.size",
+            num_pages * form.page_tokens,
+            num_pages * form.nbytes >> 20,
+            tier.name,
+            budget >> 20,
+            tier.name,
         )
 
     def _allocate(self, count: int) -> tuple[PageBuffers | None, int]:

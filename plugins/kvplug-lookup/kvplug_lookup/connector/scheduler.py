@@ -98,7 +98,7 @@ class LookupScheduler(SchedulerConnector):
             self._sources,
             context.parallelism.num_workers,
             options.wait_timeout_s,
-            functools.partial(context.stats.fail, "match", "expired"),
+            context.stats,
         )
         self._engines = EngineSources(context)
         self._media: dict[str, str] = {}
