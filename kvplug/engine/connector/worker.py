@@ -129,7 +129,11 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def wait_for_save(self) -> None:
-        """Return when the step's blocks may be overwritten, by the caller or by what it queues next."""
+        """Return when the step's blocks may be overwritten, by the caller or by what it queues next.
+
+        Whole blocks of a request, which do not change while it runs, may be read until it is preempted or
+        ``get_finished`` names it; not in layers with a window, whose blocks are freed earlier.
+        """
 
     @abc.abstractmethod
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:

@@ -55,8 +55,9 @@ class LookupConnectorOptions:
         default=None,
         unit="bytes",
         at_least=1,
-        help="KV that may wait to be kept by a store; pages beyond it are given up (and counted). None: as"
-        " much as `buffer_size`.",
+        help="KV that is copied out of a cache in host memory while it waits to be kept by a store; the store"
+        " reads pages beyond it out of the engine's blocks, which stay in use until then. None: as much as"
+        " `buffer_size`.",
     )
     events: str | None = option(
         default=None,

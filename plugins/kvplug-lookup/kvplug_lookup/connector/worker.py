@@ -79,6 +79,10 @@ class LookupWorker(WorkerConnector):
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._spoilt_saves: set[str] = set()
+        self._ended: set[str] = set()
+        """Requests that ended, and whose blocks are kept until the stores have read their pages."""
+        self._read_until = -1
+        """The last step whose pages are known to the scheduler side to be read."""
         self._stalled: set[str] = set()
         self._slow: set[str] = set()
         self._refused: set[str] = set()
@@ -235,8 +239,9 @@ class LookupWorker(WorkerConnector):
             self._leave(name)
         for name, contacts in plan.joined:
             self._peers[name] = PeerStore(self._context, dict(enumerate(contacts)), self._shard, name)
+        self._ended.update(plan.ended)
         if self._saver is not None:
-            self._saver.begin(plan.saves)
+            self._saver.begin(plan.step, plan.saves)
 
     def _leave(self, name: str) -> None:
         """The peer engine of that name has left; what is being loaded from it fails."""
@@ -379,7 +384,10 @@ class LookupWorker(WorkerConnector):
             if load.has_ended:
                 received.append(load.request_id)
                 self._end(load)
-        return frozenset(), frozenset(received)
+        saver = self._saver
+        sent = frozenset(name for name in self._ended if saver is None or not saver.lends(name))
+        self._ended -= sent
+        return sent, frozenset(received)
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
         self._settle_loads()
@@ -387,14 +395,21 @@ class LookupWorker(WorkerConnector):
         return failed
 
     def build_worker_metadata(self) -> Plain:
-        settled = self._saver.take_settled() if self._saver is not None else []
-        if not (self._saver is not None and self.first_tier.store.is_shared):
-            settled = []  # a store with events tells of its pages itself
+        settled: list[bytes] = []
+        unsaved: dict[str, int] = {}
+        read_until = self._read_until
+        if self._saver is not None:
+            settled, unsaved = self._saver.take_settled(), self._saver.take_unsaved()
+            read_until = self._saver.read_until
+            if not self.first_tier.store.is_shared:
+                settled = []  # a store with events tells of its pages itself
         rates = self._rates.take()
         has_suspects = self._step in self._suspect.values()
         news = self._failed_requests or self._spoilt_saves or has_suspects or self._plan.reset
-        if not (news or settled or rates or self._refused or not self._has_said_shard):
+        saved = settled or unsaved or read_until != self._read_until
+        if not (news or saved or rates or self._refused or not self._has_said_shard):
             return None
+        self._read_until = read_until
         said: dict[str, Any] = {
             "rank": self._context.parallelism.worker_rank,
             "step": self._step,
@@ -405,6 +420,8 @@ class LookupWorker(WorkerConnector):
             "refused": sorted(self._refused),
             "reset": bool(self._plan.reset),
             "settled": settled,
+            "unsaved": unsaved,
+            "read_until": read_until,
             "rates": rates,
         }
         if not self._has_said_shard:
