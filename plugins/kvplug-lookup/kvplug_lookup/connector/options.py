@@ -49,7 +49,8 @@ class LookupConnectorOptions:
         default=10.0,
         unit="seconds",
         above=0,
-        help="How long a store may take to keep a step's pages before they are given up (and counted).",
+        help="How long a store may take to keep a request's pages of one step before they are given up (and"
+        " counted), for each 128 MiB of them.",
     )
     max_unsaved: int | None = option(
         default=None,

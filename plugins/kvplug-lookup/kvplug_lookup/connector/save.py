@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_BEHIND = 64
 """Batches of pages that wait to be copied between stores. What is more is given up: one store has it."""
+_TIMED_BYTES = 128 << 20
+"""What a store may take ``save_timeout_s`` for."""
 _CLOSE_S = 5.0
 
 
@@ -72,6 +74,10 @@ class _Batch:
     job: Job[PutReason | None] | None = None
     gathered: set[int] = attrs.field(factory=set)
     """Layers that are in ``memory``."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.chains) * self.source.format.nbytes
 
 
 class Saver:
@@ -232,7 +238,8 @@ class Saver:
                 memory=batch.source if batch.memory is None else batch.memory,
             )
             try:
-                job = batch.job = tier.store.submit_put(request, timeout=self._timeout_s)
+                timeout = self._timeout_s * -(-batch.nbytes // _TIMED_BYTES)
+                job = batch.job = tier.store.submit_put(request, timeout=timeout)
             except KvplugError as e:
                 self._count_bytes(batch, -1)
                 self._give_up(str(e), "closed", batch.request_id, batch.first_page, batch.chains)
@@ -336,7 +343,7 @@ class Saver:
 
     def _count_bytes(self, batch: _Batch, sign: int) -> None:
         with self._lock:
-            self._unsaved += sign * len(batch.chains) * batch.source.format.nbytes
+            self._unsaved += sign * batch.nbytes
 
     def _miss(self, request_id: str, page: int) -> None:
         with self._lock:
