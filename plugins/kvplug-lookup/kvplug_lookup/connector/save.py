@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvplug import KvplugError
-from kvplug.engine import TransferStats
+from kvplug.engine import StalledError, TransferStats
 from kvplug.transport import (
     BackgroundThread,
     Job,
@@ -211,7 +211,11 @@ class Saver:
         for job in jobs:
             job.cancel()
         for job in jobs:
-            job.wait_settled()
+            if not job.wait_settled(self._timeout_s):
+                raise StalledError(
+                    f"the store {self.first.name!r} still reads blocks {self._timeout_s:g} s after a save was"
+                    " given up: restart this engine, and what is behind that store"
+                )
 
     def _drop(self, batch: _Batch) -> None:
         self._batches.remove(batch)

@@ -14,6 +14,7 @@ from kvplug.engine import (
     PeerLink,
     Plain,
     Role,
+    StalledError,
     WorkerConnector,
     page_views,
 )
@@ -64,6 +65,8 @@ class LookupWorker(WorkerConnector):
         self._views: Sequence[Sequence[Tensor]] = ()
         self._plan = StepPlan()
         self._loads: dict[str, Load] = {}
+        self._unsettled: list[Load] = []
+        """Loads that have failed, and whose blocks may still be written."""
         self._num_evicted: dict[str, int] = {}
         """Pages that stores without events have given up, as far as they are counted."""
         self._ended_at: dict[str, float] = {}
@@ -211,8 +214,20 @@ class LookupWorker(WorkerConnector):
         for request_id in request_ids:
             self._forget(request_id)
             if (load := self._loads.get(request_id)) is not None:
-                while not load.has_ended:  # the engine uses the blocks again when this returns
-                    load.settle()
+                self._wait_settled(load)  # the engine uses the blocks again when this returns
+
+    def _wait_settled(self, load: Load) -> None:
+        """Return when nothing is copied into the load's blocks any more, which is a matter of one copy.
+
+        Raises:
+            StalledError: it does not end. The engine must not use the blocks, and has no others.
+        """
+        timeout_s = self._context.config.timeout_s
+        if not load.wait_settled(timeout_s):
+            raise StalledError(
+                f"blocks of request {load.request_id} are still being written from {load.route},"
+                f" {timeout_s:g} s after the load ended: restart this engine, and what is behind that source"
+            )
 
     def _forget(self, request_id: str) -> None:
         if self._saver is not None:
@@ -227,6 +242,9 @@ class LookupWorker(WorkerConnector):
         self._plan = plan = StepPlan.from_plain(metadata)
         self._step = plan.step
         self._step_began = time.perf_counter()
+        while self._unsettled:  # the engine computes their blocks again from here on
+            self._wait_settled(self._unsettled[0])
+            del self._unsettled[0]
         self._suspect = {block: step for block, step in self._suspect.items() if step > plan.heard}
         if plan.reset and self._saver is not None:
             series = {
@@ -342,11 +360,13 @@ class LookupWorker(WorkerConnector):
             if part.job is not None:
                 ended_at = max(self._ended_at.get(part.source, 0.0), part.job.progressed_at)
                 self._ended_at[part.source] = ended_at
-        load.settle()
+        if not load.wait_settled(self._context.options.stall_timeout_s):
+            self._unsettled.append(load)
+        load.end()
         if load.error is not None:
             self._note_failure(load)
             return
-        self.last_route = "; ".join(": ".join(filter(None, (part.source, part.route))) for part in load.parts)
+        self.last_route = load.route
         for part in load.parts:
             self._rates.note(part.source, part.count * self._page_tokens, load.seconds)
             if self._saver is not None and self._context.options.promote:
