@@ -44,7 +44,9 @@ class WorkerConnector(abc.ABC):
     ``get_block_ids_with_load_errors``. ``clear_connector_metadata`` is the last call in either case.
 
     None of these raises because a transfer failed: that is a load error or a counted save failure. None of
-    them waits for a load in the background, whatever its peer does.
+    them waits for a load in the background, whatever its peer does. Blocks that a failed load or a save may
+    still use hold up the step that writes into them, and raise :class:`~kvplug.engine.StalledError` where
+    that does not end.
     """
 
     prefer_cross_layer_blocks: ClassVar[bool] = False
@@ -134,7 +136,11 @@ class WorkerConnector(abc.ABC):
 
     @abc.abstractmethod
     def wait_for_save(self) -> None:
-        """Return when the step's blocks may be overwritten, by the caller or by what it queues next."""
+        """Return when the step's blocks may be overwritten, by the caller or by what it queues next.
+
+        Whole blocks of a request, which do not change while it runs, may be read until it is preempted or
+        ``get_finished`` names it; not in layers with a window, whose blocks are freed earlier.
+        """
 
     @abc.abstractmethod
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:

@@ -27,7 +27,8 @@ class Job(Generic[T]):
     A job that has ended is *done*: its results are final. It is *settled* when the store touches the caller's
     memory no more, which is the same moment for most stores. Where a deadline cannot stop a copy that is
     under way (another process, a device or a library performs it), the job is done first and settled later:
-    the memory must not be used again in between.
+    the memory must not be used again in between. The memory of a put is *reusable* when it is settled, or
+    earlier: what the thread that asked does or queues next runs after the store has read it.
 
     Thread-safe. The store calls :meth:`set` and :meth:`settle`; callers do the rest.
     """
@@ -38,6 +39,7 @@ class Job(Generic[T]):
         "_lock",
         "_on_cancel",
         "_results",
+        "_reusable",
         "_settled",
         "_watcher",
         "count",
@@ -52,7 +54,7 @@ class Job(Generic[T]):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._results: list[T] | None = None
-        self._settled = False
+        self._settled = self._reusable = False
         self._callbacks: list[Callable[[Job[T]], None]] = []
         self._on_cancel: Callable[[], None] | None = None
         self._watcher: Callable[[], None] | None = None
@@ -72,6 +74,11 @@ class Job(Generic[T]):
     def settled(self) -> bool:
         """Whether the store touches the caller's memory no more."""
         return self._settled
+
+    @property
+    def reusable(self) -> bool:
+        """Of a put: whether the thread that asked may use the memory again."""
+        return self._reusable or self._settled
 
     def wait(self, timeout: Timeout = None) -> list[T]:
         """The results, once the job is done.
@@ -158,6 +165,11 @@ class Job(Generic[T]):
     def _notify(self) -> None:
         """With the lock: wake what waits for the end."""
         self._changed.notify_all()
+
+    def allow_reuse(self) -> None:
+        """What the thread that asked queues from now on for its memory's device runs after the store has read
+        it."""
+        self._reusable = True
 
     def settle(self) -> None:
         """The store touches the caller's memory no more."""

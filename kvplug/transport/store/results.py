@@ -72,6 +72,8 @@ class PutReason(enum.StrEnum):
     """The store cannot be reached, or failed."""
     CLOSED = "closed"
     """This end of the store was closed."""
+    NO_MEMORY = "no_memory"
+    """This process had no memory by the deadline to copy it through."""
     SLOW = "slow"
     """The store takes far less than it did before, and the config refuses that."""
     OTHER = "other"

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from kvplug.assembly import stores
+from kvplug.engine import RequestEnd
 from kvplug.transport import DeviceMark
+from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug_testing import simulated
 from kvplug_testing.engine import CallOrder, FakeEngine, request_of
 from kvplug_testing.waits import Call, until
-from lookup_engines import PROMPT, pair
+from lookup_engines import PAGE_BYTES, PROMPT, an_address, assert_loads, config, failures, num_held, pair
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -59,6 +62,90 @@ def test_blocks_of_a_load_that_is_given_up_are_not_written_once_the_engine_may_u
     assert giving_up.result().invalid_block_ids == frozenset(blocks[:6])
     decode.cache.free(blocks)
     assert not decode.cache.written(blocks)
+
+
+# -- more pages than there is staging memory for ---------------------------------------------------
+
+
+def on_device(**given: Any) -> FakeEngine:
+    """An engine that saves and loads, with the least memory for staging: for 2,720 tokens."""
+    given = {"stores": ["host"], "staging_size": 1 << 20, "device": "simulated", **given}
+    return FakeEngine(config("both", host=an_address("both"), **given), num_blocks=1100, device="simulated")
+
+
+@pytest.mark.parametrize("chunk", [None, 2048])
+def test_a_prompt_three_times_the_staging_memory_is_wholly_kept(chunk: int | None) -> None:
+    with on_device() as engine:
+        blocks = engine.prefill(request_of("a", range(8200)), chunk=chunk)
+        engine.cache.free(blocks)  # for others, at once
+        assert num_held(engine) == 512
+        assert failures(engine, "save") == {}
+        assert_loads(engine, request_of("b", range(8200)), 8192)
+
+
+@pytest.fixture
+def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for four pages, in pieces of one."""
+    monkeypatch.setattr(stores, "PinnedMemory", lambda _: PinnedMemory(4 * PAGE_BYTES))
+
+
+def test_blocks_of_a_request_that_has_ended_are_kept_until_all_its_pages_are_read(
+    little_staging: None,
+) -> None:
+    with on_device() as engine, ExitStack() as stall:
+        prompt, other = request_of("a", PROMPT), request_of("b", range(5000, 5010))
+        blocks = engine.admit(prompt)
+        engine.cache.free(blocks)
+        stall.enter_context(simulated.stalled())
+        planned = engine.plan([(prompt, blocks, 0, 100)])
+        engine.execute(planned, compute=False)
+        engine.compute(prompt.token_ids, blocks, 0, 0)
+        assert engine.finish(prompt, blocks) == (True, None)
+        theirs = engine.admit(other)
+        for _ in range(3):
+            report = Call(lambda: engine.step([(other, theirs, 0, 10)], compute=False)).result()
+            assert not report.finished_sending
+        assert engine.scheduler.has_pending_push_work()
+        stall.close()
+        named: list[str] = []
+        until(lambda: named.extend(engine.step([]).finished_sending) or named, what="the end of the reads")
+        engine.step([])
+        assert named == ["a"] and not engine.scheduler.has_pending_push_work()
+        assert num_held(engine) == 6
+
+
+@pytest.mark.parametrize("how", ["preempted", "aborted"])
+def test_pages_that_wait_are_given_up_before_their_blocks_are_anothers(
+    how: str, little_staging: None
+) -> None:
+    with on_device() as engine, ExitStack() as stall:
+        prompt = request_of("a", PROMPT)
+        blocks = engine.admit(prompt)
+        planned = engine.plan([(prompt, blocks, 0, 100)])
+        stall.enter_context(simulated.stalled())
+        engine.hear(engine.execute(planned, compute=False))
+        if how == "aborted":
+            assert engine.finish(prompt, blocks, RequestEnd.ABORTED)[0]
+        planned = engine.plan([], preempted=frozenset({"a"} if how == "preempted" else ()))
+        giving_up = Call(lambda: engine.execute(planned))
+        time.sleep(0.1)
+        assert not giving_up.ended, "the device may still read them"
+        stall.close()
+        report = giving_up.result()
+        assert report.finished_sending == frozenset({"a"} if how == "aborted" else ())
+        engine.cache.free(blocks)
+        assert num_held(engine) == 0
+        assert failures(engine, "save") == {"cancelled": 6}
+
+
+def test_pages_that_find_no_staging_memory_in_time_are_counted(little_staging: None) -> None:
+    with on_device(lookup={"save_timeout_s": 0.2}) as engine, simulated.stalled():
+        prompt = request_of("a", PROMPT)
+        blocks = engine.admit(prompt)
+        planned = engine.plan([(prompt, blocks, 0, 100)])
+        engine.hear(engine.execute(planned, compute=False))
+        num_held(engine)
+        assert failures(engine, "save") == {"timeout": 4, "no_memory": 2}
 
 
 @pytest.mark.gpu

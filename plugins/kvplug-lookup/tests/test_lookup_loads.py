@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from kvplug import ClosedError
-from kvplug.engine import TransferStats
-from kvplug.transport import BackgroundThread, Deadline, DeviceMark, GetJob
+from kvplug.engine import StalledError, TransferStats
+from kvplug.metrics.record import RecordedStore
+from kvplug.transport import BackgroundThread, Deadline, DeviceMark, GetJob, MissReason, PageBuffers
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.peers import PeerStore
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call, until
-from lookup_engines import PROMPT, config, failures, pair, promised
+from lookup_engines import PROMPT, both, config, failures, pair, promised
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -168,3 +169,47 @@ def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:
         peer.close()
         decode.worker._context.peers.close()
         assert first.outcome(5) is not None
+
+
+# -- copies that land late -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GetJob, Any]]:
+    """Gets of which nothing comes and that end when they are cancelled, with a copy under way. And their
+    memory."""
+    gets: list[tuple[GetJob, Any]] = []
+
+    def submit_get(_: RecordedStore, pages: Any, **__: Any) -> GetJob:
+        job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
+        job.on_cancel(lambda: job.set([MissReason.CANCELLED] * job.count, settled=False))
+        gets.append((job, pages.memory))
+        return job
+
+    monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
+    return gets
+
+
+def test_blocks_are_computed_again_once_no_late_copy_can_land_in_them(late: Any) -> None:
+    with both({"stall_timeout_s": 0.1}) as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        prompt, blocks, *rest = promised(engine, request_of("a", PROMPT), 96)
+        assert engine.step([(prompt, blocks, *rest)]).invalid_block_ids == frozenset(blocks[:6])
+        computing = Call(lambda: engine.step([(prompt, blocks, 0, 100)]))
+        time.sleep(0.3)
+        assert not computing.ended, "a copy may still land in the blocks"
+        ((job, memory),) = late
+        memory.scatter(0, PageBuffers.empty(memory.format, len(memory)).rows())
+        job.settle()
+        assert not computing.result().invalid_block_ids
+        assert engine.is_right(prompt.token_ids, blocks, 100)
+
+
+def test_an_engine_whose_blocks_stay_in_use_is_told_so(late: Any) -> None:
+    with both({"stall_timeout_s": 0.1}, timeout_s=0.5) as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        prompt, blocks, *rest = promised(engine, request_of("a", PROMPT), 96)
+        engine.step([(prompt, blocks, *rest)])
+        with pytest.raises(StalledError, match="blocks of request a are still being written from host"):
+            engine.step([(prompt, blocks, 0, 100)])
+        late[0][0].settle()

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from kvplug import build_connector
-from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism
+from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism, WorkerOutput
 from kvplug.metrics.record import RecordedStore
-from kvplug.transport import ChainMemo, Deadline, GetJob, MissReason, pack_tokens
+from kvplug.transport import (
+    ChainMemo,
+    Deadline,
+    GetJob,
+    Job,
+    MissReason,
+    PageBuffers,
+    PageRows,
+    PutReason,
+    pack_tokens,
+)
 from kvplug_lookup.connector.keys import PromptChains, namespace_of
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_testing.engine import MODEL, NUM_LAYERS, CallOrder, FakeEngine, layout_of, request_of
@@ -152,6 +163,81 @@ def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_hav
         worker.shutdown()
 
 
+# -- pages that are not kept -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """While ``refusing.now`` is true, no page from the third one of a put on is kept."""
+
+    class Switch:
+        now = True
+
+    put = RecordedStore.submit_put
+
+    def submit_put(store: RecordedStore, pages: Any, **given: Any) -> Job[PutReason | None]:
+        if not Switch.now:
+            return put(store, pages, **given)
+        taken = slice(0, 2)
+        rows = pages.memory.rows()
+        memory = PageBuffers(pages.memory.format, PageRows(rows.buffer, rows.offsets[taken], rows.nbytes))
+        first = attrs.evolve(pages, keys=pages.keys[taken], identities=pages.identities[taken], memory=memory)
+        job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(None))
+        results = put(store, first, **given).wait(10)
+        job.set([*results, *[PutReason.NO_ROOM] * (len(pages.keys) - len(results))])
+        return job
+
+    monkeypatch.setattr(RecordedStore, "submit_put", submit_put)
+    return Switch
+
+
+@pytest.mark.parametrize("by", ["a later step", "a later request"])
+def test_pages_that_a_store_refused_are_saved(
+    by: str, refusing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvplug_lookup.connector.tracked._MAX_PAUSE_S", 0.0)
+    with both() as engine:
+        prompt = request_of("a", PROMPT)
+        blocks = engine.admit(prompt)
+        engine.step([(prompt, blocks, 0, 100)])
+        assert num_held(engine) == 2
+        refusing.now = False
+        if by == "a later request":
+            engine.finish(prompt, blocks)
+            engine.settle()
+            engine.prefill(request_of("again", PROMPT))
+        else:
+            engine.step([])  # whose report says what was not kept
+            engine.step([(prompt, blocks, 99, 1)])
+        assert num_held(engine) == 6
+        assert_loads(engine, request_of("b", PROMPT), 96)
+
+
+def test_pages_count_as_saved_once_every_worker_has_kept_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvplug_lookup.connector.tracked._MAX_PAUSE_S", 0.0)
+    said: dict[str, Any] = {
+        key: [] for key in ("failed_loads", "spoilt_saves", "stalled", "slow", "refused", "settled")
+    }
+
+    def hear(rank: int, step: int, unsaved: dict[str, int], read_until: int) -> None:
+        part = {**said, "rank": rank, "step": step, "unsaved": unsaved, "read_until": read_until}
+        part |= {"rates": None, "reset": False}
+        engine.scheduler.update_connector_output(WorkerOutput(worker_metadata=(part,)))
+
+    given = config("both", host=an_address("workers"))
+    with FakeEngine(given, parallelism=Parallelism(num_workers=2, tensor_size=2)) as engine:
+        a, b, c = (request_of(name, tokens(100, first=1000 * at)) for at, name in enumerate("abc"))
+        blocks = {prompt.request_id: engine.admit(prompt) for prompt in (a, b, c)}
+        engine.plan([(prompt, blocks[prompt.request_id], 0, 100) for prompt in (a, b, c)])
+        hear(0, 1, {}, 1)
+        assert engine.finish(b, blocks["b"])[0], "the other worker may still read it"
+        hear(1, 1, {"a": 3}, 1)
+        assert not engine.finish(c, blocks["c"])[0]
+        planned: Any = engine.plan([(a, blocks["a"], 99, 1)]).metadata
+        assert [(save["request_id"], save["first_page"]) for save in planned["saves"]] == [("a", 3)]
+        assert (planned["ended"], planned["forget"]) == (("b",), ("c",))
+
+
 def test_a_load_before_the_cache_is_known_is_refused() -> None:
     from kvplug.engine import LayoutError
 
@@ -169,5 +255,6 @@ def test_an_engine_of_a_page_that_a_store_cannot_take_goes_on(caplog: pytest.Log
     with FakeEngine(given, listen="unix:") as prefill:
         prefill.prefill(request_of("a", PROMPT), chunk=50)
         assert prefill.worker._saver.bytes_unsaved == 0
-        assert set(prefill.figures()["failures"]["save"]) == {"no_room"}
-        assert "no room" in caplog.text
+        num_held(prefill)
+        assert set(prefill.figures()["failures"]["save"]) == {"too_large"}
+        assert "too_large" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from kvplug import needs_layer_hooks
 from kvplug.engine import Request, ScheduledRequest, SchedulerOutput
 from kvplug.transport import Presence
 from kvplug_lookup.connector.replica import Replica
+from kvplug_testing.contract.connector.schedules import arrivals, scheduled
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import until
 from lookup_engines import (
@@ -191,15 +193,31 @@ def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted()
 # -- what is not saved ---------------------------------------------------------------------------
 
 
-def test_pages_beyond_the_bound_of_what_may_wait_are_given_up_and_counted() -> None:
+def test_pages_beyond_the_bound_of_what_is_gathered_are_read_out_of_the_blocks() -> None:
     given = config("producer", {"max_unsaved": 6 * PAGE_BYTES})
     with FakeEngine(given, listen="unix:") as prefill:
         prompts = [request_of(f"p{number}", tokens(100, first=1000 * number)) for number in range(3)]
-        prefill.step([(prompt, prefill.admit(prompt), 0, 100) for prompt in prompts])
-        assert num_held(prefill) == 6
+        planned = prefill.plan([(prompt, prefill.admit(prompt), 0, 100) for prompt in prompts])
+        prefill.worker.bind_connector_metadata(planned.metadata)
+        gathered = [batch for batch in prefill.worker._saver._batches if batch.memory is not None]
+        assert [len(batch.chains) for batch in gathered] == [6]
+        prefill.execute(planned)
+        assert num_held(prefill) == 18
         assert prefill.worker._saver.bytes_unsaved == 0
-        stats = prefill.figures()
-        assert stats["failures"]["save"] == {"no_room": 2}
+        assert "save" not in prefill.figures()["failures"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_an_engine_does_while_its_blocks_are_read_what_it_loads_is_right(seed: int) -> None:
+    chance = random.Random(seed)
+    with both({"max_unsaved": 2 * PAGE_BYTES, "async_load": bool(seed % 2)}) as engine:
+        engine.free_blocks = engine.free_blocks[:96]
+        coming = arrivals(chance, "r", 16)
+        for prefix in ("first", "second"):
+            schedule = scheduled(engine, chance)
+            schedule.submit(*(attrs.evolve(each, request_id=prefix + each.request_id) for each in coming))
+            schedule.run()
+        assert schedule.audit.num_loaded
 
 
 def test_a_full_store_makes_room_by_use_and_evictions_are_counted() -> None:

@@ -128,6 +128,8 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> Non
         "slow": [],
         "refused": [],
         "settled": [],
+        "unsaved": {},
+        "read_until": 0,
         "rates": None,
     }
 

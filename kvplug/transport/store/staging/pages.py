@@ -124,13 +124,13 @@ def queue_scatter(
                     move(layer, part, staged.part(on_device, part, run))
 
 
-def queue_gather(staged: StagedPages, blocks: PageBlocks, stream: Any) -> None:
-    """Queue copies of the first pages out of the cache into all staged ones."""
+def queue_gather(staged: StagedPages, blocks: PageBlocks, first: int, stream: Any) -> None:
+    """Queue copies out of the cache into all staged pages, from page ``first`` of ``blocks`` on."""
     import torch
 
     pages = range(len(staged))
     with on_stream(stream):
-        move = blocks.mover(0, len(staged), into_cache=False)
+        move = blocks.mover(first, len(staged), into_cache=False)
         for layer in range(staged.format.num_layers):
             here = staged.layer(layer)
             on_device = torch.empty(len(here), dtype=torch.uint8, device=blocks.device)

@@ -8,7 +8,8 @@ engine's kernels nor hold them up, beyond what they must:
 - a get's copies run after what the blocks were used for before (``PageBlocks.after``, or what the calling
   thread has queued), and a layer counts as there when the device has come past its copy;
 - a put's copies run after what the calling thread has queued, which has computed the pages; and what that
-  thread queues next runs after them, so that blocks may be used again at once.
+  thread queues next runs after them, so that blocks may be used again at once, unless some pages wait for
+  host memory (``Job.reusable``).
 
 Requests with memory of the host, or of a device that the store serves itself, pass straight through.
 """
@@ -20,7 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvplug.errors import ClosedError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
@@ -28,6 +29,7 @@ from kvplug.net.exhaustion import exhaustion_of
 from kvplug.net.fork import close_after_fork
 from kvplug.net.streams import acquire_stream, release_stream
 from kvplug.net.threads import BackgroundThread, hold_at_exit
+from kvplug.transport.store.format import PageFormat
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageMemory
 from kvplug.transport.store.results import MissReason, PutReason
@@ -37,16 +39,13 @@ from kvplug.transport.store.staging.transfers import Get, Lane, Put, Transfer
 from kvplug.transport.store.store import PageRequest, Store
 from kvplug.transport.store.wrapper import StoreWrapper
 
-if TYPE_CHECKING:
-    pass
-
 _log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 256 << 20
 """Of pinned memory, by default."""
 _PIECE: Final = 4
-"""A large get comes in pieces of this part of the pinned memory: while one is copied to the device, the next
-ones are read."""
+"""Many pages come and go in pieces of this part of the pinned memory: while one is copied to the device, the
+next ones are read from the store; and the reverse."""
 _LOOK_S: Final = (50e-6, 1e-3)
 """How long the thread sleeps before it looks again at what the device has to do: at first, and at most. Marks
 of a device cannot be waited for together, nor with a deadline."""
@@ -69,9 +68,8 @@ class StagedStore(StoreWrapper):
 
         Args:
             timeout_s: the default deadline of a job.
-            memory: shared with other stores of this process; by default its own, of :data:`MAX_BYTES`. A get
-                that finds none free waits for it, and a large one comes in pieces; pages of a put that find
-                none free are not kept.
+            memory: shared with other stores of this process; by default its own, of :data:`MAX_BYTES`. A
+                request that finds none free waits for it, and a large one comes in pieces.
             devices: types of devices for which the store needs no staging.
         """
         super().__init__(store)
@@ -101,22 +99,20 @@ class StagedStore(StoreWrapper):
             return self.store.submit_put(pages, timeout=timeout)
         self._check_open()
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(timeout, self._timeout_s))
-        form, count = pages.series.format, len(pages.keys)
-        staged: StagedPages | None = None
+        put: Put | None = None
         try:
             lane = self._lane(pages.memory.device, Put)
-            staged = lane.pages_at_once(form, count)
-            if refused := pages.keys[0 if staged is None else len(staged) :]:
-                self.store.withdraw(refused)
-            if staged is None:
-                job.set([PutReason.NO_ROOM] * job.count)
+            if not (most := self._most(pages.series.format)):
+                self.store.withdraw(pages.keys)
+                job.set([PutReason.NO_MEMORY] * job.count)
                 return job
-            put = Put(self.store, job, pages, lane, staged)
+            put = Put(self.store, job, pages, lane, most)
+            put.begin()
         except Exception as e:  # of the device
-            if staged is not None:
+            if put is not None:
                 lane.stream.synchronize()  # some copies may have been queued
-                self._memory.give_back(staged.memory)
-            job.set([PutReason.NO_ROOM if exhaustion_of(e) else PutReason.OTHER] * job.count)
+                put.abandon()
+            job.set([PutReason.NO_MEMORY if exhaustion_of(e) else PutReason.OTHER] * job.count)
             _log.warning("pages are not copied out of a cache on %s: %s", pages.memory.device, e)
             return job
         self._add(put)
@@ -130,11 +126,10 @@ class StagedStore(StoreWrapper):
         job = GetJob(len(pages.keys), form.num_layers, Deadline.after(timeout, self._timeout_s))
         try:
             lane = self._lane(pages.memory.device, Get)
-            most = StagedPages.most_in(form, self._memory.nbytes // _PIECE)
-            if not most and StagedPages.nbytes_of(form, 1) > self._memory.nbytes:
+            if not (most := self._most(form)):
                 job.set([MissReason.NO_MEMORY] * job.count)
                 return job
-            get = Get(self.store, job, pages, lane, max(1, most))
+            get = Get(self.store, job, pages, lane, most)
         except Exception as e:  # of the device
             job.set([MissReason.NO_MEMORY if exhaustion_of(e) else MissReason.OTHER] * job.count)
             _log.warning("pages are not copied into a cache on %s: %s", pages.memory.device, e)
@@ -157,6 +152,11 @@ class StagedStore(StoreWrapper):
         else:
             for kind in (Get, Put):
                 self._lane(memory.device, kind)
+
+    def _most(self, form: PageFormat) -> int:
+        """How many pages are staged together; 0: not even one has room."""
+        most = StagedPages.most_in(form, self._memory.nbytes // _PIECE)
+        return most or int(StagedPages.nbytes_of(form, 1) <= self._memory.nbytes)
 
     def _is_direct(self, memory: PageMemory) -> bool:
         return memory.device.partition(":")[0] in self._direct

@@ -7,6 +7,7 @@ again. It never waits for the device: marks say what has run there.
 from __future__ import annotations
 
 import abc
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from kvplug.errors import ClosedError
 from kvplug.net.streams import DeviceMark, on_stream
 from kvplug.transport.store.cache_blocks import PageBlocks
 from kvplug.transport.store.format import PageFormat
@@ -30,7 +32,7 @@ _PUT_REASONS: Final = {
     MissReason.TIMEOUT: PutReason.TIMEOUT,
     MissReason.CANCELLED: PutReason.CANCELLED,
     MissReason.CLOSED: PutReason.CLOSED,
-    MissReason.NO_MEMORY: PutReason.NO_ROOM,
+    MissReason.NO_MEMORY: PutReason.NO_MEMORY,
 }
 
 
@@ -66,15 +68,10 @@ class Lane:
 
         mark.hold(torch.get_device_module(self.device).current_stream(self.device))
 
-    def pages(self, form: PageFormat, count: int, waiter: object) -> StagedPages | None:
-        """Host memory for so many pages; ``None``: not now. The waiter has a turn."""
+    def pages(self, form: PageFormat, count: int, waiter: object = None) -> StagedPages | None:
+        """Host memory for so many pages; ``None``: not now. The waiter has a turn, before those that only ask
+        again."""
         part = self.memory.take(StagedPages.nbytes_of(form, count), waiter)
-        return None if part is None else StagedPages(form, count, part)
-
-    def pages_at_once(self, form: PageFormat, count: int) -> StagedPages | None:
-        """Host memory for so many pages, or for as many as there is some; ``None``: for none."""
-        count = min(count, StagedPages.most_in(form, self.memory.largest()))
-        part = self.memory.take(StagedPages.nbytes_of(form, count)) if count else None
         return None if part is None else StagedPages(form, count, part)
 
 
@@ -257,51 +254,85 @@ def _found(results: list[MissReason | None]) -> list[range]:
     return runs
 
 
+@attrs.define(eq=False)
+class _PutPiece:
+    """Pages of one put that are staged together."""
+
+    pages: range
+    staged: StagedPages | None = None
+    mark: DeviceMark | None = None
+    """Behind the copies into ``staged``, until the device has come past it."""
+    job: Job[PutReason | None] | None = None
+    results: list[PutReason | None] | None = None
+    is_over: bool = False
+
+
 class Put(Transfer):
-    """Pages out of a cache on a device."""
+    """Pages out of a cache on a device.
+
+    As many pieces as there is host memory for are copied at once. The others wait for memory that is given
+    back, behind every get that waits, at most until the deadline; until then the blocks are in use.
+    """
 
     job: Job[PutReason | None]
 
     def __init__(
-        self,
-        store: Store,
-        job: Job[PutReason | None],
-        request: PageRequest,
-        lane: Lane,
-        staged: StagedPages,
+        self, store: Store, job: Job[PutReason | None], request: PageRequest, lane: Lane, max_pages: int
     ) -> None:
-        """To be called in the thread that asks: what that queues next for the device runs after the pages are
-        read, so the blocks may be used again at once.
+        """``max_pages``: that are staged together."""
+        assert isinstance(request.memory, PageBlocks)
+        self.job = job
+        self._store = store
+        self._request = request
+        self.lane = lane
+        self._blocks = request.memory
+        self._pieces = [
+            _PutPiece(range(at, min(at + max_pages, job.count))) for at in range(0, job.count, max_pages)
+        ]
+        self._num_read = 0
+        """Pieces whose copies were queued."""
+        self._lock = threading.RLock()
+        """Held while pages go to the store: a removal finds them either here or there."""
+        job.on_cancel(self._cancel)
 
-        ``staged``: for the first pages; the others are not kept.
+    def begin(self) -> None:
+        """To be called in the thread that asks. What that queues next for the device runs after the pages
+        that are copied at once; where these are all of the request, the blocks may be used again.
 
         Raises:
             RuntimeError: the device failed, or has no memory.
         """
-        assert isinstance(request.memory, PageBlocks)
-        self.job = job
-        self._store = store
-        self.lane = lane
-        self._staged: StagedPages | None = staged
-        self._request = part_of(request, range(len(staged)), staged)
-        self._num_refused = job.count - len(staged)
-        self._lock = threading.RLock()
-        """Held while the pages go to the store: a removal finds them either here or there."""
-        self._inner: Job[PutReason | None] | None = None
-        lane.follow(request.memory.after)
-        lane.follow(DeviceMark(lane.device))
-        queue_gather(staged, request.memory, lane.stream)
-        self._mark = lane.mark()
-        lane.go_before(self._mark)
-        self.is_on_device = True
-        job.on_cancel(self._cancel)
+        self.lane.follow(self._blocks.after)
+        self.lane.follow(DeviceMark(self.lane.device))
+        if all(map(self._gather, self._pieces)):
+            self.lane.go_before(self.lane.mark())
+            self.job.allow_reuse()
+
+    def _gather(self, piece: _PutPiece) -> bool:
+        """Queue the copies of a piece. Returns whether there was memory for it."""
+        piece.staged = self.lane.pages(self._request.series.format, len(piece.pages))
+        if piece.staged is None:
+            return False
+        try:
+            queue_gather(piece.staged, self._blocks, piece.pages.start, self.lane.stream)
+        finally:  # some copies may be queued though others could not be
+            piece.mark = self.lane.mark()
+            self.is_on_device = True
+        self._num_read += 1
+        return True
 
     def _cancel(self) -> None:
         self.end(MissReason.CANCELLED)
         self.lane.wake()
 
     def failed(self, reason: MissReason) -> list[PutReason | None]:
-        return [_PUT_REASONS.get(reason, PutReason.OTHER)] * self.job.count
+        found: list[PutReason | None] = []
+        for piece in self._pieces:
+            why = _PUT_REASONS.get(reason, PutReason.OTHER)
+            if reason is MissReason.TIMEOUT and piece.staged is None:
+                why = PutReason.NO_MEMORY
+            found += [why] * len(piece.pages) if piece.results is None else piece.results
+        return found
 
     def forget(self, keys: frozenset[bytes] | None) -> None:
         """Pages are removed: if some of these have not reached the store, none of the request are put.
@@ -309,34 +340,61 @@ class Put(Transfer):
         ``None``: every page is removed.
         """
         with self._lock:
-            if self._inner is None and (keys is None or not keys.isdisjoint(self._request.keys)):
-                self._cancel()
+            for piece in self._pieces:
+                mine = self._request.keys[piece.pages.start : piece.pages.stop]
+                if piece.job is None and (keys is None or not keys.isdisjoint(mine)):
+                    self._cancel()
 
     def step(self) -> bool:
         if not self.job.done and self.job.deadline.expired:
             self.end(MissReason.TIMEOUT)
-        if self.is_on_device:
-            if not self._mark.is_passed:
-                return False
-            self.is_on_device = False
+        for piece in self._pieces:
+            if not piece.is_over and not self._step(piece):
+                break  # the next one is staged when this one has its memory
+        self.is_on_device = any(piece.mark is not None for piece in self._pieces)
+        if not self.is_on_device and (self.job.done or self._num_read == len(self._pieces)):
+            self.job.settle()
+        over = all(piece.is_over or (self.job.done and piece.staged is None) for piece in self._pieces)
+        if over:
+            self.job.set(self.failed(MissReason.OTHER))
+            self.abandon()
+        return over
+
+    def _step(self, piece: _PutPiece) -> bool:
+        """Returns whether the piece has its memory."""
+        if piece.staged is None and (self.job.done or not self._gather(piece)):
+            return False
+        if piece.mark is not None:
+            if not piece.mark.is_passed:
+                return True
+            piece.mark = None
+        assert piece.staged is not None
         with self._lock:
-            if self._inner is None and not self.job.done:
-                left = self.job.deadline.remaining()
-                self._inner = self._store.submit_put(self._request, timeout=left)
-                self._inner.watch(self.lane.wake)
-        inner = self._inner
+            if piece.job is None and not self.job.done:
+                request = part_of(self._request, piece.pages, piece.staged)
+                piece.job = self._store.submit_put(request, timeout=self.job.deadline.remaining())
+                piece.job.watch(self.lane.wake)
+        inner = piece.job
         if inner is not None:
             if self.job.done:
                 inner.cancel()
-                self.job.settle()
             if not (inner.done and inner.settled):
-                return False
-            self.job.set([*(inner.results() or ()), *[PutReason.NO_ROOM] * self._num_refused])
-        self.abandon()
+                return True
+            piece.results = inner.results()
+        piece.is_over = True
+        self._give_back(piece)  # for the next piece
         return True
 
-    def abandon(self) -> None:
-        staged, self._staged = self._staged, None
+    def _give_back(self, piece: _PutPiece) -> None:
+        staged, piece.staged = piece.staged, None
         if staged is not None:
             self.lane.memory.give_back(staged.memory)
+
+    def abandon(self) -> None:
+        for piece in self._pieces:
+            self._give_back(piece)
         self.job.settle()
+        for piece in self._pieces:
+            if piece.job is None:
+                with contextlib.suppress(ClosedError):
+                    self._store.withdraw(self._request.keys[piece.pages.start : piece.pages.stop])

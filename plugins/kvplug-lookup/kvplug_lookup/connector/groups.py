@@ -44,6 +44,11 @@ class Groups:
         """Tokens in a block."""
         return self.layout.block_size
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether an engine frees some blocks of a request while it runs."""
+        return any(window is not None for window in self._windows)
+
     def check_page(self, page_tokens: int) -> None:
         """Check that the beginning of a page is still there when its end is computed.
 

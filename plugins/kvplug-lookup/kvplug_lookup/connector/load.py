@@ -106,6 +106,11 @@ class Load:
     def request_id(self) -> str:
         return self.plan.request_id
 
+    @property
+    def route(self) -> str:
+        """Its sources, and how the pages of each come, for people."""
+        return "; ".join(": ".join(filter(None, (part.source, part.route))) for part in self.parts)
+
     # -- asking --------------------------------------------------------------------------------
 
     def begin(self, part: Part, store: Store, series: Series) -> None:
@@ -232,13 +237,15 @@ class Load:
             for part in self.parts
         )
 
-    def settle(self) -> None:
-        """Wait until nothing is copied any more, which is a matter of one copy, and note what was missed."""
+    def wait_settled(self, timeout: float) -> bool:
+        """Return whether nothing is copied any more, at the latest after ``timeout`` seconds."""
+        deadline = Deadline.after(timeout)
         with self._lock:
             self._changed.wait_for(lambda: not any(part.is_asking for part in self.parts))
-        for part in self.parts:
-            if part.job is not None:
-                part.job.wait_settled(self._stall_timeout_s)
+        return all(part.job is None or part.job.wait_settled(deadline.remaining()) for part in self.parts)
+
+    def end(self) -> None:
+        """Note what was missed."""
         if self._is_over:
             return
         self._is_over = True

@@ -64,14 +64,16 @@ class LookupConnectorOptions:
         default=10.0,
         unit="seconds",
         above=0,
-        help="How long a store may take to keep a step's pages before they are given up (and counted).",
+        help="How long a store may take to keep a request's pages of one step before they are given up (and"
+        " counted), for each 128 MiB of them.",
     )
     max_unsaved: int | None = option(
         default=None,
         unit="bytes",
         at_least=1,
-        help="KV that may wait to be kept by a store; pages beyond it are given up (and counted). None: as"
-        " much as `buffer_size`.",
+        help="KV that is copied out of a cache in host memory while it waits to be kept by a store; the store"
+        " reads pages beyond it out of the engine's blocks, which stay in use until then. None: as much as"
+        " `buffer_size`.",
     )
     events: str | None = option(
         default=None,

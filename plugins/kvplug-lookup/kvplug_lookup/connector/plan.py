@@ -78,6 +78,8 @@ class StepPlan:
     saves: tuple[SavePlan, ...] = ()
     forget: tuple[str, ...] = ()
     """Requests that ended or were preempted: stop whatever goes on for them."""
+    ended: tuple[str, ...] = ()
+    """Requests that ended, whose blocks are the workers' until their pages are read."""
     reset: bytes = b""
     """Before anything else: forget all that was saved until now. The bytes are new for each reset; empty: no
     reset."""
@@ -115,6 +117,7 @@ class StepPlan:
                 SavePlan(**{**save, "block_ids": _tables(save["block_ids"])}) for save in plain["saves"]
             ),
             forget=tuple(plain["forget"]),
+            ended=tuple(plain["ended"]),
             reset=plain["reset"],
             num_tokens=plain["num_tokens"],
             left=tuple(plain["left"]),

@@ -1,4 +1,10 @@
-"""Saving the pages that a step completes: gathered on the model's thread, kept by the stores behind it."""
+"""Saving the pages that a step completes: gathered on the model's thread, kept by the stores behind it.
+
+The store reads pages that are not gathered out of the engine's blocks: all of a cache on a device, and of
+another cache those for which the store, or ``max_unsaved``, leaves no memory. Until they are read the blocks
+are *lent*: the scheduler side keeps those of a request that has ended. Of a request that is preempted or
+aborted, pages that are not read yet are given up.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvplug import KvplugError
-from kvplug.engine import TransferStats
+from kvplug.engine import StalledError, TransferStats
 from kvplug.transport import (
     BackgroundThread,
     Job,
@@ -36,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_BEHIND = 64
 """Batches of pages that wait to be copied between stores. What is more is given up: one store has it."""
+_TIMED_BYTES = 128 << 20
+"""What a store may take ``save_timeout_s`` for."""
 _CLOSE_S = 5.0
 
 
@@ -53,15 +61,23 @@ class _Batch:
     """Pages of one request that a step completes."""
 
     request_id: str
+    step: int
+    first_page: int
+    """Number of the first page in the sequence."""
     block_ids: frozenset[int]
     chains: list[bytes]
     identities: list[bytes]
     source: PageBlocks
     memory: PageBuffers | None
-    """Where they are gathered; ``None``: they are on a device, and the store reads them there."""
+    """Where they are gathered; ``None``: the store reads them in the cache."""
     started: float
+    job: Job[PutReason | None] | None = None
     gathered: set[int] = attrs.field(factory=set)
     """Layers that are in ``memory``."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.chains) * self.source.format.nbytes
 
 
 class Saver:
@@ -93,9 +109,15 @@ class Saver:
         self._has_warned = False
         self._batches: list[_Batch] = []
         """Of this step."""
+        self._lent: list[_Batch] = []
+        """Of earlier steps, whose blocks a store may still read."""
+        self._step = -1
+        """The latest one with pages to save."""
         self._lock = threading.Lock()
         self._unsaved = 0
         self._settled: list[bytes] = []
+        self._unsaved_from: dict[str, int] = {}
+        """By request the first page that was not kept."""
         self._num_resets = 0
         self._behind: queue.SimpleQueue[tuple[int, str, list[bytes], list[bytes]] | None]
         self._behind = queue.SimpleQueue()
@@ -110,13 +132,15 @@ class Saver:
 
     # -- on the model's thread -----------------------------------------------------------------
 
-    def begin(self, plans: Sequence[SavePlan]) -> None:
+    def begin(self, step: int, plans: Sequence[SavePlan]) -> None:
         """A step begins: find memory for the pages that it completes, and say that they are coming."""
         for plan in plans:
+            self._step = step
             try:
                 self._begin_one(plan)
             except KvplugError as e:
-                self._give_up(str(e), "other", plan.chains(self.first.series.format.page_tokens))
+                chains = plan.chains(self.first.series.format.page_tokens)
+                self._give_up(str(e), "other", plan.request_id, plan.first_page, chains)
 
     def _begin_one(self, plan: SavePlan) -> None:
         tier = self.first
@@ -136,30 +160,25 @@ class Saver:
                 return
             begin, end = wanted[0], wanted[-1] + 1
             self._settle([*chains[:begin], *chains[end:]])
-        chains, identities, keys = chains[begin:end], identities[begin:end], keys[begin:end]
-        room = self._take_bytes(len(chains), form.nbytes)
-        memory, count = self._allocate(room) if self._gathers else (None, room)
-        self._return_bytes((room - count) * form.nbytes)
-        if count < len(chains):
-            what = f"the store {tier.name!r} has no room" if room > count else "more would exceed max_unsaved"
-            self._give_up(what, "no_room", chains[count:])
-        if not count:
-            return
-        chains, identities, keys = chains[:count], identities[:count], keys[:count]
-        first_token = (plan.first_page + begin) * form.page_tokens
-        source = self._groups.pages(form, self._views, plan.block_ids, first_token, len(chains))
-        tier.store.declare(tier.series, keys, timeout=self._wait_timeout_s)
-        self._batches.append(
-            _Batch(
+        tier.store.declare(tier.series, keys[begin:end], timeout=self._wait_timeout_s)
+        memory, count = self._allocate(self._room(end - begin, form.nbytes)) if self._gathers else (None, 0)
+        for first, last, where in ((begin, begin + count, memory), (begin + count, end, None)):
+            if first == last:
+                continue
+            first_token = (plan.first_page + first) * form.page_tokens
+            batch = _Batch(
                 plan.request_id,
+                self._step,
+                plan.first_page + first,
                 frozenset(itertools.chain.from_iterable(plan.block_ids)),
-                chains,
-                identities,
-                source,
-                memory,
+                chains[first:last],
+                identities[first:last],
+                self._groups.pages(form, self._views, plan.block_ids, first_token, last - first),
+                where,
                 time.perf_counter(),
             )
-        )
+            self._count_bytes(batch, 1)
+            self._batches.append(batch)
 
     def _compare(self, tier: Tier, num_pages: int) -> None:
         """Warn, once, of a prompt that is larger than the store."""
@@ -179,7 +198,7 @@ class Saver:
 
     def _allocate(self, count: int) -> tuple[PageBuffers | None, int]:
         """Memory of the first store for so many pages, or for fewer, and for how many."""
-        while count:  # the first pages are those that most prompts begin with
+        while count:
             memory = self.first.store.allocate(self.first.series, count)
             if memory is not None:
                 return memory, count
@@ -206,9 +225,22 @@ class Saver:
         return frozenset(batch.request_id for batch in spoilt)
 
     def forget(self, request_id: str) -> None:
-        """It ended, was preempted, or its KV is not to be trusted."""
+        """It ended, was preempted, or its KV is not to be trusted: no store reads its blocks any more."""
         for batch in [batch for batch in self._batches if batch.request_id == request_id]:
             self._drop(batch)
+        self._take_back([batch for batch in self._lent if batch.request_id == request_id])
+
+    def _take_back(self, batches: Sequence[_Batch]) -> None:
+        """Return when no store reads the blocks of these, which is a matter of one copy."""
+        jobs = [batch.job for batch in batches if batch.job is not None and not batch.job.reusable]
+        for job in jobs:
+            job.cancel()
+        for job in jobs:
+            if not job.wait_settled(self._timeout_s):
+                raise StalledError(
+                    f"the store {self.first.name!r} still reads blocks {self._timeout_s:g} s after a save was"
+                    " given up: restart this engine, and what is behind that store"
+                )
 
     def _drop(self, batch: _Batch) -> None:
         self._batches.remove(batch)
@@ -216,7 +248,7 @@ class Saver:
         if batch.memory is not None:
             tier.store.free(batch.memory)
         tier.store.withdraw(tier.series.keys_of(batch.chains))
-        self._return_bytes(len(batch.chains) * batch.source.format.nbytes)
+        self._count_bytes(batch, -1)
         self._settle(batch.chains)
 
     def end(self) -> None:
@@ -235,18 +267,24 @@ class Saver:
                 memory=batch.source if batch.memory is None else batch.memory,
             )
             try:
-                job = tier.store.submit_put(request, timeout=self._timeout_s)
+                timeout = self._timeout_s * -(-batch.nbytes // _TIMED_BYTES)
+                job = batch.job = tier.store.submit_put(request, timeout=timeout)
             except KvplugError as e:
-                self._return_bytes(len(batch.chains) * batch.source.format.nbytes)
-                self._give_up(str(e), "closed", batch.chains)
+                self._count_bytes(batch, -1)
+                self._give_up(str(e), "closed", batch.request_id, batch.first_page, batch.chains)
                 continue
+            if batch.memory is None:
+                self._lent.append(batch)
             job.add_done_callback(self._noting(batch))
+        if self._groups.has_windows:  # the engine may use blocks again that have left a window
+            self._take_back(self._lent)
 
     def reset(self, salt: bytes, shard_series: dict[str, Series]) -> None:
         """Nothing that was gathered by now is kept, and the first store forgets what it has, if it is ours
         alone."""
         for batch in list(self._batches):
             self._drop(batch)
+        self._take_back(self._lent)
         with self._lock:
             self._num_resets += 1
             for tier in self._tiers:
@@ -256,7 +294,27 @@ class Saver:
             if not tier.store.is_shared:
                 tier.store.submit_remove(None)
 
+    def lends(self, request_id: str) -> bool:
+        """Whether a store may still read the blocks of this request."""
+        self._end_loans()
+        return any(batch.request_id == request_id for batch in (*self._batches, *self._lent))
+
+    @property
+    def read_until(self) -> int:
+        """The latest step up to which all pages were read out of the engine's blocks."""
+        self._end_loans()
+        return min((batch.step for batch in (*self._batches, *self._lent)), default=self._step + 1) - 1
+
+    def _end_loans(self) -> None:
+        self._lent = [batch for batch in self._lent if batch.job is not None and not batch.job.reusable]
+
     # -- from other threads --------------------------------------------------------------------
+
+    def take_unsaved(self) -> dict[str, int]:
+        """By request the first page that was not kept, since the last call."""
+        with self._lock:
+            unsaved, self._unsaved_from = self._unsaved_from, {}
+            return unsaved
 
     def take_settled(self) -> list[bytes]:
         """Chains of pages that the first store has kept, or that are given up, since the last call."""
@@ -274,7 +332,7 @@ class Saver:
         num_resets, series = self._num_resets, self.first.series
 
         def note(job: Job[PutReason | None]) -> None:
-            self._return_bytes(len(batch.chains) * batch.source.format.nbytes)
+            self._count_bytes(batch, -1)
             results = job.results() or []
             kept = [reason is None for reason in results]
             seconds = time.perf_counter() - batch.started
@@ -288,6 +346,8 @@ class Saver:
             for reason in results:
                 if reason is not None:
                     self._stats.fail("save", str(reason))
+            if not all(kept):
+                self._miss(batch.request_id, batch.first_page + kept.index(False))
             self._settle(batch.chains)
             if len(self._tiers) > 1 and num_resets == self._num_resets:
                 whole = [at for at, is_kept in enumerate(kept) if is_kept]
@@ -304,22 +364,26 @@ class Saver:
         with self._lock:
             self._settled += chains
 
-    def _take_bytes(self, count: int, page_bytes: int) -> int:
-        """Count so many pages as waiting to be kept. Returns how many may wait: at least one, where none
-        does."""
+    def _room(self, count: int, page_bytes: int) -> int:
+        """So many of these pages may be gathered: at least one, where nothing waits to be kept."""
         with self._lock:
             fit = max(self._max_bytes - self._unsaved, 0 if self._unsaved else page_bytes) // page_bytes
-            count = max(0, min(count, fit))
-            self._unsaved += count * page_bytes
-            return count
+            return max(0, min(count, fit))
 
-    def _return_bytes(self, nbytes: int) -> None:
+    def _count_bytes(self, batch: _Batch, sign: int) -> None:
         with self._lock:
-            self._unsaved -= nbytes
+            self._unsaved += sign * batch.nbytes
 
-    def _give_up(self, error: str, reason: str, chains: Sequence[bytes]) -> None:
+    def _miss(self, request_id: str, page: int) -> None:
+        with self._lock:
+            self._unsaved_from[request_id] = min(page, self._unsaved_from.get(request_id, page))
+
+    def _give_up(
+        self, error: str, reason: str, request_id: str, first_page: int, chains: Sequence[bytes]
+    ) -> None:
         _log.warning("%d pages are not saved: %s", len(chains), error)
         self._stats.fail("save", reason)
+        self._miss(request_id, first_page)
         self._settle(chains)
 
     # -- between stores ------------------------------------------------------------------------

@@ -36,13 +36,15 @@ from kvplug.transport import (
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.engines import EngineSources
 from kvplug_lookup.connector.groups import Groups
+from kvplug_lookup.connector.kept import KeptBlocks
 from kvplug_lookup.connector.keys import PromptChains, Shard, namespace_of, shard_of
 from kvplug_lookup.connector.load_cost import LoadCostModel, num_tokens_timed
 from kvplug_lookup.connector.matching import Matcher, Runs, Search, first_of, tokens_of
 from kvplug_lookup.connector.options import LookupConnectorOptions
-from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
+from kvplug_lookup.connector.plan import LoadPlan, StepPlan
 from kvplug_lookup.connector.publisher import EventPublisher, open_events
 from kvplug_lookup.connector.replica import Replica
+from kvplug_lookup.connector.save_planner import SavePlanner
 from kvplug_lookup.connector.sources import AskedSource, Source, followed, peers_of
 from kvplug_lookup.connector.tracked import Tracked
 
@@ -80,6 +82,7 @@ class LookupScheduler(SchedulerConnector):
         self._tracked: dict[str, Tracked] = {}
         self._planned_loads: list[LoadPlan] = []
         self._forget: list[str] = []
+        self._kept = KeptBlocks(context.parallelism.num_workers, context.cache.num_blocks)
         self._heard = -1
         """The latest step that a worker has reported something about; -1: none."""
         self._reset = b""
@@ -113,6 +116,13 @@ class LookupScheduler(SchedulerConnector):
         try:
             if self._saves and options.events is not None:
                 self._events, self._publisher = open_events(context, self._page_tokens, self._block_size)
+            self._save_planner = SavePlanner(
+                self._groups,
+                page_tokens=self._page_tokens,
+                own=self._own,
+                wait_timeout_s=options.wait_timeout_s,
+                events=self._events,
+            )
             self._open_sources()
         except BaseException:
             self.shutdown()
@@ -328,10 +338,17 @@ class LookupScheduler(SchedulerConnector):
         self, request: Request, block_ids: BlockIds, end: RequestEnd
     ) -> tuple[bool, dict[str, Any] | None]:
         tracked = self._tracked.pop(request.request_id, None)
-        self._forget.append(request.request_id)
         # A load that no step has started yet will never be named, so nothing may wait for that.
         was_planned = self._drop_loads({request.request_id})
-        return tracked is not None and tracked.is_loading and not was_planned, None
+        if tracked is not None and tracked.is_loading and not was_planned:
+            self._forget.append(request.request_id)
+            return True, None
+        if tracked is None or self._kept.is_read(tracked.saved_in) or not any(block_ids):
+            self._forget.append(request.request_id)
+            return False, None
+        if not self._kept.keep(request.request_id, block_ids) or end is not RequestEnd.FINISHED:
+            self._forget.append(request.request_id)  # they are free when the workers have stopped reading
+        return True, None
 
     def _drop_loads(self, request_ids: Collection[str]) -> bool:
         """Loads that were planned for these and not yet told to the workers; whether there were any."""
@@ -364,10 +381,10 @@ class LookupScheduler(SchedulerConnector):
         return True
 
     def has_pending_push_work(self) -> bool:
-        """The workers are told of a reset by a step, and tell what is saved by one; an engine without
+        """The workers are told of a reset by a step, and tell what is saved or read by one; an engine without
         requests makes none otherwise.
         """
-        return bool(self._reset) or any(source.is_expecting for source in self._own[:1])
+        return bool(self._reset or self._kept) or any(source.is_expecting for source in self._own[:1])
 
     def _note_reset(self) -> None:
         self._num_reset += 1
@@ -386,7 +403,7 @@ class LookupScheduler(SchedulerConnector):
             self._drop_loads(output.preempted_request_ids - scheduled)
         for request_id in output.preempted_request_ids:
             if request_id in self._tracked:
-                self._tracked[request_id].num_saved = 0
+                self._tracked[request_id].restart_saves()
                 forget.append(request_id)
         if self._reset:
             self._salt = self._reset
@@ -397,8 +414,9 @@ class LookupScheduler(SchedulerConnector):
             step=output.step,
             heard=self._heard,
             loads=tuple(self._planned_loads),
-            saves=tuple(self._plan_saves(output)) if self._saves else (),
+            saves=tuple(self._save_planner.plans(output, self._tracked)) if self._saves else (),
             forget=tuple(forget),
+            ended=self._kept.take_new(),
             reset=self._reset,
             num_tokens=num_tokens_timed(output, self._tracked),
             left=left,
@@ -409,49 +427,8 @@ class LookupScheduler(SchedulerConnector):
             self._reset, self._reset_step, self._num_reset = b"", output.step, 0
         return plan.to_plain()
 
-    def _plan_saves(self, output: SchedulerOutput) -> Any:
-        for scheduled in output.scheduled:
-            tracked = self._tracked.get(scheduled.request_id)
-            if tracked is None:
-                continue
-            if tracked.is_old and scheduled.num_computed_tokens:
-                continue
-            tracked.is_old = False
-            # What an engine computes again, having gone back, is saved again.
-            first = min(tracked.num_saved, scheduled.num_computed_tokens // self._page_tokens)
-            end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
-            if end // self._page_tokens <= first:
-                continue
-            request = tracked.request
-            token_ids = request.token_ids[: request.num_prompt_tokens]
-            if output.token_ids is not None:
-                token_ids = tuple(output.token_ids(request.request_id))
-            # Tokens that this step computes and that are known; never those of a draft.
-            end = min(end, len(token_ids))
-            last = end // self._page_tokens
-            if last <= first:
-                continue
-            tracked.num_saved = last
-            blocks = self._groups.tables(output.block_ids(request.request_id), last * self._page_tokens)
-            first = self._groups.first_whole_page(blocks, first, last, self._page_tokens)
-            if last <= first:
-                continue
-            chains = tracked.chains.upto(token_ids, end)
-            for source in self._own[:1]:
-                source.expect(chains[first:last], self._context.options.wait_timeout_s)
-            if self._events is not None:
-                self._events.plan(request, token_ids, chains[:last], first)
-            tokens = token_ids[first * self._page_tokens : last * self._page_tokens]
-            yield SavePlan(
-                request_id=request.request_id,
-                first_page=first,
-                parent=tracked.chains.parent_of(first),
-                packed_tokens=pack_tokens(tokens),
-                block_ids=blocks,
-                has_reader=tracked.has_reader,
-            )
-
     def update_connector_output(self, output: WorkerOutput) -> None:
+        self._kept.free(output.finished_sending)
         for request_id in output.finished_recving:
             if request_id in self._tracked:
                 self._tracked[request_id].is_loading = False
@@ -477,10 +454,14 @@ class LookupScheduler(SchedulerConnector):
                 source.refuse()
         for source in self._own[:1]:
             source.settle(part["settled"], rank)
+        self._kept.hear(rank, part["read_until"])
+        for request_id, page in part["unsaved"].items():
+            if request_id in self._tracked:
+                self._tracked[request_id].miss(page)
         for request_id in part["failed_loads"]:
             if request_id in self._tracked:
                 self._tracked[request_id].has_failed = True
-                self._tracked[request_id].num_saved = 0
+                self._tracked[request_id].restart_saves()
         for request_id in part["spoilt_saves"]:
             if request_id in self._tracked:
-                self._tracked[request_id].num_saved = 0
+                self._tracked[request_id].restart_saves()

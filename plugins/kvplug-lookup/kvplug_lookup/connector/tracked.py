@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from typing import Final
+
 import attrs
 
 from kvplug.engine import Request
 from kvplug_lookup.connector.keys import PromptChains
 from kvplug_lookup.connector.matching import Runs, Search
+
+_MAX_PAUSE_S: Final = 60.0
+"""The longest pause before pages that were not kept are saved again; the first is a second."""
 
 
 @attrs.define(eq=False)
@@ -24,10 +30,35 @@ class Tracked:
     sources: tuple[Runs, ...] = ()
     """Of what is promised: for each worker."""
     num_saved: int = 0
-    """Pages whose save is planned, or which need none."""
+    """Pages whose save was planned, or which need none."""
+    unsaved_from: int | None = None
+    """The first page that a worker has not kept, though its save was planned."""
+    num_unsaved: int = 0
+    """How often a worker has said so."""
+    save_again_at: float = 0.0
+    """When these pages are planned again."""
+    saved_in: int = -1
+    """The last step that saves some of its pages."""
     has_failed: bool = False
     """A load failed: it is computed from now on, without another try."""
     is_loading: bool = False
     """A background load is writing into its blocks."""
     is_old: bool = False
     """It may hold KV from before a reset: nothing of it is saved until its first token is computed again."""
+
+    def restart_saves(self) -> None:
+        """All its pages are saved again, in later steps."""
+        self.num_saved, self.unsaved_from = 0, None
+
+    def miss(self, page: int) -> None:
+        """A worker has not kept this page."""
+        self.unsaved_from = page if self.unsaved_from is None else min(page, self.unsaved_from)
+        self.save_again_at = time.monotonic() + min(2.0**self.num_unsaved, _MAX_PAUSE_S)
+        self.num_unsaved += 1
+
+    def take_unsaved(self) -> int | None:
+        """The first page whose save is to be tried again now."""
+        if self.unsaved_from is None or time.monotonic() < self.save_again_at:
+            return None
+        page, self.unsaved_from = self.unsaved_from, None
+        return page

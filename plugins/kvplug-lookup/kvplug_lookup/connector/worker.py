@@ -14,6 +14,7 @@ from kvplug.engine import (
     PeerLink,
     Plain,
     Role,
+    StalledError,
     WorkerConnector,
     page_views,
 )
@@ -66,6 +67,8 @@ class LookupWorker(WorkerConnector):
         self._works_by_layer = False
         """Something of this step is loaded in front of its layers, or gathered behind them."""
         self._loads: dict[str, Load] = {}
+        self._unsettled: list[Load] = []
+        """Loads that have failed, and whose blocks may still be written."""
         self._num_evicted: dict[str, int] = {}
         """Pages that stores without events have given up, as far as they are counted."""
         self._ended_at: dict[str, float] = {}
@@ -82,6 +85,10 @@ class LookupWorker(WorkerConnector):
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._spoilt_saves: set[str] = set()
+        self._ended: set[str] = set()
+        """Requests that ended, and whose blocks are kept until the stores have read their pages."""
+        self._read_until = -1
+        """The last step whose pages are known to the scheduler side to be read."""
         self._stalled: set[str] = set()
         self._slow: set[str] = set()
         self._refused: set[str] = set()
@@ -208,8 +215,20 @@ class LookupWorker(WorkerConnector):
         for request_id in request_ids:
             self._forget(request_id)
             if (load := self._loads.get(request_id)) is not None:
-                while not load.has_ended:  # the engine uses the blocks again when this returns
-                    load.settle()
+                self._wait_settled(load)  # the engine uses the blocks again when this returns
+
+    def _wait_settled(self, load: Load) -> None:
+        """Return when nothing is copied into the load's blocks any more, which is a matter of one copy.
+
+        Raises:
+            StalledError: it does not end. The engine must not use the blocks, and has no others.
+        """
+        timeout_s = self._context.config.timeout_s
+        if not load.wait_settled(timeout_s):
+            raise StalledError(
+                f"blocks of request {load.request_id} are still being written from {load.route},"
+                f" {timeout_s:g} s after the load ended: restart this engine, and what is behind that source"
+            )
 
     def _forget(self, request_id: str) -> None:
         if self._saver is not None:
@@ -223,6 +242,9 @@ class LookupWorker(WorkerConnector):
         assert isinstance(metadata, Mapping)
         self._plan = plan = StepPlan.from_plain(metadata)
         self._step = plan.step
+        while self._unsettled:  # the engine computes their blocks again from here on
+            self._wait_settled(self._unsettled[0])
+            del self._unsettled[0]
         waits = any(not load.in_background for load in plan.loads)  # then its time says little of computing
         self._step_began = self._timed_mark() if plan.num_tokens and self._caches and not waits else None
         self._suspect = {block: step for block, step in self._suspect.items() if step > plan.heard}
@@ -237,8 +259,9 @@ class LookupWorker(WorkerConnector):
             self._leave(name)
         for name, contacts in plan.joined:
             self._peers[name] = PeerStore(self._context, dict(enumerate(contacts)), self._shard, name)
+        self._ended.update(plan.ended)
         if self._saver is not None:
-            self._saver.begin(plan.saves)
+            self._saver.begin(plan.step, plan.saves)
         loads = any(not load.in_background for load in plan.loads)
         self._works_by_layer = loads or (self._saver is not None and self._saver.gathers_layers)
 
@@ -348,11 +371,13 @@ class LookupWorker(WorkerConnector):
             if part.job is not None:
                 ended_at = max(self._ended_at.get(part.source, 0.0), part.job.progressed_at)
                 self._ended_at[part.source] = ended_at
-        load.settle()
+        if not load.wait_settled(self._context.options.stall_timeout_s):
+            self._unsettled.append(load)
+        load.end()
         if load.error is not None:
             self._note_failure(load)
             return
-        self.last_route = "; ".join(": ".join(filter(None, (part.source, part.route))) for part in load.parts)
+        self.last_route = load.route
         for part in load.parts:
             if part.job is not None:
                 ended = part.ended_at or time.monotonic()
@@ -392,7 +417,10 @@ class LookupWorker(WorkerConnector):
             if load.has_ended:
                 received.append(load.request_id)
                 self._end(load)
-        return frozenset(), frozenset(received)
+        saver = self._saver
+        sent = frozenset(name for name in self._ended if saver is None or not saver.lends(name))
+        self._ended -= sent
+        return sent, frozenset(received)
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
         self._settle_loads()
@@ -400,14 +428,21 @@ class LookupWorker(WorkerConnector):
         return failed
 
     def build_worker_metadata(self) -> Plain:
-        settled = self._saver.take_settled() if self._saver is not None else []
-        if not (self._saver is not None and self.first_tier.store.is_shared):
-            settled = []  # a store with events tells of its pages itself
+        settled: list[bytes] = []
+        unsaved: dict[str, int] = {}
+        read_until = self._read_until
+        if self._saver is not None:
+            settled, unsaved = self._saver.take_settled(), self._saver.take_unsaved()
+            read_until = self._saver.read_until
+            if not self.first_tier.store.is_shared:
+                settled = []  # a store with events tells of its pages itself
         costs = self._costs.take()
         has_suspects = self._step in self._suspect.values()
         news = self._failed_requests or self._spoilt_saves or has_suspects or self._plan.reset
-        if not (news or settled or costs or self._refused or not self._has_said_shard):
+        saved = settled or unsaved or read_until != self._read_until
+        if not (news or saved or costs or self._refused or not self._has_said_shard):
             return None
+        self._read_until = read_until
         said: dict[str, Any] = {
             "rank": self._context.parallelism.worker_rank,
             "step": self._step,
@@ -418,6 +453,8 @@ class LookupWorker(WorkerConnector):
             "refused": sorted(self._refused),
             "reset": bool(self._plan.reset),
             "settled": settled,
+            "unsaved": unsaved,
+            "read_until": read_until,
             "rates": costs,
         }
         if not self._has_said_shard:

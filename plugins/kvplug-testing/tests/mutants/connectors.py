@@ -128,6 +128,25 @@ class TestRemembersItsBestAnswer(Mutant):
             return tracked.answered[1] or answer[0], answer[1]
 
 
+class TestCountsAsSavedWhatIsPlanned(Mutant):
+    """What it has once planned to save is never saved again."""
+
+    breaks = ("CONN-11",)
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._planned: set[Any] = set()
+
+        def _save(self, save: Any) -> None:
+            key = (save["extra"], tuple(save["tokens"]))
+            if key not in self._planned:
+                self._planned.add(key)
+                super()._save(save)
+            elif self._table is not None:
+                self._table.settle(save["lease"], is_stored=False)
+
+
 # -- bytes -------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvplug.net.streams import DeviceMark
 from kvplug.transport.store.staging import store, transfers
 from kvplug.transport.store.staging.pages import StagedPages
+from kvplug_lookup.connector import kept
 from kvplug_testing import ConnectorContract, StoreContract
 from kvplug_testing.simulated import streams
 
@@ -102,7 +103,9 @@ class TestForgetsTheDeadline(Mutant):
         step = transfers.Put.step
 
         def wait(put: transfers.Put) -> bool:
-            put._mark.wait()
+            for piece in put._pieces:
+                if piece.mark is not None:
+                    piece.mark.wait()
             return step(put)
 
         monkeypatch.setattr(transfers.Put, "step", wait)
@@ -141,6 +144,35 @@ class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
         def go_before(self, mark: DeviceMark) -> None:
             if self.stream in streams._streams:
                 streams._streams.remove(self.stream)
+
+
+class TestGivesUpWhatFindsNoStagingMemory(ConnectorMutant):
+    """Pages that find no host memory at once are not kept."""
+
+    breaks = ("CONN-11",)
+    caught_by = "test_a_prompt_larger_than_the_staging_memory_is_kept_whole"
+
+    @pytest.fixture(autouse=True)
+    def _impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        begin = transfers.Put.begin
+
+        def begin_and_drop(put: transfers.Put) -> None:
+            begin(put)
+            del put._pieces[put._num_read :]
+            put.job.count = sum(len(piece.pages) for piece in put._pieces)
+
+        monkeypatch.setattr(transfers.Put, "begin", begin_and_drop)
+
+
+class TestFreesBlocksThatAreStillRead(ConnectorMutant):
+    """The engine may use the blocks of a request that has ended, whatever is still read."""
+
+    breaks = ("CONN-11",)
+    caught_by = "test_a_prompt_larger_than_the_staging_memory_is_kept_whole"
+
+    @pytest.fixture(autouse=True)
+    def _hasty(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kept.KeptBlocks, "is_read", lambda *_: True)
 
 
 class TestLoadsCountOnceTheyAreQueued(ConnectorMutant):

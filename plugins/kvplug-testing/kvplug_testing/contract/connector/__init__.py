@@ -11,6 +11,7 @@ from kvplug_testing.contract.connector.lying_peers import LyingPeers
 from kvplug_testing.contract.connector.preemption import Preemption
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
+from kvplug_testing.contract.connector.saves import Saves
 from kvplug_testing.contract.connector.schedules import Schedules
 from kvplug_testing.contract.connector.stalls import Stalls
 from kvplug_testing.contract.connector.stats import Stats
@@ -21,6 +22,7 @@ class ConnectorContract(
     Failures,
     BlocksInUse,
     Preemption,
+    Saves,
     Schedules,
     Stats,
     CallSequence,

@@ -17,7 +17,12 @@ from kvplug.assembly.connector import build_connector
 from kvplug.assembly.registry import Registry
 from kvplug.config import Config
 from kvplug.engine.connector.values import Request
+from kvplug.metrics.record import RecordedStore
+from kvplug.net.deadline import Deadline
 from kvplug.transport.spec import ConnectorSpec, Kind
+from kvplug.transport.store.job import Job
+from kvplug.transport.store.memory import PageBuffers
+from kvplug.transport.store.results import PutReason
 from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
@@ -249,6 +254,33 @@ class ConnectorSuite(Contract):
             yield self.switch.is_held
         finally:
             self.switch.how = ""
+
+    @contextmanager
+    def refusing_saves(self) -> Iterator[None]:
+        """While the block runs, nothing that engines of this test save is kept; skips the test if nothing was
+        refused.
+
+        The default does it in stores that a config names. Override it for a connector that saves without any.
+        """
+        put, num_refused = RecordedStore.submit_put, 0
+
+        def refuse(store: RecordedStore, pages: Any, **_: Any) -> Job[PutReason | None]:
+            nonlocal num_refused
+            num_refused += 1
+            store.withdraw(pages.keys)
+            if isinstance(pages.memory, PageBuffers):
+                store.free(pages.memory)
+            job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(None))
+            job.set([PutReason.NO_ROOM] * job.count)
+            return job
+
+        RecordedStore.submit_put = refuse  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            RecordedStore.submit_put = put  # type: ignore[method-assign]
+        if not num_refused:
+            pytest.skip(f"{self.called} puts nothing into a store: override refusing_saves")
 
     def skip_unless_injected(self) -> None:
         """Skip the test if no load can have failed."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import attrs
 
-from kvplug.errors import PeerGoneError, TransportError
+from kvplug.errors import PeerGoneError, TimeoutError, TransportError
 from kvplug_testing.contract.connector import ConnectorContract
 from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
 
@@ -45,6 +45,18 @@ class MemoryConnectorContract(ConnectorContract):
             yield is_held
         finally:
             self._fault(None)
+
+    @contextlib.contextmanager
+    def refusing_saves(self) -> Iterator[None]:
+        def refuse(*_: object) -> None:
+            raise TimeoutError("the test wants it so")
+
+        table = EntryTable.at(self.config_of("both").control_address())
+        table.put = refuse  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            del table.put
 
     def _fault(self, fault: Callable[[PromptEntry], PromptEntry | None] | None) -> None:
         with contextlib.suppress(PeerGoneError):  # this test has no producer

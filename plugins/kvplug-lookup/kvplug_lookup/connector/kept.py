@@ -1,0 +1,55 @@
+"""Blocks of requests that ended before the workers had read their pages out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvplug.engine import BlockIds
+
+_MAX_SHARE: Final = 4
+"""Blocks of several requests wait for reads of their pages up to one in so many of the cache."""
+
+
+class KeptBlocks:
+    """Knows how far the workers have read, and for which requests the engine keeps blocks until they have."""
+
+    def __init__(self, num_workers: int, num_blocks: int) -> None:
+        """``num_blocks``: of the whole cache."""
+        self._read_until = [-1] * num_workers
+        """By worker the last step whose pages it has read."""
+        self._num_blocks = num_blocks
+        self._kept: dict[str, int] = {}
+        """How many blocks each request has."""
+        self._new: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def hear(self, rank: int, read_until: int) -> None:
+        """A worker has read the pages of all steps up to this one."""
+        self._read_until[rank] = read_until
+
+    def is_read(self, step: int) -> bool:
+        """Whether every worker has read the pages of that step."""
+        return step <= min(self._read_until)
+
+    def keep(self, request_id: str, block_ids: BlockIds) -> bool:
+        """The request has ended. Returns whether its blocks may wait until its pages are read.
+
+        Otherwise the reads are to be given up: there are too many.
+        """
+        is_first = not self._kept
+        self._kept[request_id] = sum(map(len, block_ids))
+        self._new.append(request_id)
+        return is_first or sum(self._kept.values()) <= self._num_blocks // _MAX_SHARE
+
+    def take_new(self) -> tuple[str, ...]:
+        """Requests that were kept since the last call."""
+        new, self._new = self._new, []
+        return tuple(new)
+
+    def free(self, request_ids: Iterable[str]) -> None:
+        """The workers have named these: the engine has freed their blocks."""
+        for request_id in request_ids:
+            self._kept.pop(request_id, None)

@@ -1,0 +1,84 @@
+"""Which pages a step saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvplug.engine import SchedulerOutput
+from kvplug.transport import pack_tokens
+from kvplug_lookup.connector.block_events import BlockEvents
+from kvplug_lookup.connector.groups import Groups
+from kvplug_lookup.connector.plan import SavePlan
+from kvplug_lookup.connector.sources import Source
+from kvplug_lookup.connector.tracked import Tracked
+
+
+class SavePlanner:
+    """Plans saves of the whole pages that a step completes, and again of those that were not kept."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        *,
+        page_tokens: int,
+        own: Sequence[Source],
+        wait_timeout_s: float,
+        events: BlockEvents | None,
+    ) -> None:
+        """
+        Args:
+            own: the sources that the workers put pages into; the first one is told which.
+            wait_timeout_s: how long a request waits for such a page.
+            events: is told which blocks the pages have.
+        """
+        self._groups = groups
+        self._page_tokens = page_tokens
+        self._own = own
+        self._wait_timeout_s = wait_timeout_s
+        self._events = events
+
+    def plans(self, output: SchedulerOutput, requests: Mapping[str, Tracked]) -> Iterator[SavePlan]:
+        """The saves of a step, of those requests that are known."""
+        for scheduled in output.scheduled:
+            tracked = requests.get(scheduled.request_id)
+            if tracked is None:
+                continue
+            if tracked.is_old and scheduled.num_computed_tokens:
+                continue
+            tracked.is_old = False
+            # What an engine computes again, having gone back, is saved again.
+            first = min(tracked.num_saved, scheduled.num_computed_tokens // self._page_tokens)
+            if (unsaved := tracked.take_unsaved()) is not None:
+                first = min(first, unsaved)
+            end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+            if end // self._page_tokens <= first:
+                continue
+            request = tracked.request
+            token_ids = request.token_ids[: request.num_prompt_tokens]
+            if output.token_ids is not None:
+                token_ids = tuple(output.token_ids(request.request_id))
+            # Tokens that this step computes and that are known; never those of a draft.
+            end = min(end, len(token_ids))
+            last = end // self._page_tokens
+            if last <= first:
+                continue
+            tracked.num_saved = last
+            blocks = self._groups.tables(output.block_ids(request.request_id), last * self._page_tokens)
+            first = self._groups.first_whole_page(blocks, first, last, self._page_tokens)
+            if last <= first:
+                continue
+            tracked.saved_in = output.step
+            chains = tracked.chains.upto(token_ids, end)
+            for source in self._own[:1]:
+                source.expect(chains[first:last], self._wait_timeout_s)
+            if self._events is not None:
+                self._events.plan(request, token_ids, chains[:last], first)
+            tokens = token_ids[first * self._page_tokens : last * self._page_tokens]
+            yield SavePlan(
+                request_id=request.request_id,
+                first_page=first,
+                parent=tracked.chains.parent_of(first),
+                packed_tokens=pack_tokens(tokens),
+                block_ids=blocks,
+                has_reader=tracked.has_reader,
+            )
