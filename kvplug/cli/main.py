@@ -165,12 +165,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _start_log(level: str) -> None:
+    from kvplug.cli.log import show_log, show_warnings
+
     if not level:
+        show_warnings()
         return
     if level not in _LEVELS:
         from kvplug.errors import ConfigError
 
         raise ConfigError(f"KVPLUG_LOG: {level!r} was given; allowed is one of {', '.join(_LEVELS)}")
-    import logging
-
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    show_log(level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s")

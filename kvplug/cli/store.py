@@ -13,6 +13,7 @@ import click
 from kvplug.assembly.stores import StoreStats, serve_store, store_stats
 from kvplug.cli.completion import files, offers, overrides as complete_keys
 from kvplug.cli.groups import CommandGroup
+from kvplug.cli.log import show_log
 from kvplug.cli.table import show_table
 from kvplug.config import Config, format_value
 from kvplug.transport.spec import Kind
@@ -117,5 +118,4 @@ def _rows(found: StoreStats) -> dict[str, Any]:
 
 def _log_to_stderr() -> None:
     """Show who comes and goes, unless KVPLUG_LOG has set up a log."""
-    if not logging.getLogger().handlers:
-        logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s")
+    show_log("INFO", "%(asctime)s %(levelname)s %(message)s")

@@ -148,7 +148,8 @@ def crash():
 @hookimpl
 def kvplug_transports():
     made = {"factory": "a:b", "probe": HERE + ":probe", "options": HERE + ":Options"}
-    return [TransportSpec(kind="pipe", name="wire", **made)]
+    broken = TransportSpec(kind="pipe", name="broken", factory="kvplug_stranger.broken:Endpoint")
+    return [TransportSpec(kind="pipe", name="wire", **made), broken]
 
 @hookimpl
 def kvplug_connectors():
@@ -183,6 +184,7 @@ COMMANDS = (
     ["list", "--options", "wire"],
     ["list", "--options", "nothing"],
     ["explain", "role=both", "connector=plug", "transport=wire", "stores=shelf"],
+    ["explain", "role=both", "connector=memory", "stores=memory"],
     ["config", "show", "transport=wire", f"options.wire.evil={EVIL[:-1]}"],
     ["config", "check", "evil.toml"],
 )
@@ -193,8 +195,9 @@ def controls(text: str) -> set[str]:
 
 
 def test_texts_of_plugins_and_files_are_printable_in_every_command(site: Any) -> None:
-    site.add("stranger", STRANGER, version=f"1.0{EVIL[:-2]}", files={"shout.py": SHOUT})
-    site.add("broken", f"raise ValueError({EVIL!r})")
+    broken = f"raise ValueError({EVIL!r})"
+    site.add("stranger", STRANGER, version=f"1.0{EVIL[:-2]}", files={"shout.py": SHOUT, "broken.py": broken})
+    site.add("broken", broken)
     (site.folder / "evil.toml").write_text(f"connector = {json.dumps(EVIL)}\n{json.dumps(EVIL)} = 1\n")
     code = f"""
 from kvplug.cli.main import main
@@ -208,7 +211,8 @@ for arguments in {COMMANDS!r}:
     done = site.run("-c", code)
     assert done.returncode == 0, done.stderr
     assert not controls(done.stdout + done.stderr)
-    assert done.stdout.count("[31m") >= 7 and done.stderr.count("[31m") >= 4
+    assert done.stdout.count("[31m") >= 7 and done.stderr.count("[31m") >= 5
+    assert "'auto' passes it over" in done.stderr  # of the log
 
 
 def test_texts_of_peers_are_printable_in_every_command(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

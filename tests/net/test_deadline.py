@@ -31,7 +31,7 @@ def test_what_is_not_a_timeout_is_refused_by_name(timeout: Any) -> None:
         Deadline.after(timeout)
 
 
-def test_every_call_refuses_what_is_not_a_timeout_and_goes_on() -> None:
+def test_every_call_refuses_what_is_not_a_timeout_before_it_does_anything() -> None:
     """Of one object of each kind; what a kind's own calls do, its ABC's other users do too."""
     group = StatelessGroup.create("unix:", rank=0, world_size=1)
     writer = MemoryQueueEndpoint(QueueContext(options=None, credentials=Credentials())).create([])

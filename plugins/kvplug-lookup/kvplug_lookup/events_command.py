@@ -82,7 +82,10 @@ def _batches(address: str, replay: str | None, timeout_s: float | None) -> Itera
         subscribed = sockets.enter_context(context.socket(zmq.SUB))
         subscribed.ipv6 = True
         subscribed.subscribe(b"")
-        monitor = sockets.enter_context(subscribed.get_monitor_socket())
+        monitor = sockets.enter_context(context.socket(zmq.PAIR))
+        monitor.rcvhwm = 0  # where its events have no room, ZeroMQ's thread waits, and closing with it
+        subscribed.monitor("inproc://monitor", zmq.EVENT_ALL)
+        monitor.connect("inproc://monitor")
         subscribed.connect(address)
         poller = zmq.Poller()
         poller.register(subscribed, zmq.POLLIN)

@@ -124,8 +124,7 @@ def test_the_real_models_kv_crosses_and_the_tokens_are_those_of_the_model_alone(
     assert found["tokens_loaded"] == (found["prompt_tokens"] - 1) // 16 * 16
     assert found["kv_bytes"] == found["tokens_loaded"] * REAL_KV_BYTES
     assert found["gb_per_s"] == pytest.approx(found["kv_bytes"] / found["transfer_s"] / 1e9)
-    assert 0 < found["ttft_floor_s"] < found["ttft_recompute_s"]
-    assert 0 < found["ttft_s"] < found["ttft_recompute_s"]
+    assert 0 < found["ttft_floor_s"] <= found["ttft_s"] < found["ttft_recompute_s"]
     assert len(found["ttft_pairs"]) == 2
     assert (found["connector"], len(found["text"]) > 20) == ("lookup", True)
     assert any(reason.startswith(f"{found['transport']}: ") for reason in found["reasons"])
@@ -330,9 +329,10 @@ def store_of(name: str, folder: Path) -> Iterator[dict[str, str]]:
         yield {"KVPLUG_OPTIONS__HOST__CONTACT": contact}
 
 
-@pytest.mark.parametrize("name", ["fs", "host"])
-def test_a_second_run_finds_what_is_left_of_one_whose_processes_were_killed(model, name, tmp_path):
-    arguments = ("--model", model, "--store", name)
+@pytest.mark.parametrize(("name", "given"), [("fs", "--store"), ("host", "--store"), ("fs", "--config")])
+def test_a_second_run_finds_what_is_left_of_one_whose_processes_were_killed(model, name, given, tmp_path):
+    (tmp_path / "kvplug.toml").write_text(f"stores = ['{name}']\n")
+    arguments = ("--model", model, given, name if given == "--store" else str(tmp_path / "kvplug.toml"))
     with store_of(name, tmp_path) as environment:
         with nothing_left(), started(*arguments, *KEPT, **environment) as first:
             assert first.stdout.read(1), "decode has loaded what prefill has kept, and generates"

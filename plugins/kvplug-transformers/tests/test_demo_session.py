@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 import time
+from typing import ClassVar
 
 import pytest
 
 from kvplug_testing.peers import nothing_left
 from kvplug_transformers.demo import session as module
 from kvplug_transformers.demo.display import Display
+from kvplug_transformers.demo.runs import decode_and_compare
 from kvplug_transformers.demo.session import DECODE, PREFILL, Session, WorkerSilentError
+from kvplug_transformers.demo.settings import DemoSettings
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -89,6 +92,42 @@ def test_a_character_that_the_terminal_does_not_have_ends_nothing(monkeypatch):
         display.show(DECODE, {"event": "text", "text": "gr\u00fcn"})
     stdout.flush()
     assert stdout.buffer.getvalue() == b"gr?n"
+
+
+class Answered:
+    """A session whose workers have answered all that is asked."""
+
+    lost: ClassVar = {}
+    answers: ClassVar = {
+        "decoded": {
+            "ids": [1],
+            "text": "a",
+            "ttft_s": 0.3,
+            "tokens_loaded": 16,
+            "kv_bytes_per_token": 4,
+            "finish_reason": "length",
+            "error": "",
+            "store": "peer",
+            "stats": {"failures": {}, "ops": {"load": {"seconds": 0.2}}},
+        },
+        "recomputed": {"ttft_s": 2.0, "floor_s": 0.75, "pairs": []},
+        "generated": {"ids": [1], "imported": []},
+    }
+
+    def send(self, *_, **__):
+        pass
+
+    def wait_for(self, *awaited, **_):
+        return [self.answers[event] for _, event in awaited]
+
+
+def test_the_floor_of_the_time_to_the_first_token_is_never_above_it():
+    ready = {"transport": "cpu", "reasons": []}
+    with Display(quiet=True) as display:
+        report = decode_and_compare(
+            Answered(), display, DemoSettings(prompt="a"), [1, 2], [], notes=[], ready=ready
+        )
+    assert (report.ttft_s, report.ttft_floor_s) == (0.3, 0.3)
 
 
 def test_what_a_model_generates_and_a_worker_reports_is_printed_without_control_characters(capfd):

@@ -147,7 +147,6 @@ def _settings(
     return DemoSettings(
         prompt=PROMPT if prompt is None else prompt,
         overrides=overrides,
-        keeps=bool(stores),
         corrupt=corrupt,
         **rest,
     )

@@ -74,9 +74,11 @@ def listen_address(config: Config) -> str | None:
     return abstract if sys.platform == "linux" else "127.0.0.1:0"
 
 
-def start_worker(session: Session, name: str, folder: Path, settings: DemoSettings) -> None:
+def start_worker(session: Session, name: str, folder: Path, config: Config, settings: DemoSettings) -> None:
+    """Where stores are named, the prefill worker also loads what they have, such as KV of an earlier run."""
     session.start(name)
-    role = ("both" if settings.keeps else "producer") if name == PREFILL else "consumer"
+    has_stores = config.source_of("stores") != "default"
+    role = ("both" if has_stores else "producer") if name == PREFILL else "consumer"
     session.send(
         name, "start", role=role, model=str(folder), threads=num_cpus(), settings=settings.to_plain()
     )

@@ -26,8 +26,6 @@ class DemoSettings:
     layout: str | None = None
     """``None``: the connector's required layout, else ``KBTHD``."""
     corrupt: bool = False
-    keeps: bool = False
-    """The prefill worker also loads what its stores have, from an earlier run for example."""
     patience_s: float = 300.0
     """How long a worker may report nothing while the demo waits for it, beyond the worker's own deadlines."""
 
@@ -59,8 +57,9 @@ class Report:
     ttft_recompute_s: float | None
     """The same in the same process without a connector: the whole prompt is computed."""
     ttft_floor_s: float | None
-    """The same with the loaded tokens' KV in the engine's own blocks already, plus one copy of its bytes.
-    ``None``: nothing was loaded, or the first token was another one, by rounding."""
+    """The same with the loaded tokens' KV in the engine's own blocks already, the fastest of three times,
+    plus one copy of its bytes; at most ``ttft_s``. ``None``: nothing was loaded, or the first token was
+    another one, by rounding."""
     ttft_pairs: tuple[tuple[float, float], ...]
     """With ``--repeat``: the time to the first token, and its floor right after it, for each time that all KV
     was loaded again and both first tokens were the same."""
