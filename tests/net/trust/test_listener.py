@@ -244,7 +244,7 @@ def test_where_nobody_listens_there_is_nobody_and_it_is_said_at_once(address: st
 
 def test_a_contact_of_nobody_is_refused() -> None:
     for contact in ("unix:", "127.0.0.1:0", "nonsense", "/a/path"):
-        with pytest.raises(WireError, match="not a contact"):
+        with pytest.raises(WireError, match="is not an address"):
             dial(contact, OPEN, "test", 1)
 
 
