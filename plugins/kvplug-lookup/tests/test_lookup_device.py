@@ -166,3 +166,15 @@ def test_a_mark_in_a_gpus_stream_is_behind_what_this_thread_queued() -> None:
     thread.start()
     thread.join(30)
     assert found == [1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: what it does is not timed")
+def test_timed_marks_measure_what_a_gpu_does_between_them() -> None:
+    device = torch.device("cuda")
+    begun = DeviceMark(device, timed=True)
+    torch.cuda._sleep(100_000_000)
+    ended = DeviceMark(device, timed=True)
+    assert not ended.is_passed
+    ended.wait()
+    assert 0.01 < ended.seconds_since(begun) < 1

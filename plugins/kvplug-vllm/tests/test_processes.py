@@ -46,8 +46,10 @@ class Kind:
         if self.num_workers > 1:
             self._given |= {"distributed_executor_backend": "mp", "env": {**env, **UNBOUND}}
 
-    def start(self, transfer: Any = None, **env: str) -> Any:
-        return self._start(transfer, **{**self._given, "env": {**self._given["env"], **env}})
+    def start(self, transfer: Any = None, settings: Any = None, **env: str) -> Any:
+        return self._start(
+            transfer, **{**self._given, **(settings or {}), "env": {**self._given["env"], **env}}
+        )
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -128,6 +130,18 @@ def test_tokens_are_those_of_an_engine_of_as_many_processes_alone(
     assert [answer.tokens for answer in answers] == said
     assert [answer.num_cached for answer in answers] == [(len(prompt) - 1) // 32 * 32 for prompt in asked]
     assert count(decode, "transfers", "load") == len(asked) * kind.num_workers
+
+
+def test_unknown_weights_are_the_same_in_all_processes_of_one_start_and_not_after_a_restart(
+    kind: Kind, config_for: Any, free_port: Any, prompts: Any, tmp_path: Path
+) -> None:
+    options = {"fs": {"path": str(tmp_path)}}
+    config = config_for("kv_both", free_port(), engine_id="restarts", stores=["fs"], options=options)
+    prompt = max(prompts.values(), key=len)
+    for _ in range(2):
+        with kind.start(config, {"load_format": "dummy", "enable_prefix_caching": False}) as engine:
+            assert engine.one(prompt).num_cached == 0
+            assert engine.one(prompt).num_cached == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_each_worker_listens_on_a_port_of_its_own(kind: Kind, prefill: Any, port: int) -> None:

@@ -18,8 +18,8 @@ _HALF_LIFE: Final = 1 << 14
 """Tokens of prefill after which an older measurement counts half."""
 _KEPT: Final = 0.8
 """The weight of all older loads when one is added."""
-_FEWEST: Final = 3
-"""Loads from a source before anything is concluded: the first ones connect, and fill caches."""
+_FEWEST: Final = 2
+"""Loads from a source before anything is concluded: the first one opens pipes, and fills caches."""
 _MARGIN: Final = 2.0
 """A load may take so many times as long as computing: it leaves the processor to other requests."""
 _PEER_MARGIN: Final = 4.0
