@@ -179,10 +179,10 @@ class PageFolder:
         folder = os.path.dirname(path)
         try:
             _make(folder)
-            if not stat.S_ISDIR(os.lstat(folder).st_mode):
-                os.unlink(folder)
-                _make(folder)
             with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                    os.unlink(folder)
+                    _make(folder)
                 mode = os.lstat(path).st_mode
                 if stat.S_ISDIR(mode):
                     os.rmdir(path)
