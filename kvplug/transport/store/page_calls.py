@@ -78,7 +78,11 @@ class PageCalls:
         try:
             found = [bool(each) for each in self._store.has(keys)][: len(keys)]
             return found + [False] * (len(keys) - len(found))
-        except (PageError, ConnectionError):
+        except ConnectionError:
+            raise
+        except PageError as e:
+            if e.reason not in _PASSING:
+                self._report("cannot look for some pages, which count as absent", e)
             raise
         except Exception as e:
             if is_first:

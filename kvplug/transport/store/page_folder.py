@@ -116,7 +116,7 @@ class PageFolder:
         return f"{self.pages}/{name[:2]}/{name[2:]}"
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether there is a page under each key."""
+        """Whether there is a page under each key that this user may read."""
         found = [self._is_page(key) for key in keys]
         if not all(found):
             self.check_mounted()
@@ -125,17 +125,18 @@ class PageFolder:
     def _is_page(self, key: bytes) -> bool:
         try:
             path = self.path_of(key)
-            return stat.S_ISREG(os.lstat(path).st_mode) and not _is_link(os.path.dirname(path))
+            status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode) or _is_link(os.path.dirname(path)):
+                return False
+            # most pages are this user's own, which takes no further question
+            is_own = status.st_uid == os.geteuid() and status.st_mode & stat.S_IRUSR
+            return bool(is_own) or os.access(path, os.R_OK)
         except _ABSENT:
             return False
         except OSError as e:
             if e.errno in _FOREIGN:
                 return False
             raise
-
-    def can_read(self, key: bytes) -> bool:
-        """Whether there is a page, and this user may read it."""
-        return self._is_page(key) and os.access(self.path_of(key), os.R_OK)
 
     def open(self, key: bytes) -> int | None:
         """A descriptor to read the page from; ``None``: there is none. It does not wait for a pipe.
@@ -178,14 +179,14 @@ class PageFolder:
         folder = os.path.dirname(path)
         try:
             _make(folder)
-            if not stat.S_ISDIR(os.lstat(folder).st_mode):
-                os.unlink(folder)
-                _make(folder)
             with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                    os.unlink(folder)
+                    _make(folder)
                 mode = os.lstat(path).st_mode
                 if stat.S_ISDIR(mode):
                     os.rmdir(path)
-                elif not self.can_read(key):
+                elif not self._is_page(key):
                     os.unlink(path)
         except (IsADirectoryError, PermissionError) as e:
             raise PageError(MissReason.UNREADABLE, f"{e.filename} is in the way: {e.strerror}") from e

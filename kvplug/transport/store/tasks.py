@@ -188,9 +188,11 @@ class GetTask(Task):
         A key is a hash over the format and all tokens, so another format or identity under it is an accident
         as well, for example a changed bit in the header.
         """
-        _log.warning("a store returned a wrong page (%s), which is removed", reason)
-        if not self._calls.remove((key,))[0]:
+        is_removed = self._calls.remove((key,))[0]
+        if not is_removed:
             self._calls.is_unreadable(key, nbytes)
+        what = "is removed" if is_removed else "stays, and is not promised again"
+        _log.warning("a store returned a wrong page (%s), which %s", reason, what)
 
     def failed(self, reason: MissReason) -> list[MissReason | None]:
         return [reason if each is _UNKNOWN else each for each in self.results]

@@ -20,7 +20,6 @@ _NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 )
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_TRIES: Final = 3
 _MAX_BUFFERS: Final = 1024
 """Of one call of the system."""
 
@@ -63,14 +62,8 @@ class Folder(PageFolder):
     def publish(self, file: PageFile, key: bytes) -> bool:
         """Whether the file is the page of the key now; false: another one was there first."""
         path = self.path_of(key)
-        for tries_left in reversed(range(_TRIES)):
-            self.make_way(key)
-            try:
-                made = self._give_name(file.path, path)
-                break
-            except FileNotFoundError:  # an eviction in another process has just removed the page's folder
-                if not tries_left:
-                    raise
+        self.make_way(key)
+        made = self._give_name(file.path, path)
         if made and self.sync:
             _sync_folder(os.path.dirname(path))
         return made

@@ -68,8 +68,7 @@ class FolderStore(BlockingStore):
         if cost > self._budget:
             raise CapacityError(f"a page of {cost} bytes on the disk, and the budget is {self._budget}")
         with _read_only_is_no_permission():
-            self._folder.check_mounted()
-            if self._folder.can_read(key):
+            if self._folder.has((key,))[0]:
                 return True
             self._sweeper.wait_until_counted()
             if (kept := self._write(key, page, cost)) is not None:

@@ -115,8 +115,6 @@ class Sweeper:
                 self._ledger.release(cost, functools.partial(os.unlink, oldest.path))
             except FileNotFoundError:
                 continue  # another process was first, and has counted it
-            with contextlib.suppress(OSError):  # other pages are in it
-                os.rmdir(os.path.dirname(oldest.path))  # it takes an inode
             self.num_evicted += 1
             return cost
         return 0

@@ -313,8 +313,8 @@ def use_another_users_page(parent: peers.Parent, path: str) -> list[Any]:
     kept(store, pages)
     parent.send("kept")
     parent.recv()
-    results = ended(store.submit_get(pages.empty()))
     looked = held(store, pages)
+    results = ended(store.submit_get(pages.empty()))
     again = [str(each) for each in put(store, pages)]
     got(store, pages)
     store.close()

@@ -20,7 +20,12 @@ local use, costs, total_key, doomed = unpack(KEYS)
 local member, cost, budget, ttl = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local total = tonumber(redis.call('GET', total_key) or '0')
+local total = tonumber(redis.call('GET', total_key) or '0') or math.huge
+if total > budget or total < 0 then -- another program has changed it, or clients give other sizes
+    total = 0
+    for _, each in ipairs(redis.call('HVALS', costs)) do total = total + (tonumber(each) or 0) end
+    redis.call('SET', total_key, total)
+end
 if ttl > 0 then
     for _, old in ipairs(redis.call('ZRANGEBYSCORE', use, '-inf', now - ttl, 'LIMIT', 0, 256)) do
         total = total - tonumber(redis.call('HGET', costs, old) or '0')

@@ -240,6 +240,18 @@ def test_a_key_of_another_type_is_a_page_that_is_missed_alone_and_replaced(serve
     store.close()
 
 
+@pytest.mark.parametrize("total", [b"no number", b"9223372036854775807", b"-5"])
+def test_a_count_that_was_damaged_is_made_anew(server: RedisServer, total: bytes) -> None:
+    store, raw = opened(server, size=10 << 20), valkey.Valkey(port=server.port)
+    assert put(store, "a", "b") == [None, None]
+    counted = raw.get(Names("kvplug").budget[2])
+    raw.set(Names("kvplug").budget[2], total)
+    assert put(store, "c") == [None]
+    assert got(store, "a", "b", "c") == [None] * 3, "pages were evicted since they were counted wrongly"
+    assert int(raw.get(Names("kvplug").budget[2])) == int(counted) // 2 * 3
+    store.close()
+
+
 GREEDY = """
 import resource, sys
 sys.path[:0] = [{folder!r}]

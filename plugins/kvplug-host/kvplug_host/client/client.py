@@ -161,11 +161,10 @@ class HostClient(Store):
         return job
 
     def submit_remove(self, keys: Sequence[bytes] | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[bool]:
+        self._check_open()
         if keys is None:
-            self._check_open()
             raise UnsupportedError("other programs keep pages in this store, too")
         job: Job[bool] = Job(len(keys), self._deadline(timeout))
-        self._check_open()
         with self._lock:
             puts = list(self._puts)
         for put in puts:
@@ -334,8 +333,7 @@ class HostClient(Store):
         self._check_open()
         found: list[bytes] = []
         job: Job[bool] = Job(1, self._deadline(DEFAULT_TIMEOUT))
-        question = Question(job, False, 1)
-        number = self._requests.new_number()
+        question, number = Question(job, False, 1), self._requests.new_number()
 
         def answer(message: Any) -> None:
             found.extend(protocol.keys_of(message, protocol.MAX_LISTED))

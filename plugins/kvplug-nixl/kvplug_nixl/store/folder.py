@@ -110,12 +110,8 @@ class Folder(PageFolder):
         """Make the file aside the page of the key, unless another one was there first."""
         to = self.path_of(key)
         try:
-            try:
-                self.make_way(key)
-                os.link(path, to)
-            except FileNotFoundError:  # an eviction in another process has just removed the page's folder
-                self.make_way(key)
-                os.link(path, to)
+            self.make_way(key)
+            os.link(path, to)
         except FileExistsError:
             return  # the file is removed, and counted out
         except OSError as e:
@@ -213,8 +209,6 @@ class Folder(PageFolder):
             if each.path.startswith(self.pages):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(each.path)
-                with contextlib.suppress(OSError):  # other pages are in it
-                    os.rmdir(os.path.dirname(each.path))  # it takes an inode
                 totals.used_bytes -= each.cost
                 totals.num_pages -= 1
                 self.num_evicted += 1
