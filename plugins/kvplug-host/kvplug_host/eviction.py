@@ -114,7 +114,7 @@ class Eviction:
         """An engine that was expected has read a page. If none was, this is a use."""
         wait = self._wait(key)
         if wait is None:
-            self._move(key, self._often)
+            self.use(key)
         elif wait.num_readers == 1:
             self._move(key, wait.then)
         else:
@@ -122,8 +122,12 @@ class Eviction:
 
     def use(self, key: bytes) -> None:
         """A page was used."""
-        wait = self._wait(key)
-        if wait is None:
+        if key in self._often:  # fast, and the usual case
+            self._often.move_to_end(key)
+        elif key in self._once:
+            del self._once[key]
+            self._often[key] = None
+        elif (wait := self._wait(key)) is None:
             self._move(key, self._often)
         else:
             self._wait_on(key, wait._replace(then=self._often))
@@ -168,7 +172,8 @@ class Eviction:
         Those that may not go are set aside, until :meth:`restore`.
         """
         self._most = max(self._most, len(self))
-        self._end_waits()
+        if self._waiting:
+            self._end_waits()
         while self._once or self._often:
             once = bool(self._once) and (len(self._once) > self._goal or not self._often)
             queue, gone = (self._once, self._once_gone) if once else (self._often, self._often_gone)

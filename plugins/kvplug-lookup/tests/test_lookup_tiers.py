@@ -30,6 +30,7 @@ from lookup_engines import (
     first_store,
     num_held,
     pair,
+    promised,
     tokens,
     until_promised,
 )
@@ -193,6 +194,21 @@ def test_what_decode_has_still_to_load_outlives_what_it_has_loaded(mapped: bool)
             until_promised(decode, tokens(100, first=1000 * number), 96)
             assert_loads(decode, request_of(f"d{number}", tokens(100, first=1000 * number)), 96)
         until(lambda: first_store(prefill).usage().num_waiting == 0, what="that nothing waits")
+
+
+def test_what_was_promised_outlives_what_was_handed_over() -> None:
+    """Without an announcement: decode has loaded it before, and forgotten it."""
+    with pair(producer={"options": {"host": SMALL}}) as (prefill, decode):
+        for number in range(20):
+            handed_over(prefill, decode, number)
+        again = promised(decode, request_of("again", tokens(100)), 96)
+        pages = first_store(prefill)
+        until(lambda: pages.usage().num_waiting == 0, what="that nothing waits")
+        for number in range(20, 42):
+            saved(prefill, number)
+        report = decode.step([again])
+        assert report.invalid_block_ids == frozenset()
+        assert decode.is_right(again[0].token_ids, again[1], 100)
 
 
 def test_a_prompt_that_is_larger_than_the_store_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

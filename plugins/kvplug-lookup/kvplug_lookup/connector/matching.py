@@ -28,7 +28,8 @@ class Search:
     """When the request is computed instead of waiting for pages that are coming; 0: it does not wait yet;
     ``_HAS_WAITED``: it has waited, and does not again, however often it is asked about."""
     is_counted: bool = False
-    """Whether the pages that no source holds were counted: the engine may ask again."""
+    """Whether the pages that no source holds were counted, and the sources know what was promised: the engine
+    may ask again."""
 
 
 class Matcher:
@@ -74,8 +75,19 @@ class Matcher:
         if num_missing and not search.is_counted:
             for name, _ in search.inquiries:
                 self._stats.not_held(name, count=num_missing)
+        if not search.is_counted:
+            for rank, runs in enumerate(sources):
+                self._promise(chains, first, count, rank, runs)
         search.is_counted = True
         return count, tuple(first_of(runs, count) for runs in sources)
+
+    def _promise(self, chains: list[bytes], at: int, count: int, rank: int, runs: Runs) -> None:
+        """Tell peer engines which of their pages worker ``rank`` is going to load."""
+        peers = {source.name: source for source in self._sources[self.num_stores :]}
+        for name, length in first_of(runs, count):
+            if name in peers:
+                peers[name].promise(chains[at : at + length], rank)
+            at += length
 
     def _held_by(self, search: Search, chains: list[bytes], first: int, rank: int) -> tuple[int, Runs] | None:
         """The same for worker ``rank``. A source is asked only for what those before it do not have."""

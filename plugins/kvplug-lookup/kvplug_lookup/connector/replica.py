@@ -17,11 +17,12 @@ So a question about a prompt is answered locally, in microseconds. What keeps th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -56,6 +57,8 @@ _CONNECT_S = 10.0
 _RETRY_S = 1.0
 _REFUSED_S = 60.0
 """The longest pause after a refused handshake; each is twice the one before."""
+MAX_PROMISED = 1 << 12
+"""Pages in one message."""
 _PING_S = 0.2
 """A ping is a few bytes, and at most one is unanswered: there is room for it."""
 _JOIN_S = 3.0
@@ -201,6 +204,15 @@ class Replica:
         with self._lock:
             if self._link is not None:
                 self._index.expect(chains, for_s)
+
+    def promise(self, chains: Sequence[bytes]) -> None:
+        """Our worker is going to load these pages: the store evicts them later. Does not wait."""
+        link = self._link
+        if link is None:
+            return
+        for at in range(0, len(chains), MAX_PROMISED):
+            with contextlib.suppress(KvplugError):  # if it is lost, they are evicted as before
+                link.channel.send({"promised": b"".join(chains[at : at + MAX_PROMISED])}, timeout=0)
 
     def presences(self, chains: list[bytes], first: int) -> list[Presence] | None:
         """What is known of the pages from number ``first`` on, up to the first that is absent.

@@ -6,7 +6,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvplug import ClosedError, KvplugError, ResourceExhaustedError, TimeoutError
@@ -21,8 +21,11 @@ from kvplug.transport import (
     exhaustion_of,
     page_event_to_plain,
 )
+from kvplug_lookup.connector.replica import MAX_PROMISED
 
 _log = logging.getLogger(__name__)
+
+KeysOf = Callable[[Sequence[bytes]], Sequence[bytes]]
 
 _MAX_LAG_BYTES = 64 << 20
 """A follower that has more than this to read, beyond the snapshot it began with, is dropped; when it
@@ -39,7 +42,7 @@ _MAX_SERVED = 1024
 class _Publisher:
     """Sends one follower every event of the store, and answers its pings in line."""
 
-    def __init__(self, link: PeerLink, store: Store) -> None:
+    def __init__(self, link: PeerLink, store: Store, keys_of: KeysOf) -> None:
         self._link = link
         self._queue: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -47,6 +50,8 @@ class _Publisher:
         self._max_lag_bytes = math.inf
         self._ended = threading.Event()
         self._sender = BackgroundThread(self._send_all, name="kvplug-lookup-events", stop=self._stop)
+        self._store = store
+        self._keys_of = keys_of
         self._unsubscribe = store.subscribe(self._put_event)  # calls it with the snapshot, however large
         with self._lock:
             self._max_lag_bytes = self._lag_bytes + _MAX_LAG_BYTES
@@ -57,12 +62,15 @@ class _Publisher:
             raise
 
     def run(self) -> None:
-        """Answer pings until the follower goes."""
+        """Answer pings, and note what the follower is going to load, until it goes."""
         try:
             while not self._ended.is_set():
                 message = self._link.channel.recv(timeout=None)
+                if isinstance(message, dict) and "promised" in message:
+                    self._store.touch(self._keys_of(_chains_in(message["promised"])))
+                    continue
                 if not isinstance(message, dict) or type(message.get("ping")) is not int:
-                    raise WireError("a follower sent something else than a ping")
+                    raise WireError("a follower sent neither a ping nor what it was promised")
                 self._put({"pong": message["ping"]}, 0)
         except KvplugError as e:
             _log.debug("%s follows no more: %s", self._link.agreement.remote.engine_id, e)
@@ -108,14 +116,28 @@ class _Publisher:
             self._link.close()  # so that the follower knows, and the thread that waits for its pings
 
 
+def _chains_in(joined: object) -> list[bytes]:
+    """Raises WireError."""
+    if type(joined) is not bytes or len(joined) % _KEY_BYTES or len(joined) > MAX_PROMISED * _KEY_BYTES:
+        raise WireError("a follower sent what are no pages that it was promised, or too many")
+    return [joined[at : at + _KEY_BYTES] for at in range(0, len(joined), _KEY_BYTES)]
+
+
 class Service:
     """Accepts peers of one store until it is closed."""
 
-    def __init__(self, listener: PeerListener, store: Store, hello: Mapping[str, Any]) -> None:
-        """``hello``: the first words to every peer."""
+    def __init__(
+        self, listener: PeerListener, store: Store, hello: Mapping[str, Any], keys_of: KeysOf
+    ) -> None:
+        """
+        Args:
+            hello: the first words to every peer.
+            keys_of: the keys of the store's pages, by their chains.
+        """
         self._listener = listener
         self._store = store
         self._hello = dict(hello)
+        self._keys_of = keys_of
         self._lock = threading.Lock()
         self._served: dict[PeerLink, BackgroundThread] = {}
         """Links in use, and the threads that serve them."""
@@ -176,7 +198,7 @@ class Service:
                 return
             link.channel.send(self._hello, timeout=_HELLO_S)
             if remote.purpose == "events":
-                _Publisher(link, self._store).run()
+                _Publisher(link, self._store, self._keys_of).run()
             else:
                 _log.info("%s loads pages from here", link.agreement.remote.engine_id)
                 self._store.serve(link)

@@ -52,6 +52,10 @@ class Source(abc.ABC):
         """Worker ``rank`` has put these pages, or has given them up."""
         return None
 
+    def promise(self, chains: Sequence[bytes], rank: int) -> None:
+        """Worker ``rank`` is going to load these pages from another engine. Does not wait."""
+        return None
+
     @property
     def is_expecting(self) -> bool:
         """Whether workers have still to tell what became of pages."""
@@ -101,6 +105,9 @@ class FollowedSource(Source):
     def expect(self, chains: Sequence[bytes], for_s: float) -> None:
         for replica in self.replicas:
             replica.expect(chains, for_s)
+
+    def promise(self, chains: Sequence[bytes], rank: int) -> None:
+        self.replicas[rank].promise(chains)
 
     def doubt(self) -> None:
         for replica in self.replicas:

@@ -119,7 +119,8 @@ class LookupWorker(WorkerConnector):
                     self.first_tier.name,
                     self.first_tier.store.seal.id,
                 )
-                self._service = Service(listener, self.first_tier.store, hello)
+                tier = self.first_tier
+                self._service = Service(listener, tier.store, hello, tier.series.keys_of)
                 if context.members is not None:
                     context.members.announce(listener.contact)
         except BaseException:

@@ -162,6 +162,7 @@ class _Conversation:
         self._put("put", end, there)
         self._get("get", end, there)
         self._call("touch", lambda: end.touch(there.keys))
+        self._call("expect_reader", lambda: end.expect_reader(there.keys))
         self._call("release", lambda: end.release(here.keys))
         self._call("usage", end.usage)
         if self._suite.can(end, "keys"):
