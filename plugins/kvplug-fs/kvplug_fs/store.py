@@ -34,6 +34,7 @@ class FolderStore(BlockingStore):
         path = os.path.abspath(os.path.expanduser(options.path))
         if os.path.lexists(path) and not os.path.isdir(path):
             raise ConfigError(f"options.fs.path: {path} is no folder")
+        self.location = path
         self.num_threads = options.threads
         self._budget = options.size
         self._touch_s = options.touch_s

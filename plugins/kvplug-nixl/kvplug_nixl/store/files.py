@@ -34,7 +34,8 @@ class FileStore(BlockingStore):
         assert options.path is not None
         self.num_threads = options.transfers
         self._budget = DEFAULT_SIZE if options.size is None else options.size
-        self._folder = Folder(os.path.abspath(os.path.expanduser(options.path)), self._budget)
+        self.location = os.path.abspath(os.path.expanduser(options.path))
+        self._folder = Folder(self.location, self._budget)
         # Linux's AIO: in containers io_uring is usually forbidden
         parameters = {"use_aio": "true", "ios_pool_size": "1024", "kernel_queue_size": "64"}
         self._agent = Agent("POSIX", parameters.copy)
