@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import logging
 import os
 import statistics
 import subprocess
@@ -38,11 +39,20 @@ import torch
 from fs import machine, quartiles, seconds
 from host import opened, served
 
-from kvplug.engine import KVLayout, TransferStats, page_format_of, page_views
+from kvplug.engine import (
+    CacheGroup,
+    KVCacheConfig,
+    KVLayout,
+    TransferStats,
+    page_format_of,
+    page_views,
+)
 from kvplug.transport import BlockViews, PageBlocks, PageRequest, Series, Store, foreign_key
 from kvplug.transport.store.copying.library import library
+from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.plan import SavePlan
 from kvplug_lookup.connector.save import Saver, Tier
+from kvplug_lookup.connector.warnings import CountedWarnings
 
 PAGE_TOKENS = BLOCK_TOKENS = 16
 
@@ -125,6 +135,8 @@ class Sequence:
         self.model = model
         self.count = num_tokens // PAGE_TOKENS
         layout = KVLayout(axes, {"T": BLOCK_TOKENS, "H": model.heads, "D": model.size})
+        group = CacheGroup(layer_names=tuple(map(str, range(model.layers))), layout=layout)
+        self.groups = Groups(KVCacheConfig(groups=(group,), num_blocks=2 * self.count))
         self.form = page_format_of(layout, str(model.dtype).removeprefix("torch."), model.layers, PAGE_TOKENS)
         blocks = 2 * self.count
         shape = {"K": 2, "B": blocks, "T": BLOCK_TOKENS, "H": model.heads, "D": model.size}
@@ -227,10 +239,12 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
         saver = Saver(
             [Tier("host", store, series)],
             views=BlockViews(pages.source),
+            groups=pages.groups,
             timeout_s=120,
             wait_timeout_s=120,
             max_bytes=2 * pages.nbytes,
             stats=TransferStats(),
+            warnings=CountedWarnings(logging.getLogger("benchmark")),
         )
         flat, other = torch.ones(pages.nbytes, dtype=torch.uint8), torch.ones(pages.nbytes, dtype=torch.uint8)
         addresses = other.data_ptr(), flat.data_ptr()
@@ -242,10 +256,10 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
                 first_page=0,
                 parent=bytes([round_]) * 32,
                 packed_tokens=tokens,
-                block_ids=tuple(pages.blocks),
+                block_ids=(tuple(pages.blocks),),
                 has_reader=False,
             )
-            begin, _ = seconds(lambda: saver.begin([plan]))
+            begin, _ = seconds(lambda: saver.begin(round_, [plan]))
             gather, _ = seconds(lambda: [saver.gather_layer(layer) for layer in range(model.layers)] and None)
             end, _ = seconds(saver.end)
             while saver.bytes_unsaved:

@@ -38,7 +38,7 @@ class Op(enum.StrEnum):
     LOAD = "load"
     """One request's KV, from asking for it until it is in the cache."""
     MATCH = "match"
-    """One question how many tokens are held elsewhere; ``tokens`` is the answer."""
+    """One request that asks how many tokens are held elsewhere; ``tokens`` is the first answer."""
     LOOKUP = "lookup"
     """One key asked for at a store. A page that is not there counts under the reason ``absent``."""
     GET = "get"

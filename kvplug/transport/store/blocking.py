@@ -50,6 +50,9 @@ class BlockingStore(abc.ABC):
     is_shared: bool = True
     """Whether every process that makes it with the same options reaches the same pages."""
 
+    location: str = ""
+    """Where its pages are kept, for people, without secrets: a folder, a server's address."""
+
     medium: str = "other"
     """What its pages are kept in: ``"host"`` (memory of this host), ``"disk"`` or ``"other"``."""
 

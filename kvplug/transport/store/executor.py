@@ -110,6 +110,10 @@ class ExecutedStore(Store):
     def medium(self) -> str:
         return self._store.medium
 
+    @property
+    def location(self) -> str:
+        return self._store.location
+
     # -- jobs ----------------------------------------------------------------------------------
 
     def submit_lookup(

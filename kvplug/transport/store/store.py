@@ -96,6 +96,12 @@ class Store(abc.ABC):
         return "other"
 
     @property
+    def location(self) -> str:
+        """Where it keeps its pages, for people, without secrets: a folder, a server's address; empty: in this
+        process."""
+        return ""
+
+    @property
     def route(self) -> str:
         """How pages come from it to this process, for people: "its memory is mapped", "over the pipe cpu"."""
         return ""

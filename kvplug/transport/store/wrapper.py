@@ -34,6 +34,10 @@ class StoreWrapper(Store):
         return self.store.medium
 
     @property
+    def location(self) -> str:
+        return self.store.location
+
+    @property
     def route(self) -> str:
         return self.store.route
 

@@ -190,6 +190,17 @@ def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted()
         prefill.worker.clear_connector_metadata()
 
 
+def test_a_request_is_one_match_however_often_its_engine_asks() -> None:
+    with both() as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        engine.scheduler.get_stats()
+        asking = request_of("a", PROMPT)
+        for _ in range(4):  # there are no free blocks
+            assert engine.matched(asking) == (96, False)
+        match = engine.scheduler.get_stats()["ops"]["match"]
+        assert (match["count"], match["tokens"]) == (1, 96)
+
+
 # -- what is not saved ---------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import pytest
 from kvplug import HandshakeError
 from kvplug.metrics.store_rate import MeasuredStore
 from kvplug.transport import Presence
+from kvplug_lookup.connector.warnings import CountedWarnings
 from kvplug_testing import peers
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
 from kvplug_testing.forkserver import ForkServer
@@ -39,6 +41,7 @@ pytestmark = pytest.mark.timeout(60)
 
 SMALL = {"size": 1 << 20, "segment_bytes": 1 << 18}
 """Room for some 160 pages."""
+LOGS = ("kvplug_lookup.connector.worker", "a test")
 
 
 def tiers(path: Path, **host: Any) -> dict[str, Any]:
@@ -427,3 +430,57 @@ def test_peers_load_from_an_engines_first_store_whatever_follows_it(tmp_path: Pa
     with pair(producer=tiers(tmp_path)) as (prefill, decode):
         prefill.prefill(request_of("stored", PROMPT))
         assert_loads(decode, request_of("a", PROMPT), 96)
+
+
+# -- what the log says -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [["fs"], ["host", "fs"]])
+def test_a_full_disk_is_one_line_a_minute_with_store_folder_and_count(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvplug_fs.store.FolderStore.write", lambda *_: False)
+    with both(stores=names, options={"fs": {"path": str(tmp_path)}}) as engine:
+        for number in range(20):
+            prompt = request_of(f"p{number}", tokens(100, first=1000 * number))
+            engine.free_blocks.extend(engine.prefill(prompt))
+            num_held(engine)
+        num_files(engine) if len(names) > 1 else None
+        assert _lines(caplog) == [f"6 pages were not kept by the store 'fs' ({tmp_path}): no_room"]
+    assert _lines(caplog)[1:] == [f"114 pages were not kept by the store 'fs' ({tmp_path}): no_room"]
+
+
+def test_loads_that_fail_are_one_line_a_minute_with_store_folder_and_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with both(stores=["fs"], options={"fs": {"path": str(tmp_path)}}) as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        requests = [request_of(f"a{number}", PROMPT) for number in range(5)]
+        scheduled = [promised(engine, request, 96) for request in requests]
+        engine.worker.first_tier.store.submit_remove(
+            engine.worker.first_tier.series.keys_of(engine.scheduler._tracked["a0"].chains.upto(PROMPT, 96))
+        ).wait(10)
+        engine.step(scheduled)
+        assert _lines(caplog) == [f"96 tokens from 'fs' ({tmp_path}) could not be loaded: absent"]
+    assert _lines(caplog)[1:] == [f"384 tokens from 'fs' ({tmp_path}) could not be loaded: absent"]
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name in LOGS]
+
+
+def test_a_cause_is_logged_again_after_a_minute_with_what_came_meanwhile(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 100.0
+    warnings = CountedWarnings(logging.getLogger("a test"), lambda: now)
+    for count, cause in ((1, "full"), (2, "full"), (3, "gone"), (4, "full")):
+        warnings.warn(count, cause)
+    assert _lines(caplog) == ["1 full", "3 gone"]
+    now = 160.0
+    warnings.flush()
+    assert _lines(caplog)[2:] == ["6 full"]
+    now = 230.0
+    warnings.flush()
+    warnings.warn(5, "full")
+    assert _lines(caplog)[3:] == ["5 full"]

@@ -59,6 +59,7 @@ class MooncakeStore(BlockingStore):
             ResourceExhaustedError, OSError: there is no memory, descriptor or thread for it.
         """
         options: MooncakeOptions = context.options
+        self.location = options.master
         self.num_threads = options.lanes
         self._timeout_s = options.timeout_s + _GRACE_S
         self._log_file = options.log_file

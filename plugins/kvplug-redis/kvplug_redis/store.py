@@ -39,6 +39,7 @@ class RedisStore(BlockingStore):
     def __init__(self, context: StoreContext) -> None:
         """Raises ConfigError: the options are wrong, or a file cannot be used."""
         options: RedisOptions = context.options
+        self.location = ", ".join(options.address)
         self.num_threads = options.connections
         self._client = Client(options)
         self._names = Names(options.prefix)

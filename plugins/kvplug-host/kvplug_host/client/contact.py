@@ -104,6 +104,10 @@ class ContactStore(Store):
         return "host"
 
     @property
+    def location(self) -> str:
+        return self._shown
+
+    @property
     def route(self) -> str:
         client = self._client
         return "not at all" if client is None else client.route

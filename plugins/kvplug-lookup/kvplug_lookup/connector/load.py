@@ -100,6 +100,10 @@ class Load:
         """The source of which nothing arrived."""
         self.slow: str | None = None
         """The source that is refused, since it is slow."""
+        self.failed_source = ""
+        """The first source that has not given all its pages."""
+        self.reason = ""
+        """Why not."""
         self.seconds = 0.0
 
     @property
@@ -256,6 +260,7 @@ class Load:
             if missed is not None:
                 at, reason = missed
                 self._first_missed = part.first + at
+                self.failed_source, self.reason = part.source, reason
                 self.slow = part.source if reason == MissReason.SLOW else None
                 break
         plan = self.plan

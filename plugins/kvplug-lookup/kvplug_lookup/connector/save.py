@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from kvplug.transport import (
 )
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.plan import SavePlan
+from kvplug_lookup.connector.warnings import CountedWarnings, at_location
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,6 +99,7 @@ class Saver:
         wait_timeout_s: float,
         max_bytes: int,
         stats: TransferStats,
+        warnings: CountedWarnings,
     ) -> None:
         self._tiers = tuple(tiers)
         self._views = views
@@ -107,6 +110,7 @@ class Saver:
         self._max_bytes = max_bytes
         self._stats = stats
         self._has_warned = False
+        self._warnings = warnings
         self._batches: list[_Batch] = []
         """Of this step."""
         self._lent: list[_Batch] = []
@@ -341,11 +345,11 @@ class Saver:
                 self._stats.record(
                     "save", sum(kept) * series.format.nbytes, seconds, tokens=sum(kept) * page_tokens
                 )
-            for reason in set(results) - {None}:
-                _log.warning("pages of request %s are not kept: %s", batch.request_id, reason)
-            for reason in results:
+            for reason, count in Counter(results).items():
                 if reason is not None:
-                    self._stats.fail("save", str(reason))
+                    self._stats.fail("save", str(reason), count=count)
+                    if reason is not PutReason.CANCELLED:
+                        self._warn(count, self.first, str(reason))
             if not all(kept):
                 self._miss(batch.request_id, batch.first_page + kept.index(False))
             self._settle(batch.chains)
@@ -378,10 +382,14 @@ class Saver:
         with self._lock:
             self._unsaved_from[request_id] = min(page, self._unsaved_from.get(request_id, page))
 
+    def _warn(self, count: int, tier: Tier, why: str) -> None:
+        where = at_location(tier.name, tier.store.location)
+        self._warnings.warn(count, f"pages were not kept by the store {where}: {why}")
+
     def _give_up(
         self, error: str, reason: str, request_id: str, first_page: int, chains: Sequence[bytes]
     ) -> None:
-        _log.warning("%d pages are not saved: %s", len(chains), error)
+        self._warn(len(chains), self.first, error)
         self._stats.fail("save", reason)
         self._miss(request_id, first_page)
         self._settle(chains)
@@ -440,11 +448,12 @@ class Saver:
                 [identities[at] for at in wanted],
             )
             seconds = time.perf_counter() - begun
-            for reason in results:
+            for reason, count in Counter(results).items():
                 if reason is None:
-                    self._stats.record("copy", source.series.format.nbytes, seconds)
+                    self._stats.record("copy", source.series.format.nbytes, seconds, count=count)
                 else:
-                    self._stats.fail("copy", str(reason))
+                    self._stats.fail("copy", str(reason), count=count)
+                    self._warn(count, target, str(reason))
 
     def _copied(
         self, num_resets: int, source: Tier, target: Tier, chains: list[bytes], identities: list[bytes]

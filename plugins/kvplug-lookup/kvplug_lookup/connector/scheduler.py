@@ -116,6 +116,7 @@ class LookupScheduler(SchedulerConnector):
         try:
             if self._saves and options.events is not None:
                 self._events, self._publisher = open_events(context, self._page_tokens, self._block_size)
+            self._open_sources()
             self._save_planner = SavePlanner(
                 self._groups,
                 page_tokens=self._page_tokens,
@@ -123,7 +124,6 @@ class LookupScheduler(SchedulerConnector):
                 wait_timeout_s=options.wait_timeout_s,
                 events=self._events,
             )
-            self._open_sources()
         except BaseException:
             self.shutdown()
             raise
@@ -255,11 +255,14 @@ class LookupScheduler(SchedulerConnector):
         if before + after > self._page_tokens:
             end = (end - end % self._page_tokens) // self._block_size * self._block_size
         new = end - num_computed_tokens
-        self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=max(0, new))
+        is_first, tracked.is_matched = not tracked.is_matched, True
+        if is_first:
+            self._context.stats.record("match", seconds=time.perf_counter() - begun, tokens=max(0, new))
         if new <= 0:
             return 0, False
         if not self._should_load(sources):
-            self._context.stats.fail("match", "not_worth_it")
+            if is_first:
+                self._context.stats.fail("match", "not_worth_it")
             return 0, False
         tracked.num_computed_at_match, tracked.num_promised = num_computed_tokens, new
         tracked.sources = sources

@@ -27,6 +27,8 @@ class Tracked:
     num_computed_at_match: int = 0
     num_promised: int = 0
     """When it was last asked about, and its blocks were not allocated yet."""
+    is_matched: bool = False
+    """The first answer is counted; an engine without free blocks asks again in each step."""
     sources: tuple[Runs, ...] = ()
     """Of what is promised: for each worker."""
     num_saved: int = 0

@@ -37,6 +37,7 @@ from kvplug_lookup.connector.plan import LoadPlan, StepPlan
 from kvplug_lookup.connector.save import Saver, Tier
 from kvplug_lookup.connector.serve import Service
 from kvplug_lookup.connector.sources import peers_of
+from kvplug_lookup.connector.warnings import CountedWarnings, at_location
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +96,7 @@ class LookupWorker(WorkerConnector):
         """Peers whose pages can never be ours, which the two engines' other sides do not know."""
         self._has_said_shard = False
         self._costs = MeasuredCosts()
+        self._warnings = CountedWarnings(_log)
         self._saves = config.role in (Role.PRODUCER, Role.BOTH)
         loads = config.role in (Role.CONSUMER, Role.BOTH)
         self._tiers: dict[str, Tier] = {}
@@ -180,6 +182,7 @@ class LookupWorker(WorkerConnector):
                 wait_timeout_s=options.wait_timeout_s,
                 max_bytes=config.buffer_size if options.max_unsaved is None else options.max_unsaved,
                 stats=self._context.stats,
+                warnings=self._warnings,
             )
 
     def get_handshake_metadata(self) -> Plain:
@@ -208,6 +211,7 @@ class LookupWorker(WorkerConnector):
             tier.store.close(timeout=1.0)
         if self._saver is not None:
             self._saver.join()
+        self._warnings.flush(at_once=True)
         self._context.close()
 
     # -- each step -----------------------------------------------------------------------------
@@ -402,12 +406,10 @@ class LookupWorker(WorkerConnector):
         if self._saver is not None:
             self._saver.forget(request_id)
         if not isinstance(load.error, ClosedError):
-            _log.warning(
-                "%d tokens of request %s could not be loaded: %s",
-                load.plan.end - load.plan.start,
-                request_id,
-                load.error,
-            )
+            tier = self._tiers.get(load.failed_source)
+            where = at_location(load.failed_source, "" if tier is None else tier.store.location)
+            count = load.plan.end - load.plan.start
+            self._warnings.warn(count, f"tokens from {where} could not be loaded: {load.reason}")
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
         self._settle_loads()
@@ -466,6 +468,7 @@ class LookupWorker(WorkerConnector):
         return said
 
     def get_stats(self) -> Mapping[str, Any] | None:
+        self._warnings.flush()
         for name, tier in self._tiers.items():
             evicted = 0 if tier.store.has_events else tier.store.usage().num_evicted
             if new := evicted - self._num_evicted.get(name, 0):

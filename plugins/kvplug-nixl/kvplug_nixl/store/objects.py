@@ -43,6 +43,7 @@ class ObjectStore(BlockingStore):
         self._bucket = options.bucket
         self._prefix = f"{options.prefix.strip('/')}/{_LAYOUT}/"
         self._host, self._port = _server(options)
+        self.location = f"bucket {self._bucket} at {self._host}:{self._port}"
         _secret(options)
         environment = dict(_ENVIRONMENT)
         if options.access_key is not None:

@@ -147,6 +147,18 @@ class TestCountsAsSavedWhatIsPlanned(Mutant):
                 self._table.settle(save["lease"], is_stored=False)
 
 
+class TestCountsEachAnswerAsAMatch(Mutant):
+    """A request is counted as often as its engine asks about it."""
+
+    breaks = ("CONN-8",)
+    caught_by = "test_a_request_that_is_asked_about_often_is_one_match"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+            self._context.stats.record("match")
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
 # -- bytes -------------------------------------------------------------------------------------------
 
 

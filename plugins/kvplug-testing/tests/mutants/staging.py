@@ -10,7 +10,6 @@ import pytest
 from kvplug.net.streams import DeviceMark
 from kvplug.transport.store.staging import store, transfers
 from kvplug.transport.store.staging.pages import StagedPages
-from kvplug_lookup.connector import kept
 from kvplug_testing import ConnectorContract, StoreContract
 from kvplug_testing.simulated import streams
 
@@ -162,17 +161,6 @@ class TestGivesUpWhatFindsNoStagingMemory(ConnectorMutant):
             put.job.count = sum(len(piece.pages) for piece in put._pieces)
 
         monkeypatch.setattr(transfers.Put, "begin", begin_and_drop)
-
-
-class TestFreesBlocksThatAreStillRead(ConnectorMutant):
-    """The engine may use the blocks of a request that has ended, whatever is still read."""
-
-    breaks = ("CONN-11",)
-    caught_by = "test_a_prompt_larger_than_the_staging_memory_is_kept_whole"
-
-    @pytest.fixture(autouse=True)
-    def _hasty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kept.KeptBlocks, "is_read", lambda *_: True)
 
 
 class TestLoadsCountOnceTheyAreQueued(ConnectorMutant):

@@ -50,6 +50,17 @@ class Stats(ConnectorSuite):
         late = self._said(decode)  # messages on its pipes may arrive after the last load
         assert not done(late, "load") + failed(late, "load"), f"nothing was loaded since, and said is {late}"
 
+    @law("CONN-8")
+    def test_a_request_that_is_asked_about_often_is_one_match(self) -> None:
+        """As by an engine without free blocks."""
+        prefill, decode = self.pair()
+        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
+        Call(lambda: decode.matched(prompt)).result()
+        for _ in range(3):
+            Call(lambda: decode.ask(prompt)).result()
+        said = Call(decode.scheduler.get_stats).result()
+        assert done(said, "match") <= 1, f"one request was asked about four times: {said}"
+
     @law("CONN-8", "ALL-5")
     def test_each_load_that_fails_is_counted_once_with_a_reason(self) -> None:
         prefill, decode = self.pair(num_blocks=128)
