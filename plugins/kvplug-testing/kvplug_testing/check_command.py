@@ -11,6 +11,7 @@ from kvplug.assembly.registry import Registry
 from kvplug.cli.completion import plugins
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import UnknownNameError
+from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import printable
 
 
@@ -28,6 +29,7 @@ def check(name: str, timeout_s: float, as_json: bool) -> None:
     from kvplug_testing.inspection import inspect_plugin
     from kvplug_testing.laws import LAWS
 
+    Deadline.after(timeout_s)  # refuses what is not a timeout
     known = {plugin.name for plugin in Registry.from_env().plugins}
     if name not in known:
         hint = did_you_mean(name, known) or f"; there are: {', '.join(sorted(known))}"
