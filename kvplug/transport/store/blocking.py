@@ -34,8 +34,8 @@ class BlockingStore(abc.ABC):
     - :class:`PageError`: this page is a miss, or is not kept, for its reason.
     - ``ConnectionError``: the store is gone. Requests are misses, and it is left alone for a while.
     - Any other error: :meth:`has` is called with a key that no page has. If that fails as well, the store is
-      gone; else the pages of the call are misses (``UNREADABLE``, or ``TIMEOUT`` after a ``TimeoutError``).
-      A full disk (``ENOSPC``) is no room.
+      gone. Else the call is made once more, except after a ``TimeoutError``; then its page is a miss
+      (``UNREADABLE`` or ``TIMEOUT``). A full disk (``ENOSPC``) is no room.
 
     A page that could not be read is called absent until it was replaced: by :meth:`remove`, :meth:`write` and
     :meth:`read`, in this order, when it is put again.

@@ -1,8 +1,8 @@
 """The calls of a blocking store, with their errors told apart: of one page, or of the whole store.
 
 A store may raise whatever its libraries raise. A ``ConnectionError`` means that it is gone. After any other
-error it is asked, once, for a key that no page has: if that raises as well, the store is gone; else the error
-is of the pages of that call.
+error it is asked, once, for a key that no page has: if that raises as well, the store is gone; else the call
+is made once more, and its next error is of its page.
 
 A page that could not be read is remembered: lookups call it absent until a put has replaced it. In case that
 another process replaces it, it is read again now and then."""
@@ -112,26 +112,29 @@ class PageCalls:
         Raises:
             PageError: the page cannot be read.
         """
-        try:
-            length = self._store.read(key, into)
-            if length is None and self._store.has((key,))[0]:
-                length = self._store.read(key, into)  # it may have come in between
-                if length is None:
-                    self.is_unreadable(key, sum(map(len, into)))
-            return length
-        except PageError as e:
-            if e.reason not in _PASSING:
-                self.is_unreadable(key, sum(map(len, into)))
-                self._report("has pages that cannot be read; they are misses", e)
-            raise
-        except TimeoutError as e:
-            self._raise_if_gone(e)
-            raise PageError(MissReason.TIMEOUT, in_words(e)) from e
-        except Exception as e:
-            self._raise_if_gone(e)
-            self.is_unreadable(key, sum(map(len, into)))
-            self._report("has pages that cannot be read; they are misses", e)
-            raise PageError(MissReason.UNREADABLE, in_words(e)) from e
+        nbytes, error = sum(map(len, into)), None
+        while True:
+            try:
+                length = self._store.read(key, into)
+                if length is None and self._store.has((key,))[0]:
+                    length = self._store.read(key, into)  # it may have come in between
+                    if length is None:
+                        self.is_unreadable(key, nbytes)
+                return length
+            except PageError as e:
+                if e.reason not in _PASSING:
+                    self.is_unreadable(key, nbytes)
+                    self._report("has pages that cannot be read; they are misses", e)
+                raise
+            except Exception as e:
+                self._raise_if_gone(e)
+                if isinstance(e, TimeoutError):
+                    raise PageError(MissReason.TIMEOUT, in_words(e)) from e
+                if error is not None:  # the first time its connection may have been lost, and is there again
+                    self.is_unreadable(key, nbytes)
+                    self._report("has pages that cannot be read; they are misses", e)
+                    raise PageError(MissReason.UNREADABLE, in_words(e)) from e
+                error = e
 
     def is_unreadable(self, key: bytes, nbytes: int) -> None:
         """Note that what is under the key cannot be used. ``nbytes``: the length of the page."""
@@ -155,23 +158,27 @@ class PageCalls:
         """
         if key in self._unreadable:
             return self._replace(key, page)
-        try:
-            return self._store.write(key, page)
-        except CapacityError:
-            raise
-        except (PageError, PermissionError) as e:
-            if getattr(e, "reason", None) not in _PASSING:
-                self._report("does not keep some pages", e)
-            raise
-        except Exception as e:
-            found = exhaustion_of(e)
-            if found is not None and found.resource == SPACE:
-                self._report("has no room for some pages", e)
-                return False
-            self._raise_if_gone(e)
-            self._report("does not keep some pages", e)
-            reason = MissReason.TIMEOUT if isinstance(e, TimeoutError) else MissReason.OTHER
-            raise PageError(reason, in_words(e)) from e
+        error = None
+        while True:
+            try:
+                return self._store.write(key, page)
+            except CapacityError:
+                raise
+            except (PageError, PermissionError) as e:
+                if getattr(e, "reason", None) not in _PASSING:
+                    self._report("does not keep some pages", e)
+                raise
+            except Exception as e:
+                found = exhaustion_of(e)
+                if found is not None and found.resource == SPACE:
+                    self._report("has no room for some pages", e)
+                    return False
+                self._raise_if_gone(e)
+                if isinstance(e, TimeoutError) or error is not None:
+                    self._report("does not keep some pages", e)
+                    reason = MissReason.TIMEOUT if isinstance(e, TimeoutError) else MissReason.OTHER
+                    raise PageError(reason, in_words(e)) from e
+                error = e
 
     def _replace(self, key: bytes, page: Sequence[memoryview]) -> bool:
         length = sum(map(len, page))

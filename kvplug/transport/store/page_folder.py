@@ -117,26 +117,16 @@ class PageFolder:
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether there is a page under each key that this user may read."""
-        found = [self._is_page(key) for key in keys]
+        user = os.geteuid()
+        found = [_is_readable_file(self.path_of(key), user) for key in keys]
         if not all(found):
             self.check_mounted()
         return found
 
-    def _is_page(self, key: bytes) -> bool:
-        try:
-            path = self.path_of(key)
-            status = os.lstat(path)
-            if not stat.S_ISREG(status.st_mode) or _is_link(os.path.dirname(path)):
-                return False
-            # most pages are this user's own, which takes no further question
-            is_own = status.st_uid == os.geteuid() and status.st_mode & stat.S_IRUSR
-            return bool(is_own) or os.access(path, os.R_OK)
-        except _ABSENT:
-            return False
-        except OSError as e:
-            if e.errno in _FOREIGN:
-                return False
-            raise
+    def is_page(self, key: bytes) -> bool:
+        """The same of one page, whose folder is no link either."""
+        path = self.path_of(key)
+        return _is_readable_file(path, os.geteuid()) and not _is_link(os.path.dirname(path))
 
     def open(self, key: bytes) -> int | None:
         """A descriptor to read the page from; ``None``: there is none. It does not wait for a pipe.
@@ -186,7 +176,7 @@ class PageFolder:
                 mode = os.lstat(path).st_mode
                 if stat.S_ISDIR(mode):
                     os.rmdir(path)
-                elif not self._is_page(key):
+                elif not self.is_page(key):
                     os.unlink(path)
         except (IsADirectoryError, PermissionError) as e:
             raise PageError(MissReason.UNREADABLE, f"{e.filename} is in the way: {e.strerror}") from e
@@ -261,6 +251,21 @@ def _own_id(folder: str) -> int:
             return os.fstat(file.fileno()).st_uid
     except OSError:
         return os.geteuid()
+
+
+def _is_readable_file(path: str, user: int) -> bool:
+    try:
+        status = os.lstat(path)
+    except _ABSENT:
+        return False
+    except OSError as e:
+        if e.errno in _FOREIGN:
+            return False
+        raise
+    mode = status.st_mode
+    if status.st_uid == user and mode & stat.S_IRUSR:  # most pages are
+        return stat.S_ISREG(mode)
+    return stat.S_ISREG(mode) and os.access(path, os.R_OK)
 
 
 def _is_link(path: str) -> bool:

@@ -69,7 +69,7 @@ class FolderStore(BlockingStore):
         if cost > self._budget:
             raise CapacityError(f"a page of {cost} bytes on the disk, and the budget is {self._budget}")
         with _read_only_is_no_permission():
-            if self._folder.has((key,))[0]:
+            if self._folder.is_page(key):
                 return True
             self._sweeper.wait_until_counted()
             if (kept := self._write(key, page, cost)) is not None:
@@ -101,7 +101,7 @@ class FolderStore(BlockingStore):
         with _read_only_is_no_permission():
             for key in keys:
                 path = self._folder.path_of(key)
-                if self._folder.has((key,))[0]:
+                if self._folder.is_page(key):
                     with contextlib.suppress(FileNotFoundError):
                         size = os.lstat(path).st_size
                         self._ledger.release(cost_of(size), functools.partial(os.unlink, path))

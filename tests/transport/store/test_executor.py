@@ -412,6 +412,22 @@ def test_a_key_that_cannot_be_removed_leaves_no_other(store: ExecutedStore, inne
     assert store.submit_lookup(pages.keys[:1]).wait(5) == [Presence.HELD], "it is not taken for gone"
 
 
+def test_a_connection_that_was_lost_and_is_there_again_costs_no_page(
+    store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures: list[str] = []
+
+    def gate(call: str, key: bytes) -> None:
+        if call not in failures and call != "has":
+            failures.append(call)
+            raise OSError(errno.EPIPE + 1000, "what the library says of a lost connection")
+
+    inner.gate = gate
+    assert store.submit_put(request("a", fill="x")).wait(5) == [None]
+    assert store.submit_get(request("a")).wait(5) == [None]
+    assert failures == ["write", "read"] and not caplog.records
+
+
 def test_an_error_while_the_store_answers_for_no_other_key_is_its_loss(
     store: ExecutedStore, inner: InDict
 ) -> None:

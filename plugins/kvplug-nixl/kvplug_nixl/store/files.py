@@ -79,7 +79,7 @@ class FileStore(BlockingStore):
         if cost_of(nbytes) > self._budget:
             raise CapacityError(f"a page of {cost_of(nbytes)} bytes, and the budget is {self._budget}")
         with _read_only_is_no_permission():
-            if self._folder.has((key,))[0]:
+            if self._folder.is_page(key):
                 return True
             if (kept := self._write(key, page, nbytes)) is not None:
                 return kept

@@ -126,7 +126,7 @@ class Folder(PageFolder):
     def remove(self, key: bytes) -> None:
         """Remove a page, if it is there."""
         path = self.path_of(key)
-        if self.has((key,))[0]:
+        if self.is_page(key):
             with contextlib.suppress(FileNotFoundError):
                 self._forget(path, cost_of(os.lstat(path).st_size))
 
