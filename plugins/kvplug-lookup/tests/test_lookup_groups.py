@@ -20,9 +20,11 @@ from kvplug.engine import (
     SchedulerOutput,
     WorkerOutput,
 )
+from kvplug.metrics.record import RecordedStore
+from kvplug.transport import Deadline, Job, PutReason
 from kvplug_testing import waits
 from kvplug_testing.engine import PagedCache, model_of, request_of
-from lookup_engines import config, num_held, tokens
+from lookup_engines import an_address, config, num_held, tokens
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -329,3 +331,20 @@ def test_several_groups_need_the_order_of_their_layers(order: tuple[str, ...]) -
     groups = tuple(CacheGroup(layer_names=(name,), layout=layout) for name in "ab")
     with pytest.raises(LayoutError, match="it has each layer of the groups once"):
         KVCacheConfig(groups=groups, num_blocks=8, forward_order=order)
+
+
+def test_no_store_reads_blocks_of_a_cache_with_windows_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be another request's then, and no call says so."""
+
+    def submit_put(_: RecordedStore, pages: Any, **__: Any) -> Job[PutReason | None]:
+        job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(None))
+        job.on_cancel(lambda: job.set([PutReason.CANCELLED] * job.count))
+        return job
+
+    monkeypatch.setattr(RecordedStore, "submit_put", submit_put)
+    with GroupedEngine(config("both", {"max_unsaved": 1}, host=an_address("windows"))) as engine:
+        tables = engine.allocate(200)
+        prompt = request_of("a", PROMPT)
+        engine.scheduler.on_new_request(prompt)
+        engine.step(prompt, tables, 0, 200)
+        assert engine.worker._saver.read_until == 1
