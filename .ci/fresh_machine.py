@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "prerequisites"))
 
-from host_programs import LIBRARIES, SERVERS
+from prerequisites import LIBRARIES, SERVERS
 
 
 def found_here() -> list[str]:

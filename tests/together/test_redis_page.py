@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import valkey
+from prerequisites import REDIS
 
-from host_programs import REDIS
 from kvplug import Config
 from kvplug_testing import waits
 from kvplug_testing.engine import FakeEngine, request_of

@@ -21,7 +21,7 @@ class EtcdServer:
             options: more of its command line.
             scheme: "https" where the options turn TLS on.
         """
-        from host_programs import ETCD  # not in the processes that the kit starts
+        from prerequisites import ETCD  # not in the processes that the kit starts
 
         self._program = ETCD.path_or_skip()
         self._folder, self._options, self._scheme = folder, list(options), scheme

@@ -32,7 +32,7 @@ class RedisServer:
             program: "server" or "sentinel".
             port: default: a free one.
         """
-        from host_programs import REDIS  # not in the processes that the kit starts
+        from prerequisites import REDIS  # not in the processes that the kit starts
 
         self._program, self._folder, self._options = REDIS.path_or_skip(), folder, options
         self._is_sentinel = program == "sentinel"

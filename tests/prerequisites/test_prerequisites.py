@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import prerequisites
 import pytest
-
-import host_programs
-from host_programs import LIBRARIES, SERVERS, TOOLS
+from prerequisites import LIBRARIES, SERVERS, TOOLS
 
 ROOT = Path(__file__).parents[2]
 FRESH_MACHINE = ROOT / ".ci" / "fresh_machine.py"
@@ -49,7 +48,7 @@ def test_the_libraries_are_those_that_mooncake_needs() -> None:
 
 @pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.pypi)
 def test_a_program_on_path_is_preferred_and_a_missing_one_is_a_skip_with_the_command(
-    server: host_programs.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: prerequisites.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
