@@ -70,7 +70,7 @@ DAMAGED += [_record(-1, 1, 1, 1.0), _record(1, 1, 1, float("nan")), _record(1 <<
 DAMAGED += [_record(1, 1, 1, 1.0)[:-1] + b"?"]
 
 
-@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_ledger_counts_from_zero_and_the_folder_is_searched(tmp_path: Path, content: bytes) -> None:
     store = open_store(tmp_path)
     assert write(store, "a")
