@@ -119,7 +119,7 @@ class PageCalls:
                 if length is None and self._store.has((key,))[0]:
                     length = self._store.read(key, into)  # it may have come in between
                     if length is None:
-                        self.is_unreadable(key, nbytes)
+                        raise PageError(MissReason.UNREADABLE, "the store has it, and does not give it")
                 return length
             except PageError as e:
                 if e.reason not in _PASSING:

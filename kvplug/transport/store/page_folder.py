@@ -41,16 +41,17 @@ class PageFolder:
         Raises:
             ConfigError: it is something else than a folder, or others can write to it.
         """
-        self._path = os.path.abspath(os.path.expanduser(path))
-        self.root = os.path.join(self._path, layout)
+        self.path = os.path.abspath(os.path.expanduser(path))
+        """What the operator gave, absolute."""
+        self.root = os.path.join(self.path, layout)
         """The one of the folders below, and of files of the store's own."""
         self.pages = os.path.join(self.root, "pages")
         """The one of the folders with the pages."""
         self.aside = os.path.join(self.root, "writing")
         """The one of files that become pages."""
         self._option = option
-        if os.path.lexists(self._path) and not os.path.isdir(self._path):
-            raise ConfigError(f"{option}: {self._path} is not a folder")
+        if os.path.lexists(self.path) and not os.path.isdir(self.path):
+            raise ConfigError(f"{option}: {self.path} is not a folder")
         self._mount = "/"
         with contextlib.suppress(OSError):  # it may be read-only, or come later
             self.create()
@@ -64,8 +65,8 @@ class PageFolder:
             ConfigError: one of them belongs to another user, or others can write to it.
         """
         self.check_mounted()
-        _make_all(self._path)
-        check_private(self._path, self._option, is_given=True)
+        _make_all(self.path)
+        check_private(self.path, self._option, is_given=True)
         for folder in (self.root, self.pages, self.aside):
             _make(folder)
             self._check(folder)

@@ -35,7 +35,7 @@ class FolderStore(BlockingStore):
         self._budget = options.size
         self._touch_s = options.touch_s
         self._folder = Folder(options.path, sync=options.sync)
-        self.location = self._folder.root
+        self.location = self._folder.path
         self._ledger = Ledger(os.path.join(self._folder.root, "usage"))
         self._sweeper = Sweeper(self._folder, self._ledger, self._budget, options.rescan_s)
 

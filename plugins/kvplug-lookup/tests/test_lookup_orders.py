@@ -216,7 +216,8 @@ def test_pages_that_a_store_refused_are_saved(
 def test_pages_count_as_saved_once_every_worker_has_kept_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvplug_lookup.connector.tracked._MAX_PAUSE_S", 0.0)
     said: dict[str, Any] = {
-        key: [] for key in ("failed_loads", "spoilt_saves", "stalled", "slow", "refused", "settled")
+        key: []
+        for key in ("failed_loads", "spoilt_saves", "stalled", "slow", "refused", "unreadable", "settled")
     }
 
     def hear(rank: int, step: int, unsaved: dict[str, int], read_until: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from kvplug import HandshakeError
 from kvplug.metrics.store_rate import MeasuredStore
 from kvplug.transport import Presence
+from kvplug_fs.store import FolderStore
 from kvplug_lookup.connector.warnings import CountedWarnings
 from kvplug_testing import peers
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
@@ -165,6 +167,36 @@ def test_two_engines_that_do_not_know_their_weights_refuse_each_other() -> None:
         with pytest.raises(HandshakeError, match=r"model.weights: .*set weights to the same text at both"):
             decode.scheduler.wait_until_ready(10)
         assert decode.matched(request_of("a", PROMPT)) == (0, False)
+
+
+# -- pages that cannot be read ---------------------------------------------------------------------
+
+
+def test_a_page_that_a_worker_cannot_read_is_not_promised_again_and_hides_no_page_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler side has a store object of its own, which knows nothing of the worker's errors."""
+    given = {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}}
+    with both(**given) as engine:
+        engine.prefill(request_of("stored", PROMPT))
+        assert_loads(engine, request_of("own", PROMPT), 96)
+        request, *_ = promised(engine, request_of("a", PROMPT), 96)
+        chains = engine.scheduler._tracked["a"].chains.upto(request.token_ids, 96)
+        bad = engine.worker.first_tier.series.keys_of(chains)[3]
+    read = FolderStore.read
+
+    def fail(self: FolderStore, key: bytes, into: Any) -> int | None:
+        if key == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(self, key, into)
+
+    monkeypatch.setattr(FolderStore, "read", fail)
+    with FakeEngine(config("consumer", **given)) as engine:
+        request, blocks, *rest = promised(engine, request_of("a", PROMPT), 96)
+        assert engine.step([(request, blocks, *rest)]).invalid_block_ids == frozenset(blocks[3:6])
+        assert failures(engine, "load") == {"unreadable": 1}
+        for number in range(3):
+            assert_loads(engine, request_of(f"b{number}", PROMPT), 48)
 
 
 # -- a first store whose pages others load ---------------------------------------------------------

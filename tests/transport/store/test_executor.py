@@ -448,7 +448,7 @@ def test_a_page_that_is_not_there_behind_held_is_not_promised_again(
     pages = request("a", fill="x")
     inner.has = lambda keys: [key in pages.keys or key in inner.pages for key in keys]  # type: ignore[method-assign]
     assert store.submit_lookup(pages.keys).wait(5) == [Presence.HELD]
-    assert store.submit_get(pages).wait(5) == [MissReason.ABSENT]
+    assert store.submit_get(pages).wait(5) == [MissReason.UNREADABLE]
     assert store.submit_lookup(pages.keys).wait(5) == [Presence.ABSENT]
     write, inner.write = inner.write, lambda key, page: True  # type: ignore[method-assign]
     assert store.submit_put(pages).wait(5) == [PutReason.UNREADABLE], "the put says kept, and it is not"

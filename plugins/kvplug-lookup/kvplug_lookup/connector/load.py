@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
@@ -25,6 +25,11 @@ from kvplug_lookup.connector.plan import LoadPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_LASTING: Final = frozenset(
+    {MissReason.UNREADABLE, MissReason.FORMAT, MissReason.IDENTITY, MissReason.FORGED}
+)
+"""Reasons for which a page is missed again, until it is replaced."""
 
 
 @attrs.define(eq=False)
@@ -291,6 +296,13 @@ class Load:
                     return at, reason_of(self._error)
                 return at, str(missed)
         return None
+
+    def unreadable(self) -> Iterator[tuple[str, bytes]]:
+        """The source and the chain of each page that is there and cannot be read."""
+        for part in self.parts:
+            for at, missed in enumerate((part.job and part.job.results()) or ()):
+                if missed in _LASTING:
+                    yield part.source, self._chains[part.first + at]
 
     @property
     def error(self) -> BaseException | None:

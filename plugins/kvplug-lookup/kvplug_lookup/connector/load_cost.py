@@ -115,7 +115,8 @@ def num_tokens_timed(output: SchedulerOutput, tracked: Mapping[str, Tracked]) ->
         num_tokens += one.num_scheduled_tokens
         if one.request_id in tracked:
             left = tracked[one.request_id].request.num_prompt_tokens - one.num_computed_tokens
-            num_of_prompts += max(0, min(left, one.num_scheduled_tokens))
+            if left > 0:
+                num_of_prompts += min(left, one.num_scheduled_tokens)
     return num_tokens if 2 * num_of_prompts >= num_tokens else 0
 
 

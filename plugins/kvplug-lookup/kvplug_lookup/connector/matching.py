@@ -13,6 +13,8 @@ from kvplug.transport import Presence
 from kvplug_lookup.connector.sources import Inquiry, Source
 
 _HAS_WAITED: Final = -1.0
+_UNREADABLE_S: Final = 30.0
+"""For so long a page is not promised from a source in which a worker could not read it."""
 
 Runs = tuple[tuple[str, int], ...]
 """From which source, and so many pages, one after the other."""
@@ -51,6 +53,8 @@ class Matcher:
         self._stats = stats
         self.num_stores = 0
         """So many of the sources are the engine's own stores."""
+        self._unreadable: dict[tuple[str, bytes], float] = {}
+        """Sources and chains of pages that workers could not read, and until when they are not promised."""
 
     def begin(self) -> Search:
         """A new request has come in."""
@@ -81,6 +85,21 @@ class Matcher:
         search.is_counted = True
         return count, tuple(first_of(runs, count) for runs in sources)
 
+    def note_unreadable(self, pages: Sequence[tuple[str, bytes]]) -> None:
+        """A worker could not read these pages, each named by its source and its chain."""
+        if pages:
+            now = time.monotonic()
+            self._unreadable = {page: until for page, until in self._unreadable.items() if until > now}
+            self._unreadable |= dict.fromkeys(pages, now + _UNREADABLE_S)
+
+    def _readable(self, name: str, presences: list[Presence], chains: list[bytes]) -> list[Presence]:
+        """What a source has of these pages, up to the first that a worker could not read."""
+        now = time.monotonic() if self._unreadable else 0.0
+        for at, (chain, presence) in enumerate(zip(chains, presences, strict=False) if now else ()):
+            if presence is Presence.HELD and self._unreadable.get((name, chain), 0.0) > now:
+                return presences[:at]
+        return presences
+
     def _promise(self, chains: list[bytes], at: int, count: int, rank: int, runs: Runs) -> None:
         """Tell peer engines which of their pages worker ``rank`` is going to load."""
         peers = {source.name: source for source in self._sources[self.num_stores :]}
@@ -105,7 +124,7 @@ class Matcher:
                         if number < self.num_stores and self._may_wait(search):
                             return None  # its own stores are nearer than those after them
                         continue
-                    answers[number], begun[number] = known, at
+                    answers[number], begun[number] = self._readable(name, known, chains[at:]), at
                 have = answers[number][at - begun[number] :]
                 taken = _num_held(have)
                 if taken:

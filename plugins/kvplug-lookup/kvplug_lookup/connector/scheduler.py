@@ -455,6 +455,7 @@ class LookupScheduler(SchedulerConnector):
                 source.rest()
             if source.name in part["refused"]:
                 source.refuse()
+        self._matcher.note_unreadable(part["unreadable"])
         for source in self._own[:1]:
             source.settle(part["settled"], rank)
         self._kept.hear(rank, part["read_until"])

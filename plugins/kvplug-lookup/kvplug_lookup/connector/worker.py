@@ -94,6 +94,8 @@ class LookupWorker(WorkerConnector):
         self._slow: set[str] = set()
         self._refused: set[str] = set()
         """Peers whose pages can never be ours, which the two engines' other sides do not know."""
+        self._unreadable: list[tuple[str, bytes]] = []
+        """The source and the chain of each page that is there and could not be read."""
         self._has_said_shard = False
         self._costs = MeasuredCosts()
         self._warnings = CountedWarnings(_log)
@@ -398,6 +400,7 @@ class LookupWorker(WorkerConnector):
         self._failed_blocks |= failed
         self._suspect |= dict.fromkeys(failed, self._step)
         self._failed_requests.add(request_id)
+        self._unreadable += load.unreadable()
         if load.stalled is not None:
             self._stalled.add(load.stalled)
         if load.slow is not None:
@@ -420,8 +423,7 @@ class LookupWorker(WorkerConnector):
             if load.has_ended:
                 received.append(load.request_id)
                 self._end(load)
-        saver = self._saver
-        sent = frozenset(name for name in self._ended if saver is None or not saver.lends(name))
+        sent = frozenset(name for name in self._ended if not (self._saver and self._saver.lends(name)))
         self._ended -= sent
         return sent, frozenset(received)
 
@@ -454,6 +456,7 @@ class LookupWorker(WorkerConnector):
             "stalled": sorted(self._stalled),
             "slow": sorted(self._slow),
             "refused": sorted(self._refused),
+            "unreadable": self._unreadable,
             "reset": bool(self._plan.reset),
             "settled": settled,
             "unsaved": unsaved,
@@ -463,7 +466,7 @@ class LookupWorker(WorkerConnector):
         if not self._has_said_shard:
             said["shard"] = self._shard.to_plain()
             self._has_said_shard = True
-        self._failed_requests, self._spoilt_saves = set(), set()
+        self._failed_requests, self._spoilt_saves, self._unreadable = set(), set(), []
         self._stalled, self._slow, self._refused = set(), set(), set()
         return said
 

@@ -35,7 +35,7 @@ class FileStore(BlockingStore):
         self.num_threads = options.transfers
         self._budget = DEFAULT_SIZE if options.size is None else options.size
         self._folder = Folder(options.path, self._budget)
-        self.location = self._folder.root
+        self.location = self._folder.path
         # Linux's AIO: in containers io_uring is usually forbidden
         parameters = {"use_aio": "true", "ios_pool_size": "1024", "kernel_queue_size": "64"}
         self._agent = Agent("POSIX", parameters.copy)
