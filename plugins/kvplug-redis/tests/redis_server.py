@@ -52,6 +52,7 @@ class RedisServer:
         limit = time.monotonic() + _START_S
         while not self._listens():
             if self._tls_port() and "Bad directive" in self.log():
+                self.process.wait(10)
                 pytest.skip(f"{self._program} was built without TLS: apt-get install redis-server")
             assert self.process.poll() is None and time.monotonic() < limit, self.log()
             time.sleep(0.02)

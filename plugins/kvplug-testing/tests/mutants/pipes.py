@@ -544,7 +544,7 @@ class TestTakesNegativeTimeouts(Mutant):
     """A timeout below 0 is 0."""
 
     breaks = ("ALL-4",)
-    caught_by = "test_a_timeout_below_zero_is_a_value_error_and_nothing_else_happens"
+    caught_by = "test_a_wrong_timeout_is_a_value_error_and_nothing_else_happens"
 
     class pipe(MemoryPipe):  # noqa: N801
         def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
