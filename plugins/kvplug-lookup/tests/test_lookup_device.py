@@ -15,10 +15,20 @@ from kvplug.assembly import stores
 from kvplug.engine import RequestEnd
 from kvplug.transport import DeviceMark
 from kvplug.transport.store.staging.memory import PinnedMemory
-from kvplug_testing import simulated
+from kvplug_testing import peers, simulated
 from kvplug_testing.engine import CallOrder, FakeEngine, request_of
 from kvplug_testing.waits import Call, until
-from lookup_engines import PAGE_BYTES, PROMPT, an_address, assert_loads, config, failures, num_held, pair
+from lookup_engines import (
+    PAGE_BYTES,
+    PROMPT,
+    an_address,
+    assert_loads,
+    config,
+    failures,
+    num_held,
+    pair,
+    until_promised,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -146,6 +156,32 @@ def test_pages_that_find_no_staging_memory_in_time_are_counted(little_staging: N
         engine.hear(engine.execute(planned, compute=False))
         num_held(engine)
         assert failures(engine, "save") == {"timeout": 4, "no_memory": 2}
+
+
+# -- a GPU ------------------------------------------------------------------------------------------
+
+
+def exchange(parent: peers.Parent | None, device: str) -> None:
+    """512 pages of 30 layers, which are released some layers at a time, by several threads."""
+    on = {"producer": {"device": device}, "consumer": {"device": device}}
+    with pair(**on, device=device, num_blocks=600, num_layers=30) as (prefill, decode):
+        prompt = range(8200)
+        prefill.free_blocks.extend(prefill.prefill(request_of("stored", prompt)))
+        until_promised(decode, prompt, 8192)
+        for number in range(3):
+            assert_loads(decode, request_of(f"a{number}", prompt), 8192)
+
+
+def test_many_layers_of_many_pages_are_as_they_were_computed() -> None:
+    exchange(None, "simulated")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: loads into one are not tested")
+def test_many_layers_of_many_pages_are_on_a_gpu_as_they_were_computed() -> None:
+    """In a process without the simulated device, beside which torch cannot pin memory for a GPU."""
+    with peers.start(exchange, "cuda:0", timeout_s=60.0) as child:
+        child.result(60.0)
 
 
 @pytest.mark.gpu

@@ -138,6 +138,9 @@ def decode_and_compare(
     if generated["imported"]:
         raise DemoError(f"the reference process has imported {', '.join(generated['imported'])}")
 
+    if decoded["ids"] != generated["ids"]:
+        notes.append(f"decoded tokens {decoded['ids']}; model.generate gives {generated['ids']}")
+        display.note(notes[-1])
     _note_if_lost(session, notes)  # the decode worker may notice its death long before this process does
     load = decoded["stats"]["ops"].get("load")
     seconds = load["seconds"] if load and loaded else None
