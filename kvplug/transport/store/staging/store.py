@@ -181,7 +181,7 @@ class StagedStore(StoreWrapper):
                 if not self._lanes:
                     self._memory.listen(self._wake)
                 if device.type == "cuda" and not self._lanes:
-                    _log.warning("KV is staged to %s, which is experimental: do not serve users with it", name)
+                    _log.warning("staging KV to %s is experimental: do not serve users with it yet", name)
                 lane = Lane(device, acquire_stream(device), self._memory, self._wake)
                 self._lanes[name, kind] = lane
                 self._devices = tuple(sorted({name for name, _ in self._lanes}))
