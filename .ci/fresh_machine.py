@@ -28,9 +28,8 @@ def found_here() -> list[str]:
         path for folder in folders for program in programs if os.path.isfile(path := f"{folder}/{program}")
     ]
     cache = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
-    return paths + [
-        path for name, path in re.findall(r"^\t(\S+) .* => (\S+)$", cache, re.M) if name in LIBRARIES
-    ]
+    paths += [path for name, path in re.findall(r"^\t(\S+) .* => (\S+)$", cache, re.M) if name in LIBRARIES]
+    return [path for path in paths if os.path.getsize(path)]  # else it is hidden already
 
 
 def hide(paths: list[str]) -> None:

@@ -259,6 +259,7 @@ def test_an_address_at_which_this_engine_answers_itself_is_no_other_engine(
             role="both",
             model=engine.scheduler._engines._model,
         )
+        engine.scheduler.wait_until_ready(20)  # of its own worker
         directory.announce(other.name, other.to_bytes(None), 30)
         said = "a directory announces 'other' at this address, and this engine itself answers there"
         waits.until(lambda: said in caplog.text, 20, "a warning")

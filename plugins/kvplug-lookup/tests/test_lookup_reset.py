@@ -127,6 +127,7 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> Non
         "stalled": [],
         "slow": [],
         "refused": [],
+        "unreadable": [],
         "settled": [],
         "unsaved": {},
         "read_until": 0,
