@@ -136,7 +136,7 @@ def save(setting: Setting, rows: Sequence[Row], facts: dict[str, Any]) -> None:
     (setting.out / "gpu.json").write_text(json.dumps(plain, indent=1))
     if setting.drawn:
         try:
-            check_plot()
+            check_plot(str(setting.out / "gpu.svg"))
             save_plot(setting.drawn, str(setting.out / "gpu.svg"))
         except UnsupportedError as e:
             setting.tell(f"no plot: {e}")
