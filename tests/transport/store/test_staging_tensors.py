@@ -125,6 +125,29 @@ def test_a_copy_that_cannot_be_queued_fails_the_load_and_those_before_it_settle_
     assert job.wait_settled(waits.patience_s)
 
 
+def test_layers_that_come_while_others_are_queued_are_copied_too(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, pages, cache = staged
+    scatter, get = transfers.queue_scatter, store.store.submit_get
+    slow = GetJob(6, 3, Deadline.after(waits.patience_s))
+
+    def begin(request: Any, **more: Any) -> GetJob:
+        assert get(request, **more).wait(waits.patience_s) == [None] * 6
+        slow.advance(1)
+        return slow
+
+    def end_meanwhile(*arguments: Any) -> None:
+        scatter(*arguments)
+        arguments[-1].synchronize()  # the stream: what is queued has run when it is looked at
+        slow.set([None] * 6)
+
+    monkeypatch.setattr(store.store, "submit_get", begin)
+    monkeypatch.setattr(transfers, "queue_scatter", end_meanwhile)
+    assert store.submit_get(pages.request(cache.blocks())).wait(waits.patience_s) == [None] * 6
+    assert cache.missing(pages) == []
+
+
 def test_pages_without_a_token_that_may_be_written_harm_no_others(staged: Any) -> None:
     store, pages, cache = staged
     store.submit_remove(pages.keys[1:2]).wait(waits.patience_s)

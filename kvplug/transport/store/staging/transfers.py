@@ -163,11 +163,10 @@ class Get(Transfer):
         return found
 
     def step(self) -> bool:
-        num_layers = self._request.series.format.num_layers
         if not self.job.done and self.job.deadline.expired:
             self.end(MissReason.TIMEOUT)
         for piece in self._pieces:
-            if not piece.is_over and not self._step(piece, num_layers):
+            if not piece.is_over and not self._step(piece):
                 break  # the next one is staged when this one has its memory
         self.is_on_device = any(piece.marks for piece in self._pieces)
         if self.job.done:
@@ -194,7 +193,7 @@ class Get(Transfer):
                 self.lane.memory.give_back(staged.memory)
         self.job.settle()
 
-    def _step(self, piece: _Piece, num_layers: int) -> bool:
+    def _step(self, piece: _Piece) -> bool:
         """Returns whether the piece has its memory."""
         if piece.job is None:
             if self.job.done:
@@ -208,13 +207,14 @@ class Get(Transfer):
             piece.job.watch(self.lane.wake)
         inner, staged = piece.job, piece.staged
         assert staged is not None
+        has_ended = inner.done and inner.settled  # asked first: what comes meanwhile is queued next time
         if self.job.done:
             inner.cancel()
         else:
-            self._queue(piece, inner, staged, num_layers)
+            self._queue(piece, inner, staged)
         while piece.marks and piece.marks[0][0].is_passed:
             piece.num_landed = piece.marks.popleft()[1]
-        if inner.done and inner.settled and not piece.marks:
+        if has_ended and not piece.marks:
             if piece.results is None and not self.job.done:
                 piece.results = inner.results()
             piece.is_over = True
@@ -222,10 +222,10 @@ class Get(Transfer):
             self.lane.memory.give_back(staged.memory)  # for the next piece
         return True
 
-    def _queue(self, piece: _Piece, inner: GetJob, staged: StagedPages, num_layers: int) -> None:
+    def _queue(self, piece: _Piece, inner: GetJob, staged: StagedPages) -> None:
         """Queue copies of the layers that have come."""
+        ready = inner.num_layers_ready  # before the results: all layers, only with the pages that were missed
         results = inner.results()
-        ready = num_layers if results is not None else inner.num_layers_ready
         layers = range(piece.num_queued, ready)
         if not layers or piece.has_failed:
             return
