@@ -35,6 +35,8 @@ class RedisServer:
         from prerequisites import REDIS  # not in the processes that the kit starts
 
         self._program, self._folder, self._options = REDIS.path_or_skip(), folder, options
+        self.client = self._program.replace("-server", "-cli")
+        """The path of redis-cli."""
         self._is_sentinel = program == "sentinel"
         self.port = free_port() if port is None else port
         self.address = f"127.0.0.1:{self.port}"
