@@ -241,6 +241,7 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
             views=BlockViews(pages.source),
             groups=pages.groups,
             timeout_s=120,
+            settle_timeout_s=120,
             wait_timeout_s=120,
             max_bytes=2 * pages.nbytes,
             stats=TransferStats(),
@@ -257,7 +258,7 @@ def measure_saving(model: Model, axes: str, *, num_tokens: int, rounds: int) -> 
                 parent=bytes([round_]) * 32,
                 packed_tokens=tokens,
                 block_ids=(tuple(pages.blocks),),
-                has_reader=False,
+                num_announced=pages.count,
             )
             begin, _ = seconds(lambda: saver.begin(round_, [plan]))
             gather, _ = seconds(lambda: [saver.gather_layer(layer) for layer in range(model.layers)] and None)

@@ -85,7 +85,7 @@ class PageCalls:
                 self._report("cannot look for some pages, which count as absent", e)
             raise
         except Exception as e:
-            if is_first:
+            if is_first or isinstance(e, TimeoutError):
                 self._raise_if_gone(e)
             if len(keys) < 2:
                 self._report("cannot look for some pages, which count as absent", e)

@@ -148,6 +148,27 @@ def test_pages_that_wait_are_given_up_before_their_blocks_are_anothers(
         assert failures(engine, "save") == {"cancelled": 6}
 
 
+@pytest.mark.parametrize("how", ["preempted", "aborted", "reset"])
+def test_a_device_that_is_busy_for_longer_than_a_save_may_take_ends_no_engine(
+    how: str, little_staging: None
+) -> None:
+    with on_device(lookup={"save_timeout_s": 0.2}) as engine, ExitStack() as stall:
+        prompt = request_of("a", PROMPT)
+        blocks = engine.admit(prompt)
+        planned = engine.plan([(prompt, blocks, 0, 100)])
+        stall.enter_context(simulated.stalled())
+        engine.hear(engine.execute(planned, compute=False))
+        if how == "aborted":
+            engine.finish(prompt, blocks, RequestEnd.ABORTED)
+        if how == "reset":
+            engine.scheduler.reset_cache()
+        planned = engine.plan([], preempted=frozenset({"a"} if how == "preempted" else ()))
+        giving_up = Call(lambda: engine.execute(planned))
+        time.sleep(0.6)
+        stall.close()
+        giving_up.result()
+
+
 def test_pages_that_find_no_staging_memory_in_time_are_counted(little_staging: None) -> None:
     with on_device(lookup={"save_timeout_s": 0.2}) as engine, simulated.stalled():
         prompt = request_of("a", PROMPT)

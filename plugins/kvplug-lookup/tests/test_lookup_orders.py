@@ -96,7 +96,7 @@ def save_of(request_id: str, token_ids: Any) -> SavePlan:
         parent=chains.root,
         packed_tokens=pack_tokens(whole),
         block_ids=(tuple(range(len(whole) // PAGE)),),
-        has_reader=False,
+        num_announced=len(whole) // PAGE,
     )
 
 

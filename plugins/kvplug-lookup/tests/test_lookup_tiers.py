@@ -276,6 +276,22 @@ def test_decode_counts_by_source_what_is_not_held_also_where_nothing_is_promised
         assert decode.scheduler.get_stats() is None or "not_held" not in decode.scheduler.get_stats()
 
 
+def test_a_prompt_that_is_saved_again_after_a_preemption_waits_for_its_reader_once() -> None:
+    with pair() as (prefill, decode):
+        prompt = request_of("a", PROMPT)
+        blocks = prefill.admit(prompt)
+        prefill.step([(prompt, blocks, 0, 100)])
+        num_held(prefill)
+        prefill.step([], preempted=frozenset({"a"}))
+        prefill.step([(prompt, blocks, 0, 100)])
+        num_held(prefill)
+        prefill.finish(prompt, blocks)
+        prefill.settle()
+        until_promised(decode, PROMPT, 96)
+        assert_loads(decode, request_of("d", PROMPT), 96)
+        until(lambda: first_store(prefill).usage().num_waiting == 0, what="that nothing waits")
+
+
 def test_what_an_engine_loads_itself_goes_before_what_another_one_has_still_to_load() -> None:
     announced = {"params": {"do_remote_decode": True}}
     with both(options={"host": SMALL}) as engine:

@@ -642,3 +642,22 @@ def test_in_a_forked_child_the_store_is_closed_and_its_jobs_have_ended(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     opened.set()
     assert job.wait(5) == [MissReason.ABSENT]
+
+
+def test_a_store_that_stops_answering_in_the_middle_of_a_lookup_is_gone() -> None:
+    calls: list[int] = []
+
+    class Stopping(InDict):
+        def has(self, keys: Sequence[bytes]) -> list[bool]:
+            calls.append(len(keys))
+            if len(calls) == 1:
+                raise ValueError("a key that it cannot look for")
+            if len(calls) == 2:
+                return [False]  # it is there
+            raise TimeoutError("no answer")
+
+    with pytest.raises(TimeoutError, match="no answer"):
+        page_calls.PageCalls(Stopping(), "stopping").has(
+            [number.to_bytes(32, "big") for number in range(1000)]
+        )
+    assert len(calls) < 8

@@ -61,8 +61,8 @@ class LoadPlan(PagePlan):
 class SavePlan(PagePlan):
     """Save these pages, whose last tokens this step computes."""
 
-    has_reader: bool
-    """Another engine is going to load them."""
+    num_announced: int
+    """The store is not asked to expect a reader of the first so many: it does, or no engine loads them."""
 
 
 @attrs.frozen(kw_only=True)

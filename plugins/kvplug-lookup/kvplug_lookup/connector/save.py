@@ -96,6 +96,7 @@ class Saver:
         views: Sequence[Sequence[Tensor]],
         groups: Groups,
         timeout_s: float,
+        settle_timeout_s: float,
         wait_timeout_s: float,
         max_bytes: int,
         stats: TransferStats,
@@ -106,6 +107,7 @@ class Saver:
         self._groups = groups
         self._gathers = views[0][0].device.type == "cpu"
         self._timeout_s = timeout_s
+        self._settle_timeout_s = settle_timeout_s
         self._wait_timeout_s = wait_timeout_s
         self._max_bytes = max_bytes
         self._stats = stats
@@ -152,8 +154,8 @@ class Saver:
         chains, identities = plan.chains(form.page_tokens), plan.identities(form.page_tokens)
         keys = tier.series.keys_of(chains)
         self._compare(tier, plan.first_page + len(chains))
-        if plan.has_reader:
-            tier.store.expect_reader(keys)
+        if plan.num_announced < len(keys):
+            tier.store.expect_reader(keys[plan.num_announced :])
         # A store in this process answers at once; pages that it holds are not gathered again.
         held = tier.store.submit_lookup(keys, timeout=self._wait_timeout_s).results()
         begin, end = 0, len(chains)
@@ -240,10 +242,10 @@ class Saver:
         for job in jobs:
             job.cancel()
         for job in jobs:
-            if not job.wait_settled(self._timeout_s):
+            if not job.wait_settled(self._settle_timeout_s):
                 raise StalledError(
-                    f"the store {self.first.name!r} still reads blocks {self._timeout_s:g} s after a save was"
-                    " given up: restart this engine, and what is behind that store"
+                    f"the store {self.first.name!r} still reads blocks {self._settle_timeout_s:g} s after a"
+                    " save was given up: restart this engine, and what is behind that store"
                 )
 
     def _drop(self, batch: _Batch) -> None:

@@ -73,6 +73,8 @@ class SavePlanner:
                 source.expect(chains[first:last], self._wait_timeout_s)
             if self._events is not None:
                 self._events.plan(request, token_ids, chains[:last], first)
+            announced = max(first, tracked.num_announced) if tracked.has_reader else last
+            tracked.num_announced = max(tracked.num_announced, last)
             tokens = token_ids[first * self._page_tokens : last * self._page_tokens]
             yield SavePlan(
                 request_id=request.request_id,
@@ -80,5 +82,5 @@ class SavePlanner:
                 parent=tracked.chains.parent_of(first),
                 packed_tokens=pack_tokens(tokens),
                 block_ids=blocks,
-                has_reader=tracked.has_reader,
+                num_announced=min(announced, last) - first,
             )

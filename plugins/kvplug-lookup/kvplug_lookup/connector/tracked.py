@@ -35,8 +35,10 @@ class Tracked:
     """Pages whose save was planned, or which need none."""
     unsaved_from: int | None = None
     """The first page that a worker has not kept, though its save was planned."""
+    num_announced: int = 0
+    """Pages for which stores expect the reader."""
     num_unsaved: int = 0
-    """How often a worker has said so."""
+    """How often a worker has not kept a page."""
     save_again_at: float = 0.0
     """When these pages are planned again."""
     saved_in: int = -1
@@ -57,6 +59,7 @@ class Tracked:
         self.unsaved_from = page if self.unsaved_from is None else min(page, self.unsaved_from)
         self.save_again_at = time.monotonic() + min(2.0**self.num_unsaved, _MAX_PAUSE_S)
         self.num_unsaved += 1
+        self.num_announced = min(self.num_announced, page)  # it was withdrawn
 
     def take_unsaved(self) -> int | None:
         """The first page whose save is to be tried again now."""

@@ -68,13 +68,13 @@ class LookupWorker(WorkerConnector):
         self._works_by_layer = False
         """Something of this step is loaded in front of its layers, or gathered behind them."""
         self._loads: dict[str, Load] = {}
+        """Of this step, and in the background."""
         self._unsettled: list[Load] = []
         """Loads that have failed, and whose blocks may still be written."""
         self._num_evicted: dict[str, int] = {}
         """Pages that stores without events have given up, as far as they are counted."""
         self._ended_at: dict[str, float] = {}
         """When the last page of loads that have ended came, by source."""
-        """Of this step, and in the background."""
         self._step = 0
         self._step_began: DeviceMark | None = None
         """Of a step whose time says what prefill costs."""
@@ -181,6 +181,7 @@ class LookupWorker(WorkerConnector):
                 views=self._views,
                 groups=self._groups,
                 timeout_s=options.save_timeout_s,
+                settle_timeout_s=config.timeout_s,
                 wait_timeout_s=options.wait_timeout_s,
                 max_bytes=config.buffer_size if options.max_unsaved is None else options.max_unsaved,
                 stats=self._context.stats,
@@ -269,8 +270,7 @@ class LookupWorker(WorkerConnector):
         self._ended.update(plan.ended)
         if self._saver is not None:
             self._saver.begin(plan.step, plan.saves)
-        loads = any(not load.in_background for load in plan.loads)
-        self._works_by_layer = loads or (self._saver is not None and self._saver.gathers_layers)
+        self._works_by_layer = waits or (self._saver is not None and self._saver.gathers_layers)
 
     def has_connector_metadata(self) -> bool:
         return self._works_by_layer
