@@ -28,13 +28,13 @@ def check_plot(path: str) -> None:
         UnsupportedError: matplotlib is not installed; the message says how to install it.
         OSError: the file cannot be written.
     """
-    if find_spec("matplotlib") is None:
-        raise UnsupportedError("a plot needs matplotlib: pip install matplotlib")
     new = not os.path.lexists(path)
     with open(path, "ab"):
         pass
     if new:
         os.unlink(path)
+    if find_spec("matplotlib") is None:
+        raise UnsupportedError("a plot needs matplotlib: pip install matplotlib")
 
 
 def circumstances() -> str:
