@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_UNREADABLE: Final = 1 << 14
 """Pages that are remembered. The oldest are forgotten, and fail once more."""
+_QUICK_S: Final = 1.0
+"""A call that took longer before it failed is not made again: it may have waited, for a lock, say."""
 _RETRY_S: Final = 30.0
 """Before an unreadable page is read again."""
 _PASSING: Final = frozenset(
@@ -112,7 +114,7 @@ class PageCalls:
         Raises:
             PageError: the page cannot be read.
         """
-        nbytes, error = sum(map(len, into)), None
+        nbytes, error, began = sum(map(len, into)), None, time.monotonic()
         while True:
             try:
                 length = self._store.read(key, into)
@@ -130,7 +132,8 @@ class PageCalls:
                 self._raise_if_gone(e)
                 if isinstance(e, TimeoutError):
                     raise PageError(MissReason.TIMEOUT, in_words(e)) from e
-                if error is not None:  # the first time its connection may have been lost, and is there again
+                # the first time its connection may have been lost, and is there again
+                if error is not None or time.monotonic() - began > _QUICK_S:
                     self.is_unreadable(key, nbytes)
                     self._report("has pages that cannot be read; they are misses", e)
                     raise PageError(MissReason.UNREADABLE, in_words(e)) from e
@@ -158,7 +161,7 @@ class PageCalls:
         """
         if key in self._unreadable:
             return self._replace(key, page)
-        error = None
+        error, began = None, time.monotonic()
         while True:
             try:
                 return self._store.write(key, page)
@@ -174,7 +177,8 @@ class PageCalls:
                     self._report("has no room for some pages", e)
                     return False
                 self._raise_if_gone(e)
-                if isinstance(e, TimeoutError) or error is not None:
+                was_slow = time.monotonic() - began > _QUICK_S
+                if isinstance(e, TimeoutError) or error is not None or was_slow:
                     self._report("does not keep some pages", e)
                     reason = MissReason.TIMEOUT if isinstance(e, TimeoutError) else MissReason.OTHER
                     raise PageError(reason, in_words(e)) from e
