@@ -32,7 +32,8 @@ class BlockingStore(abc.ABC):
     whatever its libraries raise:
 
     - :class:`PageError`: this page is a miss, or is not kept, for its reason.
-    - ``ConnectionError``: the store is gone. Requests are misses, and it is left alone for a while.
+    - ``ConnectionError``, or an error of a read or write that took more than five seconds: the store is gone.
+      Requests are misses, and it is left alone for a while.
     - Any other error: :meth:`has` is called with a key that no page has. If that fails as well, the store is
       gone. Else the call is made once more, except after a ``TimeoutError``; then its page is a miss
       (``UNREADABLE`` or ``TIMEOUT``). A full disk (``ENOSPC``) is no room.

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_UNREADABLE: Final = 1 << 14
 """Pages that are remembered. The oldest are forgotten, and fail once more."""
-_QUICK_S: Final = 1.0
-"""A call that took longer before it failed is not made again: it may have waited, for a lock, say."""
+_SLOW_S: Final = 5.0
+"""A call that took longer before it failed may have waited for a lock, and the next one would, too."""
 _RETRY_S: Final = 30.0
 """Before an unreadable page is read again."""
 _PASSING: Final = frozenset(
@@ -129,11 +129,10 @@ class PageCalls:
                     self._report("has pages that cannot be read; they are misses", e)
                 raise
             except Exception as e:
-                self._raise_if_gone(e)
+                self._raise_if_gone(e, began)
                 if isinstance(e, TimeoutError):
                     raise PageError(MissReason.TIMEOUT, in_words(e)) from e
-                # the first time its connection may have been lost, and is there again
-                if error is not None or time.monotonic() - began > _QUICK_S:
+                if error is not None:  # the first time its connection may have been lost, and is there again
                     self.is_unreadable(key, nbytes)
                     self._report("has pages that cannot be read; they are misses", e)
                     raise PageError(MissReason.UNREADABLE, in_words(e)) from e
@@ -176,9 +175,8 @@ class PageCalls:
                 if found is not None and found.resource == SPACE:
                     self._report("has no room for some pages", e)
                     return False
-                self._raise_if_gone(e)
-                was_slow = time.monotonic() - began > _QUICK_S
-                if isinstance(e, TimeoutError) or error is not None or was_slow:
+                self._raise_if_gone(e, began)
+                if isinstance(e, TimeoutError) or error is not None:
                     self._report("does not keep some pages", e)
                     reason = MissReason.TIMEOUT if isinstance(e, TimeoutError) else MissReason.OTHER
                     raise PageError(reason, in_words(e)) from e
@@ -247,10 +245,15 @@ class PageCalls:
 
     # -- errors --------------------------------------------------------------------------------
 
-    def _raise_if_gone(self, error: Exception) -> None:
-        """Raise the error of a call again if it means that the store is gone, or that a resource ran out."""
+    def _raise_if_gone(self, error: Exception, began: float | None = None) -> None:
+        """Raise the error of a call again if it means that the store is gone, or that a resource ran out.
+
+        Args:
+            began: when the call was made.
+        """
         is_known = isinstance(error, (ConnectionError, ClosedError, MemoryError))
-        if is_known or exhaustion_of(error) is not None:
+        was_slow = began is not None and time.monotonic() - began > _SLOW_S
+        if is_known or was_slow or exhaustion_of(error) is not None:
             raise error
         try:
             self._store.has((os.urandom(32),))
