@@ -20,7 +20,7 @@ come, forward. "host" is what the store "host" runs; "ARC" is the algorithm as i
 With ``--handed-over``: prefill saves the pages of each prompt, and decode loads them while prefill saves
 those of others. Up to 1, 8 or 32 prompts are in flight: saved, and not loaded. Decode loads any of them
 next. Sizes of the store are multiples of the most pages that wait for decode at any time. The figures are
-the prompts of which decode does not find all pages.
+prompts for which decode does not find every page.
 
 - **documents**: each prompt is seen once.
 - **chats**: as above, so that prompts in flight share pages with each other and with earlier ones.
@@ -364,7 +364,7 @@ def hit_rate(
 
 
 def lost_rate(policy: Policy, calls: Iterable[tuple[str, Prompt]]) -> float:
-    """The part of the prompts of which not all pages were there when they were loaded."""
+    """The share of prompts that lacked a page when they were loaded."""
     lost = loaded = 0
     for call, prompt in calls:
         if call == "save":
