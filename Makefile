@@ -1,6 +1,6 @@
-# `make demo` runs the demo, `make test` the tests in one environment, `make test-all` the tests in all
-# environments, `make coverage` those of `make test`, and says which lines they reached. `make test-engines`
-# runs the tests inside real engines, which `make test-all` leaves out. They need make, Python 3.11 or later and
+# `make demo` runs the demo, `make test` the tests in one environment, `make test-ci` what CI runs after it,
+# `make test-all` the tests in all environments, `make coverage` those of `make test`, and says which lines they
+# reached. `make test-engines` runs the tests inside real engines, which `make test-all` leaves out. They need make, Python 3.11 or later and
 # access to a package index. They install only into .venv and .tox.
 
 PYTHON ?= python3
@@ -36,7 +36,7 @@ RUN_TESTS = pytest
 # CONTRIBUTING.md explains the markers.
 QUICK = not (slow or mutant or variant or full)
 
-.PHONY: demo install pages test test-all test-engines coverage clean
+.PHONY: demo install pages test test-ci test-all test-engines coverage clean
 
 demo: $(TOX)
 	$(TOX) run -e demo $(TOX_ARGS) -- $(ARGS)
@@ -55,9 +55,10 @@ test: $(INSTALLED)
 		--hypothesis-profile dev --kvplug-level brief -m "$(QUICK)" --ignore plugins/kvplug-vllm --ignore plugins/kvplug-lmcache --ignore plugins/kvplug-sglang \
 		$(EXAMPLES:%=--ignore docs/examples/%) $(ARGS)
 
-test-all: $(TOX)
+test-ci: ENVIRONMENTS = -m ci
+test-ci test-all: $(TOX)
 	rm -rf .tox/failed-tests
-	$(TOX) run-parallel --parallel $(PARALLEL) $(TOX_ARGS) || \
+	$(TOX) run-parallel $(ENVIRONMENTS) --parallel $(PARALLEL) $(TOX_ARGS) || \
 		{ tail -n +1 .tox/failed-tests/* 2>/dev/null; echo "Failed. Above: a line for each environment, then what tests failed."; exit 1; }
 	@echo "Passed. A line with SKIP above is an environment whose Python this machine does not have."
 

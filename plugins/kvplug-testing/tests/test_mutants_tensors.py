@@ -1,7 +1,8 @@
 """Every fault that is known is caught by a test of the law that it breaks, and every law has one.
 
 A test has caught a fault when it fails with it, for a reason that is a breach (``mutants/conftest.py``), and
-passes without it in the same process. Tests above quick take long, and need only fail.
+passes without it in the same process. Tests above quick take long, and need only fail. The first mutant of
+each law lacks the marker ``full``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -51,20 +53,27 @@ def controls(path: Path) -> dict[str, Any]:
     return {name: cls for name, cls in classes(path).items() if getattr(cls, "is_control", False)}
 
 
-BREACHES = [
-    pytest.param(path, name, id_, id=f"{path.stem}: {name} breaks {id_}")
-    for path in FILES
-    for name, cls in mutants(path).items()
-    for id_ in cls.breaks
-]
+def breaches() -> Iterator[Any]:
+    """A file, a mutant and a law that it breaks; all but the first mutant of each law are marked ``full``."""
+    laws: set[str] = set()
+    for path in FILES:
+        for name, cls in mutants(path).items():
+            for id_ in cls.breaks:
+                marks = [pytest.mark.full] if id_ in laws else []
+                laws.add(id_)
+                yield pytest.param(path, name, id_, id=f"{path.stem}: {name} breaks {id_}", marks=marks)
 
 
-def judge(path: Path, folder: Path) -> tuple[Scorecard, str]:
-    """Let the kit judge all mutants of a file, in a process of its own. Returns what it printed, too."""
+def judge(path: Path, folder: Path, names: Iterable[str] = ()) -> tuple[Scorecard, str]:
+    """Let the kit judge a file, or only these mutants of it and its controls, in a process of its own.
+
+    Returns the scorecard, and what the process printed.
+    """
     report = folder / f"{path.stem}.json"
+    judged = [f"{path}::{name}" for name in sorted({*names, *controls(path)})] if names else [str(path)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
-    command += ["--kvplug-level", "full", "--kvplug-report", str(report), str(path)]
+    command += ["--kvplug-level", "full", "--kvplug-report", str(report), *judged]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -81,14 +90,16 @@ def judge(path: Path, folder: Path) -> tuple[Scorecard, str]:
 
 @pytest.fixture(scope="session")
 def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the kit says of a file's mutants. They wait more than they work: four files are judged at once."""
-    asked = [getattr(item, "callspec", None) for item in request.session.items]
-    paths = {spec.params["path"]: None for spec in asked if spec is not None and "path" in spec.params}
+    """The kit's verdict on a file's mutants. They wait more than they work: four files are judged at once."""
+    asked: dict[Path, set[str]] = {}
+    for item in request.session.items:
+        spec = getattr(item, "callspec", None)
+        if spec is not None and "name" in spec.params and spec.params.get("path") in FILES:
+            asked.setdefault(spec.params["path"], set()).add(spec.params["name"])
     with ThreadPoolExecutor(4) as pool:
         verdicts = {
-            path: pool.submit(judge, path, tmp_path_factory.mktemp(path.stem))
-            for path in paths
-            if path in FILES
+            path: pool.submit(judge, path, tmp_path_factory.mktemp(path.stem), names)
+            for path, names in asked.items()
         }
         yield lambda path: verdicts[path].result()
 
@@ -129,14 +140,9 @@ def check_controls(path: Path, card: Scorecard, said: str) -> None:
 
 
 @pytest.mark.timeout(2 * LIFE_S)
-@pytest.mark.parametrize(("path", "name", "id_"), BREACHES)
+@pytest.mark.parametrize(("path", "name", "id_"), [*breaches()])
 def test_a_mutant_is_caught_by_a_test_of_its_law(judged: Any, path: Path, name: str, id_: str) -> None:
     check_caught(path, name, id_, *judged(path))
-
-
-@pytest.mark.timeout(2 * LIFE_S)
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_what_has_no_fault_passes_what_has_caught_one(judged: Any, path: Path) -> None:
     check_controls(path, *judged(path))
 
 
