@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from kvplug.assembly.registry import CHOSEN, Registry, own_part
+from kvplug.assembly.registry import Registry
+from kvplug.assembly.registry.check import CHOSEN, own_part
 from kvplug.config import Config, Role, check_options
 from kvplug.config.options import MEMORY, option_fields
 from kvplug.config.units import bytes_in_words

@@ -12,7 +12,8 @@ import attrs
 
 from kvplug.assembly.budgets import budgets_of, shortage_of
 from kvplug.assembly.members import unreachable_contact
-from kvplug.assembly.registry import CHECKED, CHOSEN, NAMED, PluginStatus, Registry, name_faults
+from kvplug.assembly.registry import PluginStatus, Registry
+from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults
 from kvplug.assembly.resolve import (
     ResolvedConfig,
     checksums_of,

@@ -17,7 +17,8 @@ import attrs
 import kvplug
 from kvplug.assembly.budgets import budgets_of, shortage_of
 from kvplug.assembly.making import made
-from kvplug.assembly.registry import CHECKED, CHOSEN, NAMED, Registry, name_faults, own_part
+from kvplug.assembly.registry import Registry
+from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults, own_part
 from kvplug.config import Config, Role, check_options
 from kvplug.config.options import option_fields
 from kvplug.errors import ConfigError, PluginError, PluginLoadError

@@ -11,7 +11,8 @@ from typing import Any
 import attrs
 import click
 
-from kvplug.assembly.registry import CHOSEN, Registry, name_faults, own_part
+from kvplug.assembly.registry import Registry
+from kvplug.assembly.registry.check import CHOSEN, name_faults, own_part
 from kvplug.cli.completion import files, overrides as complete_keys
 from kvplug.cli.groups import CommandGroup
 from kvplug.cli.table import show_table

@@ -9,7 +9,8 @@ import attrs
 import pytest
 
 from kvplug import Registry
-from kvplug.assembly.registry import PluginInfo, PluginStatus, name_faults, own_part
+from kvplug.assembly.registry import PluginInfo, PluginStatus
+from kvplug.assembly.registry.check import name_faults, own_part
 from kvplug.assembly.registry.packages import PACKAGES
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec, UnknownConnectorError
 from kvplug.transport import (
