@@ -12,8 +12,6 @@ from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_testing import PipeContract
 
-pytestmark = pytest.mark.full
-
 
 class TestCudaIpcPipe(PipeContract):
     options_class = CudaIpcPipeOptions

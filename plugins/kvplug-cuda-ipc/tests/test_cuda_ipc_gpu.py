@@ -32,11 +32,12 @@ from kvplug_testing.pairs import PipePairs, echo, wait
 torch = pytest.importorskip("torch")
 # Without asking CUDA: this module is imported in the process that children are forked from.
 GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+if not GPU:
+    pytest.skip("there is no GPU here", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:ComplexHalf support"),
-    pytest.mark.skipif(not GPU, reason="there is no GPU here"),
 ]
 PATIENCE_S = 120.0
 MIB = 1 << 20

@@ -9,8 +9,6 @@ import pytest
 
 from kvplug_testing import StoreContract
 
-pytestmark = pytest.mark.full
-
 
 class TestMooncake(StoreContract):
     store = "mooncake"

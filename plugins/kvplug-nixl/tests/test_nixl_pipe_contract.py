@@ -11,7 +11,6 @@ from kvplug_nixl.pipe.contact import NixlContact
 from kvplug_testing import PipeContract
 
 pytest.importorskip("nixl_cu12", reason="the wheel nixl-cu12 is not installed")
-pytestmark = pytest.mark.full
 
 
 class TestNixlPipe(PipeContract):

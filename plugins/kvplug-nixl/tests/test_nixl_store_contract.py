@@ -13,10 +13,7 @@ from kvplug_nixl.probe import probe
 from kvplug_testing import StoreContract
 from kvplug_testing.contract.store.suite import Place
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(not probe().viable, reason=probe().reason or "NIXL is here"),
-]
+pytestmark = pytest.mark.skipif(not probe().viable, reason=probe().reason or "NIXL is here")
 _is_warm: list[bool] = []
 
 

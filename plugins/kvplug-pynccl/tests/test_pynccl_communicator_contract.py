@@ -10,8 +10,6 @@ from kvplug.transport import CommunicatorContext, DeviceCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
 from kvplug_testing import DeviceCommunicatorContract
 
-pytestmark = pytest.mark.full
-
 
 class TestPyncclCommunicator(DeviceCommunicatorContract):
     options_class = PyncclCommunicatorOptions

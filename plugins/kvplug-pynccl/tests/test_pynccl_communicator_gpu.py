@@ -20,10 +20,11 @@ from kvplug_testing import DeviceCommunicatorContract, peers
 
 torch = pytest.importorskip("torch")
 GPUS = torch.cuda.device_count()  # by NVML: a process that has asked CUDA itself could not be forked
+if GPUS == 0:
+    pytest.skip("there is no GPU here", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(GPUS == 0, reason="there is no GPU here"),
 ]
 PATIENCE_S = 120.0
 

@@ -12,8 +12,6 @@ from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.contact import PyncclContact
 from kvplug_testing import PipeContract
 
-pytestmark = pytest.mark.full
-
 
 class TestPyncclPipe(PipeContract):
     options_class = PyncclPipeOptions

@@ -16,11 +16,12 @@ from kvplug_testing.pairs import PipePairs, echo
 
 torch = pytest.importorskip("torch")
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+if GPUS == 0:
+    pytest.skip("there is no GPU here", allow_module_level=True)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:ComplexHalf support"),
-    pytest.mark.skipif(GPUS == 0, reason="there is no GPU here"),
 ]
 PATIENCE_S = 120.0
 needs_two = pytest.mark.skipif(GPUS < 2, reason="two ranks need two GPUs")
