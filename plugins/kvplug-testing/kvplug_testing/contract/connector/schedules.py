@@ -16,7 +16,7 @@ from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.engine import Arrival, FakeEngine, Schedule, request_of
 from kvplug_testing.waits import Call
 
-QUICK, _FULL = range(4), range(4, 60)
+QUICK, _FULL = range(2), range(2, 60)
 ON_DEVICE: Mapping[str, Any] = MappingProxyType({"device": "simulated", "config": {"device": "simulated"}})
 """The engine's cache, and what its config says of it."""
 
