@@ -8,6 +8,7 @@ from kvplug.engine import SchedulerOutput
 from kvplug.transport import pack_tokens
 from kvplug_lookup.connector.block_events import BlockEvents
 from kvplug_lookup.connector.groups import Groups
+from kvplug_lookup.connector.kept import KeptBlocks
 from kvplug_lookup.connector.plan import SavePlan
 from kvplug_lookup.connector.sources import Source
 from kvplug_lookup.connector.tracked import Tracked
@@ -23,18 +24,21 @@ class SavePlanner:
         page_tokens: int,
         own: Sequence[Source],
         wait_timeout_s: float,
+        kept: KeptBlocks,
         events: BlockEvents | None,
     ) -> None:
         """
         Args:
             own: the sources that the workers put pages into; the first one is told which.
             wait_timeout_s: how long a request waits for such a page.
+            kept: knows which pages the workers have read.
             events: is told which blocks the pages have.
         """
         self._groups = groups
         self._page_tokens = page_tokens
         self._own = own
         self._wait_timeout_s = wait_timeout_s
+        self._kept = kept
         self._events = events
 
     def plans(self, output: SchedulerOutput, requests: Mapping[str, Tracked]) -> Iterator[SavePlan]:
@@ -46,11 +50,9 @@ class SavePlanner:
             if tracked.is_old and scheduled.num_computed_tokens:
                 continue
             tracked.is_old = False
-            # What an engine computes again, having gone back, is saved again.
-            first = min(tracked.num_saved, scheduled.num_computed_tokens // self._page_tokens)
-            if (unsaved := tracked.take_unsaved()) is not None:
-                first = min(first, unsaved)
             end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
+            tracked.compute(scheduled.num_computed_tokens, end, self._page_tokens)
+            first = tracked.num_saved
             if end // self._page_tokens <= first:
                 continue
             request = tracked.request
@@ -67,6 +69,8 @@ class SavePlanner:
             first = self._groups.first_whole_page(blocks, first, last, self._page_tokens)
             if last <= first:
                 continue
+            is_read = self._kept.is_read(tracked.saved_in)
+            tracked.num_read = first if is_read else min(first, tracked.num_read)
             tracked.saved_in = output.step
             chains = tracked.chains.upto(token_ids, end)
             for source in self._own[:1]:

@@ -122,6 +122,7 @@ class LookupScheduler(SchedulerConnector):
                 page_tokens=self._page_tokens,
                 own=self._own,
                 wait_timeout_s=options.wait_timeout_s,
+                kept=self._kept,
                 events=self._events,
             )
         except BaseException:
@@ -225,12 +226,16 @@ class LookupScheduler(SchedulerConnector):
             tracked = Tracked(
                 request,
                 self._chains(request.extra, self._page_tokens),
-                self._matcher.begin() if self._loads else Search([]),
+                self._search(),
                 has_reader=not self._loads or bool(request.params.get("do_remote_decode")),
             )
             self._tracked[request.request_id] = tracked
         tracked.request = request
         return tracked
+
+    def _search(self) -> Search:
+        """A search that sees what was saved before."""
+        return self._matcher.begin() if self._loads else Search([])
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -281,6 +286,8 @@ class LookupScheduler(SchedulerConnector):
         if found is None:
             return None
         count, sources = found
+        if count < last - first:  # after a preemption: what no store has is computed, and saved, again
+            tracked.num_saved = min(tracked.num_saved, first + count)
         return (first + count) * page_tokens, sources
 
     def _should_load(self, sources: tuple[Runs, ...]) -> bool:
@@ -381,6 +388,7 @@ class LookupScheduler(SchedulerConnector):
         self._reset = os.urandom(16)
         for tracked in self._tracked.values():
             tracked.is_old = True
+            tracked.restart_saves()
         return True
 
     def has_pending_push_work(self) -> bool:
@@ -405,8 +413,8 @@ class LookupScheduler(SchedulerConnector):
             scheduled = {one.request_id for one in output.scheduled}
             self._drop_loads(output.preempted_request_ids - scheduled)
         for request_id in output.preempted_request_ids:
-            if request_id in self._tracked:
-                self._tracked[request_id].restart_saves()
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.preempt(self._search(), is_read=self._kept.is_read(tracked.saved_in))
                 forget.append(request_id)
         if self._reset:
             self._salt = self._reset

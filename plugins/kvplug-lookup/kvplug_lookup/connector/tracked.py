@@ -31,8 +31,12 @@ class Tracked:
     """The first answer is counted; an engine without free blocks asks again in each step."""
     sources: tuple[Runs, ...] = ()
     """Of what is promised: for each worker."""
+    num_computed: int = 0
+    """Tokens that the planned steps have computed; none of them after a preemption."""
     num_saved: int = 0
     """Pages whose save was planned, or which need none."""
+    num_read: int = 0
+    """Pages before those of a save that the workers may give up with the request's blocks."""
     unsaved_from: int | None = None
     """The first page that a worker has not kept, though its save was planned."""
     num_announced: int = 0
@@ -54,16 +58,23 @@ class Tracked:
         """All its pages are saved again, in later steps."""
         self.num_saved, self.unsaved_from = 0, None
 
+    def preempt(self, search: Search, *, is_read: bool) -> None:
+        """It has lost its blocks. ``is_read``: the workers have read all planned pages out of them."""
+        self.search, self.num_computed = search, 0
+        if not is_read:
+            self.num_saved = min(self.num_saved, self.num_read)
+
+    def compute(self, start: int, end: int, page_tokens: int) -> None:
+        """A step computes these tokens. Where the engine has gone back, their pages are saved again."""
+        if start < self.num_computed:
+            self.num_saved = min(self.num_saved, start // page_tokens)
+        self.num_computed = end
+        if self.unsaved_from is not None and time.monotonic() >= self.save_again_at:
+            self.num_saved, self.unsaved_from = min(self.num_saved, self.unsaved_from), None
+
     def miss(self, page: int) -> None:
         """A worker has not kept this page."""
         self.unsaved_from = page if self.unsaved_from is None else min(page, self.unsaved_from)
         self.save_again_at = time.monotonic() + min(2.0**self.num_unsaved, _MAX_PAUSE_S)
         self.num_unsaved += 1
         self.num_announced = min(self.num_announced, page)  # it was withdrawn
-
-    def take_unsaved(self) -> int | None:
-        """The first page whose save is to be tried again now."""
-        if self.unsaved_from is None or time.monotonic() < self.save_again_at:
-            return None
-        page, self.unsaved_from = self.unsaved_from, None
-        return page
