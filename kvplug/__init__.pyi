@@ -36,6 +36,9 @@ from kvplug.assembly.stores import (
     build_store as build_store,
     serve_store as serve_store,
 )
+from kvplug.cli.duration import (
+    Duration as Duration,
+)
 from kvplug.config import (
     Config as Config,
 )

@@ -16,6 +16,7 @@ from kvplug.assembly.doctor.facts import read_facts
 from kvplug.assembly.doctor.fields import Field
 from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.registry import Registry
+from kvplug.cli.duration import Duration
 from kvplug.config import Config
 from kvplug.errors import ConfigError
 from kvplug.net.peer_text import printable
@@ -58,8 +59,8 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 )
 @click.option(
     "--timeout",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
+    metavar="DURATION",
+    type=Duration(),
     default=TIMEOUT_S,
     help=f"When all waiting ends. Default: {TIMEOUT_S:g}.",
 )

@@ -16,11 +16,12 @@ import attrs
 import click
 
 from kvplug.assembly.registry import Registry
+from kvplug.cli.duration import Duration
 from kvplug.cli.table import show_table
 from kvplug.config import Config
 from kvplug.config.messages import did_you_mean
 from kvplug.config.schema import DEVICE
-from kvplug.config.units import format_bytes, parse_bytes, parse_seconds
+from kvplug.config.units import format_bytes, parse_bytes
 from kvplug.errors import UnsupportedError
 from kvplug.net.peer_text import printable
 from kvplug.transport.queue import MAX_CHUNK_BYTES, MAX_CHUNKS
@@ -89,13 +90,6 @@ def _devices(_: click.Context, __: click.Parameter, text: str | None) -> tuple[s
     return names
 
 
-def _seconds(_: click.Context, __: click.Parameter, text: str) -> float:
-    try:
-        return parse_seconds(text)
-    except ValueError as e:
-        raise click.BadParameter(str(e)) from e
-
-
 def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
     if path is not None and Path(path).suffix.lower() not in FORMATS:
         raise click.BadParameter(f"{path!r} is not a {' or '.join(FORMATS)} file")
@@ -162,8 +156,8 @@ def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | N
     "--idle",
     "idle_s",
     metavar="DURATION",
+    type=Duration(may_be_zero=True),
     default="1 s",
-    callback=_seconds,
     help="How long a waiting receiver's CPU time is measured, 0 to skip this; by default 1 s.",
 )
 @click.option(

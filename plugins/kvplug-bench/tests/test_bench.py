@@ -298,7 +298,7 @@ def test_what_is_called_wrongly_is_told_before_anything_is_measured(site: Any) -
         (["--sizes", "1MiB,64M"], "'M' is not a unit of size"),
         (["--sizes", "16"], "sizes are multiples of 4, and at least 64 bytes; 16 B was given"),
         (["--sizes", ""], "sizes are multiples of 4, and at least 64 bytes"),
-        (["--idle", "soon"], "'soon' is not a number with a unit"),
+        (["--idle", "soon"], "'soon' was given; expected is a time of at least 0"),
         (["--device", "GPU"], "'GPU' is not a device such as"),
         (["--device", ","], "',' is not a device such as"),
         (["--device", "cpu,cuda"], "'cpu,cuda' is neither one device nor two of the same kind"),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 import click
 import msgspec
 
-from kvplug import KvplugError, TimeoutError
+from kvplug import Duration, KvplugError, TimeoutError
 from kvplug.transport import Deadline, peer_text, printable
 
 _PATIENCE_S: Final = 2.0
@@ -30,8 +30,8 @@ _TCP = re.compile(r"tcp://([^\s/*]+):(\d{1,5})")
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0),
-    help="Stop, with exit code 1, when nothing came for so many seconds.",
+    type=Duration(may_be_zero=True),
+    help="Stop, with exit code 1, when nothing came for so long.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, with every field.")
 def events(

@@ -9,15 +9,15 @@ import click
 
 from kvplug.assembly.registry import Registry
 from kvplug.cli.completion import plugins
+from kvplug.cli.duration import Duration
 from kvplug.config.messages import did_you_mean
 from kvplug.errors import UnknownNameError
-from kvplug.net.deadline import Deadline
 from kvplug.net.peer_text import printable
 
 
 @click.command("check")
 @click.argument("name", shell_complete=plugins)
-@click.option("--timeout", "timeout_s", default=60.0, help="Seconds that each process may take.")
+@click.option("--timeout", "timeout_s", type=Duration(), default=60.0, help="How long each process may take.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def check(name: str, timeout_s: float, as_json: bool) -> None:
     """Check the installed plugin NAME against the laws of plugins: it is found, light to load, and offers
@@ -29,7 +29,6 @@ def check(name: str, timeout_s: float, as_json: bool) -> None:
     from kvplug_testing.inspection import inspect_plugin
     from kvplug_testing.laws import LAWS
 
-    Deadline.after(timeout_s)  # refuses what is not a timeout
     known = {plugin.name for plugin in Registry.from_env().plugins}
     if name not in known:
         hint = did_you_mean(name, known) or f"; there are: {', '.join(sorted(known))}"

@@ -361,7 +361,7 @@ def test_a_second_run_finds_what_is_left_of_one_whose_processes_were_killed(mode
         (["--model", os.path.dirname(__file__)], "has no config.json"),
         (["--integrity", "OFF!"], "integrity"),
         (["--max-new-tokens", "0"], "0 is not in the range"),
-        (["--patience", "0"], "0.0 is not in the range"),
+        (["--patience", "0"], "'0' was given; expected is a time above 0"),
         (["--prompt", "\udcff"], "the prompt is not valid UTF-8"),
         (["--prompt-file", "/dev/zero"], "too many for a prompt"),
         (["--prompt-file", "/proc/self/mem"], "cannot be read"),

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import click
 
-from kvplug import Config, KvplugError
+from kvplug import Config, Duration, KvplugError
 from kvplug_transformers.demo.settings import DemoSettings, Report
 
 _LONGEST_PROMPT = 4 << 20
@@ -29,8 +29,8 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--patience",
             "patience_s",
-            metavar="SECONDS",
-            type=click.FloatRange(1),
+            metavar="DURATION",
+            type=Duration(),
             default=300,
             show_default=True,
             help="Give up when a process reports nothing for this long, beyond the config's timeouts.",

@@ -1,0 +1,62 @@
+"""Times among the options of all commands that are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+from click.types import FloatParamType, FuncParamType
+
+from kvplug import Duration
+from kvplug.cli.main import program
+
+WRONG = ("nan", "inf", "-inf", "-1", "1e999", "1e12", "", "soon", "3 weeks", "0x10")
+
+
+def options(command: click.Command, ctx: click.Context, path: str) -> Iterator[tuple[str, click.Parameter]]:
+    for each in command.params:
+        yield path, each
+    if isinstance(command, click.Group):
+        for name in command.list_commands(ctx):
+            below = command.get_command(ctx, name)
+            assert below is not None
+            yield from options(below, click.Context(below, parent=ctx), f"{path} {name}")
+
+
+def every_option() -> list[tuple[str, click.Parameter]]:
+    ctx = click.Context(program)
+    return list(options(program, ctx, "kvplug"))
+
+
+def is_time(option: click.Parameter) -> bool:
+    return isinstance(option.type, FuncParamType) and isinstance(option.type.func, Duration)
+
+
+def test_no_option_of_a_command_is_any_float() -> None:
+    found = [f"{path} {each.name}" for path, each in every_option() if isinstance(each.type, FloatParamType)]
+    assert not found, "give them the type kvplug.Duration: these accept nan"
+
+
+def test_each_time_refuses_what_no_call_can_wait_for() -> None:
+    times = [(path, each) for path, each in every_option() if is_time(each)]
+    assert "kvplug doctor" in {path for path, _ in times}
+    for path, each in times:
+        for wrong in WRONG:
+            done = CliRunner().invoke(program, [*path.split()[1:], f"{each.opts[0]}={wrong}"])
+            assert done.exit_code == 2, (path, wrong, done.output)
+            assert f"{wrong!r} was given; expected is a time " in done.output, (path, wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30", 30.0), ("0.25", 0.25), ("500ms", 0.5), ("5 min", 300.0), (60.0, 60.0)]
+)
+def test_a_time_is_seconds_or_has_a_unit(text: str | float, seconds: float) -> None:
+    assert Duration()(text) == seconds
+
+
+def test_only_some_times_may_be_zero() -> None:
+    assert Duration(may_be_zero=True)("0") == 0
+    with pytest.raises(click.BadParameter, match="'0' was given; expected is a time above 0"):
+        Duration()("0")
