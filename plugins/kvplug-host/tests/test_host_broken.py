@@ -236,3 +236,23 @@ def test_a_put_of_more_than_a_quarter_of_the_store_is_kept_whole() -> None:
         requests = [pages_of(store, f"large {number}", filled=True, count=20)[0] for number in range(3)]
         jobs = [store.submit_put(request, timeout=30) for request in requests]
         assert [job.wait(waits.patience_s) for job in jobs] == [[None] * 20] * 3
+
+
+def test_a_put_goes_on_when_one_that_the_store_did_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store reads nothing for a while, so that the request of one put is refused. Another one waits for
+    the memory that it has reserved."""
+    send = Outbox.send
+    jobs: list[Any] = []
+
+    def sent(outbox: Outbox, message: dict[str, Any]) -> bool:
+        if message.get("op") != Op.PUT or jobs:
+            return send(outbox, message)
+        jobs.append(store.submit_put(next_pages, timeout=JOB_S))
+        return False
+
+    with served(map=False) as (_, store):
+        pages, _ = pages_of(store, "refused", filled=True, count=20)
+        next_pages, _ = pages_of(store, "next", filled=True, count=20)
+        monkeypatch.setattr(Outbox, "send", sent)
+        assert ended(store.submit_put(pages, timeout=30)) == [PutReason.STORE_GONE] * 20
+        assert ended(jobs[0]) == [None] * 20

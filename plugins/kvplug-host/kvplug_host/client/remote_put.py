@@ -51,13 +51,12 @@ class Reserved:
             self._bytes += nbytes
             return True
 
-    def give_back(self, nbytes: int, *, is_gone: bool) -> None:
-        """So many bytes were sent, or will not be. ``is_gone``: the store is, and no put need be called. Else
-        the caller holds no lock of a put."""
+    def give_back(self, nbytes: int) -> None:
+        """So many bytes were sent, or will not be. The caller holds no lock of a put."""
         with self._lock:
             self._bytes -= nbytes
             waiting, self._waiting = self._waiting, {}
-        for put in () if is_gone else waiting:
+        for put in waiting:
             put.ask()
 
 
@@ -134,18 +133,21 @@ class RemotePut(Steps):
                 # With the lock: a removal comes before all of this, or after the request.
                 if wanted:
                     self._asked[request] = wanted
-                    self._ask(request, wanted)
+                    sent = self._ask(request, wanted)
             if not wanted:
                 self._give_back([request])
+            elif not sent:
+                self.end(self._requests.over or MissReason.STORE_GONE)
         if finished:
             self.end(None)
 
-    def _give_back(self, requests: Iterable[int], *, is_gone: bool = False) -> None:
+    def _give_back(self, requests: Iterable[int]) -> None:
         nbytes = sum(self._taken.pop(request, 0) for request in requests)
         if nbytes:
-            self._reserved.give_back(nbytes, is_gone=is_gone)
+            self._reserved.give_back(nbytes)
 
-    def _ask(self, request: int, wanted: Sequence[int]) -> None:
+    def _ask(self, request: int, wanted: Sequence[int]) -> bool:
+        """Returns whether it was sent."""
         pages = self.pages
 
         def answer(message: Any) -> None:
@@ -170,7 +172,7 @@ class RemotePut(Steps):
             "checksums": self._seal.checksums,
             "timeout": protocol.MAX_FOR_S if remaining is None else remaining,
         }
-        self._requests.ask(request, self, message, answer)
+        return self._requests.listen(request, message, answer, self)
 
     def _answered(self, request: int, codes: Sequence[int]) -> None:
         """The store says for each page of a request: send it, or its result."""
@@ -267,4 +269,4 @@ class RemotePut(Steps):
         super().end(reason)
         for request in asked:
             self._requests.tell({"op": Op.CANCEL, "id": request})
-        self._give_back(list(self._taken), is_gone=reason in (MissReason.STORE_GONE, MissReason.CLOSED))
+        self._give_back(list(self._taken))
