@@ -366,6 +366,18 @@ class TestIgnoresDeadlines(Mutant):
             return super().wait(what, waits_for, None, **given)
 
 
+class TestLooksAtTheTimeoutWhereItWaits(Mutant):
+    """A reader for which a message is there looks at no timeout."""
+
+    breaks = ("ALL-4",)
+    caught_by = "test_a_wrong_timeout_is_refused_whether_or_not_the_call_has_to_wait"
+
+    class reader_(MemoryReader):  # noqa: N801
+        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+            is_there = what == "a message" and self._ring.lag(self._rank) > 0
+            return super().wait(what, waits_for, None if is_there else timeout, **given)
+
+
 class TestIgnoresCancel(Mutant):
     """The event that cancels is only looked at when something comes."""
 

@@ -296,7 +296,7 @@ class SocketReader(MemoryReader):
         if self._forked:
             return
         was_closed = self._closed
-        super().close()  # first: the writer hangs up when it hears of it
+        super().close(timeout)  # first: the writer hangs up when it hears of it
         if not was_closed:
             with contextlib.suppress(KvplugError):
                 self._channel.send(("left",), timeout)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,10 +93,30 @@ class Waiting(QueueSuite):
         until(lambda: _polled(reader) == 1, what="a message that was enqueued")
 
     @law("ALL-4")
-    def test_a_negative_timeout_is_refused(self) -> None:
+    @pytest.mark.parametrize("timeout", [-1, -math.inf, math.nan])
+    def test_a_wrong_timeout_is_refused_whether_or_not_the_call_has_to_wait(self, timeout: float) -> None:
         writer, (reader,) = self.queue()
-        raises(ValueError, lambda: reader.dequeue(timeout=-1))
-        raises(ValueError, lambda: writer.enqueue(1, timeout=-1))
+        calls: list[Callable[..., Any]] = [
+            partial(writer.enqueue, "refused"),
+            partial(acquire_write, writer),
+            partial(writer.broadcast_object, "refused"),
+            writer.wait_until_ready,
+            writer.close,
+            reader.dequeue,
+            partial(acquire_read, reader),
+            reader.broadcast_object,
+            reader.wait_until_ready,
+            reader.close,
+        ]
+        for call in calls:
+            raises(ValueError, partial(call, timeout=timeout))
+        sent(writer, "first")
+        for call in (reader.dequeue, reader.broadcast_object):
+            raises(ValueError, partial(call, timeout=timeout))
+        assert received(reader) == "first"
+        acquire_write(writer, timeout=waits.patience_s)
+        raises(ValueError, partial(acquire_read, reader, timeout=timeout))
+        acquire_read(reader, timeout=waits.patience_s)
 
     @law("ALL-4")
     def test_without_a_deadline_a_call_waits_on(self) -> None:
