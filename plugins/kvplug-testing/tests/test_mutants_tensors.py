@@ -1,105 +1,41 @@
 """Every fault that is known is caught by a test of the law that it breaks, and every law has one.
 
-A test has caught a fault when it fails with it, for a reason that is a breach (``mutants/conftest.py``), and
-passes without it in the same process. Tests above quick take long, and need only fail. The first mutant of
-each law lacks the marker ``full``.
+``tests/lab/judging.py`` says when a test has caught a fault.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import judging
 import pytest
+from judging import FILES, FOLDER, LIFE_S, controls, judge, mutants
 
 from kvplug_testing.laws import LAWS
-from kvplug_testing.scorecard import Outcome, Scorecard, from_json
+from kvplug_testing.scorecard import Outcome, Scorecard
 
 pytestmark = pytest.mark.mutant
 
-FOLDER = Path(__file__).with_name("mutants")
-FILES = sorted(path for path in FOLDER.glob("*.py") if path.name != "conftest.py")
-ROOT = Path(__file__).parents[3]
-LIFE_S = 900
-"""Of a process that judges a file of them."""
-
-
-@cache
-def classes(path: Path) -> dict[str, Any]:
-    """Those of a file."""
-    spec = importlib.util.spec_from_file_location(f"mutants_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return {name: cls for name, cls in vars(module).items() if isinstance(cls, type)}
-
-
-def mutants(path: Path) -> dict[str, Any]:
-    """The mutants of a file: classes that say which laws they break."""
-    return {name: cls for name, cls in classes(path).items() if getattr(cls, "breaks", ())}
-
-
-def controls(path: Path) -> dict[str, Any]:
-    """What has no fault in a file, and is judged as its mutants are."""
-    return {name: cls for name, cls in classes(path).items() if getattr(cls, "is_control", False)}
-
-
-def breaches() -> Iterator[Any]:
-    """A file, a mutant and a law that it breaks; all but the first mutant of each law are marked ``full``."""
-    laws: set[str] = set()
-    for path in FILES:
-        for name, cls in mutants(path).items():
-            for id_ in cls.breaks:
-                marks = [pytest.mark.full] if id_ in laws else []
-                laws.add(id_)
-                yield pytest.param(path, name, id_, id=f"{path.stem}: {name} breaks {id_}", marks=marks)
-
-
-def judge(path: Path, folder: Path, names: Iterable[str] = ()) -> tuple[Scorecard, str]:
-    """Let the kit judge a file, or only these mutants of it and its controls, in a process of its own.
-
-    Returns the scorecard, and what the process printed.
-    """
-    report = folder / f"{path.stem}.json"
-    judged = [f"{path}::{name}" for name in sorted({*names, *controls(path)})] if names else [str(path)]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
-    command += ["--kvplug-level", "full", "--kvplug-report", str(report), *judged]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=LIFE_S,
-        check=False,
-        cwd=folder,
-        # What the mutants reach is not measured: that takes as long again.
-        env={key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")},
-    )
-    assert report.exists(), done.stdout + done.stderr
-    return from_json(report.read_text()), done.stdout
+BREACHES = [
+    pytest.param(path, name, id_, id=f"{path.stem}: {name} breaks {id_}")
+    for path in FILES
+    for name, cls in mutants(path).items()
+    for id_ in cls.breaks
+]
 
 
 @pytest.fixture(scope="session")
 def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The kit's verdict on a file's mutants. They wait more than they work: four files are judged at once."""
-    asked: dict[Path, set[str]] = {}
-    for item in request.session.items:
-        spec = getattr(item, "callspec", None)
-        if spec is not None and "name" in spec.params and spec.params.get("path") in FILES:
-            asked.setdefault(spec.params["path"], set()).add(spec.params["name"])
+    """What the kit says of a file's mutants. They wait more than they work: four files are judged at once."""
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    paths = {spec.params["path"]: None for spec in asked if spec is not None and "path" in spec.params}
     with ThreadPoolExecutor(4) as pool:
         verdicts = {
-            path: pool.submit(judge, path, tmp_path_factory.mktemp(path.stem), names)
-            for path, names in asked.items()
+            path: pool.submit(judge, path, tmp_path_factory.mktemp(path.stem))
+            for path in paths
+            if path in FILES
         }
         yield lambda path: verdicts[path].result()
 
@@ -108,23 +44,16 @@ def check_caught(path: Path, name: str, id_: str, card: Scorecard, said: str) ->
     """Raises:
     AssertionError: no test of the law has caught the mutant, or what has would have caught anything.
     """
-    mutant = mutants(path)[name]
-    mine = [result for result in card.results if result.suite == name]
-    assert mine, said
-    caught = {result.test for result in mine if result.outcome is Outcome.FAILED and id_ in result.laws}
-    without_hosts = [each.reason for each in mine if each.reason.startswith("cross_host is not judged")]
-    if not caught and without_hosts:
-        pytest.skip(without_hosts[0])
-    assert caught, f"{mutant.__doc__} No test noticed it:\n{said}"
-    like_it = [other for other, cls in controls(path).items() if issubclass(mutant, cls.__base__)]
+    assert any(result.suite == name for result in card.results), said
+    caught = judging.failing(name, id_, card)
+    if not caught and (reason := judging.reason_without_hosts(name, card)):
+        pytest.skip(reason)
+    assert caught, f"{mutants(path)[name].__doc__} No test noticed it:\n{said}"
+    like_it = judging.controls_of(path, name)
     assert like_it, f"{path}: no control has a base of {name}"
-    for control in like_it:
-        passed = {
-            each.test
-            for each in card.results
-            if each.suite == control and (each.outcome is Outcome.PASSED or each.reason == "above quick")
-        }
-        assert caught & passed, f"Without a fault {control} does not pass {', '.join(caught)} either:\n{said}"
+    assert judging.catching(path, name, id_, card), (
+        f"Without a fault {', '.join(like_it)} does not pass {', '.join(caught)} either:\n{said}"
+    )
 
 
 def check_controls(path: Path, card: Scorecard, said: str) -> None:
@@ -140,9 +69,14 @@ def check_controls(path: Path, card: Scorecard, said: str) -> None:
 
 
 @pytest.mark.timeout(2 * LIFE_S)
-@pytest.mark.parametrize(("path", "name", "id_"), [*breaches()])
+@pytest.mark.parametrize(("path", "name", "id_"), BREACHES)
 def test_a_mutant_is_caught_by_a_test_of_its_law(judged: Any, path: Path, name: str, id_: str) -> None:
     check_caught(path, name, id_, *judged(path))
+
+
+@pytest.mark.timeout(2 * LIFE_S)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_has_no_fault_passes_what_has_caught_one(judged: Any, path: Path) -> None:
     check_controls(path, *judged(path))
 
 

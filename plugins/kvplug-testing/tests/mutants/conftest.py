@@ -1,6 +1,7 @@
 """Each mutant runs the tests of the laws that it breaks, until one of them has caught it.
 
-The test that the mutant names (``caught_by``) runs first, since the others may be slow.
+The test that the mutant names (``caught_by``) runs first, since the others may be slow. With
+``--every-test-to LEVEL``, a caught mutant runs the others up to that level, too.
 
 A control (``is_control``) has no fault. It runs last, in the same process and with the same ``patience_s``.
 It runs the quick tests that have caught a similar mutant: one with the same first base class.
@@ -55,6 +56,14 @@ def _listening() -> Iterator[None]:
     threading.excepthook = told
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-test-to",
+        choices=base.LEVELS,
+        help="run the tests up to this level on mutants that are caught already",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # pytest calls this hook for the tests of all folders.
     others = [item for item in items if not _is_mutants(item)]
@@ -88,10 +97,17 @@ def _level(item: Any) -> int:
     return base.LEVELS.index(item.get_closest_marker("kvplug_law").kwargs["level"])
 
 
+def _runs_anyway(item: Any) -> bool:
+    """Whether a test runs on a mutant that is caught already."""
+    # pytest does not know the option where it finds this file after it has read its command line.
+    highest = item.config.getoption("every_test_to", None)
+    return highest is not None and _level(item) <= base.LEVELS.index(highest)
+
+
 def pytest_runtest_setup(item: Any) -> None:
     _dead.clear()
     if not _is_control(item):
-        if _broken(item) <= _caught:
+        if _broken(item) <= _caught and not _runs_anyway(item):
             pytest.skip("caught already")
     elif _level(item) > base.LEVELS.index("quick"):
         pytest.skip("above quick")

@@ -1,0 +1,115 @@
+"""Judges mutants: what a file of them contains, how the kit judges it, and which tests have caught a mutant.
+
+A test has caught a mutant when it fails with it, for a reason that is a breach (``mutants/conftest.py``), and
+passes without it in the same process. Tests above quick take long, and need only fail.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from kvplug_testing.scorecard import Outcome, Scorecard, from_json
+
+ROOT: Final = Path(__file__).parents[2]
+FOLDER: Final = ROOT / "plugins" / "kvplug-testing" / "tests" / "mutants"
+FILES: Final = sorted(path for path in FOLDER.glob("*.py") if path.name != "conftest.py")
+LIFE_S: Final = 900
+"""Of a process that judges a file of mutants."""
+
+
+@cache
+def classes(path: Path) -> dict[str, Any]:
+    """The classes of a file."""
+    spec = importlib.util.spec_from_file_location(f"mutants_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return {name: cls for name, cls in vars(module).items() if isinstance(cls, type)}
+
+
+def mutants(path: Path) -> dict[str, Any]:
+    """The mutants of a file: classes that name the laws that they break."""
+    return {name: cls for name, cls in classes(path).items() if getattr(cls, "breaks", ())}
+
+
+def controls(path: Path) -> dict[str, Any]:
+    """The classes of a file that have no fault, and are judged as its mutants are."""
+    return {name: cls for name, cls in classes(path).items() if getattr(cls, "is_control", False)}
+
+
+def controls_of(path: Path, name: str) -> list[str]:
+    """The controls of a mutant: they have a base class of its."""
+    mutant = mutants(path)[name]
+    return [other for other, cls in controls(path).items() if issubclass(mutant, cls.__base__)]
+
+
+def command(path: Path, report: Path, *names: str, more: tuple[str, ...] = ()) -> list[str]:
+    """The command that lets the kit judge the classes of a file with these names; without names, all."""
+    judged = [f"{path}::{name}" for name in names] or [str(path)]
+    return [
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
+        *("--kvplug-level", "full", "--kvplug-report", str(report)),
+        *(*more, *judged),
+    ]
+
+
+def environment() -> dict[str, str]:
+    """The variables of the command. What the mutants reach is not measured: that takes as long again."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
+
+
+def judge(path: Path, folder: Path) -> tuple[Scorecard, str]:
+    """Let the kit judge all mutants of a file, in a process of its own. Returns what it printed, too."""
+    report = folder / f"{path.stem}.json"
+    done = subprocess.run(
+        command(path, report),
+        capture_output=True,
+        text=True,
+        timeout=LIFE_S,
+        check=False,
+        cwd=folder,
+        env=environment(),
+    )
+    assert report.exists(), done.stdout + done.stderr
+    return from_json(report.read_text()), done.stdout
+
+
+def failing(name: str, id_: str, card: Scorecard) -> set[str]:
+    """The tests of a law that a mutant has failed for a breach."""
+    return {
+        result.test
+        for result in card.results
+        if result.suite == name and result.outcome is Outcome.FAILED and id_ in result.laws
+    }
+
+
+def passing(control: str, card: Scorecard) -> set[str]:
+    """The tests that a control has passed, and those above quick, which it does not run."""
+    return {
+        result.test
+        for result in card.results
+        if result.suite == control and (result.outcome is Outcome.PASSED or result.reason == "above quick")
+    }
+
+
+def catching(path: Path, name: str, id_: str, card: Scorecard) -> set[str]:
+    """The tests of a law that have caught a mutant: it has failed them, and its controls pass them."""
+    found = failing(name, id_, card)
+    for control in controls_of(path, name):
+        found &= passing(control, card)
+    return found
+
+
+def reason_without_hosts(name: str, card: Scorecard) -> str:
+    """Why tests of a mutant that need two hosts could not run; empty if they did, or there are none."""
+    reasons = [result.reason for result in card.results if result.suite == name]
+    return next((each for each in reasons if each.startswith("cross_host is not judged")), "")
