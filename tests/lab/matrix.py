@@ -5,13 +5,14 @@
     python tests/lab/matrix.py stores --compare    # judge these, compare with matrix.txt, write nothing
     python tests/lab/matrix.py --compare OLD NEW   # judge nothing, compare two such files
 
-Each mutant and its controls run in a process of their own: the tests of the laws that the mutant breaks, up to
-the level, and tests of higher levels until one has caught it. The result of each mutant is stored in the work
-file at once. A second start repeats a mutant only if it has no result at this level, or if its file or the kit
-has changed; suites of other kinds do not count, nor do changes of the core. Delete the work file to repeat all.
+Each mutant and its controls run in a process of their own: the tests of the laws that the mutant breaks, up
+to the level, and tests of higher levels until one has caught it. The result of each mutant is stored in the
+work file at once. A second start repeats a mutant only if it has no result at this level, or if its file or
+the kit has changed; suites of other kinds do not count, and changes of the core do not either. To repeat all,
+delete the work file.
 
 A line of matrix.txt is a mutant, a law that it breaks, and the tests of the law that catch it, by the short
-names at the end of the file. A line that ends in "..." has tests that did not run, after three that hung.
+names at the end of the file. A line ends in "..." if tests did not run, because three others had hung.
 
 Exit codes: 0; 1 if no test catches a mutant, or a mutant has no result; 2 for wrong arguments.
 """
@@ -124,8 +125,11 @@ def differences(old: Matrix, new: Matrix) -> Iterator[str]:
         if not new.rows[key]:
             mutant, law = key
             others = counts[mutant.partition(".")[0], law]
-            before = ", ".join(sorted(old.rows.get(key, ()))) or "none"
-            yield f"{mutant} is caught by no test of {law}; other mutants of its file that are: {others}; before: {before}"
+            before = ", ".join(sorted(old.rows.get(key, ()))) or "no test"
+            yield (
+                f"{mutant} is caught by no test of {law}. Before: {before}."
+                f" Other mutants of its file that tests of {law} catch: {others}"
+            )
     for key in sorted(old.rows):
         mutant, law = key
         if key not in new.rows:
@@ -190,12 +194,10 @@ class WorkFile:
             *lines, last = text.split("\n")
             for number, line in enumerate(lines, 1):
                 self._note(number, line)
-            self._file = path.open("a", encoding="utf-8")
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n" if last else "")  # a program that was killed has written a part of a line
         except (OSError, UnicodeDecodeError) as e:
             raise InputError(f"--work {path}: {e}") from e
-        if last:  # a program that was killed has written a part of it
-            self._file.write("\n")
-            self._file.flush()
 
     def _note(self, number: int, line: str) -> None:
         try:
@@ -206,8 +208,8 @@ class WorkFile:
                 raise InputError(f"--work {self.path}: line {number} is not a result of this program") from e
 
     def add(self, **result: Any) -> None:
-        self._file.write(json.dumps(result) + "\n")
-        self._file.flush()
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
         self._results[result["mutant"]] = result
 
     def caught(self, mutant: str, stamp: str, level: str) -> Mapping[str, list[str]] | None:
