@@ -59,6 +59,10 @@ class InputError(Exception):
     """An argument or a file is wrong."""
 
 
+class NoResultError(Exception):
+    """A mutant could not be judged."""
+
+
 # -- the matrix as a file --------------------------------------------------------------------------
 
 
@@ -163,20 +167,24 @@ def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
     """By law, the tests that have caught a mutant, without their parameters.
 
     Raises:
-        InputError: it has no control, or it could not be judged here.
+        NoResultError: it has no control, or needs two hosts, which this machine cannot provide.
     """
     if not judging.controls_of(path, name):
-        raise InputError("no control has a base class of it")
+        raise NoResultError("no control has a base class of it")
     found = {}
     for law in judging.mutants(path)[name].breaks:
         tests = {test.partition("[")[0] for test in judging.catching(path, name, law, card)}
         if not tests and (reason := judging.reason_without_hosts(name, card)):
-            raise InputError(reason)
+            raise NoResultError(reason)
         unrun = any(
             NOT_RUN in each.reason and law in each.laws for each in card.results if each.suite == name
         )
         found[law] = sorted(tests) + [UNRUN] * (unrun and bool(tests))
     return found
+
+
+_BEGIN: Final = '{"mutant": "'
+"""Of every line of a work file."""
 
 
 class WorkFile:
@@ -191,11 +199,10 @@ class WorkFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8") if path.exists() else ""
-            *lines, last = text.split("\n")
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(text.split("\n"), 1):
                 self._note(number, line)
             with path.open("a", encoding="utf-8") as file:
-                file.write("\n" if last else "")  # a program that was killed has written a part of a line
+                file.write("\n" if text and not text.endswith("\n") else "")
         except (OSError, UnicodeDecodeError) as e:
             raise InputError(f"--work {path}: {e}") from e
 
@@ -204,7 +211,7 @@ class WorkFile:
             result = json.loads(line)
             self._results[result["mutant"]] = result
         except (ValueError, TypeError, KeyError) as e:
-            if not line.startswith('{"mutant"'):
+            if not _BEGIN.startswith(line[: len(_BEGIN)]):  # else a program was killed while it wrote
                 raise InputError(f"--work {self.path}: line {number} is not a result of this program") from e
 
     def add(self, **result: Any) -> None:
@@ -252,13 +259,13 @@ class Judging:
         """By law, the tests that have caught the mutant.
 
         Raises:
-            InputError: there is no result, with the end of what the process printed.
+            NoResultError: the process has written no report, or judged something that has changed since.
         """
         if not self._report.exists() or self.process.returncode not in (0, 1):
             end = "\n".join(self._output.read_text(errors="replace").splitlines()[-15:])
-            raise InputError(f"exit code {self.process.returncode}, and this output:\n{end}")
+            raise NoResultError(f"exit code {self.process.returncode}, and this output:\n{end}")
         if stamp_of(self.path, self.name) != self.stamp:
-            raise InputError("its file or the kit has changed meanwhile")
+            raise NoResultError("its file or the kit has changed meanwhile")
         return caught_of(self.path, self.name, from_json(self._report.read_text()))
 
     def end(self) -> None:
@@ -287,7 +294,7 @@ def judge_all(
                 about = f"[{done}/{len(chosen)}] {mutant}, {each.took_s:.0f} s:"
                 try:
                     if over:
-                        raise InputError(f"it was not judged within {deadline_s:.0f} s (--deadline)")
+                        raise NoResultError(f"it was not judged within {deadline_s:.0f} s (--deadline)")
                     caught = each.caught()
                     work.add(
                         mutant=mutant,
@@ -296,9 +303,9 @@ def judge_all(
                         seconds=round(each.took_s),
                         caught=caught,
                     )
-                    said = "; ".join(f"{law} by {len(tests)}" for law, tests in caught.items())
+                    said = "; ".join(f"{law} by {len({*tests} - {UNRUN})}" for law, tests in caught.items())
                     print(about, said, file=sys.stderr, flush=True)
-                except InputError as e:
+                except NoResultError as e:
                     print(about, f"NO RESULT: {e}", file=sys.stderr, flush=True)
                 running.remove(each)
                 each.end()
@@ -389,6 +396,8 @@ def run(given: argparse.Namespace, files: Sequence[Path]) -> int:
         written = read_matrix(given.output)  # before hours of work
         if written.level != given.level:
             raise InputError(f"{given.output} is of level {written.level}: add --level {written.level}")
+    if given.compare is None and not os.access(given.output.absolute().parent, os.W_OK):
+        raise InputError(f"--output {given.output}: its folder does not exist, or cannot be written to")
     work = WorkFile(given.work)
     stamps = {mutant: stamp_of(*place) for mutant, place in mutants.items()}
 

@@ -139,12 +139,14 @@ def test_the_last_result_of_a_mutant_with_the_same_sources_and_level_counts(tmp_
         assert each.caught("other", "2", "quick") is None
 
 
-def test_a_line_that_was_cut_off_is_judged_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [1, 5, 40])
+def test_a_line_that_was_cut_off_is_judged_again(tmp_path: Path, left: int) -> None:
     path = tmp_path / "work"
     work = WorkFile(path)
     work.add(mutant="m", level="quick", stamp="1", caught={})
     work.add(mutant="n", level="quick", stamp="1", caught={})
-    path.write_text(path.read_text()[:-20])
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{second[:left]}")
     work = WorkFile(path)
     assert work.caught("m", "1", "quick") == {}
     assert work.caught("n", "1", "quick") is None
@@ -152,7 +154,7 @@ def test_a_line_that_was_cut_off_is_judged_again(tmp_path: Path) -> None:
     assert WorkFile(path).caught("n", "1", "quick") == {}
 
 
-@pytest.mark.parametrize("text", ["some words\n", "[1]\n", '{"other": 1}\n', "\x00\n"])
+@pytest.mark.parametrize("text", ["some words", "some words\n", "[1]\n", '{"other": 1}\n', "\x00\n"])
 def test_another_file_is_refused_as_work_file_and_stays(tmp_path: Path, text: str) -> None:
     path = tmp_path / "work"
     path.write_text(text)
@@ -172,6 +174,7 @@ def test_another_file_is_refused_as_work_file_and_stays(tmp_path: Path, text: st
         (["--output", "{folder}/old", "--level", "full", WRONG], "old is of level quick: add --level quick"),
         (["--compare", "{folder}/nothing", "{folder}/old"], "nothing: No such file"),
         (["--work", "{folder}"], "Is a directory"),
+        (["--output", "{folder}/nowhere/matrix.txt"], "nowhere/matrix.txt: its folder does not exist"),
     ],
 )
 def test_a_wrong_argument_is_an_error_before_anything_is_judged(
