@@ -32,6 +32,17 @@ class TestSleeps(Made):
         import time
         time.sleep(300)
 """
+MORE_TESTS = """
+    @law("PIPE-1")
+    @pytest.mark.parametrize("time", [1, 2])
+    def test_that_works_again(self, ready, time):
+        Call(self.work).result()
+
+    @law("PIPE-1", level="full")
+    def test_that_takes_long(self, ready):
+        Call(self.work).result()
+
+"""
 
 
 def written(path: Path, given: Matrix) -> Path:
@@ -233,6 +244,20 @@ def test_a_run_stores_each_result_and_a_second_one_repeats_only_what_has_changed
         " Other mutants of its file that tests of PIPE-1 catch: 0\n"
     )
     assert read_matrix(output) == both
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("level", "more"), [("quick", set()), ("full", {"test_that_takes_long"})])
+def test_all_tests_up_to_the_level_run_also_on_a_mutant_that_is_caught(
+    tmp_path: Path, level: str, more: set[str]
+) -> None:
+    path, output = made_up(tmp_path), tmp_path / "matrix.txt"
+    path.write_text(path.read_text().replace("class TestIsWrong(", f"{MORE_TESTS}\nclass TestIsWrong("))
+    where = ["--work", str(tmp_path / "work"), "--output", str(output)]
+    assert main([WRONG, "--level", level, *where], [path]) == 0
+    found = read_matrix(output)
+    assert found.level == level
+    assert found.rows[WRONG, "PIPE-1"] == {"test_that_works", "test_that_works_again", *more}
 
 
 @pytest.mark.full
