@@ -109,6 +109,15 @@ def catching(path: Path, name: str, id_: str, card: Scorecard) -> set[str]:
     return found
 
 
+def failures_of_controls(path: Path, card: Scorecard) -> list[str]:
+    """What the controls of a file have failed. Then nothing is known of its mutants."""
+    return [
+        f"{result.suite} has no fault and fails {result.test}: {result.reason}"
+        for result in card.results
+        if result.suite in controls(path) and result.outcome is Outcome.FAILED
+    ]
+
+
 def reason_without_hosts(name: str, card: Scorecard) -> str:
     """Why tests of a mutant that need two hosts could not run; empty if they did, or there are none."""
     reasons = [result.reason for result in card.results if result.suite == name]

@@ -167,18 +167,23 @@ def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
     """By law, the tests that have caught a mutant, without their parameters.
 
     Raises:
-        NoResultError: it has no control, or needs two hosts, which this machine cannot provide.
+        NoResultError: it has no control, or a control fails, or a test cannot run on this machine: it needs
+            two hosts, or its preparation takes too long.
     """
     if not judging.controls_of(path, name):
         raise NoResultError("no control has a base class of it")
+    if failures := judging.failures_of_controls(path, card):
+        raise NoResultError("; ".join(failures))
+    mine = [result for result in card.results if result.suite == name]
+    for each in mine:
+        if each.reason.startswith("no breach: in setup: Failed: Timeout"):
+            raise NoResultError(f"{each.test} was not prepared in time; perhaps the machine is busy")
     found = {}
     for law in judging.mutants(path)[name].breaks:
         tests = {test.partition("[")[0] for test in judging.catching(path, name, law, card)}
         if not tests and (reason := judging.reason_without_hosts(name, card)):
             raise NoResultError(reason)
-        unrun = any(
-            NOT_RUN in each.reason and law in each.laws for each in card.results if each.suite == name
-        )
+        unrun = any(NOT_RUN in each.reason and law in each.laws for each in mine)
         found[law] = sorted(tests) + [UNRUN] * (unrun and bool(tests))
     return found
 

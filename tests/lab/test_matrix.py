@@ -12,7 +12,20 @@ from pathlib import Path
 import matrix
 import pytest
 from made_up import made_up
-from matrix import UNRUN, InputError, Matrix, WorkFile, differences, main, read_matrix, short_names
+from matrix import (
+    UNRUN,
+    InputError,
+    Matrix,
+    NoResultError,
+    WorkFile,
+    caught_of,
+    differences,
+    main,
+    read_matrix,
+    short_names,
+)
+
+from kvplug_testing.scorecard import Outcome, Result, Scorecard
 
 WRONG, MISSPELT = "made_up.TestIsWrong", "made_up.TestIsMisspelt"
 OLD = Matrix(
@@ -258,6 +271,29 @@ def test_all_tests_up_to_the_level_run_also_on_a_mutant_that_is_caught(
     found = read_matrix(output)
     assert found.level == level
     assert found.rows[WRONG, "PIPE-1"] == {"test_that_works", "test_that_works_again", *more}
+
+
+@pytest.mark.full
+def test_a_control_that_fails_leaves_its_mutants_without_a_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = made_up(tmp_path, "\n    def work(self):\n        assert 1 + 1 == 3\n")
+    where = ["--work", str(tmp_path / "work"), "--output", str(tmp_path / "matrix.txt")]
+    assert main([WRONG, *where], [path]) == 1
+    assert "NO RESULT: TestHasNoFault has no fault and fails test_that" in capsys.readouterr().err
+
+
+def test_a_mutant_whose_test_was_not_prepared_in_time_has_no_result(tmp_path: Path) -> None:
+    late = Result(
+        subject="pipe TestIsWrong",
+        suite="TestIsWrong",
+        test="test_that_works",
+        laws=("PIPE-1",),
+        outcome=Outcome.SKIPPED,
+        reason="no breach: in setup: Failed: Timeout (>60.0s) from pytest-timeout.",
+    )
+    with pytest.raises(NoResultError, match="test_that_works was not prepared in time"):
+        caught_of(made_up(tmp_path), "TestIsWrong", Scorecard(level="full", results=(late,)))
 
 
 @pytest.mark.full

@@ -11,11 +11,11 @@ from typing import Any
 
 import judging
 import pytest
-from judging import FILES, LIFE_S, controls, judge, mutants
+from judging import FILES, LIFE_S, judge, mutants
 from made_up import ALONE, made_up
 
 from kvplug_testing.laws import LAWS
-from kvplug_testing.scorecard import Outcome, Scorecard
+from kvplug_testing.scorecard import Scorecard
 
 pytestmark = pytest.mark.mutant
 
@@ -61,11 +61,7 @@ def check_controls(path: Path, card: Scorecard, said: str) -> None:
     """Raises:
     AssertionError: what has no fault failed, so that nothing is known of the file's mutants.
     """
-    failed = [
-        f"{result.suite} has no fault and fails {result.test}: {result.reason}"
-        for result in card.results
-        if result.suite in controls(path) and result.outcome is Outcome.FAILED
-    ]
+    failed = judging.failures_of_controls(path, card)
     assert not failed, "\n".join([*failed, said])
 
 
