@@ -67,11 +67,14 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
 
 
-def judge(path: Path, folder: Path) -> tuple[Scorecard, str]:
-    """Let the kit judge all mutants of a file, in a process of its own. Returns what it printed, too."""
+def judge(path: Path, folder: Path, *names: str) -> tuple[Scorecard, str]:
+    """Let the kit judge the classes of a file with these names, or all, in a process of its own.
+
+    Returns the scorecard, and what the process printed.
+    """
     report = folder / f"{path.stem}.json"
     done = subprocess.run(
-        command(path, report),
+        command(path, report, *names),
         capture_output=True,
         text=True,
         timeout=LIFE_S,
