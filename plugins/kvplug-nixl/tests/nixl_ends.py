@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import sys
+import threading
+import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvplug.transport import Credentials, PipeContext
+from kvplug_nixl.agent import Agent
 from kvplug_nixl.pipe.endpoint import NixlEndpoint
 from kvplug_nixl.pipe.options import NixlPipeOptions
 from kvplug_testing.peers import Parent
@@ -65,3 +72,33 @@ def connect_in_a_fork(parent: Parent) -> None:
     accepted.abort()
     connecting.result().abort()
     listener.close()
+
+
+def fork_while_registering(parent: Parent, seconds: float) -> None:
+    """Fork again and again while threads register memory and let go of it.
+
+    The forks fail for want of processes, after the handlers of ``pthread_atfork`` have run: so there are
+    thousands of them a second. Even so, what they disturb is disturbed in every second run only.
+    """
+    agents = [Agent(error_handling="none", only_loopback=True) for _ in range(4)]
+    no_more = threading.Event()
+
+    def register(agent: Agent) -> None:
+        while not no_more.is_set():
+            agent.let_go(agent.lend([torch.empty(5000, dtype=torch.uint8) for _ in range(8)]).regions)
+
+    registering = [Call(partial(register, agent)) for agent in agents]
+    if os.geteuid() == 0:
+        os.setresuid(65534, 65534, 65534)  # the limit is not root's
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+    sys.setswitchinterval(1e-6)  # so that the threads are anywhere when this one forks
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not any(call.ended for call in registering):
+        with contextlib.suppress(BlockingIOError):
+            if not os.fork():
+                os._exit(0)
+            raise AssertionError("the limit of processes does not count")
+    no_more.set()
+    for call, agent in zip(registering, agents, strict=True):
+        call.result()
+        agent.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ pytest.importorskip("nixl_cu12", reason="the wheel nixl-cu12 is not installed")
 
 import kvplug
 import nixl_ends
-from kvplug import KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.metrics.stats import TransferStats
 from kvplug.transport import Deadline
 from kvplug_nixl import agent as agents
-from kvplug_nixl.agent import Agent, NixlError
+from kvplug_nixl.agent import Agent, Lent, NixlError
 from kvplug_nixl.pipe import inbox
 from kvplug_nixl.pipe.fence import PeerFence
 from kvplug_nixl.pipe.inbox import Inbox
@@ -38,6 +38,22 @@ TCP = {"tls": "tcp,self"}
 def pairs() -> Iterator[PipePairs]:
     with PipePairs() as made:
         yield made
+
+
+def test_a_message_that_is_registered_while_the_pipe_ends_is_refused_as_closed(
+    pairs: PipePairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = pairs.local(endpoint())
+    lend = Agent.lend
+
+    def lend_late(agent: Agent, tensors: Sequence[torch.Tensor]) -> Lent:
+        one.abort()
+        until(lambda: not agent.is_open)
+        return lend(agent, tensors)
+
+    monkeypatch.setattr(Agent, "lend", lend_late)
+    with pytest.raises(ClosedError):
+        one.send_tensor(pattern(MIB))
 
 
 # -- memory that is taken back -------------------------------------------------------------------------
@@ -155,6 +171,12 @@ def test_a_process_that_was_forked_from_one_with_ucx_is_told_what_to_do() -> Non
     with peers.start(nixl_ends.connect_in_a_fork, timeout_s=100) as child:
         assert "forked" in child.recv()
         child.result()
+
+
+@pytest.mark.full
+def test_forks_while_threads_register_memory_do_not_crash_the_process() -> None:
+    with peers.start(nixl_ends.fork_while_registering, 8.0, timeout_s=100) as child:
+        child.result(100)
 
 
 # -- lanes ---------------------------------------------------------------------------------------------

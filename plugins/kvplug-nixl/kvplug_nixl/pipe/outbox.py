@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvplug.transport import Deadline, Lifecycle, SendWindow, Transfer, WireError
-from kvplug_nixl.agent import Agent, Lent
+from kvplug_nixl.agent import Agent, Lent, NixlError
 from kvplug_nixl.pipe.content import Content, gpu_of
 from kvplug_nixl.pipe.frames import MAX_MESSAGES, inline_frame, offer_frame
 
@@ -65,7 +65,12 @@ class Outbox:
         """Only one thread at a time. Raises as ``Pipe.send_tensor``."""
         with self._lock:
             self._window.wait_for_room(content.nbytes, deadline)
-        message = self._made(content)
+        try:
+            message = self._made(content)
+        except NixlError:
+            if self._lifecycle.ended:  # which closes the agent
+                raise self._lifecycle.error() from None
+            raise
         queued = False
         try:
             with self._lock:
