@@ -211,6 +211,7 @@ def _fork() -> int:
 def _be_a_child(control: socket.socket, fds: Sequence[int], timeout_s: float) -> None:
     code = 1
     try:
+        peers.die_with_parent()
         wire, stderr = fds
         os.dup2(stderr, 2)
         os.close(stderr)

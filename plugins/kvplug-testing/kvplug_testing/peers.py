@@ -15,7 +15,8 @@ The function is at the top level of the test file (or of any module) and takes t
 
 Values cross in kvplug's wire format: plain values only, nothing is pickled. No wait is endless: a wait that
 takes too long raises an error with the stacks of *both* processes, and a child dumps its stacks and exits
-after its time limit. A child also exits when its parent is gone.
+after its time limit. A child also exits when its parent is gone. On Linux the kernel kills it then, even if it is
+stopped; but not if a thread other than the main one started it, since the kernel would watch that thread.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ _SIZE = struct.Struct("<Q")
 _DUMP = signal.SIGUSR1
 _STDERR = 2
 _EXIT_ORPHANED = 86
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Loaded before any fork: a forked child calls it."""
 
 
 class ChildError(KvplugError):
@@ -100,9 +104,10 @@ def start(
     ours, theirs = socket.socketpair()
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
     boot = "from kvplug_testing.peers import _main; _main()"
+    watched = threading.current_thread() is threading.main_thread()
     with theirs:
         process = subprocess.Popen(
-            [python, *flags, "-c", boot, str(theirs.fileno()), str(timeout_s)],
+            [python, *flags, "-c", boot, str(theirs.fileno()), str(timeout_s), str(int(watched))],
             stdin=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=[theirs.fileno(), *pass_fds],
@@ -403,7 +408,10 @@ class _Wire:
 
 
 def _main() -> None:
-    """The child's program: argv holds the descriptor of its socket, and its time limit."""
+    """The child's program: argv holds the descriptor of its socket, its time limit, and whether the kernel is to
+    kill it when the thread that started it ends."""
+    if sys.argv[3] == "1":
+        die_with_parent()
     _live(int(sys.argv[1]), float(sys.argv[2]))
 
 
@@ -437,6 +445,12 @@ def _live(fd: int, timeout_s: float) -> None:
         answer = ("error", [type(e).__name__, traceback.format_exc()])
     faulthandler.cancel_dump_traceback_later()
     wire.send(answer)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends. Does nothing except on Linux."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def stacks() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -21,6 +22,8 @@ import pytest
 
 from kvplug import PeerGoneError, TimeoutError
 from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.waits import until
 
 
 def echo(parent: peers.Parent, times: int) -> str:
@@ -71,6 +74,25 @@ def leave_at_once(parent: peers.Parent) -> None:
 def say_pid(parent: peers.Parent) -> None:
     parent.send(os.getpid())
     time.sleep(60)
+
+
+def start_family(parent: peers.Parent) -> None:
+    """Report the pids of a child, its child, a fork server, and its child. All of them are stopped."""
+    with peers.start(start_child) as child, contextlib.closing(ForkServer("calendar:isleap", 2000)) as server:
+        grandchild = child.recv()
+        with server.start(f"{__file__}:say_pid") as forked:
+            forked.recv()
+            pids = [forked.pid, server._server.pid, grandchild, child.pid]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            parent.send(pids)
+            parent.recv(None)
+
+
+def start_child(parent: peers.Parent) -> None:
+    with peers.start(say_pid) as child:
+        parent.send(child.recv())
+        parent.recv(None)
 
 
 def test_a_child_gets_arguments_and_values_and_gives_some_back() -> None:
@@ -208,6 +230,24 @@ def test_a_child_whose_parent_is_gone_exits() -> None:
     while os.path.exists(f"/proc/{pid}/stat"):
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+@pytest.mark.skipif(not ForkServer.works(), reason="it works on Linux only")
+def test_a_family_ends_when_the_process_that_started_it_is_killed_though_it_is_stopped() -> None:
+    with peers.start(start_family) as runner:
+        pids = runner.recv()
+        runner.kill()
+    try:
+        until(lambda: not any(map(_runs, pids)), 10)
+    finally:
+        for pid in filter(_runs, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def test_what_is_left_behind_is_named() -> None:

@@ -25,6 +25,7 @@ def in_forked_child(call: Callable[[], str]) -> str:
         pid = os.fork()
     if pid == 0:
         try:
+            peers.die_with_parent()
             os.close(readable)
             try:
                 said = call()

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import signal
 import socket
 import tempfile
 import uuid
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 from kvplug_testing import forkserver
 from kvplug_testing.hosts import link
-from kvplug_testing.peers import Parent
+from kvplug_testing.peers import Parent, die_with_parent
 
 ADDRESSES: Final = ("198.18.0.1", "198.18.0.2")
 """Of the two hosts, from the network for benchmarks (RFC 2544)."""
@@ -23,7 +22,6 @@ ADDRESSES: Final = ("198.18.0.1", "198.18.0.2")
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x20000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
 _READ_ONLY, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x1000, 0x4000, 0x40000
-_DIE_WITH_PARENT = 1
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it
 
@@ -54,11 +52,11 @@ def _be_a_host(parent: Parent, control: socket.socket, tell: int, number: int, f
     code = 1
     try:
         parent.disown()
-        _die_with_parent()
+        die_with_parent()
         _enter(number, first)
         pid = os.fork()
         if pid == 0:
-            _die_with_parent()
+            die_with_parent()
             _furnish(number)
             os.close(tell)
             forkserver.serve(control, lambda: None)
@@ -112,10 +110,6 @@ def _furnish(number: int) -> None:
         file.flush()
         _call("mount", file.name.encode(), _BOOT_ID.encode(), None, _BIND, None, of="a boot id")
     socket.sethostname(f"kvplug-host{number}")
-
-
-def _die_with_parent() -> None:
-    _call("prctl", _DIE_WITH_PARENT, signal.SIGKILL, of="the end with the parent")
 
 
 def _call(function: str, *args: Any, of: str) -> None:
