@@ -174,8 +174,8 @@ class DirectoryMembers(Members):
         """The listener was told so last."""
         self._why = "the directory has not answered yet"
         self._said = ""
-        self._rejected: dict[str, Reason] = {}
-        """Names whose entries do not count, which was logged."""
+        self._rejected: dict[str, str] = {}
+        """Names whose entries do not count, and why, which was logged."""
         self._closed = False
         self._thread: BackgroundThread | None = None
         close_after_fork(self)
@@ -298,23 +298,29 @@ class DirectoryMembers(Members):
     def _engines_of(self, entries: Mapping[str, bytes]) -> tuple[Engine, ...]:
         """The other engines, of which every worker is there, by their ids."""
         workers: dict[str, dict[int, Announcement]] = {}
-        rejected: dict[str, Reason] = {}
+        contacts: set[str] = set()
+        """Those of this engine's workers."""
+        rejected: dict[str, str] = {}
         for name, entry in entries.items():
             found = Announcement.from_bytes(name, entry, self._key)
             if isinstance(found, Reason):
                 if self._listener is not None:
-                    rejected[name] = found
+                    rejected[name] = _WHY[found]
                     self._stats.fail(Op.MEMBERS, found)
             elif found.engine_id != self._about.engine_id:
                 workers.setdefault(found.engine_id, {})[found.rank] = found
-            elif self._kept is not None and found.name == self._kept.name and found != self._kept:
-                rejected[name] = Reason.REFUSED
-        for name, reason in rejected.items():
-            if self._rejected.get(name) is not reason:
-                _log.warning("the announcement %r does not count: %s", name, _WHY.get(reason, reason))
-        self._rejected = rejected
+            else:
+                contacts.add(found.contact)
+                if self._kept is not None and found.name == self._kept.name and found != self._kept:
+                    rejected[name] = _WHY[Reason.REFUSED]
         engines = []
         for engine_id, of in sorted(workers.items()):
+            ours = [each.name for each in of.values() if each.contact in contacts]
+            if ours and self._listener is not None:
+                rejected.update(dict.fromkeys(ours, _OURS % engine_id))
+                self._stats.fail(Op.MEMBERS, Reason.REFUSED)
+            if ours:  # dialled, this engine itself would answer
+                continue
             first = of[min(of)]
             alike = {(each.num_workers, each.role, each.model) for each in of.values()}
             if len(of) == first.num_workers and len(alike) == 1:
@@ -330,6 +336,10 @@ class DirectoryMembers(Members):
                         model=first.model,
                     )
                 )
+        for name, why in rejected.items():
+            if self._rejected.get(name) != why:
+                _log.warning("the announcement %r does not count: %s", name, why)
+        self._rejected = rejected
         return tuple(engines)
 
     def _leave(self) -> None:
@@ -341,6 +351,9 @@ class DirectoryMembers(Members):
             _log.debug("this engine's announcement was not withdrawn: %s", e)
 
 
+_OURS: Final = (
+    "its address is this engine's own; set host at %r to an address of its own that all other engines reach"
+)
 _WHY: Final = {
     Reason.FORGED: "it is not proven with this deployment's secret",
     Reason.FORMAT: "it is of another version of kvplug",

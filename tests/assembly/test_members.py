@@ -202,6 +202,22 @@ def test_two_engines_of_one_id_are_told_of(
         waits.until(is_told)
 
 
+def test_an_engine_at_our_own_address_is_named_and_not_followed(
+    members: Any, directory: InMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard, stats = Heard(), TransferStats()
+    ours = members("ours", stats=stats)
+    ours.follow(heard)
+    ours.announce("127.0.0.1:29555")
+    members("twin").announce("127.0.0.1:29555")  # on another host, say
+    members("good").announce("198.18.0.2:29555")
+    waits.until(lambda: heard.knows("good") and "twin" in caplog.text)
+    time.sleep(LEASE_S)
+    assert heard.knows("good")
+    assert caplog.text.count("the announcement 'twin/0' does not count: its address is this engine's own") == 1
+    assert failures(stats).keys() == {"refused"}
+
+
 def test_a_token_is_never_announced(members: Any) -> None:
     with pytest.raises(ConfigError, match="set KVPLUG_SECRET or secret_file"):
         members("open").announce("tcp://127.0.0.1:7000?token=abcdefghijklmnop")

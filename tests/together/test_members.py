@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hmac
 import itertools
 import logging
 import os
 import random
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -20,17 +23,20 @@ import psutil
 import pytest
 
 from kvplug import Config, Registry
-from kvplug.assembly.members import Announcement
+from kvplug.assembly.members import Announcement, fingerprint_of
 from kvplug.transport import DirectoryContext, Kind
 from kvplug_testing import waits
-from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.engine import MODEL, FakeEngine, request_of
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.peers import Parent, Peer
+from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
+from kvplug_testing.peers import ChildError, Parent, Peer
 
 PAGE = 16
 PROMPT_TOKENS = 6 * PAGE + 1
 LATE_S = 4.0
 """How late an engine may be seen, besides: etcd counts leases in whole seconds, and machines are busy."""
+
+SECRET = "s" * 32
 
 _addresses = itertools.count()
 
@@ -87,6 +93,9 @@ class Worked(FakeEngine):
         """The engines that it follows and is connected to."""
         followed = self.scheduler._engines._followed
         return sorted(engine.engine_id for engine, source in list(followed.values()) if source.is_connected)
+
+    def contact(self) -> str:
+        return self.worker.contact
 
     def footprint(self) -> dict[str, int]:
         me = psutil.Process()
@@ -261,13 +270,100 @@ def test_an_address_at_which_this_engine_answers_itself_is_no_other_engine(
         )
         engine.scheduler.wait_until_ready(20)  # of its own worker
         directory.announce(other.name, other.to_bytes(None), 30)
-        said = "a directory announces 'other' at this address, and this engine itself answers there"
+        said = "the announcement 'other/0' does not count: its address is this engine's own"
         waits.until(lambda: said in caplog.text, 20, "a warning")
         time.sleep(4)
         assert not [each for _, each in engine.scheduler._engines._followed.values() if each.is_connected]
     directory.close()
-    assert caplog.text.count(said) == 2, "once where it dials, and once where it answers"
-    assert "agreed with" not in caplog.text.partition("peer other has joined")[2]
+    assert caplog.text.count(said) == 1
+    assert "no agreement with" not in caplog.text, "it has dialled itself"
+
+
+def serve_etcd(parent: Parent, address: str, folder: str, program: str) -> None:
+    """A directory on a host, until the test ends."""
+    url = f"http://{address}"
+    command = [program, f"--data-dir={folder}/data", f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
+    with open(f"{folder}/log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            parent.recv(None)
+        finally:
+            server.kill()
+
+
+def engine_on_a_host(parent: Parent, *given: Any) -> None:
+    os.environ["KVPLUG_SECRET"] = SECRET
+    engine(parent, *given)
+
+
+def announce(parent: Parent, url: str, contacts: dict[str, str]) -> None:
+    """Announce engines that are not there, as one with the secret can."""
+    factory = Registry.from_env().get(Kind.DIRECTORY, url.partition(":")[0])
+    directory = factory.load_factory()(DirectoryContext(options=factory.load_options()(), url=url))
+    key = hmac.digest(SECRET.encode(), b"kvplug members", "sha256")
+    for engine_id, contact in contacts.items():
+        about = Announcement(
+            engine_id=engine_id,
+            epoch="1",
+            rank=0,
+            num_workers=1,
+            contact=contact,
+            role="both",
+            model=fingerprint_of(MODEL),
+        )
+        directory.announce(about.name, about.to_bytes(key), 60)
+    directory.close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(150)
+def test_an_engine_on_another_host_serves_while_addresses_that_are_wrong_from_here_are_refused_by_name(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    from prerequisites import ETCD
+
+    program = ETCD.path_or_skip()
+    try:
+        hosts = HostPair(fork_server)
+    except NoHostsError as e:
+        pytest.skip(f"there can be no two hosts here: {e}")
+    url = f"etcd://{ADDRESSES[0]}:2379/fleet"
+
+    def start(host: int, function: Any, *given: Any) -> Peer:
+        target = f"{__file__}:{function.__name__}"
+        return stack.enter_context(hosts.start(host, target, *given, timeout_s=140))
+
+    def start_engine(host: int, engine_id: str, address: str) -> Running:
+        return Running(start(host, engine_on_a_host, engine_id, url, 2.0, address, host, 0), address)
+
+    with hosts, contextlib.ExitStack() as stack:
+        start(0, serve_etcd, f"{ADDRESSES[0]}:2379", str(tmp_path), program)
+        reader, good = start_engine(0, "reader", ADDRESSES[0]), start_engine(1, "good", ADDRESSES[1])
+        with pytest.raises(ChildError, match="only processes of this host can reach that address"):
+            start_engine(1, "local", "127.0.0.1").peer.recv(60)
+        for each in (reader, good):
+            assert each.peer.recv(60) == "up"
+        contact = reader.ask("contact")
+        port = contact.rpartition(":")[2]
+        wrong = {
+            "twin": contact,
+            "alias": f"[::ffff:{ADDRESSES[0]}]:{port}",  # of the reader, too
+            "loopback": f"127.0.0.1:{port}",
+            "absent": f"198.18.0.9:{port}",
+        }
+        start(1, announce, url, wrong).result(60)
+        refusals = (
+            "the announcement 'twin/0' does not count: its address is this engine's own",
+            "a directory announces 'alias' at this address, and this engine itself answers there",
+            f"peer loopback: worker 0: no process listens at 127.0.0.1:{port}",
+            f"peer absent: worker 0: 198.18.0.9:{port} cannot be reached",
+        )
+        for said in refusals:
+            waits.until(lambda said=said: said in reader.peer.stderr, 30, said)
+        waits.until(lambda: reader.ask("sources") == ["good"], 30, "the engine on the other host")
+        assert good.ask("work", 1) == 0
+        waits.until(lambda: reader.ask("work", 1) > 0, 20, "a page of the engine on the other host")
+        assert reader.ask("counts")[0] == 0
+        assert reader.ask("sources") == ["good"]
 
 
 def run_for(fleet: Fleet, seconds: float, num_engines: int, stopped_s: float) -> None:
