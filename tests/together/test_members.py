@@ -282,7 +282,12 @@ def test_an_address_at_which_this_engine_answers_itself_is_no_other_engine(
 def serve_etcd(parent: Parent, address: str, folder: str, program: str) -> None:
     """A directory on a host, until the test ends."""
     url = f"http://{address}"
-    command = [program, f"--data-dir={folder}/data", f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
+    command = [
+        program,
+        f"--data-dir={folder}/data",
+        f"--listen-client-urls={url}",
+        f"--advertise-client-urls={url}",
+    ]
     with open(f"{folder}/log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
             parent.recv(None)

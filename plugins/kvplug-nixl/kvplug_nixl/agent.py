@@ -396,7 +396,7 @@ def _new_agent(name: str, error_handling: str, *, only_loopback: bool, tls: str)
     if not _INFINIBAND.exists() and "UCX_MODULES" not in os.environ:
         environment["UCX_MODULES"] = "^ib"  # where there is no RDMA it has been seen to crash
     if "UCX_RCACHE_ENABLE" not in os.environ:
-        # The cache changes in any thread that forks or unmaps memory, while another one is in UCX: it crashed.
+        # A thread that forks or unmaps memory changes the cache while another one is in UCX, which crashed.
         # An agent registers memory once, and needs no other cache.
         environment["UCX_RCACHE_ENABLE"] = "n"
     with _creating:

@@ -15,8 +15,9 @@ The function is at the top level of the test file (or of any module) and takes t
 
 Values cross in kvplug's wire format: plain values only, nothing is pickled. No wait is endless: a wait that
 takes too long raises an error with the stacks of *both* processes, and a child dumps its stacks and exits
-after its time limit. A child also exits when its parent is gone. On Linux the kernel kills it then, even if it is
-stopped; but not if a thread other than the main one started it, since the kernel would watch that thread.
+after its time limit. A child also exits when its parent is gone. On Linux the kernel kills it then, even if
+it is stopped; but not if a thread other than the main one started it, since the kernel would watch that
+thread.
 """
 
 from __future__ import annotations
@@ -408,8 +409,9 @@ class _Wire:
 
 
 def _main() -> None:
-    """The child's program: argv holds the descriptor of its socket, its time limit, and whether the kernel is to
-    kill it when the thread that started it ends."""
+    """The child's program: argv holds the descriptor of its socket, its time limit, and whether the kernel is
+    to kill it when the thread that started it ends.
+    """
     if sys.argv[3] == "1":
         die_with_parent()
     _live(int(sys.argv[1]), float(sys.argv[2]))
