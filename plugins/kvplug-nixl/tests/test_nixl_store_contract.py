@@ -21,6 +21,7 @@ class TestNixlFiles(StoreContract):
     store = "nixl"
 
 
+@pytest.mark.full  # the S3 server takes minutes
 class TestNixlObjects(StoreContract):
     store = "nixl"
     place_option = "prefix"
