@@ -119,6 +119,11 @@ class Server:
                     for choice in json.loads(word)["choices"]:
                         yield tuple(choice["token_ids"] or ())
 
+    def post(self, path: str) -> int:
+        """The status of the answer to a request without a body."""
+        with self._request("POST", path) as answer:
+            return answer.status
+
     def transfers(self, op: str) -> float:
         """How many operations of kvplug's have succeeded, by its Prometheus metrics."""
         lines = self._request("GET", "/metrics").read().decode().splitlines()

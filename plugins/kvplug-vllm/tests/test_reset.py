@@ -142,3 +142,22 @@ def test_a_prompt_that_goes_on_with_new_weights_is_not_stored(engine: Any, promp
     assert ask(engine, "reset") is True
     answer = engine.one(prompt)
     assert (answer.num_cached, answer.tokens) == (0, cold(engine, prompt))
+
+
+@pytest.mark.smoke
+def test_a_consumers_server_clears_its_cache_unless_a_producer_has_old_kv(
+    model: str, servers: Any, start: Any, config_for: Any, prompts: Any, port: int, free_port: Any
+) -> None:
+    config = config_for("kv_consumer", port, kv_load_failure_policy="recompute")
+    with servers.Server(model, config, free_port(), 300.0, VLLM_SERVER_DEV_MODE="1") as server:
+        server.wait_until_ready()
+        assert (server.post("/pause"), server.post("/resume")) == (200, 200)
+        with start(config_for("kv_producer", port), **SMALL) as prefill:
+            prefill.generate([prompts[300]], max_tokens=1)
+            answer = server.complete(prompts[300])
+            assert server.transfers("load") > 0
+            assert server.post("/pause") != 200
+            assert "POST /pause?clear_cache=false" in server.log
+            assert server.post("/resume") == 200
+            assert (server.post("/pause?clear_cache=false"), server.post("/resume")) == (200, 200)
+            assert server.complete(prompts[300]) == answer
