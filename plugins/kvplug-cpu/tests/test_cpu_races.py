@@ -53,7 +53,7 @@ def test_a_message_interrupted_while_the_peer_closes_goes_on_with_its_first_byte
         other.recv_tensor(outs[0], timeout=0.2)
     sender = Call(lambda: send_all(one._data[0], content.memory[50_000:]))
     assert_same(sent, other.recv_tensor(outs[1], timeout=5))
-    sender.outcome()
+    sender.result()
 
 
 def test_no_memory_to_keep_a_part_in_breaks_the_pipe_and_says_so(
@@ -378,7 +378,7 @@ def test_a_listener_can_be_closed_in_a_forked_child_whoever_was_at_work_in_it(
         held.wait(5)
         assert in_forked_child(lambda: listener.close(), 3) == "None"
         go.set()
-        holding.outcome()
+        holding.result()
 
 
 def test_a_pipe_that_could_not_be_made_is_hung_up_on_and_forgotten(

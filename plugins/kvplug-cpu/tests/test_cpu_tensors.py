@@ -11,6 +11,7 @@ import torch
 from kvplug import TimeoutError, UnsupportedError
 from kvplug.transport import TensorMismatchError
 from kvplug_testing.comparison import assert_filled, assert_same
+from kvplug_testing.resources import Resources
 
 
 @pytest.mark.parametrize("connections", [1, 3])
@@ -23,14 +24,20 @@ def test_any_number_of_connections_carries_the_same_bytes(local_pair: Any, conne
 
 
 def test_the_smaller_number_of_connections_counts(socket_kind: str, endpoint: Any) -> None:
-    with endpoint(socket_kind, connections=4).listen() as listener:
-        one = endpoint(socket_kind, connections=2).connect(listener.contact)
-        other = listener.accept()
-        sent = torch.arange(1_000_000)
-        one.send_tensor(sent)
-        assert_same(sent, other.recv_tensor())
-        one.abort()
-        other.abort()
+    def num_sockets() -> int:
+        return sum("socket:" in each for each in Resources.of().descriptors)
+
+    held = []
+    for here, there in ((2, 2), (2, 4), (4, 2), (4, 4)):
+        with endpoint(socket_kind, connections=there).listen() as listener:
+            before = num_sockets()
+            one, other = endpoint(socket_kind, connections=here).connect(listener.contact), listener.accept()
+            with one, other:
+                held.append(num_sockets() - before)
+                sent = torch.arange(1_000_000)
+                one.send_tensor(sent)
+                assert_same(sent, other.recv_tensor())
+    assert held[0] == held[1] == held[2] == held[3] - 2 * 2
 
 
 # -- out= ---------------------------------------------------------------------------------------

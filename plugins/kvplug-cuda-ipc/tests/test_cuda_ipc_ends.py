@@ -409,7 +409,7 @@ def test_a_connection_that_does_not_join_properly_disturbs_no_other(
         raw = stack.enter_context(dial(where, Credentials(), join.PURPOSE))
         raw.sock.sendall(b"x" * 1000)
         connecting = Call(lambda: end.connect(listener.contact))
-        with listener.accept() as one, connecting.outcome() as other:
+        with listener.accept() as one, connecting.result() as other:
             one.send_tensor(torch.arange(2))
             assert other.recv_tensor().tolist() == [0, 1]
     told = [record.getMessage() for record in caplog.records if "no room" in record.getMessage()]

@@ -215,7 +215,7 @@ def test_a_callback_of_what_the_peer_took_last_ends_nothing_else(local_pair: Any
     transfer = one.send_tensor(noise())
     transfer.add_done_callback(leave)
     pending = one.send_tensor(noise())
-    Call(receive_and_go).outcome()
+    Call(receive_and_go).result()
     with pytest.raises(KvplugError):
         pending.wait(PATIENCE_S)
     until(lambda: controls.get("communicators") == 0)
@@ -313,6 +313,6 @@ def test_the_handler_of_a_signal_may_abort_the_pipe_in_the_middle_of_a_call(loca
         with one._outbox._lock, one._inbox._lock, one._control._lock:  # what a call of this thread may hold
             one.abort()
 
-    Call(interrupted).outcome()
+    Call(interrupted).result()
     with pytest.raises(PeerGoneError):
         other.recv_tensor(timeout=PATIENCE_S)

@@ -29,7 +29,7 @@ def test_an_asynchronous_error_breaks_the_pipe_with_nccls_message(
     controls.set(fail_after=controls.get("operations") + (2 if idle else 0), fail_result=result)
     receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
     one.send_tensor(noise())
-    receiving.outcome()
+    assert isinstance(receiving.outcome(), torch.Tensor) is idle
     errors = []
     for pipe in (one, other):
         with pytest.raises((TransportError, PeerGoneError)) as raised:
@@ -90,7 +90,7 @@ def test_an_abort_that_hangs_blocks_no_call(remote_pair: Any, local_pair: Any, c
     for transfer in transfers:
         with pytest.raises(PeerGoneError):
             transfer.wait(PATIENCE_S)
-    Call(pipe.close).outcome()
+    Call(pipe.close).result()
     pair = local_pair()
     assert_works(pair)
     controls.set(abort_hangs=0)
@@ -108,7 +108,7 @@ def test_a_call_of_nccl_that_does_not_return_blocks_no_caller(
     receiving = Call(lambda: pipe.recv_tensor(timeout=None))
     until(lambda: next(iter(pipe._outbox._pending.values())).operation)
     if how == "abort":
-        Call(pipe.abort).outcome()
+        Call(pipe.abort).result()
     else:
         child.kill()
     assert isinstance(receiving.outcome(), PeerGoneError | ClosedError)

@@ -135,6 +135,6 @@ def test_a_stranger_that_is_let_in_and_joins_wrongly_stops_no_other_peer(
             connection = stack.enter_context(dial(where, Credentials(), join.PURPOSE))
             connection.sock.sendall(data)
         connecting = Call(lambda: end.connect(listener.contact))
-        with listener.accept() as one, connecting.outcome() as other:
+        with listener.accept() as one, connecting.result() as other:
             one.send_tensor(torch.arange(2))
             assert other.recv_tensor().tolist() == [0, 1]

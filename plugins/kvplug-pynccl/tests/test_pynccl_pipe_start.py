@@ -41,7 +41,7 @@ def test_a_start_that_hangs_ends_at_the_deadline_and_the_listener_goes_on(
         controls.set(init_hangs=0)
         until(lambda: controls.get("communicators") == 0)
         connecting = Call(lambda: end.connect(listener.contact))
-        with listener.accept() as one, connecting.outcome() as other:
+        with listener.accept() as one, connecting.result() as other:
             other.send_tensor(torch.arange(5))
             assert one.recv_tensor().tolist() == [0, 1, 2, 3, 4]
 

@@ -62,7 +62,7 @@ def test_any_blocks_go_through_any_ring(
             assert other.recv_tensor() is None
         sending = Call(lambda: one.send_blocks(views(source), there))
         other.recv_blocks(views(target), here)
-        sending.outcome().wait(ends.PATIENCE_S)
+        sending.result().wait(ends.PATIENCE_S)
     assert_same(bits(message(source, there)), bits(message(target, here)))
     others = [each for each in range(20) if each not in here]
     assert_same(bits(message(before, others)), bits(message(target, others)))
@@ -94,7 +94,7 @@ def test_blocks_of_any_layout_go_through_any_ring(
         assert other.recv_tensor() is None
         sending = Call(lambda: one.send_blocks(source, sent))
         other.recv_blocks(target, taken, on_layer=told.append)
-        sending.outcome().wait(ends.PATIENCE_S)
+        sending.result().wait(ends.PATIENCE_S)
     assert told == [0, 1, 2]
     others = [each for each in range(9) if each not in taken]
     for layer in range(3):

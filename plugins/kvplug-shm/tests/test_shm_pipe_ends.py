@@ -190,7 +190,7 @@ def test_a_polite_close_leaves_what_was_sent_to_be_received_after_it(local_pair:
     closing = Call(lambda: one.close(ends.PATIENCE_S))
     for number in range(100):
         assert int(other.recv_tensor()[-1]) == number
-    closing.outcome()
+    closing.result()
     with pytest.raises(PeerGoneError):
         other.recv_tensor()
 

@@ -94,7 +94,7 @@ def test_a_send_that_is_interrupted_before_anything_was_written_holds_nothing(
     assert one._outbox.queued_bytes == 0
     sending = Call(lambda: one.send_tensor(torch.ones(5 * MIB, dtype=torch.uint8)))
     assert_filled(1, other.recv_tensor(), "a message that was not sent has come")
-    sending.outcome().wait(ends.PATIENCE_S)
+    sending.result().wait(ends.PATIENCE_S)
 
 
 def test_a_send_that_is_interrupted_in_the_middle_ends_the_pipe(
@@ -171,7 +171,7 @@ def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(
         with pytest.raises(PeerGoneError):
             other.recv_tensor()
     enough.set()
-    going_on.outcome()
+    going_on.result()
 
 
 def test_a_callback_that_ends_its_thread_ends_the_pipe_and_not_in_silence(local_pair: Any) -> None:

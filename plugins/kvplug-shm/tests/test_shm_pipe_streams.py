@@ -39,7 +39,7 @@ def exchange(one: Any, other: Any, messages: list[Any], into: bool = False) -> N
         out = None if each is None or not into else torch.empty_like(each)
         got = other.recv_tensor(out)
         assert (got is None) if each is None else torch.equal(got, each)
-    for transfer in sending.outcome():
+    for transfer in sending.result():
         transfer.wait(ends.PATIENCE_S)
 
 
@@ -119,7 +119,7 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
         assert_same(sent, fresh)
     else:
         assert_same(sent, other.recv_tensor())
-    sending.outcome()
+    sending.result()
     assert_filled(99, out, "memory was written to after its call had ended")
 
 
@@ -161,7 +161,7 @@ def test_a_sender_that_waits_for_room_goes_on_when_the_ring_is_read(local_pair: 
     for each in messages:
         time.sleep(0.002)
         assert_same(each, other.recv_tensor())
-    sending.outcome()
+    sending.result()
 
 
 def test_received_memory_is_used_again_and_never_while_somebody_has_it(local_pair: Any) -> None:
@@ -191,7 +191,7 @@ def test_a_message_that_passes_the_caches_fills_its_target_and_nothing_beside(
     target = around[start : start + source.nbytes]
     sending = Call(lambda: one.send_tensor(source))
     other.recv_tensor(target)
-    sending.outcome().wait(ends.PATIENCE_S)
+    sending.result().wait(ends.PATIENCE_S)
     assert_same(source, target)
     assert_filled(0xA5, around[:start])
     assert_filled(0xA5, around[start + source.nbytes :])
@@ -207,7 +207,7 @@ def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
     target = torch.full((count + 1, row_bytes + 3), 0xA5, dtype=torch.uint8)
     sending = Call(lambda: one.send_blocks([source], range(count)))
     other.recv_blocks([target[:, :row_bytes]], range(count, 0, -1))
-    sending.outcome().wait(ends.PATIENCE_S)
+    sending.result().wait(ends.PATIENCE_S)
     assert_same(source, target[1:, :row_bytes].flip(0))
     assert_filled(0xA5, target[0])
     assert_filled(0xA5, target[:, row_bytes:])

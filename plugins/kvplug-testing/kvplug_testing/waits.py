@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvplug.errors import KvplugError
 from kvplug_testing import peers
 from kvplug_testing.comparison import brief
 
@@ -71,9 +72,9 @@ class Call:
         return self.value
 
     def outcome(self, within: float | None = None) -> Any:
-        """Its return value, or the error that it raised."""
+        """Its return value, or the :class:`~kvplug.errors.KvplugError` that it raised. Raises any other error."""
         self.end(within)
-        return self.value if self.error is None else self.error
+        return self.error if isinstance(self.error, KvplugError) else self.result()
 
     def raised(self, kind: type[BaseException], within: float | None = None) -> BaseException:
         """The error that it raised, which must be a ``kind``."""

@@ -27,6 +27,8 @@ _ENTRIES: Final = {
 }
 
 _PROMPT_S: Final = 1.0
+_MISTAKES: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+"""Errors that no service causes."""
 
 
 def _holding(parent: Parent, suite: dict[str, Any], url: str, lease_s: float) -> None:
@@ -171,9 +173,10 @@ class DirectoryContract(Contract):
                 self.open(url).entries,
             ):
                 began = time.monotonic()
-                with pytest.raises(Exception, match=r"."):
+                with pytest.raises(Exception, match=r".") as raised:
                     call()
                 assert time.monotonic() - began < self.timeout_s + _PROMPT_S
+                assert not isinstance(raised.value, _MISTAKES), f"a mistake of the program: {raised.value!r}"
         finally:
             go_on()
         waits.until(lambda: _answers(mine), 10, "an answer after the stop")

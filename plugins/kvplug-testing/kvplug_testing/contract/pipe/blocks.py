@@ -172,8 +172,8 @@ class BlockMessages(PipeSuite):
     def test_blocks_of_one_cache_are_received_into_other_blocks_of_another(self) -> None:
         one, other = self.pair()
         source, target = cache_of("float16", 12), cache_of("float16", 30, seed=2)
+        ids = random.Random(7)
         for _ in range(20):
-            ids = random.Random(7)
             there, here = ids.sample(range(12), 5), ids.sample(range(30), 5)
             send_blocks(one, source, there)
             receive_blocks(other, target, here)

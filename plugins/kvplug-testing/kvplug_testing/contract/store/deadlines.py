@@ -288,9 +288,15 @@ class Deadlines(StoreSuite):
         first, store = self.ends(end)
         pages = self.batch(first, 16, sized_format(200_000))
         kept(first, pages)
-        job = store.submit_get(pages.empty())
+        request, memory = held_request(pages, at=15)
+        began = time.monotonic()
+        job = store.submit_get(request)
+        try:
+            until(lambda: job.progressed_at > began, what="the progress of a load whose last page is held up")
+            assert not job.done
+        finally:
+            memory.go_on.set()
         assert ended(job) == [None] * 16
-        assert job.progressed_at, "a load of which nothing arrives is taken for one that hangs"
 
 
 def _works(store: Store, pages: Batch) -> bool:
