@@ -1,17 +1,35 @@
-"""Pipes "shm" for tests: both ends here, or one in a real child process."""
+"""Pipes "shm" for tests: both ends here, one in a real child process, or one by hand."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
-from kvplug.transport import Credentials, PipeContext
+from kvplug.transport import (
+    Connection,
+    Credentials,
+    Deadline,
+    HeartbeatTerms,
+    PipeContext,
+    Segment,
+    dial,
+    recv_fds,
+    send_fds,
+)
 from kvplug_shm.options import ShmPipeOptions
+from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.endpoint import ShmEndpoint
+from kvplug_shm.pipe.geometry import LINE, lines, segment_size
+from kvplug_shm.pipe.header import header_of
+from kvplug_shm.pipe.join import PURPOSE, Join
 from kvplug_shm.pipe.pipe import ShmPipe
+from kvplug_shm.pipe.rings import Incoming, Outgoing
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.pairs import PipePairs, echo, wait
@@ -20,15 +38,63 @@ TINY = {"slots": 1, "slot_bytes": 1024}
 PATIENCE_S = 30.0
 
 
-def endpoint(*, heartbeat_timeout_s: float = 10.0, **options: Any) -> ShmEndpoint:
+def endpoint(*, heartbeat_timeout_s: float = 10.0, device: str = "cpu", **options: Any) -> ShmEndpoint:
     return ShmEndpoint(
         PipeContext(
             options=ShmPipeOptions(**options),
             credentials=Credentials(),
             timeout_s=PATIENCE_S,
             heartbeat_timeout_s=heartbeat_timeout_s,
+            device=device,
         )
     )
+
+
+def guest(contact: str) -> Connection:
+    """A connection to a listener that has proved itself, and does not join."""
+    return dial(ShmContact.parse(contact).addresses[0], Credentials(), PURPOSE, PATIENCE_S)
+
+
+class PeerByHand:
+    """The connecting end of a pipe, which has the memory of both rings and writes into it what it likes."""
+
+    def __init__(self, contact: str, terms: HeartbeatTerms = Join(step=0).terms) -> None:
+        self.connection, deadline = guest(contact), Deadline.after(PATIENCE_S)
+        send_fds(self.connection, Join(step=0, terms=terms).pack(), (), deadline)
+        data, (fd,) = recv_fds(self.connection, len(Join(step=0).pack()), 1, deadline)
+        answer = Join.unpack(data, self.connection, 1)
+        ring_bytes = answer.slots * answer.slot_bytes
+        segment = Segment.attach(fd, segment_size(ring_bytes))
+        os.close(fd)
+        send_fds(self.connection, Join(step=3).pack(), (), deadline)
+        self.into, self.out = Incoming(segment, 0, ring_bytes), Outgoing(segment, 1, ring_bytes)
+
+    def lay(self, data: bytes) -> None:
+        """Put bytes, for which there is room, where the pipe expects a message or the next part of one."""
+        self.out.write(self.out.end.sent, data)
+        self.out.end.publish(lines(len(data)))
+
+    def lay_all(self, data: bytes) -> None:
+        """The same, as the pipe makes room."""
+        while data:
+            count = self.out.end.room() & -LINE
+            if count:
+                self.lay(data[:count])
+            else:
+                time.sleep(0.001)
+            data = data[count:]
+
+    def read_all(self) -> None:
+        """Take everything that has come."""
+        self.into.end.release(self.into.end.available())
+
+
+def content_of(tensor: Any) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def prefix_of(tensor: Any) -> bytes:
+    return header_of(tensor.dtype, tensor.shape).prefix
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "python"])
@@ -36,6 +102,23 @@ def local_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[S
     """Makes two connected pipes, both of this process."""
     with PipePairs() as pairs:
         yield lambda **options: pairs.local(endpoint(**{"native": request.param, **options}))
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "python"])
+def by_hand(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[PeerByHand, ShmPipe]]]:
+    """Makes a peer by hand, and the pipe whose other end it is. ``terms``: its heartbeats."""
+    with ExitStack() as stack:
+
+        def make(terms: Any = Join(step=0).terms, **options: Any) -> tuple[PeerByHand, ShmPipe]:
+            end = endpoint(**{"native": request.param, **options})
+            listener = stack.enter_context(end.listen())
+            peer = PeerByHand(listener.contact, terms)
+            stack.callback(peer.connection.close)
+            pipe: Any = listener.accept()
+            stack.callback(pipe.abort)
+            return peer, pipe
+
+        yield make
 
 
 @pytest.fixture
@@ -57,26 +140,19 @@ def remote_pair(fork_server: ForkServer) -> Iterator[Callable[..., tuple[ShmPipe
 
 def remote_end(parent: peers.Parent, contact: str, options: dict[str, Any], what: str, args: Any) -> Any:
     """In a child: connect, then run ``what``."""
+    if what == "send_part":
+        return send_part(parent, PeerByHand(contact), *args)
     with endpoint(**options).connect(contact) as pipe:
         return WHAT[what](parent, pipe, *args)
 
 
-def send_part(parent: peers.Parent, pipe: Any, nbytes: int, pieces: int) -> None:
-    """One whole message, then one of ``nbytes`` bytes of which ``pieces`` pieces are published.
-
-    To be asked of a pipe without the compiled steps, which publish as many as there is room for.
-    """
-    from kvplug_shm.pipe.content import Content
-    from kvplug_shm.pipe.message import Message
-
-    pipe.send_tensor(torch.arange(10)).wait()
-    outbox = pipe._outbox
-    message = Message(Content(torch.ones(nbytes, dtype=torch.uint8)), 0)
-    for _ in range(pieces):
-        assert outbox._push(outbox._ring, message)
-    assert not message.complete
+def send_part(parent: peers.Parent, peer: PeerByHand, nbytes: int, num_sent: int) -> None:
+    """One whole message, then the first bytes of one of ``nbytes``; -1: not even its header."""
+    for tensor, count in ((torch.arange(10), 80), (torch.ones(nbytes, dtype=torch.uint8), num_sent)):
+        if count >= 0:
+            peer.lay(prefix_of(tensor) + content_of(tensor)[:count])
     parent.send("sent")
     parent.recv()
 
 
-WHAT = {"echo": echo, "send_part": send_part, "wait": wait}
+WHAT = {"echo": echo, "wait": wait}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import struct
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,25 +19,24 @@ import shm_pipe_ends as ends
 from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
-from kvplug.transport import Deadline, HeartbeatTerms, WireError, dial, recv_fds, send_fds
+from kvplug.transport import Credentials, Deadline, HeartbeatTerms, WireError, recv_fds, send_fds
+from kvplug_shm.memory.pool import Pool
 from kvplug_shm.pipe import join
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.geometry import LINE, segment_size
 from kvplug_shm.pipe.join import Join
+from kvplug_shm.pipe.native import NativeIncoming
+from kvplug_shm.pipe.rings import Incoming
 from kvplug_shm.ring.protocol import HEAD, tail
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 
-local_pair = ends.local_pair
+by_hand = ends.by_hand
 
 MIB = 1024 * 1024
 ENDED = (TransportError, PeerGoneError, WireError)
 WORDS = [3, 2 * LINE + 1, 2 * 10**7, 2**31, 2**32 + 2, 2**63 - 1, 2**64 - 2]
 """Odd ones say that the end is over."""
-
-
-def words_of(ring: Any) -> Any:
-    return ring.words.words
 
 
 # -- words -----------------------------------------------------------------------------------------
@@ -44,18 +45,18 @@ def words_of(ring: Any) -> Any:
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_head_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
-    local_pair: Any, word: int, blocked: bool
+    by_hand: Any, word: int, blocked: bool
 ) -> None:
-    one, other = local_pair()
-    ring = one._outbox._ring
+    peer, other = by_hand()
+    words = peer.out.words
     if blocked:
         receiving = Call(lambda: other.recv_tensor(timeout=None))
         time.sleep(0.05)
-        words_of(ring)[HEAD] = word
-        ring.words.wake(HEAD)
+        words.words[HEAD] = word
+        words.wake(HEAD)
         assert isinstance(receiving.outcome(), ENDED)
     else:
-        words_of(ring)[HEAD] = word
+        words.words[HEAD] = word
         with pytest.raises(ENDED):
             other.recv_tensor(timeout=5)
     for _ in range(2):
@@ -68,10 +69,10 @@ def test_a_head_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("nbytes", [10, 20 * MIB])
 def test_a_tail_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
-    local_pair: Any, word: int, nbytes: int
+    by_hand: Any, word: int, nbytes: int
 ) -> None:
-    one, other = local_pair()
-    words_of(other._inbox._ring)[tail(0)] = word
+    peer, one = by_hand()
+    peer.into.words.words[tail(0)] = word
     error: BaseException | None = None
     for _ in range(50):  # half-true ones may pass for a moment
         try:
@@ -95,31 +96,21 @@ def test_whatever_a_peer_writes_into_the_words_every_call_ends(
     changes: list[tuple[int, int]], nbytes: int
 ) -> None:
     end = ends.endpoint(slots=2, slot_bytes=1024)
-    with end.listen() as listener, end.connect(listener.contact) as one, listener.accept() as other:
-        ours = [one._outbox._ring, one._inbox._ring]
-        for number, (word, value) in enumerate(changes):
-            words_of(ours[number % 2])[word] = value
-            for call in (
-                lambda: one.send_tensor(torch.zeros(nbytes, dtype=torch.uint8), timeout=0.01),
-                lambda: one.recv_tensor(timeout=0.01),
-                lambda: other.recv_tensor(timeout=0.01),
-            ):
-                try:
-                    call()
-                except KvplugError:
-                    pass
-        for pipe in (one, other):
+    with end.listen() as listener:
+        peer = ends.PeerByHand(listener.contact)
+        with peer.connection, listener.accept() as pipe:
+            for number, (word, value) in enumerate(changes):
+                (peer.out, peer.into)[number % 2].words.words[word] = value
+                for call in (
+                    lambda: pipe.send_tensor(torch.zeros(nbytes, dtype=torch.uint8), timeout=0.01),
+                    lambda: pipe.recv_tensor(timeout=0.01),
+                ):
+                    with contextlib.suppress(KvplugError):
+                        call()
             pipe.abort()
 
 
 # -- headers ---------------------------------------------------------------------------------------
-
-
-def lay(pipe: Any, data: bytes) -> None:
-    """Put bytes where the peer expects a message."""
-    ring = pipe._outbox._ring
-    ring.write(ring.end.sent, data)
-    ring.end.publish(-(-len(data) // LINE) * LINE)
 
 
 def prefix(shape: tuple[int, ...], nbytes: int, flags: int = 0) -> bytes:
@@ -145,12 +136,12 @@ def prefix(shape: tuple[int, ...], nbytes: int, flags: int = 0) -> bytes:
 )
 @pytest.mark.parametrize("blocked", [False, True])
 def test_bytes_that_are_no_message_are_an_error_and_the_end_of_the_pipe(
-    local_pair: Any, data: bytes, blocked: bool
+    by_hand: Any, data: bytes, blocked: bool
 ) -> None:
-    one, other = local_pair()
+    peer, other = by_hand()
     receiving = Call(lambda: other.recv_tensor(timeout=None)) if blocked else None
     time.sleep(0.05 if blocked else 0)
-    lay(one, data)
+    peer.lay(data)
     if receiving is not None:
         assert isinstance(receiving.outcome(), WireError)
     else:
@@ -159,51 +150,53 @@ def test_bytes_that_are_no_message_are_an_error_and_the_end_of_the_pipe(
     for _ in range(2):
         with pytest.raises(TransportError):
             other.recv_tensor(timeout=5)
-    with pytest.raises(PeerGoneError):
-        for _ in range(1000):
-            one.send_tensor(None, timeout=5)
-            time.sleep(0.01)
+    assert peer.connection.sock.recv(1) == b"", "it did not hang up"
 
 
 def test_a_claim_of_more_than_there_is_takes_no_memory_and_says_so(
-    local_pair: Any, monkeypatch: pytest.MonkeyPatch
+    by_hand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = local_pair()
-    monkeypatch.setattr(other._pool, "tensor", lambda meta: pytest.fail("memory was asked for"))
-    lay(one, prefix((2**50,), 2**50))
+    peer, other = by_hand()
+    monkeypatch.setattr(Pool, "tensor", lambda *_: pytest.fail("memory was asked for"))
+    peer.lay(prefix((2**50,), 2**50))
     for _ in range(2):
         with pytest.raises(CapacityError, match="this process can have at most"):
             other.recv_tensor(timeout=5)
 
 
-def test_a_claim_that_is_not_kept_is_waited_for_until_the_deadline(local_pair: Any) -> None:
-    one, other = local_pair()
-    lay(one, prefix((3 * MIB,), 3 * MIB))
+def test_a_claim_that_is_not_kept_is_waited_for_until_the_deadline(by_hand: Any) -> None:
+    peer, other = by_hand()
+    peer.lay(prefix((3 * MIB,), 3 * MIB))
     with pytest.raises(TimeoutError, match="0 of 3145728 bytes"):
         other.recv_tensor(timeout=0.1)
-    one.abort()
+    peer.connection.close()
     with pytest.raises(PeerGoneError):
         other.recv_tensor(timeout=5)
 
 
-def test_a_header_that_changes_between_two_looks_is_read_once(local_pair: Any) -> None:
+@pytest.mark.parametrize("ring", [NativeIncoming, Incoming])
+def test_a_header_that_changes_between_two_looks_is_read_once(
+    monkeypatch: pytest.MonkeyPatch, ring: type[Incoming]
+) -> None:
     """What is checked is a copy: nothing of it is looked at in shared memory again."""
-    one, other = local_pair()
-    ring = other._inbox._ring
-    looks: list[int] = []
-    next_line = ring.next_line
+    next_line, looks = ring.next_line, 0
 
-    def counted(spin_s: float = 0.0) -> tuple[int, bytes]:
-        found = next_line(spin_s)
-        if found[0]:
-            looks.append(ring.end.read)
-            ring.bytes[:16] = secrets.token_bytes(16)
+    def counted(self: Any, spin_s: float = 0.0) -> tuple[int, bytes]:
+        nonlocal looks
+        found = next_line(self, spin_s)
+        looks += bool(found[0])
+        peer.out.bytes[:16] = secrets.token_bytes(16)
         return found
 
-    ring.next_line = counted
-    one.send_tensor(torch.arange(5))
-    assert torch.equal(other.recv_tensor(timeout=5), torch.arange(5))
-    assert looks == [0]
+    monkeypatch.setattr(ring, "next_line", counted)
+    sent = torch.arange(5)
+    with ends.endpoint(native=ring is NativeIncoming).listen() as listener:
+        peer = ends.PeerByHand(listener.contact)
+        with peer.connection, listener.accept() as other:
+            peer.lay(ends.prefix_of(sent) + ends.content_of(sent))
+            assert torch.equal(other.recv_tensor(timeout=5), sent)
+            other.abort()
+    assert looks == 1
 
 
 # -- joining ---------------------------------------------------------------------------------------
@@ -218,8 +211,7 @@ def meets(end: Any, listener: Any) -> None:
 def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody_and_leaves_nothing() -> None:
     end = ends.endpoint()
     with peers.nothing_left(), end.listen() as listener:
-        where = ShmContact.parse(listener.contact).addresses[0]
-        guests = [dial(where, end._context.credentials, join.PURPOSE, 5) for _ in range(9)]
+        guests = [ends.guest(listener.contact) for _ in range(9)]
         for number, guest in enumerate(guests):
             if number % 3 == 1:
                 guest.sock.sendall(secrets.token_bytes(1000))
@@ -233,8 +225,7 @@ def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody_and_leaves_not
 def test_a_peer_that_vanishes_with_the_memory_in_hand_leaves_nothing() -> None:
     end = ends.endpoint()
     with peers.nothing_left(), end.listen() as listener:
-        where = ShmContact.parse(listener.contact).addresses[0]
-        guest = dial(where, end._context.credentials, join.PURPOSE, 5)
+        guest = ends.guest(listener.contact)
         send_fds(guest, Join(step=0).pack(), (), Deadline.after(5))
         _, fds = recv_fds(guest, len(Join(step=0).pack()), 1, Deadline.after(5))
         assert len(fds) == 1
@@ -248,7 +239,7 @@ def host(answer: Any, fds: Any) -> Any:
     from kvplug.transport import Listener
 
     end = ends.endpoint()
-    with Listener.open("unix:", end._context.credentials, join.PURPOSE) as listener:
+    with Listener.open("unix:", Credentials(), join.PURPOSE) as listener:
         connecting = Call(lambda: end.connect(str(ShmContact.here(listener.contact)), timeout=5))
         guest = listener.accept(5)
         try:
@@ -311,7 +302,7 @@ def test_an_accepting_end_without_memory_says_so() -> None:
 
 @pytest.mark.parametrize("heartbeat_ms", [0, 1, 49])
 def test_an_impatient_peer_does_not_make_this_end_beat_all_the_time(heartbeat_ms: int) -> None:
-    settings = ends.endpoint()._settings
+    settings: Any = SimpleNamespace(heartbeat_timeout_s=10.0)
     said = Join(step=0, terms=HeartbeatTerms(False, heartbeat_ms))
     assert said.heartbeat_interval_s(settings) == 0.01
     assert Join(step=0, terms=HeartbeatTerms(True, heartbeat_ms)).heartbeat_interval_s(settings) is None

@@ -13,13 +13,15 @@ import torch
 
 import shm_pipe_ends as ends
 from kvplug import ClosedError, KvplugError, PeerGoneError, ResourceExhaustedError, TransportError
+from kvplug.transport import Deadline, HeartbeatTerms
+from kvplug_shm.memory.pool import Pool
 from kvplug_shm.pipe.content import Content
-from kvplug_shm.pipe.message import Message
-from kvplug_shm.ring import protocol
+from kvplug_shm.pipe.outbox import Outbox
 from kvplug_testing.comparison import assert_filled
+from kvplug_testing.resources import Resources
 from kvplug_testing.waits import Call, until
 
-local_pair = ends.local_pair
+local_pair, by_hand = ends.local_pair, ends.by_hand
 
 MIB = 1024 * 1024
 
@@ -32,13 +34,11 @@ def raises(error: type[BaseException]) -> Callable[..., Any]:
 
 
 def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
-    local_pair: Any, monkeypatch: pytest.MonkeyPatch
+    by_hand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, _ = local_pair(native=False)  # whose copies can be held up
+    peer, one = by_hand(native=False)  # whose copies can be held up
     source = torch.ones(20 * MIB, dtype=torch.uint8)
     transfer = one.send_tensor(source)
-    outbox = one._outbox
-    until(lambda: outbox._queue and outbox._thread is not None)
     copying, go_on = threading.Event(), threading.Event()
 
     def held(self: Content, *_: Any) -> None:
@@ -46,10 +46,7 @@ def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
         assert go_on.wait(ends.PATIENCE_S)
 
     monkeypatch.setattr(Content, "copy", held)
-    ring = outbox._ring
-    tail = protocol.tail(0)
-    ring.words.words[tail] = protocol.word_of(ring.end.sent)  # as a peer does that has read everything
-    ring.words.wake(tail)
+    peer.read_all()
     assert copying.wait(ends.PATIENCE_S)
     kept = weakref.ref(source.untyped_storage())
     del source
@@ -64,34 +61,44 @@ def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
         transfer.wait(ends.PATIENCE_S)
 
 
-def test_a_writer_whose_start_was_interrupted_is_none(local_pair: Any) -> None:
-    one, other = local_pair()
-    outbox = one._outbox
+def test_a_writer_whose_start_was_interrupted_writes_nothing(
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writers() -> int:
+        return sum(each.name == "kvplug-shm-send" for each in threading.enumerate())
+
+    start, before = threading.Thread.start, writers()
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    one, other = local_pair(max_in_flight_bytes=40 * MIB)
+    one.send_tensor(torch.zeros(1000, dtype=torch.uint8))
     messages = [torch.full((6 * MIB,), number, dtype=torch.uint8) for number in range(4)]
-    transfers = [one.send_tensor(each) for each in messages]
-    orphan = threading.Thread(target=outbox._write, args=(outbox._ring,))
-    orphan.start()
-    orphan.join(ends.PATIENCE_S)
-    assert not orphan.is_alive(), "two threads write"
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.send_tensor(torch.zeros(40 * MIB, dtype=torch.uint8))  # it waits for room
+    transfers = [one.send_tensor(each) for each in messages[:3]]
+    until(lambda: writers() == before + 1, what="the end of the one whose start was interrupted")
+    other.recv_tensor()
+    transfers.append(one.send_tensor(messages[3]))
     for each in messages:
         assert torch.equal(other.recv_tensor(), each)
     for transfer in transfers:
         transfer.wait(ends.PATIENCE_S)
 
 
-@pytest.mark.parametrize("where", ["_copy_at_once", "_accepted"])
 def test_a_send_that_is_interrupted_before_anything_was_written_holds_nothing(
-    local_pair: Any, monkeypatch: pytest.MonkeyPatch, where: str
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = local_pair()
     with monkeypatch.context() as patch:
-        patch.setattr(one._outbox, "_copy_at_once", raises(KeyboardInterrupt))
-        if where == "_accepted":
-            patch.setattr(one._outbox, "_copy_at_once", lambda *_: None)
-            patch.setattr(one._outbox, "_accepted", raises(KeyboardInterrupt))
+        patch.setattr(Deadline, "expired", property(raises(KeyboardInterrupt)))
         with pytest.raises(KeyboardInterrupt):
             one.send_tensor(torch.zeros(5 * MIB, dtype=torch.uint8))
-    assert one._outbox.queued_bytes == 0
+    assert one.held.queued == 0
     sending = Call(lambda: one.send_tensor(torch.ones(5 * MIB, dtype=torch.uint8)))
     assert_filled(1, other.recv_tensor(), "a message that was not sent has come")
     sending.result().wait(ends.PATIENCE_S)
@@ -102,7 +109,7 @@ def test_a_send_that_is_interrupted_in_the_middle_ends_the_pipe(
 ) -> None:
     one, other = local_pair()
     with monkeypatch.context() as patch:
-        patch.setattr(one._outbox, "_accepted", raises(KeyboardInterrupt))
+        patch.setattr(Content, "leave", raises(KeyboardInterrupt))  # what the ring has no room for
         with pytest.raises(KeyboardInterrupt):
             one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
     with pytest.raises(TransportError, match="the rest of a message is not sent"):
@@ -119,7 +126,7 @@ def test_a_message_of_blocks_that_finds_no_memory_was_never_there(
     cache = torch.ones(8, 10, 100, dtype=torch.uint8)
     views = [cache, torch.ones(8, 100, 10, dtype=torch.uint8).transpose(1, 2)]  # torch gathers these strides
     with monkeypatch.context() as patch:
-        patch.setattr(one._pool, "tensor", raises(MemoryError))
+        patch.setattr(Pool, "tensor", raises(MemoryError))
         with pytest.raises(ResourceExhaustedError):
             one.send_blocks(views, range(8))
     second = one.send_blocks(views, [1])
@@ -133,12 +140,13 @@ def test_a_close_that_is_interrupted_lets_go_of_everything(
     local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = local_pair()
+    held = Resources.of().descriptors
     transfer = one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
     with monkeypatch.context() as patch:
-        patch.setattr(one._outbox, "drain", raises(KeyboardInterrupt))
+        patch.setattr(Outbox, "drain", raises(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             one.close()
-    assert one._control.sock.fileno() == -1
+    assert [each for each in held - Resources.of().descriptors if "socket" in each]
     with pytest.raises(ClosedError):
         transfer.wait(ends.PATIENCE_S)
     with pytest.raises(PeerGoneError):
@@ -147,31 +155,20 @@ def test_a_close_that_is_interrupted_lets_go_of_everything(
 
 @pytest.mark.parametrize("into", [False, True])
 def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(
-    local_pair: Any, into: bool
+    by_hand: Any, into: bool
 ) -> None:
-    one, other = local_pair(slots=2, slot_bytes=4096)
-    message = Message(Content(torch.ones(20_000, dtype=torch.uint8)), 0)
-    ring = one._outbox._ring
-    assert one._outbox._push(ring, message)
-    assert 0 < message.done < 20_000
-    other._hang_up = lambda: None  # the peer hears of it later
-    other._peer_gone("silent for 10 s")
-    out = torch.zeros(20_000, dtype=torch.uint8) if into else None
-    with pytest.raises(PeerGoneError):
+    beats = HeartbeatTerms(sees_death=False, heartbeat_ms=200)  # it sends none
+    peer, other = by_hand(beats, slots=2, slot_bytes=4096, heartbeat_timeout_s=0.2)
+    sent = torch.ones(7_000, dtype=torch.uint8)
+    content = ends.content_of(sent)
+    peer.lay(ends.prefix_of(sent) + content[:1024])
+    out = torch.zeros_like(sent) if into else None
+    with pytest.raises(PeerGoneError, match="silent"):
         other.recv_tensor(out)
-    enough = threading.Event()
-
-    def goes_on() -> None:
-        while not message.complete and not enough.wait(0.001):
-            one._outbox._push(ring, message)
-
-    going_on = Call(goes_on)
-    until(lambda: ring.end.room() == 0)
+    peer.lay(content[1024:])
     for _ in range(3):
         with pytest.raises(PeerGoneError):
             other.recv_tensor()
-    enough.set()
-    going_on.result()
 
 
 def test_a_callback_that_ends_its_thread_ends_the_pipe_and_not_in_silence(local_pair: Any) -> None:
