@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 
 from kvplug import PeerGoneError
-from kvplug.transport import Credentials, QueueContext, QueueHandle
+from kvplug.transport import Credentials, Deadline, QueueContext, QueueHandle, dial
 from kvplug_shm.memory import waiting
 from kvplug_shm.options import ShmQueueOptions
-from kvplug_shm.queue import local_reader, writer as writer_module
+from kvplug_shm.queue import join, local_reader, writer as writer_module
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
+from kvplug_shm.queue.ring_buffer import ShmRingBuffer
+from kvplug_shm.ring import protocol
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.resources import Resources
+from kvplug_testing.waits import until
 
 PATIENCE_S = 30.0
 CHUNK = 1 << 16
@@ -75,8 +79,33 @@ def sound_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "NAP_S", 1000.0)
 
 
-def asleep(ring: Any, word: int) -> bool:
-    return bool(ring.words.words[word])
+@pytest.fixture
+def memory_of() -> Iterator[Callable[[Any, int], ShmRingBuffer]]:
+    """Makes the memory of a queue, as a process has it that has joined as that rank, and then died."""
+    with ExitStack() as stack:
+
+        def make(writer: Any, rank: int) -> ShmRingBuffer:
+            connection = dial(writer.export_handle().data["contact"], Credentials(), join.PURPOSE, PATIENCE_S)
+            joined = join.join(connection, rank, PATIENCE_S, Deadline.after(PATIENCE_S))
+            assert joined.watch is not None
+            joined.watch.close()
+            join.hang_up(connection)
+            until(lambda: writer.readers[rank].gone)
+            stack.callback(joined.ring.close)
+            return joined.ring
+
+        yield make
+
+
+def evict(ring: ShmRingBuffer, reader: int) -> None:
+    """As the writer does, for the reader with that index."""
+    ring.words.words[protocol.evicted(reader)] = 1
+    ring.words.wake(protocol.HEAD)
+
+
+def num_memories() -> int:
+    """Descriptors of queues' memory that this process has open: a writer's, while it hands it out."""
+    return sum("memfd:kvplug-queue" in each for each in Resources.of().descriptors)
 
 
 def remote_end(

@@ -24,6 +24,7 @@ import ring_library
 import shm_pipe_ends as ends_of_pipes
 from kvplug import TimeoutError
 from kvplug.transport import Blocks, Segment, WireError
+from kvplug_shm.memory.pool import Pool
 from kvplug_shm.memory.words import Words
 from kvplug_shm.native import library as native
 from kvplug_shm.native.ends import (
@@ -35,14 +36,14 @@ from kvplug_shm.native.ends import (
 )
 from kvplug_shm.native.spans import Span
 from kvplug_shm.pipe.geometry import LINE, Pieces, lines, segment_size
-from kvplug_shm.pipe.header import Header, header_of
+from kvplug_shm.pipe.header import Header
 from kvplug_shm.pipe.native import NativeIncoming, NativeOutgoing, incoming, outgoing
 from kvplug_shm.pipe.rings import Incoming, Outgoing
 from kvplug_shm.ring import protocol
 from kvplug_shm.ring.ends import ReadingEnd, WritingEnd
 from kvplug_testing.comparison import assert_filled, assert_same
 
-local_pair = ends_of_pipes.local_pair
+by_hand, local_pair = ends_of_pipes.by_hand, ends_of_pipes.local_pair
 STEPS_THERE: Any = native.library()
 compiled = pytest.mark.skipif(STEPS_THERE is None, reason="this installation has no compiled steps")
 RING = 1024
@@ -542,12 +543,12 @@ def test_a_signal_is_handled_however_long_it_is_looked(end: str) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("what", ["send", "receive"])
-def test_after_the_deadline_nothing_is_looked_for(local_pair: Any, what: str) -> None:
+@pytest.mark.parametrize("by_hand", [True], indirect=True)
+@pytest.mark.parametrize(("ring", "name"), [(NativeOutgoing, "push"), (NativeIncoming, "pull")])
+def test_after_the_deadline_nothing_is_looked_for(
+    by_hand: Any, monkeypatch: pytest.MonkeyPatch, ring: Any, name: str
+) -> None:
     """Else a peer that does a little now and then holds the call for as long as it likes."""
-    one, other = local_pair(native=True)
-    ring = one._outbox._ring if what == "send" else other._inbox._ring
-    name = "push" if what == "send" else "pull"
     step, found, caller = getattr(ring, name), [], threading.current_thread()
 
     def seen(*args: Any, patient: bool, **given: Any) -> int:
@@ -555,15 +556,15 @@ def test_after_the_deadline_nothing_is_looked_for(local_pair: Any, what: str) ->
             found.append(patient)
         return step(*args, patient=patient, **given)
 
-    setattr(ring, name, seen)
-    if what == "send":
-        one.send_tensor(torch.zeros(1 << 26, dtype=torch.uint8), timeout=0)
+    monkeypatch.setattr(ring, name, seen)
+    peer, pipe = by_hand()
+    large = torch.zeros(1 << 26, dtype=torch.uint8)
+    if name == "push":
+        pipe.send_tensor(large, timeout=0)
     else:  # an announcement of far more than comes
-        header = header_of(torch.uint8, torch.Size([1 << 26]))
-        one._outbox._ring.write(0, header.prefix)
-        one._outbox._ring.end.publish(9 * LINE)
+        peer.lay(ends_of_pipes.prefix_of(large) + bytes(8 * LINE))
         with pytest.raises(TimeoutError, match="have arrived"):
-            other.recv_tensor(timeout=0)
+            pipe.recv_tensor(timeout=0)
     assert found
     assert not any(found)
 
@@ -573,7 +574,7 @@ def test_blocks_that_wait_for_room_take_no_memory(local_pair: Any, monkeypatch: 
     one, other = local_pair(native=True)
     source, target = (torch.full((40, 1 << 18), value, dtype=torch.uint8) for value in (1, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(one._pool, "tensor", None)
+        patch.setattr(Pool, "tensor", None)
         transfer = one.send_blocks([source], range(40))
     assert not transfer.done()
     other.recv_blocks([target], range(40))

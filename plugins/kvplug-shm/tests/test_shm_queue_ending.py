@@ -10,8 +10,9 @@ import pytest
 
 import shm_queue_ends as ends
 from kvplug import ClosedError, PeerGoneError, TimeoutError
-from kvplug_shm.queue.admission import Admission
+from kvplug_shm.queue import reader_table
 from kvplug_shm.queue.reader_table import ReaderTable
+from kvplug_shm.queue.use_guard import UseGuard
 from kvplug_testing.waits import Call, until
 
 queue = ends.queue
@@ -64,9 +65,18 @@ class SlowFar:
         self.aborted.set()
 
 
-def test_abort_ends_a_close_that_waits_for_readers_elsewhere(queue: Any) -> None:
-    writer, (reader,) = queue()
-    writer._network = network = SlowFar()
+def with_readers_elsewhere(queue: Any, monkeypatch: pytest.MonkeyPatch, network: SlowFar) -> Any:
+    """A queue whose network half that is."""
+    with monkeypatch.context() as patch:
+        patch.setattr("kvplug_shm.queue.remote.serve", lambda *_: network)
+        return queue(host="0.0.0.0")  # noqa: S104 - nothing listens there
+
+
+def test_abort_ends_a_close_that_waits_for_readers_elsewhere(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = SlowFar()
+    writer, (reader,) = with_readers_elsewhere(queue, monkeypatch, network)
     closes = Call(lambda: writer.close(timeout=None))
     assert network.closing.wait(ends.PATIENCE_S)
     writer.abort()
@@ -98,9 +108,11 @@ def test_abort_ends_a_close_that_waits_for_whoever_is_inside(queue: Any) -> None
     assert mapped() == 1
 
 
-def test_a_close_that_is_interrupted_lets_go_of_everything(queue: Any) -> None:
-    writer, (reader,) = queue()
-    writer._network = network = SlowFar(interrupted=True)
+def test_a_close_that_is_interrupted_lets_go_of_everything(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = SlowFar(interrupted=True)
+    writer, (reader,) = with_readers_elsewhere(queue, monkeypatch, network)
     with pytest.raises(KeyboardInterrupt):
         writer.close()
     assert network.aborted.is_set() and mapped() == 1
@@ -110,7 +122,7 @@ def test_a_close_that_is_interrupted_lets_go_of_everything(queue: Any) -> None:
 
 def test_abort_ends_what_an_interrupted_abort_has_left(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, (reader,) = queue()
-    until(lambda: writer._admission._joined)
+    until(lambda: not ends.num_memories())  # all have joined
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -125,42 +137,43 @@ def test_abort_ends_what_an_interrupted_abort_has_left(queue: Any, monkeypatch: 
         reader.dequeue()
 
 
-def test_a_call_that_comes_while_the_end_is_aborted_keeps_no_memory(queue: Any) -> None:
-    _, (reader,) = queue()
-
+def test_a_call_that_comes_while_the_end_is_aborted_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Late:
-        """Lets the end be aborted between the two looks of who enters."""
+        """A lock. The end is aborted between the two looks of who enters."""
 
-        def __init__(self, lock: Any) -> None:
-            self._lock = lock
-            self.release = lock.release
-            self.come = False
+        def __init__(self) -> None:
+            self._lock = lock()
+            self.release = self._lock.release
 
         def acquire(self, **given: Any) -> bool:
             taken = self._lock.acquire(**given)
-            if not self.come:
-                self.come = True
-                reader.abort()
+            if not come:
+                come.append(True)
+                guard.shut()
+                guard.over()
             return taken
 
-    reader._use_guard._lock = Late(reader._use_guard._lock)
-    with pytest.raises(ClosedError):
-        reader.dequeue()
-    assert mapped() == 1
+    lock, come, dropped = threading.Lock, [], []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Lock", Late)
+        guard = UseGuard(lambda: dropped.append("memory"))
+    with pytest.raises(ClosedError), guard:
+        pass
+    assert dropped == ["memory"]
 
 
 def test_a_handler_may_end_a_writer_that_is_looking_at_its_readers(
     queue: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal's, which runs within whatever its thread does."""
-    writer, _ = queue()
-    told = writer._reader_table._reader
+    writer, _ = queue(2)
+    made = reader_table.Reader
 
-    def ended(member: Any) -> Any:
+    def ended(**given: Any) -> Any:
         writer.abort()
-        return told(member)
+        return made(**given)
 
-    monkeypatch.setattr(writer._reader_table, "_reader", ended)
+    monkeypatch.setattr(reader_table, "Reader", ended)
     assert isinstance(Call(lambda: writer.readers).outcome(), ClosedError)
 
 
@@ -170,31 +183,20 @@ def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_re
     """The thread that looks holds the reader table, and a handler that strikes there wants the door."""
     joined, struck = ReaderTable.joined, []
 
-    def free() -> bool:
-        with doors[0]._lock:
-            return True
+    def meanwhile(table: ReaderTable, rank: int) -> None:
+        joined(table, rank)
+        struck.append(Call(writer.abort).end(5.0).error)
 
-    def meanwhile(reader_table: ReaderTable, rank: int) -> None:
-        joined(reader_table, rank)
-        struck.append(Call(free).outcome(5.0))
-
-    doors: list[Admission] = []
-    note = Admission._note
-
-    def noted(door: Admission, *args: Any) -> None:
-        doors.append(door)
-        note(door, *args)
-
-    monkeypatch.setattr(Admission, "_note", noted)
     monkeypatch.setattr(ReaderTable, "joined", meanwhile)
-    queue()
-    until(lambda: struck)
-    assert struck == [True]
+    writer, _ = queue(1, attached=0)
+    with ends.endpoint().create_from_handle(writer.export_handle(), 0):
+        until(lambda: struck)
+    assert struck == [None]
 
 
 def test_who_hears_of_an_eviction_may_look_at_the_readers(queue: Any) -> None:
-    writer, _ = queue(2)
-    looked = []
+    writer, readers = queue(2)
+    looked: list[Any] = []
 
     class Looks(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -203,7 +205,8 @@ def test_who_hears_of_an_eviction_may_look_at_the_readers(queue: Any) -> None:
     handler = Looks()
     logging.getLogger("kvplug_shm.queue.reader_table").addHandler(handler)
     try:
-        writer._reader_table.evict(1, "silent for 10.0 s", died=True)
+        readers[1].abort()
+        until(lambda: looked)
     finally:
         logging.getLogger("kvplug_shm.queue.reader_table").removeHandler(handler)
     assert looked[0][1].died

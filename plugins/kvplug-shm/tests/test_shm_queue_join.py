@@ -10,38 +10,42 @@ import sys
 import textwrap
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import shm_queue_ends as ends
-from kvplug import CapacityError, ConfigError, PeerGoneError, ResourceExhaustedError, TransportError
-from kvplug.transport import PeerIdentity
+from kvplug import (
+    CapacityError,
+    ConfigError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    TransportError,
+)
+from kvplug.transport import Credentials, Deadline, PeerIdentity, QueueHandle, dial
 from kvplug_shm.queue import join
-from kvplug_shm.queue.join import hang_up
+from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.ring import protocol
+from kvplug_testing import peers
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.forked_child import held, in_forked_child
-from kvplug_testing.waits import Call, until
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.waits import Call, raises, until
 
-queue, remote_reader, sound_sleep, asleep = ends.queue, ends.remote_reader, ends.sound_sleep, ends.asleep
+queue, remote_reader, sound_sleep = ends.queue, ends.remote_reader, ends.sound_sleep
 MIB = 1 << 20
 
 # -- joining -----------------------------------------------------------------------------------------
 
 
 def test_a_handle_is_open_until_the_last_reader_has_come(queue: Any) -> None:
-    def descriptors() -> int:
-        links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-        return sum("kvplug-queue" in os.readlink(link) for link in links if os.path.islink(link))
-
-    until(lambda: descriptors() == 0)  # of queues before, whose readers may just have been joining
+    until(lambda: ends.num_memories() == 0)  # of queues before, whose readers may just have been joining
     writer, _ = queue(2, attached=1)
-    until(lambda: descriptors() == 1)  # the copy for the reader that has joined is closed a moment later
+    until(lambda: ends.num_memories() == 1)  # the copy for the reader that has joined is closed later
     with ends.endpoint().create_from_handle(writer.export_handle(), 1):
-        until(lambda: descriptors() == 0)
+        until(lambda: ends.num_memories() == 0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -51,22 +55,22 @@ def test_the_ring_is_handed_out_until_all_have_joined(
     """One that was admitted has nothing yet."""
     writer, _ = queue(2, attached=0)
     admitted, other_has_joined = threading.Event(), threading.Event()
-    index_of = writer._reader_table.index_of
+    index_of = ReaderTable.index_of
 
-    def slowly(rank: int) -> Any:
+    def slowly(table: ReaderTable, rank: int) -> Any:
         if rank == 1 and not other_has_joined.is_set():
             admitted.set()
             assert other_has_joined.wait(ends.PATIENCE_S)
             if fails:
                 raise TransportError("not this time")
-        return index_of(rank)
+        return index_of(table, rank)
 
-    monkeypatch.setattr(writer._reader_table, "index_of", slowly)
+    monkeypatch.setattr(ReaderTable, "index_of", slowly)
     end, handle = ends.endpoint(), writer.export_handle()
     joins = Call(lambda: end.create_from_handle(handle, 1))
     assert admitted.wait(ends.PATIENCE_S)
     with end.create_from_handle(handle, 0):
-        until(lambda: writer._admission._joined)
+        until(lambda: num_joining() == 1)
         other_has_joined.set()
         reader = joins.outcome()
         if fails:
@@ -96,15 +100,22 @@ def test_a_child_that_is_forked_while_a_reader_joins_does_not_hold_the_ring(
     assert "/memfd:kvplug-queue" not in found[0]
 
 
-def head(writer: Any) -> int:
-    return writer._ring.words.words[protocol.HEAD]
+def num_joining() -> int:
+    """Threads in which a writer admits a reader."""
+    return sum(each.name == "kvplug-shm-queue-join" for each in threading.enumerate())
+
+
+def has_not_ended(reader: Any) -> bool:
+    """Whether the reader waits for more."""
+    raises(TimeoutError, lambda: reader.dequeue(timeout=0.1))
+    return True
 
 
 def test_a_reader_that_cannot_be_watched_is_not_admitted_and_may_try_again(
     queue: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, _ = queue(2, attached=1)
-    until(lambda: len(writer._admission._joined) == 1)
+    until(lambda: not num_joining())
     end, handle = ends.endpoint(), writer.export_handle()
 
     def refused(*_: Any) -> Any:
@@ -128,7 +139,7 @@ def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
     """
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     writer, (reader,) = queue(2, attached=1)
-    until(lambda: len(writer._admission._joined) == 1)  # this one is looked after
+    until(lambda: not num_joining())  # this one is watched
 
     def refused(*_: Any) -> Any:
         raise CapacityError("no descriptors are left")
@@ -138,49 +149,60 @@ def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
     with end.create_from_handle(handle, 1) as unseen:
         until(lambda: writer.readers[1].gone)
         assert writer.readers[1].died and "no descriptors are left" in writer.readers[1].gone
-        until(lambda: unseen._source._gone)
         with pytest.raises(ConfigError, match="attached to this queue already"):
             end.create_from_handle(handle, 1)
         writer.enqueue("on")
         assert reader.dequeue() == "on"
-        assert not protocol.is_over(head(writer))
         with pytest.raises(TransportError, match="evicted this reader"):
             unseen.dequeue()
+        assert has_not_ended(reader)
 
 
 @pytest.mark.usefixtures("sound_sleep")
-def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(queue: Any) -> None:
+def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched, watches = join.watched, []
+
+    def noted(connection: Any, *args: Any) -> Any:
+        watch = watched(connection, *args)
+        if threading.current_thread() is not threading.main_thread():
+            watches.append((connection, watch))  # the writer's
+        return watch
+
+    monkeypatch.setattr(join, "watched", noted)
     writer, readers = queue(2)
-    until(lambda: len(writer._admission._joined) == 2)
     waits = Call(readers[1].dequeue)
-    until(lambda: asleep(writer._ring, protocol.asleep(1)))
-    time.sleep(0.3)
-    connection, watch = writer._admission._joined[1]
+    assert waits.is_blocked(0.3)
+    connection, watch = watches[1]
     watch.close()
-    hang_up(connection)
+    join.hang_up(connection)
     assert isinstance(waits.outcome(), PeerGoneError)
-    assert not protocol.is_over(head(writer))
+    assert has_not_ended(readers[0])
     writer.enqueue("on")
     assert readers[0].dequeue() == "on"
 
 
-def test_the_word_of_a_writer_whose_process_has_ended_says_so(
-    queue: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def write(parent: peers.Parent) -> None:
+    """In a child: the writer of a queue with two readers."""
+    with ends.endpoint(n_reader=2).create() as writer:
+        parent.send(writer.export_handle().as_plain())
+        parent.recv()
+
+
+def test_the_word_of_a_writer_whose_process_has_ended_says_so(fork_server: ForkServer) -> None:
     """Then no reader that is about to sleep can miss it."""
-    writer, (reader,) = queue()
-    source = reader._source
-    with subprocess.Popen(["sleep", "60"]) as process, monkeypatch.context() as patched:
-        peer = SimpleNamespace(open_pidfd=lambda: os.pidfd_open(process.pid))
-        patched.setattr(source, "_connection", SimpleNamespace(peer=peer))
-        try:
-            source._writer_gone("it closed the connection")
-            assert not protocol.is_over(head(writer))
-        finally:
-            process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        source._writer_gone("it closed the connection")
-        assert protocol.is_over(head(writer))
+    with fork_server.start(f"{__file__}:write") as child:
+        handle, deadline = QueueHandle.from_plain(child.recv()), Deadline.after(ends.PATIENCE_S)
+        connection = dial(handle.data["contact"], Credentials(), join.PURPOSE, deadline.remaining())
+        joined = join.join(connection, 1, ends.PATIENCE_S, deadline)
+        with connection, ends.endpoint().create_from_handle(handle, 0):
+            assert not protocol.is_over(joined.ring.words.words[protocol.HEAD])
+            child.kill()
+            until(lambda: protocol.is_over(joined.ring.words.words[protocol.HEAD]))
+        assert joined.watch is not None
+        joined.watch.close()
+        joined.ring.close()
 
 
 # -- other processes -----------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ import torch
 import shm_queue_ends as ends
 from kvplug import ClosedError, PeerGoneError
 from kvplug.transport import BusyError
-from kvplug_testing.waits import Call, until
+from kvplug_shm.ring.ends import WritingEnd
+from kvplug_testing.waits import Call
 
 queue = ends.queue
 
-sound_sleep, asleep = ends.sound_sleep, ends.asleep
+sound_sleep = ends.sound_sleep
 
 
 @pytest.mark.usefixtures("sound_sleep")
@@ -60,9 +61,8 @@ def test_a_writer_of_large_messages_waits_once_for_a_reader_that_does_not_go_on(
     queue: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, (reader,) = queue(max_chunk_bytes=10 << 20, max_chunks=5)
-    end, parked = writer._writing, []
-    park = end.park
-    monkeypatch.setattr(end, "park", lambda *given: (parked.append(given), park(*given)))
+    park, parked = WritingEnd.park, []
+    monkeypatch.setattr(WritingEnd, "park", lambda *given: (parked.append(given), park(*given)))
     large = torch.zeros(9 << 20, dtype=torch.uint8)
     for _ in range(5):
         writer.enqueue(large)
@@ -107,7 +107,7 @@ def test_who_waits_to_be_ready_is_woken_by_the_last_who_is(queue: Any) -> None:
 def test_one_thread_at_a_time(queue: Any) -> None:
     writer, (reader,) = queue()
     waits = Call(reader.dequeue)
-    until(lambda: asleep(reader._source._ring, 3))
+    assert waits.is_blocked()
     for call in (reader.dequeue, reader.wait_until_ready, lambda: reader.acquire_read().__enter__()):
         with pytest.raises(BusyError):
             call()
