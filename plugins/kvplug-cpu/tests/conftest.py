@@ -1,16 +1,16 @@
-"""Pipes for tests: both ends in this process, or one in a real child process."""
+"""Pipes for tests: both ends in this process, one in a real child process, or one by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from cpu_ends import PeerByHand, make_endpoint, streams_of
 from kvplug import StatelessGroup
-from kvplug.transport import Credentials, PipeContext
 from kvplug_cpu.endpoint import CpuEndpoint
-from kvplug_cpu.options import CpuOptions
 from kvplug_cpu.pipe import CpuPipe
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
@@ -18,49 +18,30 @@ from kvplug_testing.groups import local_groups
 from kvplug_testing.pairs import PipePairs, echo
 
 
-def make_endpoint(
-    socket: str = "unix", *, host: str = "127.0.0.1", heartbeat_timeout_s: float = 10.0, **options: Any
-) -> CpuEndpoint:
-    return CpuEndpoint(
-        PipeContext(
-            options=CpuOptions(socket=socket, **options),
-            credentials=Credentials(),
-            host=host,
-            timeout_s=20.0,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-        )
-    )
-
-
 def peer_end(parent: peers.Parent, contact: str, socket: str, options: Any, what: str, args: Any) -> Any:
     """In a child: connect, then run ``what``."""
+    if what == "send_part":
+        return send_part(parent, PeerByHand(contact), *args)
     with make_endpoint(socket, **options).connect(contact) as pipe:
         return WHAT[what](parent, pipe, *args)
 
 
-def send_part(parent: peers.Parent, pipe: Any, nbytes: int, before_death: int) -> None:
+def send_part(parent: peers.Parent, peer: PeerByHand, nbytes: int, before_death: int) -> None:
     """Send a whole message, then ``before_death`` bytes of a message of ``nbytes`` bytes on its
     connections.
     """
     import torch
 
-    from kvplug_cpu.message import Content, parts
-
-    pipe.send_tensor(torch.arange(10)).wait()
-    content = Content.of(torch.ones(nbytes, dtype=torch.uint8), pipe._split_bytes)
-    bounds = parts(nbytes, len(pipe._data)) if content.split else [(0, nbytes)]
-    streams = [bytes(content.memory[a:b]) for a, b in bounds]
-    streams[0] = content.prefix + streams[0]
-    for connection, stream in zip(pipe._data, streams, strict=False):
-        left = memoryview(stream[:before_death])
-        while left:
-            left = left[connection.send([left]) :]
+    peer.data[0].sendall(streams_of(torch.arange(10), 1 << 20)[0])
+    streams = streams_of(torch.ones(nbytes, dtype=torch.uint8), 1 << 20)
+    for sock, stream in zip(peer.data, streams, strict=False):
+        sock.sendall(stream[:before_death])
         before_death = max(0, before_death - len(stream))
     parent.send("sent")
     parent.recv()
 
 
-WHAT = {"echo": echo, "send_part": send_part}
+WHAT = {"echo": echo}
 
 
 @pytest.fixture
@@ -78,6 +59,22 @@ def local_pair(socket_kind: str) -> Iterator[Callable[..., tuple[CpuPipe, CpuPip
     """Makes two connected pipes in this process."""
     with PipePairs() as pairs:
         yield lambda **options: pairs.local(make_endpoint(socket_kind, **options))
+
+
+@pytest.fixture
+def by_hand(socket_kind: str) -> Iterator[Callable[..., tuple[PeerByHand, CpuPipe]]]:
+    """Makes a peer by hand, and the pipe whose other end it is."""
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> tuple[PeerByHand, CpuPipe]:
+            listener = stack.enter_context(make_endpoint(socket_kind, connections=2, **options).listen())
+            peer = PeerByHand(listener.contact)
+            stack.callback(peer.close)
+            pipe: Any = listener.accept()
+            stack.callback(pipe.abort)
+            return peer, pipe
+
+        yield make
 
 
 @pytest.fixture

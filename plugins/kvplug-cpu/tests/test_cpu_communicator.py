@@ -348,7 +348,6 @@ def test_an_operation_that_cannot_be_ended_is_not_waited_for_by_destroy(
         first, second = (pool.submit(call) for call in calls)
         with pytest.raises(TimeoutError, match="rank 1 began a collective, did not go on"):
             first.result(30)
-        assert made[0]._gloo._stuck
         made[0].destroy()
         assert "kvplug-cpu-gloo" in {thread.name for thread in threading.enumerate()}  # that one waits
         second.result(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from cpu_ends import guest
 from kvplug import AuthenticationError, ConfigError, PeerGoneError, TimeoutError, TransportError
-from kvplug.transport import InsecureAddressError, WireError, dial, local_domain
+from kvplug.transport import Credentials, InsecureAddressError, Secret, WireError, local_domain
 from kvplug_cpu.contact import CpuContact
-from kvplug_cpu.join import PURPOSE, Join
+from kvplug_cpu.join import Join
 from kvplug_testing import peers
+from kvplug_testing.resources import Resources
 
 
 def meets(end: Any, listener: Any) -> bool:
@@ -52,12 +55,11 @@ def test_strangers_silent_or_talking_garbage_delay_nobody(endpoint: Any, socket_
 def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody(endpoint: Any, socket_kind: str) -> None:
     end = endpoint(socket_kind)
     with end.listen() as listener:
-        where = CpuContact.parse(listener.contact).addresses[0]
-        silent = [dial(where, end._context.credentials, PURPOSE, 5) for _ in range(5)]
-        loud = [dial(where, end._context.credentials, PURPOSE, 5) for _ in range(5)]
+        silent = [guest(listener.contact) for _ in range(5)]
+        loud = [guest(listener.contact) for _ in range(5)]
         for connection in loud:
             connection.sock.sendall(secrets.token_bytes(1000))
-        unknown = dial(where, end._context.credentials, PURPOSE, 5)
+        unknown = guest(listener.contact)
         Join(index=1, connections=2, session=secrets.token_bytes(16)).send(unknown)
         began = time.monotonic()
         assert meets(end, listener)
@@ -71,21 +73,17 @@ def test_a_peer_that_vanishes_before_all_its_connections_came_leaves_nothing(
 ) -> None:
     end = endpoint(socket_kind)
     with peers.nothing_left(), end.listen() as listener:
-        where = CpuContact.parse(listener.contact).addresses[0]
-        control = dial(where, end._context.credentials, PURPOSE, 5)
+        control = guest(listener.contact)
         Join(index=0, connections=2).send(control)
         control.close()
         assert meets(end, listener)
 
 
 def test_a_secret_is_required_off_loopback_and_must_be_the_same(endpoint: Any) -> None:
-    from kvplug.transport import Credentials, Secret
-
     open_end = endpoint("tcp", host="0.0.0.0")
     with pytest.raises(InsecureAddressError):
         open_end.listen()
-    end = endpoint("tcp")
-    object.__setattr__(end._context, "credentials", Credentials(Secret(b"x" * 32)))
+    end = endpoint("tcp", credentials=Credentials(Secret(b"x" * 32)))
     with end.listen() as listener:
         with pytest.raises(AuthenticationError):
             endpoint("tcp").connect(listener.contact)
@@ -93,20 +91,28 @@ def test_a_secret_is_required_off_loopback_and_must_be_the_same(endpoint: Any) -
 
 
 def test_off_loopback_a_peer_on_this_host_still_gets_the_fast_socket(endpoint: Any) -> None:
-    from kvplug.transport import Credentials, Secret
+    def num_tcp() -> int:
+        """Sockets of TCP that this process has."""
+        found = 0
+        for each in Resources.of().descriptors:
+            fd, _, target = each.partition(" -> ")
+            if target.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd))) as sock:
+                    found += sock.family == socket.AF_INET
+        return found
 
-    end = endpoint("auto", host="0.0.0.0")
-    object.__setattr__(end._context, "credentials", Credentials(Secret(b"x" * 32)))
+    end = endpoint("auto", host="0.0.0.0", credentials=Credentials(Secret(b"x" * 32)))
     with end.listen() as listener:
         contact = CpuContact.parse(listener.contact)
         assert contact.addresses[0].startswith("unix:")
         assert contact.addresses[1].startswith("tcp:")
-        with end.connect(listener.contact) as one, listener.accept(5):
-            assert not one._data[0].tcp
+        before = num_tcp()
+        with end.connect(listener.contact), listener.accept(5):
+            assert num_tcp() == before
         port = contact.addresses[1].rpartition(":")[2]
         elsewhere = CpuContact("another-host/net", (contact.addresses[0], f"tcp://127.0.0.1:{port}"))
-        with end.connect(str(elsewhere)) as one, listener.accept(5):
-            assert one._data[0].tcp
+        with end.connect(str(elsewhere)), listener.accept(5):
+            assert num_tcp() > before
 
 
 def test_a_socket_of_another_host_is_refused_with_advice(endpoint: Any) -> None:
@@ -164,9 +170,5 @@ def test_many_peers_may_connect_at_once(endpoint: Any, socket_kind: str) -> None
 
 
 def test_a_device_that_is_not_the_cpu_is_refused(endpoint: Any) -> None:
-    import attrs
-
-    from kvplug_cpu.endpoint import CpuEndpoint
-
     with pytest.raises(ConfigError, match="cuda"):
-        CpuEndpoint(attrs.evolve(endpoint()._context, device="cuda:0"))
+        endpoint(device="cuda:0")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvplug import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
+from kvplug.net.wire import encode
 from kvplug.transport import Deadline, Mesh, WireError
 from kvplug_testing.comparison import assert_same
 
@@ -28,19 +29,31 @@ def within(seconds: float | None) -> Deadline:
 
 
 @pytest.fixture
-def meshes(endpoint: Any) -> Iterator[list[Mesh]]:
+def pipes(endpoint: Any) -> list[dict[int, Any]]:
+    """Of three ranks: to each other one."""
+    pipes: list[dict[int, Any]] = [{}, {}, {}]
+    for low, high in ((0, 1), (0, 2), (1, 2)):
+        end = endpoint()
+        with end.listen() as listener:
+            pipes[high][low] = end.connect(listener.contact)
+            pipes[low][high] = listener.accept()
+    return pipes
+
+
+@pytest.fixture
+def meshes(pipes: list[dict[int, Any]]) -> Iterator[list[Mesh]]:
     """Three ranks, each with its pipes, in one thread."""
     with ExitStack() as stack:
-        pipes: list[dict[int, Any]] = [{}, {}, {}]
-        for low, high in ((0, 1), (0, 2), (1, 2)):
-            end = endpoint()
-            with end.listen() as listener:
-                pipes[high][low] = end.connect(listener.contact)
-                pipes[low][high] = listener.accept()
         made = [Mesh(each) for each in pipes]
         for mesh in made:
             stack.callback(mesh.abort)
         yield made
+
+
+def announce(pipe: Any, news: Any) -> None:
+    """As a rank does."""
+    pipe.send_tensor(None)
+    pipe.send_tensor(torch.frombuffer(bytearray(encode(news)), dtype=torch.uint8))
 
 
 def test_calls_are_heard_from_each_rank_in_order(meshes: list[Mesh]) -> None:
@@ -70,10 +83,10 @@ def test_a_tensor_that_came_while_another_rank_was_waited_for_is_not_lost(meshes
     assert_same(sent, got)
 
 
-def test_many_tensors_go_both_ways_at_once(meshes: list[Mesh]) -> None:
+def test_many_tensors_go_both_ways_at_once(meshes: list[Mesh], pipes: Any) -> None:
     large = torch.arange(1 << 20)
     sends = [(large + number, 1) for number in range(3)]
-    transfers = [meshes[0]._ends[1].pipe.send_tensor(tensor) for tensor, _ in sends]
+    transfers = [pipes[0][1].send_tensor(tensor) for tensor, _ in sends]
     got = [torch.empty_like(large) for _ in sends]
     meshes[1].exchange([], [(tensor, 0) for tensor in got], within(SOON))
     for transfer in transfers:
@@ -104,8 +117,8 @@ def test_why_a_rank_gave_up_is_raised_at_the_others_in_its_kind(meshes: list[Mes
             call()
 
 
-def test_why_a_rank_gave_up_is_one_printable_line(meshes: list[Mesh]) -> None:
-    meshes[1]._announce(["ended", "TimeoutError", "no room\n\x1b[2J" + "x" * 100_000, ""])
+def test_why_a_rank_gave_up_is_one_printable_line(meshes: list[Mesh], pipes: Any) -> None:
+    announce(pipes[1][0], ["ended", "TimeoutError", "no room\n\x1b[2J" + "x" * 100_000, ""])
     with pytest.raises(TimeoutError, match="rank 1 has given up: no room") as caught:
         meshes[0].check()
     assert str(caught.value).isprintable() and len(str(caught.value)) < 1500
@@ -114,8 +127,8 @@ def test_why_a_rank_gave_up_is_one_printable_line(meshes: list[Mesh]) -> None:
 @pytest.mark.parametrize(
     "news", [None, 7, [], ["ended"], ["ended", 7, 8], ["left", -1], ["left", "x"], {"a": torch.ones(2)}]
 )
-def test_news_that_cannot_be_are_no_crash(meshes: list[Mesh], news: Any) -> None:
-    meshes[1]._announce(news)
+def test_news_that_cannot_be_are_no_crash(meshes: list[Mesh], pipes: Any, news: Any) -> None:
+    announce(pipes[1][0], news)
     with pytest.raises((TransportError, WireError, PeerGoneError)):
         for _ in range(3):
             meshes[0].check()

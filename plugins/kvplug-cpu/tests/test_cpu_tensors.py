@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 
+from cpu_ends import streams_of
 from kvplug import TimeoutError, UnsupportedError
 from kvplug.transport import TensorMismatchError
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.resources import Resources
+from kvplug_testing.waits import Call
 
 
 @pytest.mark.parametrize("connections", [1, 3])
@@ -75,39 +76,27 @@ def test_a_message_that_does_not_fit_out_stays(local_pair: Any) -> None:
 @pytest.mark.parametrize("first_out", [False, True])
 @pytest.mark.parametrize("second_out", [False, True])
 def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
-    local_pair: Any, first_out: bool, second_out: bool
+    by_hand: Any, first_out: bool, second_out: bool
 ) -> None:
-    from kvplug_cpu.message import Content, parts
-
-    one, other = local_pair(split_bytes=100_000)
+    peer, other = by_hand(split_bytes=100_000)
     sent = torch.randint(0, 255, (2_000_000,), dtype=torch.uint8)
-    content = Content.of(sent, 100_000)
-    assert content.split
-    (a, b), (c, d) = parts(2_000_000, 2)
-    first, second = one._data
-    assert first.send_now([memoryview(content.prefix), content.memory[a : a + 50_000]])
-    assert second.send_now([content.memory[c : c + 20_000]])
+    first, second = streams_of(sent, 100_000)
+    peer.data[0].sendall(first[:50_000])
+    peer.data[1].sendall(second[:20_000])
     out = torch.zeros_like(sent)
     with pytest.raises(TimeoutError, match="of 2000000 bytes"):
         other.recv_tensor(out if first_out else None, timeout=0.2)
     out.fill_(99)  # the caller's own again
     rest = [
-        threading.Thread(target=lambda: send_all(first, content.memory[a + 50_000 : b])),
-        threading.Thread(target=lambda: send_all(second, content.memory[c + 20_000 : d])),
+        Call(lambda: peer.data[0].sendall(first[50_000:])),
+        Call(lambda: peer.data[1].sendall(second[20_000:])),
     ]
-    for thread in rest:
-        thread.start()
     if second_out:
         fresh = torch.empty_like(sent)
         assert other.recv_tensor(fresh) is fresh
         assert_same(sent, fresh)
     else:
         assert_same(sent, other.recv_tensor())
-    for thread in rest:
-        thread.join()
+    for each in rest:
+        each.result()
     assert_filled(99, out, "memory was written to after its call had ended")
-
-
-def send_all(connection: Any, view: memoryview) -> None:
-    while view:
-        view = view[connection.send([view]) :]

@@ -1,0 +1,55 @@
+"""Ends of a pipe "cpu" for tests, one of them by hand."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from kvplug.transport import Connection, Credentials, Deadline, PipeContext, dial
+from kvplug_cpu.contact import CpuContact
+from kvplug_cpu.endpoint import CpuEndpoint
+from kvplug_cpu.join import CONTROL, PURPOSE, Join
+from kvplug_cpu.message import Content, parts
+from kvplug_cpu.options import CpuOptions
+
+OF_CONTEXT = ("credentials", "device", "heartbeat_timeout_s", "host")
+
+
+def make_endpoint(socket: str = "unix", **given: Any) -> CpuEndpoint:
+    """``given``: of the context, or options."""
+    context = {key: given.pop(key) for key in OF_CONTEXT if key in given}
+    usual = {"credentials": Credentials(), "timeout_s": 20.0, "heartbeat_timeout_s": 10.0}
+    return CpuEndpoint(PipeContext(options=CpuOptions(socket=socket, **given), **{**usual, **context}))
+
+
+def guest(contact: str) -> Connection:
+    """A connection to a listener that has proved itself, and does not join."""
+    return dial(CpuContact.parse(contact).addresses[0], Credentials(), PURPOSE, 5)
+
+
+class PeerByHand:
+    """The connecting end of a pipe: two data connections, on which it sends what it likes."""
+
+    def __init__(self, contact: str) -> None:
+        self.control, deadline = guest(contact), Deadline.after(10)
+        Join(index=CONTROL, connections=2).send(self.control)
+        answer = Join.receive(self.control, deadline)
+        self.data: list[socket.socket] = []
+        for index in range(1, answer.connections + 1):
+            connection = guest(contact)
+            Join(index=index, connections=answer.connections, session=answer.session).send(connection)
+            self.data.append(connection.sock)
+            connection.sock.settimeout(10)
+        Join.receive(self.control, deadline)
+
+    def close(self) -> None:
+        for each in (*self.data, self.control):
+            each.close()
+
+
+def streams_of(tensor: Any, split_bytes: int) -> list[bytes]:
+    """What a pipe sends on each of two connections for a message."""
+    content = Content.of(tensor, split_bytes)
+    bounds = parts(len(content.memory), 2) if content.split else [(0, len(content.memory))]
+    first, *others = (bytes(content.memory[a:b]) for a, b in bounds)
+    return [content.prefix + first, *others]
