@@ -44,10 +44,16 @@ class FakePipe:
         self.aborted.set()
 
 
+def num_joining() -> int:
+    """Connections that are served now."""
+    return sum(each.name == "kvplug-plain-join" for each in threading.enumerate())
+
+
 class Plain(PipeAcceptor):
     """A byte says what becomes of a connection: a pipe, nothing, or a failure; without one it waits."""
 
     def __init__(self, listener: Listener) -> None:
+        self.served: list[Connection] = []
         self.made: list[FakePipe] = []
         self.parts: list[Connection] = []
         self.go_on = threading.Event()
@@ -55,6 +61,7 @@ class Plain(PipeAcceptor):
         super().__init__([listener], transport="plain", contact="plain contact", timeout_s=PATIENCE_S)
 
     def _join(self, connection: Connection) -> Any:
+        self.served.append(connection)
         match connection.sock.recv(1):
             case b"p":
                 pipe = FakePipe(connection)
@@ -130,22 +137,18 @@ def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> 
         acceptor.parts[0].close()
 
 
-def test_a_pipe_that_nobody_has_accepted_is_aborted(opened: Listener) -> None:
-    with Plain(opened) as acceptor, came(opened, b"p"):
-        until(lambda: acceptor._ready)
-        acceptor.close()
-        assert acceptor.made[0].aborted.is_set()
-        with pytest.raises(ClosedError, match="the listener of the pipe 'plain' is closed"):
-            acceptor.accept()
-
-
-def test_a_pipe_that_is_made_after_the_end_is_aborted(opened: Listener) -> None:
-    with Plain(opened) as acceptor, came(opened, b"p"):
-        acceptor.go_on.clear()
-        until(lambda: acceptor.made)
-        acceptor.close()
-        acceptor.go_on.set()
-        assert acceptor.made[0].aborted.wait(PATIENCE_S)
+@pytest.mark.parametrize("made", ["before the end", "after it"])
+def test_a_pipe_that_nobody_has_accepted_is_aborted(opened: Listener, made: str) -> None:
+    with Plain(opened) as acceptor:
+        if made == "after it":
+            acceptor.go_on.clear()
+        with came(opened, b"p"):
+            until(lambda: acceptor.made and num_joining() == (made == "after it"))
+            acceptor.close()
+            acceptor.go_on.set()
+            assert acceptor.made[0].aborted.wait(PATIENCE_S)
+            with pytest.raises(ClosedError, match="the listener of the pipe 'plain' is closed"):
+                acceptor.accept()
 
 
 def test_closing_ends_a_wait(opened: Listener) -> None:
@@ -199,11 +202,11 @@ def test_no_more_are_served_at_once_than_a_bound_and_the_others_come_in(
 ) -> None:
     monkeypatch.setattr("kvplug.transport.acceptor.MAX_SERVED", 2)
     with Plain(opened) as acceptor, came(opened), came(opened) as second:
-        until(lambda: len(acceptor._acceptor._serving) == 2)
+        until(lambda: num_joining() == 2)
         with came(opened) as third:
             assert is_hung_up(third)
         second.sock.sendall(b"x")
-        until(lambda: len(acceptor._acceptor._serving) == 1)
+        until(lambda: num_joining() == 1)
         with came(opened, b"p"):
             pipe: Any = acceptor.accept()
             pipe.abort()
@@ -215,7 +218,7 @@ def test_no_more_pipes_wait_to_be_accepted_than_a_bound(
 ) -> None:
     monkeypatch.setattr("kvplug.transport.acceptor.MAX_READY", 2)
     with Plain(opened) as acceptor, came(opened, b"p"), came(opened, b"p"):
-        until(lambda: len(acceptor._ready) == 2)
+        until(lambda: len(acceptor.made) == 2 and not num_joining())
         with came(opened, b"p"):
             until(lambda: len(acceptor.made) == 3)
             assert acceptor.made[2].aborted.wait(PATIENCE_S)
@@ -229,18 +232,17 @@ def test_no_more_pipes_wait_to_be_accepted_than_a_bound(
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_holds_nothing_of_those_that_are_served(opened: Listener) -> None:
     with Plain(opened) as acceptor, came(opened) as silent:
-        until(lambda: acceptor._acceptor._serving)
+        until(lambda: acceptor.served)
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                (theirs,) = acceptor._acceptor._serving
                 closed = False
                 try:
                     acceptor.accept(1)
                 except ClosedError:
                     closed = True
-                code = 0 if closed and theirs.fileno() == -1 else 2
+                code = 0 if closed and acceptor.served[0].fileno() == -1 else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -360,23 +360,16 @@ def test_a_channel_in_a_forked_child_is_closed_and_the_parents_is_not(
 # -- signals ---------------------------------------------------------------------------------------
 
 
-def when_it_waits(channel: Channel, handler: Callable[[], None], call: Callable[[], object]) -> object:
+def when_it_waits(handler: Callable[[], None], call: Callable[[], object]) -> object:
     """What ``call`` returns or raises, if a signal's handler runs while it waits for the socket."""
-    poll = channel._wait
-
-    def interrupted(*args: object) -> bool:
-        channel._wait = poll  # type: ignore[method-assign]
-        signal.raise_signal(signal.SIGUSR1)
-        return poll(*args)  # type: ignore[arg-type]
-
-    channel._wait = interrupted  # type: ignore[method-assign,assignment]
-    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
+    before = signal.signal(signal.SIGALRM, lambda *_: handler())
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         return call()
     except Exception as e:
         return e
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_signals_handler_cannot_send_in_the_middle_of_a_value(raw: tuple[Channel, socket.socket]) -> None:
@@ -394,7 +387,7 @@ def test_a_signals_handler_cannot_send_in_the_middle_of_a_value(raw: tuple[Chann
     value = b"x" * (4 << 20)
     size = HEADER_SIZE + len(values.encode(value))
     reading = threading.Thread(target=lambda: received.extend(theirs.recv(size, socket.MSG_WAITALL)))
-    assert when_it_waits(channel, send, lambda: channel.send(value)) is None
+    assert when_it_waits(send, lambda: channel.send(value)) is None
     reading.join(30)
     assert len(told) == 1
     assert values.decode(bytes(received[HEADER_SIZE:])) == value
@@ -406,5 +399,5 @@ def test_a_signals_handler_may_close_the_channel_that_its_thread_uses(
 ) -> None:
     channel, _ = raw
     calls = {"send": lambda: channel.send(b"x" * (4 << 20)), "recv": channel.recv}
-    assert isinstance(when_it_waits(channel, channel.close, calls[verb]), ClosedError)
+    assert isinstance(when_it_waits(channel.close, calls[verb]), ClosedError)
     assert channel.fileno() == -1

@@ -646,8 +646,6 @@ def test_another_user_who_floods_is_rated_and_delays_no_client(
         meet(listener, credentials, contact=listener.address).close()
         # 48 hold places, 64 more were dropped for newer ones, and the rest was not looked at.
         assert eventually(lambda: listener.refusals.get("crowded", 0) >= 200 - 48 - 1)
-        unread = [each for each in listener._admission.all() if each.uid == NOBODY]
-        assert 0 < len(unread) <= 48
         child.communicate(timeout=30)
 
 
@@ -658,7 +656,6 @@ def test_another_user_gets_no_place_at_a_unix_socket_without_a_secret() -> None:
         child = as_nobody(FLOOD, listener.address)
         assert child.stdout is not None and child.stdout.readline() == "done\n"
         assert eventually(lambda: listener.refusals == {"other user": 200})
-        assert not listener._admission.all()
         meet(listener).close()
         child.communicate(timeout=30)
 
@@ -672,7 +669,6 @@ def test_an_address_that_floods_is_rated_and_delays_no_client() -> None:
         for _ in range(200):
             stack.enter_context(socket.create_connection((host, int(port)), 5))
         assert eventually(lambda: listener.refusals.get("crowded", 0) == 200 - 48)
-        assert len(listener._admission) == 48
         meet(listener, SECRET, contact=f"127.0.0.1:{port}").close()
 
 

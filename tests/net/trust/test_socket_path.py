@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -107,11 +108,11 @@ def test_a_folder_that_is_missing_or_locked_is_named(path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="no such folder"):
         Listener.open(f"unix:{path.parent}/none/a.sock", OPEN, "test")
     monkeypatch.setattr(socket_path, "_LOCK_S", 0.05)
-    with (
-        socket_path._locked(str(path.parent)),
-        pytest.raises(TransportError, match="keeps the folder"),
-    ):
+    folder = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(TransportError, match="keeps the folder"):
         Listener.open(address_of(path), OPEN, "test")
+    os.close(folder)
 
 
 def test_a_forked_child_leaves_the_file_to_its_parent(path: Path) -> None:
