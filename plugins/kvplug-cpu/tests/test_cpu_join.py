@@ -135,40 +135,6 @@ def test_what_is_not_a_contact_is_refused_without_repeating_it(endpoint: Any) ->
         assert "abcdef" not in str(caught.value)
 
 
-def test_a_contact_of_nobody_is_gone(endpoint: Any) -> None:
-    for contact in ("unix:@kvplug-no-listener", "tcp://127.0.0.1:1"):
-        with pytest.raises(PeerGoneError):
-            endpoint().connect(str(CpuContact(local_domain(), (contact,))), timeout=5)
-
-
-def test_a_listener_that_never_answers_is_given_up_at_the_deadline(endpoint: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        contact = CpuContact(local_domain(), (f"tcp://127.0.0.1:{mute.getsockname()[1]}?token={'t' * 32}",))
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            endpoint().connect(str(contact), timeout=0.5)
-        assert time.monotonic() - began < 3
-
-
-def test_many_peers_may_connect_at_once(endpoint: Any, socket_kind: str) -> None:
-    end = endpoint(socket_kind)
-    with end.listen() as listener:
-        ones: list[Any] = []
-        threads = [
-            threading.Thread(target=lambda: ones.append(end.connect(listener.contact))) for _ in range(12)
-        ]
-        for thread in threads:
-            thread.start()
-        others = [listener.accept(10) for _ in threads]
-        for thread in threads:
-            thread.join()
-        for number, one in enumerate(ones):
-            one.send_tensor(torch.tensor(number))
-        assert sorted(other.recv_tensor().item() for other in others) == list(range(12))
-        for pipe in (*ones, *others):
-            pipe.abort()
-
-
 def test_a_device_that_is_not_the_cpu_is_refused(endpoint: Any) -> None:
     with pytest.raises(ConfigError, match="cuda"):
         endpoint(device="cuda:0")

@@ -181,18 +181,6 @@ def test_a_send_that_gets_no_thread_ends_and_so_does_every_other(
     one.close(1)
 
 
-def test_a_polite_close_leaves_what_was_sent_to_be_received_after_it(local_pair: Any) -> None:
-    one, other = local_pair()
-    for number in range(100):
-        one.send_tensor(torch.full((10_000,), number, dtype=torch.int64))
-    closing = Call(lambda: one.close(ends.PATIENCE_S))
-    for number in range(100):
-        assert int(other.recv_tensor()[-1]) == number
-    closing.result()
-    with pytest.raises(PeerGoneError):
-        other.recv_tensor()
-
-
 # -- an idle end -----------------------------------------------------------------------------------
 
 
@@ -235,11 +223,6 @@ def test_what_is_not_a_contact_is_refused_without_repeating_it() -> None:
 def test_another_host_or_network_namespace_is_refused_with_advice() -> None:
     with pytest.raises(TransportError, match="another host or network namespace"):
         ends.endpoint().connect(str(ShmContact("another-host/net", ("unix:@kvplug-x",))))
-
-
-def test_a_contact_of_nobody_is_gone() -> None:
-    with pytest.raises(PeerGoneError):
-        ends.endpoint().connect(str(ShmContact.here("unix:@kvplug-no-listener")), timeout=5)
 
 
 @pytest.mark.parametrize("dead_at", ["connecting", "accepting"])

@@ -127,31 +127,6 @@ def test_what_is_queued_and_what_lies_in_the_ring_are_bounded_together(local_pai
     assert sent * 5000 <= limit <= (sent + 2) * 5200  # in the ring each takes some more
 
 
-def test_one_larger_message_passes_alone(local_pair: Any) -> None:
-    one, other = local_pair(max_in_flight_bytes=1000)
-    large, small = bytes_of(20 * MIB, 1), bytes_of(10, 2)
-    one.send_tensor(small)
-    with pytest.raises(TimeoutError):
-        one.send_tensor(large, timeout=0.1)
-    assert_same(small, other.recv_tensor())
-    transfer = one.send_tensor(large, timeout=0.1)
-    with pytest.raises(TimeoutError):
-        one.send_tensor(small, timeout=0.1)
-    assert_same(large, other.recv_tensor())
-    transfer.wait(ends.PATIENCE_S)
-    one.send_tensor(small, timeout=0.1)
-
-
-def test_a_sender_that_waits_for_room_goes_on_when_the_ring_is_read(local_pair: Any) -> None:
-    one, other = local_pair(max_in_flight_bytes=50_000)
-    messages = [bytes_of(30_000, n) for n in range(40)]
-    sending = Call(lambda: [one.send_tensor(each, timeout=None) for each in messages])
-    for each in messages:
-        time.sleep(0.002)
-        assert_same(each, other.recv_tensor())
-    sending.result()
-
-
 def test_received_memory_is_used_again_and_never_while_somebody_has_it(local_pair: Any) -> None:
     one, other = local_pair()
     kept = []
