@@ -296,6 +296,7 @@ def test_a_prompt_of_which_the_engine_had_the_beginning_is_saved_from_there_on()
     with GroupedEngine(config("producer"), listen="unix:") as prefill:
         prompt = request_of("a", PROMPT)
         prefill.scheduler.on_new_request(prompt)
+        assert prefill.scheduler.get_num_new_matched_tokens(prompt, 96) == (0, False)
         tables = prefill.allocate(200, 96)
         for layer in range(LAYERS):
             prefill.fill(layer, prompt, tables, 96)

@@ -83,6 +83,8 @@ class StepPlan:
     reset: bytes = b""
     """Before anything else: forget all that was saved until now. The bytes are new for each reset; empty: no
     reset."""
+    doubted: frozenset[int] = frozenset()
+    """Blocks from which nothing is saved until the scheduler side knows the report of this step."""
     num_tokens: int = 0
     """Tokens that the step computes, if its time says what prefill costs; else 0."""
     left: tuple[str, ...] = ()
@@ -93,6 +95,7 @@ class StepPlan:
     def to_plain(self) -> dict[str, Any]:
         plain = attrs.asdict(self, recurse=False)  # most steps load and save nothing
         plain["loads"] = [attrs.asdict(load) for load in self.loads]
+        plain["doubted"] = sorted(self.doubted)
         plain["saves"] = [attrs.asdict(save) for save in self.saves]
         return plain
 
@@ -119,6 +122,7 @@ class StepPlan:
             forget=tuple(plain["forget"]),
             ended=tuple(plain["ended"]),
             reset=plain["reset"],
+            doubted=frozenset(plain["doubted"]),
             num_tokens=plain["num_tokens"],
             left=tuple(plain["left"]),
             joined=tuple((name, tuple(contacts)) for name, contacts in plain["joined"]),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from kvplug.engine import SchedulerOutput
 from kvplug.transport import pack_tokens
 from kvplug_lookup.connector.block_events import BlockEvents
+from kvplug_lookup.connector.doubts import DoubtedBlocks
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.kept import KeptBlocks
 from kvplug_lookup.connector.plan import SavePlan
@@ -25,6 +26,7 @@ class SavePlanner:
         own: Sequence[Source],
         wait_timeout_s: float,
         kept: KeptBlocks,
+        doubts: DoubtedBlocks,
         events: BlockEvents | None,
     ) -> None:
         """
@@ -32,6 +34,7 @@ class SavePlanner:
             own: the sources that the workers put pages into; the first one is told which.
             wait_timeout_s: how long a request waits for such a page.
             kept: knows which pages the workers have read.
+            doubts: knows which blocks may be wrong.
             events: is told which blocks the pages have.
         """
         self._groups = groups
@@ -39,6 +42,7 @@ class SavePlanner:
         self._own = own
         self._wait_timeout_s = wait_timeout_s
         self._kept = kept
+        self._doubts = doubts
         self._events = events
 
     def plans(self, output: SchedulerOutput, requests: Mapping[str, Tracked]) -> Iterator[SavePlan]:
@@ -47,11 +51,13 @@ class SavePlanner:
             tracked = requests.get(scheduled.request_id)
             if tracked is None:
                 continue
-            if tracked.is_old and scheduled.num_computed_tokens:
+            start = scheduled.num_computed_tokens
+            end = start + scheduled.num_scheduled_tokens
+            self._doubts.schedule(tracked, start, end, output.block_ids)
+            tracked.compute(start, end, self._page_tokens)
+            if tracked.is_old and start:
                 continue
             tracked.is_old = False
-            end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
-            tracked.compute(scheduled.num_computed_tokens, end, self._page_tokens)
             first = tracked.num_saved
             if end // self._page_tokens <= first:
                 continue

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvplug import Config, ConfigError, KvplugError
+from kvplug import Config, ConfigError
 from kvplug.engine import (
     BlockIds,
     CacheEvent,
@@ -34,6 +34,7 @@ from kvplug.transport import (
     pack_tokens,
 )
 from kvplug_lookup.connector.block_events import BlockEvents
+from kvplug_lookup.connector.doubts import DoubtedBlocks
 from kvplug_lookup.connector.engines import EngineSources
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.kept import KeptBlocks
@@ -83,6 +84,7 @@ class LookupScheduler(SchedulerConnector):
         self._planned_loads: list[LoadPlan] = []
         self._forget: list[str] = []
         self._kept = KeptBlocks(context.parallelism.num_workers, context.cache.num_blocks)
+        self._doubts = DoubtedBlocks(self._groups)
         self._heard = -1
         """The latest step that a worker has reported something about; -1: none."""
         self._reset = b""
@@ -123,6 +125,7 @@ class LookupScheduler(SchedulerConnector):
                 own=self._own,
                 wait_timeout_s=options.wait_timeout_s,
                 kept=self._kept,
+                doubts=self._doubts,
                 events=self._events,
             )
         except BaseException:
@@ -241,7 +244,7 @@ class LookupScheduler(SchedulerConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tracked = self._track(request)
-        tracked.num_promised = 0
+        tracked.ask(num_computed_tokens)
         if not self._loads or tracked.has_failed:
             return 0, False
         usable = (len(request.token_ids) - 1) // self._block_size * self._block_size
@@ -269,8 +272,7 @@ class LookupScheduler(SchedulerConnector):
             if is_first:
                 self._context.stats.fail("match", "not_worth_it")
             return 0, False
-        tracked.num_computed_at_match, tracked.num_promised = num_computed_tokens, new
-        tracked.sources = sources
+        tracked.num_promised, tracked.sources = new, sources
         return new, self._in_background
 
     def _held(self, tracked: Tracked, start: int, usable: int) -> tuple[int, tuple[Runs, ...]] | None:
@@ -302,14 +304,9 @@ class LookupScheduler(SchedulerConnector):
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
         tracked = self._track(request)
-        promised, tracked.num_promised = tracked.num_promised, 0
+        tracked.allocate(num_external_tokens)
         if num_external_tokens == 0:
             return
-        if num_external_tokens > promised:
-            raise KvplugError(
-                f"update_state_after_alloc was called for {num_external_tokens} external tokens of request"
-                f" {request.request_id}, and get_num_new_matched_tokens had last promised {promised}"
-            )
         start = tracked.num_computed_at_match
         end = start + num_external_tokens
         tracked.is_loading = self._in_background
@@ -429,6 +426,7 @@ class LookupScheduler(SchedulerConnector):
             forget=tuple(forget),
             ended=self._kept.take_new(),
             reset=self._reset,
+            doubted=self._doubts.take(),
             num_tokens=num_tokens_timed(output, self._tracked),
             left=left,
             joined=joined,
@@ -440,6 +438,7 @@ class LookupScheduler(SchedulerConnector):
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         self._kept.free(output.finished_sending)
+        self._doubts.report(output.invalid_block_ids)
         for request_id in output.finished_recving:
             if request_id in self._tracked:
                 self._tracked[request_id].is_loading = False

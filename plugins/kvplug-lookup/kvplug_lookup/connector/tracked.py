@@ -7,6 +7,7 @@ from typing import Final
 
 import attrs
 
+from kvplug import KvplugError
 from kvplug.engine import Request
 from kvplug_lookup.connector.keys import PromptChains
 from kvplug_lookup.connector.matching import Runs, Search
@@ -25,8 +26,13 @@ class Tracked:
     has_reader: bool
     """Another engine is going to load its pages."""
     num_computed_at_match: int = 0
+    """Tokens that the engine had in its own cache when it last asked."""
     num_promised: int = 0
     """When it was last asked about, and its blocks were not allocated yet."""
+    num_sure: int = 0
+    """Of the tokens before its first step those that another connector cannot be loading any more."""
+    is_allocated: bool = False
+    """It has had blocks since it was last asked about."""
     is_matched: bool = False
     """The first answer is counted; an engine without free blocks asks again in each step."""
     sources: tuple[Runs, ...] = ()
@@ -53,6 +59,27 @@ class Tracked:
     """A background load is writing into its blocks."""
     is_old: bool = False
     """It may hold KV from before a reset: nothing of it is saved until its first token is computed again."""
+
+    def ask(self, num_computed_tokens: int) -> None:
+        """The engine asks what can be loaded beyond these tokens, which it has in its own cache."""
+        self.num_computed_at_match, self.num_promised, self.is_allocated = num_computed_tokens, 0, False
+
+    def allocate(self, num_external_tokens: int) -> None:
+        """The request has blocks, and so many tokens of what was promised are loaded into them.
+
+        Raises:
+            KvplugError: fewer were promised.
+        """
+        promised, self.num_promised = self.num_promised, 0
+        if num_external_tokens > promised:
+            raise KvplugError(
+                f"update_state_after_alloc was called for {num_external_tokens} external tokens of request"
+                f" {self.request.request_id}, and get_num_new_matched_tokens had last promised {promised}"
+            )
+        self.num_sure = self.num_computed_at_match + num_external_tokens
+        if self.is_allocated:  # it has waited for a load, whose report has come
+            self.num_sure = len(self.request.token_ids)
+        self.is_allocated = True
 
     def restart_saves(self) -> None:
         """All its pages are saved again, in later steps."""

@@ -81,7 +81,7 @@ class LookupWorker(WorkerConnector):
         self._suspect: dict[int, int] = {}
         """Blocks that nothing is saved from, each with the step in which its load failed: plans of later
         steps may have been made before the scheduler side heard of that. With several workers, those of
-        any load that its step needs: it may have failed at another worker."""
+        any load that its step needs: it may have failed at another worker. And those that the plan doubts."""
         self._doubts_loads = context.parallelism.num_workers > 1
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -256,6 +256,7 @@ class LookupWorker(WorkerConnector):
         waits = any(not load.in_background for load in plan.loads)  # then its time says little of computing
         self._step_began = self._timed_mark() if plan.num_tokens and self._caches and not waits else None
         self._suspect = {block: step for block, step in self._suspect.items() if step > plan.heard}
+        self._suspect |= dict.fromkeys(plan.doubted, plan.step)
         if plan.reset and self._saver is not None:
             series = {
                 name: self._shard.series(tier.store.seal.id, plan.reset) for name, tier in self._tiers.items()
@@ -416,9 +417,8 @@ class LookupWorker(WorkerConnector):
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
         self._settle_loads()
-        in_background = [load for load in self._loads.values() if load.plan.in_background]
         received = []
-        for load in in_background:
+        for load in [load for load in self._loads.values() if load.plan.in_background]:
             load.check_stall()
             if load.has_ended:
                 received.append(load.request_id)

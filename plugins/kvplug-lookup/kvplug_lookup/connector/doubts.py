@@ -1,0 +1,50 @@
+"""Blocks that may hold wrong KV after a load by another connector of the engine (a MultiConnector of vLLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvplug.engine import BlockIds
+from kvplug_lookup.connector.groups import Groups
+from kvplug_lookup.connector.tracked import Tracked
+
+
+class DoubtedBlocks:
+    """Knows the blocks from which a step must not save.
+
+    If another connector loads tokens within the step that needs them, only the report of that step shows
+    whether the load has failed. So the blocks that such a step writes are doubted in it. The workers doubt
+    them in each step that was planned before the report was known. Blocks that a report names are wrong until
+    they are written again, and so is what is computed from them meanwhile.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._unsure: frozenset[int] = frozenset()
+        """Blocks of the step that is being planned."""
+        self._wrong: frozenset[int] = frozenset()
+
+    def report(self, invalid_block_ids: Iterable[int]) -> None:
+        """Loads into these blocks have failed."""
+        self._wrong = self._wrong.union(invalid_block_ids)
+
+    def schedule(self, tracked: Tracked, start: int, end: int, block_ids: Callable[[str], BlockIds]) -> None:
+        """The planned step computes these tokens. Called before :meth:`Tracked.compute`."""
+        first, sure = start, start
+        if not tracked.num_computed:  # what lies between has been loaded since the engine was asked
+            first, sure = min(start, tracked.num_computed_at_match), tracked.num_sure
+        if sure >= start and not self._wrong:
+            return
+        table = block_ids(tracked.request.request_id)
+        written = self._groups.written(table, first, end)
+        if sure < start:
+            self._unsure |= written
+        if self._wrong.isdisjoint(self._groups.written(table, 0, first)):
+            self._wrong -= written
+        else:
+            self._wrong |= written
+
+    def take(self) -> frozenset[int]:
+        """The blocks from which the planned step must not save."""
+        unsure, self._unsure = self._unsure, frozenset()
+        return unsure | self._wrong

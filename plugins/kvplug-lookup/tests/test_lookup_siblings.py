@@ -1,0 +1,188 @@
+"""Another connector of the engine loads a request's prefix, and that fails: nothing wrong is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+from kvplug.engine import Request
+from kvplug_testing.engine import FakeEngine, PlannedStep, request_of
+from lookup_engines import PROMPT, assert_loads, both, num_held
+
+pytestmark = pytest.mark.timeout(60)
+
+LOADED = 96
+"""Tokens of the prompt that the other connector loads: its first six pages."""
+MORE = range(150)
+"""The prompt, and what comes after it."""
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    with both() as engine:
+        yield engine
+
+
+def begun(
+    engine: FakeEngine, name: str, token_ids: Any = MORE, shared: tuple[int, ...] = ()
+) -> tuple[Request, tuple[int, ...]]:
+    """A request for which this connector loads nothing, and its blocks, the first ones of another request."""
+    prompt = request_of(name, token_ids)
+    assert engine.matched(prompt, len(shared) * engine.block_size) == (0, False)
+    blocks = shared + engine.allocate(len(prompt.token_ids) - len(shared) * engine.block_size)
+    engine.scheduler.update_state_after_alloc(prompt, ((),), 0)  # a MultiConnector gives its blocks to one
+    return prompt, blocks
+
+
+def run(engine: FakeEngine, planned: PlannedStep, invalid: tuple[int, ...] = ()) -> None:
+    """Run the step, whose report also names blocks of the other connector."""
+    report = engine.execute(planned)
+    engine.hear(attrs.evolve(report, invalid_block_ids=report.invalid_block_ids | set(invalid)))
+
+
+def assert_saved(engine: FakeEngine, num_pages: int, *prompts: Any) -> None:
+    """So many pages are held, and whatever is loaded of these prompts is right."""
+    assert num_held(engine) == num_pages
+    for number, token_ids in enumerate(prompts):
+        again = request_of(f"again {number}", token_ids)
+        blocks, found, report = engine.load(again)
+        assert report.invalid_block_ids == frozenset()
+        assert engine.is_right(again.token_ids, blocks, found), f"wrong KV of {token_ids} was saved"
+        engine.finish(again, blocks)
+
+
+def test_nothing_is_saved_of_a_step_whose_load_has_failed(engine: FakeEngine) -> None:
+    prompt, blocks = begun(engine, "a")
+    run(engine, engine.plan([(prompt, blocks, LOADED, 4)]), invalid=blocks[:6])
+    assert_saved(engine, 0)
+    engine.step([(prompt, blocks, 0, 150)])
+    assert_saved(engine, 9, PROMPT, MORE)
+
+
+def test_what_was_loaded_is_saved_in_the_step_after_it(engine: FakeEngine) -> None:
+    prompt, blocks = begun(engine, "a")
+    engine.compute(prompt.token_ids, blocks, 0, LOADED)
+    run(engine, engine.plan([(prompt, blocks, LOADED, 32)]))
+    assert_saved(engine, 0)
+    engine.step([(prompt, blocks, LOADED + 32, 1)])
+    assert_saved(engine, 8, MORE)
+
+
+def test_what_the_load_has_left_out_is_computed_and_the_rest_saved(engine: FakeEngine) -> None:
+    prompt, blocks = begun(engine, "a")
+    engine.compute(prompt.token_ids, blocks, 0, 48)
+    run(engine, engine.plan([(prompt, blocks, LOADED, 54)]), invalid=blocks[3:6])
+    engine.step([(prompt, blocks, 48, 40)])
+    assert_saved(engine, 5, MORE)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_steps_in_flight_save_nothing_of_what_has_failed(depth: int, engine: FakeEngine) -> None:
+    prompt, blocks = begun(engine, "a")
+    planned = [engine.plan([(prompt, blocks, LOADED, 16)])]
+    planned += [engine.plan([(prompt, blocks, LOADED + 16 * at, 16)]) for at in range(1, depth - 1)]
+    run(engine, planned.pop(0), invalid=blocks[:6])
+    again = engine.plan([(prompt, blocks, 0, 40)])
+    for each in planned:
+        run(engine, each)
+    assert_saved(engine, 0)
+    run(engine, again)
+    engine.step([(prompt, blocks, 40, 110)])
+    assert_saved(engine, 9, MORE)
+
+
+@pytest.mark.parametrize("is_later", [False, True], ids=["in the same step", "in the next one"])
+def test_a_request_that_shares_the_blocks_saves_nothing_either(is_later: bool, engine: FakeEngine) -> None:
+    prompt, blocks = begun(engine, "a")
+    other, theirs = begun(engine, "b", [*PROMPT[:LOADED], *range(700, 732)], blocks[:6])
+    work = [(prompt, blocks, LOADED, 54)], [(other, theirs, LOADED, 32)]
+    planned = [engine.plan(each) for each in work] if is_later else [engine.plan([*work[0], *work[1]])]
+    run(engine, planned.pop(0), invalid=blocks[:6])
+    for each in planned:
+        run(engine, each)
+    assert_saved(engine, 0)
+    engine.step([(prompt, blocks, 0, 150), (other, theirs, LOADED, 32)])
+    assert_saved(engine, 11, MORE, other.token_ids)
+
+
+def test_a_request_saves_nothing_that_another_one_has_still_to_compute(engine: FakeEngine) -> None:
+    """Of requests that share blocks vLLM lets one compute them, and counts them as right for the others."""
+    prompt, blocks = begun(engine, "a")
+    other, theirs = begun(engine, "b", [*PROMPT[:LOADED], *range(700, 764)], blocks[:6])
+    run(engine, engine.plan([(prompt, blocks, LOADED, 54), (other, theirs, LOADED, 32)]), invalid=blocks[:6])
+    engine.step([(prompt, blocks, 0, 40), (other, theirs, LOADED, 32)])
+    engine.step([(prompt, blocks, 40, 110), (other, theirs, LOADED + 32, 32)])
+    engine.step([(other, theirs, LOADED + 63, 1)])
+    assert_saved(engine, 9, MORE, other.token_ids)
+
+
+def test_a_load_in_the_background_has_succeeded_when_its_request_is_scheduled(engine: FakeEngine) -> None:
+    prompt, blocks = begun(engine, "a")
+    engine.step([])
+    engine.compute(prompt.token_ids, blocks, 0, LOADED)
+    engine.scheduler.update_state_after_alloc(prompt, ((),), 0)
+    engine.step([(prompt, blocks, LOADED, 54)])
+    assert_saved(engine, 9, MORE)
+
+
+def test_what_an_engine_has_in_its_own_cache_is_saved_at_once(engine: FakeEngine) -> None:
+    prompt, blocks = begun(engine, "a")
+    engine.compute(prompt.token_ids, blocks, 0, LOADED)
+    other, theirs = begun(engine, "b", MORE, blocks[:6])
+    engine.step([(other, theirs, LOADED, 54)])
+    assert_saved(engine, 9, MORE)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_preempted_request_is_loaded_again_is_not_saved_at_once(
+    fails: bool, engine: FakeEngine
+) -> None:
+    prompt, blocks = begun(engine, "a")
+    engine.step([(prompt, blocks, 0, 150)], preempted=frozenset())
+    engine.step([], preempted=frozenset({"a"}))
+    engine.worker.first_tier.store.submit_remove(None).wait(10)
+    prompt, blocks = begun(engine, "a")
+    if not fails:
+        engine.compute(prompt.token_ids, blocks, 0, LOADED)
+    run(engine, engine.plan([(prompt, blocks, LOADED, 54)]), invalid=blocks[:6] if fails else ())
+    assert_saved(engine, 0)
+    engine.step([(prompt, blocks, 0 if fails else 149, 150 if fails else 1)])
+    assert_saved(engine, 9, MORE)
+
+
+def test_a_request_that_ends_with_its_step_saves_nothing(engine: FakeEngine) -> None:
+    prompt, blocks = begun(engine, "a")
+    planned = engine.plan([(prompt, blocks, LOADED, 54)])
+    report = engine.execute(planned)
+    engine.finish(prompt, blocks)
+    engine.hear(attrs.evolve(report, invalid_block_ids=frozenset(blocks[:6])))
+    engine.settle()
+    assert_saved(engine, 0)
+
+
+def test_blocks_of_a_failed_load_that_another_request_gets_are_saved(engine: FakeEngine) -> None:
+    prompt, blocks = begun(engine, "a")
+    run(engine, engine.plan([(prompt, blocks, LOADED, 54)]), invalid=blocks[:6])
+    engine.finish(prompt, blocks)
+    engine.free_blocks[:0] = blocks
+    other, theirs = begun(engine, "b", range(500, 600))
+    assert set(theirs) <= set(blocks)
+    engine.step([(other, theirs, 0, 100)])
+    assert_loads(engine, request_of("c", range(500, 600)), 96)
+
+
+def test_blocks_of_a_failed_load_into_which_this_connector_loads_are_right(engine: FakeEngine) -> None:
+    engine.prefill(request_of("saved", range(500, 600)))
+    prompt, blocks = begun(engine, "a")
+    run(engine, engine.plan([(prompt, blocks, LOADED, 54)]), invalid=blocks[:6])
+    engine.finish(prompt, blocks)
+    engine.free_blocks[:0] = blocks
+    other = request_of("b", range(500, 700))
+    found, _ = engine.matched(other)
+    theirs = engine.allocate(200)
+    engine.scheduler.update_state_after_alloc(other, (theirs,), found)
+    engine.step([(other, theirs, found, 200 - found)])
+    assert_loads(engine, request_of("c", range(500, 700)), 192)
