@@ -31,8 +31,8 @@ class DoubtedBlocks:
     def schedule(self, tracked: Tracked, start: int, end: int, block_ids: Callable[[str], BlockIds]) -> None:
         """The planned step computes these tokens. Called before :meth:`Tracked.compute`."""
         first, sure = start, start
-        if not tracked.num_computed:  # what lies between has been loaded since the engine was asked
-            first, sure = min(start, tracked.num_computed_at_match), tracked.num_sure
+        if not tracked.num_computed:  # what lies between was loaded since the engine last asked
+            first, sure = min(start, tracked.num_computed_at_match), tracked.num_sure or 0
         if sure >= start and not self._wrong:
             return
         table = block_ids(tracked.request.request_id)

@@ -29,10 +29,9 @@ class Tracked:
     """Tokens that the engine had in its own cache when it last asked."""
     num_promised: int = 0
     """When it was last asked about, and its blocks were not allocated yet."""
-    num_sure: int = 0
-    """Of the tokens before its first step those that another connector cannot be loading any more."""
-    is_allocated: bool = False
-    """It has had blocks since it was last asked about."""
+    num_sure: int | None = None
+    """Of the tokens before its first step those that no other connector can be loading; ``None``: its blocks
+    were not allocated since it was last asked about."""
     is_matched: bool = False
     """The first answer is counted; an engine without free blocks asks again in each step."""
     sources: tuple[Runs, ...] = ()
@@ -62,7 +61,7 @@ class Tracked:
 
     def ask(self, num_computed_tokens: int) -> None:
         """The engine asks what can be loaded beyond these tokens, which it has in its own cache."""
-        self.num_computed_at_match, self.num_promised, self.is_allocated = num_computed_tokens, 0, False
+        self.num_computed_at_match, self.num_promised, self.num_sure = num_computed_tokens, 0, None
 
     def allocate(self, num_external_tokens: int) -> None:
         """The request has blocks, and so many tokens of what was promised are loaded into them.
@@ -76,10 +75,10 @@ class Tracked:
                 f"update_state_after_alloc was called for {num_external_tokens} external tokens of request"
                 f" {self.request.request_id}, and get_num_new_matched_tokens had last promised {promised}"
             )
-        self.num_sure = self.num_computed_at_match + num_external_tokens
-        if self.is_allocated:  # it has waited for a load, whose report has come
+        if self.num_sure is None:
+            self.num_sure = self.num_computed_at_match + num_external_tokens
+        else:  # it has waited for a load, whose report has come
             self.num_sure = len(self.request.token_ids)
-        self.is_allocated = True
 
     def restart_saves(self) -> None:
         """All its pages are saved again, in later steps."""

@@ -494,6 +494,17 @@ class TestSavesWhatOthersShareWithAFailedLoad(Mutant):
             ]
 
 
+class TestSavesWhatAnotherConnectorFailedToLoad(Mutant):
+    """Tokens that count as computed are saved, whoever has loaded them."""
+
+    breaks = ("CONN-6",)
+    caught_by = "test_what_another_connector_failed_to_load_is_not_stored"
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def build_connector_meta(self, output: Any) -> Any:
+            return {**super().build_connector_meta(output), "doubted": []}  # type: ignore[dict-item]
+
+
 # -- forgetting --------------------------------------------------------------------------------------
 
 

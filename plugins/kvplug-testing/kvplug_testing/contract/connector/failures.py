@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 
-from kvplug.engine.connector.values import RequestEnd
+from kvplug.engine.connector.values import Request, RequestEnd
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.engine import CallOrder, FakeEngine, request_of
@@ -94,11 +95,7 @@ class Failures(ConnectorSuite):
         self.stored(engine, range(100))
         prompt = request_of("a", range(150))
         blocks, found, _ = self.promised(engine, prompt)
-        # The engine has a prefix cache: another prompt begins with the blocks that are being loaded.
-        sharing = request_of("sharing", [*range(found), *range(7000, 7024)])
-        theirs = (*blocks[: found // engine.block_size], *engine.allocate(24))
-        engine.scheduler.on_new_request(sharing)
-        engine.scheduler.update_state_after_alloc(sharing, (theirs,), 0)
+        sharing, theirs = self._shares(engine, prompt, blocks, found)
         first = engine.plan([(prompt, blocks, found, 24)])
         second = engine.plan([(prompt, blocks, found + 24, 126 - found), (sharing, theirs, found, 24)])
         with self.injecting_fault():
@@ -112,10 +109,57 @@ class Failures(ConnectorSuite):
             engine.hear(report)
         engine.finish(prompt, blocks, RequestEnd.FAILED)
         Call(engine.settle).result()
-        for name, tokens in (("b", prompt.token_ids), ("c", sharing.token_ids)):
-            again = request_of(name, tokens)
-            loaded, _, report = self.run(engine.load, again)
-            wrong = engine.cache.wrong_blocks(tokens, loaded, 0, len(tokens)) - report.invalid_block_ids
+        self._assert_nothing_wrong_was_saved(engine, prompt, sharing)
+
+    @law("CONN-6")
+    @_NEEDING
+    def test_what_another_connector_failed_to_load_is_not_stored(self, drafts: bool) -> None:
+        engine, order, found = self.both(), CallOrder(drafts=drafts), 96
+        prompt = request_of("a", range(150))
+        assert Call(lambda: engine.matched(prompt)).result()[0] == 0, "tokens are promised, and none are stored"
+        blocks = engine.allocate(150)
+        engine.scheduler.update_state_after_alloc(prompt, (blocks,), 0)  # another connector loads them
+        sharing, theirs = self._shares(engine, prompt, blocks, found)
+        first = engine.plan([(prompt, blocks, found, 54), (sharing, theirs, found, 24)])
+        report = Call(lambda: engine.execute(first, order=order)).result()
+        engine.finish(sharing, theirs)  # before its engine sees the report
+        second = engine.plan([])
+        late = self.run(engine.execute, second, order=order)
+        engine.hear(attrs.evolve(report, invalid_block_ids=frozenset(blocks[: found // engine.block_size])))
+        engine.hear(late)
+        self._assert_nothing_wrong_was_saved(engine, prompt, sharing)
+        Call(lambda: engine.step([(prompt, blocks, 0, 150)], order=order)).result()
+        engine.finish(prompt, blocks)
+        Call(engine.settle).result()
+        self._assert_nothing_wrong_was_saved(engine, prompt, sharing)
+
+    def _shares(
+        self, engine: FakeEngine, prompt: Request, blocks: tuple[int, ...], num_shared: int
+    ) -> tuple[Request, tuple[int, ...]]:
+        """Another request that begins with blocks of this one, which are being loaded: the engine has a
+        prefix cache.
+        """
+        sharing = request_of("sharing", [*prompt.token_ids[:num_shared], *range(7000, 7024)])
+        theirs = (*blocks[: num_shared // engine.block_size], *engine.allocate(24))
+        Call(lambda: engine.matched(sharing, num_shared)).result()
+        engine.scheduler.update_state_after_alloc(sharing, (theirs,), 0)
+        return sharing, theirs
+
+    def _assert_nothing_wrong_was_saved(self, engine: FakeEngine, *prompts: Request) -> None:
+        for prompt in prompts:
+            tokens = prompt.token_ids
+            again = request_of(f"{prompt.request_id} {engine.step_number}", tokens)
+            found, is_async = Call(lambda: engine.matched(again)).result()
+            loaded = engine.allocate(len(tokens))
+            engine.scheduler.update_state_after_alloc(again, (loaded,), found)
+            if is_async:
+                reports = self.run_until_named(engine, again.request_id)
+            else:
+                reports = [self.run(engine.step, [(again, loaded, found, len(tokens) - found)])]
+            invalid = frozenset().union(*(report.invalid_block_ids for report in reports))
+            wrong = engine.cache.wrong_blocks(tokens, loaded, 0, found) - invalid
             assert not wrong, (
-                f"KV that was computed from a failed load was saved: {len(wrong)} blocks of {name}"
+                f"KV that was computed from a failed load was saved: {len(wrong)} blocks of"
+                f" {prompt.request_id}"
             )
+            engine.finish(again, loaded, RequestEnd.ABORTED)

@@ -31,6 +31,9 @@ class _Tracked:
     request: Request
     answered: tuple[int, int] = (0, 0)
     """The numbers of computed and of promised tokens in the latest query."""
+    num_sure: int | None = None
+    """Tokens before its first step that no other connector of the engine can be loading; ``None``: it has no
+    blocks since the latest query."""
     num_planned: int = 0
     """Tokens that the planned steps compute or have computed."""
     is_loading: bool = False
@@ -66,7 +69,7 @@ class MemoryScheduler(SchedulerConnector):
         self._references: dict[str, Reference] = {}
         """References by request; only those that have not expired."""
         self._heard = 0
-        """The latest step with a reported failed load."""
+        """The latest step with a reported load that failed, or that another connector may have made."""
 
     # -- one request ---------------------------------------------------------------------------
 
@@ -87,7 +90,7 @@ class MemoryScheduler(SchedulerConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tracked = self._known(request, "get_num_new_matched_tokens")
-        tracked.answered = (num_computed_tokens, 0)
+        tracked.answered, tracked.num_sure = (num_computed_tokens, 0), None
         if not self._consumes or tracked.has_failed or num_computed_tokens % self._layout.granule:
             return 0, False
         held = self._held(tracked)
@@ -137,6 +140,10 @@ class MemoryScheduler(SchedulerConnector):
     ) -> None:
         tracked = self._known(request, "update_state_after_alloc")
         (start, promised), tracked.answered = tracked.answered, (0, 0)
+        if tracked.num_sure is None:
+            tracked.num_sure = start + num_external_tokens
+        else:  # it has waited for a load, and its report has come
+            tracked.num_sure = len(request.token_ids)
         if num_external_tokens == 0:
             return
         if num_external_tokens > promised:
@@ -215,6 +222,7 @@ class MemoryScheduler(SchedulerConnector):
             self._tracked[request_id].num_planned = 0
         scheduled = {one.request_id for one in output.scheduled}
         self._drop_loads(output.preempted_request_ids - scheduled)
+        doubted: set[int] = set()
         for one in output.scheduled:
             tracked = self._tracked.get(one.request_id)
             if tracked is None:
@@ -222,9 +230,17 @@ class MemoryScheduler(SchedulerConnector):
                     f"build_connector_meta schedules request {one.request_id}, and on_new_request was not"
                     " called for it, or request_finished was as well"
                 )
+            if (tracked.num_planned or tracked.num_sure or 0) < one.num_computed_tokens:
+                doubted.update(output.block_ids(one.request_id)[0])  # another connector loads into them
             tracked.is_old &= one.num_computed_tokens > 0
             tracked.num_planned = one.num_computed_tokens + one.num_scheduled_tokens
-        plan = {"step": output.step, "heard": self._heard, "loads": self._loads, "saves": self._saves}
+        plan = {
+            "step": output.step,
+            "heard": self._heard,
+            "doubted": sorted(doubted),
+            "loads": self._loads,
+            "saves": self._saves,
+        }
         self._loads, self._saves = [], []
         return plan
 

@@ -45,7 +45,7 @@ class MemoryWorker(WorkerConnector):
         self._begun: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = ([], [])
         """Loads and saves of this step."""
         self._suspect: dict[int, int] = {}
-        """Blocks that must not be saved, each with the step in which its load failed."""
+        """Blocks that must not be saved, each with the step in which its load failed or may have failed."""
         self._failed_blocks: set[int] = set()
         self._failed: list[str] = []
         self._closed = False
@@ -79,6 +79,7 @@ class MemoryWorker(WorkerConnector):
         self._plan = metadata
         heard = metadata["heard"]
         self._suspect = {block: step for block, step in self._suspect.items() if step > heard}
+        self._suspect |= dict.fromkeys(metadata["doubted"], metadata["step"])
         for save in metadata["saves"]:
             is_spoilt = not self._suspect.keys().isdisjoint(save["blocks"])
             self._begun[1].append({**save, "tokens": ()} if is_spoilt else save)
@@ -130,7 +131,8 @@ class MemoryWorker(WorkerConnector):
 
     def build_worker_metadata(self) -> Plain:
         failed, self._failed = self._failed, []
-        return {"step": self._plan["step"], "failed": failed} if failed else None
+        has_news = failed or self._plan["doubted"]
+        return {"step": self._plan["step"], "failed": failed} if has_news else None
 
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()
