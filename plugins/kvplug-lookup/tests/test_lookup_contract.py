@@ -28,6 +28,7 @@ class TestOverPipes(ConnectorContract):
     connector = "lookup"
     config = MappingProxyType({**COMMON, "options": {"host": {**SMALL, "map": False}}})
     injects_into_own = True
+    serves_beside_others = True
 
     _how = ""
 
@@ -58,6 +59,7 @@ class TestMapped(ConnectorContract):
     connector = "lookup"
     config = MappingProxyType({**COMMON, "options": {"host": {**SMALL}}})
     injects_into_own = True
+    serves_beside_others = True
 
     _how = ""
 

@@ -26,6 +26,8 @@ class _Step:
     held: tuple[tuple[Running, int], ...]
     """Each request that waits for a load of this step, and its generation at that time."""
     needs_loads: bool
+    other_loads: tuple[tuple[Scheduled, int], ...]
+    """Requests that another connector loads in this step, and from which token on."""
 
 
 class Schedule:
@@ -56,9 +58,13 @@ class Schedule:
         self.before_step, self.on_end = before_step, on_end
         self.audit = LoadAudit(fake.cache)
         """What the connector has promised, and the loads that have begun and not ended."""
+        self.other_loads = False
+        """Another connector of the engine loads some prompts within the step that needs them, and some of its
+        loads fail."""
         self.counts: Counter[str] = Counter()
         """How often it has preempted, aborted, computed a part of a prompt (``"chunked"``), planned a step
-        before an earlier one ended (``"ahead"``), and begun a load in the background (``"async"``).
+        before an earlier one ended (``"ahead"``), and begun a load in the background (``"async"``), and how
+        often a load of another connector has failed (``"other failed"``).
         """
         self.coming: deque[Running] = deque()
         """Requests that have not arrived yet."""
@@ -74,6 +80,8 @@ class Schedule:
         for block in fake.free_blocks:
             self._freed[block] = 0
         self._to_preempt: list[Running] = []
+        self._loaded_by_other: dict[str, int] = {}
+        """Requests that another connector loads in their first step, and from which token on."""
 
     def add_free(self, block: int) -> None:
         """Add a free block, whose request is done."""
@@ -161,6 +169,10 @@ class Schedule:
             time.sleep(0.0002)
             return
         end = min(start + found, len(request.token_ids) - 1)
+        self._loaded_by_other.pop(each.name, None)
+        if self.other_loads and not found and self.chance.random() < 0.5:
+            self._loaded_by_other[each.name] = start
+            end = max(start, (len(request.token_ids) - 1) // self._block_size * self._block_size)
         wanted = start + found if is_async else len(request.token_ids)
         if not self._take(each, shared, wanted):
             return
@@ -194,6 +206,7 @@ class Schedule:
     def _plan(self) -> None:
         scheduled: list[Scheduled] = []
         computed = []
+        other_loads = []
         if self.chance.random() < 0.05 and (victims := self._victims()):
             self._preempt(self.chance.choice(victims))
         for each in list(self.active):
@@ -206,7 +219,10 @@ class Schedule:
             if not self._grow(each, each.num_computed + new):
                 continue
             each.must_run = False
-            scheduled.append((each.request(each.num_computed + new), each.blocks, each.num_computed, new))
+            one = (each.request(each.num_computed + new), each.blocks, each.num_computed, new)
+            scheduled.append(one)
+            if each.name in self._loaded_by_other:
+                other_loads.append((one, self._loaded_by_other.pop(each.name)))
             each.num_computed += new
             self.counts["chunked"] += each.num_computed < len(each.arrival.prompt)
             computed.append((each, each.life, each.num_computed))
@@ -223,6 +239,7 @@ class Schedule:
                 computed=tuple(one for one in computed if one[0].name not in preempted),
                 held=held,
                 needs_loads=self.audit.plan(planned.number),
+                other_loads=tuple(other_loads),
             )
         )
 
@@ -232,8 +249,16 @@ class Schedule:
         order = CallOrder(loads_after_forward=late, drafts=self.drafts)
         self.before_step()
         now, self.fake.weights = self.fake.weights, step.weights
+        failed: set[int] = set()
+        for (request, blocks, end, _), start in step.other_loads:
+            if self.chance.random() < 0.5:
+                failed.update(blocks[start // self._block_size : end // self._block_size])
+                self.counts["other failed"] += 1
+            else:
+                self.fake.compute(request.token_ids, blocks, start, end)
         report = self.fake.execute(step.planned, order=order)
         self.audit.judge(step.planned.number, report)
+        report = attrs.evolve(report, invalid_block_ids=report.invalid_block_ids | failed)
         self.fake.weights = now
         self._reports.append((step, report))
         blank = [block for block, last in self._freed.items() if last <= step.planned.number]

@@ -111,7 +111,7 @@ class Failures(ConnectorSuite):
         Call(engine.settle).result()
         self._assert_nothing_wrong_was_saved(engine, prompt, sharing)
 
-    @law("CONN-6")
+    @law("CONN-6", needs="others_beside_it")
     @_NEEDING
     def test_what_another_connector_failed_to_load_is_not_stored(self, drafts: bool) -> None:
         engine, order, found = self.both(), CallOrder(drafts=drafts), 96

@@ -138,12 +138,19 @@ class Schedules(ConnectorSuite):
     # -- one engine that saves and loads ---------------------------------------------------------
 
     def _run_both(
-        self, seed: int, *, spoils: bool = False, background: bool = False, **given: Any
+        self,
+        seed: int,
+        *,
+        spoils: bool = False,
+        background: bool = False,
+        other_loads: bool = False,
+        **given: Any,
     ) -> Schedule:
         chance = random.Random(seed)
         fake = self.both(num_blocks=96, background=background, **given)
         schedule = self._scheduled(fake, chance, spoils)
-        for first in (0, 1000):  # so that there is KV to load from the beginning
+        schedule.other_loads = other_loads
+        for first in () if other_loads else (0, 1000):  # so that there is KV to load from the beginning
             self.stored(fake, range(first, first + 96), f"stored{first}")
         self._forget_blocks(fake, schedule)
         coming = arrivals(chance, "r", 16)
@@ -201,6 +208,19 @@ class Schedules(ConnectorSuite):
     @pytest.mark.parametrize("seed", _FULL)
     def test_whatever_fails_for_long_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
         self._run_both(5000 + seed, spoils=True)
+
+    # -- one engine with another connector -------------------------------------------------------
+
+    @law("CONN-6", "CONN-3", needs="others_beside_it")
+    @pytest.mark.parametrize("seed", QUICK)
+    def test_whatever_another_connector_loads_nothing_wrong_is_saved(self, seed: int) -> None:
+        done = self._run_both(9000 + seed, other_loads=True)
+        assert done.counts["other failed"], "no load of the other connector has failed"
+
+    @law("CONN-6", "CONN-3", needs="others_beside_it", level="full")
+    @pytest.mark.parametrize("seed", _FULL)
+    def test_whatever_another_connector_loads_for_long_nothing_wrong_is_saved(self, seed: int) -> None:
+        self._run_both(9000 + seed, other_loads=True)
 
     # -- resets ----------------------------------------------------------------------------------
 

@@ -91,6 +91,9 @@ class ConnectorSuite(Contract):
     """What makes the worker side, in the place of the installed connector's."""
     injects_into_own: ClassVar[bool] = False
     """:meth:`inject_fault` works for what an engine loads from itself, too, in the role "both"."""
+    serves_beside_others: ClassVar[bool] = False
+    """Another connector of the same engine may load KV, as in vLLM's MultiConnector, and may fail to: nothing
+    of that is stored. Without it this is not checked."""
     timeout_s: ClassVar[float] = 10.0
     """``timeout_s`` of the configs."""
 
@@ -334,6 +337,13 @@ class ConnectorSuite(Contract):
             if self.injects_into_own
             else f"loads of {self.called} from itself cannot be made to fail (inject_fault, injects_into_own)"
         )
+
+    @property
+    def others_beside_it(self) -> str:
+        """For ``needs``: other connectors of the same engine."""
+        if self.serves_beside_others:
+            return ""
+        return f"{self.called} is the only connector of its engine (serves_beside_others)"
 
     @property
     def other_processes(self) -> str:

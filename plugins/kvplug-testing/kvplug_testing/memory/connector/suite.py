@@ -29,6 +29,7 @@ class MemoryConnectorContract(ConnectorContract):
 
     connector = "memory"
     injects_into_own = True
+    serves_beside_others = True
 
     def inject_fault(self, how: str) -> None:
         self._fault({"fail": _fail, "corrupt": _corrupt, "": None}[how])
