@@ -68,6 +68,10 @@ class Decides(SchedulerConnector):
         self._loads: dict[str, tuple[int, ...]] = {}
         self.tables: dict[str, BlockIds] = {}
         """Of requests that load."""
+        self.asked: list[tuple[str, int]] = []
+        """Requests, and how many of their tokens vLLM had."""
+        self.allocated: list[tuple[str, int]] = []
+        """Requests, and how many of their tokens are loaded."""
         self.heard: list[WorkerOutput] = []
         self.ended: dict[str, RequestEnd] = {}
         self.metadata: Mapping[int, Plain] | None = None
@@ -78,6 +82,7 @@ class Decides(SchedulerConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self.asked.append((request.request_id, num_computed_tokens))
         self._starts[request.request_id] = num_computed_tokens
         new = self.offers.get(request.request_id, 0) - num_computed_tokens
         return (new, self.in_background) if new > 0 else (0, False)
@@ -85,6 +90,7 @@ class Decides(SchedulerConnector):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
+        self.allocated.append((request.request_id, num_external_tokens))
         if num_external_tokens:
             del self.offers[request.request_id]  # it offers the same once
             start = self._starts[request.request_id]

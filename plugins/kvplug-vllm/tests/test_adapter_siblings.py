@@ -101,3 +101,28 @@ def test_whoever_shares_a_load_under_way_waits_whichever_child_found_it(it: Any)
     assert it.engine.computed(plan) == {"a": 96}
     it.engine.report(plan, it.engine.run(plan))
     assert it.engine.computed(it.engine.plan()) == {"b": 0}
+
+
+def test_a_child_can_tell_that_another_one_loads_within_the_step(it: Any) -> None:
+    """It is asked about every prompt, and hears of every failure: so it knows what it must not save."""
+    (one, one_moves), (other, _) = it.child(ONE), it.child(OTHER)
+    one.offers["a"] = 96
+    one_moves.fails.add("a")
+    it.engine.add("a", PROMPT)
+    plan = it.engine.plan()
+    assert it.engine.computed(plan) == {"a": 96}
+    assert (other.asked, other.allocated) == ([("a", 0)], [("a", 0)])
+    it.engine.report(plan, it.engine.run(plan))
+    assert other.heard[-1].invalid_block_ids == frozenset(one.tables["a"][0][:3])
+    assert it.engine.plan().scheduled_cached_reqs.num_computed_tokens == [0], "which computes all of it"
+
+
+def test_a_child_can_tell_that_another_one_has_loaded_in_the_background(it: Any) -> None:
+    (one, _), (other, _) = it.child(ONE), it.child(OTHER)
+    one.offers["a"] = 96
+    one.in_background = True
+    it.engine.add("a", PROMPT)
+    it.engine.step()
+    assert other.allocated == [("a", 0)]
+    it.engine.step()
+    assert (other.asked, other.allocated) == ([("a", 0)], [("a", 0)] * 2)
