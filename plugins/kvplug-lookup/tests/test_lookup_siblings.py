@@ -10,7 +10,7 @@ import pytest
 
 from kvplug.engine import Request
 from kvplug_testing.engine import FakeEngine, PlannedStep, request_of
-from lookup_engines import PROMPT, assert_loads, both, num_held
+from lookup_engines import PROMPT, assert_loads, both, config, first_store, num_held
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,6 +69,16 @@ def test_what_was_loaded_is_saved_in_the_step_after_it(engine: FakeEngine) -> No
     assert_saved(engine, 0)
     engine.step([(prompt, blocks, LOADED + 32, 1)])
     assert_saved(engine, 8, MORE)
+
+
+def test_pages_that_are_saved_a_step_later_still_wait_for_the_engine_that_loads_them() -> None:
+    with FakeEngine(config("producer"), listen="unix:") as engine:
+        prompt, blocks = begun(engine, "a")
+        engine.compute(prompt.token_ids, blocks, 0, LOADED)
+        run(engine, engine.plan([(prompt, blocks, LOADED, 32)]))
+        engine.step([(prompt, blocks, LOADED + 32, 1)])
+        assert num_held(engine) == 8
+        assert first_store(engine).usage().num_waiting == 8
 
 
 def test_what_the_load_has_left_out_is_computed_and_the_rest_saved(engine: FakeEngine) -> None:
@@ -141,9 +151,9 @@ def test_what_a_preempted_request_is_loaded_again_is_not_saved_at_once(
     fails: bool, engine: FakeEngine
 ) -> None:
     prompt, blocks = begun(engine, "a")
-    engine.step([(prompt, blocks, 0, 150)], preempted=frozenset())
+    engine.step([(prompt, blocks, 0, 150)])
     engine.step([], preempted=frozenset({"a"}))
-    engine.worker.first_tier.store.submit_remove(None).wait(10)
+    first_store(engine).submit_remove(None).wait(10)
     prompt, blocks = begun(engine, "a")
     if not fails:
         engine.compute(prompt.token_ids, blocks, 0, LOADED)

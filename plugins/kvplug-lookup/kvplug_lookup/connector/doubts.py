@@ -1,4 +1,4 @@
-"""Blocks that may hold wrong KV after a load by another connector of the engine (a MultiConnector of vLLM)."""
+"""Blocks that may hold wrong KV after a load by another connector of the engine (vLLM's MultiConnector)."""
 
 from __future__ import annotations
 

@@ -83,6 +83,7 @@ class Tracked:
     def restart_saves(self) -> None:
         """All its pages are saved again, in later steps."""
         self.num_saved, self.unsaved_from = 0, None
+        self.num_announced = 0  # what was not kept was withdrawn
 
     def preempt(self, search: Search, *, is_read: bool) -> None:
         """It has lost its blocks. ``is_read``: the workers have read all planned pages out of them."""

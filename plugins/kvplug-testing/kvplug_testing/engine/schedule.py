@@ -58,7 +58,7 @@ class Schedule:
         self.before_step, self.on_end = before_step, on_end
         self.audit = LoadAudit(fake.cache)
         """What the connector has promised, and the loads that have begun and not ended."""
-        self.other_loads = False
+        self.other_loads: bool = False
         """Another connector of the engine loads some prompts within the step that needs them, and some of its
         loads fail."""
         self.counts: Counter[str] = Counter()

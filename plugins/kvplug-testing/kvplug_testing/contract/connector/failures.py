@@ -116,9 +116,7 @@ class Failures(ConnectorSuite):
     def test_what_another_connector_failed_to_load_is_not_stored(self, drafts: bool) -> None:
         engine, order, found = self.both(), CallOrder(drafts=drafts), 96
         prompt = request_of("a", range(150))
-        assert Call(lambda: engine.matched(prompt)).result()[0] == 0, (
-            "tokens are promised, and none are stored"
-        )
+        assert Call(lambda: engine.matched(prompt)).result()[0] == 0, "tokens are promised, none are stored"
         blocks = engine.allocate(150)
         engine.scheduler.update_state_after_alloc(prompt, (blocks,), 0)  # another connector loads them
         sharing, theirs = self._shares(engine, prompt, blocks, found)
@@ -151,7 +149,7 @@ class Failures(ConnectorSuite):
         for prompt in prompts:
             tokens = prompt.token_ids
             again = request_of(f"{prompt.request_id} {engine.step_number}", tokens)
-            found, is_async = Call(lambda: engine.matched(again)).result()
+            found, is_async = self.run(engine.matched, again)
             loaded = engine.allocate(len(tokens))
             engine.scheduler.update_state_after_alloc(again, (loaded,), found)
             if is_async:
