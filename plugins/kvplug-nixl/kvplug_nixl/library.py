@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from kvplug import TransportError
@@ -16,6 +16,8 @@ from kvplug_nixl.probe import INSTALL
 
 _creating: Final = threading.Lock()
 """Held while the environment is changed."""
+_arrays: Final[dict[tuple[int, ...], ctypes.Array[Any]]] = {}
+"""Arrays of variables that were made, by their entries."""
 
 
 @contextlib.contextmanager
@@ -57,14 +59,14 @@ def _added(variables: Mapping[str, str]) -> Iterator[None]:
     """
     environ = ctypes.c_void_p.in_dll(ctypes.CDLL(None), "environ")
     ours = [_entry(f"{name}={value}") for name, value in variables.items()]
-    environ.value = _array([*ours, *_entries(environ)])  # `getenv` takes the first one of a name
+    environ.value = _array((*ours, *_entries(environ)))  # `getenv` takes the first one of a name
     try:
         yield
     finally:
-        environ.value = _array([entry for entry in _entries(environ) if entry not in ours])
+        environ.value = _array(tuple(entry for entry in _entries(environ) if entry not in ours))
 
 
-def _entries(environ: ctypes.c_void_p) -> Sequence[int]:
+def _entries(environ: ctypes.c_void_p) -> tuple[int, ...]:
     """The addresses of the entries. The loop runs in C, so no other Python thread changes them meanwhile."""
     array = ctypes.cast(environ, ctypes.POINTER(ctypes.c_void_p))
     return tuple(iter(iter(array).__next__, None))
@@ -75,8 +77,11 @@ def _entry(text: str) -> int:
     return _kept(ctypes.create_string_buffer(os.fsencode(text)))
 
 
-def _array(entries: Sequence[int]) -> int:
-    return _kept((ctypes.c_void_p * (len(entries) + 1))(*entries))
+def _array(entries: tuple[int, ...]) -> int:
+    array = _arrays.get(entries)
+    if array is None or tuple(array) != (*entries, None):  # setenv has changed a variable in it
+        array = _arrays[entries] = (ctypes.c_void_p * (len(entries) + 1))(*entries)
+    return _kept(array)
 
 
 def _kept(made: ctypes.Array[Any]) -> int:
