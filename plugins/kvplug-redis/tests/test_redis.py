@@ -264,14 +264,15 @@ store.close()
 """
 
 
+@pytest.mark.timing
 def test_what_a_stranger_has_stored_takes_no_memory_of_a_reader(server: RedisServer) -> None:
     raw, store = valkey.Valkey(port=server.port), opened(server)
     names = ["long value", "long piece", "many pieces", "longer page"]
     assert not any(put(store, *names))
     keys = request(store, *names).keys
     long, _, many, longer = (Names("kvplug").manifest(key) for key in keys)
-    raw.set(long, Head(bytes(8), PAGE, 0).to_bytes() + bytes(200 << 20))
-    raw.set(next(raw.scan_iter(match=b"kvplug:1:p:" + keys[1].hex().encode() + b"*:3")), bytes(200 << 20))
+    raw.set(long, Head(bytes(8), PAGE, 0).to_bytes() + bytes(100 << 20))
+    raw.set(next(raw.scan_iter(match=b"kvplug:1:p:" + keys[1].hex().encode() + b"*:3")), bytes(100 << 20))
     raw.set(many, Head(bytes(8), 1 << 20, 1).to_bytes())
     raw.set(longer, Head(bytes(8), 1 << 28, 4096).to_bytes())
     program = GREEDY.format(folder=str(Path(__file__).parent), address=server.address, names=names)
