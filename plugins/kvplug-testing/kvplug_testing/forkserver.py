@@ -9,7 +9,6 @@ reused.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import struct
@@ -116,13 +115,13 @@ class _Process:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        if self._code is None and select.select([self._pidfd], [], [], 0)[0]:
+        if self._code is None and peers.is_readable(self._pidfd, 0):
             self._ended()
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         if self._code is None:
-            if not select.select([self._pidfd], [], [], timeout)[0]:
+            if not peers.is_readable(self._pidfd, timeout):
                 raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
             self._ended()
         assert self._code is not None

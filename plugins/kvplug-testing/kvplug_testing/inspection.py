@@ -18,6 +18,7 @@ from typing import Any, Final
 import attrs
 
 from kvplug_testing import plugin_inspector
+from kvplug_testing.peers import end_of
 
 USED: Final = ("factory", "worker_factory", "client", "command")
 """Steps that happen when a name is used; ``kvplug list`` causes the others."""
@@ -95,7 +96,7 @@ def _run(mode: str, name: str, timeout_s: float) -> Inspection:
         try:
             done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_s, check=False)
             said = done.stderr.decode("utf-8", "replace").strip()
-            ended = f"the process ended with exit code {done.returncode}{': ' if said else ''}{said[-2000:]}"
+            ended = f"the process ended: {end_of(done.returncode)}{': ' if said else ''}{said[-2000:]}"
         except subprocess.TimeoutExpired:
             ended = f"it had not come to an end after {timeout_s:g} s"
         return _read(name, told.read_text(encoding="utf-8"), ended)

@@ -27,8 +27,11 @@ import contextlib
 import ctypes
 import faulthandler
 import inspect
+import itertools
+import math
 import os
 import queue
+import select
 import signal
 import socket
 import struct
@@ -154,7 +157,7 @@ class Peer:
 
     def __repr__(self) -> str:
         code = self._process.poll()
-        return f"<Peer {self._target} pid {self.pid}, {'running' if code is None else f'exit code {code}'}>"
+        return f"<Peer {self._target} pid {self.pid}, {'running' if code is None else end_of(code)}>"
 
     @property
     def pid(self) -> int:
@@ -172,6 +175,12 @@ class Peer:
         end = self._stderr.seek(0, os.SEEK_END)
         return os.pread(self._stderr.fileno(), end, 0).decode("utf-8", "replace")
 
+    @property
+    def _wrote(self) -> str:
+        """:attr:`stderr` with equal lines in sequence shown once, and their number."""
+        runs = [(line, len([*equal])) for line, equal in itertools.groupby(self.stderr.splitlines())]
+        return "\n".join(f"{line} ({count} times)" if count > 1 else line for line, count in runs)
+
     def send(self, value: Any) -> None:
         """Send the child a value, which its ``parent.recv()`` returns.
 
@@ -181,7 +190,7 @@ class Peer:
         try:
             self._wire.send(("value", value))
         except OSError as e:
-            raise PeerGoneError(f"{self!r} is gone; it wrote:\n{self.stderr}") from e
+            raise PeerGoneError(f"{self!r} is gone; it wrote:\n{self._wrote}") from e
 
     def recv(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
         """The next value that the child sent with ``parent.send``.
@@ -228,7 +237,7 @@ class Peer:
         limit = time.monotonic() + DEFAULT_TIMEOUT_S
         while not self._is_stopped():
             if self.exit_code is not None:
-                raise PeerGoneError(f"{self!r} cannot be stopped: it has ended; it wrote:\n{self.stderr}")
+                raise PeerGoneError(f"{self!r} cannot be stopped: it has ended; it wrote:\n{self._wrote}")
             if time.monotonic() > limit:
                 raise TimeoutError(f"{self!r} does not stop")
             time.sleep(0.001)
@@ -300,7 +309,7 @@ class Peer:
         except EOFError as e:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(2.0)
-            raise PeerGoneError(f"{self!r} ended without a word; it wrote:\n{self.stderr}") from e
+            raise PeerGoneError(f"{self!r} ended without a word; it wrote:\n{self._wrote}") from e
         except TimeoutError as e:
             raise TimeoutError(f"no {wanted} from {self!r} in {timeout} s\n{self.both_stacks()}") from e
         if kind == "error":
@@ -453,6 +462,21 @@ def die_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it ends. Does nothing except on Linux."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def is_readable(fd: int, timeout: float | None) -> bool:
+    """Whether the descriptor, of any number, is readable within ``timeout`` seconds."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
+
+
+def end_of(code: int) -> str:
+    """How a process ended, from its exit code, which is negative if a signal killed it."""
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"exit code {code}"
 
 
 def stacks() -> str:

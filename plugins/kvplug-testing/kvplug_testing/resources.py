@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
@@ -18,6 +20,9 @@ _SEMAPHORE = "sem.mp-"
 resource tracker unlinks them when it dies."""
 _MOST_READINGS = 100
 """Limit for a list that never becomes stable."""
+
+_MOST_SHOWN = 10
+"""How many resources of a kind are named."""
 
 _T = TypeVar("_T")
 
@@ -64,7 +69,10 @@ class Resources:
             if extra and field.name == "shared_memory":
                 extra = _left_here(extra)
             if extra:
-                words.append(f"{field.name.replace('_', ' ')}: {', '.join(map(str, sorted(extra)))}")
+                shown = sorted(extra, key=_by_number)[:_MOST_SHOWN]
+                named = [_named(each) if field.name == "threads" else str(each) for each in shown]
+                more = [f"and {len(extra) - len(shown):,} more"] if len(extra) > len(shown) else []
+                words.append(f"{field.name.replace('_', ' ')}: {', '.join(named + more)}")
         return "; ".join(words)
 
 
@@ -91,6 +99,28 @@ def abstract_sockets(pid: int) -> set[str]:
                 names[f"socket:[{fields[6]}]"] = fields[7]
     held = {entry.partition(" -> ")[2] for entry in _descriptors(pid)}
     return {name for inode, name in names.items() if inode in held}
+
+
+def _by_number(resource: Any) -> tuple[int, str]:
+    first = str(resource).partition(" ")[0]
+    return int(first) if first.isdecimal() else 0, str(resource)
+
+
+def _named(task: str) -> str:
+    """``"kernel id name"`` of a thread; of one of Python's in this process its name there and the function
+    that it runs. Python does not know who started it.
+    """
+    for thread in threading.enumerate():
+        if thread.ident is not None and task.startswith(f"{thread.native_id} "):
+            frame, code = sys._current_frames().get(thread.ident), None
+            while frame is not None:  # to the outermost frame, except those of Python's own module
+                code = frame.f_code if frame.f_code.co_filename != threading.__file__ else code
+                frame = frame.f_back
+            runs = (
+                f", which runs {code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" if code else ""
+            )
+            return f"{thread.native_id} {thread.name}{runs}"
+    return task
 
 
 def _shared_memory() -> Iterator[str]:

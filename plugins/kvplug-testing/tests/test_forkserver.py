@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from kvplug import PeerGoneError
 from kvplug_testing import peers
+from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.forkserver import ForkServer
 
 pytestmark = pytest.mark.skipif(not ForkServer.works(), reason="it works on Linux only")
@@ -109,6 +111,23 @@ def test_a_child_can_be_stopped_and_resumed(server: ForkServer) -> None:
             child.recv(0.2)
         child.cont()
         assert child.recv() == 1
+
+
+def test_a_child_is_waited_for_beside_more_descriptors_than_select_takes(server: ForkServer) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this process may not have 2,048 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    many = [os.dup(0) for _ in range(1024)]
+    try:
+        with server.start(f"{HERE}:echo", 0) as child:
+            child.result()
+            assert child.exit_code == 0
+        assert in_forked_child(lambda: "found") == "found"
+    finally:
+        for each in many:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_child_holds_its_own_door_and_nothing_of_the_others(server: ForkServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import mmap
 import os
 import signal
@@ -69,6 +70,13 @@ def send_twice(parent: peers.Parent) -> str:
 
 def leave_at_once(parent: peers.Parent) -> None:
     os._exit(7)
+
+
+def die_of_a_bus_error(parent: peers.Parent) -> None:
+    faulthandler.disable()
+    print("the same line\n" * 81 + "the last line", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGBUS)
 
 
 def say_pid(parent: peers.Parent) -> None:
@@ -197,6 +205,17 @@ def test_a_child_that_ends_without_a_word_is_gone() -> None:
         assert child.wait() == 7
 
 
+def test_a_child_that_a_signal_killed_is_named_with_it_and_equal_lines_are_shown_once() -> None:
+    with peers.start(die_of_a_bus_error) as child:
+        with pytest.raises(PeerGoneError) as raised:
+            child.recv()
+        assert child.exit_code == -signal.SIGBUS
+    message = str(raised.value)
+    assert "killed by SIGBUS> ended" in message
+    assert message.count("the same line") == 1
+    assert "the same line (81 times)\nthe last line" in message
+
+
 def test_a_child_is_killed_stopped_and_continued_by_its_pid() -> None:
     with peers.start(echo, 5) as child:
         child.stop()
@@ -256,8 +275,9 @@ def test_what_is_left_behind_is_named() -> None:
         kept.append(socket.socket())
     kept.pop().close()
     stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    with pytest.raises(AssertionError, match="threads"), peers.nothing_left(0.1):
+    thread = threading.Thread(target=lambda: stop.wait(), name="of the test")
+    here = rf"threads: \d+ of the test, which runs test_what_is_left_behind_is_named\S+ \({__file__}:\d+\)"
+    with pytest.raises(AssertionError, match=here), peers.nothing_left(0.1):
         thread.start()
     stop.set()
     thread.join()

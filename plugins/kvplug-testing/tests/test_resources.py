@@ -6,6 +6,7 @@ import os
 import threading
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplug_testing import resources
@@ -40,3 +41,12 @@ def test_what_never_stays_as_it_is_is_read_often_and_no_more() -> None:
     count = iter(range(10**6))
     assert resources._steady(lambda: [next(count)])
     assert next(count) < 1000
+
+
+def test_of_many_leaked_resources_the_first_few_and_their_number_are_told() -> None:
+    nothing = Resources(*[frozenset[Any]()] * 5)
+    descriptors = frozenset(f"{number} -> socket:[{number}]" for number in range(7, 2007))
+    said = attrs.evolve(nothing, descriptors=descriptors, children=frozenset([12, 4])).beyond(nothing)
+    assert said.startswith("descriptors: 7 -> socket:[7], 8 -> socket:[8], ")
+    assert said.endswith(", and 1,990 more; children: 4, 12")
+    assert len(said) < 400

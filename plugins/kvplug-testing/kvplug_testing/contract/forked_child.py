@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import warnings
 from collections.abc import Callable
@@ -36,14 +35,15 @@ def in_forked_child(call: Callable[[], str]) -> str:
             os._exit(0)
     os.close(writable)
     try:
-        if not select.select([readable], [], [], waits.patience_s)[0]:
+        if not peers.is_readable(readable, waits.patience_s):
             os.kill(pid, signal.SIGKILL)
-            return f"it has not ended after {waits.patience_s} s"
-        said = os.read(readable, 60_000).decode()
-        return "" if said == "-" else said or "it died"
+            said = f"it has not ended after {waits.patience_s} s"
+        else:
+            said = os.read(readable, 60_000).decode()
     finally:
         os.close(readable)
-        os.waitpid(pid, 0)
+        status = os.waitpid(pid, 0)[1]
+    return "" if said == "-" else said or f"it died: {peers.end_of(os.waitstatus_to_exitcode(status))}"
 
 
 def held() -> str:

@@ -51,5 +51,7 @@ def check_left(child: peers.Peer) -> None:
     except TimeoutError as e:
         raise AssertionError(f"a program that left has not ended after {_LEAVES_S:.0f} s: {e}") from None
     wrote = f"it wrote to stderr: {child.stderr or 'nothing'}"
-    assert code == _CODE, f"a program that left with exit code {_CODE} ended with {code}; {wrote}"
+    assert code == _CODE, (
+        f"a program that left with exit code {_CODE} ended otherwise: {peers.end_of(code)}; {wrote}"
+    )
     assert not child.stderr, f"a program that left did not end silently; {wrote}"
