@@ -142,7 +142,7 @@ def failed(candidate: Candidate) -> Outcome:
 
 def test_a_process_that_dies_is_told_with_its_last_words(links: Any) -> None:
     outcome = failed(links("dying"))
-    assert "exit code -9" in outcome.last_output
+    assert "killed by SIGKILL" in outcome.last_output
     assert outcome.skipped_because == "failed: the cat came"
 
 
