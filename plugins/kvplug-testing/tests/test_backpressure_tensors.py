@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import lzma
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from kvplug.errors import TimeoutError
 from kvplug_testing import PipeContract
+from kvplug_testing.contract.pipe.suite import fill
 
 pytestmark = pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="its pipes have no size")
 
@@ -53,6 +55,20 @@ def suite() -> Iterator[Callable[[Any], Any]]:
     for sender in made:
         os.close(sender.reader)
         os.close(sender.writer)
+
+
+def test_what_clogs_a_pipe_cannot_be_compressed() -> None:
+    accepted: list[bytes] = []
+
+    class Taking:
+        def send_tensor(self, message: Any, timeout: float) -> None:
+            if len(accepted) == 10:
+                raise TimeoutError("there is no room")
+            accepted.append(bytes(message.numpy()))
+
+    fill(Taking(), 50_000)  # type: ignore[arg-type]
+    content = b"".join(accepted)
+    assert len(lzma.compress(content)) >= len(content) == 500_000
 
 
 @pytest.mark.full

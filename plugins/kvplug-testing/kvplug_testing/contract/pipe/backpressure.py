@@ -13,7 +13,7 @@ from kvplug.transport.pipe import Pipe
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe.content import filled, tensor_of
+from kvplug_testing.contract.pipe.content import numbered, tensor_of
 from kvplug_testing.contract.pipe.footprint import private_bytes
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
 from kvplug_testing.waits import Call, raises
@@ -40,7 +40,7 @@ class Backpressure(PipeSuite):
         assert accepted <= bound, f"{accepted} bytes were accepted without a receiver: {said}"
         assert transfers, "not even one message was accepted"
         for number, transfer in enumerate(transfers):
-            _check_filled(received(other), number % 251, nbytes)
+            _check(received(other), number, nbytes)
             transfer.wait(waits.patience_s)
 
     @law("PIPE-2", needs="a_limit")
@@ -50,7 +50,7 @@ class Backpressure(PipeSuite):
         accepted = Call(lambda: fill(one, MIB // 4, timeout=0)).result()
         assert len(accepted) >= count - 1, f"only {len(accepted)} of {count} messages that the limit allows"
         for number in range(len(accepted)):
-            _check_filled(received(other), number % 251, MIB // 4)
+            _check(received(other), number, MIB // 4)
 
     @law("PIPE-3", needs="a_limit")
     @pytest.mark.parametrize("kind", ["None", "empty tensors"])
@@ -98,30 +98,26 @@ class Backpressure(PipeSuite):
 
     @law("PIPE-2", needs="a_limit")
     def test_a_send_that_timed_out_has_queued_nothing(self) -> None:
-        import torch
-
         one, other = self.limited_pair()
-        accepted = [number % 251 for number in range(len(fill(one)))]
+        accepted = [*range(len(fill(one)))]
         for number in range(1000, 1030):
-            message = torch.full((MIB // 4,), number % 251, dtype=torch.uint8)
+            message = numbered(number, MIB // 4)
             timeout = (0, 0.01)[number % 2]
             call = Call(lambda m=message, t=timeout: one.send_tensor(m, timeout=t)).end()  # type: ignore[misc]
             if call.error is None:
-                accepted.append(number % 251)
+                accepted.append(number)
             elif not isinstance(call.error, TimeoutError):
                 raise call.error
             if number % 10 == 9:  # make room for some of them
-                _check_filled(received(other), accepted.pop(0), MIB // 4)
+                _check(received(other), accepted.pop(0), MIB // 4)
         if not self.both_ways:
             sent(other, None)  # the other direction is not affected
             assert received(one) is None
-        last = Call(
-            lambda: one.send_tensor(torch.full((3,), 251, dtype=torch.uint8), timeout=waits.patience_s)
-        )
+        last = Call(lambda: one.send_tensor(numbered(1030, 3), timeout=waits.patience_s))
         for number in accepted:
-            _check_filled(received(other), number, MIB // 4)
+            _check(received(other), number, MIB // 4)
         last.result()
-        _check_filled(received(other), 251, 3)
+        _check(received(other), 1030, 3)
         raises(TimeoutError, lambda: other.recv_tensor(timeout=0.2))
 
     @law("PIPE-2", needs="a_limit")
@@ -132,7 +128,7 @@ class Backpressure(PipeSuite):
         waiting = Call(lambda: one.send_tensor(message, timeout=5 * waits.patience_s))
         assert waiting.is_blocked(), "it was accepted although there was no room"
         for number in range(count):
-            _check_filled(received(other), number % 251, MIB // 4)
+            _check(received(other), number, MIB // 4)
         transfer = waiting.result()
         assert_same(message, received(other))
         transfer.wait(waits.patience_s)
@@ -162,5 +158,5 @@ class Backpressure(PipeSuite):
         sending.result()
 
 
-def _check_filled(message: Any, value: int, nbytes: int) -> None:
-    assert_same(filled(value, nbytes), message, f"the message of {value}s")
+def _check(message: Any, number: int, nbytes: int) -> None:
+    assert_same(numbered(number, nbytes), message, f"message {number}")

@@ -25,11 +25,9 @@ def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
     return tensor
 
 
-def filled(value: int, nbytes: int) -> Any:
-    """A message of ``nbytes`` bytes ``value``, in the memory of one."""
-    import torch
-
-    return torch.full((1,), value, dtype=torch.uint8).expand(nbytes)
+def numbered(number: int, nbytes: int) -> Any:
+    """Message ``number`` of a clogged pipe. It cannot be compressed, so that a pipe holds what it accepts."""
+    return tensor_of("uint8", (nbytes,), seed=number)
 
 
 def dtypes() -> list[str]:

@@ -11,9 +11,10 @@ import pytest
 from kvplug.errors import KvplugError, TimeoutError
 from kvplug.transport.pipe import Pipe
 from kvplug_testing import waits
-from kvplug_testing.comparison import assert_filled
+from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe import remote
+from kvplug_testing.contract.pipe.content import numbered
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, MOST_ACCEPTED, PipeSuite, received
 from kvplug_testing.waits import Call, raises, until
 
@@ -70,7 +71,7 @@ class SigStop(PipeSuite):
             count = 0
             while (count + 1) * nbytes <= min(most + 8 * MIB, MOST_ACCEPTED):
                 try:
-                    pipe.send_tensor(remote.content(count, nbytes), timeout=0.3)
+                    pipe.send_tensor(numbered(count, nbytes), timeout=0.3)
                 except TimeoutError:
                     break
                 count += 1
@@ -80,7 +81,7 @@ class SigStop(PipeSuite):
         assert taken * nbytes <= most, f"{taken * nbytes:,} bytes were taken for a stopped peer, not {most:,}"
         child.cont()
         for number in range(taken):
-            _receive(pipe, number, nbytes)
+            assert_same(numbered(number, nbytes), received(pipe), f"message {number}")
 
     @law("PIPE-6", "ALL-3", needs="other_processes", level="quick")
     @pytest.mark.parametrize("first_out", [False, True])

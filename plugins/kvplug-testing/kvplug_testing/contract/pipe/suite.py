@@ -15,6 +15,7 @@ from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
 from kvplug.transport.spec import Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.pipe.content import numbered
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
@@ -298,17 +299,14 @@ def sent(pipe: Pipe, message: Any) -> Transfer:
 def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Transfer]:
     """Clog a pipe: send until there is no room. Returns the transfers of the accepted messages.
 
-    Every byte of message n is ``n % 251``.
+    Message n is :func:`~kvplug_testing.contract.pipe.content.numbered`.
     """
-    import torch
-
     transfers: list[Transfer] = []
 
     def clog() -> None:
         while len(transfers) * nbytes < MOST_ACCEPTED:
-            message = torch.full((nbytes,), len(transfers) % 251, dtype=torch.uint8)
             try:
-                transfers.append(pipe.send_tensor(message, timeout=timeout))
+                transfers.append(pipe.send_tensor(numbered(len(transfers), nbytes), timeout=timeout))
             except TimeoutError:
                 return
         pytest.fail(f"{MOST_ACCEPTED} bytes were accepted, and none has been received: there is no bound")

@@ -11,7 +11,7 @@ from kvplug.errors import BusyError, ClosedError, TimeoutError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_filled, assert_same, difference, filled_like
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe.content import filled, tensor_of
+from kvplug_testing.contract.pipe.content import numbered, tensor_of
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
 from kvplug_testing.waits import Call
 
@@ -46,7 +46,7 @@ class Threads(PipeSuite):
         )
         for number in range(count):
             got = received(other)
-            assert_same(filled(number % 251, MIB // 4), got, "a message has come that was not sent")
+            assert_same(numbered(number, MIB // 4), got, "a message has come that was not sent")
         first.result()
         assert_same(message, received(other), "the message of the refused sender has come")
 
