@@ -179,19 +179,19 @@ class Scorecard:
         return ", ".join(f"{count} more with --kvplug-level {level}" for level, count in counts.items())
 
     def _told(self, subject: str, suite: str) -> Iterable[str]:
-        """What is said below the table: each reason once."""
-        seen = set()
-        not_run: Counter[str] = Counter()
+        """What is said below the table: each reason once, of waivers for each test."""
+        by_reason: dict[tuple[str, ...], list[Result]] = {}
         for result in self.of(subject, Outcome.FAILED, Outcome.WAIVED, Outcome.SKIPPED, suite=suite):
-            if result.reason.startswith(NOT_RUN):
-                not_run[result.reason] += 1
+            test = result.test.partition("[")[0] if result.outcome is Outcome.WAIVED else ""
+            by_reason.setdefault((result.outcome, result.reason, test), []).append(result)
+        for (outcome, reason, _), results in by_reason.items():
+            if reason.startswith(NOT_RUN):
+                yield f"{outcome}: {len(results)} more tests were {reason}"
                 continue
-            key = (result.outcome, result.reason, result.test.partition("[")[0])
-            if key not in seen:
-                seen.add(key)
-                yield f"{result.outcome}: {', '.join(result.laws)} {result.test}: {result.reason}"
-        for reason, count in not_run.items():
-            yield f"{Outcome.FAILED}: {count} more tests were {reason}"
+            laws = ", ".join(dict.fromkeys(id_ for result in results for id_ in result.laws))
+            tests = [*dict.fromkeys(result.test.partition("[")[0] for result in results)]
+            others = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
+            yield f"{outcome}: {laws} {results[0].test}{others}: {reason}"
 
 
 def _taken(seconds: float) -> str:

@@ -52,6 +52,31 @@ def test_how_long_the_tests_of_a_subject_took_is_told() -> None:
     assert from_json(card.as_json()) == card
 
 
+def test_tests_that_are_skipped_or_fail_for_one_reason_are_one_line_and_waivers_one_each() -> None:
+    skipped = [
+        result(
+            test=f"test_{number}{part}",
+            laws=(f"STORE-{1 + number % 3}",),
+            outcome=Outcome.SKIPPED,
+            reason="it is no BlockingStore",
+        )
+        for number in range(28)
+        for part in ("[first]", "[other]")
+    ]
+    waived = [result(test=f"test_w{n}", outcome=Outcome.WAIVED, reason="issue 12") for n in range(2)]
+    failed = [result(test=f"test_f{n}", outcome=Outcome.FAILED, reason="it is late") for n in range(2)]
+    other = result(test="test_alone", outcome=Outcome.SKIPPED, reason="it is late")
+    card = Scorecard(level="quick", results=(*skipped, *waived, *failed, other))
+    told = [line.strip() for line in printed(card).splitlines() if ": " in line]
+    assert told == [
+        "skipped: STORE-1, STORE-2, STORE-3 test_0[first] and 27 more: it is no BlockingStore",
+        "waived: PIPE-6 test_w0: issue 12",
+        "waived: PIPE-6 test_w1: issue 12",
+        "failed: PIPE-6 test_f0 and 1 more: it is late",
+        "skipped: PIPE-6 test_alone: it is late",
+    ]
+
+
 def test_a_page_says_what_was_judged_where_and_when() -> None:
     card = Scorecard(
         level="quick",
