@@ -14,6 +14,7 @@ import attrs
 import pytest
 
 from kvplug.errors import ConfigError, KvplugError
+from kvplug_testing import waits
 from kvplug_testing.collected import Collected
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.base import LEVELS, Contract
@@ -180,6 +181,9 @@ class Reporter:
             self._hangs.note(suite, item.name, call.excinfo.value, call.duration)
         if report.failed and not _observed(report).startswith(NOT_RUN):
             _quote(report, marker.args)
+            if busy := waits.busy_host():
+                hint = "if something came too late, repeat the test while the host is idle"
+                report.sections.append(("busy host", f"{busy}; {hint}"))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -22,6 +22,16 @@ def test_a_failure_names_the_law_and_what_was_observed_and_quotes_the_law(packag
     assert "    `recv_tensor(out=...)` fills `out`, contiguous or not." in done.stdout, "what the law says"
 
 
+def test_a_failure_on_a_busy_host_names_it(package: Any) -> None:
+    mine = package.folder / "tests" / "test_mine.py"
+    suite = mine.read_text()
+    for load, named in ((0.5, False), (4.0, True)):
+        before = f"from kvplug_testing import waits\nwaits.host_load = lambda: {load}\n"
+        mine.write_text(before + suite)
+        done = package.judge("-q")
+        assert ("this host is busy: 4.0 runnable threads for each processor; if" in done.stdout) is named
+
+
 def test_each_outcome_has_its_reason_in_the_scorecard(package: Any) -> None:
     found = package.outcomes()
     assert {test: result.outcome for test, result in found.items()} == {
