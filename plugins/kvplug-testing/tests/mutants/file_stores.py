@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import attrs
 
 from kvplug.config import option
+from kvplug.errors import CapacityError
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.results import Usage
 from kvplug_testing import StoreContract
@@ -128,6 +130,43 @@ class TestRenames(Mutant):
     class made(FileStore):  # noqa: N801
         def _publish(self, aside: Path, path: Path) -> None:
             os.replace(aside, path)
+
+
+class TestHidesWhatItEvicts(Mutant):
+    """Pages that are evicted are not found and not counted any more, and their files stay."""
+
+    breaks = ("STORE-6",)
+    caught_by = "test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory"
+
+    class made(FileStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            self._budget = context.buffer_size
+            self._sizes: dict[bytes, int] = {}
+            self._lock = threading.Lock()
+
+        def has(self, keys: Sequence[bytes]) -> list[bool]:
+            with self._lock:
+                return [key in self._sizes for key in keys]
+
+        def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+            return super().read(key, into) if all(self.has([key])) else None
+
+        def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+            nbytes = sum(map(len, page))
+            if nbytes > self._budget:
+                raise CapacityError("it is larger than the budget")
+            super().write(key, page)
+            with self._lock:
+                self._sizes.setdefault(key, nbytes)
+                while sum(self._sizes.values()) > self._budget:
+                    del self._sizes[next(iter(self._sizes))]
+            return True
+
+        def usage(self) -> Usage:
+            with self._lock:
+                used = sum(self._sizes.values())
+                return Usage(num_pages=len(self._sizes), used_bytes=used, budget_bytes=self._budget)
 
 
 class TestHasNoFault(Mutant):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,7 @@ from kvplug.transport.store.store import Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe.footprint import Footprint
-from kvplug_testing.contract.store.pages import Batch, kv_format, sized_format
+from kvplug_testing.contract.store.pages import MIB, Batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import (
     StoreSuite,
     at_both_ends,
@@ -25,6 +28,9 @@ from kvplug_testing.contract.store.suite import (
     missed,
     put,
 )
+
+_MEASURED_BYTES = 32 * MIB
+"""The least budget of a place whose bytes are measured. Journals and allocators keep less than half of it."""
 
 
 class Budget(StoreSuite):
@@ -77,6 +83,32 @@ class Budget(StoreSuite):
         assert usage.used_bytes - before.used_bytes >= least, (
             f"{usage.used_bytes - before.used_bytes} bytes are counted for 40 pages, which are {least}"
         )
+
+    @law("STORE-6", level="quick")
+    def test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory(self) -> None:
+        """Whatever the store counts: a full place does not grow by what comes."""
+        budget = max(_MEASURED_BYTES, self.budget_bytes)
+        place = self.place(budget)
+        folder = str(place.options.get(self.place_option, ""))
+        store = self.open(place)
+        self._must_have_a_budget(store)
+
+        def put_budgets(count: int) -> None:
+            for _ in range(8 * count):
+                put(store, self.batch(store, 8, sized_format(budget // 64)))
+
+        put_budgets(1)
+        before = _lying_bytes(folder)
+        put_budgets(2)
+        limit = time.monotonic() + waits.patience_s / 10
+        while more := {
+            where: nbytes - before[where]
+            for where, nbytes in _lying_bytes(folder).items()
+            if nbytes - before[where] > budget // 2
+        }:
+            said = ", ".join(f"{nbytes:,} bytes more lie {where}" for where, nbytes in more.items())
+            assert time.monotonic() < limit, f"the budget of {budget:,} bytes was used, and {said}"
+            time.sleep(0.1)
 
     @law("STORE-6")
     @at_both_ends
@@ -196,3 +228,23 @@ class Budget(StoreSuite):
             else:
                 return
         raise AssertionError(f"this process holds {held_more}")
+
+
+def _lying_bytes(folder: str) -> dict[str, int]:
+    """The bytes in the folder's files, and in the memory and the shared memory of this process."""
+    files = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    now = Footprint.taken()
+    shared = [Path("/dev/shm", name) for name in now.resources.shared_memory]  # noqa: S108 - where Linux has it
+    descriptors = [entry.partition(" -> ") for entry in now.resources.descriptors]
+    shared += [Path("/proc/self/fd", fd) for fd, _, path in descriptors if path.startswith("/memfd:")]
+    return {
+        "on the disk": sum(map(_allocated, files)),
+        "in memory": now.resident_bytes,
+        "in shared memory": sum(map(_allocated, shared)),
+    }
+
+
+def _allocated(path: Path) -> int:
+    with contextlib.suppress(OSError):  # it is gone by now
+        return path.stat().st_blocks * 512
+    return 0
