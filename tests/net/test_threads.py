@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvplug.net import threads
 from kvplug.net.threads import EXIT_S, BackgroundThread
 
 BEGINNING = """

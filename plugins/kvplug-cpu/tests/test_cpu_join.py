@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
 import time
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 from cpu_ends import guest
-from kvplug import AuthenticationError, ConfigError, PeerGoneError, TimeoutError, TransportError
-from kvplug.transport import Credentials, InsecureAddressError, Secret, WireError, local_domain
+from kvplug import AuthenticationError, ConfigError, TransportError
+from kvplug.transport import Credentials, InsecureAddressError, Secret, WireError
 from kvplug_cpu.contact import CpuContact
 from kvplug_cpu.join import Join
 from kvplug_testing import peers

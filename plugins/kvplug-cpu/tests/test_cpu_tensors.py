@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from cpu_ends import streams_of
-from kvplug import TimeoutError, UnsupportedError
-from kvplug.transport import TensorMismatchError
+from kvplug import TimeoutError
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.resources import Resources
 from kvplug_testing.waits import Call

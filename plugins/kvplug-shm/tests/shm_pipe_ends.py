@@ -55,10 +55,13 @@ def guest(contact: str) -> Connection:
     return dial(ShmContact.parse(contact).addresses[0], Credentials(), PURPOSE, PATIENCE_S)
 
 
+TERMS: HeartbeatTerms = Join(step=0).terms
+
+
 class PeerByHand:
     """The connecting end of a pipe, which has the memory of both rings and writes into it what it likes."""
 
-    def __init__(self, contact: str, terms: HeartbeatTerms = Join(step=0).terms) -> None:
+    def __init__(self, contact: str, terms: HeartbeatTerms = TERMS) -> None:
         self.connection, deadline = guest(contact), Deadline.after(PATIENCE_S)
         send_fds(self.connection, Join(step=0, terms=terms).pack(), (), deadline)
         data, (fd,) = recv_fds(self.connection, len(Join(step=0).pack()), 1, deadline)
@@ -109,7 +112,7 @@ def by_hand(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Peer
     """Makes a peer by hand, and the pipe whose other end it is. ``terms``: its heartbeats."""
     with ExitStack() as stack:
 
-        def make(terms: Any = Join(step=0).terms, **options: Any) -> tuple[PeerByHand, ShmPipe]:
+        def make(terms: Any = TERMS, **options: Any) -> tuple[PeerByHand, ShmPipe]:
             end = endpoint(**{"native": request.param, **options})
             listener = stack.enter_context(end.listen())
             peer = PeerByHand(listener.contact, terms)

@@ -26,7 +26,7 @@ idle, in_forked_child = ends.idle, ends.in_forked_child
 
 
 class Limit(int):
-    """The most bytes of a pool. It is compared in the middle of the pool's own work, when ``meanwhile`` is called."""
+    """The most bytes of a pool. When the pool compares it, within its work, ``meanwhile`` is called."""
 
     meanwhile: Callable[[], object] = staticmethod(lambda: None)
 

@@ -154,9 +154,7 @@ def test_a_close_that_is_interrupted_lets_go_of_everything(
 
 
 @pytest.mark.parametrize("into", [False, True])
-def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(
-    by_hand: Any, into: bool
-) -> None:
+def test_a_peer_that_was_given_up_in_the_middle_and_goes_on_is_not_believed(by_hand: Any, into: bool) -> None:
     beats = HeartbeatTerms(sees_death=False, heartbeat_ms=200)  # it sends none
     peer, other = by_hand(beats, slots=2, slot_bytes=4096, heartbeat_timeout_s=0.2)
     sent = torch.ones(7_000, dtype=torch.uint8)

@@ -69,7 +69,7 @@ def with_readers_elsewhere(queue: Any, monkeypatch: pytest.MonkeyPatch, network:
     """A queue whose network half that is."""
     with monkeypatch.context() as patch:
         patch.setattr("kvplug_shm.queue.remote.serve", lambda *_: network)
-        return queue(host="0.0.0.0")  # noqa: S104 - nothing listens there
+        return queue(host="0.0.0.0")
 
 
 def test_abort_ends_a_close_that_waits_for_readers_elsewhere(

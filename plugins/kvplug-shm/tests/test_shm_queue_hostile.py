@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shm_queue_ends as ends
-from kvplug import CapacityError, ClosedError, ConfigError, KvplugError, PeerGoneError, TransportError
+from kvplug import CapacityError, ClosedError, ConfigError, PeerGoneError, TransportError
 from kvplug.net.wire import encode
 from kvplug.transport import Credentials, QueueHandle, WireError, dial, recv_fds, send_fds
 from kvplug_shm.queue import join
@@ -110,7 +110,9 @@ def evil(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("overflow", [False, True])
-def test_a_pickle_in_the_ring_runs_nowhere(queue: Any, memory_of: Any, tmp_path: Path, overflow: bool) -> None:
+def test_a_pickle_in_the_ring_runs_nowhere(
+    queue: Any, memory_of: Any, tmp_path: Path, overflow: bool
+) -> None:
     """The root cause of CVE-2024-11041: what a reader finds is given to ``pickle.loads``."""
     writer, (reader,) = queue(2, attached=1)
     payload = evil(tmp_path / "made").ljust(3 * ends.CHUNK if overflow else 0, b" ")
