@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import threading
@@ -130,6 +131,39 @@ class TestRenames(Mutant):
     class made(FileStore):  # noqa: N801
         def _publish(self, aside: Path, path: Path) -> None:
             os.replace(aside, path)
+
+
+class TestMakesItsFolderWithoutALock(Mutant):
+    """Two ends that are opened at once both find no folder, and the second fails to make it."""
+
+    breaks = ("STORE-2",)
+    caught_by = "test_ends_that_are_opened_at_once_in_several_threads_share_their_pages"
+
+    class made(FileStore):  # noqa: N801
+        def __init__(self, context: Any) -> None:
+            self._folder = Path(context.options.path, "pages")
+            if not self._folder.exists():
+                time.sleep(0.001)
+                self._folder.mkdir()
+
+
+class TestEmptiesANewFolderWithoutALock(Mutant):
+    """An end that finds no mark empties the folder, every other one late, and then makes the mark."""
+
+    breaks = ("STORE-2",)
+    caught_by = "test_ends_that_are_opened_at_once_in_several_threads_share_their_pages"
+
+    class made(FileStore):  # noqa: N801
+        delays = itertools.cycle((0.0, 0.1))
+
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            mark = self._folder / "mark"
+            if not mark.exists():
+                time.sleep(next(self.delays))
+                for path in self._folder.iterdir():
+                    path.unlink(missing_ok=True)
+                mark.touch()
 
 
 class TestHidesWhatItEvicts(Mutant):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.held_memory import HeldMemory
 from kvplug_testing.contract.store.pages import Batch, sized_format
 from kvplug_testing.contract.store.suite import (
+    Place,
     StoreSuite,
     at_both_ends,
     ended,
@@ -30,6 +32,10 @@ from kvplug_testing.contract.store.suite import (
 from kvplug_testing.waits import Call
 
 _PAGES = 8
+_OPENERS = 4
+"""Threads that open one place at once."""
+_OPENINGS = 5
+"""Places that they open, one after the other."""
 _KILLED = sized_format(100_000)
 """Of the pages whose writer is killed."""
 
@@ -110,6 +116,39 @@ class Writers(StoreSuite):
                 assert child.recv(waits.patience_s) == [], "a put was not kept"
             pages = self.batch(store, _PAGES, sized_format(30_000), namespace=name)
             _winner(store, [pages.with_bits_of(seed) for seed in (1, 2)])
+
+    @law("STORE-2")
+    def test_ends_that_are_opened_at_once_in_several_threads_share_their_pages(self) -> None:
+        usual = self.place()
+        self.open(usual)
+        is_served = self.way(usual) == "link"
+        for _ in range(_OPENINGS):
+            with self.scope():
+                place = self.place()
+                if is_served:
+                    self.open(place)
+                    self.make_reachable(place)
+                opened = self._opened_at_once(place)
+                for store, _ in opened:
+                    for _, pages in opened:
+                        got(store, pages)
+
+    def _opened_at_once(self, place: Place) -> list[tuple[Store, Batch]]:
+        """Several ends of the place, and a page that each has put."""
+        gate = threading.Barrier(_OPENERS)
+
+        def opened() -> tuple[Store, Batch]:
+            gate.wait(waits.patience_s)
+            store = self.other(place)
+            pages = self.batch(store, 1)
+            kept(store, pages)
+            return store, pages
+
+        calls = [Call(opened) for _ in range(_OPENERS)]
+        for call in calls:
+            error = call.end().error
+            assert error is None, f"one of {_OPENERS} threads that open a place at once fails: {error!r}"
+        return [call.value for call in calls]
 
     @law("STORE-2")
     @at_both_ends
