@@ -7,9 +7,10 @@ import os
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -166,41 +167,76 @@ class TestEmptiesANewFolderWithoutALock(Mutant):
                 mark.touch()
 
 
-class TestHidesWhatItEvicts(Mutant):
+class BoundedStore(FileStore):
+    """The same with a budget, which the ends of a process count together."""
+
+    sizes: ClassVar[defaultdict[Path, dict[bytes, int]]] = defaultdict(dict)
+    lock = threading.RLock()
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._budget = context.buffer_size
+        self._sizes = self.sizes[self._folder]
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self._sizes for key in keys]
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        return super().read(key, into) if key in self._sizes else None
+
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        nbytes = sum(map(len, page))
+        if nbytes > self._budget:
+            raise CapacityError("it is larger than the budget")
+        with self.lock:
+            while sum(self._sizes.values()) + nbytes > self._budget:
+                self._evict(next(iter(self._sizes)))
+            super().write(key, page)
+            self._sizes.setdefault(key, nbytes)
+        return True
+
+    def _evict(self, key: bytes) -> None:
+        self.remove([key])
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        with self.lock:
+            super().remove(keys)
+            for key in keys:
+                self._sizes.pop(key, None)
+
+    def usage(self) -> Usage:
+        with self.lock:
+            used = sum(self._sizes.values())
+            return Usage(num_pages=len(self._sizes), used_bytes=used, budget_bytes=self._budget)
+
+
+class BoundedMutant(StoreContract):
+    """One fault of a store with a budget. The store without one is no control for it."""
+
+    options_class = FileOptions
+    evicts_by_use = False
+    made: type[BoundedStore] = BoundedStore
+    breaks: tuple[str, ...] = ()
+
+    def make_store(self, context: Any) -> Any:
+        return self.made(context)
+
+
+class TestHidesWhatItEvicts(BoundedMutant):
     """Pages that are evicted are not found and not counted any more, and their files stay."""
 
     breaks = ("STORE-6",)
     caught_by = "test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory"
 
-    class made(FileStore):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._budget = context.buffer_size
-            self._sizes: dict[bytes, int] = {}
-            self._lock = threading.Lock()
+    class made(BoundedStore):  # noqa: N801
+        def _evict(self, key: bytes) -> None:
+            del self._sizes[key]
 
-        def has(self, keys: Sequence[bytes]) -> list[bool]:
-            with self._lock:
-                return [key in self._sizes for key in keys]
 
-        def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-            return super().read(key, into) if all(self.has([key])) else None
+class TestKeepsItsBudget(BoundedMutant):
+    """The store with a budget as it is."""
 
-        def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-            nbytes = sum(map(len, page))
-            if nbytes > self._budget:
-                raise CapacityError("it is larger than the budget")
-            super().write(key, page)
-            with self._lock:
-                self._sizes.setdefault(key, nbytes)
-                while sum(self._sizes.values()) > self._budget:
-                    del self._sizes[next(iter(self._sizes))]
-            return True
-
-        def usage(self) -> Usage:
-            with self._lock:
-                used = sum(self._sizes.values())
-                return Usage(num_pages=len(self._sizes), used_bytes=used, budget_bytes=self._budget)
+    is_control = True
 
 
 class TestHasNoFault(Mutant):
