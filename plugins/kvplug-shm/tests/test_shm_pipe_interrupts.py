@@ -64,10 +64,10 @@ def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
 def test_a_writer_whose_start_was_interrupted_writes_nothing(
     local_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def writers() -> int:
-        return sum(each.name == "kvplug-shm-send" for each in threading.enumerate())
+    start, before = threading.Thread.start, threading.enumerate()
 
-    start, before = threading.Thread.start, writers()
+    def num_writers() -> int:
+        return sum(each.name == "kvplug-shm-send" for each in threading.enumerate() if each not in before)
 
     def interrupted(self: threading.Thread) -> None:
         start(self)
@@ -81,7 +81,7 @@ def test_a_writer_whose_start_was_interrupted_writes_nothing(
         with pytest.raises(KeyboardInterrupt):
             one.send_tensor(torch.zeros(40 * MIB, dtype=torch.uint8))  # it waits for room
     transfers = [one.send_tensor(each) for each in messages[:3]]
-    until(lambda: writers() == before + 1, what="the end of the one whose start was interrupted")
+    until(lambda: num_writers() == 1, what="the end of the one whose start was interrupted")
     other.recv_tensor()
     transfers.append(one.send_tensor(messages[3]))
     for each in messages:

@@ -24,14 +24,11 @@ from kvplug import (
     TimeoutError,
     TransportError,
 )
-from kvplug.transport import Credentials, Deadline, PeerIdentity, QueueHandle, dial
+from kvplug.transport import PeerIdentity
 from kvplug_shm.queue import join
 from kvplug_shm.queue.reader_table import ReaderTable
-from kvplug_shm.ring import protocol
-from kvplug_testing import peers
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.forked_child import held, in_forked_child
-from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call, raises, until
 
 queue, remote_reader, sound_sleep = ends.queue, ends.remote_reader, ends.sound_sleep
@@ -181,28 +178,6 @@ def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(
     assert has_not_ended(readers[0])
     writer.enqueue("on")
     assert readers[0].dequeue() == "on"
-
-
-def write(parent: peers.Parent) -> None:
-    """In a child: the writer of a queue with two readers."""
-    with ends.endpoint(n_reader=2).create() as writer:
-        parent.send(writer.export_handle().as_plain())
-        parent.recv()
-
-
-def test_the_word_of_a_writer_whose_process_has_ended_says_so(fork_server: ForkServer) -> None:
-    """Then no reader that is about to sleep can miss it."""
-    with fork_server.start(f"{__file__}:write") as child:
-        handle, deadline = QueueHandle.from_plain(child.recv()), Deadline.after(ends.PATIENCE_S)
-        connection = dial(handle.data["contact"], Credentials(), join.PURPOSE, deadline.remaining())
-        joined = join.join(connection, 1, ends.PATIENCE_S, deadline)
-        with connection, ends.endpoint().create_from_handle(handle, 0):
-            assert not protocol.is_over(joined.ring.words.words[protocol.HEAD])
-            child.kill()
-            until(lambda: protocol.is_over(joined.ring.words.words[protocol.HEAD]))
-        assert joined.watch is not None
-        joined.watch.close()
-        joined.ring.close()
 
 
 # -- other processes -----------------------------------------------------------------------------------
