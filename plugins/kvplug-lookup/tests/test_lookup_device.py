@@ -146,7 +146,7 @@ def test_pages_that_wait_are_given_up_before_their_blocks_are_anothers(
         engine.cache.free(blocks)
         assert num_held(engine) == 0
         assert failures(engine, "save") == {"cancelled": 6}
-        if how == "preempted":  # it goes on before that report has come
+        if how == "preempted":  # the request resumes before the report arrives
             engine.step([(prompt, blocks, 0, 100)])
             assert num_held(engine) == 6
 

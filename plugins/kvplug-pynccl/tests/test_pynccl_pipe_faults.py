@@ -29,7 +29,8 @@ def test_an_asynchronous_error_breaks_the_pipe_with_nccls_message(
     controls.set(fail_after=controls.get("operations") + (2 if idle else 0), fail_result=result)
     receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
     one.send_tensor(noise())
-    assert isinstance(receiving.outcome(), torch.Tensor) is idle
+    received = receiving.outcome()
+    assert idle or not isinstance(received, torch.Tensor)  # with two operations more it may arrive
     errors = []
     for pipe in (one, other):
         with pytest.raises((TransportError, PeerGoneError)) as raised:

@@ -100,7 +100,7 @@ def test_bytes_that_are_no_value_are_an_error_and_nothing_else(queue: Any, memor
         with pytest.raises(WireError):
             reader.dequeue(timeout=1)
     head[:] = whole
-    assert reader.dequeue(timeout=1) == {"key": [1, 2, b"three"]}, "a message that is none was taken"
+    assert reader.dequeue(timeout=1) == {"key": [1, 2, b"three"]}, "a damaged message was accepted"
     head.release()
 
 

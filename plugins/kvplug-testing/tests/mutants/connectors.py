@@ -495,7 +495,7 @@ class TestSavesWhatOthersShareWithAFailedLoad(Mutant):
 
 
 class TestSavesWhatAnotherConnectorFailedToLoad(Mutant):
-    """Tokens that count as computed are saved, whoever has loaded them."""
+    """Tokens that count as computed are saved, whichever connector loaded them."""
 
     breaks = ("CONN-6",)
     caught_by = "test_what_another_connector_failed_to_load_is_not_stored"
