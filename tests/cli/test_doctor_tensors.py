@@ -46,7 +46,7 @@ from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
-from kvplug_testing.peers import Parent, Peer
+from kvplug_testing.peers import Parent, Peer, die_with_parent
 
 SECRET, OTHER_SECRET = "s" * 32, "t" * 32
 BASE: dict[str, Any] = {
@@ -178,10 +178,12 @@ def _in_pids_of_its_own(parent: Parent, given: Mapping[str, Any]) -> None:
     heard, tell = os.pipe()
     ours = os.fork()
     if ours == 0:
+        die_with_parent()
         parent.disown()
         try:
             _call("unshare", _NEW_PIDS)
             if (child := os.fork()) == 0:
+                die_with_parent()
                 with _engine(given) as engine:
                     os.write(tell, json.dumps({"contact": engine.worker.contact}).encode())
                     signal.pause()
