@@ -1,5 +1,15 @@
 # What this package shows, and from where: for type checkers, and read by kvplug.door.
 
+from kvplug_testing.checks import (
+    check_communicator as check_communicator,
+    check_connector as check_connector,
+    check_directory as check_directory,
+    check_lookup_buffer as check_lookup_buffer,
+    check_pipe as check_pipe,
+    check_queue as check_queue,
+    check_sink as check_sink,
+    check_store as check_store,
+)
 from kvplug_testing.contract.base import (
     law as law,
 )

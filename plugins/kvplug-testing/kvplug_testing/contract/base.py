@@ -86,6 +86,8 @@ class Contract:
     """How long resources may remain after they are closed."""
     forks: ClassVar[bool] = True
     """Whether a process that has loaded its library may fork."""
+    attributes: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """What another process sets of a suite that was made around a function."""
     one_host: ClassVar[str] = ""
     """Why its ends cannot be on two hosts here although the transport claims `cross_host`: an option, say.
     That claim is not judged then, and the scorecard has this reason."""
@@ -245,7 +247,13 @@ class Contract:
         source = (
             getattr(cls, "made_from", None) or f"{os.path.abspath(inspect.getfile(cls))}:{cls.__qualname__}"
         )
-        return {"source": source, "transport": self.transport, "options": dict(self.options)}
+        return {
+            "source": source,
+            "kind": cls.kind.value,
+            "attributes": dict(cls.attributes),
+            "transport": self.transport,
+            "options": dict(self.options),
+        }
 
     # -- what tests need -----------------------------------------------------------------------
 

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+from kvplug.transport.spec import Kind
+
 
 def suite_from_ref(suite_ref: Mapping[str, Any]) -> Any:
     """The suite that :meth:`.Contract.suite_ref` describes, made in another process."""
-    path, _, name = suite_ref["source"].rpartition(":")
-    if path.endswith(".py"):
-        module = module_at(path)
-    else:
-        module = importlib.import_module(path)
-    cls: Any = module
+    cls = at_source(suite_ref["source"])
+    if not hasattr(cls, "suite_ref"):  # the maker of a subject
+        from kvplug_testing.checks import suite_around
+
+        cls = suite_around(Kind(suite_ref["kind"]), cls, **suite_ref["attributes"])
+    return type(
+        cls.__name__, (cls,), {"transport": suite_ref["transport"], "options": suite_ref["options"]}
+    )()
+
+
+def at_source(source: str) -> Any:
+    """The class or function that ``"FILE.py:NAME"`` or ``"MODULE:NAME"`` names."""
+    path, _, name = source.rpartition(":")
+    found: Any = module_at(path) if path.endswith(".py") else importlib.import_module(path)
     for part in name.split("."):
-        cls = getattr(cls, part)
-    return type(name, (cls,), {"transport": suite_ref["transport"], "options": suite_ref["options"]})()
+        found = getattr(found, part)
+    return found
+
+
+def source_of(thing: Any) -> str:
+    """What :func:`at_source` finds a class or function by; empty if it is not at the top level of a file."""
+    file = getattr(sys.modules.get(getattr(thing, "__module__", "")), "__file__", None)
+    name = getattr(thing, "__qualname__", "<unnamed>")
+    return f"{os.path.abspath(file)}:{name}" if file and "<" not in name else ""
 
 
 def module_at(path: str) -> Any:

@@ -49,12 +49,19 @@ class MemoryEndpoint(PipeEndpoint):
 
     def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         Deadline.after(timeout)  # checks the timeout; there is nothing to wait for
-        if not contact.startswith("memory:"):
-            raise WireError('this is no contact of the pipe "memory", which begins with memory:')
-        listener = _listeners.get(contact)
-        if listener is None:
-            raise PeerGoneError(f"no listener is at {contact} in this process")
-        return listener.join(self.make_pipe())
+        return listener_at(contact).join(self.make_pipe())
+
+
+def listener_at(contact: str) -> MemoryListener:
+    """Raises:
+    WireError: it is not a contact of such a listener. PeerGoneError: this process has no such listener.
+    """
+    if not contact.startswith("memory:"):
+        raise WireError('a contact of the pipe "memory" begins with memory:')
+    listener = _listeners.get(contact)
+    if listener is None:
+        raise PeerGoneError(f"no listener is at {contact} in this process")
+    return listener
 
 
 class MemoryListener(PipeListener):
@@ -65,7 +72,7 @@ class MemoryListener(PipeListener):
         self._make_pipe = make_pipe
         self._contact = f"memory:{next(_numbers)}"
         self._changed = threading.Condition()
-        self._waiting: deque[MemoryPipe] = deque()
+        self._waiting: deque[Pipe] = deque()
         self._closed = False
         _listeners[self._contact] = self
         close_after_fork(self)
@@ -88,12 +95,16 @@ class MemoryListener(PipeListener):
         remote = self._make_pipe()
         local.meet(remote)
         remote.meet(local)
+        self.offer(remote)
+        return local
+
+    def offer(self, pipe: Pipe) -> None:
+        """Let ``accept`` return this pipe."""
         with self._changed:
             if self._closed:
                 raise PeerGoneError(f"the listener at {self._contact} is closed")
-            self._waiting.append(remote)
+            self._waiting.append(pipe)
             self._changed.notify_all()
-        return local
 
     def close(self) -> None:
         _listeners.pop(self._contact, None)

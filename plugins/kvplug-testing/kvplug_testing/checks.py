@@ -1,0 +1,222 @@
+"""The suites as functions, for any test runner and for plain programs: ``check_pipe(make_pair)`` and others.
+
+Each runs the same tests as the class of its kind, with pytest in this process, whatever pytest's own options
+and files say there. With a maker at the top level of a file the tests that need other processes run, too;
+without, they are skipped with that reason, except those of pairs, whose ends are always in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvplug.transport.spec import Kind
+from kvplug_testing import reporting
+from kvplug_testing.contract import suites
+from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.suite_ref import at_source, source_of
+from kvplug_testing.laws import LAWS
+from kvplug_testing.memory.pipe import MemoryEndpoint, listener_at
+from kvplug_testing.scorecard import Outcome, Scorecard
+
+if TYPE_CHECKING:
+    from kvplug.metrics.sinks import Sink
+    from kvplug.net.deadline import Timeout
+    from kvplug.transport.communicator import DeviceCommunicator
+    from kvplug.transport.context import (
+        CommunicatorContext,
+        LookupContext,
+        PipeContext,
+        QueueContext,
+        StoreContext,
+    )
+    from kvplug.transport.directory import Directory
+    from kvplug.transport.lookup import LookupEndpoint
+    from kvplug.transport.pipe import Pipe
+    from kvplug.transport.queue import QueueEndpoint
+    from kvplug.transport.store.blocking import BlockingStore
+    from kvplug.transport.store.store import Store
+
+_COLLECTED = Path(__file__).with_name("contract") / "collected_suites.py"
+_METHODS: Mapping[Kind, str] = {
+    Kind.QUEUE: "make_endpoint",
+    Kind.LOOKUP_BUFFER: "make_endpoint",
+    Kind.COMMUNICATOR: "make_communicator",
+    Kind.STORE: "make_store",
+    Kind.DIRECTORY: "opened",
+    Kind.SINK: "made",
+}
+"""The method of each suite that makes what it judges."""
+
+
+def check_pipe(make_pair: Callable[[PipeContext], tuple[Pipe, Pipe]], **settings: Any) -> Scorecard:
+    """Judge pipes by the laws ALL, END and PIPE. ``make_pair(context)`` returns two connected ends.
+
+    Args:
+        settings: ``level`` and ``laws`` as ``--kvplug-level`` and ``--kvplug-law`` of pytest take them, and
+            attributes of the class of the kind, such as ``options_class``. ``limit_option`` is empty here
+            unless it is given.
+
+    Returns the results, also what was skipped and why.
+
+    Raises:
+        AssertionError: laws are broken. It has every failed test, and quotes the laws. Also if no test ran.
+    """
+    return _check(Kind.PIPE, make_pair, {"limit_option": "", **settings})
+
+
+def check_queue(make_endpoint: Callable[[QueueContext], QueueEndpoint], **settings: Any) -> Scorecard:
+    """Judge message queues by the laws ALL and QUEUE; otherwise like :func:`check_pipe`."""
+    return _check(Kind.QUEUE, make_endpoint, settings)
+
+
+def check_lookup_buffer(
+    make_endpoint: Callable[[LookupContext], LookupEndpoint], **settings: Any
+) -> Scorecard:
+    """Judge lookup buffers by the laws ALL and LOOKUP; otherwise like :func:`check_pipe`."""
+    return _check(Kind.LOOKUP_BUFFER, make_endpoint, settings)
+
+
+def check_communicator(
+    make_communicator: Callable[[CommunicatorContext], DeviceCommunicator], **settings: Any
+) -> Scorecard:
+    """Judge device communicators by the laws ALL and COMM; otherwise like :func:`check_pipe`."""
+    return _check(Kind.COMMUNICATOR, make_communicator, settings)
+
+
+def check_store(make_store: Callable[[StoreContext], Store | BlockingStore], **settings: Any) -> Scorecard:
+    """Judge stores by the laws ALL and STORE; otherwise like :func:`check_pipe`.
+
+    A blocking store gets the executor of kvplug, as in an engine.
+    """
+    return _check(Kind.STORE, make_store, settings)
+
+
+def check_directory(
+    open_directory: Callable[[str], Directory], make_url: Callable[[], str], **settings: Any
+) -> Scorecard:
+    """Judge directories by the laws DIR; otherwise like :func:`check_pipe`.
+
+    ``make_url()`` returns a URL at which nothing is announced yet.
+    """
+    return _check(Kind.DIRECTORY, open_directory, {"url": lambda self: make_url(), **settings})
+
+
+def check_sink(make_sink: Callable[[], Sink], **settings: Any) -> Scorecard:
+    """Judge sinks of metrics by the laws SINK; otherwise like :func:`check_pipe`."""
+    return _check(Kind.SINK, make_sink, settings)
+
+
+def check_connector(name: str, **settings: Any) -> Scorecard:
+    """Judge an installed connector by the laws ALL, CONN and REF; otherwise like :func:`check_pipe`.
+
+    Engines make a connector by its name, so it is installed first, with ``pip install -e .`` for example.
+    """
+    return _check(Kind.CONNECTOR, None, {"connector": name, **settings})
+
+
+class _Pairs(MemoryEndpoint):
+    """An endpoint whose connected pipes a function makes, two at a time."""
+
+    def __init__(self, context: PipeContext, make_pair: Callable[[PipeContext], tuple[Pipe, Pipe]]) -> None:
+        super().__init__(context)
+        self._make_pair = make_pair
+
+    def connect(self, contact: str, timeout: Timeout = None) -> Pipe:
+        listener = listener_at(contact)
+        local, remote = self._make_pair(self._context)
+        listener.offer(remote)
+        return local
+
+
+def suite_around(kind: Kind, make: Callable[..., Any] | None, **attributes: Any) -> type[Contract]:
+    """The suite of a kind for what ``make`` makes, with these attributes.
+
+    Other processes make it again from :attr:`.Contract.attributes`, where a class is the text that names it.
+    """
+    named = attributes.get("options_class")
+    if isinstance(named, str):
+        attributes["options_class"] = at_source(named)
+    made = dict(attributes)
+    if make is not None:
+        if kind is Kind.PIPE:
+            made |= {"across_processes": False, "make_endpoint": lambda self, context: _Pairs(context, make)}
+        else:
+            made[_METHODS[kind]] = lambda self, *arguments: make(*arguments)
+        classes = {key: value for key, value in attributes.items() if isinstance(value, type)}
+        sources = {key: source_of(value) for key, value in classes.items()}
+        made |= {"made_from": source_of(make), "attributes": attributes | sources}
+        unknown: list[Any] = [each for each in (make, *classes.values()) if not source_of(each)]
+        if unknown:
+            name = getattr(unknown[0], "__qualname__", unknown[0])
+            why = property(lambda self: f"other processes cannot import {name}: put it at the top of a file")
+            made |= {"other_processes": why, "forked_processes": why}
+    words = str(getattr(make, "__name__", kind.value)).strip("<>").split("_")
+    return type("Test" + "".join(word.capitalize() for word in words), (suites.suite_of(kind),), made)
+
+
+class _Results:
+    """Keeps the scorecard of a run of pytest."""
+
+    card: Scorecard | None = None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.card = reporting.reporter_of(session.config).scorecard
+
+
+def _check(kind: Kind, make: Callable[..., Any] | None, settings: Mapping[str, Any]) -> Scorecard:
+    level, laws, attributes = _settings(**settings)
+    suite = suite_around(kind, make, **attributes)
+    results = _Results()
+    arguments = ["-q", "--no-header", "-c", os.devnull, "--rootdir", os.getcwd(), "--kvplug-level", level]
+    arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", *(f"--kvplug-law={law}" for law in laws)]
+    with _alone(suite):
+        code = pytest.main([*arguments, str(_COLLECTED)], plugins=[results])
+    card = results.card
+    if card is None or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise AssertionError(f"no test ran: pytest ended with {code!r}; its message is above")
+    failed = [result for result in card.results if result.outcome is Outcome.FAILED]
+    if failed:
+        lines = [f"{', '.join(each.laws)}: {each.test}: {each.reason}" for each in failed]
+        quoted = [LAWS[law].quoted for law in dict.fromkeys(law for each in failed for law in each.laws)]
+        raise AssertionError(
+            "\n".join([f"{len(failed)} of {len(card.results)} tests fail:", *lines, *quoted])
+        )
+    return card
+
+
+def _settings(
+    *, level: str = "quick", laws: Sequence[str] = (), **attributes: Any
+) -> tuple[str, Sequence[str], Mapping[str, Any]]:
+    return level, laws, attributes
+
+
+@contextmanager
+def _alone(suite: type[Contract]) -> Iterator[None]:
+    """Let pytest collect only this suite; afterwards restore what a run of pytest around this one uses."""
+    is_main = threading.current_thread() is threading.main_thread()
+    timer, handler = signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM)
+    options, chosen = os.environ.pop("PYTEST_ADDOPTS", None), list(suites.chosen)
+    collected = f"{suites.__package__}.{_COLLECTED.stem}"
+    suites.chosen[:] = [suite]
+    sys.modules.pop(collected, None)
+    try:
+        yield
+    finally:
+        suites.chosen[:] = chosen
+        sys.modules.pop(collected, None)
+        if options is not None:
+            os.environ["PYTEST_ADDOPTS"] = options
+        if is_main:
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
