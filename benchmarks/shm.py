@@ -85,7 +85,7 @@ def _env(python: str = sys.executable) -> dict[str, str]:
     path = [str(HERE)]
     if python != sys.executable:
         root = HERE.parent
-        path += [str(root), *(str(root / "plugins" / each) for each in ("kvplug-bench", "kvplug-testing"))]
+        path += [str(root), str(root / "plugins/kvplug-bench")]
     path += [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     return {"PYTHONPATH": os.pathsep.join(path), "VLLM_LOGGING_LEVEL": "ERROR"}
 

@@ -19,14 +19,12 @@ from kvplug_bench.candidate import ALONE, BULK, COPY, LATENCY, QUEUE, WAKE, Cand
 from kvplug_bench.content import SMALLEST
 from kvplug_bench.interrupts import DeferredInterrupts, deferred_interrupts
 from kvplug_bench.links import UnavailableError
+from kvplug_bench.processes import SETTLE_S, EndError, MeasuringProcess
 from kvplug_bench.queues import VALUE
 from kvplug_bench.stopwatch import in_burst
 from kvplug_bench.worker import FIGURES, RENDEZVOUS, UNAVAILABLE, take_part
-from kvplug_testing import peers
 
 LIFE_S = 300.0
-SETTLE_S = 1.0
-"""When one end fails, the other ends fail too; this is how long to wait for their reports."""
 
 _FOLLOWS = {"PeerGoneError", "EOFError", "ConnectionResetError", "BrokenPipeError"}
 """Errors that an end raises because the other end is gone."""
@@ -147,15 +145,20 @@ def measure_once(candidate: Candidate, plan: Plan) -> list[Figures]:
     with deferred_interrupts() as interrupts, ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplug-bench-"))
         pool = stack.enter_context(ThreadPoolExecutor(size, thread_name_prefix="kvplug bench"))
-        ends: list[peers.Peer] = []
+        ends: list[MeasuringProcess] = []
         for rank in range(size):
             its = task | {"rank": rank, "folder": folder, "device": candidate.device(rank)}
-            child = peers.start(
-                target, its, timeout_s=life_s, env=candidate.env, python=candidate.python, flags=["-P"]
+            end = MeasuringProcess(
+                target,
+                its,
+                life_s=life_s,
+                wait_s=life_s + SETTLE_S,
+                env=candidate.env,
+                python=candidate.python,
             )
-            ends.append(stack.enter_context(child))
+            ends.append(stack.enter_context(end))
             interrupts.check()
-        attended = [pool.submit(_attend, each, ends, life_s) for each in ends]
+        attended = [pool.submit(_attend, each, ends) for each in ends]
         every = _gathered(attended, interrupts)
     return [
         *(
@@ -169,12 +172,12 @@ def measure_once(candidate: Candidate, plan: Plan) -> list[Figures]:
     ]
 
 
-def _attend(end: peers.Peer, ends: Sequence[peers.Peer], life_s: float) -> dict[str, Any]:
+def _attend(end: MeasuringProcess, ends: Sequence[MeasuringProcess]) -> dict[str, Any]:
     """Forward one end's messages to the other ends until it reports its figures. One thread for each end."""
     while True:
-        said, value = end.recv(life_s + SETTLE_S)
+        said, value = end.recv()
         if said == FIGURES:
-            end.result()
+            end.wait_until_returned()
             return dict(value)
         if said == UNAVAILABLE:
             raise UnavailableError(value)
@@ -207,7 +210,7 @@ def _depth(error: BaseException) -> int:
     match error:
         case UnavailableError():
             return 0
-        case peers.ChildError(kind=kind) if kind in _FOLLOWS:
+        case EndError(kind=kind) if kind in _FOLLOWS:
             return 2
     return 1
 

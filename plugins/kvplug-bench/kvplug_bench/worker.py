@@ -13,9 +13,9 @@ from kvplug_bench.content import check, content, stamp
 from kvplug_bench.device import TimedDevice, open_device
 from kvplug_bench.links import RENDEZVOUS_TIMEOUT_S, Rendezvous, UnavailableError
 from kvplug_bench.pipes import run_receiver, run_sender
+from kvplug_bench.processes import Parent
 from kvplug_bench.queues import Acknowledgements, run_reader, run_writer
 from kvplug_bench.stopwatch import BURSTS, PAUSE_S, Stopwatch, in_burst
-from kvplug_testing.peers import Parent
 
 RENDEZVOUS, UNAVAILABLE, FIGURES = "rendezvous", "unavailable", "figures"
 """The kinds of messages from a measuring process to its parent. Each carries a value."""

@@ -20,13 +20,13 @@ from kvplug_bench import rounds
 from kvplug_bench.candidate import Candidate
 from kvplug_bench.command import bench
 from kvplug_bench.interrupts import DeferredInterrupts, deferred_interrupts
+from kvplug_bench.processes import MeasuringProcess
 from kvplug_bench.rounds import Plan, measure_once
 from kvplug_testing import peers
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 PLAN = Plan(sizes=(64,))
-PIPE = Candidate(name="cat", kind="pipe", ops=())
 LIMIT_S = 280.0
 LOCKS = 4
 """A turn takes more of them than that: those of its threads and of their futures."""
@@ -62,15 +62,20 @@ def interrupted(nth: int) -> Iterator[SimpleNamespace]:
         threading.Condition.__enter__ = before  # type: ignore[method-assign]
 
 
-def interrupt_each_lock(parent: peers.Parent, file: str) -> int:
+def pipe(folder: str) -> Candidate:
+    """A pipe whose ends measure nothing: their program is the module ``nothing`` in that folder."""
+    return Candidate(name="cat", kind="pipe", ops=(), env={"PYTHONPATH": folder})
+
+
+def interrupt_each_lock(parent: peers.Parent, folder: str) -> int:
     """One turn for each lock that a turn takes. Returns how many turns were ended."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "take_part", SimpleNamespace(__module__=file, __name__="measure"))
+        patch.setattr(rounds, "take_part", SimpleNamespace(__module__="nothing", __name__="measure"))
         for nth in itertools.count(1):
             with interrupted(nth) as seen:
                 try:
-                    measure_once(PIPE, PLAN)
+                    measure_once(pipe(folder), PLAN)
                 except KeyboardInterrupt:
                     continue
             assert seen.taken < nth
@@ -79,23 +84,22 @@ def interrupt_each_lock(parent: peers.Parent, file: str) -> int:
 
 
 def test_no_lock_stays_taken_wherever_an_interrupt_comes(tmp_path: Path) -> None:
-    file = tmp_path / "nothing.py"
-    file.write_text(MEASURE_NOTHING)
-    with peers.start(interrupt_each_lock, str(file), timeout_s=LIMIT_S) as child:
+    (tmp_path / "nothing.py").write_text(MEASURE_NOTHING)
+    with peers.start(interrupt_each_lock, str(tmp_path), timeout_s=LIMIT_S) as child:
         assert child.result(LIMIT_S) > LOCKS
 
 
 def test_a_process_that_has_just_been_started_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = peers.start, []
+    started = []
 
-    def start_and_interrupt(*args: Any, **more: Any) -> peers.Peer:
-        started.append(start(*args, **more))
+    def start_and_interrupt(*args: Any, **more: Any) -> MeasuringProcess:
+        started.append(MeasuringProcess(*args, **more))
         signal.raise_signal(signal.SIGINT)
         return started[-1]
 
-    monkeypatch.setattr(peers, "start", start_and_interrupt)
+    monkeypatch.setattr(rounds, "MeasuringProcess", start_and_interrupt)
     with peers.nothing_left(), pytest.raises(KeyboardInterrupt):
-        measure_once(PIPE, PLAN)
+        measure_once(pipe(""), PLAN)
     (only,) = started
     assert only.exit_code == -signal.SIGKILL
 
