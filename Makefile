@@ -23,7 +23,7 @@ KEEP ?=
 # The development environment is .venv: the core and its plugins are imported from this checkout.
 PLUGINS = testing bench cpu shm host fs redis mooncake etcd nixl lookup pynccl cuda-ipc transformers
 EXAMPLES = kvplug-sample kvplug-sqlite
-EDITABLE = $(PLUGINS:%=plugins/kvplug-%) $(EXAMPLES:%=docs/examples/%)
+EDITABLE = $(PLUGINS:%=plugins/kvplug-%) $(EXAMPLES:%=docs/examples/%) tests/lab
 # What has a part in C is installed again when it changes.
 COMPILED = hatch_build.py plugins/kvplug-shm/hatch_build.py kvplug/transport/store/copying/pages.c \
 	plugins/kvplug-shm/kvplug_shm/native/ring.c

@@ -80,7 +80,7 @@ def _version() -> str:
 
 def fakes(folder: Path) -> dict[str, str]:
     """The libraries of ``--fake``, compiled. Raises OSError: there is no compiler."""
-    from kvplug_testing.gpu.fake import CUDART, NCCL
+    from kvplug_lab.gpu.fake import CUDART, NCCL
 
     return {"cuda-ipc": CUDART.build(folder), "pynccl": NCCL.build(folder)}
 

@@ -74,16 +74,16 @@ class OverFake(PipeLink):
 def _cuda_ipc(library: str) -> kvplug.transport.PipeEndpoint:
     from kvplug_cuda_ipc.options import CudaIpcPipeOptions
     from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
-    from kvplug_testing.gpu.cuda_ipc import HostDevice
+    from kvplug_lab.gpu.cuda_ipc import HostDevice
 
     options = CudaIpcPipeOptions(library=library, staging_bytes=4 << 20, piece_bytes=1 << 20)
     return CudaIpcEndpoint(_context(options), HostDevice(library))
 
 
 def _pynccl(library: str) -> kvplug.transport.PipeEndpoint:
+    from kvplug_lab.gpu.pynccl import HostDevice
     from kvplug_pynccl.options import PyncclPipeOptions
     from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
-    from kvplug_testing.gpu.pynccl import HostDevice
 
     return PyncclEndpoint(_context(PyncclPipeOptions(library=library)), HostDevice(library))
 
@@ -293,7 +293,7 @@ def _stream(where: TimedDevice, library: str) -> Iterator[tuple[int, Callable[[]
 
         yield torch.cuda.current_stream().cuda_stream, where.synchronize
         return
-    from kvplug_testing.gpu import fake
+    from kvplug_lab.gpu import fake
 
     stream = fake.Controls(library).stream()
     yield stream.handle, stream.synchronize
@@ -360,7 +360,7 @@ def _communicator(
     )
     if not library:
         return PyncclCommunicator(context)
-    from kvplug_testing.gpu.pynccl import HostCommunicator, HostDevice
+    from kvplug_lab.gpu.pynccl import HostCommunicator, HostDevice
 
     return HostCommunicator(context, HostDevice(library))
 

@@ -124,7 +124,7 @@ def test_what_is_made_for_tests_is_listed_only_when_asked_for(birds: Any) -> Non
         done = birds.kvplug("list", "--json", *arguments)
         return {(each["kind"], each["name"]) for each in json.loads(done.stdout)}
 
-    fakes = {("pipe", "memory"), ("pipe", "faulty"), ("queue", "faulty"), ("connector", "memory")}
+    fakes = {("pipe", "memory"), ("pipe", "around"), ("queue", "memory"), ("connector", "memory")}
     assert not fakes & names()
     assert fakes <= names("--all")
     assert names() < names("--all")

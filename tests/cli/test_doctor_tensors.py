@@ -647,10 +647,7 @@ def test_tls_at_one_end_is_named(tmp_path: Path, fork_server: ForkServer) -> Non
 
 
 def test_a_slow_pipe_is_named(fork_server: ForkServer) -> None:
-    slow = {
-        "transport": "faulty",
-        "options": {"faulty": {"plan": {"rules": [{"do": "slow", "bytes_per_s": 2_000_000}]}}},
-    }
+    slow = {"transport": "faulty", "options": {"faulty": {"rules": ["slow bytes_per_s=2000000"]}}}
     with an_engine(fork_server, config=slow) as (contact, _):
         assert_named(doctor(fork_server, peer=contact), "rate", "GB/s claimed")
 

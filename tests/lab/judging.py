@@ -17,7 +17,7 @@ from typing import Any, Final
 from kvplug_testing.scorecard import Outcome, Scorecard, from_json
 
 ROOT: Final = Path(__file__).parents[2]
-FOLDER: Final = ROOT / "plugins" / "kvplug-testing" / "tests" / "mutants"
+FOLDER: Final = Path(__file__).parent / "mutants"
 FILES: Final = sorted(path for path in FOLDER.glob("*.py") if path.name != "conftest.py")
 LIFE_S: Final = 900
 """Of a process that judges a file of mutants."""

@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import attrs
-import judging
 
+import judging
 import kvplug_testing
 from kvplug_testing.scorecard import NOT_RUN, Scorecard, from_json
 

@@ -9,8 +9,10 @@ import threading
 import time
 from pathlib import Path
 
-import matrix
 import pytest
+
+import matrix
+from kvplug_testing.scorecard import Outcome, Result, Scorecard
 from made_up import made_up
 from matrix import (
     UNRUN,
@@ -24,8 +26,6 @@ from matrix import (
     read_matrix,
     short_names,
 )
-
-from kvplug_testing.scorecard import Outcome, Result, Scorecard
 
 WRONG, MISSPELT = "made_up.TestIsWrong", "made_up.TestIsMisspelt"
 OLD = Matrix(

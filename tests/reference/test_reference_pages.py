@@ -18,12 +18,10 @@ import pytest
 import kvplug.errors
 from kvplug import KvplugError
 from kvplug.cli.main import OWN, program
-from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config, describe_options
+from kvplug.config import KEYS, RESERVED, RESERVED_PREFIXES, describe_config
 from kvplug.config.sources import VLLM_IGNORED, VLLM_KEYS
 from kvplug.transport import hookspecs
 from kvplug.transport.hookspecs import OFFERED
-from kvplug_testing.faults import Rule
-from kvplug_testing.faults.plan import BEFORE, CONTENT
 from kvplug_testing.pytest_plugin import _LEVELS as LEVELS
 
 ROOT = Path(__file__).parents[2]
@@ -97,16 +95,7 @@ def error_rows() -> list[str]:
     return rows
 
 
-def rule_rows() -> list[str]:
-    return [f"| `{row.name}` | {row.type} | `{row.default}` | {row.help} |" for row in describe_options(Rule)]
-
-
-def action_rows() -> list[str]:
-    return [f"| `{do}` | " for do in (*CONTENT, *BEFORE)]
-
-
 TABLES = {
-    "faults.md": [rule_rows, action_rows],
     "config.md": [key_rows, vllm_rows, ignored_rows],
     "environment.md": [variable_rows, reserved_rows, prefix_rows],
     "hooks.md": [hook_rows],

@@ -126,7 +126,7 @@ def test_a_part_that_fails_is_a_row_and_the_others_go_on(
 def test_what_nccl_refuses_is_a_row_that_says_what_it_said(
     script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from kvplug_testing.gpu.fake import NCCL
+    from kvplug_lab.gpu.fake import NCCL
 
     setting.libraries = {"pynccl": NCCL.build(tmp_path)}
     monkeypatch.setenv(NCCL.variable, "init_result=5")

@@ -48,6 +48,6 @@ def test_what_ranks_cannot_agree_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="'auto' was given"):
         build_pipe_endpoint(Config(transport="auto"))
     with pytest.raises(ConfigError, match="name one"):
-        build_pipe_endpoint(Config(transport="faulty", options={"faulty": {"plan": {}}}))
+        build_pipe_endpoint(Config(transport="around", options={"around": {"mark": "x"}}))
     with pytest.raises(PluginError, match="no pipe can be had"):
         build_pipe_endpoint(Config(transport="cpu", device="cuda"))

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.timeout(100), pytest.mark.xdist_group("timing")]
 
 MIB = 1 << 20
 MESSAGE = torch.zeros(2 * MIB, dtype=torch.uint8)
-SLOW = {"do": "slow", "bytes_per_s": 20 * MIB}
+SLOW = f"slow bytes_per_s={20 * MIB}"
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +37,13 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_rate, "host_load", lambda: 1.0)
 
 
-def config(transport: str = "cpu", rule: dict[str, Any] | None = None, **more: Any) -> Config:
+def config(transport: str = "cpu", rule: str = "", **more: Any) -> Config:
     """``rule``: a fault of what this end sends."""
     known: dict[str, Any] = {"transport": transport, "timeout_s": 20, "connect_timeout_s": 20, **more}
-    if rule is not None:
+    if rule:
         known |= {
             "transport": "faulty",
-            "options": {"faulty": {"inner": transport, "plan": {"rules": [rule]}}},
+            "options": {"faulty": {"inner": transport, "rules": [rule]}},
         }
     return Config.from_dict(known)
 
@@ -107,7 +107,7 @@ def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) ->
 
 def test_a_path_that_was_fast_and_is_not_any_more_is_told(warned: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(slow_path.SlowPathAlarm, "_claim", lambda self: Cost(latency_us=1e3, gb_per_s=1e-3))
-    pipe, other = pair(config(rule={**SLOW, "after": 60 * MIB}))
+    pipe, other = pair(config(rule=f"{SLOW} after={60 * MIB}"))
     taking = Taking(other)
     send(pipe, 55)
     (text,) = warned()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 
 LIFE_S = 200.0
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-SUBJECT = str(Path(__file__).parents[2] / "plugins/kvplug-testing/tests/subjects/socket_queue.py")
+SUBJECT = str(Path(__file__).parents[2] / "tests/lab/subjects/socket_queue.py")
 
 
 @contextlib.contextmanager

@@ -202,8 +202,8 @@ def test_rows_for_programs_have_every_figure_and_nothing_else(site: Any) -> None
 
 def test_a_pipe_around_another_is_measured_with_what_it_adds(site: Any) -> None:
     pytest.importorskip("kvplug_cpu", reason="kvplug-cpu is not installed")
-    arguments = ["--transport", "pipe:faulty", "--baseline", "", "--sizes", "64KiB", "--idle", "0", "--json"]
-    options = ["options.faulty.inner=cpu", "options.faulty.plan=rules = []"]
+    arguments = ["--transport", "pipe:around", "--baseline", "", "--sizes", "64KiB", "--idle", "0", "--json"]
+    options = ["options.around.inner=cpu", "options.around.mark=x"]
     done = bench(site, *arguments, "--rounds", "1", *options)
     assert done.returncode == 0, done.stderr
     assert [row["op"] for row in json.loads(done.stdout)] == ["into", "alone", "owned", "latency"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvplug_cuda_ipc.cudart.library import Runtime, load
-from kvplug_testing.gpu import fake
-from kvplug_testing.gpu.fixtures import fixtures_of
+from kvplug_lab.gpu import fake
+from kvplug_lab.gpu.fixtures import fixtures_of
 
 fake_path, controls = fixtures_of(fake.CUDART)
 

@@ -14,10 +14,10 @@ from kvplug.transport import Credentials, PipeContext
 from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
 from kvplug_cuda_ipc.pipe.pipe import CudaIpcPipe
+from kvplug_lab.gpu import fake
+from kvplug_lab.gpu.cuda_ipc import HostDevice
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.gpu import fake
-from kvplug_testing.gpu.cuda_ipc import HostDevice
 from kvplug_testing.pairs import (
     PipePairs,
     connect_and_send,

@@ -25,12 +25,12 @@ class TestCudaIpcPipe(PipeContract):
 
     def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
         from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
-        from kvplug_testing.gpu.cuda_ipc import HostDevice
+        from kvplug_lab.gpu.cuda_ipc import HostDevice
 
         return CudaIpcEndpoint(context, HostDevice(context.options.library))
 
     def import_all(self) -> None:
-        import kvplug_testing.gpu.cuda_ipc  # noqa: F401
+        import kvplug_lab.gpu.cuda_ipc  # noqa: F401
 
         super().import_all()
 

@@ -34,8 +34,8 @@ from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.pipe.content import Runs
 from kvplug_cuda_ipc.pipe.frames import MAX_PIECES, FrameKind, Piece, decode, encode
 from kvplug_cuda_ipc.pipe.pieces import AnnouncedPieces
+from kvplug_lab.gpu.cuda_ipc import HostDevice
 from kvplug_testing.comparison import assert_filled, assert_same
-from kvplug_testing.gpu.cuda_ipc import HostDevice
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")

@@ -20,11 +20,11 @@ from kvplug_cuda_ipc import peer_process
 from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.pipe import join
 from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
+from kvplug_lab.gpu.cuda_ipc import HostDevice
+from kvplug_lab.gpu.fake import CUDART
+from kvplug_lab.gpu.host import HostStream
 from kvplug_testing import peers
 from kvplug_testing.comparison import assert_filled, assert_same
-from kvplug_testing.gpu.cuda_ipc import HostDevice
-from kvplug_testing.gpu.fake import CUDART
-from kvplug_testing.gpu.host import HostStream
 from kvplug_testing.waits import Call, until
 
 pytestmark = pytest.mark.full

@@ -21,8 +21,8 @@ from kvplug_cuda_ipc.options import CudaIpcPipeOptions
 from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_cuda_ipc.pipe.content import Target, content_of
 from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
+from kvplug_lab.gpu.cuda_ipc import HostDevice
 from kvplug_testing import check_plugin
-from kvplug_testing.gpu.cuda_ipc import HostDevice
 
 ENDS = Path(__file__).with_name("cuda_ipc_ends.py")
 local_pair = ends.local_pair

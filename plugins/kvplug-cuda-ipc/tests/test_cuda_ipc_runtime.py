@@ -14,8 +14,8 @@ import pytest
 from kvplug_cuda_ipc.cudart.errors import CudaError, CudaLibraryError, CudaMemoryError
 from kvplug_cuda_ipc.cudart.library import Runtime, load
 from kvplug_cuda_ipc.cudart.places import VARIABLE, loaded, places
+from kvplug_lab.gpu import fake
 from kvplug_testing import peers
-from kvplug_testing.gpu import fake
 from kvplug_testing.waits import until
 
 PACKAGE = "nvidia-cuda-runtime-cu12"

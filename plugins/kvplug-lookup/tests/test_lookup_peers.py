@@ -12,10 +12,10 @@ import pytest
 
 from kvplug import HandshakeError
 from kvplug.engine import RequestEnd
+from kvplug_lab.faults import FaultyPipe, Rule
 from kvplug_lookup.connector import serve
 from kvplug_testing import peers
 from kvplug_testing.engine import FakeEngine, request_of
-from kvplug_testing.faults import FaultyPipe, Plan, Rule
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call, until
 from lookup_engines import (
@@ -40,9 +40,9 @@ def producing(parent: Any, address: str, firsts: list[int], count: int = 100, ru
     ``rules``: of the faults of its pipes; with any, its memory is not mapped.
     """
     options = {"host": {"segment_bytes": 1 << 20, "map": not rules}}
-    plan = Plan(rules=[Rule(**rule) for rule in rules])
+    given_rules = [Rule.parsed(rule) for rule in rules]
     given = config("producer", host=address, options=options, transport="cpu" if rules else "auto")
-    with FakeEngine(given, num_blocks=256, wrap_pipe=lambda pipe: FaultyPipe(pipe, plan)) as engine:
+    with FakeEngine(given, num_blocks=256, wrap_pipe=lambda pipe: FaultyPipe(pipe, given_rules)) as engine:
         for first in firsts:
             engine.prefill(request_of(f"stored {first}", tokens(count, first)))
         num_held(engine)
@@ -164,7 +164,7 @@ def test_the_tenth_restart_of_a_peer_costs_what_the_first_did_and_others_serve_m
 
 def test_a_peer_that_is_killed_in_the_middle_of_a_load_fails_its_own_pages_only(engines: Engines) -> None:
     address, other = an_address("killed"), an_address("other")
-    engines.start(address, [0], 100, [{"do": "kill", "signal": "SIGKILL", "message": 1, "min_bytes": 4096}])
+    engines.start(address, [0], 100, ["kill message=1 min_bytes=4096"])
     engines.start(other, [1000])
     given = {"options": {"host": {"map": False}}, "transport": "cpu"}
     with consumer(address, other, **given) as decode:

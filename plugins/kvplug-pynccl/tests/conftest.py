@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvplug_lab.gpu import fake
+from kvplug_lab.gpu.fixtures import fixtures_of
 from kvplug_pynccl.nccl.library import Library, load
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.gpu import fake
-from kvplug_testing.gpu.fixtures import fixtures_of
 
 RANKS = Path(__file__).with_name("pynccl_ranks.py")
 

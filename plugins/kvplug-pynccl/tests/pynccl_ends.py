@@ -13,13 +13,13 @@ import torch
 
 from kvplug import connect_ranks
 from kvplug.transport import Credentials, PipeContext
+from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_pynccl.pipe.pipe import PyncclPipe
 from kvplug_testing import peers
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.pairs import (
     PipePairs,
     connect_and_send,

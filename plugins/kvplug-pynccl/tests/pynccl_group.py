@@ -15,12 +15,12 @@ import torch
 
 from kvplug import KvplugError, StatelessGroup
 from kvplug.transport import CommunicatorContext, Credentials, RecvOp, SendOp
+from kvplug_lab.gpu.fake import Controls
+from kvplug_lab.gpu.pynccl import HostCommunicator, HostDevice
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.gpu.fake import Controls
-from kvplug_testing.gpu.pynccl import HostCommunicator, HostDevice
 from kvplug_testing.groups import local_groups
 
 PATIENCE_S = 60.0

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvplug_lab.gpu.fake import Controls, Stream
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result, UniqueId
 from kvplug_pynccl.nccl.library import Library, load
 from kvplug_testing import peers
-from kvplug_testing.gpu.fake import Controls, Stream
 
 PATIENCE_S = 60.0
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import pynccl_ranks as ranks
+from kvplug_lab.gpu import fake
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result
 from kvplug_pynccl.nccl.errors import (
     NcclError,
 )
 from kvplug_pynccl.nccl.library import Library
 from kvplug_pynccl.nccl.prototypes import PROTOTYPES
-from kvplug_testing.gpu import fake
 
 
 def test_a_call_that_waits_lets_other_threads_run(
@@ -72,7 +72,7 @@ def test_what_nccl_writes_at_the_end_of_a_start_is_kept_until_then(fake_path: st
 
 def test_importing_the_binding_loads_neither_torch_nor_nccl() -> None:
     code = (
-        "import sys, kvplug_pynccl.nccl.library, kvplug_pynccl.nccl.dtypes, kvplug_testing.gpu.fake\n"
+        "import sys, kvplug_pynccl.nccl.library, kvplug_pynccl.nccl.dtypes, kvplug_lab.gpu.fake\n"
         "assert 'torch' not in sys.modules and 'libnccl' not in open('/proc/self/maps').read()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

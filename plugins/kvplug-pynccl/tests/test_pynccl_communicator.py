@@ -14,13 +14,13 @@ import torch
 import pynccl_group as ends
 from kvplug import ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import TensorMismatchError, WireError
+from kvplug_lab.gpu import fake
+from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.communicator.bootstrap import RankHello, agree
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.communicator.memory import Part, are_contiguous
 from kvplug_pynccl.communicator.side_channel import SideChannelEndpoint
 from kvplug_testing.comparison import assert_filled
-from kvplug_testing.gpu import fake
-from kvplug_testing.gpu.pynccl import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_group.py")
 groups, local_ranks = ends.groups, ends.local_ranks

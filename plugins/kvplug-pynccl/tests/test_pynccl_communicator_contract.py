@@ -20,12 +20,12 @@ class TestPyncclCommunicator(DeviceCommunicatorContract):
         cls.options = {**cls.options, "library": fake_path}
 
     def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
-        from kvplug_testing.gpu.pynccl import HostCommunicator, HostDevice
+        from kvplug_lab.gpu.pynccl import HostCommunicator, HostDevice
 
         return HostCommunicator(context, HostDevice(context.options.library))
 
     def import_all(self) -> None:
-        import kvplug_testing.gpu.pynccl  # noqa: F401
+        import kvplug_lab.gpu.pynccl  # noqa: F401
 
         super().import_all()
 

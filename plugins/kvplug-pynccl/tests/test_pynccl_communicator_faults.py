@@ -12,11 +12,11 @@ import torch
 
 import pynccl_group as ends
 from kvplug import ConfigError, PeerGoneError, TimeoutError, TransportError
+from kvplug_lab.gpu.fake import GPU_VARIABLE
+from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclInvalidArgumentError, NcclInvalidUsageError
 from kvplug_testing.comparison import assert_filled
-from kvplug_testing.gpu.fake import GPU_VARIABLE
-from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.waits import until
 
 pytestmark = pytest.mark.full

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import pynccl_ranks as ranks
+from kvplug_lab.gpu import fake
 from kvplug_pynccl.nccl.abi import DataType, Result
 from kvplug_pynccl.nccl.errors import (
     NcclInvalidArgumentError,
@@ -15,7 +16,6 @@ from kvplug_pynccl.nccl.errors import (
 )
 from kvplug_pynccl.nccl.library import Library
 from kvplug_testing import peers
-from kvplug_testing.gpu import fake
 
 StartRanks = Callable[..., list[peers.Peer]]
 PATIENCE_S, near = ranks.PATIENCE_S, ranks.near

@@ -9,6 +9,7 @@ import torch
 
 import pynccl_ranks as ranks
 from kvplug import ClosedError
+from kvplug_lab.gpu import fake
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result
 from kvplug_pynccl.nccl.dtypes import reduced_as
 from kvplug_pynccl.nccl.errors import (
@@ -18,7 +19,6 @@ from kvplug_pynccl.nccl.errors import (
 )
 from kvplug_pynccl.nccl.library import Library
 from kvplug_testing import peers
-from kvplug_testing.gpu import fake
 
 StartRanks = Callable[..., list[peers.Peer]]
 PATIENCE_S, near = ranks.PATIENCE_S, ranks.near

@@ -18,6 +18,7 @@ import pytest
 
 import pynccl_ranks as ranks
 from kvplug import UnsupportedError
+from kvplug_lab.gpu import fake
 from kvplug_pynccl.nccl.abi import HEADER, Config, Properties, Result, UniqueId, Version
 from kvplug_pynccl.nccl.errors import (
     NcclError,
@@ -27,7 +28,6 @@ from kvplug_pynccl.nccl.library import Library, load
 from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE
 from kvplug_pynccl.nccl.prototypes import MIN_VERSION, OPTIONAL, PROTOTYPES
 from kvplug_testing import peers
-from kvplug_testing.gpu import fake
 
 
 def packaged() -> str:

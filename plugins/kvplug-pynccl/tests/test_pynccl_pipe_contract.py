@@ -23,13 +23,13 @@ class TestPyncclPipe(PipeContract):
         cls.options = {**cls.options, "library": fake_path}
 
     def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
+        from kvplug_lab.gpu.pynccl import HostDevice
         from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
-        from kvplug_testing.gpu.pynccl import HostDevice
 
         return PyncclEndpoint(context, HostDevice(context.options.library))
 
     def import_all(self) -> None:
-        import kvplug_testing.gpu.pynccl  # noqa: F401
+        import kvplug_lab.gpu.pynccl  # noqa: F401
 
         super().import_all()
 

@@ -19,9 +19,9 @@ from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, Transp
 from kvplug.metrics.record import RecordedPipe
 from kvplug.metrics.stats import TransferStats
 from kvplug.transport import HeartbeatTerms, PeerIdentity
+from kvplug_lab.gpu.fake import NCCL
 from kvplug_pynccl.pipe import join, worker
 from kvplug_testing.comparison import assert_filled, assert_same
-from kvplug_testing.gpu.fake import NCCL
 from kvplug_testing.waits import Call, raises, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")

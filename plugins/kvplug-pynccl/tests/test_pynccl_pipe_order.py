@@ -16,10 +16,10 @@ import torch
 import pynccl_ends as ends
 from kvplug import TimeoutError
 from kvplug.net import streams
+from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.device import CudaStream
 from kvplug_pynccl.pipe import worker
 from kvplug_testing.comparison import assert_filled, assert_same
-from kvplug_testing.gpu.pynccl import HostDevice
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")

@@ -12,6 +12,7 @@ import torch
 import pynccl_ends as ends
 from kvplug import ConfigError, ResourceExhaustedError, TransportError, UnsupportedError
 from kvplug.transport import Blocks, Credentials, PipeContext
+from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl import interface
 from kvplug_pynccl.device import CudaDevice
 from kvplug_pynccl.nccl.errors import NcclLibraryError
@@ -20,7 +21,6 @@ from kvplug_pynccl.options import PyncclPipeOptions
 from kvplug_pynccl.pipe.content import check_out, content_of
 from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 from kvplug_pynccl.pipe.frames import Announcement, Frame, FrameType
-from kvplug_testing.gpu.pynccl import HostDevice
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")
 local_pair = ends.local_pair

@@ -15,13 +15,13 @@ import torch
 import pynccl_ends as ends
 from kvplug import ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.transport import Credentials, dial, this_process
+from kvplug_lab.gpu.fake import GPU_VARIABLE, NCCL
 from kvplug_pynccl import interface
 from kvplug_pynccl.nccl.abi import Result
 from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.pipe import join
 from kvplug_pynccl.pipe.contact import PyncclContact
 from kvplug_testing import peers
-from kvplug_testing.gpu.fake import GPU_VARIABLE, NCCL
 from kvplug_testing.waits import Call, until
 
 ENDS = Path(__file__).with_name("pynccl_ends.py")

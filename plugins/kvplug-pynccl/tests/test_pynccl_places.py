@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from kvplug_lab.gpu import fake
 from kvplug_pynccl.nccl import places as places_module
 from kvplug_pynccl.nccl.errors import (
     NcclLibraryError,
 )
 from kvplug_pynccl.nccl.library import Library, load
 from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, Place, places
-from kvplug_testing.gpu import fake
 
 compiled = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc)")
 

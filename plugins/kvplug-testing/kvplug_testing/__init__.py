@@ -3,7 +3,7 @@
 The conformance kit is one class for each ABC: subclass :class:`PipeContract`, name your transport in it, and
 pytest checks it against the laws. :mod:`~kvplug_testing.peers` runs functions of a test in real child
 processes and finds the resources that they leave behind; :mod:`~kvplug_testing.waits` watches calls that
-could block; :mod:`~kvplug_testing.faults` injects faults into any pipe or queue, following a plan.
+could block.
 """
 
 from kvplug.door import Door

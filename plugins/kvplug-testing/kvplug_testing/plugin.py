@@ -22,15 +22,6 @@ def kvplug_transports() -> list[TransportSpec]:
             for_tests=True,
         ),
         TransportSpec(
-            kind=Kind.PIPE,
-            name="faulty",
-            factory="kvplug_testing.faults.transport:faulty",
-            options="kvplug_testing.faults.options:FaultyOptions",
-            summary="For tests: wraps another pipe, and injects the faults of a plan",
-            for_tests=True,
-            wraps=True,
-        ),
-        TransportSpec(
             kind=Kind.QUEUE,
             name="memory",
             factory="kvplug_testing.memory.queue:MemoryQueueEndpoint",
@@ -38,15 +29,6 @@ def kvplug_transports() -> list[TransportSpec]:
             summary="For tests: writer and readers in one process, nothing but Python",
             capabilities=Capabilities(cost=Cost(latency_us=10.0, gb_per_s=5.0)),
             for_tests=True,
-        ),
-        TransportSpec(
-            kind=Kind.QUEUE,
-            name="faulty",
-            factory="kvplug_testing.faults.queue:faulty",
-            options="kvplug_testing.faults.options:FaultyOptions",
-            summary="For tests: wraps another message queue, and injects the faults of a plan into values",
-            for_tests=True,
-            wraps=True,
         ),
         TransportSpec(
             kind=Kind.COMMUNICATOR,

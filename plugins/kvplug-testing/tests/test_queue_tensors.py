@@ -1,8 +1,7 @@
-"""The suite of message queues, over the queue "memory" and over one between processes."""
+"""The suite of message queues, over the queue "memory"."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,22 +9,11 @@ import pytest
 from kvplug import TransportError
 from kvplug_testing import MessageQueueContract
 from kvplug_testing.contract.queue.messages import taken
-from kvplug_testing.contract.suite_ref import module_at
-
-subject = module_at(str(Path(__file__).parent / "subjects" / "socket_queue.py"))
 
 
 @pytest.mark.full
 class TestMemoryQueue(MessageQueueContract):
     transport = "memory"
-
-
-@pytest.mark.variant
-class TestSocketQueue(MessageQueueContract):
-    most_bytes = 8 << 20  # a channel's frame is bounded
-
-    def make_endpoint(self, context: Any) -> Any:
-        return subject.SocketQueueEndpoint(context)
 
 
 class Scripted:

@@ -64,10 +64,10 @@ def test_what_takes_no_options_says_so() -> None:
 
 
 def test_what_goes_around_another_one_is_judged_around_the_kits_own() -> None:
-    with pytest.raises(ConfigError, match=r"options\.faulty\.plan: must be given"):
-        judged(transports=("pipe:faulty",))
-    suite = judged("faulty.plan=seed = 1", transports=("pipe:faulty",))
-    assert suite.__name__ == "TestFaultyPipeContract"
+    with pytest.raises(ConfigError, match=r"options\.around\.mark: must be given"):
+        judged(transports=("pipe:around",))
+    suite = judged("around.mark=x", transports=("pipe:around",))
+    assert suite.__name__ == "TestAroundPipeContract"
     assert not suite.across_processes
 
 

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,21 +148,6 @@ def test_bits_flipped_with_integrity_on_are_refused_and_recomputed():
     assert found["ttft_floor_s"] is None
     assert any("could not be loaded: corrupt" in reason for reason in found["reasons"])
     assert done.returncode == 1
-
-
-@pytest.mark.demo
-def test_the_page_about_faults_works_as_it_is_written(tmp_path: Path):
-    pytest.importorskip("kvplug_host")
-    page = (Path(__file__).parents[3] / "docs" / "how-to" / "see-faults.md").read_text()
-    for name in ("faults.toml", "kvplug.toml"):
-        written = re.search(rf"   ```toml\n   # {name}\n(.*?)   ```", page, re.S)[1]
-        plan = textwrap.dedent(written).replace("faults.toml", str(tmp_path / "faults.toml"))
-        (tmp_path / name).write_text(plan)
-    given = ("--json", "--config", str(tmp_path / "kvplug.toml"), "--max-new-tokens", "4")
-    found = report(done := run(*given, KVPLUG_LOG="info"))
-    assert (found["tokens_loaded"], found["identical"], done.returncode) == (0, True, 1)
-    assert "planned fault: rule 1 (flip), message 20" in done.stderr
-    assert any("could not be loaded: corrupt" in reason for reason in found["reasons"])
 
 
 @pytest.mark.demo

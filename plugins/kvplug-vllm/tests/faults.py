@@ -10,7 +10,7 @@ import attrs
 
 import kvplug_vllm.connector
 from kvplug import Config, build_connector
-from kvplug_testing.faults import FaultyPipe, Plan, Rule
+from kvplug_lab.faults import FaultyPipe, Rule
 
 HELD_S = 60.0
 """What is held is let go then: no test ends hanging."""
@@ -18,12 +18,12 @@ HELD_S = 60.0
 
 def corrupt_what_is_sent() -> None:
     """Bits of KV (not of the token ids beside it) flip after the sender has hashed it."""
-    _wrap_pipes(functools.partial(FaultyPipe, plan=flips(min_bytes=64 << 10)))
+    _wrap_pipes(functools.partial(FaultyPipe, rules=flips(min_bytes=64 << 10)))
 
 
-def flips(**which: Any) -> Plan:
+def flips(min_bytes: int) -> list[Rule]:
     """In each tensor that is hit so many bits that the tokens are others."""
-    return Plan(rules=[Rule(do="flip", bits=4096, **which)])
+    return [Rule("flip", bits=4096, min_bytes=min_bytes)]
 
 
 def schedule_ahead() -> None:

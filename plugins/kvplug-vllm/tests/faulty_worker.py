@@ -13,7 +13,7 @@ import attrs
 import kvplug_vllm.connector
 from kvplug import build_connector
 from kvplug.engine import Parallelism
-from kvplug_testing.faults import FaultyPipe, Plan, Rule
+from kvplug_lab.faults import FaultyPipe, Rule
 
 SWITCH = Path(__file__).with_name("corrupt")
 """While this is there, what the worker sends is not what it has hashed."""
@@ -34,5 +34,4 @@ def _build(config: Any, side: str, *, parallelism: Parallelism, **more: Any) -> 
 
 class _Pipe(FaultyPipe):
     def __init__(self, pipe: Any) -> None:
-        flips = Rule(do="flip", bits=4096, min_bytes=16 << 10)
-        super().__init__(pipe, Plan(rules=[flips]), when=SWITCH.exists)
+        super().__init__(pipe, [Rule("flip", bits=4096, min_bytes=16 << 10)], when=SWITCH.exists)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvplug_lab.gpu import host
 from kvplug_pynccl import device
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
-from kvplug_testing.gpu import host
 
 
 class HostDevice(host.HostDevice, device.Device):

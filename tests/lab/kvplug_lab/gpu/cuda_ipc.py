@@ -7,7 +7,7 @@ from typing import Any
 
 from kvplug_cuda_ipc import device
 from kvplug_cuda_ipc.cudart.library import load
-from kvplug_testing.gpu import fake, host
+from kvplug_lab.gpu import fake, host
 
 
 class HostDevice(host.HostDevice, device.Device):

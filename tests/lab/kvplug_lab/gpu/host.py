@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug_testing.gpu import fake
+from kvplug_lab.gpu import fake
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvplug import ClosedError
-from kvplug_testing.gpu.fake import CUDART, NCCL, OLD_NCCL, Controls, FakeLibrary
-from kvplug_testing.gpu.host import HostDevice
+from kvplug_lab.gpu.fake import CUDART, NCCL, OLD_NCCL, Controls, FakeLibrary
+from kvplug_lab.gpu.host import HostDevice
 
 compiled = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no compiler")
 every_library = pytest.mark.parametrize("library", [NCCL, OLD_NCCL, CUDART], ids=lambda each: each.file)

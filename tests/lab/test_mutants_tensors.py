@@ -1,6 +1,6 @@
 """Every fault that is known is caught by a test of the law that it breaks, and every law has one.
 
-``tests/lab/judging.py`` says when a test has caught a fault. The first mutant of each law lacks the marker
+``judging.py`` says when a test has caught a fault. The first mutant of each law lacks the marker
 ``full``.
 """
 
@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import judging
 import pytest
-from judging import FILES, LIFE_S, controls, judge, mutants
-from made_up import ALONE, made_up
 
+import judging
+from judging import FILES, LIFE_S, controls, judge, mutants
 from kvplug_testing.laws import LAWS
 from kvplug_testing.scorecard import Scorecard
+from made_up import ALONE, made_up
 
 pytestmark = pytest.mark.mutant
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvplug_testing.gpu.fake import Controls, FakeLibrary
+from kvplug_lab.gpu.fake import Controls, FakeLibrary
 
 
 def fixtures_of(library: FakeLibrary) -> tuple[Any, Any]:

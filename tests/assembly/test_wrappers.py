@@ -1,0 +1,146 @@
+"""Transports that wrap another one: how a config names both, and that the peer meets the inner one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplug import Config, ConfigError, PluginError, Registry, build_queue
+from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.cli.list import lines_of
+from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
+from kvplug_testing.memory.queue import MemoryQueueEndpoint
+
+AROUND = {"mark": "x"}
+BOTH = {"transport": "around", "queue": "around"}
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry.from_env()
+
+
+def config(around: dict[str, Any] | None, **more: Any) -> Config:
+    options = {} if around is None else {"around": around}
+    return Config.from_dict({"role": "both", "options": options, **more})
+
+
+def faults_of(config: Config, registry: Registry, *keys: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        ResolvedConfig(config, registry).check(keys=keys)
+    return caught.value.faults
+
+
+@pytest.mark.parametrize(
+    ("key", "inner", "said"),
+    [
+        ("transport", "nothing-such", "no transport named 'nothing-such'"),
+        ("transport", "around", "'around' wraps another transport itself"),
+        ("queue", "memroy", "no message queue named 'memroy'; did you mean 'memory'?"),
+        ("queue", "cpu", "no message queue named 'cpu'"),
+        ("queue", "around", "'around' wraps another transport itself"),
+    ],
+)
+def test_what_cannot_be_inside_is_named_when_the_config_is_checked(
+    registry: Registry, key: str, inner: str, said: str
+) -> None:
+    (fault,) = faults_of(config({**AROUND, "inner": inner}, **{key: "around"}), registry, key)
+    assert fault.startswith(f"options.around.inner: {said}")
+
+
+def test_faults_of_the_wrapper_and_of_what_it_wraps_are_listed_together(registry: Registry) -> None:
+    given = {"queue": "around", "options": {"around": {"inner": "memory"}, "memory": {"spin": 1}}}
+    faults = faults_of(Config.from_dict(given), registry, "queue")
+    assert any(fault.startswith("options.around.mark: must be given") for fault in faults)
+    assert "options.memory: the queue 'memory' takes no options" in faults
+
+
+@pytest.mark.parametrize("around", [None, {}])
+def test_a_pipe_and_a_queue_share_one_table_and_its_faults_are_listed_once(
+    registry: Registry, around: dict[str, Any] | None
+) -> None:
+    (fault,) = faults_of(config(around, **BOTH), registry, *BOTH)
+    assert fault.startswith("options.around.mark: must be given")
+
+
+def test_the_inner_name_of_a_pipe_and_a_queue_is_one_of_both_kinds(registry: Registry) -> None:
+    ResolvedConfig(config({**AROUND, "inner": "memory"}, **BOTH), registry).check(keys=BOTH)
+    faults = faults_of(config({**AROUND, "inner": "nothing-such"}, **BOTH), registry, *BOTH)
+    assert len(faults) == 2
+    assert ["transport named" in faults[0], "message queue named" in faults[1]] == [True, True]
+
+
+def test_it_is_listed_without_capabilities_and_never_selected_by_auto(registry: Registry) -> None:
+    lines = [line for line in lines_of(registry, everything=True) if line.name == "around"]
+    assert [line.kind for line in lines] == ["pipe", "queue"]
+    assert {(line.distribution, line.status, line.capabilities) for line in lines} == {
+        ("kvplug-lab", "ok", None)
+    }
+    assert "around" not in [offer.name for offer in ResolvedConfig(config(None), registry).offers()]
+
+
+@pytest.mark.parametrize("inner", ["memory", "auto"])
+def test_an_end_with_a_wrapper_offers_its_peer_the_inner_transport(registry: Registry, inner: str) -> None:
+    resolved = ResolvedConfig(config({**AROUND, "inner": inner}, transport="around"), registry)
+    assert resolved.requested_transport == inner
+    assert resolved.offers() == ResolvedConfig(config(None), registry).offers()
+
+
+@pytest.mark.parametrize("kind", [Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR])
+def test_only_a_pipe_or_a_queue_wraps(kind: Kind) -> None:
+    with pytest.raises(PluginError, match="only a pipe or a queue"):
+        TransportSpec(kind=kind, name="x", factory="a:b", wraps=True)
+
+
+# -- the inner queue -------------------------------------------------------------------------------
+
+
+class Offers:
+    """A plugin with two queues. "auto" would select the second, if it did not wrap another."""
+
+    @staticmethod
+    @hookimpl
+    def kvplug_transports() -> list[TransportSpec]:
+        able = Capabilities(authenticated=False, cross_host=True, cost=Cost(latency_us=50.0, gb_per_s=1.0))
+        fast = Capabilities(cost=Cost(latency_us=1.0, gb_per_s=1.0))
+        memory, around = "kvplug_testing.memory.queue:MemoryQueueEndpoint", "kvplug_lab.around:around"
+        return [
+            TransportSpec(kind=Kind.QUEUE, name="trusting", factory=memory, capabilities=able),
+            TransportSpec(kind=Kind.QUEUE, name="fast", factory=around, capabilities=fast, wraps=True),
+        ]
+
+
+@pytest.fixture
+def few() -> Registry:
+    """Without what else is installed, which "auto" may prefer."""
+    every = {plugin.name for plugin in Registry.from_env().plugins} - {"core", "testing", "lab"}
+    registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": ",".join(every)})
+    registry.register(Offers, name="offers")
+    return registry
+
+
+def test_the_inner_queue_is_made_with_the_arguments_of_the_wrapper(few: Registry) -> None:
+    for inner in ("memory", "auto"):
+        given = config({**AROUND, "inner": inner}, queue="around")
+        endpoint = build_queue(given, n_reader=2, max_chunks=5, registry=few)
+        assert isinstance(endpoint, MemoryQueueEndpoint)
+        assert (endpoint.context.n_reader, endpoint.context.max_chunks) == (2, 5)
+    assert isinstance(build_queue(config(None, queue="auto"), registry=few), MemoryQueueEndpoint)
+
+
+@pytest.mark.parametrize("inner", ["trusting", "auto"])
+def test_an_inner_queue_that_other_hosts_reach_must_authenticate(few: Registry, inner: str) -> None:
+    given = {"queue": "around", "timeout_s": 20}
+    with pytest.raises(PluginError, match="trusting: its data plane is not authenticated"):
+        build_queue(config({**AROUND, "inner": inner}, host="192.0.2.7", **given), registry=few)
+    build_queue(config({**AROUND, "inner": inner}, **given), registry=few)
+
+
+def test_auto_needs_an_inner_queue(registry: Registry) -> None:
+    from kvplug_lab import plugin
+
+    alone = Registry()
+    alone.register(plugin, name="lab")
+    with pytest.raises(PluginError, match="no message queue can be had"):
+        build_queue(config(AROUND, queue="around"), registry=alone)

@@ -1,0 +1,280 @@
+"""A pipe around any other one that injects faults into the messages that it sends.
+
+Faults happen at this end only: the other end needs no rules. Lookup buffers and connectors communicate over
+pipes, so faults of pipes are theirs, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import attrs
+
+from kvplug import ClosedError, ConfigError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    PathReport,
+    Pipe,
+    PipeContext,
+    PipeEndpoint,
+    PipeListener,
+    Timeout,
+    Transfer,
+    option,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
+_LEAVING_S: Final = 5.0
+"""The longest time that ``disconnect`` and ``kill`` wait until earlier messages have left."""
+
+Fault = Literal["flip", "drop", "duplicate", "swap", "slow", "stop", "disconnect", "kill"]
+
+
+@attrs.frozen
+class Rule:
+    """A fault, and which messages of a pipe have it: those that meet every condition."""
+
+    do: Fault
+    """``flip``: some bits of a copy are inverted. ``swap``: it is sent after the next message. ``slow``: the
+    call waits as long as the bytes take at ``bytes_per_s``. ``stop``: it never returns. ``kill``: of this
+    process.
+    """
+    message: int | None = None
+    """Its number, from 1; smaller messages than ``min_bytes`` are not counted."""
+    min_bytes: int = 0
+    after: int = 0
+    """It begins after so many bytes."""
+    pipe: int | None = None
+    """The number of the pipe, from 1, in the order in which an endpoint makes them."""
+    bits: int = 1
+    bytes_per_s: int = 1
+
+    @classmethod
+    def parsed(cls, text: str) -> Rule:
+        """A rule in words, such as ``"flip message=1 bits=20"``.
+
+        Raises:
+            ValueError: it has other words.
+        """
+        do, *conditions = text.split()
+        if do not in get_args(Fault):
+            raise ValueError(f"{do}: one of {', '.join(get_args(Fault))} is expected")
+        pairs = [condition.partition("=") for condition in conditions]
+        if strange := {name for name, _, _ in pairs} - {field.name for field in attrs.fields(cls)[1:]}:
+            raise ValueError(f"a rule has no {', '.join(sorted(strange))}")
+        return cls(do, **{name: int(value) for name, _, value in pairs})  # type: ignore[arg-type]
+
+
+class FaultyPipe(Pipe):
+    """A pipe around another one. Without rules it behaves like that one."""
+
+    def __init__(
+        self, pipe: Pipe, rules: Sequence[Rule], *, number: int = 1, when: Callable[[], bool] | None = None
+    ) -> None:
+        """Wrap ``pipe``, the ``number``-th of its endpoint. With ``when`` a fault happens only if it returns
+        true.
+        """
+        self._pipe = pipe
+        self._counted = {rule: 0 for rule in rules if rule.pipe in (None, number)}
+        self._when = when
+        self._passed = 0
+        self._random = random.Random(number)
+        self._last: Transfer | None = None
+        self._late: list[Tensor] = []
+        """A swapped message, which is sent after the next one."""
+        self._over = threading.Event()
+        self._closed = self._lost = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or (self._pipe.closed and not self._lost)
+
+    @property
+    def peer(self) -> str:
+        return self._pipe.peer
+
+    def path_report(self) -> PathReport:
+        return self._pipe.path_report()
+
+    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        self._check()
+        deadline = Deadline.after(timeout, 60.0)
+        nbytes = 0 if tensor is None else tensor.nbytes
+        late, self._late = self._late, []
+        message, copies = tensor, 1
+        for rule in self._hits(nbytes):
+            _log.info("injected: %s, %d bytes to %s", rule, nbytes, self.peer)
+            if rule.do == "drop":
+                copies = 0
+            elif rule.do in ("flip", "swap", "duplicate"):
+                if tensor is None:
+                    continue
+                if rule.do == "flip":
+                    message = self._flipped(tensor, rule.bits)
+                elif rule.do == "swap":
+                    self._late, copies = [tensor.contiguous().clone()], 0
+                else:
+                    late = [tensor.contiguous().clone(), *late]
+            elif rule.do == "slow":
+                self._hold(nbytes / rule.bytes_per_s, deadline)
+            elif rule.do == "stop":
+                self._hold(math.inf, deadline)
+            else:
+                self._leave(rule)
+        self._passed += nbytes
+        transfer = Transfer(nbytes)
+        if copies:
+            with self._inner_call():
+                transfer = self._last = self._pipe.send_tensor(message, timeout=timeout)
+        else:
+            transfer.finish()
+        for each in late:
+            with self._inner_call():
+                self._last = self._pipe.send_tensor(each, timeout=timeout)
+        return transfer
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        self._check()
+        with self._inner_call():
+            return self._pipe.recv_tensor(out, timeout=timeout)
+
+    def limit_messages(self, nbytes: int) -> None:
+        self._pipe.limit_messages(nbytes)
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._end()
+        with contextlib.suppress(KvplugError):
+            for message in self._late:
+                self._pipe.send_tensor(message, timeout=timeout)
+        self._pipe.close(timeout)
+
+    def abort(self) -> None:
+        self._end()
+        self._pipe.abort()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._over.set()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the pipe to {self.peer} is closed")
+        if self._lost:
+            raise PeerGoneError(f"{self.peer} is gone: an injected fault")
+
+    @contextlib.contextmanager
+    def _inner_call(self) -> Iterator[None]:
+        """An injected disconnection looks like the peer's death."""
+        try:
+            yield
+        except ClosedError:
+            self._check()
+            raise
+
+    def _hits(self, nbytes: int) -> list[Rule]:
+        """Count the next message. Returns the rules that it meets."""
+        hits = []
+        for rule in self._counted:
+            if nbytes >= rule.min_bytes:
+                self._counted[rule] += 1
+                is_hit = rule.message in (None, self._counted[rule]) and self._passed >= rule.after
+                if is_hit and (self._when is None or self._when()):
+                    hits.append(rule)
+        return hits
+
+    def _flipped(self, tensor: Tensor, bits: int) -> Tensor:
+        """A copy with so many different bits inverted, or all, if it has fewer."""
+        import torch
+
+        copy = tensor.contiguous().clone()
+        octets = copy.view(-1).view(torch.uint8)
+        for at in self._random.sample(range(8 * len(octets)), min(bits, 8 * len(octets))):
+            octets[at // 8] ^= 1 << at % 8
+        return copy
+
+    def _hold(self, seconds: float, deadline: Deadline) -> None:
+        """Raises TimeoutError, ClosedError: the deadline or the end of this pipe came first."""
+        left = deadline.remaining()
+        self._over.wait(min(seconds, threading.TIMEOUT_MAX if left is None else left))
+        self._check()
+        if left is not None and left < seconds:
+            raise TimeoutError("an injected fault holds this message up")
+
+    def _leave(self, rule: Rule) -> None:
+        with contextlib.suppress(KvplugError):
+            if self._last is not None:
+                self._last.wait(_LEAVING_S)
+        if rule.do == "kill":
+            # To this thread: one to the process counts once some thread has received it.
+            signal.pthread_kill(threading.get_ident(), signal.SIGKILL)
+        self._lost = True
+        self._pipe.abort()
+        self._check()
+
+
+class FaultyEndpoint(PipeEndpoint):
+    """An endpoint around another one, whose pipes inject faults. The contact is the other one's."""
+
+    def __init__(self, inner: PipeEndpoint, rules: Sequence[Rule]) -> None:
+        self._inner = inner
+        self._rules = rules
+        self._num_pipes = 0
+
+    def listen(self) -> PipeListener:
+        return _FaultyListener(self._inner.listen(), self._wrapped)
+
+    def connect(self, contact: str, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        return self._wrapped(self._inner.connect(contact, timeout))
+
+    def _wrapped(self, pipe: Pipe) -> Pipe:
+        self._num_pipes += 1
+        return FaultyPipe(pipe, self._rules, number=self._num_pipes)
+
+
+class _FaultyListener(PipeListener):
+    def __init__(self, inner: PipeListener, wrapped: Callable[[Pipe], Pipe]) -> None:
+        self._inner = inner
+        self._wrapped = wrapped
+
+    @property
+    def contact(self) -> str:
+        return self._inner.contact
+
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
+        return self._wrapped(self._inner.accept(timeout))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _are_rules(_: Any, __: Any, given: Sequence[str]) -> None:
+    for text in given:
+        try:
+            Rule.parsed(text)
+        except ValueError as e:
+            raise ConfigError(f"rules: {text!r}: {e}") from e
+
+
+@attrs.frozen(kw_only=True)
+class FaultyOptions:
+    """Options of the pipe "faulty"."""
+
+    inner: str = option("auto", help="The pipe that moves the bytes.")
+    rules: tuple[str, ...] = option(help="What is injected, such as 'flip message=1'.", validator=_are_rules)
+
+
+def faulty(context: PipeContext) -> PipeEndpoint:
+    """The factory of the spec."""
+    assert context.make_inner is not None
+    return FaultyEndpoint(context.make_inner(), [Rule.parsed(text) for text in context.options.rules])

@@ -1,0 +1,136 @@
+"""The pipe "faulty" injects what its rules say, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvplug import ClosedError, PeerGoneError, TimeoutError  # noqa: E402
+from kvplug.transport import Credentials, Pipe, PipeContext  # noqa: E402
+from kvplug_lab.faults import FaultyEndpoint, Rule  # noqa: E402
+from kvplug_testing.memory.options import MemoryPipeOptions  # noqa: E402
+from kvplug_testing.memory.pipe import MemoryEndpoint  # noqa: E402
+from kvplug_testing.waits import Call, raises  # noqa: E402
+
+MIB = 1 << 20
+Pair = Callable[..., tuple[Pipe, Pipe]]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """``pair("flip message=1", ...)``: a pipe with these rules, and its other end."""
+    made: list[Pipe] = []
+
+    def make(*rules: str) -> tuple[Pipe, Pipe]:
+        inner = MemoryEndpoint(PipeContext(options=MemoryPipeOptions(), credentials=Credentials()))
+        endpoint = FaultyEndpoint(inner, [Rule.parsed(rule) for rule in rules])
+        with contextlib.closing(inner.listen()) as listener:
+            connecting = Call(lambda: endpoint.connect(listener.contact))
+            made.extend([listener.accept(5), connecting.result()])
+        return made[-1], made[-2]
+
+    yield make
+    for pipe in made:
+        pipe.abort()
+
+
+def tensor(number: int, nbytes: int = 64) -> Any:
+    return torch.full((nbytes,), number, dtype=torch.uint8)
+
+
+def send(pipe: Pipe, *numbers: int) -> None:
+    for number in numbers:
+        pipe.send_tensor(tensor(number), timeout=5)
+
+
+def received(pipe: Pipe, count: int) -> list[int]:
+    return [int(pipe.recv_tensor(timeout=5)[0]) for _ in range(count)]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("rules", "arrive"),
+    [
+        ([], [1, 2, 3, 4]),
+        (["drop message=2"], [1, 3, 4]),
+        (["duplicate message=2"], [1, 2, 2, 3, 4]),
+        (["swap message=2"], [1, 3, 2, 4]),
+        (["drop after=128"], [1, 2]),
+        (["drop message=2 pipe=1", "drop message=3 pipe=2"], [1, 3, 4]),
+        (["drop min_bytes=65"], [1, 2, 3, 4]),
+    ],
+)
+def test_messages_are_lost_doubled_and_swapped(pair: Pair, rules: list[str], arrive: list[int]) -> None:
+    near, far = pair(*rules)
+    send(near, 1, 2, 3, 4)
+    assert received(far, len(arrive)) == arrive
+    raises(TimeoutError, lambda: far.recv_tensor(timeout=0.05))
+
+
+def test_a_swapped_message_without_another_one_is_sent_at_the_end(pair: Pair) -> None:
+    near, far = pair("swap message=1")
+    send(near, 1)
+    near.close(5)
+    assert received(far, 1) == [1]
+
+
+def test_so_many_bits_are_flipped_and_the_caller_s_tensor_is_unchanged(pair: Pair) -> None:
+    near, far = pair("flip message=2 bits=9 min_bytes=100")
+    source = torch.randn(50, 3, dtype=torch.bfloat16).t()
+    for message in (source, tensor(0, 8), None, source):
+        near.send_tensor(message, timeout=5)
+    first, small, none, second = (far.recv_tensor(timeout=5) for _ in range(4))
+    assert torch.equal(first, source) and torch.equal(small, tensor(0, 8)) and none is None
+    changed = second.view(torch.uint8) ^ source.contiguous().view(torch.uint8)
+    assert sum(byte.bit_count() for byte in changed.flatten().tolist()) == 9
+
+
+def test_a_slow_pipe_takes_as_long_as_its_bytes(pair: Pair) -> None:
+    near, _ = pair(f"slow bytes_per_s={4 * MIB}")
+    sending = Call(lambda: near.send_tensor(tensor(1, MIB), timeout=5))
+    sending.result()
+    assert sending.took_s >= 0.25
+    raises(TimeoutError, lambda: near.send_tensor(tensor(1, MIB), timeout=0.05))
+
+
+def test_a_stopped_send_ends_with_its_deadline_or_its_pipe(pair: Pair) -> None:
+    near, _ = pair("stop")
+    raises(TimeoutError, lambda: near.send_tensor(None, timeout=0.05))
+    call = Call(lambda: near.send_tensor(None, timeout=None))
+    assert call.is_blocked()
+    near.abort()
+    call.raised(ClosedError)
+
+
+def test_both_ends_lose_their_peer_when_it_disconnects(pair: Pair) -> None:
+    near, far = pair("disconnect message=2")
+    send(near, 1)
+    waiting = Call(lambda: near.recv_tensor(timeout=5))
+    assert received(far, 1) == [1] and waiting.is_blocked()
+    raises(PeerGoneError, lambda: send(near, 2))
+    waiting.raised(PeerGoneError)
+    raises(PeerGoneError, far.recv_tensor)
+    near.close(1)
+    raises(ClosedError, near.recv_tensor)
+
+
+def test_a_process_kills_itself_inside_a_send(pair: Pair) -> None:
+    near, _ = pair("kill message=1")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            near.send_tensor(tensor(1))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
+
+
+@pytest.mark.parametrize("text", ["flop", "flip mesage=1", "flip message=one"])
+def test_a_rule_with_other_words_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Rule.parsed(text)
