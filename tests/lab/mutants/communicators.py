@@ -11,6 +11,7 @@ from typing import Any
 
 from kvplug import ConfigError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.transport import Deadline, TensorMismatchError
+from kvplug_lab.mutants import breaks
 from kvplug_testing import DeviceCommunicatorContract
 from kvplug_testing.contract.suite_ref import module_at
 from kvplug_testing.memory.communicator import Exchange, MemoryCommunicator
@@ -23,6 +24,7 @@ class Mutant(DeviceCommunicatorContract):
 
     across_processes = False
     end: type[MemoryCommunicator] = MemoryCommunicator
+    parts = ("end",)
     breaks: tuple[str, ...] = ()
 
     def make_communicator(self, context: Any) -> Any:
@@ -32,275 +34,218 @@ class Mutant(DeviceCommunicatorContract):
 # -- COMM-1 ----------------------------------------------------------------------------------------
 
 
-class TestForgetsTheLastRank(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_all_reduce_is_the_sum_in_place_and_returns_its_input")
+class TestForgetsTheLastRank(MemoryCommunicator):
     """The sum is without the last rank's part."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_all_reduce_is_the_sum_in_place_and_returns_its_input"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
-            parts = self._meet(tensor.clone(), deadline)
-            tensor.copy_(sum(parts[:-1]))
+    def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
+        parts = self._meet(tensor.clone(), deadline)
+        tensor.copy_(sum(parts[:-1]))
 
 
-class TestAddsItsOwnPartFirst(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_a_sum_that_is_rounded_has_the_same_bits_at_every_rank")
+class TestAddsItsOwnPartFirst(MemoryCommunicator):
     """Each rank adds the parts from its own on, so rounding differs between ranks."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_a_sum_that_is_rounded_has_the_same_bits_at_every_rank"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
-            parts = self._meet(tensor.clone(), deadline)
-            tensor.copy_(sum([*parts[self.rank + 1 :], *parts[: self.rank]], parts[self.rank]))
+    def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
+        parts = self._meet(tensor.clone(), deadline)
+        tensor.copy_(sum([*parts[self.rank + 1 :], *parts[: self.rank]], parts[self.rank]))
 
 
-class TestGathersAsTheyCome(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_all_gather_concatenates_in_the_order_of_ranks")
+class TestGathersAsTheyCome(MemoryCommunicator):
     """Parts are in the order in which the ranks came."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_all_gather_concatenates_in_the_order_of_ranks"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        class exchange(Exchange):  # noqa: N801
-            def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
-                came = super().meet(rank, members, (time.monotonic(), what), deadline)
-                return [each for _, each in sorted(came, key=lambda pair: pair[0])]
+    class exchange(Exchange):  # noqa: N801
+        def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
+            came = super().meet(rank, members, (time.monotonic(), what), deadline)
+            return [each for _, each in sorted(came, key=lambda pair: pair[0])]
 
 
-class TestTakesTheFirstDimensionForANegativeOne(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_all_gather_concatenates_in_the_order_of_ranks")
+class TestTakesTheFirstDimensionForANegativeOne(MemoryCommunicator):
     """Along a negative dimension it concatenates as along the first."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_all_gather_concatenates_in_the_order_of_ranks"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def all_gather(self, input_: Any, dim: int = -1, **given: Any) -> Any:
-            return super().all_gather(input_, max(dim, 0), **given)
+    def all_gather(self, input_: Any, dim: int = -1, **given: Any) -> Any:
+        return super().all_gather(input_, max(dim, 0), **given)
 
 
-class TestSumsIntegersAsFloats(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_large_tensors_give_the_same")
+class TestSumsIntegersAsFloats(MemoryCommunicator):
     """Integers are added as 32-bit floats."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_large_tensors_give_the_same"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
-            parts = self._meet(tensor.clone(), deadline)
-            tensor.copy_(sum(part.float() for part in parts))
+    def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
+        parts = self._meet(tensor.clone(), deadline)
+        tensor.copy_(sum(part.float() for part in parts))
 
 
-class TestReturnsAnotherTensor(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_all_reduce_is_the_sum_in_place_and_returns_its_input")
+class TestReturnsAnotherTensor(MemoryCommunicator):
     """all_reduce leaves its input alone and returns the sum."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_all_reduce_is_the_sum_in_place_and_returns_its_input"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def all_reduce(self, input_: Any, **given: Any) -> Any:
-            return super().all_reduce(input_.clone() if hasattr(input_, "clone") else input_, **given)
+    def all_reduce(self, input_: Any, **given: Any) -> Any:
+        return super().all_reduce(input_.clone() if hasattr(input_, "clone") else input_, **given)
 
 
-class TestForgetsStrides(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_a_tensor_that_is_not_contiguous_gives_the_same")
+class TestForgetsStrides(MemoryCommunicator):
     """What is done to the contiguous copy of a tensor is not written back."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_a_tensor_that_is_not_contiguous_gives_the_same"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def broadcast(self, tensor: Any, src: int = 0, **given: Any) -> Any:
-            super().broadcast(tensor.contiguous(), src, **given)
-            return tensor
+    def broadcast(self, tensor: Any, src: int = 0, **given: Any) -> Any:
+        super().broadcast(tensor.contiguous(), src, **given)
+        return tensor
 
 
-class TestSkipsEmptyRanks(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_all_gatherv_takes_as_many_from_each_rank_as_sizes_say")
+class TestSkipsEmptyRanks(MemoryCommunicator):
     """Where a rank has no rows, it hands on the next rank's."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_all_gatherv_takes_as_many_from_each_rank_as_sizes_say"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def all_gatherv(self, input_: Any, dim: int = 0, sizes: Any = None, **given: Any) -> Any:
-            if sizes is not None and 0 in sizes and any(sizes) and not isinstance(input_, list):
-                return super().all_gatherv(input_, dim, sizes, **given).flip(dim)
-            return super().all_gatherv(input_, dim, sizes, **given)
+    def all_gatherv(self, input_: Any, dim: int = 0, sizes: Any = None, **given: Any) -> Any:
+        if sizes is not None and 0 in sizes and any(sizes) and not isinstance(input_, list):
+            return super().all_gatherv(input_, dim, sizes, **given).flip(dim)
+        return super().all_gatherv(input_, dim, sizes, **given)
 
 
-class TestGoesAnotherWayWithALargePart(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_a_small_part_and_a_large_one_are_gathered_in_one_call")
+class TestGoesAnotherWayWithALargePart(MemoryCommunicator):
     """Each rank decides by its own part which way all of them are gathered."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_a_small_part_and_a_large_one_are_gathered_in_one_call"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _all_gather(self, outputs: list[Any], tensor: Any, deadline: Deadline) -> None:
-            if tensor.nbytes <= 1 << 20:
-                super()._all_gather(outputs, tensor, deadline)
-                return
-            for rank, output in enumerate(outputs):
-                output.copy_(self._meet(tensor.clone(), deadline)[rank])
+    def _all_gather(self, outputs: list[Any], tensor: Any, deadline: Deadline) -> None:
+        if tensor.nbytes <= 1 << 20:
+            super()._all_gather(outputs, tensor, deadline)
+            return
+        for rank, output in enumerate(outputs):
+            output.copy_(self._meet(tensor.clone(), deadline)[rank])
 
 
-class TestGathersToEverybody(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_gather_gives_all_to_one_rank_and_nothing_to_others")
+class TestGathersToEverybody(MemoryCommunicator):
     """All ranks get what one was to get."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_gather_gives_all_to_one_rank_and_nothing_to_others"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def gather(self, input_: Any, dst: int = 0, dim: int = -1, **given: Any) -> Any:
-            self._check_rank("dst", dst)
-            return self.all_gather(input_, dim, **given)
+    def gather(self, input_: Any, dst: int = 0, dim: int = -1, **given: Any) -> Any:
+        self._check_rank("dst", dst)
+        return self.all_gather(input_, dim, **given)
 
 
-class TestSendsBackwards(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_send_goes_to_the_next_rank_and_recv_takes_from_the_previous")
+class TestSendsBackwards(MemoryCommunicator):
     """Where no rank is named, it sends to the previous one."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_send_goes_to_the_next_rank_and_recv_takes_from_the_previous"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def send(self, tensor: Any, dst: int | None = None, **given: Any) -> None:
-            super().send(tensor, (self.rank - 1) % self.world_size if dst is None else dst, **given)
+    def send(self, tensor: Any, dst: int | None = None, **given: Any) -> None:
+        super().send(tensor, (self.rank - 1) % self.world_size if dst is None else dst, **given)
 
 
-class TestBatchesOneAfterTheOther(Mutant):
+@breaks(Mutant, "COMM-1", caught_by="test_a_batch_may_send_in_a_circle")
+class TestBatchesOneAfterTheOther(MemoryCommunicator):
     """A batch is done in the order in which it was given: in a circle everybody waits."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_a_batch_may_send_in_a_circle"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _batch(self, sends: Any, recvs: Any, deadline: Deadline) -> None:
-            for tensor, dst in sends:
-                self._send(tensor, dst, deadline)
-            for tensor, src in recvs:
-                self._recv(tensor, src, deadline)
+    def _batch(self, sends: Any, recvs: Any, deadline: Deadline) -> None:
+        for tensor, dst in sends:
+            self._send(tensor, dst, deadline)
+        for tensor, src in recvs:
+            self._recv(tensor, src, deadline)
 
 
-class TestBatchesInAnotherOrder(Mutant):
+@breaks(
+    Mutant, "COMM-1", caught_by="test_a_batch_carries_every_dtype_and_more_than_one_tensor_to_a_rank_in_order"
+)
+class TestBatchesInAnotherOrder(MemoryCommunicator):
     """What is sent to one rank arrives there in the opposite order."""
 
-    breaks = ("COMM-1",)
-    caught_by = "test_a_batch_carries_every_dtype_and_more_than_one_tensor_to_a_rank_in_order"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _batch(self, sends: Any, recvs: Any, deadline: Deadline) -> None:
-            super()._batch(list(reversed(sends)), recvs, deadline)
+    def _batch(self, sends: Any, recvs: Any, deadline: Deadline) -> None:
+        super()._batch(list(reversed(sends)), recvs, deadline)
 
 
-class TestFindsExpertsInSteps(Mutant):
+@breaks(Mutant, "COMM-1")
+class TestFindsExpertsInSteps(MemoryCommunicator):
     """ "ep" is looked for anywhere in the name, so that "step" serves experts."""
 
-    breaks = ("COMM-1",)
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self.is_ep_communicator = "ep" in self.unique_name
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.is_ep_communicator = "ep" in self.unique_name
 
 
 # -- COMM-2, and how calls end ---------------------------------------------------------------------
 
 
-class TestNamesNobody(Mutant):
+@breaks(Mutant, "COMM-2")
+class TestNamesNobody(MemoryCommunicator):
     """A TimeoutError says that not all have come."""
 
-    breaks = ("COMM-2",)
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _meet(self, what: Any, deadline: Deadline) -> list[Any]:
-            try:
-                return super()._meet(what, deadline)
-            except TimeoutError:
-                raise TimeoutError("not all ranks have come") from None
+    def _meet(self, what: Any, deadline: Deadline) -> list[Any]:
+        try:
+            return super()._meet(what, deadline)
+        except TimeoutError:
+            raise TimeoutError("not all ranks have come") from None
 
 
-class TestGivesALateRankAResult(Mutant):
+@breaks(Mutant, "COMM-2", caught_by="test_a_rank_that_does_not_come_is_named_at_all_others")
+class TestGivesALateRankAResult(MemoryCommunicator):
     """What a rank laid down before it gave up stays there, and a late rank takes it for its part."""
 
-    breaks = ("COMM-2",)
-    caught_by = "test_a_rank_that_does_not_come_is_named_at_all_others"
+    compares = False
 
-    class end(MemoryCommunicator):  # noqa: N801
-        compares = False
+    def _give_up(self, error: BaseException) -> None:
+        pass
 
-        def _give_up(self, error: BaseException) -> None:
-            pass
-
-        class exchange(Exchange):  # noqa: N801
-            def _break(self, error: Any) -> None:
-                raise error
+    class exchange(Exchange):  # noqa: N801
+        def _break(self, error: Any) -> None:
+            raise error
 
 
-class TestGoesOnAfterATimeout(Mutant):
+@breaks(
+    Mutant, "COMM-2", caught_by="test_after_a_rank_was_waited_for_in_vain_everybody_is_told_and_nobody_waits"
+)
+class TestGoesOnAfterATimeout(MemoryCommunicator):
     """A rank that has given up takes part in the next call, which is another one elsewhere."""
 
-    breaks = ("COMM-2",)
-    caught_by = "test_after_a_rank_was_waited_for_in_vain_everybody_is_told_and_nobody_waits"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _check_usable(self) -> None:
-            self._broken = ""
-            super()._check_usable()
+    def _check_usable(self) -> None:
+        self._broken = ""
+        super()._check_usable()
 
 
-class TestWaitsForEver(Mutant):
+@breaks(Mutant, "COMM-2", "ALL-4")
+class TestWaitsForEver(MemoryCommunicator):
     """No deadline is kept."""
 
-    breaks = ("COMM-2", "ALL-4")
-
-    class end(MemoryCommunicator):  # noqa: N801
-        class exchange(Exchange):  # noqa: N801
-            def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
-                return super().meet(rank, members, what, Deadline.after(8.0))
+    class exchange(Exchange):  # noqa: N801
+        def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
+            return super().meet(rank, members, what, Deadline.after(8.0))
 
 
-class TestWaitsForWhoIsGone(Mutant):
+@breaks(Mutant, "COMM-2", "ALL-2", caught_by="test_a_rank_that_is_gone_is_named_at_all_others")
+class TestWaitsForWhoIsGone(MemoryCommunicator):
     """A rank that has left is waited for until the deadline."""
 
-    breaks = ("COMM-2", "ALL-2")
-    caught_by = "test_a_rank_that_is_gone_is_named_at_all_others"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _destroy(self) -> None:
-            pass
+    def _destroy(self) -> None:
+        pass
 
 
-class TestIsNotWokenByItsOwnEnd(Mutant):
+@breaks(Mutant, "ALL-1")
+class TestIsNotWokenByItsOwnEnd(MemoryCommunicator):
     """A call that is blocked goes on waiting when its rank is destroyed."""
 
-    breaks = ("ALL-1",)
-
-    class end(MemoryCommunicator):  # noqa: N801
-        class exchange(Exchange):  # noqa: N801
-            def _check(self, rank: int, missing: Sequence[int]) -> None:
-                if rank not in self.gone:
-                    super()._check(rank, missing)
+    class exchange(Exchange):  # noqa: N801
+        def _check(self, rank: int, missing: Sequence[int]) -> None:
+            if rank not in self.gone:
+                super()._check(rank, missing)
 
 
-class TestWorksAfterItsEnd(Mutant):
+@breaks(Mutant, "ALL-1", "ALL-6")
+class TestWorksAfterItsEnd(MemoryCommunicator):
     """A communicator of one rank that was destroyed answers."""
 
-    breaks = ("ALL-1", "ALL-6")
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _check_whole(self) -> None:
-            pass
+    def _check_whole(self) -> None:
+        pass
 
 
-class TestMixesTwoThreads(Mutant):
+@breaks(Mutant, "ALL-4", caught_by="test_a_second_thread_is_refused")
+class TestMixesTwoThreads(MemoryCommunicator):
     """Two threads may be in collectives of one rank at once."""
 
-    breaks = ("ALL-4",)
-    caught_by = "test_a_second_thread_is_refused"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._busy = _Never()  # type: ignore[assignment]
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._busy = _Never()  # type: ignore[assignment]
 
 
 class _Never:
@@ -311,173 +256,147 @@ class _Never:
         pass
 
 
-class TestLeaksADescriptor(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestLeaksADescriptor(MemoryCommunicator):
     """Each end opens something that it does not close."""
 
-    breaks = ("ALL-7",)
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._leak = os.open("/dev/null", os.O_RDONLY)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._leak = os.open("/dev/null", os.O_RDONLY)
 
 
 # -- COMM-3 ----------------------------------------------------------------------------------------
 
 
-class TestComparesNothing(Mutant):
+@breaks(Mutant, "COMM-3")
+class TestComparesNothing(MemoryCommunicator):
     """It claims that ranks compare what they are about to do, and each looks at itself alone."""
 
-    breaks = ("COMM-3",)
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
-            return [call] * self.world_size
+    def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
+        return [call] * self.world_size
 
 
-class TestRefusesAlone(Mutant):
+@breaks(
+    Mutant, "COMM-3", caught_by="test_what_does_not_fit_together_is_refused_at_every_rank_and_harms_nothing"
+)
+class TestRefusesAlone(MemoryCommunicator):
     """A rank whose arguments are wrong raises at once, and the others wait for it."""
 
-    breaks = ("COMM-3",)
-    caught_by = "test_what_does_not_fit_together_is_refused_at_every_rank_and_harms_nothing"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        @contextmanager
-        def _agreed(self, name: str, check: Any, exchange: Any, **given: Any) -> Iterator[Any]:
-            check()
-            with super()._agreed(name, check, exchange, **given) as calls:
-                yield calls
+    @contextmanager
+    def _agreed(self, name: str, check: Any, exchange: Any, **given: Any) -> Iterator[Any]:
+        check()
+        with super()._agreed(name, check, exchange, **given) as calls:
+            yield calls
 
 
-class TestBreaksWhenItRefuses(Mutant):
+@breaks(Mutant, "COMM-3")
+class TestBreaksWhenItRefuses(MemoryCommunicator):
     """After a call that was refused nothing works any more."""
 
-    breaks = ("COMM-3",)
-
-    class end(MemoryCommunicator):  # noqa: N801
-        @contextmanager
-        def _attempt(self, timeout: Any) -> Iterator[Deadline]:
-            with super()._attempt(timeout) as deadline:
-                try:
-                    yield deadline
-                except (UnsupportedError, TensorMismatchError, ConfigError) as e:
-                    self._broken = str(e)
-                    raise
+    @contextmanager
+    def _attempt(self, timeout: Any) -> Iterator[Deadline]:
+        with super()._attempt(timeout) as deadline:
+            try:
+                yield deadline
+            except (UnsupportedError, TensorMismatchError, ConfigError) as e:
+                self._broken = str(e)
+                raise
 
 
-class TestSaysNoMore(Mutant):
+@breaks(Mutant, "COMM-3")
+class TestSaysNoMore(MemoryCommunicator):
     """What is wrong is refused, and not said."""
 
-    breaks = ("COMM-3",)
-
-    class end(MemoryCommunicator):  # noqa: N801
-        @contextmanager
-        def _attempt(self, timeout: Any) -> Iterator[Deadline]:
-            with super()._attempt(timeout) as deadline:
-                try:
-                    yield deadline
-                except (UnsupportedError, TensorMismatchError, ConfigError) as e:
-                    raise type(e)("invalid usage") from None
+    @contextmanager
+    def _attempt(self, timeout: Any) -> Iterator[Deadline]:
+        with super()._attempt(timeout) as deadline:
+            try:
+                yield deadline
+            except (UnsupportedError, TensorMismatchError, ConfigError) as e:
+                raise type(e)("invalid usage") from None
 
 
-class TestTakesTensorsOfOtherDevices(Mutant):
+@breaks(Mutant, "COMM-3", caught_by="test_a_tensor_of_another_device_is_refused_by_its_name")
+class TestTakesTensorsOfOtherDevices(MemoryCommunicator):
     """Where a tensor lies is not looked at."""
 
-    breaks = ("COMM-3",)
-    caught_by = "test_a_tensor_of_another_device_is_refused_by_its_name"
+    def _is_here(self, device: str) -> bool:
+        return True
 
-    class end(MemoryCommunicator):  # noqa: N801
-        def _is_here(self, device: str) -> bool:
-            return True
-
-        def supports(self, device: str, dtype: Any, *, summing: bool = False) -> bool:
-            return super().supports(self.device, dtype, summing=summing)
+    def supports(self, device: str, dtype: Any, *, summing: bool = False) -> bool:
+        return super().supports(self.device, dtype, summing=summing)
 
 
-class TestSumsWhatItDoesNotClaim(Mutant):
+@breaks(Mutant, "COMM-3", caught_by="test_what_is_wrong_everywhere_is_refused_in_words_and_harms_nothing")
+class TestSumsWhatItDoesNotClaim(MemoryCommunicator):
     """Booleans are added, though it says that it does not."""
 
-    breaks = ("COMM-3",)
-    caught_by = "test_what_is_wrong_everywhere_is_refused_in_words_and_harms_nothing"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def _check_dtype(self, *args: Any, **given: Any) -> None:
-            pass
+    def _check_dtype(self, *args: Any, **given: Any) -> None:
+        pass
 
 
 # -- COMM-4 ----------------------------------------------------------------------------------------
 
 
-class TestCombinesWithoutTheLastRank(Mutant):
+@breaks(Mutant, "COMM-4", caught_by="test_a_layer_of_experts_gives_what_it_gives_alone")
+class TestCombinesWithoutTheLastRank(MemoryCommunicator):
     """What the last rank's experts made is lost."""
 
-    breaks = ("COMM-4",)
-    caught_by = "test_a_layer_of_experts_gives_what_it_gives_alone"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def combine(self, hidden_states: Any, *args: Any, **given: Any) -> Any:
-            last = self.rank == self.world_size - 1
-            return super().combine(hidden_states * 0 if last else hidden_states, *args, **given)
+    def combine(self, hidden_states: Any, *args: Any, **given: Any) -> Any:
+        last = self.rank == self.world_size - 1
+        return super().combine(hidden_states * 0 if last else hidden_states, *args, **given)
 
 
-class TestBringsSharedTokensTwice(Mutant):
+@breaks(
+    Mutant,
+    "COMM-4",
+    caught_by="test_ranks_that_share_their_tokens_get_the_whole_sum_and_tokens_are_brought_once",
+)
+class TestBringsSharedTokensTwice(MemoryCommunicator):
     """Ranks that have the same tokens each bring theirs."""
 
-    breaks = ("COMM-4",)
-    caught_by = "test_ranks_that_share_their_tokens_get_the_whole_sum_and_tokens_are_brought_once"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._width = 1
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._width = 1
 
 
-class TestForgetsExtraTensors(Mutant):
+@breaks(Mutant, "COMM-4", caught_by="test_a_layer_of_experts_gives_what_it_gives_alone")
+class TestForgetsExtraTensors(MemoryCommunicator):
     """Extra tensors come back as they went in."""
 
-    breaks = ("COMM-4",)
-    caught_by = "test_a_layer_of_experts_gives_what_it_gives_alone"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def dispatch(self, a: Any, b: Any, c: Any, sp: Any = False, more: Any = None, **given: Any) -> Any:
-            found = super().dispatch(a, b, c, sp, **given)
-            return found if more is None else (*found, more)
+    def dispatch(self, a: Any, b: Any, c: Any, sp: Any = False, more: Any = None, **given: Any) -> Any:
+        found = super().dispatch(a, b, c, sp, **given)
+        return found if more is None else (*found, more)
 
 
-class TestGivesEveryRankTheFirstRows(Mutant):
+@breaks(Mutant, "COMM-4", caught_by="test_a_layer_of_experts_gives_what_it_gives_alone")
+class TestGivesEveryRankTheFirstRows(MemoryCommunicator):
     """combine cuts the sum at the wrong place."""
 
-    breaks = ("COMM-4",)
-    caught_by = "test_a_layer_of_experts_gives_what_it_gives_alone"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def combine(self, hidden_states: Any, *args: Any, **given: Any) -> Any:
-            mine = super().combine(hidden_states, *args, **given)
-            return hidden_states[: len(mine)] if self.use_all2all else mine
+    def combine(self, hidden_states: Any, *args: Any, **given: Any) -> Any:
+        mine = super().combine(hidden_states, *args, **given)
+        return hidden_states[: len(mine)] if self.use_all2all else mine
 
 
 # -- COMM-5 ----------------------------------------------------------------------------------------
 
 
-class TestWorksInItsSleep(Mutant):
+@breaks(Mutant, "COMM-5")
+class TestWorksInItsSleep(MemoryCommunicator):
     """suspend is not noticed."""
 
-    breaks = ("COMM-5",)
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def suspend(self) -> None:
-            pass
+    def suspend(self) -> None:
+        pass
 
 
-class TestDoesNotWakeUp(Mutant):
+@breaks(
+    Mutant, "COMM-5", caught_by="test_between_suspend_and_resume_nothing_is_done_and_afterwards_everything"
+)
+class TestDoesNotWakeUp(MemoryCommunicator):
     """resume leaves it asleep."""
 
-    breaks = ("COMM-5",)
-    caught_by = "test_between_suspend_and_resume_nothing_is_done_and_afterwards_everything"
-
-    class end(MemoryCommunicator):  # noqa: N801
-        def resume(self) -> None:
-            pass
+    def resume(self) -> None:
+        pass
 
 
 # -- between processes -----------------------------------------------------------------------------
@@ -488,6 +407,7 @@ class Apart(DeviceCommunicatorContract):
 
     ends_are_processes = True
     end: Any = group_communicator.GroupCommunicator
+    parts = ("end",)
     breaks: tuple[str, ...] = ()
 
     def make_communicator(self, context: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 from kvplug.engine.connector.values import RequestEnd
 from kvplug.errors import KvplugError, PeerGoneError, StalledError
+from kvplug_lab.mutants import breaks
 from kvplug_testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker
 from kvplug_testing.memory.connector.suite import MemoryConnectorContract
 from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
@@ -30,6 +31,7 @@ class Mutant(MemoryConnectorContract):
     across_processes = False
     scheduler_factory: ClassVar[Callable[..., Any] | None] = MemoryScheduler
     worker_factory: ClassVar[Callable[..., Any] | None] = MemoryWorker
+    parts = ("worker_factory", "scheduler_factory")
     breaks: tuple[str, ...] = ()
 
     @pytest.fixture(autouse=True)
@@ -40,62 +42,52 @@ class Mutant(MemoryConnectorContract):
 # -- promises ----------------------------------------------------------------------------------------
 
 
-class TestPromisesABlockTooMany(Mutant):
+@breaks(Mutant, "CONN-2")
+class TestPromisesABlockTooMany(MemoryScheduler):
     """One block more than the peer holds is promised."""
 
-    breaks = ("CONN-2",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _held(self, tracked: Any) -> int | None:
-            held = super()._held(tracked)
-            return held + self._block_size if held else held
+    def _held(self, tracked: Any) -> int | None:
+        held = super()._held(tracked)
+        return held + self._block_size if held else held
 
 
-class TestPromisesATokenTooMany(Mutant):
+@breaks(Mutant, "CONN-2")
+class TestPromisesATokenTooMany(MemoryScheduler):
     """One token more than whole blocks is promised."""
 
-    breaks = ("CONN-2",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-            if not found:
-                return found, is_async
-            self._tracked[request.request_id].answered = (num_computed_tokens, found + 1)
-            return found + 1, is_async
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if not found:
+            return found, is_async
+        self._tracked[request.request_id].answered = (num_computed_tokens, found + 1)
+        return found + 1, is_async
 
 
-class TestPromisesWhatWasNotKept(Mutant):
+@breaks(Mutant, "CONN-2", caught_by="test_what_has_gone_for_want_of_room_is_not_promised")
+class TestPromisesWhatWasNotKept(MemoryWorker):
     """For what there was no room is promised all the same."""
 
-    breaks = ("CONN-2",)
-    caught_by = "test_what_has_gone_for_want_of_room_is_not_promised"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            if self._table is not None:
-                settle = self._table.settle
-                self._table.settle = lambda lease, is_stored: settle(lease, is_stored=True)  # type: ignore[method-assign]
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        if self._table is not None:
+            settle = self._table.settle
+            self._table.settle = lambda lease, is_stored: settle(lease, is_stored=True)  # type: ignore[method-assign]
 
 
-class TestForgetsTheExtra(Mutant):
+@breaks(Mutant, "CONN-2", caught_by="test_the_same_tokens_with_another_extra_are_another_prompt")
+class TestForgetsTheExtra(MemoryScheduler):
     """Prompts that differ in their adapters are taken for one."""
 
-    breaks = ("CONN-2",)
-    caught_by = "test_the_same_tokens_with_another_extra_are_another_prompt"
+    def _known(self, request: Any, call: str) -> Any:
+        tracked = super()._known(request, call)
+        tracked.request = attrs.evolve(request, extra=b"")
+        return tracked
 
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _known(self, request: Any, call: str) -> Any:
-            tracked = super()._known(request, call)
-            tracked.request = attrs.evolve(request, extra=b"")
-            return tracked
+    def update_state_after_alloc(self, request: Any, *more: Any) -> None:
+        super().update_state_after_alloc(attrs.evolve(request, extra=b""), *more)
 
-        def update_state_after_alloc(self, request: Any, *more: Any) -> None:
-            super().update_state_after_alloc(attrs.evolve(request, extra=b""), *more)
-
-        def request_finished(self, request: Any, *more: Any) -> Any:
-            return super().request_finished(attrs.evolve(request, extra=b""), *more)
+    def request_finished(self, request: Any, *more: Any) -> Any:
+        return super().request_finished(attrs.evolve(request, extra=b""), *more)
 
 
 class TestForgetsTheWeights(Mutant):
@@ -113,185 +105,154 @@ class TestForgetsTheWeights(Mutant):
             super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="")))
 
 
-class TestRemembersItsBestAnswer(Mutant):
+@breaks(Mutant, "CONN-2", caught_by="test_whatever_goes_on_beside_a_load_its_blocks_are_its_own")
+class TestRemembersItsBestAnswer(MemoryScheduler):
     """What was promised once is promised again, however much has been computed meanwhile."""
 
-    breaks = ("CONN-2",)
-    caught_by = "test_whatever_goes_on_beside_a_load_its_blocks_are_its_own"
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-            tracked = self._tracked[request.request_id]
-            before = tracked.answered
-            answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-            tracked.answered = max(before, tracked.answered, key=lambda answered: answered[1])
-            return tracked.answered[1] or answer[0], answer[1]
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        tracked = self._tracked[request.request_id]
+        before = tracked.answered
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        tracked.answered = max(before, tracked.answered, key=lambda answered: answered[1])
+        return tracked.answered[1] or answer[0], answer[1]
 
 
-class TestCountsAsSavedWhatIsPlanned(Mutant):
+@breaks(Mutant, "CONN-11")
+class TestCountsAsSavedWhatIsPlanned(MemoryWorker):
     """What it has once planned to save is never saved again."""
 
-    breaks = ("CONN-11",)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._planned: set[Any] = set()
 
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._planned: set[Any] = set()
-
-        def _save(self, save: Any) -> None:
-            key = (save["extra"], tuple(save["tokens"]))
-            if key not in self._planned:
-                self._planned.add(key)
-                super()._save(save)
-            elif self._table is not None:
-                self._table.settle(save["lease"], is_stored=False)
+    def _save(self, save: Any) -> None:
+        key = (save["extra"], tuple(save["tokens"]))
+        if key not in self._planned:
+            self._planned.add(key)
+            super()._save(save)
+        elif self._table is not None:
+            self._table.settle(save["lease"], is_stored=False)
 
 
-class TestCountsEachAnswerAsAMatch(Mutant):
+@breaks(Mutant, "CONN-8", caught_by="test_a_request_that_is_asked_about_often_is_one_match")
+class TestCountsEachAnswerAsAMatch(MemoryScheduler):
     """A request is counted as often as its engine asks about it."""
 
-    breaks = ("CONN-8",)
-    caught_by = "test_a_request_that_is_asked_about_often_is_one_match"
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-            self._context.stats.record("match")
-            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        self._context.stats.record("match")
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
 # -- bytes -------------------------------------------------------------------------------------------
 
 
-class TestLoadsIntoTheWrongBlock(Mutant):
+@breaks(Mutant, "CONN-2")
+class TestLoadsIntoTheWrongBlock(MemoryWorker):
     """Two blocks of a load are taken for each other."""
 
-    breaks = ("CONN-2",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _load(self, load: Any) -> bool:
-            blocks = list(load["blocks"])
-            return super()._load({**load, "blocks": (*blocks[:-2], *reversed(blocks[-2:]))})
+    def _load(self, load: Any) -> bool:
+        blocks = list(load["blocks"])
+        return super()._load({**load, "blocks": (*blocks[:-2], *reversed(blocks[-2:]))})
 
 
-class TestSwapsKeyAndValue(Mutant):
+@breaks(Mutant, "CONN-2")
+class TestSwapsKeyAndValue(MemoryWorker):
     """Keys are stored as values, and values as keys."""
 
-    breaks = ("CONN-2",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _entry(self, key: Any, blocks: Any) -> PromptEntry:
-            entry = super()._entry(key, blocks)
-            layers = tuple((key, None) if value is None else (value, key) for key, value in entry.layers)
-            return attrs.evolve(entry, layers=layers, digests=self._digests(layers))
+    def _entry(self, key: Any, blocks: Any) -> PromptEntry:
+        entry = super()._entry(key, blocks)
+        layers = tuple((key, None) if value is None else (value, key) for key, value in entry.layers)
+        return attrs.evolve(entry, layers=layers, digests=self._digests(layers))
 
 
-class TestIsRightOnOneLayoutOnly(Mutant):
+@breaks(Mutant, "CONN-2", caught_by="test_what_was_stored_is_loaded_into_its_blocks_on_each_layout")
+class TestIsRightOnOneLayoutOnly(MemoryWorker):
     """Where heads come before tokens, the last head is forgotten."""
 
-    breaks = ("CONN-2",)
-    caught_by = "test_what_was_stored_is_loaded_into_its_blocks_on_each_layout"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _entry(self, key: Any, blocks: Any) -> PromptEntry:
-            entry = super()._entry(key, blocks)
-            if self._layout.axes.find("H") > self._layout.axes.find("T"):
-                return entry
-            for tensor, _ in entry.layers:
-                tensor[:, -1] = 0
-            return attrs.evolve(entry, digests=self._digests(entry.layers))
+    def _entry(self, key: Any, blocks: Any) -> PromptEntry:
+        entry = super()._entry(key, blocks)
+        if self._layout.axes.find("H") > self._layout.axes.find("T"):
+            return entry
+        for tensor, _ in entry.layers:
+            tensor[:, -1] = 0
+        return attrs.evolve(entry, digests=self._digests(entry.layers))
 
 
-class TestWritesBesideItsBlocks(Mutant):
+@breaks(Mutant, "CONN-2")
+class TestWritesBesideItsBlocks(MemoryWorker):
     """One element of a block that is another's is written with each load."""
 
-    breaks = ("CONN-2",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _load(self, load: Any) -> bool:
-            other = next(n for n in range(10_000) if n not in load["blocks"])
-            block = self._caches[0].select(self._layout.axes.replace("KD", "D").find("B"), other)
-            block[(0,) * block.dim()] = 1.0
-            return super()._load(load)
+    def _load(self, load: Any) -> bool:
+        other = next(n for n in range(10_000) if n not in load["blocks"])
+        block = self._caches[0].select(self._layout.axes.replace("KD", "D").find("B"), other)
+        block[(0,) * block.dim()] = 1.0
+        return super()._load(load)
 
 
 # -- failures ----------------------------------------------------------------------------------------
 
 
-class TestNeedsNoLayers(Mutant):
+@breaks(Mutant, "CONN-3")
+class TestNeedsNoLayers(MemoryWorker):
     """It lets the engine leave out the calls in its layers, which would wait for its loads."""
 
-    breaks = ("CONN-3",)
+    def has_connector_metadata(self) -> bool:
+        return False
 
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def has_connector_metadata(self) -> bool:
-            return False
+    def start_load_kv(self) -> None:
+        pass
 
-        def start_load_kv(self) -> None:
-            pass
-
-        def wait_for_save(self) -> None:
-            super().start_load_kv()
-            super().wait_for_save()
+    def wait_for_save(self) -> None:
+        super().start_load_kv()
+        super().wait_for_save()
 
 
-class TestReportsNoFailure(Mutant):
+@breaks(Mutant, "CONN-3")
+class TestReportsNoFailure(MemoryWorker):
     """A load that fails is only counted."""
 
-    breaks = ("CONN-3",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _fail(self, load: Any, error: KvplugError) -> None:
-            super()._fail(load, error)
-            self._failed_blocks.clear()
+    def _fail(self, load: Any, error: KvplugError) -> None:
+        super()._fail(load, error)
+        self._failed_blocks.clear()
 
 
-class TestReportsAStepLate(Mutant):
+@breaks(Mutant, "CONN-3")
+class TestReportsAStepLate(MemoryWorker):
     """Blocks whose load failed are named in the step after."""
 
-    breaks = ("CONN-3",)
+    _late: frozenset[int] = frozenset()
 
-    class worker_factory(MemoryWorker):  # noqa: N801
-        _late: frozenset[int] = frozenset()
-
-        def get_block_ids_with_load_errors(self) -> frozenset[int]:
-            found, self._late = self._late, super().get_block_ids_with_load_errors()
-            return found
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        found, self._late = self._late, super().get_block_ids_with_load_errors()
+        return found
 
 
-class TestTrustsWhatArrives(Mutant):
+@breaks(Mutant, "CONN-3", caught_by="test_corrupted_kv_is_in_the_report_of_its_step")
+class TestTrustsWhatArrives(MemoryWorker):
     """Hashes are sent and not compared."""
 
-    breaks = ("CONN-3",)
-    caught_by = "test_corrupted_kv_is_in_the_report_of_its_step"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _verify(self, entry: PromptEntry) -> None:
-            return None
+    def _verify(self, entry: PromptEntry) -> None:
+        return None
 
 
-class TestNamesOneBlockOfAFailedLoad(Mutant):
+@breaks(Mutant, "CONN-3")
+class TestNamesOneBlockOfAFailedLoad(MemoryWorker):
     """Of the blocks of a failed load only the first is named."""
 
-    breaks = ("CONN-3",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _fail(self, load: Any, error: KvplugError) -> None:
-            super()._fail({**load, "blocks": load["blocks"][: load["start"] // 16 + 1]}, error)
+    def _fail(self, load: Any, error: KvplugError) -> None:
+        super()._fail({**load, "blocks": load["blocks"][: load["start"] // 16 + 1]}, error)
 
 
 # -- blocks in use ----------------------------------------------------------------------------------
 
 
-class TestSaysSentBeforeItHasRead(Mutant):
+@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded")
+class TestSaysSentBeforeItHasRead(MemoryWorker):
     """A request is named as sent one step before its blocks are copied."""
 
-    breaks = ("CONN-4",)
-    caught_by = "test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def get_finished(self, finished: frozenset[str]) -> Any:
-            sent = frozenset(save["request"] for save in self._begun[1])
-            return sent, super().get_finished(finished)[1]
+    def get_finished(self, finished: frozenset[str]) -> Any:
+        sent = frozenset(save["request"] for save in self._begun[1])
+        return sent, super().get_finished(finished)[1]
 
 
 class TestKeepsNoBlocks(Mutant):
@@ -308,62 +269,47 @@ class TestKeepsNoBlocks(Mutant):
             return frozenset(), super().get_finished(finished)[1]
 
 
-class TestSaysReceivedBeforeItHasWritten(Mutant):
+@breaks(Mutant, "CONN-4", caught_by="test_whatever_goes_on_beside_a_load_its_blocks_are_its_own")
+class TestSaysReceivedBeforeItHasWritten(MemoryWorker):
     """A background load is named one step before it writes."""
 
-    breaks = ("CONN-4",)
-    caught_by = "test_whatever_goes_on_beside_a_load_its_blocks_are_its_own"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def get_finished(self, finished: frozenset[str]) -> Any:
-            received = frozenset(load["request"] for load in self._begun[0])
-            return super().get_finished(finished)[0], received
+    def get_finished(self, finished: frozenset[str]) -> Any:
+        received = frozenset(load["request"] for load in self._begun[0])
+        return super().get_finished(finished)[0], received
 
 
-class TestFreesWhatStillLoads(Mutant):
+@breaks(Mutant, "CONN-4", caught_by="test_whatever_fails_in_the_background_is_reported_and_never_used")
+class TestFreesWhatStillLoads(MemoryScheduler):
     """The blocks of a request that ends while it loads are given back at once; the load goes on."""
 
-    breaks = ("CONN-4",)
-    caught_by = "test_whatever_fails_in_the_background_is_reported_and_never_used"
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
-            keeps, params = super().request_finished(request, block_ids, end)
-            return keeps and end is RequestEnd.FINISHED, params
+    def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
+        keeps, params = super().request_finished(request, block_ids, end)
+        return keeps and end is RequestEnd.FINISHED, params
 
 
-class TestLoadsWhatWasPreempted(Mutant):
+@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded")
+class TestLoadsWhatWasPreempted(MemoryScheduler):
     """A load stays planned when its request is preempted in the same step."""
 
-    breaks = ("CONN-4",)
-    caught_by = "test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded"
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def build_connector_meta(self, output: Any) -> Any:
-            return super().build_connector_meta(attrs.evolve(output, preempted_request_ids=frozenset()))
+    def build_connector_meta(self, output: Any) -> Any:
+        return super().build_connector_meta(attrs.evolve(output, preempted_request_ids=frozenset()))
 
 
-class TestGoesOnLoadingIntoPreemptedBlocks(Mutant):
+@breaks(Mutant, "CONN-4", caught_by="test_whatever_an_engine_does_what_it_gets_back_is_right")
+class TestGoesOnLoadingIntoPreemptedBlocks(MemoryWorker):
     """A background load does not hear that its request was preempted."""
 
-    breaks = ("CONN-4",)
-    caught_by = "test_whatever_an_engine_does_what_it_gets_back_is_right"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def handle_preemptions(self, request_ids: frozenset[str]) -> None:
-            return None
+    def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+        return None
 
 
-class TestReportsBlocksOfThePreempted(Mutant):
+@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_after_a_load_that_failed_is_not_reported_later")
+class TestReportsBlocksOfThePreempted(MemoryWorker):
     """The blocks of a load that failed are reported once more when its request is preempted."""
 
-    breaks = ("CONN-4",)
-    caught_by = "test_what_is_preempted_after_a_load_that_failed_is_not_reported_later"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def handle_preemptions(self, request_ids: frozenset[str]) -> None:
-            super().handle_preemptions(request_ids)
-            self._failed_blocks.update(self._suspect)
+    def handle_preemptions(self, request_ids: frozenset[str]) -> None:
+        super().handle_preemptions(request_ids)
+        self._failed_blocks.update(self._suspect)
 
 
 class TestKeepsBlocksForWhoIsGone(Mutant):
@@ -396,258 +342,219 @@ class TestKeepsBlocksForWhoIsGone(Mutant):
             return sent - self._unnamed, received
 
 
-class TestWritesWhatComesLate(Mutant):
+@breaks(Mutant, "CONN-4", caught_by="test_a_background_load_that_is_held_up_holds_up_no_step")
+class TestWritesWhatComesLate(MemoryWorker):
     """What comes after a load has stalled is written into its blocks all the same."""
 
-    breaks = ("CONN-4",)
-    caught_by = "test_a_background_load_that_is_held_up_holds_up_no_step"
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._late: list[dict[str, Any]] = []
 
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._late: list[dict[str, Any]] = []
+    def _fail(self, load: Any, error: KvplugError) -> None:
+        super()._fail(load, error)
+        if isinstance(error, StalledError):
+            self._late.append({**load, "begun": math.inf})
 
-        def _fail(self, load: Any, error: KvplugError) -> None:
-            super()._fail(load, error)
-            if isinstance(error, StalledError):
-                self._late.append({**load, "begun": math.inf})
-
-        def get_finished(self, finished: frozenset[str]) -> Any:
-            self._late = [load for load in self._late if not self._load(load)]
-            return super().get_finished(finished)
+    def get_finished(self, finished: frozenset[str]) -> Any:
+        self._late = [load for load in self._late if not self._load(load)]
+        return super().get_finished(finished)
 
 
 # -- names -------------------------------------------------------------------------------------------
 
 
-class TestNamesARequestTwice(Mutant):
+@breaks(Mutant, "CONN-5")
+class TestNamesARequestTwice(MemoryWorker):
     """What was named as sent is named again in the step after."""
 
-    breaks = ("CONN-5",)
+    _before: frozenset[str] = frozenset()
 
-    class worker_factory(MemoryWorker):  # noqa: N801
-        _before: frozenset[str] = frozenset()
-
-        def get_finished(self, finished: frozenset[str]) -> Any:
-            sent, received = super().get_finished(finished)
-            before, self._before = self._before, sent
-            return sent | before, received
+    def get_finished(self, finished: frozenset[str]) -> Any:
+        sent, received = super().get_finished(finished)
+        before, self._before = self._before, sent
+        return sent | before, received
 
 
-class TestNamesAsSentAndReceived(Mutant):
+@breaks(Mutant, "CONN-5")
+class TestNamesAsSentAndReceived(MemoryWorker):
     """What has been received is named as sent as well."""
 
-    breaks = ("CONN-5",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def get_finished(self, finished: frozenset[str]) -> Any:
-            sent, received = super().get_finished(finished)
-            return sent | received, received
+    def get_finished(self, finished: frozenset[str]) -> Any:
+        sent, received = super().get_finished(finished)
+        return sent | received, received
 
 
-class TestNamesNobody(Mutant):
+@breaks(Mutant, "CONN-5")
+class TestNamesNobody(MemoryWorker):
     """A request whose blocks are kept is never named."""
 
-    breaks = ("CONN-5",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def get_finished(self, finished: frozenset[str]) -> Any:
-            return frozenset(), super().get_finished(finished)[1]
+    def get_finished(self, finished: frozenset[str]) -> Any:
+        return frozenset(), super().get_finished(finished)[1]
 
 
 # -- steps in flight ---------------------------------------------------------------------------------
 
 
-class TestSavesWhatAFailedLoadSpoilt(Mutant):
+@breaks(Mutant, "CONN-6", caught_by="test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong")
+class TestSavesWhatAFailedLoadSpoilt(MemoryWorker):
     """A step that was planned before a load failed saves what it was told to."""
 
-    breaks = ("CONN-6",)
-    caught_by = "test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def bind_connector_metadata(self, metadata: Any) -> None:
-            self._suspect.clear()
-            super().bind_connector_metadata(metadata)
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._suspect.clear()
+        super().bind_connector_metadata(metadata)
 
 
-class TestSavesWhatOthersShareWithAFailedLoad(Mutant):
+@breaks(Mutant, "CONN-6", caught_by="test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong")
+class TestSavesWhatOthersShareWithAFailedLoad(MemoryWorker):
     """What is not saved after a failed load is its own request, and not those that share its blocks."""
 
-    breaks = ("CONN-6",)
-    caught_by = "test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong"
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._failed_ever: set[str] = set()
 
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._failed_ever: set[str] = set()
+    def _fail(self, load: Any, error: KvplugError) -> None:
+        super()._fail(load, error)
+        self._failed_ever.add(load["request"])
 
-        def _fail(self, load: Any, error: KvplugError) -> None:
-            super()._fail(load, error)
-            self._failed_ever.add(load["request"])
-
-        def bind_connector_metadata(self, metadata: Any) -> None:
-            self._suspect.clear()
-            super().bind_connector_metadata(metadata)
-            saves = self._begun[1]
-            saves[:] = [
-                {**each, "tokens": ()} if each["request"] in self._failed_ever else each for each in saves
-            ]
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._suspect.clear()
+        super().bind_connector_metadata(metadata)
+        saves = self._begun[1]
+        saves[:] = [
+            {**each, "tokens": ()} if each["request"] in self._failed_ever else each for each in saves
+        ]
 
 
-class TestSavesWhatAnotherConnectorFailedToLoad(Mutant):
+@breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
+class TestSavesWhatAnotherConnectorFailedToLoad(MemoryScheduler):
     """Tokens that count as computed are saved, whichever connector loaded them."""
 
-    breaks = ("CONN-6",)
-    caught_by = "test_what_another_connector_failed_to_load_is_not_stored"
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def build_connector_meta(self, output: Any) -> Any:
-            return {**super().build_connector_meta(output), "doubted": []}  # type: ignore[dict-item]
+    def build_connector_meta(self, output: Any) -> Any:
+        return {**super().build_connector_meta(output), "doubted": []}  # type: ignore[dict-item]
 
 
 # -- forgetting --------------------------------------------------------------------------------------
 
 
-class TestForgetsNothing(Mutant):
+@breaks(Mutant, "CONN-7")
+class TestForgetsNothing(MemoryScheduler):
     """A reset says yes, and that is all."""
 
-    breaks = ("CONN-7",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def reset_cache(self) -> bool:
-            return True
+    def reset_cache(self) -> bool:
+        return True
 
 
-class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(Mutant):
+@breaks(Mutant, "CONN-7")
+class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(MemoryScheduler):
     """A prompt of which a part was computed before a reset is stored after it."""
 
-    breaks = ("CONN-7",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def reset_cache(self) -> bool:
-            done = super().reset_cache()
-            for tracked in self._tracked.values():
-                tracked.is_old = False
-            return done
+    def reset_cache(self) -> bool:
+        done = super().reset_cache()
+        for tracked in self._tracked.values():
+            tracked.is_old = False
+        return done
 
 
 # -- figures -----------------------------------------------------------------------------------------
 
 
-class TestCountsAFailureAsDone(Mutant):
+@breaks(Mutant, "CONN-8", caught_by="test_each_load_that_fails_is_counted_once_with_a_reason")
+class TestCountsAFailureAsDone(MemoryWorker):
     """A load that fails is counted like one that succeeds."""
 
-    breaks = ("CONN-8",)
-    caught_by = "test_each_load_that_fails_is_counted_once_with_a_reason"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _fail(self, load: Any, error: KvplugError) -> None:
-            super()._fail(load, error)
-            self._context.stats.reset()
-            self._context.stats.record("load")
+    def _fail(self, load: Any, error: KvplugError) -> None:
+        super()._fail(load, error)
+        self._context.stats.reset()
+        self._context.stats.record("load")
 
 
-class TestCountsEveryOther(Mutant):
+@breaks(Mutant, "CONN-8")
+class TestCountsEveryOther(MemoryWorker):
     """Of two loads one is counted."""
 
-    breaks = ("CONN-8",)
+    _num_loads = 0
 
-    class worker_factory(MemoryWorker):  # noqa: N801
-        _num_loads = 0
-
-        def _load(self, load: Any) -> bool:
-            has_ended = super()._load(load)
-            self._num_loads += 1
-            if self._num_loads % 2 == 0:
-                self._context.stats.reset()
-            return has_ended
+    def _load(self, load: Any) -> bool:
+        has_ended = super()._load(load)
+        self._num_loads += 1
+        if self._num_loads % 2 == 0:
+            self._context.stats.reset()
+        return has_ended
 
 
-class TestCountsAFailureTwice(Mutant):
+@breaks(Mutant, "CONN-8")
+class TestCountsAFailureTwice(MemoryWorker):
     """A load that fails is counted under two reasons."""
 
-    breaks = ("CONN-8",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _fail(self, load: Any, error: KvplugError) -> None:
-            super()._fail(load, error)
-            self._context.stats.fail("load", "other")
+    def _fail(self, load: Any, error: KvplugError) -> None:
+        super()._fail(load, error)
+        self._context.stats.fail("load", "other")
 
 
 # -- steps that go on --------------------------------------------------------------------------------
 
 
-class TestWaitsForWhatIsInTheBackground(Mutant):
+@breaks(Mutant, "CONN-9")
+class TestWaitsForWhatIsInTheBackground(MemoryWorker):
     """A step waits for a background load until it has ended."""
 
-    breaks = ("CONN-9",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _load(self, load: Any) -> bool:
-            while not super()._load(load):
-                time.sleep(0.001)
-            return True
+    def _load(self, load: Any) -> bool:
+        while not super()._load(load):
+            time.sleep(0.001)
+        return True
 
 
-class TestWaitsLongForWhatDoesNotCome(Mutant):
+@breaks(
+    Mutant, "CONN-9", caught_by="test_a_step_waits_for_a_load_that_is_held_up_for_the_stall_timeout_at_most"
+)
+class TestWaitsLongForWhatDoesNotCome(MemoryWorker):
     """A load of which nothing comes fails long after its limit."""
 
-    breaks = ("CONN-9",)
-    caught_by = "test_a_step_waits_for_a_load_that_is_held_up_for_the_stall_timeout_at_most"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _load(self, load: Any) -> bool:
-            return super()._load({**load, "begun": load["begun"] + 5})
+    def _load(self, load: Any) -> bool:
+        return super()._load({**load, "begun": load["begun"] + 5})
 
 
-class TestHasStepsWaitWhereRequestsDo(Mutant):
+@breaks(
+    Mutant,
+    "CONN-9",
+    caught_by="test_an_engine_that_lets_every_load_be_waited_for_gets_them_in_the_background",
+)
+class TestHasStepsWaitWhereRequestsDo(MemoryScheduler):
     """Whether it loads in the background is for its option alone to say, not for the engine."""
 
-    breaks = ("CONN-9",)
-    caught_by = "test_an_engine_that_lets_every_load_be_waited_for_gets_them_in_the_background"
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._in_background = context.options.async_load
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._in_background = context.options.async_load
 
 
 # -- order -------------------------------------------------------------------------------------------
 
 
-class TestPromisesOnlyWhoComesAlone(Mutant):
+@breaks(Mutant, "CONN-1")
+class TestPromisesOnlyWhoComesAlone(MemoryScheduler):
     """While there is another request nothing is promised."""
 
-    breaks = ("CONN-1",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _held(self, tracked: Any) -> int | None:
-            return super()._held(tracked) if len(self._tracked) == 1 else 0
+    def _held(self, tracked: Any) -> int | None:
+        return super()._held(tracked) if len(self._tracked) == 1 else 0
 
 
-class TestLoadsIntoNothing(Mutant):
+@breaks(Mutant, "CONN-1", caught_by="test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name")
+class TestLoadsIntoNothing(MemoryWorker):
     """Without a cache nothing is loaded, and no error is raised."""
 
-    breaks = ("CONN-1",)
-    caught_by = "test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name"
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def start_load_kv(self) -> None:
-            if self._caches:
-                super().start_load_kv()
+    def start_load_kv(self) -> None:
+        if self._caches:
+            super().start_load_kv()
 
 
-class TestTakesBlocksForWhatWasNeverPromised(Mutant):
+@breaks(Mutant, "CONN-1", caught_by="test_blocks_for_tokens_that_were_never_promised_are_refused_by_name")
+class TestTakesBlocksForWhatWasNeverPromised(MemoryScheduler):
     """An allocation that no promise came before is believed."""
 
-    breaks = ("CONN-1",)
-    caught_by = "test_blocks_for_tokens_that_were_never_promised_are_refused_by_name"
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
-            tracked = self._tracked[request.request_id]
-            tracked.answered = (tracked.answered[0], num_external_tokens)
-            super().update_state_after_alloc(request, block_ids, num_external_tokens)
+    def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
+        tracked = self._tracked[request.request_id]
+        tracked.answered = (tracked.answered[0], num_external_tokens)
+        super().update_state_after_alloc(request, block_ids, num_external_tokens)
 
 
 class TestLooksTablesUpLater(Mutant):
@@ -670,192 +577,166 @@ class TestLooksTablesUpLater(Mutant):
             return super().request_finished(request, block_ids, end)
 
 
-class TestPassesObjectsAcross(Mutant):
+@breaks(Mutant, "CONN-1")
+class TestPassesObjectsAcross(MemoryScheduler):
     """What its scheduler side tells its worker side is no plain value."""
 
-    breaks = ("CONN-1",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def build_connector_meta(self, output: Any) -> Any:
-            return {**super().build_connector_meta(output), "preempted": output.preempted_request_ids}  # type: ignore[dict-item]
+    def build_connector_meta(self, output: Any) -> Any:
+        return {**super().build_connector_meta(output), "preempted": output.preempted_request_ids}  # type: ignore[dict-item]
 
 
-class TestLoadsLaterThanItsStepNeeds(Mutant):
+@breaks(Mutant, "CONN-1")
+class TestLoadsLaterThanItsStepNeeds(MemoryWorker):
     """A load has ended when the last layer is reached, and not for the first report after that."""
 
-    breaks = ("CONN-1",)
+    def start_load_kv(self) -> None:
+        return None
 
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def start_load_kv(self) -> None:
-            return None
-
-        def get_block_ids_with_load_errors(self) -> frozenset[int]:
-            super().start_load_kv()
-            return super().get_block_ids_with_load_errors()
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        super().start_load_kv()
+        return super().get_block_ids_with_load_errors()
 
 
 # -- references --------------------------------------------------------------------------------------
 
 
-class TestTakesAnEarlierEpochForThisOne(Mutant):
+@breaks(Mutant, "REF-1")
+class TestTakesAnEarlierEpochForThisOne(MemoryScheduler):
     """A reference of an earlier start of an engine is taken for one of this start."""
 
-    breaks = ("REF-1",)
+    def _peer(self) -> EntryTable:
+        table = super()._peer()
+        resolve = type(table).resolve
 
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _peer(self) -> EntryTable:
-            table = super()._peer()
-            resolve = type(table).resolve
+        def believe(reference: Reference, *more: Any) -> Any:
+            ours = attrs.evolve(reference, engine_id=table.engine_id, epoch=table.epoch)
+            return resolve(table, ours, *more)
 
-            def believe(reference: Reference, *more: Any) -> Any:
-                ours = attrs.evolve(reference, engine_id=table.engine_id, epoch=table.epoch)
-                return resolve(table, ours, *more)
-
-            table.resolve = believe  # type: ignore[method-assign]
-            return table
+        table.resolve = believe  # type: ignore[method-assign]
+        return table
 
 
-class TestTakesEveryGenerationForTheLast(Mutant):
+@breaks(Mutant, "REF-1")
+class TestTakesEveryGenerationForTheLast(MemoryScheduler):
     """A reference is good for whatever its request has been leased last."""
 
-    breaks = ("REF-1",)
+    def _peer(self) -> EntryTable:
+        table = super()._peer()
+        resolve = type(table).resolve
 
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _peer(self) -> EntryTable:
-            table = super()._peer()
-            resolve = type(table).resolve
+        def believe(reference: Reference, *more: Any) -> Any:
+            for lease, leased in table._leases.items():
+                if leased.request_id == reference.request_id:
+                    reference = attrs.evolve(reference, lease=lease, generation=leased.generation)
+            return resolve(table, reference, *more)
 
-            def believe(reference: Reference, *more: Any) -> Any:
-                for lease, leased in table._leases.items():
-                    if leased.request_id == reference.request_id:
-                        reference = attrs.evolve(reference, lease=lease, generation=leased.generation)
-                return resolve(table, reference, *more)
-
-            table.resolve = believe  # type: ignore[method-assign]
-            return table
+        table.resolve = believe  # type: ignore[method-assign]
+        return table
 
 
-class TestReadsTicketsAndBelievesWhatStandsBeside(Mutant):
+@breaks(Mutant, "REF-2")
+class TestReadsTicketsAndBelievesWhatStandsBeside(MemoryScheduler):
     """The ticket of a reference is not compared."""
 
-    breaks = ("REF-2",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _held(self, tracked: Any) -> int | None:
-            params = tracked.request.params
-            with contextlib.suppress(Exception):
-                given = {key: value for key, value in params[PARAMS].items() if key != "ticket"}
-                better = {**params, PARAMS: Reference(**given).to_params()}
-                tracked.request = attrs.evolve(tracked.request, params=better)
-            return super()._held(tracked)
+    def _held(self, tracked: Any) -> int | None:
+        params = tracked.request.params
+        with contextlib.suppress(Exception):
+            given = {key: value for key, value in params[PARAMS].items() if key != "ticket"}
+            better = {**params, PARAMS: Reference(**given).to_params()}
+            tracked.request = attrs.evolve(tracked.request, params=better)
+        return super()._held(tracked)
 
 
-class TestTakesTicketsOfAnyAge(Mutant):
+@breaks(Mutant, "REF-2")
+class TestTakesTicketsOfAnyAge(MemoryScheduler):
     """A ticket is good for ever."""
 
-    breaks = ("REF-2",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _refused(self, tracked: Any, reason: Any) -> int:
-            refused = super()._refused(tracked, reason)
-            if reason != "expired":
-                return refused
-            given = {key: value for key, value in tracked.request.params[PARAMS].items() if key != "ticket"}
-            found = self._peer().resolve(Reference(**given), tracked.request.extra, tracked.request.token_ids)
-            return found or 0
+    def _refused(self, tracked: Any, reason: Any) -> int:
+        refused = super()._refused(tracked, reason)
+        if reason != "expired":
+            return refused
+        given = {key: value for key, value in tracked.request.params[PARAMS].items() if key != "ticket"}
+        found = self._peer().resolve(Reference(**given), tracked.request.extra, tracked.request.token_ids)
+        return found or 0
 
 
-class TestDialsWhoeverIsNamed(Mutant):
+@breaks(Mutant, "REF-2")
+class TestDialsWhoeverIsNamed(MemoryScheduler):
     """Before a reference is judged, its engine is called."""
 
-    breaks = ("REF-2",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _refused(self, tracked: Any, reason: Any) -> int:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
-                sock.connect("\0kvplug-no-listener")
-            return super()._refused(tracked, reason)
+    def _refused(self, tracked: Any, reason: Any) -> int:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+            sock.connect("\0kvplug-no-listener")
+        return super()._refused(tracked, reason)
 
 
-class TestMissesInSilence(Mutant):
+@breaks(Mutant, "REF-2")
+class TestMissesInSilence(MemoryScheduler):
     """A reference that is good for nothing is not counted."""
 
-    breaks = ("REF-2",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _refused(self, tracked: Any, reason: Any) -> int:
-            return 0
+    def _refused(self, tracked: Any, reason: Any) -> int:
+        return 0
 
 
-class TestRaisesAtForgedReferences(Mutant):
+@breaks(Mutant, "REF-2")
+class TestRaisesAtForgedReferences(MemoryScheduler):
     """A reference that is none stops the engine."""
 
-    breaks = ("REF-2",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _refused(self, tracked: Any, reason: Any) -> int:
-            raise StaleError(reason, "that is no reference")
+    def _refused(self, tracked: Any, reason: Any) -> int:
+        raise StaleError(reason, "that is no reference")
 
 
 # -- ends --------------------------------------------------------------------------------------------
 
 
-class TestShutdownWaitsForAStep(Mutant):
+@breaks(Mutant, "ALL-1")
+class TestShutdownWaitsForAStep(MemoryWorker):
     """Shutdown waits until what is in the background has ended, which no step is there for any more."""
 
-    breaks = ("ALL-1",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def shutdown(self) -> None:
-            if any(self._begun) or self._loading or self._saving:
-                threading.Event().wait()
-            super().shutdown()
+    def shutdown(self) -> None:
+        if any(self._begun) or self._loading or self._saving:
+            threading.Event().wait()
+        super().shutdown()
 
 
-class TestShutdownAndALoadWaitForEachOther(Mutant):
+@breaks(Mutant, "ALL-1")
+class TestShutdownAndALoadWaitForEachOther(MemoryWorker):
     """Shutdown holds what a load that is under way needs for its end, and waits for that end."""
 
-    breaks = ("ALL-1",)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._ending, self._idle = threading.Lock(), threading.Event()
+        self._idle.set()
 
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._ending, self._idle = threading.Lock(), threading.Event()
+    def start_load_kv(self, *args: Any) -> None:
+        self._idle.clear()
+        super().start_load_kv(*args)
+        with self._ending:
             self._idle.set()
 
-        def start_load_kv(self, *args: Any) -> None:
-            self._idle.clear()
-            super().start_load_kv(*args)
-            with self._ending:
-                self._idle.set()
-
-        def shutdown(self) -> None:
-            with self._ending:
-                self._idle.wait()
-            super().shutdown()
+    def shutdown(self) -> None:
+        with self._ending:
+            self._idle.wait()
+        super().shutdown()
 
 
-class TestLeavesAThread(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestLeavesAThread(MemoryWorker):
     """A thread that waits for work is never told that there is none."""
 
-    breaks = ("ALL-7",)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
-class TestWaitsForAPeerThatIsGone(Mutant):
+@breaks(Mutant, "ALL-2", "ALL-4", "ALL-5")
+class TestWaitsForAPeerThatIsGone(MemoryWorker):
     """A load whose peer is gone waits for it to come back."""
 
-    breaks = ("ALL-2", "ALL-4", "ALL-5")
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def _fail(self, load: Any, error: KvplugError) -> None:
-            if isinstance(error, PeerGoneError):
-                threading.Event().wait()
-            super()._fail(load, error)
+    def _fail(self, load: Any, error: KvplugError) -> None:
+        if isinstance(error, PeerGoneError):
+            threading.Event().wait()
+        super()._fail(load, error)
 
 
 # -- the control -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from kvplug.transport import parse_server
 from kvplug.transport.directory import Directory
+from kvplug_lab.mutants import breaks
 from kvplug_testing import DirectoryContract
 
 Entries = dict[str, tuple[bytes, float]]
@@ -62,6 +63,7 @@ class Mutant(DirectoryContract):
     lease_s = 0.2
     late_s = 0.2
     timeout_s = 0.2
+    parts = ("made",)
     breaks: tuple[str, ...] = ()
     made: type[MemoryDirectory] = MemoryDirectory
     service: ClassVar[Service] = Service()
@@ -78,91 +80,75 @@ class Mutant(DirectoryContract):
         return self.service.goes_on.set
 
 
-class TestKeepsTheFirst(Mutant):
+@breaks(Mutant, "DIR-1")
+class TestKeepsTheFirst(MemoryDirectory):
     """An announcement does not replace the one before it."""
 
-    breaks = ("DIR-1",)
-
-    class made(MemoryDirectory):  # noqa: N801
-        def announce(self, name: str, entry: bytes, lease_s: float) -> None:
-            if name not in self.kept:
-                super().announce(name, entry, lease_s)
+    def announce(self, name: str, entry: bytes, lease_s: float) -> None:
+        if name not in self.kept:
+            super().announce(name, entry, lease_s)
 
 
-class TestSeesItsOwnOnly(Mutant):
+@breaks(Mutant, "DIR-1")
+class TestSeesItsOwnOnly(MemoryDirectory):
     """What others announce is not seen."""
 
-    breaks = ("DIR-1",)
-
-    class made(MemoryDirectory):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.kept = {}
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kept = {}
 
 
-class TestWithdrawsByPrefix(Mutant):
+@breaks(Mutant, "DIR-1")
+class TestWithdrawsByPrefix(MemoryDirectory):
     """Other names that begin alike are withdrawn, too."""
 
-    breaks = ("DIR-1",)
-
-    class made(MemoryDirectory):  # noqa: N801
-        def withdraw(self, name: str) -> None:
-            for other in [each for each in self.kept if each.startswith(name)]:
-                super().withdraw(other)
+    def withdraw(self, name: str) -> None:
+        for other in [each for each in self.kept if each.startswith(name)]:
+            super().withdraw(other)
 
 
-class TestForgetsNothing(Mutant):
+@breaks(Mutant, "DIR-2")
+class TestForgetsNothing(MemoryDirectory):
     """An entry stays when its lease has ended."""
 
-    breaks = ("DIR-2",)
-
-    class made(MemoryDirectory):  # noqa: N801
-        def announce(self, name: str, entry: bytes, lease_s: float) -> None:
-            super().announce(name, entry, 1e9)
+    def announce(self, name: str, entry: bytes, lease_s: float) -> None:
+        super().announce(name, entry, 1e9)
 
 
-class TestRenewsNothing(Mutant):
+@breaks(Mutant, "DIR-2")
+class TestRenewsNothing(MemoryDirectory):
     """An entry goes at the end of its first lease, however often it is announced."""
 
-    breaks = ("DIR-2",)
-
-    class made(MemoryDirectory):  # noqa: N801
-        def announce(self, name: str, entry: bytes, lease_s: float) -> None:
-            until = self.kept[name][1] if name in self.kept else time.monotonic() + lease_s
-            super().announce(name, entry, lease_s)
-            self.kept[name] = entry, until
+    def announce(self, name: str, entry: bytes, lease_s: float) -> None:
+        until = self.kept[name][1] if name in self.kept else time.monotonic() + lease_s
+        super().announce(name, entry, lease_s)
+        self.kept[name] = entry, until
 
 
-class TestWaitsForTheService(Mutant):
+@breaks(Mutant, "DIR-3")
+class TestWaitsForTheService(MemoryDirectory):
     """A call of a stopped service ends when that goes on."""
 
-    breaks = ("DIR-3",)
-
-    class made(MemoryDirectory):  # noqa: N801
-        def wait(self) -> None:
-            if not self.service.goes_on.wait(self.timeout_s + 3):
-                raise TimeoutError("the service is stopped")
+    def wait(self) -> None:
+        if not self.service.goes_on.wait(self.timeout_s + 3):
+            raise TimeoutError("the service is stopped")
 
 
-class TestConnectsAtOnce(Mutant):
+@breaks(Mutant, "DIR-3")
+class TestConnectsAtOnce(MemoryDirectory):
     """Making one waits for the service."""
 
-    breaks = ("DIR-3",)
-
-    class made(MemoryDirectory):  # noqa: N801
-        def __init__(self, service: Service, url: str, timeout_s: float) -> None:
-            super().__init__(service, url, timeout_s)
-            service.goes_on.wait(timeout_s + 2)
+    def __init__(self, service: Service, url: str, timeout_s: float) -> None:
+        super().__init__(service, url, timeout_s)
+        service.goes_on.wait(timeout_s + 2)
 
 
-class TestTakesAnyAddress(Mutant):
+@breaks(Mutant, "DIR-4")
+class TestTakesAnyAddress(MemoryDirectory):
     """A wrong port is found when the service is dialled."""
 
-    breaks = ("DIR-4",)
-
-    class made(MemoryDirectory):  # noqa: N801
-        def check(self, url: str) -> None:
-            pass
+    def check(self, url: str) -> None:
+        pass
 
 
 class TestDirectories(Mutant):

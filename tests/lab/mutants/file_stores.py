@@ -18,6 +18,7 @@ from kvplug.config import option
 from kvplug.errors import CapacityError
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.results import Usage
+from kvplug_lab.mutants import breaks
 from kvplug_testing import StoreContract
 
 
@@ -94,77 +95,64 @@ class Mutant(StoreContract):
 
     options_class = FileOptions
     made: type[FileStore] = FileStore
+    parts = ("made",)
     breaks: tuple[str, ...] = ()
 
     def make_store(self, context: Any) -> Any:
         return self.made(context)
 
 
-class TestWritesUnderThePagesName(Mutant):
+@breaks(Mutant, "STORE-2", caught_by="test_writers_that_are_killed_at_any_point_leave_whole_pages")
+class TestWritesUnderThePagesName(FileStore):
     """A page has its name before it is whole."""
 
-    breaks = ("STORE-2",)
-    caught_by = "test_writers_that_are_killed_at_any_point_leave_whole_pages"
-
-    class made(FileStore):  # noqa: N801
-        def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-            if not self._path(key).exists():
-                self._write_pieces(self._path(key), b"".join(page))
-            return True
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        if not self._path(key).exists():
+            self._write_pieces(self._path(key), b"".join(page))
+        return True
 
 
-class TestWritersShareAFile(Mutant):
+@breaks(Mutant, "STORE-2", caught_by="test_of_writers_in_two_processes_one_wins_wholly")
+class TestWritersShareAFile(FileStore):
     """Two writers of a page write into one file aside."""
 
-    breaks = ("STORE-2",)
-    caught_by = "test_of_writers_in_two_processes_one_wins_wholly"
-
-    class made(FileStore):  # noqa: N801
-        def _aside(self, key: bytes) -> Path:
-            return self._folder / f"aside-{key.hex()}"
+    def _aside(self, key: bytes) -> Path:
+        return self._folder / f"aside-{key.hex()}"
 
 
-class TestRenames(Mutant):
+@breaks(Mutant, "STORE-2")
+class TestRenames(FileStore):
     """The last whole page of a key takes the place of the first."""
 
-    breaks = ("STORE-2",)
-
-    class made(FileStore):  # noqa: N801
-        def _publish(self, aside: Path, path: Path) -> None:
-            os.replace(aside, path)
+    def _publish(self, aside: Path, path: Path) -> None:
+        os.replace(aside, path)
 
 
-class TestMakesItsFolderWithoutALock(Mutant):
+@breaks(Mutant, "STORE-2", caught_by="test_ends_that_are_opened_at_once_in_several_threads_share_their_pages")
+class TestMakesItsFolderWithoutALock(FileStore):
     """Two ends that are opened at once both find no folder, and the second fails to make it."""
 
-    breaks = ("STORE-2",)
-    caught_by = "test_ends_that_are_opened_at_once_in_several_threads_share_their_pages"
-
-    class made(FileStore):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            self._folder = Path(context.options.path, "pages")
-            if not self._folder.exists():
-                time.sleep(0.001)
-                self._folder.mkdir()
+    def __init__(self, context: Any) -> None:
+        self._folder = Path(context.options.path, "pages")
+        if not self._folder.exists():
+            time.sleep(0.001)
+            self._folder.mkdir()
 
 
-class TestEmptiesANewFolderWithoutALock(Mutant):
+@breaks(Mutant, "STORE-2", caught_by="test_ends_that_are_opened_at_once_in_several_threads_share_their_pages")
+class TestEmptiesANewFolderWithoutALock(FileStore):
     """An end that finds no mark empties the folder, every other one late, and then makes the mark."""
 
-    breaks = ("STORE-2",)
-    caught_by = "test_ends_that_are_opened_at_once_in_several_threads_share_their_pages"
+    delays = itertools.cycle((0.0, 0.1))
 
-    class made(FileStore):  # noqa: N801
-        delays = itertools.cycle((0.0, 0.1))
-
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            mark = self._folder / "mark"
-            if not mark.exists():
-                time.sleep(next(self.delays))
-                for path in self._folder.iterdir():
-                    path.unlink(missing_ok=True)
-                mark.touch()
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        mark = self._folder / "mark"
+        if not mark.exists():
+            time.sleep(next(self.delays))
+            for path in self._folder.iterdir():
+                path.unlink(missing_ok=True)
+            mark.touch()
 
 
 class BoundedStore(FileStore):
@@ -216,21 +204,19 @@ class BoundedMutant(StoreContract):
     options_class = FileOptions
     evicts_by_use = False
     made: type[BoundedStore] = BoundedStore
+    parts = ("made",)
     breaks: tuple[str, ...] = ()
 
     def make_store(self, context: Any) -> Any:
         return self.made(context)
 
 
-class TestHidesWhatItEvicts(BoundedMutant):
+@breaks(BoundedMutant, "STORE-6", caught_by="test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory")
+class TestHidesWhatItEvicts(BoundedStore):
     """Pages that are evicted are not found and not counted any more, and their files stay."""
 
-    breaks = ("STORE-6",)
-    caught_by = "test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory"
-
-    class made(BoundedStore):  # noqa: N801
-        def _evict(self, key: bytes) -> None:
-            del self._sizes[key]
+    def _evict(self, key: bytes) -> None:
+        del self._sizes[key]
 
 
 class TestKeepsItsBudget(BoundedMutant):

@@ -14,6 +14,7 @@ from kvplug.errors import CapacityError, TensorMismatchError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe import Transfer
+from kvplug_lab.mutants import breaks
 from kvplug_testing import PipeContract
 from kvplug_testing.memory import pipe as memory
 from kvplug_testing.memory.pipe import MemoryEndpoint, MemoryListener, MemoryPipe, PipeMessage
@@ -31,6 +32,7 @@ class Mutant(PipeContract):
     pipe: type[MemoryPipe] = MemoryPipe
     listener: type[MemoryListener] = MemoryListener
     endpoint_class: type[MemoryEndpoint] = MemoryEndpoint
+    parts = ("pipe", "listener", "endpoint_class")
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
@@ -74,515 +76,428 @@ def changed(message: PipeMessage, tensor: Any) -> PipeMessage:
 # -- what arrives ----------------------------------------------------------------------------------
 
 
-class TestFlipsOneBit(Mutant):
+@breaks(Mutant, "PIPE-1")
+class TestFlipsOneBit(MemoryPipe):
     """The lowest bit of the last byte of a message is lost."""
 
-    breaks = ("PIPE-1",)
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        import torch
 
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            import torch
-
-            message = super().recv_tensor(*args, **given)
-            if message is not None and message.numel():
-                message.view(-1).view(torch.uint8)[-1] &= 0xFE
-            return message
+        message = super().recv_tensor(*args, **given)
+        if message is not None and message.numel():
+            message.view(-1).view(torch.uint8)[-1] &= 0xFE
+        return message
 
 
-class TestDropsEveryThousandth(Mutant):
+@breaks(Mutant, "PIPE-1")
+class TestDropsEveryThousandth(Counting):
     """Every 1,000th message is taken and never delivered."""
 
-    breaks = ("PIPE-1",)
-
-    class pipe(Counting):  # noqa: N801
-        def deliver_number(self, number: int, *args: Any, **given: Any) -> None:
-            if number % 1000:
-                super().deliver_number(number, *args, **given)
+    def deliver_number(self, number: int, *args: Any, **given: Any) -> None:
+        if number % 1000:
+            super().deliver_number(number, *args, **given)
 
 
-class TestSwapsTwo(Mutant):
+@breaks(Mutant, "PIPE-1")
+class TestSwapsTwo(Counting):
     """Message 900 comes after message 901."""
 
-    breaks = ("PIPE-1",)
-
-    class pipe(Counting):  # noqa: N801
-        def deliver_number(self, number: int, message: PipeMessage, *args: Any, **given: Any) -> None:
-            if number == 900:
-                self.kept = message
-                return
-            super().deliver_number(number, message, *args, **given)
-            if number == 901:
-                super().deliver_number(number, self.kept, *args, **given)
+    def deliver_number(self, number: int, message: PipeMessage, *args: Any, **given: Any) -> None:
+        if number == 900:
+            self.kept = message
+            return
+        super().deliver_number(number, message, *args, **given)
+        if number == 901:
+            super().deliver_number(number, self.kept, *args, **given)
 
 
-class TestDeliversOneTwice(Mutant):
+@breaks(Mutant, "PIPE-1")
+class TestDeliversOneTwice(Counting):
     """Message 1,500 comes twice."""
 
-    breaks = ("PIPE-1",)
-
-    class pipe(Counting):  # noqa: N801
-        def deliver_number(self, number: int, *args: Any, **given: Any) -> None:
+    def deliver_number(self, number: int, *args: Any, **given: Any) -> None:
+        super().deliver_number(number, *args, **given)
+        if number == 1500:
             super().deliver_number(number, *args, **given)
-            if number == 1500:
-                super().deliver_number(number, *args, **given)
 
 
-class TestSendsBlocksInTheOrderOfTheirIds(Mutant):
+@breaks(Mutant, "PIPE-1")
+class TestSendsBlocksInTheOrderOfTheirIds(MemoryPipe):
     """Blocks come sorted, whatever order they were named in."""
 
-    breaks = ("PIPE-1",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_blocks(self, views: Any, block_ids: Any, **given: Any) -> Transfer:
-            return super().send_blocks(views, sorted(block_ids), **given)
+    def send_blocks(self, views: Any, block_ids: Any, **given: Any) -> Transfer:
+        return super().send_blocks(views, sorted(block_ids), **given)
 
 
-class TestWritesTheBlockBehind(Mutant):
+@breaks(Mutant, "PIPE-5")
+class TestWritesTheBlockBehind(MemoryPipe):
     """The last row is written into the block behind the named one, too."""
 
-    breaks = ("PIPE-5",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_blocks(self, views: Any, block_ids: Any, **given: Any) -> None:
-            super().recv_blocks(views, block_ids, **given)
-            last = block_ids[-1] if len(block_ids) else 0
-            for view in views:
-                if last + 1 < len(view):
-                    view[last + 1] = view[last]
+    def recv_blocks(self, views: Any, block_ids: Any, **given: Any) -> None:
+        super().recv_blocks(views, block_ids, **given)
+        last = block_ids[-1] if len(block_ids) else 0
+        for view in views:
+            if last + 1 < len(view):
+                view[last + 1] = view[last]
 
 
-class TestSendsTheLastLayerFirst(Mutant):
+@breaks(Mutant, "PIPE-1")
+class TestSendsTheLastLayerFirst(MemoryPipe):
     """The layers of one message come in another order."""
 
-    breaks = ("PIPE-1",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_blocks(self, views: Any, block_ids: Any, **given: Any) -> Transfer:
-            turned = BlockViews(views[::-1]) if isinstance(views, BlockViews) else views
-            return super().send_blocks(turned, block_ids, **given)
+    def send_blocks(self, views: Any, block_ids: Any, **given: Any) -> Transfer:
+        turned = BlockViews(views[::-1]) if isinstance(views, BlockViews) else views
+        return super().send_blocks(turned, block_ids, **given)
 
 
-class TestReportsLayersThatHaveNotCome(Mutant):
+@breaks(Mutant, "PIPE-5")
+class TestReportsLayersThatHaveNotCome(MemoryPipe):
     """All layers are reported before the message is received."""
 
-    breaks = ("PIPE-5",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_blocks(self, views: Any, block_ids: Any, *, on_layer: Any = None, **given: Any) -> None:
-            for layer in range(len(views)) if on_layer else ():
-                on_layer(layer)
-            super().recv_blocks(views, block_ids, **given)
+    def recv_blocks(self, views: Any, block_ids: Any, *, on_layer: Any = None, **given: Any) -> None:
+        for layer in range(len(views)) if on_layer else ():
+            on_layer(layer)
+        super().recv_blocks(views, block_ids, **given)
 
 
-class TestReceivesIntoAPool(Mutant):
+@breaks(Mutant, "PIPE-1")
+class TestReceivesIntoAPool(MemoryPipe):
     """What is received lies in a buffer that the next message of that size overwrites."""
 
-    breaks = ("PIPE-1",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-            message = super().recv_tensor(out, **given)
-            if message is None or out is not None or not message.numel():
-                return message
-            pool = self.__dict__.setdefault("_pool", {})
-            kept = pool.setdefault((message.dtype, message.shape), message)
-            memory.copy_into(kept, memory.memory_of(message))
-            return kept
+    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
+        message = super().recv_tensor(out, **given)
+        if message is None or out is not None or not message.numel():
+            return message
+        pool = self.__dict__.setdefault("_pool", {})
+        kept = pool.setdefault((message.dtype, message.shape), message)
+        memory.copy_into(kept, memory.memory_of(message))
+        return kept
 
 
-class TestLosesScalars(Mutant):
+@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_of_each_dtype_arrives_with_its_bits")
+class TestLosesScalars(MemoryPipe):
     """A tensor without dimensions comes as one with one dimension."""
 
-    breaks = ("PIPE-1",)
-    caught_by = "test_a_tensor_of_each_dtype_arrives_with_its_bits"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            message = super().recv_tensor(*args, **given)
-            return message if message is None or message.dim() else message.view(1)
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        message = super().recv_tensor(*args, **given)
+        return message if message is None or message.dim() else message.view(1)
 
 
-class TestMakesNoneAnEmptyTensor(Mutant):
+@breaks(Mutant, "PIPE-1")
+class TestMakesNoneAnEmptyTensor(MemoryPipe):
     """``None`` comes as a tensor without elements."""
 
-    breaks = ("PIPE-1",)
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        import torch
 
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            import torch
-
-            message = super().recv_tensor(*args, **given)
-            return torch.empty(0) if message is None else message
+        message = super().recv_tensor(*args, **given)
+        return torch.empty(0) if message is None else message
 
 
-class TestIgnoresStrides(Mutant):
+@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory")
+class TestIgnoresStrides(MemoryPipe):
     """The bytes are sent as they lie in memory from the tensor's first one on, whatever its strides."""
 
-    breaks = ("PIPE-1",)
-    caught_by = "test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory"
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        import torch
 
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, **given: Any) -> Any:
-            import torch
-
-            if tensor is not None and not tensor.is_contiguous():
-                storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-                flat = storage[tensor.storage_offset() :]
-                if flat.numel() >= tensor.numel():
-                    tensor = flat[: tensor.numel()].view(tensor.shape)
-            return super().send_tensor(tensor, **given)
+        if tensor is not None and not tensor.is_contiguous():
+            storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            flat = storage[tensor.storage_offset() :]
+            if flat.numel() >= tensor.numel():
+                tensor = flat[: tensor.numel()].view(tensor.shape)
+        return super().send_tensor(tensor, **given)
 
 
-class TestIgnoresConjugation(Mutant):
+@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory")
+class TestIgnoresConjugation(MemoryPipe):
     """A lazily conjugated tensor comes without its conjugation."""
 
-    breaks = ("PIPE-1",)
-    caught_by = "test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, **given: Any) -> Any:
-            if tensor is not None and tensor.is_conj():
-                tensor = tensor.conj()
-            return super().send_tensor(tensor, **given)
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        if tensor is not None and tensor.is_conj():
+            tensor = tensor.conj()
+        return super().send_tensor(tensor, **given)
 
 
-class TestCutsLargeMessages(Mutant):
+@breaks(Mutant, "PIPE-1", caught_by="test_a_message_larger_than_any_internal_buffer_arrives_whole")
+class TestCutsLargeMessages(MemoryPipe):
     """Of a message only the first 16 MiB are moved."""
 
-    breaks = ("PIPE-1",)
-    caught_by = "test_a_message_larger_than_any_internal_buffer_arrives_whole"
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        import torch
 
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            import torch
-
-            message = super().recv_tensor(*args, **given)
-            if message is not None:
-                message.view(-1).view(torch.uint8)[16 * MIB :] = 0
-            return message
+        message = super().recv_tensor(*args, **given)
+        if message is not None:
+            message.view(-1).view(torch.uint8)[16 * MIB :] = 0
+        return message
 
 
-class TestChangesTheEndOfLargeMessages(Mutant):
+@breaks(
+    Mutant, "PIPE-1", "PIPE-5", caught_by="test_a_large_message_is_received_into_out_without_another_tensor"
+)
+class TestChangesTheEndOfLargeMessages(MemoryPipe):
     """The last byte of a message of more than 32 MiB is another one."""
 
-    breaks = ("PIPE-1", "PIPE-5")
-    caught_by = "test_a_large_message_is_received_into_out_without_another_tensor"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            message = super().recv_tensor(*args, **given)
-            if message is not None and message.nbytes > 32 * MIB:
-                message[-1] ^= 1
-            return message
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        message = super().recv_tensor(*args, **given)
+        if message is not None and message.nbytes > 32 * MIB:
+            message[-1] ^= 1
+        return message
 
 
-class TestQueuesWhatItRefuses(Mutant):
+@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_of_too_many_dimensions_is_refused_and_nothing_is_queued")
+class TestQueuesWhatItRefuses(MemoryPipe):
     """A tensor that cannot be sent is refused, and ``None`` sent for it."""
 
-    breaks = ("PIPE-1",)
-    caught_by = "test_a_tensor_of_too_many_dimensions_is_refused_and_nothing_is_queued"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, **given: Any) -> Any:
-            try:
-                return super().send_tensor(tensor, **given)
-            except TypeError:
-                super().send_tensor(None, **given)
-                raise
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        try:
+            return super().send_tensor(tensor, **given)
+        except TypeError:
+            super().send_tensor(None, **given)
+            raise
 
 
-class TestTakesEightDimensions(Mutant):
+@breaks(Mutant, "PIPE-1", caught_by="test_tensors_of_as_many_dimensions_as_are_claimed_arrive")
+class TestTakesEightDimensions(MemoryPipe):
     """A tensor of more than eight dimensions loses them all."""
 
-    breaks = ("PIPE-1",)
-    caught_by = "test_tensors_of_as_many_dimensions_as_are_claimed_arrive"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, **given: Any) -> Any:
-            if tensor is not None and getattr(tensor, "ndim", 0) > 8:
-                tensor = tensor.flatten()
-            return super().send_tensor(tensor, **given)
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        if tensor is not None and getattr(tensor, "ndim", 0) > 8:
+            tensor = tensor.flatten()
+        return super().send_tensor(tensor, **given)
 
 
 # -- sending, and what is held ---------------------------------------------------------------------
 
 
-class TestRefusesLargeMessages(Mutant):
+@breaks(Mutant, "PIPE-2")
+class TestRefusesLargeMessages(MemoryPipe):
     """A message larger than the limit is refused."""
 
-    breaks = ("PIPE-2",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
-            if message.cost > limit:
-                raise CapacityError("that is more than max_in_flight_bytes")
-            super().deliver(message, limit, *args, **given)
+    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
+        if message.cost > limit:
+            raise CapacityError("that is more than max_in_flight_bytes")
+        super().deliver(message, limit, *args, **given)
 
 
-class TestQueuesAlthoughItTimedOut(Mutant):
+@breaks(Mutant, "PIPE-2", caught_by="test_a_send_that_timed_out_has_queued_nothing")
+class TestQueuesAlthoughItTimedOut(MemoryPipe):
     """``send_tensor`` raises TimeoutError, and the message is queued all the same."""
 
-    breaks = ("PIPE-2",)
-    caught_by = "test_a_send_that_timed_out_has_queued_nothing"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
-            try:
-                super().deliver(message, limit, *args, **given)
-            except TimeoutError:
-                super().deliver(message, 1 << 60, *args, **given)
-                raise
+    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
+        try:
+            super().deliver(message, limit, *args, **given)
+        except TimeoutError:
+            super().deliver(message, 1 << 60, *args, **given)
+            raise
 
 
-class TestNeverSeesThatThereIsRoom(Mutant):
+@breaks(Mutant, "PIPE-2")
+class TestNeverSeesThatThereIsRoom(MemoryPipe):
     """A sender that has to wait is not told that there is room again."""
 
-    breaks = ("PIPE-2",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: PipeMessage, limit: int, deadline: Deadline, sender: Any) -> None:
-            with contextlib.suppress(TimeoutError):
-                return super().deliver(message, limit, Deadline.after(0), sender)
-            time.sleep(deadline.remaining() or 0)
-            raise TimeoutError("there was no room")
+    def deliver(self, message: PipeMessage, limit: int, deadline: Deadline, sender: Any) -> None:
+        with contextlib.suppress(TimeoutError):
+            return super().deliver(message, limit, Deadline.after(0), sender)
+        time.sleep(deadline.remaining() or 0)
+        raise TimeoutError("there was no room")
 
 
-class TestHasNoBound(Mutant):
+@breaks(Mutant, "PIPE-3")
+class TestHasNoBound(MemoryPipe):
     """``send_tensor`` never blocks."""
 
-    breaks = ("PIPE-3",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
-            super().deliver(message, 1 << 60, *args, **given)
+    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
+        super().deliver(message, 1 << 60, *args, **given)
 
 
-class TestHoldsTwiceTheLimit(Mutant):
+@breaks(Mutant, "PIPE-3")
+class TestHoldsTwiceTheLimit(MemoryPipe):
     """The limit is counted at both ends, each its own."""
 
-    breaks = ("PIPE-3",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
-            super().deliver(message, 2 * limit, *args, **given)
+    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
+        super().deliver(message, 2 * limit, *args, **given)
 
 
-class TestNothingWeighsNothing(Mutant):
+@breaks(Mutant, "PIPE-3")
+class TestNothingWeighsNothing(MemoryPipe):
     """Messages without content count for nothing, and pile up without bound."""
 
-    breaks = ("PIPE-3",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
-            super().deliver(message, limit if message.memory.nbytes else 1 << 60, *args, **given)
+    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
+        super().deliver(message, limit if message.memory.nbytes else 1 << 60, *args, **given)
 
 
 # -- whose memory ----------------------------------------------------------------------------------
 
 
-class TestDoesNotCopy(Mutant):
+@breaks(Mutant, "PIPE-4")
+class TestDoesNotCopy(MemoryPipe):
     """The transfer is done while the message is still the sender's own memory."""
 
-    breaks = ("PIPE-4",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, **given: Any) -> Any:
-            self._eager = False
-            transfer = super().send_tensor(tensor, **given)
-            transfer.finish()
-            return transfer
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        self._eager = False
+        transfer = super().send_tensor(tensor, **given)
+        transfer.finish()
+        return transfer
 
 
-class TestLetsGoOfTheSource(Late):
+@breaks(Late, "PIPE-4")
+class TestLetsGoOfTheSource(MemoryPipe):
     """The message is read when it is received, and the tensor is not kept alive until then."""
 
-    breaks = ("PIPE-4",)
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        if tensor is None:
+            return super().send_tensor(tensor, **given)
+        self._source = weakref.ref(tensor)
+        return super().send_tensor(tensor.clone(), **given)
 
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, **given: Any) -> Any:
-            if tensor is None:
-                return super().send_tensor(tensor, **given)
-            self._source = weakref.ref(tensor)
-            return super().send_tensor(tensor.clone(), **given)
-
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            message = super().recv_tensor(*args, **given)
-            source = getattr(self._other, "_source", None)
-            if message is not None and source is not None and source() is None:
-                message.zero_()
-            return message
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        message = super().recv_tensor(*args, **given)
+        source = getattr(self._other, "_source", None)
+        if message is not None and source is not None and source() is None:
+            message.zero_()
+        return message
 
 
 # -- receiving into memory -------------------------------------------------------------------------
 
 
-class TestLosesWhatItRefused(Mutant):
+@breaks(Mutant, "PIPE-5")
+class TestLosesWhatItRefused(MemoryPipe):
     """A message that did not fit ``out`` is gone."""
 
-    breaks = ("PIPE-5",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            try:
-                return super().recv_tensor(*args, **given)
-            except TensorMismatchError:
-                self._inbox.popleft()
-                raise
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        try:
+            return super().recv_tensor(*args, **given)
+        except TensorMismatchError:
+            self._inbox.popleft()
+            raise
 
 
-class TestConvertsDtypes(Mutant):
+@breaks(Mutant, "PIPE-5")
+class TestConvertsDtypes(MemoryPipe):
     """An ``out`` of another dtype is filled with converted values."""
 
-    breaks = ("PIPE-5",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-            meta = self._inbox[0].meta if self._inbox else None
-            if out is not None and meta is not None and meta.shape == tuple(out.shape):
-                return out.copy_(super().recv_tensor(**given))
-            return super().recv_tensor(out, **given)
+    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
+        meta = self._inbox[0].meta if self._inbox else None
+        if out is not None and meta is not None and meta.shape == tuple(out.shape):
+            return out.copy_(super().recv_tensor(**given))
+        return super().recv_tensor(out, **given)
 
 
-class TestReshapes(Mutant):
+@breaks(Mutant, "PIPE-5", caught_by="test_a_message_that_does_not_fit_out_is_refused_and_stays")
+class TestReshapes(MemoryPipe):
     """An ``out`` of another shape with as many elements is filled."""
 
-    breaks = ("PIPE-5",)
-    caught_by = "test_a_message_that_does_not_fit_out_is_refused_and_stays"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-            meta = self._inbox[0].meta if self._inbox else None
-            if out is not None and meta is not None and out.is_contiguous():
-                super().recv_tensor(out.view(meta.shape) if out.nbytes == meta.nbytes else out, **given)
-                return out
-            return super().recv_tensor(out, **given)
+    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
+        meta = self._inbox[0].meta if self._inbox else None
+        if out is not None and meta is not None and out.is_contiguous():
+            super().recv_tensor(out.view(meta.shape) if out.nbytes == meta.nbytes else out, **given)
+            return out
+        return super().recv_tensor(out, **given)
 
 
-class TestFillsACopyOfOut(Mutant):
+@breaks(Mutant, "PIPE-5")
+class TestFillsACopyOfOut(MemoryPipe):
     """An ``out`` that is not contiguous stays as it was: a contiguous copy is filled and returned."""
 
-    breaks = ("PIPE-5",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-            return super().recv_tensor(None if out is None else out.contiguous(), **given)
+    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
+        return super().recv_tensor(None if out is None else out.contiguous(), **given)
 
 
-class TestReceivesBesideOut(Mutant):
+@breaks(Mutant, "PIPE-5", caught_by="test_a_large_message_is_received_into_out_without_another_tensor")
+class TestReceivesBesideOut(MemoryPipe):
     """``receive_into`` is claimed, and every message is received into another tensor first."""
 
-    breaks = ("PIPE-5",)
-    caught_by = "test_a_large_message_is_received_into_out_without_another_tensor"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-            if out is None or not out.is_contiguous():
-                return super().recv_tensor(out, **given)
-            beside = memory.empty_like_meta(memory.meta_of(out))
-            memory.copy_into(out, memory.memory_of(super().recv_tensor(beside, **given)))
-            return out
+    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
+        if out is None or not out.is_contiguous():
+            return super().recv_tensor(out, **given)
+        beside = memory.empty_like_meta(memory.meta_of(out))
+        memory.copy_into(out, memory.memory_of(super().recv_tensor(beside, **given)))
+        return out
 
 
-class TestTakesNoneForOut(Mutant):
+@breaks(Mutant, "PIPE-5")
+class TestTakesNoneForOut(MemoryPipe):
     """``None`` is received although ``out`` was given."""
 
-    breaks = ("PIPE-5",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-            if self._inbox and self._inbox[0].meta is None:
-                out = None
-            return super().recv_tensor(out, **given)
+    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
+        if self._inbox and self._inbox[0].meta is None:
+            out = None
+        return super().recv_tensor(out, **given)
 
 
 # -- time ------------------------------------------------------------------------------------------
 
 
-class TestReceiverHasNoDeadline(Mutant):
+@breaks(Mutant, "ALL-4")
+class TestReceiverHasNoDeadline(MemoryPipe):
     """``recv_tensor`` waits for ever."""
 
-    breaks = ("ALL-4",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            return super().recv_tensor(out, timeout=None)
+    def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        return super().recv_tensor(out, timeout=None)
 
 
-class TestSenderGivesUpAtOnce(Mutant):
+@breaks(Mutant, "ALL-4")
+class TestSenderGivesUpAtOnce(MemoryPipe):
     """``send_tensor`` does not wait for room at all."""
 
-    breaks = ("ALL-4",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            return super().send_tensor(tensor, timeout=0)
+    def send_tensor(self, tensor: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        return super().send_tensor(tensor, timeout=0)
 
 
-class TestTakesNoneForTheDefault(Mutant):
+@breaks(Mutant, "ALL-4", caught_by="test_none_waits_on_whatever_the_context_says")
+class TestTakesNoneForTheDefault(MemoryPipe):
     """``timeout=None`` is what saying nothing is."""
 
-    breaks = ("ALL-4",)
-    caught_by = "test_none_waits_on_whatever_the_context_says"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            return super().recv_tensor(out, timeout=DEFAULT_TIMEOUT if timeout is None else timeout)
+    def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        return super().recv_tensor(out, timeout=DEFAULT_TIMEOUT if timeout is None else timeout)
 
 
-class TestIgnoresTheContext(Mutant):
+@breaks(Mutant, "ALL-4", caught_by="test_where_nothing_is_said_the_contexts_timeout_counts")
+class TestIgnoresTheContext(MemoryPipe):
     """Where nothing is said a receiver waits for ever."""
 
-    breaks = ("ALL-4",)
-    caught_by = "test_where_nothing_is_said_the_contexts_timeout_counts"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, *, timeout: Any = None) -> Any:
-            return super().recv_tensor(out, timeout=timeout)
+    def recv_tensor(self, out: Any = None, *, timeout: Any = None) -> Any:
+        return super().recv_tensor(out, timeout=timeout)
 
 
-class TestTakesNegativeTimeouts(Mutant):
+@breaks(Mutant, "ALL-4", caught_by="test_a_wrong_timeout_is_a_value_error_and_nothing_else_happens")
+class TestTakesNegativeTimeouts(MemoryPipe):
     """A timeout below 0 is 0."""
 
-    breaks = ("ALL-4",)
-    caught_by = "test_a_wrong_timeout_is_a_value_error_and_nothing_else_happens"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            if isinstance(timeout, float | int):
-                timeout = max(0, timeout)
-            return super().recv_tensor(out, timeout=timeout)
+    def recv_tensor(self, out: Any = None, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        if isinstance(timeout, float | int):
+            timeout = max(0, timeout)
+        return super().recv_tensor(out, timeout=timeout)
 
 
-class TestAcceptsForEver(Mutant):
+@breaks(Mutant, "ALL-4")
+class TestAcceptsForEver(MemoryListener):
     """``accept`` has no deadline."""
 
-    breaks = ("ALL-4",)
-
-    class listener(MemoryListener):  # noqa: N801
-        def accept(self, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            return super().accept(None)
+    def accept(self, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        return super().accept(None)
 
 
-class TestLosesWhatComesTooLate(Mutant):
+@breaks(Mutant, "PIPE-6")
+class TestLosesWhatComesTooLate(MemoryPipe):
     """The message that comes after a receive has timed out is lost with it."""
 
-    breaks = ("PIPE-6",)
+    _gave_up = False
 
-    class pipe(MemoryPipe):  # noqa: N801
-        _gave_up = False
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        try:
+            return super().recv_tensor(*args, **given)
+        except TimeoutError:
+            self._gave_up = True
+            raise
 
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            try:
-                return super().recv_tensor(*args, **given)
-            except TimeoutError:
-                self._gave_up = True
-                raise
-
-        def deliver(self, *args: Any, **given: Any) -> None:
-            if self._gave_up:
-                self._gave_up = False
-            else:
-                super().deliver(*args, **given)
+    def deliver(self, *args: Any, **given: Any) -> None:
+        if self._gave_up:
+            self._gave_up = False
+        else:
+            super().deliver(*args, **given)
 
 
 # -- threads ---------------------------------------------------------------------------------------
@@ -595,192 +510,159 @@ class NoExclusiveUse:
         return contextlib.nullcontext()
 
 
-class TestLetsTwoSend(Mutant):
+@breaks(Mutant, "PIPE-7")
+class TestLetsTwoSend(MemoryPipe):
     """A second sender gets in."""
 
-    breaks = ("PIPE-7",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._sending: Any = NoExclusiveUse()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sending: Any = NoExclusiveUse()
 
 
-class TestLetsTwoReceive(Mutant):
+@breaks(Mutant, "PIPE-7")
+class TestLetsTwoReceive(MemoryPipe):
     """A second receiver gets in."""
 
-    breaks = ("PIPE-7",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._receiving: Any = NoExclusiveUse()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._receiving: Any = NoExclusiveUse()
 
 
-class TestHasOneTurnForBoth(Mutant):
+@breaks(Mutant, "PIPE-7")
+class TestHasOneTurnForBoth(MemoryPipe):
     """A send is refused while another thread receives."""
 
-    breaks = ("PIPE-7",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._sending = self._receiving
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sending = self._receiving
 
 
 # -- how it ends -----------------------------------------------------------------------------------
 
 
-class TestClosesOnce(Mutant):
+@breaks(Mutant, "ALL-1")
+class TestClosesOnce(MemoryPipe):
     """Closing what is closed raises."""
 
-    breaks = ("ALL-1",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
-            self._check_open()
-            super().close(timeout)
+    def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
+        self._check_open()
+        super().close(timeout)
 
 
-class TestAbortsInSilence(Mutant):
+@breaks(Mutant, "ALL-1", caught_by="test_ending_wakes_a_receiver_that_is_blocked")
+class TestAbortsInSilence(MemoryPipe):
     """``abort`` does not wake a receiver that is blocked here."""
 
-    breaks = ("ALL-1",)
-    caught_by = "test_ending_wakes_a_receiver_that_is_blocked"
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def abort(self) -> None:
-            self._closed = self._ended = True
-            self._other.lose_peer()
+    def abort(self) -> None:
+        self._closed = self._ended = True
+        self._other.lose_peer()
 
 
-class TestWorksAfterClosing(Mutant):
+@breaks(Mutant, "ALL-1")
+class TestWorksAfterClosing(MemoryPipe):
     """A closed pipe still sends."""
 
-    breaks = ("ALL-1",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, **given: Any) -> Any:
-            if self._closed:
-                transfer = Transfer(0)
-                transfer.finish()
-                return transfer
-            return super().send_tensor(tensor, **given)
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        if self._closed:
+            transfer = Transfer(0)
+            transfer.finish()
+            return transfer
+        return super().send_tensor(tensor, **given)
 
 
-class TestClosesRudely(Late):
+@breaks(Late, "ALL-1")
+class TestClosesRudely(MemoryPipe):
     """``close`` does not wait for what was sent."""
 
-    breaks = ("ALL-1",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
-            self.abort()
+    def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
+        self.abort()
 
 
-class TestClosesForEver(Late):
+@breaks(Late, "ALL-1")
+class TestClosesForEver(MemoryPipe):
     """``close`` waits for what was sent, however little time it has."""
 
-    breaks = ("ALL-1",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
-            super().close(None)
+    def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
+        super().close(None)
 
 
-class TestIsNeverClosed(Mutant):
+@breaks(Mutant, "ALL-1")
+class TestIsNeverClosed(MemoryPipe):
     """``closed`` stays false."""
 
-    breaks = ("ALL-1",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        closed: Any = False
+    closed: Any = False
 
 
-class TestListenerWakesNobody(Mutant):
+@breaks(Mutant, "ALL-1")
+class TestListenerWakesNobody(MemoryListener):
     """Closing a listener does not end an ``accept`` that waits there."""
 
-    breaks = ("ALL-1",)
-
-    class listener(MemoryListener):  # noqa: N801
-        def close(self) -> None:
-            self._closed = True
-            super()._after_fork_in_child()
+    def close(self) -> None:
+        self._closed = True
+        super()._after_fork_in_child()
 
 
-class TestPeerIsNeverGone(Mutant):
+@breaks(Mutant, "ALL-2")
+class TestPeerIsNeverGone(MemoryPipe):
     """The other end is not told that this one has ended."""
 
-    breaks = ("ALL-2",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def lose_peer(self) -> None:
-            pass
+    def lose_peer(self) -> None:
+        pass
 
 
-class TestDropsWhatHadArrived(Mutant):
+@breaks(Mutant, "ALL-2")
+class TestDropsWhatHadArrived(MemoryPipe):
     """What had arrived when the peer ended cannot be received."""
 
-    breaks = ("ALL-2",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def lose_peer(self) -> None:
-            self._inbox.clear()
-            super().lose_peer()
+    def lose_peer(self) -> None:
+        self._inbox.clear()
+        super().lose_peer()
 
 
-class TestSendsIntoTheVoid(Mutant):
+@breaks(Mutant, "ALL-2")
+class TestSendsIntoTheVoid(MemoryPipe):
     """Sending to a peer that has ended succeeds."""
 
-    breaks = ("ALL-2",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, *args: Any, **given: Any) -> None:
-            if not self._closed:
-                super().deliver(*args, **given)
+    def deliver(self, *args: Any, **given: Any) -> None:
+        if not self._closed:
+            super().deliver(*args, **given)
 
 
-class TestIsGoneOnce(Mutant):
+@breaks(Mutant, "ALL-2")
+class TestIsGoneOnce(MemoryPipe):
     """That the peer is gone is said once; the next receive waits."""
 
-    breaks = ("ALL-2",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            try:
-                return super().recv_tensor(*args, **given)
-            except ConnectionError:
-                self._peer_ended = False
-                raise
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        try:
+            return super().recv_tensor(*args, **given)
+        except ConnectionError:
+            self._peer_ended = False
+            raise
 
 
 # -- transfers -------------------------------------------------------------------------------------
 
 
-class TestSwallowsAFailure(Late):
+@breaks(Late, "ALL-5")
+class TestSwallowsAFailure(MemoryPipe):
     """What was under way when a pipe ended is forgotten: a failure is only logged."""
 
-    breaks = ("ALL-5",)
+    def lose_peer(self) -> None:
+        self._inbox = deque(message for message in self._inbox if message.transfer.done())
+        super().lose_peer()
 
-    class pipe(MemoryPipe):  # noqa: N801
-        def lose_peer(self) -> None:
-            self._inbox = deque(message for message in self._inbox if message.transfer.done())
-            super().lose_peer()
-
-        def abort(self) -> None:
-            self._inbox.clear()
-            super().abort()
+    def abort(self) -> None:
+        self._inbox.clear()
+        super().abort()
 
 
-class TestNeverFinishes(Mutant):
+@breaks(Mutant, "ALL-5")
+class TestNeverFinishes(MemoryPipe):
     """The transfer of a message without content never ends."""
 
-    breaks = ("ALL-5",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, **given: Any) -> Any:
-            transfer = super().send_tensor(tensor, **given)
-            return transfer if transfer.nbytes else Transfer(0)
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        transfer = super().send_tensor(tensor, **given)
+        return transfer if transfer.nbytes else Transfer(0)
 
 
 class CallsTwice(Transfer):
@@ -791,17 +673,15 @@ class CallsTwice(Transfer):
         super().add_done_callback(callback)
 
 
-class TestCallsBackTwice(Mutant):
+@breaks(Mutant, "ALL-5")
+class TestCallsBackTwice(MemoryPipe):
     """A callback of a transfer is called twice."""
 
-    breaks = ("ALL-5",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, **given: Any) -> Any:
-            done = super().send_tensor(tensor, **given)
-            transfer = CallsTwice(done.nbytes)
-            transfer.finish()
-            return transfer
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        done = super().send_tensor(tensor, **given)
+        transfer = CallsTwice(done.nbytes)
+        transfer.finish()
+        return transfer
 
 
 class Fragile(Transfer):
@@ -817,101 +697,87 @@ class Fragile(Transfer):
                 callback(self)
 
 
-class TestFailsWithACallback(Late):
+@breaks(Late, "ALL-5")
+class TestFailsWithACallback(MemoryPipe):
     """An exception in a callback of a transfer comes out of the receiver, and stops the other callbacks."""
 
-    breaks = ("ALL-5",)
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def deliver(self, message: PipeMessage, *args: Any, **given: Any) -> None:
-            super().deliver(message, *args, **given)
-            message.transfer.__class__ = Fragile
+    def deliver(self, message: PipeMessage, *args: Any, **given: Any) -> None:
+        super().deliver(message, *args, **given)
+        message.transfer.__class__ = Fragile
 
 
 # -- endpoints -------------------------------------------------------------------------------------
 
 
-class TestContactIsNoString(Mutant):
+@breaks(Mutant, "END-1")
+class TestContactIsNoString(MemoryListener):
     """A contact is an object."""
 
-    breaks = ("END-1",)
-
-    class listener(MemoryListener):  # noqa: N801
-        @property
-        def contact(self) -> Any:
-            return type("Contact", (), {"startswith": lambda *_: True, "__hash__": lambda _: 1})()
+    @property
+    def contact(self) -> Any:
+        return type("Contact", (), {"startswith": lambda *_: True, "__hash__": lambda _: 1})()
 
 
-class TestContactIsLong(Mutant):
+@breaks(Mutant, "END-1")
+class TestContactIsLong(MemoryListener):
     """A contact has many lines."""
 
-    breaks = ("END-1",)
-
-    class listener(MemoryListener):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            memory._listeners.pop(self._contact)
-            self._contact += "\n" * 10_000
-            memory._listeners[self._contact] = self
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        memory._listeners.pop(self._contact)
+        self._contact += "\n" * 10_000
+        memory._listeners[self._contact] = self
 
 
-class TestChokesOnGarbage(Mutant):
+@breaks(Mutant, "END-1")
+class TestChokesOnGarbage(MemoryEndpoint):
     """A string that is no contact is a KeyError."""
 
-    breaks = ("END-1",)
-
-    class endpoint_class(MemoryEndpoint):  # noqa: N801
-        def connect(self, contact: str, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            memory._listeners[contact]
-            return super().connect(contact, timeout)
+    def connect(self, contact: str, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        memory._listeners[contact]
+        return super().connect(contact, timeout)
 
 
-class TestIgnoresWhomItIsFor(Mutant):
+@breaks(Mutant, "END-1")
+class TestIgnoresWhomItIsFor(MemoryEndpoint):
     """The newest listener is connected, whatever the contact says."""
 
-    breaks = ("END-1",)
-
-    class endpoint_class(MemoryEndpoint):  # noqa: N801
-        def connect(self, contact: str, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            if contact in memory._listeners:
-                contact = next(reversed(memory._listeners))
-            return super().connect(contact, timeout)
+    def connect(self, contact: str, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        if contact in memory._listeners:
+            contact = next(reversed(memory._listeners))
+        return super().connect(contact, timeout)
 
 
-class TestForgetsTheFirstPair(Mutant):
+@breaks(Mutant, "END-2")
+class TestForgetsTheFirstPair(MemoryListener):
     """The second pair of a listener ends the first one."""
 
-    breaks = ("END-2",)
+    _last: Any = None
 
-    class listener(MemoryListener):  # noqa: N801
-        _last: Any = None
-
-        def accept(self, *args: Any, **given: Any) -> Any:
-            pipe = super().accept(*args, **given)
-            if self._last is not None:
-                self._last.abort()
-            self._last = pipe
-            return pipe
+    def accept(self, *args: Any, **given: Any) -> Any:
+        pipe = super().accept(*args, **given)
+        if self._last is not None:
+            self._last.abort()
+        self._last = pipe
+        return pipe
 
 
-class TestEndsWithItsListener(Mutant):
+@breaks(Mutant, "END-2")
+class TestEndsWithItsListener(MemoryListener):
     """A listener that closes takes the pipes along that it has accepted."""
 
-    breaks = ("END-2",)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._accepted: list[Any] = []
 
-    class listener(MemoryListener):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._accepted: list[Any] = []
+    def accept(self, *args: Any, **given: Any) -> Any:
+        self._accepted.append(super().accept(*args, **given))
+        return self._accepted[-1]
 
-        def accept(self, *args: Any, **given: Any) -> Any:
-            self._accepted.append(super().accept(*args, **given))
-            return self._accepted[-1]
-
-        def close(self) -> None:
-            super().close()
-            for pipe in self._accepted:
-                pipe.abort()
+    def close(self) -> None:
+        super().close()
+        for pipe in self._accepted:
+            pipe.abort()
 
 
 class TestKeepsAPartOfEveryPipe(Mutant):

@@ -15,6 +15,7 @@ import attrs
 from kvplug import PeerGoneError, TransportError
 from kvplug.net.wire import encode
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader, Timeout, Wait
+from kvplug_lab.mutants import breaks
 from kvplug_testing import MessageQueueContract
 from kvplug_testing.contract.suite_ref import module_at
 from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, QueueMessage, Ring
@@ -29,6 +30,7 @@ class Mutant(MessageQueueContract):
     ring: type[Ring] = Ring
     writer_: type[MemoryWriter] = MemoryWriter
     reader_: type[MemoryReader] = MemoryReader
+    parts = ("ring", "writer_", "reader_")
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
@@ -49,101 +51,84 @@ class Mutant(MessageQueueContract):
 # -- QUEUE-1 ---------------------------------------------------------------------------------------
 
 
-class TestLosesEveryThousandth(Mutant):
+@breaks(Mutant, "QUEUE-1", caught_by="test_each_reader_gets_thousands_of_messages_once_and_in_order")
+class TestLosesEveryThousandth(Ring):
     """One of a thousand messages is not put into the ring."""
 
-    breaks = ("QUEUE-1",)
-    caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
+    count = 0
 
-    class ring(Ring):  # noqa: N801
-        count = 0
-
-        def put(self, message: QueueMessage) -> None:
-            self.count += 1
-            if self.count % 1000:
-                super().put(message)
+    def put(self, message: QueueMessage) -> None:
+        self.count += 1
+        if self.count % 1000:
+            super().put(message)
 
 
-class TestSwapsTwo(Mutant):
+@breaks(Mutant, "QUEUE-1", caught_by="test_each_reader_gets_thousands_of_messages_once_and_in_order")
+class TestSwapsTwo(Ring):
     """Every fiftieth message overtakes the one before it, if that is unread."""
 
-    breaks = ("QUEUE-1",)
-    caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
-
-    class ring(Ring):  # noqa: N801
-        def put(self, message: QueueMessage) -> None:
-            super().put(message)
-            number = self.first + len(self.messages)
-            if number % 50 == 0 and len(self.messages) > 1 and max(self.taken.values()) < number - 1:
-                self.messages[-1], self.messages[-2] = self.messages[-2], self.messages[-1]
+    def put(self, message: QueueMessage) -> None:
+        super().put(message)
+        number = self.first + len(self.messages)
+        if number % 50 == 0 and len(self.messages) > 1 and max(self.taken.values()) < number - 1:
+            self.messages[-1], self.messages[-2] = self.messages[-2], self.messages[-1]
 
 
-class TestGivesOneMessageTwice(Mutant):
+@breaks(Mutant, "QUEUE-1", caught_by="test_each_reader_gets_thousands_of_messages_once_and_in_order")
+class TestGivesOneMessageTwice(MemoryReader):
     """Every hundredth message is received twice."""
 
-    breaks = ("QUEUE-1",)
-    caught_by = "test_each_reader_gets_thousands_of_messages_once_and_in_order"
+    again = False
 
-    class reader_(MemoryReader):  # noqa: N801
-        again = False
-
-        def _advance(self) -> None:
-            self.again = not self.again and self._ring.taken[self._rank] % 100 == 99
-            if not self.again:
-                super()._advance()
+    def _advance(self) -> None:
+        self.again = not self.again and self._ring.taken[self._rank] % 100 == 99
+        if not self.again:
+            super()._advance()
 
 
-class TestOverwritesTheOldest(Mutant):
+@breaks(Mutant, "QUEUE-1", "QUEUE-5", caught_by="test_values_and_chunks_come_in_one_order")
+class TestOverwritesTheOldest(Ring):
     """Where there is no room, the writer drops the oldest message for a reader that is late, in silence."""
 
-    breaks = ("QUEUE-1", "QUEUE-5")
-    caught_by = "test_values_and_chunks_come_in_one_order"
-
-    class ring(Ring):  # noqa: N801
-        def slow(self) -> list[int]:
-            for rank in super().slow():
-                self.taken[rank] += 1
-            self.drop_what_all_have_read()
-            return []
+    def slow(self) -> list[int]:
+        for rank in super().slow():
+            self.taken[rank] += 1
+        self.drop_what_all_have_read()
+        return []
 
 
-class TestSharesOneObject(Mutant):
+@breaks(
+    Mutant,
+    "QUEUE-1",
+    caught_by="test_what_the_writer_or_a_reader_changes_afterwards_changes_nothing_for_others",
+)
+class TestSharesOneObject(MemoryReader):
     """A value is decoded once, and all readers get that object."""
 
-    breaks = ("QUEUE-1",)
-    caught_by = "test_what_the_writer_or_a_reader_changes_afterwards_changes_nothing_for_others"
-
-    class reader_(MemoryReader):  # noqa: N801
-        def dequeue(self, *args: Any, **given: Any) -> Any:
-            number = self._ring.taken[self._rank]
-            value = super().dequeue(*args, **given)
-            shared = self._ring.__dict__.setdefault("shared", {})
-            return shared.setdefault(number, value)
+    def dequeue(self, *args: Any, **given: Any) -> Any:
+        number = self._ring.taken[self._rank]
+        value = super().dequeue(*args, **given)
+        shared = self._ring.__dict__.setdefault("shared", {})
+        return shared.setdefault(number, value)
 
 
-class TestCutsAValueOfOneSize(Mutant):
+@breaks(Mutant, "QUEUE-1", caught_by="test_messages_of_all_sizes_arrive_and_those_larger_than_a_chunk_do_too")
+class TestCutsAValueOfOneSize(MemoryReader):
     """The last byte of a value of a certain small size is lost."""
 
-    breaks = ("QUEUE-1",)
-    caught_by = "test_messages_of_all_sizes_arrive_and_those_larger_than_a_chunk_do_too"
-
-    class reader_(MemoryReader):  # noqa: N801
-        def dequeue(self, *args: Any, **given: Any) -> Any:
-            value = super().dequeue(*args, **given)
-            return value[:-1] if isinstance(value, bytes) and len(value) == 509 else value
+    def dequeue(self, *args: Any, **given: Any) -> Any:
+        value = super().dequeue(*args, **given)
+        return value[:-1] if isinstance(value, bytes) and len(value) == 509 else value
 
 
-class TestBeginsWhereItAttaches(Mutant):
+@breaks(Mutant, "QUEUE-1", caught_by="test_a_reader_that_attaches_late_gets_messages_larger_than_a_chunk")
+class TestBeginsWhereItAttaches(MemoryReader):
     """A reader that comes late gets what is sent from then on."""
 
-    breaks = ("QUEUE-1",)
-    caught_by = "test_a_reader_that_attaches_late_gets_messages_larger_than_a_chunk"
-
-    class reader_(MemoryReader):  # noqa: N801
-        def __init__(self, endpoint: Any, ring: Ring, rank: int) -> None:
-            super().__init__(endpoint, ring, rank)
-            with ring.changed:
-                ring.taken[rank] = ring.first + len(ring.messages)
+    def __init__(self, endpoint: Any, ring: Ring, rank: int) -> None:
+        super().__init__(endpoint, ring, rank)
+        with ring.changed:
+            ring.taken[rank] = ring.first + len(ring.messages)
 
 
 class TestDropsTheOldestOfWhoSleeps(Mutant):
@@ -184,37 +169,32 @@ class TestSaysAWrongNumber(TestDropsTheOldestOfWhoSleeps):
             return super().dequeue(*args, **given)
 
 
-class TestKeepsNothingLargeForWhoIsLate(Mutant):
+@breaks(Mutant, "QUEUE-1")
+class TestKeepsNothingLargeForWhoIsLate(MemoryReader):
     """What does not fit a chunk is empty for a reader that comes afterwards."""
 
-    breaks = ("QUEUE-1",)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.before = self._ring.first + len(self._ring.messages)
 
-    class reader_(MemoryReader):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.before = self._ring.first + len(self._ring.messages)
-
-        def _next(self, *args: Any) -> QueueMessage:
-            message = super()._next(*args)
-            late = self._ring.taken[self._rank] < self.before
-            if late and len(message.data) > self._context.max_chunk_bytes:
-                return QueueMessage(message.raw, encode(b""))
-            return message
+    def _next(self, *args: Any) -> QueueMessage:
+        message = super()._next(*args)
+        late = self._ring.taken[self._rank] < self.before
+        if late and len(message.data) > self._context.max_chunk_bytes:
+            return QueueMessage(message.raw, encode(b""))
+        return message
 
 
-class TestReceivesIntoTheSameMemory(Mutant):
+@breaks(Mutant, "QUEUE-1", caught_by="test_what_was_received_stays_as_it_was_while_more_comes")
+class TestReceivesIntoTheSameMemory(MemoryReader):
     """A tensor of a reader is overwritten by the next one of its shape, if it is not a small one."""
 
-    breaks = ("QUEUE-1",)
-    caught_by = "test_what_was_received_stays_as_it_was_while_more_comes"
-
-    class reader_(MemoryReader):  # noqa: N801
-        def dequeue(self, *args: Any, **given: Any) -> Any:
-            value = super().dequeue(*args, **given)
-            if not hasattr(value, "copy_") or value.nbytes < 4096:
-                return value
-            kept = self.__dict__.setdefault("kept", {}).setdefault((value.shape, value.dtype), value)
-            return kept.copy_(value)
+    def dequeue(self, *args: Any, **given: Any) -> Any:
+        value = super().dequeue(*args, **given)
+        if not hasattr(value, "copy_") or value.nbytes < 4096:
+            return value
+        kept = self.__dict__.setdefault("kept", {}).setdefault((value.shape, value.dtype), value)
+        return kept.copy_(value)
 
 
 class TestHasAHandleThatOnlyTheWireCarries(Mutant):
@@ -235,27 +215,22 @@ class TestHasAHandleThatOnlyTheWireCarries(Mutant):
         return Endpoint(context)
 
 
-class TestTurnsTuplesIntoLists(Mutant):
+@breaks(Mutant, "QUEUE-1", caught_by="test_a_value_of_each_kind_arrives_as_it_was")
+class TestTurnsTuplesIntoLists(MemoryReader):
     """Tuples arrive as lists, as they would in JSON."""
 
-    breaks = ("QUEUE-1",)
-    caught_by = "test_a_value_of_each_kind_arrives_as_it_was"
-
-    class reader_(MemoryReader):  # noqa: N801
-        def dequeue(self, *args: Any, **given: Any) -> Any:
-            value = super().dequeue(*args, **given)
-            return list(value) if isinstance(value, tuple) else value
+    def dequeue(self, *args: Any, **given: Any) -> Any:
+        value = super().dequeue(*args, **given)
+        return list(value) if isinstance(value, tuple) else value
 
 
-class TestLetsARankInTwice(Mutant):
+@breaks(Mutant, "QUEUE-1")
+class TestLetsARankInTwice(Ring):
     """A second reader of a rank gets half of the messages of the first."""
 
-    breaks = ("QUEUE-1",)
-
-    class ring(Ring):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.attached = _Forgetful()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.attached = _Forgetful()
 
 
 class _Forgetful(set[int]):
@@ -266,165 +241,131 @@ class _Forgetful(set[int]):
 # -- QUEUE-2 ---------------------------------------------------------------------------------------
 
 
-class TestNeverEvicts(Mutant):
+@breaks(Mutant, "QUEUE-2")
+class TestNeverEvicts(Ring):
     """A reader that has ended is waited for like any other."""
 
-    breaks = ("QUEUE-2",)
-
-    class ring(Ring):  # noqa: N801
-        def evict(self, rank: int, why: str, died: bool) -> None:
-            pass
+    def evict(self, rank: int, why: str, died: bool) -> None:
+        pass
 
 
-class TestEvictsInSilence(Mutant):
+@breaks(Mutant, "QUEUE-2")
+class TestEvictsInSilence(Ring):
     """Who died is forgotten: neither the log nor the writer names it."""
 
-    breaks = ("QUEUE-2",)
-
-    class ring(Ring):  # noqa: N801
-        def evict(self, rank: int, why: str, died: bool) -> None:
-            self.gone[rank] = Reader(rank=rank, process="", lag=0)
-            self.drop_what_all_have_read()
+    def evict(self, rank: int, why: str, died: bool) -> None:
+        self.gone[rank] = Reader(rank=rank, process="", lag=0)
+        self.drop_what_all_have_read()
 
 
-class TestOneDeathIsEverybodys(Mutant):
+@breaks(Mutant, "QUEUE-2")
+class TestOneDeathIsEverybodys(MemoryWriter):
     """When one reader dies the writer raises as if all had."""
 
-    breaks = ("QUEUE-2",)
-
-    class writer_(MemoryWriter):  # noqa: N801
-        def _check_others(self) -> None:
-            super()._check_others()
-            if any(reader.died for reader in self._ring.gone.values()):
-                raise PeerGoneError("a reader is gone: rank 0, rank 1")
+    def _check_others(self) -> None:
+        super()._check_others()
+        if any(reader.died for reader in self._ring.gone.values()):
+            raise PeerGoneError("a reader is gone: rank 0, rank 1")
 
 
-class TestOneDeathEvictsTheOthers(Mutant):
+@breaks(Mutant, "QUEUE-2")
+class TestOneDeathEvictsTheOthers(Ring):
     """What the others have not read yet is dropped together with the dead reader."""
 
-    breaks = ("QUEUE-2",)
-
-    class ring(Ring):  # noqa: N801
-        def evict(self, rank: int, why: str, died: bool) -> None:
-            super().evict(rank, why, died)
-            for other in self.here():
-                self.taken[other] = self.first + len(self.messages)
-            self.drop_what_all_have_read()
+    def evict(self, rank: int, why: str, died: bool) -> None:
+        super().evict(rank, why, died)
+        for other in self.here():
+            self.taken[other] = self.first + len(self.messages)
+        self.drop_what_all_have_read()
 
 
 # -- QUEUE-3 and ALL-4 -----------------------------------------------------------------------------
 
 
-class TestNamesNobody(Mutant):
+@breaks(Mutant, "QUEUE-3")
+class TestNamesNobody(Ring):
     """A writer's TimeoutError says that time is up, and not whose fault it was."""
 
-    breaks = ("QUEUE-3",)
-
-    class ring(Ring):  # noqa: N801
-        def named(self, ranks: Any) -> str:
-            return f"{len(ranks)} readers"
+    def named(self, ranks: Any) -> str:
+        return f"{len(ranks)} readers"
 
 
-class TestNamesEverybody(Mutant):
+@breaks(Mutant, "QUEUE-3")
+class TestNamesEverybody(Ring):
     """A writer that waits for one reader names all."""
 
-    breaks = ("QUEUE-3",)
-
-    class ring(Ring):  # noqa: N801
-        def named(self, ranks: Any) -> str:
-            return super().named(self.reader_ranks)
+    def named(self, ranks: Any) -> str:
+        return super().named(self.reader_ranks)
 
 
-class TestNeverWarns(Mutant):
+@breaks(Mutant, "QUEUE-3", caught_by="test_a_long_wait_is_warned_of_again_and_again_and_says_whom_for")
+class TestNeverWarns(MemoryWriter):
     """A wait of any length is silent."""
 
-    breaks = ("QUEUE-3",)
-    caught_by = "test_a_long_wait_is_warned_of_again_and_again_and_says_whom_for"
-
-    class writer_(MemoryWriter):  # noqa: N801
-        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, waits_for, timeout, **{**given, "indefinite": True})
+    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+        return super().wait(what, waits_for, timeout, **{**given, "indefinite": True})
 
 
-class TestWarnsOfWhatIsIndefinite(Mutant):
+@breaks(Mutant, "QUEUE-3")
+class TestWarnsOfWhatIsIndefinite(MemoryReader):
     """Readers that wait indefinitely fill the log."""
 
-    breaks = ("QUEUE-3",)
-
-    class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, waits_for, timeout, **{**given, "indefinite": False})
+    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+        return super().wait(what, waits_for, timeout, **{**given, "indefinite": False})
 
 
-class TestIgnoresDeadlines(Mutant):
+@breaks(Mutant, "ALL-4")
+class TestIgnoresDeadlines(MemoryReader):
     """A reader waits until something comes."""
 
-    breaks = ("ALL-4",)
-
-    class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, waits_for, None, **given)
+    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+        return super().wait(what, waits_for, None, **given)
 
 
-class TestLooksAtTheTimeoutWhereItWaits(Mutant):
+@breaks(Mutant, "ALL-4", caught_by="test_a_wrong_timeout_is_refused_whether_or_not_the_call_has_to_wait")
+class TestLooksAtTheTimeoutWhereItWaits(MemoryReader):
     """A reader for which a message is there looks at no timeout."""
 
-    breaks = ("ALL-4",)
-    caught_by = "test_a_wrong_timeout_is_refused_whether_or_not_the_call_has_to_wait"
-
-    class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-            is_there = what == "a message" and self._ring.lag(self._rank) > 0
-            return super().wait(what, waits_for, None if is_there else timeout, **given)
+    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+        is_there = what == "a message" and self._ring.lag(self._rank) > 0
+        return super().wait(what, waits_for, None if is_there else timeout, **given)
 
 
-class TestIgnoresCancel(Mutant):
+@breaks(Mutant, "ALL-4", caught_by="test_who_cancels_is_heard")
+class TestIgnoresCancel(MemoryReader):
     """The event that cancels is only looked at when something comes."""
 
-    breaks = ("ALL-4",)
-    caught_by = "test_who_cancels_is_heard"
-
-    class reader_(MemoryReader):  # noqa: N801
-        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-            return super().wait(what, waits_for, timeout, **{**given, "cancel": None})
+    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
+        return super().wait(what, waits_for, timeout, **{**given, "cancel": None})
 
 
-class TestGivesUpTooEarly(Mutant):
+@breaks(Mutant, "ALL-4", caught_by="test_a_writer_waits_as_long_as_it_is_told")
+class TestGivesUpTooEarly(MemoryWriter):
     """A writer that finds no room raises at once."""
 
-    breaks = ("ALL-4",)
-    caught_by = "test_a_writer_waits_as_long_as_it_is_told"
-
-    class writer_(MemoryWriter):  # noqa: N801
-        def _wait_for_room(self, timeout: Timeout) -> None:
-            super()._wait_for_room(min(0.05, timeout) if isinstance(timeout, float) else timeout)
+    def _wait_for_room(self, timeout: Timeout) -> None:
+        super()._wait_for_room(min(0.05, timeout) if isinstance(timeout, float) else timeout)
 
 
-class TestSendsWhatTimedOut(Mutant):
+@breaks(Mutant, "ALL-4", "QUEUE-5", caught_by="test_a_writer_waits_as_long_as_it_is_told")
+class TestSendsWhatTimedOut(MemoryWriter):
     """A message for which there was no room in time is sent all the same."""
 
-    breaks = ("ALL-4", "QUEUE-5")
-    caught_by = "test_a_writer_waits_as_long_as_it_is_told"
-
-    class writer_(MemoryWriter):  # noqa: N801
-        def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-            try:
-                super().enqueue(value, timeout)
-            except TimeoutError:
-                self._put(QueueMessage(False, encode(value)))
-                raise
+    def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        try:
+            super().enqueue(value, timeout)
+        except TimeoutError:
+            self._put(QueueMessage(False, encode(value)))
+            raise
 
 
-class TestMixesTwoThreads(Mutant):
+@breaks(Mutant, "ALL-4", caught_by="test_a_second_thread_is_refused_and_nothing_gets_mixed")
+class TestMixesTwoThreads(MemoryReader):
     """Two threads may wait at one reader, and which one gets the message is left to chance."""
 
-    breaks = ("ALL-4",)
-    caught_by = "test_a_second_thread_is_refused_and_nothing_gets_mixed"
-
-    class reader_(MemoryReader):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._turn = _Anybody()  # type: ignore[assignment]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._turn = _Anybody()  # type: ignore[assignment]
 
 
 class _Anybody:
@@ -435,186 +376,156 @@ class _Anybody:
 # -- QUEUE-4 ---------------------------------------------------------------------------------------
 
 
-class TestSpins(Mutant):
+@breaks(Mutant, "QUEUE-4")
+class TestSpins(MemoryReader):
     """A reader asks again and again without a pause."""
 
-    breaks = ("QUEUE-4",)
-
-    class reader_(MemoryReader):  # noqa: N801
-        def _wait(self, ready: Any, wait: Wait) -> None:
-            while not ready():
-                self._check_others()
-                wait.pause()
-                self._ring.changed.wait(0.0)
-                self._check_open()
+    def _wait(self, ready: Any, wait: Wait) -> None:
+        while not ready():
+            self._check_others()
+            wait.pause()
+            self._ring.changed.wait(0.0)
+            self._check_open()
 
 
 # -- QUEUE-5 ---------------------------------------------------------------------------------------
 
 
-class TestHasNoBound(Mutant):
+@breaks(Mutant, "QUEUE-5")
+class TestHasNoBound(Ring):
     """There is always room."""
 
-    breaks = ("QUEUE-5",)
-
-    class ring(Ring):  # noqa: N801
-        def slow(self) -> list[int]:
-            return []
+    def slow(self) -> list[int]:
+        return []
 
 
-class TestHasOneChunkLess(Mutant):
+@breaks(Mutant, "QUEUE-5")
+class TestHasOneChunkLess(Ring):
     """The last chunk is never used."""
 
-    breaks = ("QUEUE-5",)
-
-    class ring(Ring):  # noqa: N801
-        def slow(self) -> list[int]:
-            return [rank for rank in self.here() if self.lag(rank) >= max(1, self.max_chunks - 1)]
+    def slow(self) -> list[int]:
+        return [rank for rank in self.here() if self.lag(rank) >= max(1, self.max_chunks - 1)]
 
 
-class TestKeepsTheChunkOfABlockThatRaises(Mutant):
+@breaks(Mutant, "QUEUE-5")
+class TestKeepsTheChunkOfABlockThatRaises(MemoryReader):
     """When the reader's block raises, its chunk stays taken, and comes again."""
 
-    breaks = ("QUEUE-5",)
-
-    class reader_(MemoryReader):  # noqa: N801
-        @contextlib.contextmanager
-        def acquire_read(self, *args: Any, **given: Any) -> Iterator[memoryview]:
-            advance, self._advance = self._advance, lambda: None  # type: ignore[method-assign]
-            try:
-                with super().acquire_read(*args, **given) as view:
-                    yield view
-                advance()
-            finally:
-                del self._advance
+    @contextlib.contextmanager
+    def acquire_read(self, *args: Any, **given: Any) -> Iterator[memoryview]:
+        advance, self._advance = self._advance, lambda: None  # type: ignore[method-assign]
+        try:
+            with super().acquire_read(*args, **given) as view:
+                yield view
+            advance()
+        finally:
+            del self._advance
 
 
-class TestSendsHalfAChunk(Mutant):
+@breaks(Mutant, "QUEUE-5")
+class TestSendsHalfAChunk(MemoryWriter):
     """What the writer's block had written when it raised is sent."""
 
-    breaks = ("QUEUE-5",)
-
-    class writer_(MemoryWriter):  # noqa: N801
-        @contextlib.contextmanager
-        def acquire_write(self, *args: Any, **given: Any) -> Iterator[memoryview]:
-            error = None
-            with super().acquire_write(*args, **given) as view:
-                try:
-                    yield view
-                except Exception as e:
-                    error = e
-            if error is not None:
-                raise error
+    @contextlib.contextmanager
+    def acquire_write(self, *args: Any, **given: Any) -> Iterator[memoryview]:
+        error = None
+        with super().acquire_write(*args, **given) as view:
+            try:
+                yield view
+            except Exception as e:
+                error = e
+        if error is not None:
+            raise error
 
 
-class TestHandsOutMemoryForGood(Mutant):
+@breaks(Mutant, "QUEUE-5")
+class TestHandsOutMemoryForGood(MemoryReader):
     """The reader's view stays valid after its block, while its chunk is used anew."""
 
-    breaks = ("QUEUE-5",)
-
-    class reader_(MemoryReader):  # noqa: N801
-        @contextlib.contextmanager
-        def acquire_read(self, *args: Any, **given: Any) -> Iterator[memoryview]:
-            with super().acquire_read(*args, **given) as view:
-                yield view[:]
+    @contextlib.contextmanager
+    def acquire_read(self, *args: Any, **given: Any) -> Iterator[memoryview]:
+        with super().acquire_read(*args, **given) as view:
+            yield view[:]
 
 
 # -- ALL -------------------------------------------------------------------------------------------
 
 
-class TestSleepsThroughItsEnd(Mutant):
+@breaks(Mutant, "ALL-1")
+class TestSleepsThroughItsEnd(MemoryReader):
     """A reader that waits is not woken when it is closed in another thread."""
 
-    breaks = ("ALL-1",)
-
-    class reader_(MemoryReader):  # noqa: N801
-        def _end(self, why: str, died: bool) -> None:
-            if not self._closed:
-                with self._ring.changed:
-                    self._closed = True
-                    self._ring.gone[self._rank] = self._ring.reader(self._rank)
+    def _end(self, why: str, died: bool) -> None:
+        if not self._closed:
+            with self._ring.changed:
+                self._closed = True
+                self._ring.gone[self._rank] = self._ring.reader(self._rank)
 
 
-class TestWorksAfterItsEnd(Mutant):
+@breaks(Mutant, "ALL-1")
+class TestWorksAfterItsEnd(MemoryWriter):
     """A writer that was closed takes messages."""
 
-    breaks = ("ALL-1",)
-
-    class writer_(MemoryWriter):  # noqa: N801
-        def _check_open(self) -> None:
-            pass
+    def _check_open(self) -> None:
+        pass
 
 
-class TestTakesItsMessagesAlong(Mutant):
+@breaks(Mutant, "ALL-1", "ALL-2", caught_by="test_a_writer_that_closes_leaves_nothing_behind_unsent")
+class TestTakesItsMessagesAlong(MemoryWriter):
     """A writer that ends drops what has not been read."""
 
-    breaks = ("ALL-1", "ALL-2")
-    caught_by = "test_a_writer_that_closes_leaves_nothing_behind_unsent"
-
-    class writer_(MemoryWriter):  # noqa: N801
-        def _leave(self, why: str, died: bool) -> None:
-            super()._leave(why, died)
-            ring = self._ring
-            ring.taken = dict.fromkeys(ring.taken, ring.first + len(ring.messages))
-            ring.drop_what_all_have_read()
+    def _leave(self, why: str, died: bool) -> None:
+        super()._leave(why, died)
+        ring = self._ring
+        ring.taken = dict.fromkeys(ring.taken, ring.first + len(ring.messages))
+        ring.drop_what_all_have_read()
 
 
-class TestNeverSaysThatTheWriterIsGone(Mutant):
+@breaks(Mutant, "ALL-2")
+class TestNeverSaysThatTheWriterIsGone(MemoryWriter):
     """Readers wait on when the writer has ended."""
 
-    breaks = ("ALL-2",)
-
-    class writer_(MemoryWriter):  # noqa: N801
-        def _leave(self, why: str, died: bool) -> None:
-            pass
+    def _leave(self, why: str, died: bool) -> None:
+        pass
 
 
-class TestLeaksADescriptor(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestLeaksADescriptor(MemoryWriter):
     """Each queue opens something that it does not close."""
 
-    breaks = ("ALL-7",)
-
-    class writer_(MemoryWriter):  # noqa: N801
-        def __init__(self, endpoint: Any, ring: Ring) -> None:
-            super().__init__(endpoint, ring)
-            self._leak = os.open("/dev/null", os.O_RDONLY)
+    def __init__(self, endpoint: Any, ring: Ring) -> None:
+        super().__init__(endpoint, ring)
+        self._leak = os.open("/dev/null", os.O_RDONLY)
 
 
-class TestLeaksAThread(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestLeaksAThread(MemoryReader):
     """Each reader has a thread, which lives on."""
 
-    breaks = ("ALL-7",)
-
-    class reader_(MemoryReader):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
 
 
-class TestWorksAfterAFork(Mutant):
+@breaks(Mutant, "ALL-6")
+class TestWorksAfterAFork(MemoryWriter):
     """A forked child goes on with the parent's queue."""
 
-    breaks = ("ALL-6",)
-
-    class writer_(MemoryWriter):  # noqa: N801
-        def _after_fork_in_child(self) -> None:
-            pass
+    def _after_fork_in_child(self) -> None:
+        pass
 
 
-class TestLeavesAForkedChildItsDescriptor(Mutant):
+@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
+class TestLeavesAForkedChildItsDescriptor(MemoryWriter):
     """In a forked child its calls raise, and a descriptor stays open."""
 
-    breaks = ("ALL-6",)
-    caught_by = "test_a_forked_child_holds_none_of_the_descriptors"
+    def __init__(self, endpoint: Any, ring: Ring) -> None:
+        super().__init__(endpoint, ring)
+        self._opened = os.open("/dev/null", os.O_RDONLY)
 
-    class writer_(MemoryWriter):  # noqa: N801
-        def __init__(self, endpoint: Any, ring: Ring) -> None:
-            super().__init__(endpoint, ring)
-            self._opened = os.open("/dev/null", os.O_RDONLY)
-
-        def _leave(self, why: str, died: bool) -> None:
-            super()._leave(why, died)
-            os.close(self._opened)
+    def _leave(self, why: str, died: bool) -> None:
+        super()._leave(why, died)
+        os.close(self._opened)
 
 
 # -- between processes -----------------------------------------------------------------------------
@@ -624,6 +535,7 @@ class Apart(MessageQueueContract):
     """One fault of a queue between processes."""
 
     endpoint_: Any = socket_queue.SocketQueueEndpoint
+    parts = ("ring", "writer_", "reader_")
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:

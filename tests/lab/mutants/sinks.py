@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from kvplug.metrics.sinks import Sink
 from kvplug.metrics.stats import StatsSnapshot
+from kvplug_lab.mutants import breaks
 from kvplug_testing import SinkContract
 
 
@@ -43,6 +44,7 @@ class Mutant(SinkContract):
 
     forks = False
     settle_s = 0.5
+    parts = ("kind_of_sink",)
     breaks: tuple[str, ...] = ()
     kind_of_sink: type[MemorySink] = MemorySink
     service: ClassVar[Service] = Service()
@@ -58,90 +60,76 @@ class Mutant(SinkContract):
         return self.service.goes_on.set
 
 
-class TestTakesWhatItKnows(Mutant):
+@breaks(Mutant, "SINK-1")
+class TestTakesWhatItKnows(MemorySink):
     """An operation that it does not know is an error."""
 
-    breaks = ("SINK-1",)
-
-    class kind_of_sink(MemorySink):  # noqa: N801
-        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
-            super().emit(snapshot, labels)
-            for op in snapshot["ops"]:
-                if op == "teleport":
-                    raise KeyError(op)
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+        super().emit(snapshot, labels)
+        for op in snapshot["ops"]:
+            if op == "teleport":
+                raise KeyError(op)
 
 
-class TestEmptiesTheSnapshot(Mutant):
+@breaks(Mutant, "SINK-1")
+class TestEmptiesTheSnapshot(MemorySink):
     """The next sink gets a snapshot without operations."""
 
-    breaks = ("SINK-1",)
-
-    class kind_of_sink(MemorySink):  # noqa: N801
-        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
-            super().emit(snapshot, labels)
-            dict.clear(snapshot["ops"])
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+        super().emit(snapshot, labels)
+        dict.clear(snapshot["ops"])
 
 
-class TestChangesTheLabels(Mutant):
+@breaks(Mutant, "SINK-1")
+class TestChangesTheLabels(MemorySink):
     """The next sink gets a label more."""
 
-    breaks = ("SINK-1",)
-
-    class kind_of_sink(MemorySink):  # noqa: N801
-        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
-            super().emit(snapshot, labels)
-            dict.setdefault(labels, "host", "here")  # type: ignore[arg-type]
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+        super().emit(snapshot, labels)
+        dict.setdefault(labels, "host", "here")  # type: ignore[arg-type]
 
 
-class TestSetsInsteadOfAdding(Mutant):
+@breaks(Mutant, "SINK-2")
+class TestSetsInsteadOfAdding(MemorySink):
     """The last figure counts, not the sum."""
 
-    breaks = ("SINK-2",)
-
-    class kind_of_sink(MemorySink):  # noqa: N801
-        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
-            for op, figures in snapshot["ops"].items():
-                self.service.counted[op] = figures["count"]
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+        for op, figures in snapshot["ops"].items():
+            self.service.counted[op] = figures["count"]
 
 
-class TestDropsTheLast(Mutant):
+@breaks(Mutant, "SINK-2")
+class TestDropsTheLast(MemorySink):
     """What was emitted last is sent with the next, and there is no next at the end."""
 
-    breaks = ("SINK-2",)
+    waiting: StatsSnapshot | None = None
 
-    class kind_of_sink(MemorySink):  # noqa: N801
-        waiting: StatsSnapshot | None = None
-
-        def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
-            waiting, self.waiting = self.waiting, snapshot
-            if waiting is not None:
-                super().emit(waiting, labels)
+    def emit(self, snapshot: StatsSnapshot, labels: Mapping[str, str]) -> None:
+        waiting, self.waiting = self.waiting, snapshot
+        if waiting is not None:
+            super().emit(waiting, labels)
 
 
-class TestLeavesADescriptor(Mutant):
+@breaks(Mutant, "SINK-3")
+class TestLeavesADescriptor(MemorySink):
     """Closing forgets a descriptor."""
 
-    breaks = ("SINK-3",)
-
-    class kind_of_sink(MemorySink):  # noqa: N801
-        def __init__(self, service: Service) -> None:
-            super().__init__(service)
-            self.fd = os.open(os.devnull, os.O_WRONLY)
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.fd = os.open(os.devnull, os.O_WRONLY)
 
 
-class TestWaitsForTheService(Mutant):
+@breaks(Mutant, "SINK-3")
+class TestWaitsForTheService(MemorySink):
     """A call of a stopped service ends when that goes on."""
 
-    breaks = ("SINK-3",)
+    def close(self) -> None:
+        while not self.service.goes_on.is_set() and time.monotonic() < self.until:
+            time.sleep(0.01)
 
-    class kind_of_sink(MemorySink):  # noqa: N801
-        def close(self) -> None:
-            while not self.service.goes_on.is_set() and time.monotonic() < self.until:
-                time.sleep(0.01)
-
-        def __init__(self, service: Service) -> None:
-            super().__init__(service)
-            self.until = time.monotonic() + 8
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.until = time.monotonic() + 8
 
 
 class TestControl(Mutant):

@@ -25,6 +25,7 @@ from kvplug.transport import (
     Timeout,
     Transfer,
 )
+from kvplug_lab.mutants import breaks
 from kvplug_sample import pipe as sample
 from kvplug_sample.light import SampleOptions
 from kvplug_sample.pipe import SamplePipe
@@ -60,6 +61,7 @@ class Mutant(PipeContract):
     options_class = SampleOptions
     pipe: type[SamplePipe] = SamplePipe
     listener: type[Wrapper] = Wrapper
+    parts = ("listener", "pipe")
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
@@ -73,41 +75,38 @@ class Mutant(PipeContract):
 # -- deaths ----------------------------------------------------------------------------------------
 
 
-class TestSeesOnlyItsSocket(Mutant):
+@breaks(
+    Mutant,
+    "ALL-2",
+    caught_by="test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death",
+)
+class TestSeesOnlyItsSocket(SamplePipe):
     """The peer's process is not watched: while a child of it holds the socket it looks alive."""
 
-    breaks = ("ALL-2",)
-    caught_by = "test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death"
-
-    class pipe(SamplePipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._watch.close()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._watch.close()
 
 
-class TestWakesNobody(Mutant):
+@breaks(
+    Mutant, "ALL-2", caught_by="test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed"
+)
+class TestWakesNobody(SamplePipe):
     """A death is noted for the next call, and a blocked call stays blocked."""
 
-    breaks = ("ALL-2",)
-    caught_by = "test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed"
-
-    class pipe(SamplePipe):  # noqa: N801
-        def _peer_gone(self, reason: str) -> None:
-            self._lifecycle.lose_peer(reason)
+    def _peer_gone(self, reason: str) -> None:
+        self._lifecycle.lose_peer(reason)
 
 
-class TestReturnsWhatCameOfAMessage(Mutant):
+@breaks(Mutant, "ALL-2", caught_by="test_of_a_message_in_which_the_peer_is_killed_nothing_is_received")
+class TestReturnsWhatCameOfAMessage(SamplePipe):
     """When the peer dies in the middle of a message, what came of it is returned as if it were whole."""
 
-    breaks = ("ALL-2",)
-    caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
-
-    class pipe(SamplePipe):  # noqa: N801
-        def _fill(self, *args: Any) -> bool:
-            try:
-                return super()._fill(*args)
-            except PeerGoneError:
-                return True
+    def _fill(self, *args: Any) -> bool:
+        try:
+            return super()._fill(*args)
+        except PeerGoneError:
+            return True
 
 
 class ByteByByteSocket:
@@ -141,188 +140,159 @@ class ByteByByte(SamplePipe):
         return min(1, super()._missing())
 
 
-class TestWaitsForTheRestOfAHeader(Mutant):
+@breaks(Mutant, "ALL-2", caught_by="test_of_a_message_in_which_the_peer_is_killed_nothing_is_received")
+class TestWaitsForTheRestOfAHeader(ByteByByte):
     """When the peer dies in the middle of a header, the rest of it is waited for."""
 
-    breaks = ("ALL-2",)
-    caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
-
-    class pipe(ByteByByte):  # noqa: N801
-        def _next_message(self, deadline: Deadline) -> PartialMessage:
-            try:
-                return super()._next_message(deadline)
-            except PeerGoneError:
-                if self.in_header:
-                    threading.Event().wait(deadline.remaining())
-                    raise TimeoutError("the rest of a header did not come in time") from None
-                raise
+    def _next_message(self, deadline: Deadline) -> PartialMessage:
+        try:
+            return super()._next_message(deadline)
+        except PeerGoneError:
+            if self.in_header:
+                threading.Event().wait(deadline.remaining())
+                raise TimeoutError("the rest of a header did not come in time") from None
+            raise
 
 
-class TestTakesAPartOfAHeaderForNone(Mutant):
+@breaks(Mutant, "ALL-2", caught_by="test_of_a_message_in_which_the_peer_is_killed_nothing_is_received")
+class TestTakesAPartOfAHeaderForNone(ByteByByte):
     """When the peer dies in the middle of a header, what came of it is taken for the message ``None``."""
 
-    breaks = ("ALL-2",)
-    caught_by = "test_of_a_message_in_which_the_peer_is_killed_nothing_is_received"
-
-    class pipe(ByteByByte):  # noqa: N801
-        def _next_message(self, deadline: Deadline) -> PartialMessage:
-            try:
-                return super()._next_message(deadline)
-            except PeerGoneError:
-                if self.in_header:
-                    return PartialMessage(None)
-                raise
+    def _next_message(self, deadline: Deadline) -> PartialMessage:
+        try:
+            return super()._next_message(deadline)
+        except PeerGoneError:
+            if self.in_header:
+                return PartialMessage(None)
+            raise
 
 
-class TestForgetsWhatWaited(Mutant):
+@breaks(Mutant, "ALL-5")
+class TestForgetsWhatWaited(SamplePipe):
     """When the peer dies, transfers that were still queued are dropped and not failed."""
 
-    breaks = ("ALL-5",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def _peer_gone(self, reason: str) -> None:
-            self._queue.clear()
-            super()._peer_gone(reason)
+    def _peer_gone(self, reason: str) -> None:
+        self._queue.clear()
+        super()._peer_gone(reason)
 
 
-class TestTakesADeathForAClose(Mutant):
+@breaks(Mutant, "ALL-2")
+class TestTakesADeathForAClose(SamplePipe):
     """When the peer dies, calls raise that the pipe was closed here."""
 
-    breaks = ("ALL-2",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def _peer_gone(self, reason: str) -> None:
-            self._lifecycle.close("is closed")
-            super()._peer_gone(reason)
+    def _peer_gone(self, reason: str) -> None:
+        self._lifecycle.close("is closed")
+        super()._peer_gone(reason)
 
 
-class TestListenerEndsWithABadPeer(Mutant):
+@breaks(Mutant, "END-2")
+class TestListenerEndsWithABadPeer(Wrapper):
     """A peer that is dead when it is accepted ends the listener."""
 
-    breaks = ("END-2",)
-
-    class listener(Wrapper):  # noqa: N801
-        def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-            pipe = super().accept(timeout)
-            if pipe._lifecycle.ended:
-                self.close()
-                raise pipe._lifecycle.error()
-            return pipe
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        pipe = super().accept(timeout)
+        if pipe._lifecycle.ended:
+            self.close()
+            raise pipe._lifecycle.error()
+        return pipe
 
 
-class TestListenerServesOneAtATime(Mutant):
+@breaks(Mutant, "END-2")
+class TestListenerServesOneAtATime(Wrapper):
     """No peer is accepted before the one that was accepted last has sent something, or is gone."""
 
-    breaks = ("END-2",)
+    def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        import select
 
-    class listener(Wrapper):  # noqa: N801
-        def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-            import select
-
-            last = vars(self).get("last")
-            if last is not None and last._sock.fileno() >= 0:
-                select.select([last._sock], [], [], 20.0)
-            self.last = super().accept(timeout)
-            return self.last
+        last = vars(self).get("last")
+        if last is not None and last._sock.fileno() >= 0:
+            select.select([last._sock], [], [], 20.0)
+        self.last = super().accept(timeout)
+        return self.last
 
 
 # -- stops -----------------------------------------------------------------------------------------
 
 
-class TestTakesStoppedForDead(Mutant):
+@breaks(Mutant, "ALL-3")
+class TestTakesStoppedForDead(SamplePipe):
     """A peer that is stopped when a receive runs out of time counts as dead."""
 
-    breaks = ("ALL-3",)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pid = args[0].peer.pid
 
-    class pipe(SamplePipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.pid = args[0].peer.pid
-
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            try:
-                return super().recv_tensor(*args, **given)
-            except TimeoutError:
-                status = Path(f"/proc/{self.pid}/stat").read_text()
-                if status.rpartition(")")[2].split()[0] == "T":
-                    self._peer_gone("it is silent")
-                    raise self._lifecycle.error() from None
-                raise
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        try:
+            return super().recv_tensor(*args, **given)
+        except TimeoutError:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+            if status.rpartition(")")[2].split()[0] == "T":
+                self._peer_gone("it is silent")
+                raise self._lifecycle.error() from None
+            raise
 
 
-class TestSkipsTheRest(Mutant):
+@breaks(Mutant, "PIPE-6")
+class TestSkipsTheRest(SamplePipe):
     """A message in which a receive ran out of time is thrown away when its rest comes."""
 
-    breaks = ("PIPE-6",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            if self._message is not None:
-                super().recv_tensor(timeout=20.0)
-            return super().recv_tensor(*args, **given)
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        if self._message is not None:
+            super().recv_tensor(timeout=20.0)
+        return super().recv_tensor(*args, **given)
 
 
-class TestBeginsAgain(Mutant):
+@breaks(Mutant, "PIPE-6")
+class TestBeginsAgain(SamplePipe):
     """A receive that ran out of time in a message forgets what it has of it, and goes on with the rest."""
 
-    breaks = ("PIPE-6",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            if self._message is not None:
-                self._message.got = 0
-            return super().recv_tensor(*args, **given)
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        if self._message is not None:
+            self._message.got = 0
+        return super().recv_tensor(*args, **given)
 
 
-class TestHasNoBound(Mutant):
+@breaks(Mutant, "PIPE-3")
+class TestHasNoBound(SamplePipe):
     """Whatever is sent to a stopped peer is queued."""
 
-    breaks = ("PIPE-3",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._window.limit = 1 << 40
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._window.limit = 1 << 40
 
 
 # -- forks -----------------------------------------------------------------------------------------
 
 
-class TestTakesNoNoticeOfForks(Mutant):
+@breaks(Mutant, "ALL-6")
+class TestTakesNoNoticeOfForks(SamplePipe):
     """In a forked child the pipe is as open as in the parent."""
 
-    breaks = ("ALL-6",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def _after_fork_in_child(self) -> None:
-            pass
+    def _after_fork_in_child(self) -> None:
+        pass
 
 
-class TestLeavesAForkedChildItsDescriptor(Mutant):
+@breaks(Mutant, "ALL-6")
+class TestLeavesAForkedChildItsDescriptor(SamplePipe):
     """In a forked child its calls raise, and the descriptor stays open."""
 
-    breaks = ("ALL-6",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def _after_fork_in_child(self) -> None:
-            os.dup(self._sock.fileno())
-            super()._after_fork_in_child()
+    def _after_fork_in_child(self) -> None:
+        os.dup(self._sock.fileno())
+        super()._after_fork_in_child()
 
 
-class TestLeavesAForkedChildItsMemory(Mutant):
+@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
+class TestLeavesAForkedChildItsMemory(SamplePipe):
     """In a forked child the pipe's shared memory stays mapped."""
 
-    breaks = ("ALL-6",)
-    caught_by = "test_a_forked_child_holds_none_of_the_descriptors"
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.memory = mmap.mmap(-1, mmap.PAGESIZE)
 
-    class pipe(SamplePipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.memory = mmap.mmap(-1, mmap.PAGESIZE)
-
-        def _release(self) -> None:
-            super()._release()
-            self.memory.close()
+    def _release(self) -> None:
+        super()._release()
+        self.memory.close()
 
 
 class NeverEndsInAForkedChild(Transfer):
@@ -334,154 +304,135 @@ class NeverEndsInAForkedChild(Transfer):
         pass
 
 
-class TestForgetsTransfersInAForkedChild(Mutant):
+@breaks(
+    Mutant,
+    "ALL-6",
+    caught_by="test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent",
+)
+class TestForgetsTransfersInAForkedChild(SamplePipe):
     """In a forked child the parent's transfers stay under way for ever."""
 
-    breaks = ("ALL-6",)
-    caught_by = "test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent"
-
-    class pipe(SamplePipe):  # noqa: N801
-        def _send(self, tensor: Any, deadline: Deadline) -> Transfer:
-            transfer = super()._send(tensor, deadline)
-            transfer.__class__ = NeverEndsInAForkedChild
-            return transfer
+    def _send(self, tensor: Any, deadline: Deadline) -> Transfer:
+        transfer = super()._send(tensor, deadline)
+        transfer.__class__ = NeverEndsInAForkedChild
+        return transfer
 
 
-class TestIsBusyInAForkedChild(Mutant):
+@breaks(Mutant, "ALL-6", caught_by="test_in_a_forked_child_calls_raise_closed_though_a_thread_was_inside_one")
+class TestIsBusyInAForkedChild(SamplePipe):
     """In a forked child a thread that is not there still has its turn."""
 
-    breaks = ("ALL-6",)
-    caught_by = "test_in_a_forked_child_calls_raise_closed_though_a_thread_was_inside_one"
+    def _check_sending(self) -> None:
+        with self._sending.taken():
+            super()._check_sending()
 
-    class pipe(SamplePipe):  # noqa: N801
-        def _check_sending(self) -> None:
-            with self._sending.taken():
-                super()._check_sending()
-
-        def _check_receiving(self) -> None:
-            with self._receiving.taken():
-                super()._check_receiving()
+    def _check_receiving(self) -> None:
+        with self._receiving.taken():
+            super()._check_receiving()
 
 
-class TestHangsUpInAForkedChild(Mutant):
+@breaks(Mutant, "ALL-6")
+class TestHangsUpInAForkedChild(SamplePipe):
     """A forked child shuts the socket down, and with it the parent's pipe."""
 
-    breaks = ("ALL-6",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def _after_fork_in_child(self) -> None:
-            self._sock.shutdown(2)
-            super()._after_fork_in_child()
+    def _after_fork_in_child(self) -> None:
+        self._sock.shutdown(2)
+        super()._after_fork_in_child()
 
 
 # -- what is left ----------------------------------------------------------------------------------
 
 
-class TestLeavesADescriptor(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestLeavesADescriptor(SamplePipe):
     """A copy of the descriptor outlives each connection."""
 
-    breaks = ("ALL-7",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            os.dup(self._sock.fileno())
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        os.dup(self._sock.fileno())
 
 
-class TestLeavesAThread(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestLeavesAThread(SamplePipe):
     """A thread outlives each connection."""
 
-    breaks = ("ALL-7",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
-class TestLeavesAName(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestLeavesAName(Wrapper):
     """A listener that is closed goes on listening."""
 
-    breaks = ("ALL-7",)
-
-    class listener(Wrapper):  # noqa: N801
-        def close(self) -> None:
-            kept.append(self.inner)
+    def close(self) -> None:
+        kept.append(self.inner)
 
 
-class TestKeepsEveryMessage(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestKeepsEveryMessage(SamplePipe):
     """What was received is never let go."""
 
-    breaks = ("ALL-7",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def recv_tensor(self, *args: Any, **given: Any) -> Any:
-            kept.append(super().recv_tensor(*args, **given))
-            return kept[-1]
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        kept.append(super().recv_tensor(*args, **given))
+        return kept[-1]
 
 
-class TestKeepsEverySource(Mutant):
+@breaks(Mutant, "ALL-7", caught_by="test_messages_that_came_and_went_leave_nothing_here_nor_there")
+class TestKeepsEverySource(SamplePipe):
     """What was sent is never let go, though its transfer is done."""
 
-    breaks = ("ALL-7",)
-    caught_by = "test_messages_that_came_and_went_leave_nothing_here_nor_there"
-
-    class pipe(SamplePipe):  # noqa: N801
-        def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-            vars(self).setdefault("sent", []).append(tensor)
-            return super().send_tensor(tensor, timeout=timeout)
+    def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        vars(self).setdefault("sent", []).append(tensor)
+        return super().send_tensor(tensor, timeout=timeout)
 
 
-class TestKeepsEveryPipe(Mutant):
+@breaks(Mutant, "ALL-7")
+class TestKeepsEveryPipe(SamplePipe):
     """A pipe that was closed is never let go."""
 
-    breaks = ("ALL-7",)
-
-    class pipe(SamplePipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            kept.append(self)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        kept.append(self)
 
 
 # -- the end of the program ------------------------------------------------------------------------
 
 
-class TestIsAtWorkWhenTheProgramLeaves(Mutant):
+@breaks(
+    Mutant, "ALL-8", caught_by="test_a_program_that_leaves_while_its_pipe_is_at_work_ends_with_its_own_code"
+)
+class TestIsAtWorkWhenTheProgramLeaves(SamplePipe):
     """A thread of the pipe is in calls of torch for a while after the end, also when the program leaves."""
 
-    breaks = ("ALL-8",)
-    caught_by = "test_a_program_that_leaves_while_its_pipe_is_at_work_ends_with_its_own_code"
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        threading.Thread(target=self.work, name="mutant", daemon=True).start()
 
-    class pipe(SamplePipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            threading.Thread(target=self.work, name="mutant", daemon=True).start()
+    def work(self) -> None:
+        import torch
 
-        def work(self) -> None:
-            import torch
-
-            zeros = torch.zeros(1 << 16)
-            ended = 0.0
-            while not ended or time.monotonic() < ended + 0.5:
-                zeros.neg_()
-                if self.closed and not ended:
-                    ended = time.monotonic()
+        zeros = torch.zeros(1 << 16)
+        ended = 0.0
+        while not ended or time.monotonic() < ended + 0.5:
+            zeros.neg_()
+            if self.closed and not ended:
+                ended = time.monotonic()
 
 
-class TestKeepsTheProgramFromLeaving(Mutant):
+@breaks(
+    Mutant, "ALL-8", caught_by="test_a_program_that_leaves_while_its_pipe_is_at_work_ends_with_its_own_code"
+)
+class TestKeepsTheProgramFromLeaving(SamplePipe):
     """When the program leaves, a thread of the pipe is waited for until the peer has closed."""
 
-    breaks = ("ALL-8",)
-    caught_by = "test_a_program_that_leaves_while_its_pipe_is_at_work_ends_with_its_own_code"
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        threading.Thread(target=self.wait, name="mutant").start()
 
-    class pipe(SamplePipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            threading.Thread(target=self.wait, name="mutant").start()
-
-        def wait(self) -> None:
-            while not self._lifecycle.ended:
-                time.sleep(0.01)
+    def wait(self) -> None:
+        while not self._lifecycle.ended:
+            time.sleep(0.01)
 
 
 # -- what runs out ---------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
 from kvplug.transport.store.results import MissReason, Presence, Usage
+from kvplug_lab.mutants import breaks
 from kvplug_testing import StoreContract
 from kvplug_testing.memory import store
 from kvplug_testing.memory.page_place import PagePlace
@@ -33,6 +34,7 @@ class Mutant(StoreContract):
     reached_by = "options"
     across_processes = False
     use_granularity_s = 0.0
+    parts = ("made", "end", "place_", "seal")
     breaks: tuple[str, ...] = ()
     made: type[MemoryStore] = MemoryStore
     end: type[PlaceEnd] = PlaceEnd
@@ -86,70 +88,57 @@ class TestLeavesWrongBytes(Mutant):
         return super().make_store(context)
 
 
-class TestComparesNoIdentity(Mutant):
+@breaks(Mutant, "STORE-1", caught_by="test_the_page_of_other_tokens_under_the_same_key_is_a_miss")
+class TestComparesNoIdentity(PageSeal):
     """Tokens are not compared after the key was found."""
 
-    breaks = ("STORE-1",)
-    caught_by = "test_the_page_of_other_tokens_under_the_same_key_is_a_miss"
-
-    class seal(PageSeal):  # noqa: N801
-        def check_header(self, *args: Any) -> Any:
-            found = super().check_header(*args)
-            return None if found is MissReason.IDENTITY else found
+    def check_header(self, *args: Any) -> Any:
+        found = super().check_header(*args)
+        return None if found is MissReason.IDENTITY else found
 
 
-class TestComparesNoFormat(Mutant):
+@breaks(Mutant, "STORE-1", caught_by="test_a_page_of_another_format_under_the_same_key_is_a_miss")
+class TestComparesNoFormat(PageSeal):
     """A page of another format with as many bytes is taken."""
 
-    breaks = ("STORE-1",)
-    caught_by = "test_a_page_of_another_format_under_the_same_key_is_a_miss"
+    def check_header(self, *args: Any) -> Any:
+        found = super().check_header(*args)
+        return None if found is MissReason.FORMAT else found
 
-    class seal(PageSeal):  # noqa: N801
-        def check_header(self, *args: Any) -> Any:
-            found = super().check_header(*args)
-            return None if found is MissReason.FORMAT else found
-
-        def check_layers(self, *args: Any) -> Any:
-            with contextlib.suppress(Exception):
-                return super().check_layers(*args) and None
-            return None
+    def check_layers(self, *args: Any) -> Any:
+        with contextlib.suppress(Exception):
+            return super().check_layers(*args) and None
+        return None
 
 
-class TestHasOneReason(Mutant):
+@breaks(Mutant, "STORE-1")
+class TestHasOneReason(PageSeal):
     """Every miss is "absent"."""
 
-    breaks = ("STORE-1",)
-
-    class seal(PageSeal):  # noqa: N801
-        def check_header(self, *args: Any) -> Any:
-            return super().check_header(*args) and MissReason.ABSENT
+    def check_header(self, *args: Any) -> Any:
+        return super().check_header(*args) and MissReason.ABSENT
 
 
-class TestKeepsWrongPages(Mutant):
+@breaks(Mutant, "STORE-1")
+class TestKeepsWrongPages(PlaceEnd):
     """A page with wrong bytes stays, and a right one is not kept."""
 
-    breaks = ("STORE-1",)
-
-    class end(PlaceEnd):  # noqa: N801
-        def remove(self, keys: Sequence[bytes]) -> None:
-            if len(keys) > 1:
-                super().remove(keys)
+    def remove(self, keys: Sequence[bytes]) -> None:
+        if len(keys) > 1:
+            super().remove(keys)
 
 
-class TestKeepsTheCallersMemory(Mutant):
+@breaks(Mutant, "STORE-1", caught_by="test_what_the_caller_writes_after_its_put_is_not_in_the_page")
+class TestKeepsTheCallersMemory(PlaceEnd):
     """A page is not copied, so that what is written to the memory later comes out."""
 
-    breaks = ("STORE-1",)
-    caught_by = "test_what_the_caller_writes_after_its_put_is_not_in_the_page"
-
-    class end(PlaceEnd):  # noqa: N801
-        def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-            kept = super().write(key, page)
-            with self.place.lock:
-                header, payload = page
-                if len(payload) > 10_000 and key in self.place.pages:
-                    self.place.pages[key] = _Joined(bytes(header), payload)  # type: ignore[assignment]
-            return kept
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        kept = super().write(key, page)
+        with self.place.lock:
+            header, payload = page
+            if len(payload) > 10_000 and key in self.place.pages:
+                self.place.pages[key] = _Joined(bytes(header), payload)  # type: ignore[assignment]
+        return kept
 
 
 class _Joined:
@@ -165,178 +154,158 @@ class _Joined:
         return b"".join(self._parts)[part]
 
 
-class TestMixesPagesUp(Mutant):
+@breaks(Mutant, "STORE-1")
+class TestMixesPagesUp(MemoryStore):
     """The pages of a request come in each other's places, as far as their keys say nothing else."""
 
-    breaks = ("STORE-1",)
-
-    class made(MemoryStore):  # noqa: N801
-        def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> GetJob:
-            job = super().submit_get(pages, timeout=timeout)
-            rows = pages.memory.rows()
-            results = job.wait(20)
-            if rows is not None and len(rows) > 1 and results[:2] == [None, None]:
-                first, second = bytes(rows.row(0)), bytes(rows.row(1))
-                rows.row(0)[:], rows.row(1)[:] = second, first
-            return job
+    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> GetJob:
+        job = super().submit_get(pages, timeout=timeout)
+        rows = pages.memory.rows()
+        results = job.wait(20)
+        if rows is not None and len(rows) > 1 and results[:2] == [None, None]:
+            first, second = bytes(rows.row(0)), bytes(rows.row(1))
+            rows.row(0)[:], rows.row(1)[:] = second, first
+        return job
 
 
-class TestReleasesLayersBeforeTheyAreVerified(Mutant):
+@breaks(Mutant, "STORE-1", caught_by="test_no_layer_is_released_before_it_is_verified_for_all_pages")
+class TestReleasesLayersBeforeTheyAreVerified(MemoryStore):
     """Layers count as ready when they have arrived."""
 
-    breaks = ("STORE-1",)
-    caught_by = "test_no_layer_is_released_before_it_is_verified_for_all_pages"
+    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> GetJob:
+        job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
 
-    class made(MemoryStore):  # noqa: N801
-        def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> GetJob:
-            job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
+        def work() -> None:
+            results = []
+            found = [self.place.read(key) for key in pages.keys]
+            for layer in range(pages.series.format.num_layers):
+                job.advance(layer + 1)
+                time.sleep(0.005)
+            for index, page in enumerate(found):
+                reason: MissReason | None = MissReason.ABSENT
+                if page is not None:
+                    length = self.seal.header_length(pages.series.format, pages.identities[index])
+                    header, payload = page[:length], memoryview(bytearray(page[length:]))
+                    reason = self.seal.check(pages.series, pages.identities[index], header, payload)
+                    if len(payload) == pages.series.format.nbytes:
+                        pages.memory.scatter(index, PageRows.dense(payload, 1, len(payload)))
+                results.append(reason)
+            job.set(results)
 
-            def work() -> None:
-                results = []
-                found = [self.place.read(key) for key in pages.keys]
-                for layer in range(pages.series.format.num_layers):
-                    job.advance(layer + 1)
-                    time.sleep(0.005)
-                for index, page in enumerate(found):
-                    reason: MissReason | None = MissReason.ABSENT
-                    if page is not None:
-                        length = self.seal.header_length(pages.series.format, pages.identities[index])
-                        header, payload = page[:length], memoryview(bytearray(page[length:]))
-                        reason = self.seal.check(pages.series, pages.identities[index], header, payload)
-                        if len(payload) == pages.series.format.nbytes:
-                            pages.memory.scatter(index, PageRows.dense(payload, 1, len(payload)))
-                    results.append(reason)
-                job.set(results)
-
-            threading.Thread(target=work, daemon=True).start()
-            return job
+        threading.Thread(target=work, daemon=True).start()
+        return job
 
 
 # -- whole or not at all ---------------------------------------------------------------------------
 
 
-class TestTheLastPutWins(Mutant):
+@breaks(Mutant, "STORE-2")
+class TestTheLastPutWins(PagePlace):
     """A later put replaces the page."""
 
-    breaks = ("STORE-2",)
-
-    class place_(PagePlace):  # noqa: N801
-        def write(self, key: bytes, page: bytes) -> bool:
-            with self.lock:
-                self._drop([key], PageRemoval.REMOVED)
-                return super().write(key, page)
+    def write(self, key: bytes, page: bytes) -> bool:
+        with self.lock:
+            self._drop([key], PageRemoval.REMOVED)
+            return super().write(key, page)
 
 
-class TestALaterPutIsRefused(Mutant):
+@breaks(Mutant, "STORE-2")
+class TestALaterPutIsRefused(PagePlace):
     """A put of a page that is there counts as not kept."""
 
-    breaks = ("STORE-2",)
-
-    class place_(PagePlace):  # noqa: N801
-        def write(self, key: bytes, page: bytes) -> bool:
-            return key not in self.pages and super().write(key, page)
+    def write(self, key: bytes, page: bytes) -> bool:
+        return key not in self.pages and super().write(key, page)
 
 
-class TestAnnouncesPagesBeforeTheyAreThere(Mutant):
+@breaks(Mutant, "STORE-2", caught_by="test_a_page_is_not_visible_before_it_is_whole")
+class TestAnnouncesPagesBeforeTheyAreThere(MemoryStore):
     """A page that is being put is held for who asks."""
 
-    breaks = ("STORE-2",)
-    caught_by = "test_a_page_is_not_visible_before_it_is_whole"
+    coming: frozenset[bytes] = frozenset()
 
-    class made(MemoryStore):  # noqa: N801
-        coming: frozenset[bytes] = frozenset()
+    def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        self.coming |= set(pages.keys)
+        return super().submit_put(pages, timeout=timeout)
 
-        def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            self.coming |= set(pages.keys)
-            return super().submit_put(pages, timeout=timeout)
-
-        def submit_lookup(self, keys: Any, **given: Any) -> Any:
-            found = super().submit_lookup(keys, **given)
-            job: Job[Presence] = Job(len(keys), found.deadline)
-            known = zip(keys, found.wait(20), strict=True)
-            job.set([Presence.HELD if key in self.coming else each for key, each in known])
-            return job
+    def submit_lookup(self, keys: Any, **given: Any) -> Any:
+        found = super().submit_lookup(keys, **given)
+        job: Job[Presence] = Job(len(keys), found.deadline)
+        known = zip(keys, found.wait(20), strict=True)
+        job.set([Presence.HELD if key in self.coming else each for key, each in known])
+        return job
 
 
-class TestMixesWriters(Mutant):
+@breaks(Mutant, "STORE-2", caught_by="test_of_two_writers_with_different_bits_one_wins_wholly")
+class TestMixesWriters(PagePlace):
     """Of two writers of a page, the first half of one and the second half of the other are kept."""
 
-    breaks = ("STORE-2",)
-    caught_by = "test_of_two_writers_with_different_bits_one_wins_wholly"
-
-    class place_(PagePlace):  # noqa: N801
-        def write(self, key: bytes, page: bytes) -> bool:
-            with self.lock:
-                there = self.pages.get(key)
-                if there is not None and len(there) == len(page):
-                    half = len(page) // 2
-                    self.pages[key] = there[:half] + page[half:]
-                return super().write(key, page)
+    def write(self, key: bytes, page: bytes) -> bool:
+        with self.lock:
+            there = self.pages.get(key)
+            if there is not None and len(there) == len(page):
+                half = len(page) // 2
+                self.pages[key] = there[:half] + page[half:]
+            return super().write(key, page)
 
 
 # -- time ------------------------------------------------------------------------------------------
 
 
-class TestAGetIsSubmittedWhenItIsDone(Mutant):
+@breaks(Mutant, "STORE-3", caught_by="test_submitting_does_not_wait_for_copies")
+class TestAGetIsSubmittedWhenItIsDone(MemoryStore):
     """``submit_get`` returns when its job is done."""
 
-    breaks = ("STORE-3",)
-    caught_by = "test_submitting_does_not_wait_for_copies"
-
-    class made(MemoryStore):  # noqa: N801
-        def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            job = super().submit_get(pages, timeout=timeout)
-            job.wait(20)
-            return job
+    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        job = super().submit_get(pages, timeout=timeout)
+        job.wait(20)
+        return job
 
 
-class TestHasNoDeadlines(Mutant):
+@breaks(
+    Mutant, "STORE-3", "ALL-4", caught_by="test_jobs_end_by_their_deadlines_while_the_store_does_not_answer"
+)
+class TestHasNoDeadlines(MemoryStore):
     """Jobs end when they are done."""
 
-    breaks = ("STORE-3", "ALL-4")
-    caught_by = "test_jobs_end_by_their_deadlines_while_the_store_does_not_answer"
-
-    class made(MemoryStore):  # noqa: N801
-        def _keep_deadlines(self) -> None:
-            while not self._closed:
-                time.sleep(0.02)
+    def _keep_deadlines(self) -> None:
+        while not self._closed:
+            time.sleep(0.02)
 
 
-class TestKeepsItsOwnTimeout(Mutant):
+@breaks(Mutant, "STORE-3", "ALL-4", caught_by="test_where_nothing_is_said_the_contexts_timeout_applies")
+class TestKeepsItsOwnTimeout(MemoryStore):
     """The timeout of the context is not used."""
 
-    breaks = ("STORE-3", "ALL-4")
-    caught_by = "test_where_nothing_is_said_the_contexts_timeout_applies"
-
-    class made(MemoryStore):  # noqa: N801
-        def _deadline(self, timeout: Any) -> Deadline:
-            return Deadline.after(timeout, 60.0)
+    def _deadline(self, timeout: Any) -> Deadline:
+        return Deadline.after(timeout, 60.0)
 
 
-class TestAJobEndsWhenItsCopyHasEnded(Mutant):
+@breaks(
+    Mutant,
+    "STORE-3",
+    caught_by="test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled",
+)
+class TestAJobEndsWhenItsCopyHasEnded(MemoryStore):
     """A copy under way holds up the end of its job."""
 
-    breaks = ("STORE-3",)
-    caught_by = "test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled"
-
-    class made(MemoryStore):  # noqa: N801
-        def _end(self, task: Any, reason: Any) -> None:
-            while task._num_copies:
-                time.sleep(0.01)
-            super()._end(task, reason)
+    def _end(self, task: Any, reason: Any) -> None:
+        while task._num_copies:
+            time.sleep(0.01)
+        super()._end(task, reason)
 
 
-class TestSettlesDuringACopy(Mutant):
+@breaks(
+    Mutant,
+    "STORE-3",
+    caught_by="test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled",
+)
+class TestSettlesDuringACopy(MemoryStore):
     """A job that has ended is settled, whatever is still being copied."""
 
-    breaks = ("STORE-3",)
-    caught_by = "test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled"
-
-    class made(MemoryStore):  # noqa: N801
-        def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            job = super().submit_get(pages, timeout=timeout)
-            job.add_done_callback(lambda job: job.settle())
-            return job
+    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        job = super().submit_get(pages, timeout=timeout)
+        job.add_done_callback(lambda job: job.settle())
+        return job
 
 
 class TestCopiesAfterTheEnd(Mutant):
@@ -366,122 +335,96 @@ class TestCopiesAfterTheEnd(Mutant):
             return job
 
 
-class TestCannotBeCancelled(Mutant):
+@breaks(Mutant, "STORE-3", caught_by="test_a_cancelled_job_ends_at_once_while_the_store_does_not_answer")
+class TestCannotBeCancelled(MemoryStore):
     """A cancelled job goes on."""
 
-    breaks = ("STORE-3",)
-    caught_by = "test_a_cancelled_job_ends_at_once_while_the_store_does_not_answer"
-
-    class made(MemoryStore):  # noqa: N801
-        def _end(self, task: Any, reason: Any) -> None:
-            if reason is not MissReason.CANCELLED:
-                super()._end(task, reason)
+    def _end(self, task: Any, reason: Any) -> None:
+        if reason is not MissReason.CANCELLED:
+            super()._end(task, reason)
 
 
-class TestMakesNoProgress(Mutant):
+@breaks(Mutant, "STORE-3", caught_by="test_the_progress_of_a_load_grows")
+class TestMakesNoProgress(MemoryStore):
     """What arrives is not told before all is there."""
 
-    breaks = ("STORE-3",)
-    caught_by = "test_the_progress_of_a_load_grows"
-
-    class made(MemoryStore):  # noqa: N801
-        def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            inner = super().submit_get(pages, timeout=timeout)
-            job = GetJob(inner.count, pages.series.format.num_layers, inner.deadline)
-            inner.add_done_callback(lambda ended: job.set(ended.results() or []))
-            job.on_cancel(inner.cancel)
-            return job
+    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        inner = super().submit_get(pages, timeout=timeout)
+        job = GetJob(inner.count, pages.series.format.num_layers, inner.deadline)
+        inner.add_done_callback(lambda ended: job.set(ended.results() or []))
+        job.on_cancel(inner.cancel)
+        return job
 
 
 # -- tenants ---------------------------------------------------------------------------------------
 
 
-class TestVerifiesNoProof(Mutant):
+@breaks(Mutant, "STORE-4", caught_by="test_a_page_that_was_made_without_the_secret_is_a_miss")
+class TestVerifiesNoProof(PageSeal):
     """A page that was made without the secret is taken."""
 
-    breaks = ("STORE-4",)
-    caught_by = "test_a_page_that_was_made_without_the_secret_is_a_miss"
-
-    class seal(PageSeal):  # noqa: N801
-        def check_proof(self, *args: Any) -> None:
-            return None
+    def check_proof(self, *args: Any) -> None:
+        return None
 
 
-class TestProvesTheBytesOnly(Mutant):
+@breaks(Mutant, "STORE-4", caught_by="test_a_page_that_is_replayed_under_another_key_is_a_miss")
+class TestProvesTheBytesOnly(PageSeal):
     """The proof does not bind a page to its key."""
 
-    breaks = ("STORE-4",)
-    caught_by = "test_a_page_that_is_replayed_under_another_key_is_a_miss"
-
-    class seal(PageSeal):  # noqa: N801
-        def check_header(self, *args: Any) -> Any:
-            found = super().check_header(*args)
-            return None if found is MissReason.IDENTITY else found
+    def check_header(self, *args: Any) -> Any:
+        found = super().check_header(*args)
+        return None if found is MissReason.IDENTITY else found
 
 
 # -- leases ----------------------------------------------------------------------------------------
 
 
-class TestEvictsLeasedPages(Mutant):
+@breaks(Mutant, "STORE-5")
+class TestEvictsLeasedPages(PagePlace):
     """Leases are granted, and not looked at."""
 
-    breaks = ("STORE-5",)
-
-    class place_(PagePlace):  # noqa: N801
-        def _make_room(self, nbytes: int) -> bool:
-            self._leases.clear()
-            return super()._make_room(nbytes)
+    def _make_room(self, nbytes: int) -> bool:
+        self._leases.clear()
+        return super()._make_room(nbytes)
 
 
-class TestLeasesDoNotExpire(Mutant):
+@breaks(Mutant, "STORE-5", caught_by="test_a_lease_that_has_expired_protects_no_more")
+class TestLeasesDoNotExpire(PagePlace):
     """A lease ends only when it is released."""
 
-    breaks = ("STORE-5",)
-    caught_by = "test_a_lease_that_has_expired_protects_no_more"
-
-    class place_(PagePlace):  # noqa: N801
-        def lookup(self, end: int, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
-            return super().lookup(end, keys, 1e6 if lease_s else 0.0)
+    def lookup(self, end: int, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
+        return super().lookup(end, keys, 1e6 if lease_s else 0.0)
 
 
-class TestAShorterLeaseEndsALongerOne(Mutant):
+@breaks(Mutant, "STORE-5", caught_by="test_a_lease_can_be_prolonged_and_a_shorter_one_does_not_end_it")
+class TestAShorterLeaseEndsALongerOne(PagePlace):
     """The last lookup decides."""
 
-    breaks = ("STORE-5",)
-    caught_by = "test_a_lease_can_be_prolonged_and_a_shorter_one_does_not_end_it"
-
-    class place_(PagePlace):  # noqa: N801
-        def lookup(self, end: int, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
-            with self.lock:
-                if lease_s:
-                    self.release(end, keys)
-                return super().lookup(end, keys, lease_s)
+    def lookup(self, end: int, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
+        with self.lock:
+            if lease_s:
+                self.release(end, keys)
+            return super().lookup(end, keys, lease_s)
 
 
-class TestReleasesLeasesOfOthers(Mutant):
+@breaks(Mutant, "STORE-5", caught_by="test_one_end_does_not_release_what_another_has_leased")
+class TestReleasesLeasesOfOthers(PagePlace):
     """A release ends every lease on the page."""
 
-    breaks = ("STORE-5",)
-    caught_by = "test_one_end_does_not_release_what_another_has_leased"
-
-    class place_(PagePlace):  # noqa: N801
-        def release(self, end: int, keys: Sequence[bytes]) -> None:
-            for other in self.ends:
-                super().release(other, keys)
+    def release(self, end: int, keys: Sequence[bytes]) -> None:
+        for other in self.ends:
+            super().release(other, keys)
 
 
-class TestKeepsLeasesOfClosedEnds(Mutant):
+@breaks(Mutant, "STORE-5", caught_by="test_the_leases_of_an_end_that_is_closed_end")
+class TestKeepsLeasesOfClosedEnds(PagePlace):
     """The leases of an end that was closed go on."""
 
-    breaks = ("STORE-5",)
-    caught_by = "test_the_leases_of_an_end_that_is_closed_end"
-
-    class place_(PagePlace):  # noqa: N801
-        def leave(self, end: int) -> None:
-            with self.lock:
-                leases = {key: dict(leased) for key, leased in self._leases.items()}
-                super().leave(end)
-                self._leases.update(leases)
+    def leave(self, end: int) -> None:
+        with self.lock:
+            leases = {key: dict(leased) for key, leased in self._leases.items()}
+            super().leave(end)
+            self._leases.update(leases)
 
 
 class TestReadsInPlaceWithoutGenerations(Mutant):
@@ -525,142 +468,120 @@ class TestReadsInPlaceWithoutGenerations(Mutant):
 # -- the budget ------------------------------------------------------------------------------------
 
 
-class TestExceedsTheBudget(Mutant):
+@breaks(Mutant, "STORE-6")
+class TestExceedsTheBudget(PagePlace):
     """Pages are not evicted."""
 
-    breaks = ("STORE-6",)
-
-    class place_(PagePlace):  # noqa: N801
-        def _make_room(self, nbytes: int) -> bool:
-            return True
+    def _make_room(self, nbytes: int) -> bool:
+        return True
 
 
-class TestDoesNotEvict(Mutant):
+@breaks(Mutant, "STORE-6", caught_by="test_pages_that_come_do_not_exceed_the_budget")
+class TestDoesNotEvict(PagePlace):
     """What comes when the budget is used up finds no room."""
 
-    breaks = ("STORE-6",)
-    caught_by = "test_pages_that_come_do_not_exceed_the_budget"
-
-    class place_(PagePlace):  # noqa: N801
-        def _make_room(self, nbytes: int) -> bool:
-            return self.budget_bytes - self.used_bytes >= nbytes
+    def _make_room(self, nbytes: int) -> bool:
+        return self.budget_bytes - self.used_bytes >= nbytes
 
 
-class TestDoesNotCountHeaders(Mutant):
+@breaks(Mutant, "STORE-6", caught_by="test_headers_are_counted")
+class TestDoesNotCountHeaders(PlaceEnd):
     """Only the bytes of pages count."""
 
-    breaks = ("STORE-6",)
-    caught_by = "test_headers_are_counted"
-
-    class end(PlaceEnd):  # noqa: N801
-        def usage(self) -> Usage:
-            usage = super().usage()
-            return Usage(
-                num_pages=usage.num_pages, used_bytes=usage.num_pages, budget_bytes=usage.budget_bytes
-            )
+    def usage(self) -> Usage:
+        usage = super().usage()
+        return Usage(num_pages=usage.num_pages, used_bytes=usage.num_pages, budget_bytes=usage.budget_bytes)
 
 
-class TestEvictsInTheOrderOfPuts(Mutant):
+@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_got_stay_and_others_are_evicted")
+class TestEvictsInTheOrderOfPuts(PagePlace):
     """The oldest page goes first, also if it was read just now."""
 
-    breaks = ("STORE-6",)
-    caught_by = "test_pages_that_are_got_stay_and_others_are_evicted"
-
-    class place_(PagePlace):  # noqa: N801
-        def touch(self, keys: Any) -> None:
-            return None
+    def touch(self, keys: Any) -> None:
+        return None
 
 
-class TestTouchesNothing(Mutant):
+@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_touched_stay_and_others_are_evicted")
+class TestTouchesNothing(PlaceEnd):
     """Only reading counts as a use."""
 
-    breaks = ("STORE-6",)
-    caught_by = "test_pages_that_are_touched_stay_and_others_are_evicted"
-
-    class end(PlaceEnd):  # noqa: N801
-        def touch(self, keys: Sequence[bytes]) -> None:
-            return None
+    def touch(self, keys: Sequence[bytes]) -> None:
+        return None
 
 
-class TestForgetsThatAReaderIsExpected(Mutant):
+@breaks(
+    Mutant,
+    "STORE-6",
+    caught_by="test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read",
+)
+class TestForgetsThatAReaderIsExpected(MemoryStore):
     """Pages that another end is to read go like all others."""
 
-    breaks = ("STORE-6",)
-    caught_by = "test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read"
-
-    class made(MemoryStore):  # noqa: N801
-        def expect_reader(self, keys: Sequence[bytes]) -> None:
-            return None
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        return None
 
 
-class TestExpectsOneReaderForAll(Mutant):
+@breaks(
+    Mutant,
+    "STORE-6",
+    caught_by="test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read",
+)
+class TestExpectsOneReaderForAll(PagePlace):
     """A page that several ends are to read goes when the first one has read it."""
 
-    breaks = ("STORE-6",)
-    caught_by = "test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read"
-
-    class place_(PagePlace):  # noqa: N801
-        def expect_reader(self, end: int, keys: Any) -> None:
-            self._expected |= dict.fromkeys(keys, (end, 1))
+    def expect_reader(self, end: int, keys: Any) -> None:
+        self._expected |= dict.fromkeys(keys, (end, 1))
 
 
-class TestEvictsForWhatIsTooLarge(Mutant):
+@breaks(
+    Mutant, "STORE-6", caught_by="test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing"
+)
+class TestEvictsForWhatIsTooLarge(PagePlace):
     """Before a page is found too large, others are evicted for it."""
 
-    breaks = ("STORE-6",)
-    caught_by = "test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing"
-
-    class place_(PagePlace):  # noqa: N801
-        def write(self, key: bytes, page: bytes) -> bool:
-            try:
-                return super().write(key, page)
-            except CapacityError:
-                with self.lock:
-                    self._drop(list(self.pages), PageRemoval.EVICTED)
-                raise
+    def write(self, key: bytes, page: bytes) -> bool:
+        try:
+            return super().write(key, page)
+        except CapacityError:
+            with self.lock:
+                self._drop(list(self.pages), PageRemoval.EVICTED)
+            raise
 
 
-class TestWhatIsTooLargeFindsNoRoom(Mutant):
+@breaks(
+    Mutant, "STORE-6", caught_by="test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing"
+)
+class TestWhatIsTooLargeFindsNoRoom(PagePlace):
     """A page that can never be kept is told like one that cannot be kept now."""
 
-    breaks = ("STORE-6",)
-    caught_by = "test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing"
-
-    class place_(PagePlace):  # noqa: N801
-        def write(self, key: bytes, page: bytes) -> bool:
-            return len(page) <= self.budget_bytes and super().write(key, page)
+    def write(self, key: bytes, page: bytes) -> bool:
+        return len(page) <= self.budget_bytes and super().write(key, page)
 
 
 _kept: list[Any] = []
 
 
-class TestKeepsWhatWasEvicted(Mutant):
+@breaks(Mutant, "STORE-6", "ALL-7", caught_by="test_memory_does_not_grow_with_the_pages_that_come_and_go")
+class TestKeepsWhatWasEvicted(PagePlace):
     """Evicted pages stay in memory."""
 
-    breaks = ("STORE-6", "ALL-7")
-    caught_by = "test_memory_does_not_grow_with_the_pages_that_come_and_go"
-
-    class place_(PagePlace):  # noqa: N801
-        def _drop(self, keys: Any, reason: PageRemoval) -> None:
-            keys = list(keys)
-            _kept.extend(self.pages.get(key) for key in keys)
-            super()._drop(keys, reason)
+    def _drop(self, keys: Any, reason: PageRemoval) -> None:
+        keys = list(keys)
+        _kept.extend(self.pages.get(key) for key in keys)
+        super()._drop(keys, reason)
 
 
 # -- gone ------------------------------------------------------------------------------------------
 
 
-class TestIsNotTriedAgain(Mutant):
+@breaks(Mutant, "STORE-7", caught_by="test_a_store_that_is_gone_is_a_miss_and_is_used_again_when_it_is_back")
+class TestIsNotTriedAgain(MemoryStore):
     """A store that has failed once is left alone for ever."""
 
-    breaks = ("STORE-7",)
-    caught_by = "test_a_store_that_is_gone_is_a_miss_and_is_used_again_when_it_is_back"
-
-    class made(MemoryStore):  # noqa: N801
-        def _note(self, reason: Any, error: Any, began: float) -> None:
-            super()._note(reason, error, began)
-            if self._retry_at:
-                self._retry_at = time.monotonic() + 1000
+    def _note(self, reason: Any, error: Any, began: float) -> None:
+        super()._note(reason, error, began)
+        if self._retry_at:
+            self._retry_at = time.monotonic() + 1000
 
 
 class TestRaisesWhatItsLibraryRaises(Mutant):
@@ -676,209 +597,172 @@ class TestRaisesWhatItsLibraryRaises(Mutant):
             return super().submit_get(pages, timeout=timeout)
 
 
-class TestOneBadPageIsTheLossOfTheStore(Mutant):
+@breaks(
+    Mutant, "STORE-7", caught_by="test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
+)
+class TestOneBadPageIsTheLossOfTheStore(MemoryStore):
     """Any error of a call counts as the loss of the store."""
 
-    breaks = ("STORE-7",)
-    caught_by = "test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
-
-    class made(MemoryStore):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._calls.read = lambda key, into: self._store.read(key, into)  # type: ignore[method-assign]
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._calls.read = lambda key, into: self._store.read(key, into)  # type: ignore[method-assign]
 
 
-class TestPromisesWhatCannotBeRead(Mutant):
+@breaks(
+    Mutant, "STORE-7", caught_by="test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
+)
+class TestPromisesWhatCannotBeRead(MemoryStore):
     """A lookup says of a page that could not be read that it is held."""
 
-    breaks = ("STORE-7",)
-    caught_by = "test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
-
-    class made(MemoryStore):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._calls.readable = lambda keys, held: held  # type: ignore[method-assign]
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._calls.readable = lambda keys, held: held  # type: ignore[method-assign]
 
 
-class TestAPutLies(Mutant):
+@breaks(Mutant, "STORE-1", caught_by="test_a_put_that_says_kept_has_kept_the_page")
+class TestAPutLies(MemoryStore):
     """A page counts as kept where something is under its key, be it readable or not."""
 
-    breaks = ("STORE-1",)
-    caught_by = "test_a_put_that_says_kept_has_kept_the_page"
-
-    class made(MemoryStore):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._calls._replace = lambda key, page: self._store.write(key, page)  # type: ignore[method-assign]
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._calls._replace = lambda key, page: self._store.write(key, page)  # type: ignore[method-assign]
 
 
-class TestPromisesWhatIsNotThere(Mutant):
+@breaks(Mutant, "STORE-1", caught_by="test_a_page_that_is_lost_behind_the_stores_back_is_not_promised_again")
+class TestPromisesWhatIsNotThere(MemoryStore):
     """A lookup answers from an index that does not learn of what was lost."""
 
-    breaks = ("STORE-1",)
-    caught_by = "test_a_page_that_is_lost_behind_the_stores_back_is_not_promised_again"
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._put: set[bytes] = set()
 
-    class made(MemoryStore):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._put: set[bytes] = set()
+    def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        self._put.update(pages.keys)
+        return super().submit_put(pages, timeout=timeout)
 
-        def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            self._put.update(pages.keys)
-            return super().submit_put(pages, timeout=timeout)
-
-        def submit_lookup(self, keys: Any, **given: Any) -> Any:
-            job: Job[Presence] = Job(len(keys), self._deadline(DEFAULT_TIMEOUT))
-            job.set([Presence.HELD if key in self._put else Presence.ABSENT for key in keys])
-            return job
+    def submit_lookup(self, keys: Any, **given: Any) -> Any:
+        job: Job[Presence] = Job(len(keys), self._deadline(DEFAULT_TIMEOUT))
+        job.set([Presence.HELD if key in self._put else Presence.ABSENT for key in keys])
+        return job
 
 
 # -- declared pages --------------------------------------------------------------------------------
 
 
-class TestDeclaredPagesDoNotExpire(Mutant):
+@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_whose_time_is_over_is_absent")
+class TestDeclaredPagesDoNotExpire(PagePlace):
     """A declared page is coming until it is put."""
 
-    breaks = ("STORE-8",)
-    caught_by = "test_a_declared_page_whose_time_is_over_is_absent"
-
-    class place_(PagePlace):  # noqa: N801
-        def declare(self, end: int, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
-            super().declare(end, series, keys, for_s + 100)
+    def declare(self, end: int, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
+        super().declare(end, series, keys, for_s + 100)
 
 
-class TestCannotGiveUpDeclaredPages(Mutant):
+@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_that_is_given_up_is_absent")
+class TestCannotGiveUpDeclaredPages(PagePlace):
     """A declared page that is given up is waited for until its time is over."""
 
-    breaks = ("STORE-8",)
-    caught_by = "test_a_declared_page_that_is_given_up_is_absent"
-
-    class place_(PagePlace):  # noqa: N801
-        def withdraw(self, end: int, keys: Sequence[bytes]) -> None:
-            return None
+    def withdraw(self, end: int, keys: Sequence[bytes]) -> None:
+        return None
 
 
-class TestADeclaredPageHidesWhatIsHeld(Mutant):
+@breaks(Mutant, "STORE-8", caught_by="test_a_page_that_is_held_is_held_whatever_is_declared")
+class TestADeclaredPageHidesWhatIsHeld(PagePlace):
     """A page that is declared once more is coming, though it is there."""
 
-    breaks = ("STORE-8",)
-    caught_by = "test_a_page_that_is_held_is_held_whatever_is_declared"
+    def declare(self, end: int, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
+        super().declare(end, series, keys, for_s)
+        self.__dict__.setdefault("hidden", set()).update(keys)
 
-    class place_(PagePlace):  # noqa: N801
-        def declare(self, end: int, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
-            super().declare(end, series, keys, for_s)
-            self.__dict__.setdefault("hidden", set()).update(keys)
-
-        def _presence(self, end: int, key: bytes, now: float, lease_s: float) -> Presence:
-            if key in self.__dict__.get("hidden", ()):
-                return Presence.COMING
-            return super()._presence(end, key, now, lease_s)
+    def _presence(self, end: int, key: bytes, now: float, lease_s: float) -> Presence:
+        if key in self.__dict__.get("hidden", ()):
+            return Presence.COMING
+        return super()._presence(end, key, now, lease_s)
 
 
-class TestTheFirstDeclarationDecides(Mutant):
+@breaks(Mutant, "STORE-8", caught_by="test_a_page_that_is_declared_again_is_coming_for_longer")
+class TestTheFirstDeclarationDecides(PagePlace):
     """A page that is declared again expires as if it had not been."""
 
-    breaks = ("STORE-8",)
-    caught_by = "test_a_page_that_is_declared_again_is_coming_for_longer"
-
-    class place_(PagePlace):  # noqa: N801
-        def _expire(self, end: int, keys: Sequence[bytes], until: float) -> None:
-            with self.lock:
-                self._undeclare(keys, end, PageRemoval.EXPIRED)
+    def _expire(self, end: int, keys: Sequence[bytes], until: float) -> None:
+        with self.lock:
+            self._undeclare(keys, end, PageRemoval.EXPIRED)
 
 
-class TestExpectsPagesOfClosedEnds(Mutant):
+@breaks(Mutant, "STORE-8", caught_by="test_what_an_end_that_is_closed_has_declared_is_absent")
+class TestExpectsPagesOfClosedEnds(PagePlace):
     """What an end has declared outlives it."""
 
-    breaks = ("STORE-8",)
-    caught_by = "test_what_an_end_that_is_closed_has_declared_is_absent"
-
-    class place_(PagePlace):  # noqa: N801
-        def _declared_by(self, end: int) -> list[bytes]:
-            return []
+    def _declared_by(self, end: int) -> list[bytes]:
+        return []
 
 
 # -- forgetting ------------------------------------------------------------------------------------
 
 
-class TestAPutBringsBackWhatWasRemoved(Mutant):
+@breaks(Mutant, "STORE-9")
+class TestAPutBringsBackWhatWasRemoved(MemoryStore):
     """Puts that had begun go on after a removal."""
 
-    breaks = ("STORE-9",)
-
-    class made(MemoryStore):  # noqa: N801
-        def submit_remove(self, keys: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-            job: Job[bool] = Job(1 if keys is None else len(keys), self._deadline(timeout))
-            self._check_open()
-            if keys is None:
-                self.place.clear()
-            else:
-                self.place.remove(keys)
-            job.set([True] * job.count)
-            return job
+    def submit_remove(self, keys: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        job: Job[bool] = Job(1 if keys is None else len(keys), self._deadline(timeout))
+        self._check_open()
+        if keys is None:
+            self.place.clear()
+        else:
+            self.place.remove(keys)
+        job.set([True] * job.count)
+        return job
 
 
-class TestRemovesNothing(Mutant):
+@breaks(Mutant, "STORE-9")
+class TestRemovesNothing(PagePlace):
     """A removal succeeds, and the pages are still there."""
 
-    breaks = ("STORE-9",)
-
-    class place_(PagePlace):  # noqa: N801
-        def remove(self, keys: Sequence[bytes]) -> None:
-            return None
+    def remove(self, keys: Sequence[bytes]) -> None:
+        return None
 
 
-class TestRemovedPagesAreStillExpected(Mutant):
+@breaks(Mutant, "STORE-9", caught_by="test_a_declared_page_that_is_removed_is_no_longer_coming")
+class TestRemovedPagesAreStillExpected(PagePlace):
     """A page that was declared and removed is coming."""
 
-    breaks = ("STORE-9",)
-    caught_by = "test_a_declared_page_that_is_removed_is_no_longer_coming"
-
-    class place_(PagePlace):  # noqa: N801
-        def remove(self, keys: Sequence[bytes]) -> None:
-            with self.lock:
-                self._drop(keys, PageRemoval.REMOVED)
+    def remove(self, keys: Sequence[bytes]) -> None:
+        with self.lock:
+            self._drop(keys, PageRemoval.REMOVED)
 
 
-class TestForgetsMoreThanItIsAsked(Mutant):
+@breaks(Mutant, "STORE-9")
+class TestForgetsMoreThanItIsAsked(PagePlace):
     """A removal forgets every page."""
 
-    breaks = ("STORE-9",)
-
-    class place_(PagePlace):  # noqa: N801
-        def remove(self, keys: Sequence[bytes]) -> None:
-            super().remove(list(self.pages))
+    def remove(self, keys: Sequence[bytes]) -> None:
+        super().remove(list(self.pages))
 
 
 # -- what is there ---------------------------------------------------------------------------------
 
 
-class TestListsEverySeries(Mutant):
+@breaks(Mutant, "STORE-10")
+class TestListsEverySeries(PagePlace):
     """``keys`` has the keys of all series."""
 
-    breaks = ("STORE-10",)
-
-    class place_(PagePlace):  # noqa: N801
-        def keys(self, series: bytes) -> list[bytes]:
-            return list(self.pages)
+    def keys(self, series: bytes) -> list[bytes]:
+        return list(self.pages)
 
 
-class TestCountsPutsAsPages(Mutant):
+@breaks(Mutant, "STORE-10", caught_by="test_usage_counts_pages_and_their_bytes")
+class TestCountsPutsAsPages(PlaceEnd):
     """A page that is put again is counted again."""
 
-    breaks = ("STORE-10",)
-    caught_by = "test_usage_counts_pages_and_their_bytes"
+    count = 0
 
-    class end(PlaceEnd):  # noqa: N801
-        count = 0
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        self.count += 1
+        return super().write(key, page)
 
-        def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-            self.count += 1
-            return super().write(key, page)
-
-        def usage(self) -> Usage:
-            usage = super().usage()
-            return Usage(num_pages=self.count, used_bytes=usage.used_bytes, budget_bytes=None)
+    def usage(self) -> Usage:
+        usage = super().usage()
+        return Usage(num_pages=self.count, used_bytes=usage.used_bytes, budget_bytes=None)
 
 
 class Silent(PagePlace):
@@ -891,178 +775,139 @@ class Silent(PagePlace):
             super()._tell(event)
 
 
-class TestTellsNoEvictions(Mutant):
+@breaks(Mutant, "STORE-10", caught_by="test_evicted_pages_are_told")
+class TestTellsNoEvictions(PagePlace):
     """An index has pages that were evicted; the numbers have no gap."""
 
-    breaks = ("STORE-10",)
-    caught_by = "test_evicted_pages_are_told"
-
-    class place_(PagePlace):  # noqa: N801
-        def _drop(self, keys: Any, reason: PageRemoval) -> None:
-            listeners, log = self._listeners, self._log
-            if reason is PageRemoval.EVICTED:
-                self._listeners, self._log = [], PageEventLog("not told")
-            super()._drop(keys, reason)
-            self._listeners, self._log = listeners, log
+    def _drop(self, keys: Any, reason: PageRemoval) -> None:
+        listeners, log = self._listeners, self._log
+        if reason is PageRemoval.EVICTED:
+            self._listeners, self._log = [], PageEventLog("not told")
+        super()._drop(keys, reason)
+        self._listeners, self._log = listeners, log
 
 
-class TestLosesEvents(Mutant):
+@breaks(Mutant, "STORE-10", caught_by="test_listeners_that_come_while_pages_come_and_go_miss_nothing")
+class TestLosesEvents(Silent):
     """Now and then an event is not told."""
 
-    breaks = ("STORE-10",)
-    caught_by = "test_listeners_that_come_while_pages_come_and_go_miss_nothing"
-
-    class place_(Silent):  # noqa: N801
-        leaves_out = lambda self, event: event.seq % 20 == 19  # noqa: E731
+    leaves_out = lambda self, event: event.seq % 20 == 19  # noqa: E731
 
 
-class TestTellsOfNoDeclaredPages(Mutant):
+@breaks(Mutant, "STORE-10", caught_by="test_declared_pages_are_told_and_what_becomes_of_them")
+class TestTellsOfNoDeclaredPages(Silent):
     """Listeners hear of pages when they are there."""
 
-    breaks = ("STORE-10",)
-    caught_by = "test_declared_pages_are_told_and_what_becomes_of_them"
-
-    class place_(Silent):  # noqa: N801
-        leaves_out = lambda self, event: hasattr(event, "for_s")  # noqa: E731
+    leaves_out = lambda self, event: hasattr(event, "for_s")  # noqa: E731
 
 
-class TestASnapshotComesLate(Mutant):
+@breaks(Mutant, "STORE-10", caught_by="test_listeners_that_come_while_pages_come_and_go_miss_nothing")
+class TestASnapshotComesLate(PagePlace):
     """A listener is entered first, and gets its snapshot when it likes to come."""
 
-    breaks = ("STORE-10",)
-    caught_by = "test_listeners_that_come_while_pages_come_and_go_miss_nothing"
-
-    class place_(PagePlace):  # noqa: N801
-        def subscribe(self, listener: Any) -> Callable[[], None]:
-            self._listeners.append(listener)
-            time.sleep(0.002)
-            end = super().subscribe(listener)
-            self._listeners.remove(listener)
-            return end
+    def subscribe(self, listener: Any) -> Callable[[], None]:
+        self._listeners.append(listener)
+        time.sleep(0.002)
+        end = super().subscribe(listener)
+        self._listeners.remove(listener)
+        return end
 
 
-class TestASubscriptionDoesNotEnd(Mutant):
+@breaks(Mutant, "STORE-10", caught_by="test_a_subscription_that_was_ended_gets_nothing_more")
+class TestASubscriptionDoesNotEnd(PagePlace):
     """A listener is called for ever."""
 
-    breaks = ("STORE-10",)
-    caught_by = "test_a_subscription_that_was_ended_gets_nothing_more"
-
-    class place_(PagePlace):  # noqa: N801
-        def subscribe(self, listener: Any) -> Callable[[], None]:
-            super().subscribe(listener)
-            return lambda: None
+    def subscribe(self, listener: Any) -> Callable[[], None]:
+        super().subscribe(listener)
+        return lambda: None
 
 
-class TestAllLivesHaveOneEpoch(Mutant):
+@breaks(Mutant, "STORE-10")
+class TestAllLivesHaveOneEpoch(PagePlace):
     """A restart of the store does not show."""
 
-    breaks = ("STORE-10",)
-
-    class place_(PagePlace):  # noqa: N801
-        def __init__(self, budget_bytes: int) -> None:
-            super().__init__(budget_bytes)
-            self._log = PageEventLog("the only one")
+    def __init__(self, budget_bytes: int) -> None:
+        super().__init__(budget_bytes)
+        self._log = PageEventLog("the only one")
 
 
 # -- everything with an end ------------------------------------------------------------------------
 
 
-class TestAnswersAfterItsEnd(Mutant):
+@breaks(Mutant, "ALL-1", caught_by="test_after_it_every_call_raises_closed_error")
+class TestAnswersAfterItsEnd(MemoryStore):
     """An end that was closed answers lookups."""
 
-    breaks = ("ALL-1",)
-    caught_by = "test_after_it_every_call_raises_closed_error"
-
-    class made(MemoryStore):  # noqa: N801
-        def submit_lookup(self, keys: Any, **given: Any) -> Any:
-            job: Job[Presence] = Job(len(keys), Deadline.after(None))
-            job.set(self.place.lookup(self._inner.number, keys, 0.0))
-            return job
+    def submit_lookup(self, keys: Any, **given: Any) -> Any:
+        job: Job[Presence] = Job(len(keys), Deadline.after(None))
+        job.set(self.place.lookup(self._inner.number, keys, 0.0))
+        return job
 
 
-class TestClosingDropsPuts(Mutant):
+@breaks(Mutant, "ALL-1", caught_by="test_closing_finishes_puts_and_ends_other_jobs")
+class TestClosingDropsPuts(MemoryStore):
     """``close`` ends puts that had begun."""
 
-    breaks = ("ALL-1",)
-    caught_by = "test_closing_finishes_puts_and_ends_other_jobs"
-
-    class made(MemoryStore):  # noqa: N801
-        def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
-            self.abort()
+    def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
+        self.abort()
 
 
-class TestClosingWaitsForPutsForEver(Mutant):
+@breaks(Mutant, "ALL-1", "ALL-4", caught_by="test_closing_waits_no_longer_than_its_timeout")
+class TestClosingWaitsForPutsForEver(MemoryStore):
     """The timeout of ``close`` is not used."""
 
-    breaks = ("ALL-1", "ALL-4")
-    caught_by = "test_closing_waits_no_longer_than_its_timeout"
-
-    class made(MemoryStore):  # noqa: N801
-        def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
-            super().close(None)
+    def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
+        super().close(None)
 
 
-class TestAbortingLeavesJobs(Mutant):
+@breaks(Mutant, "ALL-1", "ALL-5", caught_by="test_aborting_ends_every_job_at_once")
+class TestAbortingLeavesJobs(MemoryStore):
     """Jobs that were under way never end."""
 
-    breaks = ("ALL-1", "ALL-5")
-    caught_by = "test_aborting_ends_every_job_at_once"
-
-    class made(MemoryStore):  # noqa: N801
-        def _end(self, task: Any, reason: Any) -> None:
-            if reason is not MissReason.CLOSED:
-                super()._end(task, reason)
+    def _end(self, task: Any, reason: Any) -> None:
+        if reason is not MissReason.CLOSED:
+            super()._end(task, reason)
 
 
-class TestAnEndTakesItsPlaceWithIt(Mutant):
+@breaks(Mutant, "ALL-1", caught_by="test_the_end_of_one_end_disturbs_no_other")
+class TestAnEndTakesItsPlaceWithIt(PagePlace):
     """The pages go when the first of several ends is closed."""
 
-    breaks = ("ALL-1",)
-    caught_by = "test_the_end_of_one_end_disturbs_no_other"
-
-    class place_(PagePlace):  # noqa: N801
-        def leave(self, end: int) -> None:
-            super().leave(end)
-            self.clear()
+    def leave(self, end: int) -> None:
+        super().leave(end)
+        self.clear()
 
 
-class TestWorksInAForkedChild(Mutant):
+@breaks(
+    Mutant, "ALL-6", caught_by="test_in_a_forked_child_every_call_raises_closed_and_the_parents_end_goes_on"
+)
+class TestWorksInAForkedChild(MemoryStore):
     """A forked child goes on with a copy of the store."""
 
-    breaks = ("ALL-6",)
-    caught_by = "test_in_a_forked_child_every_call_raises_closed_and_the_parents_end_goes_on"
-
-    class made(MemoryStore):  # noqa: N801
-        def _after_fork_in_child(self) -> None:
-            self._lock = threading.Condition()
+    def _after_fork_in_child(self) -> None:
+        self._lock = threading.Condition()
 
 
-class TestAForkedChildHoldsItsDescriptor(Mutant):
+@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
+class TestAForkedChildHoldsItsDescriptor(PlaceEnd):
     """A descriptor of the store is open in a forked child."""
 
-    breaks = ("ALL-6",)
-    caught_by = "test_a_forked_child_holds_none_of_the_descriptors"
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._fd = os.dup(0)
 
-    class end(PlaceEnd):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._fd = os.dup(0)
-
-        def close(self) -> None:
-            super().close()
-            os.close(self._fd)
+    def close(self) -> None:
+        super().close()
+        os.close(self._fd)
 
 
-class TestLeavesAThread(Mutant):
+@breaks(Mutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
+class TestLeavesAThread(MemoryStore):
     """Each end leaves a thread behind."""
 
-    breaks = ("ALL-7",)
-    caught_by = "test_ends_that_come_and_go_leave_nothing"
-
-    class made(MemoryStore):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 # -- ends that reach the store by a link -----------------------------------------------------------
@@ -1072,6 +917,7 @@ class LinkMutant(StoreContract):
     """One fault of ``made``, which serves, or of ``client``."""
 
     store = "memory"
+    parts = ("made", "client")
     breaks: tuple[str, ...] = ()
     made: type[MemoryStore] = MemoryStore
     client: type[RemoteMemoryStore] = RemoteMemoryStore
@@ -1083,71 +929,60 @@ class LinkMutant(StoreContract):
         return self.client(context, link)
 
 
-class TestDoesNotKnowThatItsStoreIsGone(LinkMutant):
+@breaks(
+    LinkMutant, "STORE-7", "ALL-2", caught_by="test_requests_to_a_store_whose_process_is_killed_are_misses"
+)
+class TestDoesNotKnowThatItsStoreIsGone(RemoteMemoryStore):
     """An end whose store is gone for good is tried for ever."""
 
-    breaks = ("STORE-7", "ALL-2")
-    caught_by = "test_requests_to_a_store_whose_process_is_killed_are_misses"
-
-    class client(RemoteMemoryStore):  # noqa: N801
-        @property
-        def is_lost(self) -> bool:
-            return ExecutedStore.is_lost.fget(self)  # type: ignore[attr-defined, no-any-return]
+    @property
+    def is_lost(self) -> bool:
+        return ExecutedStore.is_lost.fget(self)  # type: ignore[attr-defined, no-any-return]
 
 
-class TestLeavesAThreadForEachPeer(LinkMutant):
+@breaks(LinkMutant, "ALL-7", caught_by="test_other_ends_that_come_and_go_leave_nothing_at_the_first")
+class TestLeavesAThreadForEachPeer(MemoryStore):
     """Serving a peer that has gone leaves a thread."""
 
-    breaks = ("ALL-7",)
-    caught_by = "test_other_ends_that_come_and_go_leave_nothing_at_the_first"
-
-    class made(MemoryStore):  # noqa: N801
-        def serve(self, link: Any) -> None:
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
-            super().serve(link)
+    def serve(self, link: Any) -> None:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        super().serve(link)
 
 
-class TestTakesAStoppedStoreForDead(LinkMutant):
+@breaks(
+    LinkMutant, "STORE-7", caught_by="test_jobs_end_by_their_deadlines_while_the_stores_process_is_stopped"
+)
+class TestTakesAStoppedStoreForDead(RemoteMemoryStore):
     """A store that does not answer for a moment counts as gone for good."""
 
-    breaks = ("STORE-7",)
-    caught_by = "test_jobs_end_by_their_deadlines_while_the_stores_process_is_stopped"
-
-    class client(RemoteMemoryStore):  # noqa: N801
-        def _end(self, task: Any, reason: Any) -> None:
-            super()._end(task, reason)
-            self._remote.is_gone |= reason is MissReason.TIMEOUT
+    def _end(self, task: Any, reason: Any) -> None:
+        super()._end(task, reason)
+        self._remote.is_gone |= reason is MissReason.TIMEOUT
 
 
 LIED_TO = "test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for"
 
 
-class TestWaitsForAnswersForEver(LinkMutant):
+@breaks(LinkMutant, "ALL-10", caught_by=LIED_TO)
+class TestWaitsForAnswersForEver(RemoteMemoryStore):
     """An answer that does not come is waited for."""
 
-    breaks = ("ALL-10",)
-    caught_by = LIED_TO
-
-    class client(RemoteMemoryStore):  # noqa: N801
-        class remote_type(RemotePlace):  # noqa: N801
-            def __init__(self, link: Any, timeout_s: float) -> None:
-                super().__init__(link, 600.0)
+    class remote_type(RemotePlace):  # noqa: N801
+        def __init__(self, link: Any, timeout_s: float) -> None:
+            super().__init__(link, 600.0)
 
 
-class TestTakesAnyMessageForACall(LinkMutant):
+@breaks(LinkMutant, "ALL-10", caught_by=LIED_TO)
+class TestTakesAnyMessageForACall(MemoryStore):
     """What an end asks for is called as it comes."""
 
-    breaks = ("ALL-10",)
-    caught_by = LIED_TO
+    def serve(self, link: Any) -> None:
+        def call(message: Any) -> tuple[int, str, list[Any]]:
+            number, name, *args = message
+            return number, name, args
 
-    class made(MemoryStore):  # noqa: N801
-        def serve(self, link: Any) -> None:
-            def call(message: Any) -> tuple[int, str, list[Any]]:
-                number, name, *args = message
-                return number, name, args
-
-            with mock.patch.object(store, "asked", call):
-                super().serve(link)
+        with mock.patch.object(store, "asked", call):
+            super().serve(link)
 
 
 # -- the controls ----------------------------------------------------------------------------------
@@ -1168,16 +1003,17 @@ class TestHasNoFaultByALink(LinkMutant):
 # -- the end of the program ------------------------------------------------------------------------
 
 
-class TestKeepsTheProgramFromLeaving(Mutant):
+@breaks(
+    Mutant,
+    "ALL-8",
+    caught_by="test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code",
+)
+class TestKeepsTheProgramFromLeaving(MemoryStore):
     """When the program leaves, a thread of the store is waited for, and it does not end."""
 
-    breaks = ("ALL-8",)
-    caught_by = "test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code"
-
-    class made(MemoryStore):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            threading.Thread(target=threading.Event().wait, args=(60.0,), name="mutant").start()
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        threading.Thread(target=threading.Event().wait, args=(60.0,), name="mutant").start()
 
 
 class TestThreadsOfALeavingProgramFail(Mutant):
