@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 """Three numbers. The tag of a release is the same after a ``v``."""
-EXACT = {"kvplug-bench", "kvplug-testing"}
-"""They see more of the core than its public names, so they require its version exactly."""
+SIGNS = {"kvplug-bench": "==", "kvplug-testing": "~="}
+"""What uses more of the core than its public names. Others require at least a version."""
 NOT_YET = "not on the package index yet"
 
 
@@ -48,7 +48,7 @@ def edits(root: Path, version: str) -> dict[Path, str]:
     """The new text of each file that names the version of a package.
 
     A package requires at least this version of the packages beside it, with which it was tested, or exactly
-    this one.
+    this one, or one that differs from it in the third number.
 
     Raises:
         ValueError: a file does not name a version where it is expected.
@@ -58,7 +58,7 @@ def edits(root: Path, version: str) -> dict[Path, str]:
         tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]["name"]
         for folder in projects_of(root)
     }
-    required = re.compile(rf'"({"|".join(sorted(names, reverse=True))})(\[[\w,]+\])?(==|>=)[\d.]+"')
+    required = re.compile(rf'"({"|".join(sorted(names, reverse=True))})(\[[\w,]+\])?(==|~=|>=)[\d.]+"')
     for folder in projects_of(root):
         path = folder / "pyproject.toml"
         text = path.read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def edits(root: Path, version: str) -> dict[Path, str]:
         text, count = re.subn(r'(?m)^version = "[^"]+"$', f'version = "{version}"', text)
         if count != 1:
             raise ValueError(f"{path}: {count} lines like 'version = \"...\"' instead of one")
-        sign = "==" if name in EXACT else ">="
+        sign = SIGNS.get(name, ">=")
         new[path] = required.sub(
             lambda found, sign=sign: f'"{found[1]}{found[2] or ""}{sign}{version}"', text
         )

@@ -15,6 +15,7 @@ import pytest
 
 import kvplug
 import kvplug.engine
+import kvplug.kit
 import kvplug.transport
 from kvplug.transport import PLUGIN_API
 
@@ -40,7 +41,7 @@ def stub_of(door: Any) -> dict[str, str]:
     }
 
 
-@every_door
+@pytest.mark.parametrize("door", (*DOORS, kvplug.kit), ids=lambda door: door.__name__)
 def test_what_type_checkers_see_is_what_python_finds(door: Any) -> None:
     stub = stub_of(door)
     assert stub == door._door.homes()
@@ -55,8 +56,22 @@ def test_a_door_shows_nothing_of_the_rooms_above_it(door: Any) -> None:
     assert not [home for home in stub_of(door).values() if home.startswith(ABOVE[door.__name__] or "-")]
 
 
+def test_the_kit_uses_each_name_that_is_there_for_it() -> None:
+    kit = public_names.ROOT / "plugins" / "kvplug-testing" / "kvplug_testing"
+    used = {
+        each.name
+        for file in kit.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "kvplug.kit"
+        for each in node.names
+    }
+    if not used:
+        pytest.skip("the kit is not here: this is the sdist of the core")
+    assert used == {*kvplug.kit.__all__}
+
+
 def test_a_public_name_stands_at_one_door() -> None:
-    every = [name for door in DOORS for name in stub_of(door)]
+    every = [name for door in (*DOORS, kvplug.kit) for name in stub_of(door)]
     assert sorted(every) == sorted(set(every))
 
 

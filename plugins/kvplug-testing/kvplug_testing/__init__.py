@@ -6,7 +6,7 @@ processes and finds the resources that they leave behind; :mod:`~kvplug_testing.
 could block.
 """
 
-from kvplug.door import Door
+from kvplug.kit import Door
 
 _door = Door(__name__, __path__[0])
 __getattr__, __dir__ = _door, _door.names

@@ -7,12 +7,9 @@ import sys
 
 import click
 
-from kvplug.assembly.registry import Registry
-from kvplug.cli.completion import plugins
-from kvplug.cli.duration import Duration
-from kvplug.config.messages import did_you_mean
-from kvplug.errors import UnknownNameError
-from kvplug.net.peer_text import printable
+from kvplug import Duration, Registry
+from kvplug.kit import did_you_mean, plugins
+from kvplug.transport import UnknownNameError, printable
 
 
 @click.command("check")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.config.messages import did_you_mean
+from kvplug.kit import did_you_mean
 from kvplug_testing.contract import suites
 from kvplug_testing.waivers import WaiverName, Waivers, function_of
 

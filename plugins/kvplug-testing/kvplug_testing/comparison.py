@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvplug.net.wire.tensors import memory_of
+from kvplug.net.wire import memory_of
 
 _PART_BYTES = 1 << 20
 """Tensors are compared in parts of at most this size."""

@@ -18,7 +18,7 @@ from typing import Final
 
 import attrs
 
-from kvplug.config.messages import listed
+from kvplug.kit import listed
 
 _WIDTH = 100
 """Columns of a law on the terminal."""

@@ -44,8 +44,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol, Self
 
-from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
-from kvplug.net.wire.values import Limits, decode, encode
+from kvplug import KvplugError, PeerGoneError, TimeoutError
+from kvplug.net.wire import Limits, decode, encode
 from kvplug_testing.resources import Resources, abstract_sockets, children
 
 __all__ = [

@@ -117,8 +117,8 @@ def _missing(error: BaseException | None) -> str:
 
 def _look(inspector: PluginInspector, name: str) -> None:
     """Do what ``kvplug list`` does, and nothing else."""
-    from kvplug.assembly.registry.discovery import check_api, discover
-    from kvplug.errors import PluginError
+    from kvplug import PluginError
+    from kvplug.kit import check_api, discover
 
     found = discover()
     mine = [each for each in found if each.name == name]
@@ -167,8 +167,8 @@ def _use(inspector: PluginInspector, name: str) -> None:
 
 def _specs(inspector: PluginInspector, name: str, value: str) -> tuple[Any, ...]:
     """The plugin's specs, loaded while all other plugins are blocked."""
-    from kvplug.assembly.registry import PluginStatus, Registry
-    from kvplug.assembly.registry.discovery import discover
+    from kvplug import Registry
+    from kvplug.kit import PluginStatus, discover
 
     found = discover()
     blocked = ",".join({each.name for each in found} - {name})
@@ -186,7 +186,7 @@ def _specs(inspector: PluginInspector, name: str, value: str) -> tuple[Any, ...]
 
 
 def _offer(spec: Any) -> dict[str, Any]:
-    from kvplug.transport.capabilities import UNSTATED
+    from kvplug.kit import UNSTATED
 
     plain = {"of": f"{spec.kind.replace('_', ' ')} {spec.name}", "name": spec.name, "summary": spec.summary}
     if not hasattr(spec, "capabilities") or spec.wraps:  # a wrapper has those of the inner transport
@@ -201,8 +201,8 @@ def _offer(spec: Any) -> dict[str, Any]:
 
 
 def _look_at(inspector: PluginInspector, spec: Any) -> None:
-    from kvplug.config import describe_options
-    from kvplug.transport.spec import Probe, load_target
+    from kvplug.kit import load_target
+    from kvplug.transport import Probe, describe_options
 
     of = f"{spec.kind.replace('_', ' ')} {spec.name}"
     if getattr(spec, "options", None) is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.errors import ConfigError, KvplugError
+from kvplug import ConfigError, KvplugError
 from kvplug_testing import waits
 from kvplug_testing.collected import Collected
 from kvplug_testing.contract import suites

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvplug.errors import KvplugError
-from kvplug.metrics.path_rate import host_load
+from kvplug import KvplugError
+from kvplug.kit import host_load
 from kvplug_testing import peers
 from kvplug_testing.comparison import brief
 

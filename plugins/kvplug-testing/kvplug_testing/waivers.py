@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attrs
 
-from kvplug.errors import ConfigError
+from kvplug import ConfigError
 
 _KEY = ("tool", "kvplug", "waivers")
 

@@ -50,7 +50,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.engine.connector.values import Side
+from kvplug.engine import Side
 
 FORMAT = 1
 """Version of the file format. Other versions are refused."""

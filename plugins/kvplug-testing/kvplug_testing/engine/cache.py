@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from kvplug.engine.layout import KVLayout
-from kvplug.negotiation.model import ModelInfo
+from kvplug.engine import KVLayout, ModelInfo
 
 if TYPE_CHECKING:
     import numpy

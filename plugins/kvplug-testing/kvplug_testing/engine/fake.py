@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.assembly.connector import build_connector
-from kvplug.config import Config
-from kvplug.engine.connector.values import (
+from kvplug import Config, build_connector
+from kvplug.engine import (
     CacheGroup,
     KVCacheConfig,
+    ModelInfo,
     Parallelism,
     Plain,
     Request,
     RequestEnd,
     ScheduledRequest,
     SchedulerOutput,
+    TransferStats,
     WorkerOutput,
 )
-from kvplug.metrics.stats import TransferStats
-from kvplug.negotiation.model import ModelInfo
 from kvplug_testing.engine.cache import NUM_LAYERS, PagedCache, model_of
 from kvplug_testing.engine.roundtrip import roundtrip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvplug.engine.connector.values import Request, WorkerOutput
+from kvplug.engine import Request, WorkerOutput
 from kvplug_testing.engine.cache import PagedCache
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.engine.connector.values import Request, RequestEnd, Side, WorkerOutput
+from kvplug.engine import Request, RequestEnd, Side, WorkerOutput
 from kvplug_testing.call_traces import TracedCall, TracedRun
 from kvplug_testing.engine import fake
 from kvplug_testing.engine.fake import FakeEngine, PlannedStep, Scheduled

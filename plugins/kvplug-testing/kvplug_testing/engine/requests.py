@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.engine.connector.values import Request, RequestEnd
+from kvplug.engine import Request, RequestEnd
 
 
 @attrs.frozen(kw_only=True)

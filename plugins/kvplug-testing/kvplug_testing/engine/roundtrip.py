@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug.net.wire.validate import Limits
-from kvplug.net.wire.values import decode, encode
+from kvplug.net.wire import Limits, decode, encode
 
 _LIMITS = Limits(max_bytes=64 << 20, max_items=1 << 24)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.engine.connector.values import RequestEnd, WorkerOutput
+from kvplug.engine import RequestEnd, WorkerOutput
 from kvplug_testing.engine import fake
 from kvplug_testing.engine.fake import CallOrder, FakeEngine, PlannedStep, Scheduled
 from kvplug_testing.engine.load_audit import Load, LoadAudit

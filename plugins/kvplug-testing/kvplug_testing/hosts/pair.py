@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
-from kvplug.errors import KvplugError
+from kvplug import KvplugError
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts import host, link

@@ -8,10 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
-from kvplug.net.deadline import Deadline
-from kvplug.transport.communicator import DeviceCommunicator
-from kvplug.transport.context import CommunicatorContext
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug.transport import CommunicatorContext, Deadline, DeviceCommunicator
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.errors import TimeoutError, UnsupportedError
-from kvplug.net.deadline import Deadline
-from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.wire.tensors import copy_into, empty_like_meta, memory_of, meta_of
-from kvplug.net.wire.values import decode, encode
-from kvplug.transport.lookup import Entry, EntryHeader, EntrySink
+from kvplug import TimeoutError, UnsupportedError
+from kvplug.net.wire import copy_into, decode, empty_like_meta, encode, memory_of, meta_of
+from kvplug.transport import Deadline, Entry, EntryHeader, EntrySink, NamedExhaustion
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug.engine.context import ConnectorContext
-from kvplug.errors import AddressInUseError, CapacityError, EntryGoneError, PeerGoneError, TimeoutError
-from kvplug.metrics.reasons import Reason
+from kvplug import CapacityError, PeerGoneError, TimeoutError
+from kvplug.engine import ConnectorContext, EntryGoneError
+from kvplug.kit import Reason
+from kvplug.transport import AddressInUseError
 from kvplug_testing.memory.reference import Reference, StaleError
 
 if TYPE_CHECKING:

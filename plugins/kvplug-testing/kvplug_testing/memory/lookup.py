@@ -6,11 +6,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.fork import close_after_fork
-from kvplug.transport.context import LookupContext
-from kvplug.transport.lookup import Entry, LookupBuffer, LookupEndpoint, LookupStore
-from kvplug.transport.pipe import Pipe
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    Entry,
+    LookupBuffer,
+    LookupContext,
+    LookupEndpoint,
+    LookupStore,
+    Pipe,
+    Timeout,
+    close_after_fork,
+)
 from kvplug_testing.memory.entries import copy_of
 from kvplug_testing.memory.lookup_calls import AttachedClient, MemoryLookupBuffer, MemoryRemoteStore, Wanted
 from kvplug_testing.memory.store_core import StoreCore

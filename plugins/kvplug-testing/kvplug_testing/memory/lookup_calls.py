@@ -18,22 +18,28 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from kvplug.errors import (
+from kvplug import (
     ClosedError,
     KvplugError,
     PeerGoneError,
     ResourceExhaustedError,
     TimeoutError,
     UnsupportedError,
-    WireError,
 )
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork
-from kvplug.net.threads import BackgroundThread
-from kvplug.net.wire.tensors import TensorMeta, meta_of
-from kvplug.transport.lookup import Entry, EntrySink, LookupBuffer
-from kvplug.transport.pipe import Pipe
+from kvplug.net.wire import TensorMeta, meta_of
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    BackgroundThread,
+    Deadline,
+    Entry,
+    EntrySink,
+    LookupBuffer,
+    NamedExhaustion,
+    Pipe,
+    Timeout,
+    WireError,
+    close_after_fork,
+)
 from kvplug_testing.memory.entries import (
     Key,
     copy_of,

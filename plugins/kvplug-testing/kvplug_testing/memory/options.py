@@ -7,8 +7,7 @@ import uuid
 
 import attrs
 
-from kvplug.config import option
-from kvplug.transport.spec import Probe
+from kvplug.transport import Probe, option
 
 _THIS_PROCESS = uuid.uuid4().hex
 

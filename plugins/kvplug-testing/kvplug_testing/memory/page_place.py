@@ -9,16 +9,17 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from kvplug.errors import CapacityError
-from kvplug.net.threads import BackgroundThread
-from kvplug.transport.store.events import (
-    SERIES_BYTES,
+from kvplug import CapacityError
+from kvplug.kit import SERIES_BYTES
+from kvplug.transport import (
+    BackgroundThread,
     PageEvent,
     PageEventLog,
     PageRemoval,
+    Presence,
+    Usage,
+    split_header,
 )
-from kvplug.transport.store.header import split_header
-from kvplug.transport.store.results import Presence, Usage
 
 Listener = Callable[[PageEvent], None]
 

@@ -15,16 +15,25 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from kvplug.errors import ClosedError, PeerGoneError, TensorMismatchError, TimeoutError, WireError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exclusive_use import ExclusiveUse
-from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork
-from kvplug.net.threads import end_at_exit
-from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
-from kvplug.transport.context import PipeContext
-from kvplug.transport.duplex.limit import MessageLimit
-from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
+from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug.net.wire import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    ExclusiveUse,
+    MessageLimit,
+    NamedExhaustion,
+    Pipe,
+    PipeContext,
+    PipeEndpoint,
+    PipeListener,
+    TensorMismatchError,
+    Timeout,
+    Transfer,
+    WireError,
+    close_after_fork,
+    end_at_exit,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,15 +14,23 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import attrs
 
-from kvplug.errors import CapacityError, ClosedError, ConfigError, PeerGoneError, UnsupportedError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.exclusive_use import ExclusiveUse
-from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.net.fork import close_after_fork
-from kvplug.net.threads import end_at_exit
-from kvplug.net.wire.values import Limits, decode, encode
-from kvplug.transport.context import QueueContext
-from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle, Reader, Wait
+from kvplug import CapacityError, ClosedError, ConfigError, PeerGoneError, UnsupportedError
+from kvplug.net.wire import Limits, decode, encode
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    ExclusiveUse,
+    MessageQueue,
+    NamedExhaustion,
+    QueueContext,
+    QueueEndpoint,
+    QueueHandle,
+    Reader,
+    Timeout,
+    Wait,
+    close_after_fork,
+    end_at_exit,
+)
 
 logger = logging.getLogger(__name__)
 

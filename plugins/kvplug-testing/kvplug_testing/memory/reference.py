@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.errors import UnsupportedError
-from kvplug.metrics.reasons import Reason
-from kvplug.net.wire.values import encode
+from kvplug import UnsupportedError
+from kvplug.kit import Reason
+from kvplug.net.wire import encode
 
 _KEY: Final = os.urandom(32)
 

@@ -6,16 +6,22 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvplug.errors import CapacityError, ClosedError, PeerGoneError, UnsupportedError, WireError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.context import StoreContext
-from kvplug.transport.store.blocking import BlockingStore
-from kvplug.transport.store.events import PageEvent
-from kvplug.transport.store.executor import ExecutedStore
-from kvplug.transport.store.job import Job
-from kvplug.transport.store.keys import Series
-from kvplug.transport.store.results import Presence, Usage
-from kvplug.transport.store.store import StoreLink
+from kvplug import CapacityError, ClosedError, PeerGoneError, UnsupportedError
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    BlockingStore,
+    Deadline,
+    ExecutedStore,
+    Job,
+    PageEvent,
+    Presence,
+    Series,
+    StoreContext,
+    StoreLink,
+    Timeout,
+    Usage,
+    WireError,
+)
 from kvplug_testing.memory.page_place import PagePlace
 
 _FOR_EVER_S = 1e8

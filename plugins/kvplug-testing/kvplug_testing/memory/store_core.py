@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvplug.errors import CapacityError, ClosedError, EntryGoneError, TimeoutError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.lease import Lease, Leases
-from kvplug.transport.lookup import Entry, EntryHeader
+from kvplug import CapacityError, ClosedError, TimeoutError
+from kvplug.engine import EntryGoneError
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Entry, EntryHeader, Lease, Leases, Timeout
 from kvplug_testing.memory.entries import Key, checked_tokens, copy_of, extra_bytes, nbytes_of, num_layers_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from kvplug.errors import KvplugError
+from kvplug import KvplugError
 from kvplug_testing import peers, waits
 from kvplug_testing.tampering.edits import Edit, Recording
 from kvplug_testing.tampering.memory import SharedMemory

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import attrs
 
-from kvplug.errors import KvplugError
+from kvplug import KvplugError
 from kvplug_testing.tampering.lies import INTEGERS, false_frame, frames_in, much_larger
 
 EVERYTHING: Final = 1 << 62

@@ -10,11 +10,19 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from kvplug.errors import KvplugError, UnsupportedError
-from kvplug.net.wire import decode, encode
-from kvplug.net.wire.frames import HEADER_SIZE, MAGIC, FrameKind, decode_header, encode_header
-from kvplug.net.wire.messages import prefix_size
-from kvplug.net.wire.tensors import DTYPES, TensorMeta, decode_meta, encode_meta
+from kvplug import KvplugError, UnsupportedError
+from kvplug.kit import DTYPES, MAGIC, prefix_size
+from kvplug.net.wire import (
+    HEADER_SIZE,
+    FrameKind,
+    TensorMeta,
+    decode,
+    decode_header,
+    decode_meta,
+    encode,
+    encode_header,
+    encode_meta,
+)
 
 Path = tuple[Any, ...]
 """Keys and indices that lead to a part of a value."""

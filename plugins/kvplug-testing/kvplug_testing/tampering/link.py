@@ -7,11 +7,9 @@ import time
 from collections import deque
 from typing import Any, Final
 
-from kvplug.errors import ClosedError, KvplugError, TimeoutError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug import ClosedError, KvplugError, TimeoutError
 from kvplug.net.wire import encode
-from kvplug.transport.pipe import Pipe
-from kvplug.transport.store.store import StoreLink
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, StoreLink, Timeout
 from kvplug_testing.tampering.falsehood import Falsehood, Falsifier
 from kvplug_testing.tampering.lies import lie
 from kvplug_testing.tampering.pipe import TamperingPipe

@@ -12,7 +12,7 @@ from typing import Final
 
 import attrs
 
-from kvplug.errors import KvplugError
+from kvplug import KvplugError
 from kvplug_testing.tampering.lies import INTEGERS, false_frame, frames_in
 
 _WORD: Final = struct.Struct("<Q")

@@ -7,12 +7,18 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TensorMismatchError, TimeoutError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.net.wire import decode, encode
-from kvplug.net.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
-from kvplug.transport.duplex.limit import MessageLimit
-from kvplug.transport.pipe import Pipe, Transfer
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.kit import DTYPES
+from kvplug.net.wire import TensorMeta, copy_into, decode, empty_like_meta, encode, memory_of, meta_of
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    MessageLimit,
+    Pipe,
+    TensorMismatchError,
+    Timeout,
+    Transfer,
+)
 from kvplug_testing.tampering.falsehood import Falsehood, Falsifier, Message
 from kvplug_testing.tampering.lies import INTEGERS, lie
 

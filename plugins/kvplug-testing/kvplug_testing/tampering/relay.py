@@ -18,11 +18,9 @@ from typing import Any, Final, Self
 
 import attrs
 
-from kvplug.config.addresses import ListenerContact, TcpAddress, UnixAddress, parse_contact
-from kvplug.errors import KvplugError
-from kvplug.net.threads import BackgroundThread
-from kvplug.net.trust.challenge import OPENING_SIZE, PROOF_SIZE, REPLY_SIZE
-from kvplug.net.trust.identity import IDENTITY_SIZE
+from kvplug import KvplugError
+from kvplug.kit import IDENTITY_SIZE, OPENING_SIZE, PROOF_SIZE, REPLY_SIZE, ListenerContact, parse_contact
+from kvplug.transport import BackgroundThread, TcpAddress, UnixAddress
 from kvplug_testing.tampering.edits import Edit, StreamEditor, StreamId
 
 PROOF_BYTES: Final = {

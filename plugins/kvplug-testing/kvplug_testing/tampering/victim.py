@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.errors import KvplugError
+from kvplug import KvplugError
 from kvplug_testing.peers import stacks
 from kvplug_testing.waits import Call
 

@@ -8,11 +8,18 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug.engine.connector.scheduler import SchedulerConnector
-from kvplug.engine.connector.values import BlockIds, Plain, Request, RequestEnd, SchedulerOutput, WorkerOutput
-from kvplug.engine.context import ConnectorContext
-from kvplug.errors import ConfigError, KvplugError, PeerGoneError
-from kvplug.metrics.reasons import Reason
+from kvplug import ConfigError, KvplugError, PeerGoneError
+from kvplug.engine import (
+    BlockIds,
+    ConnectorContext,
+    Plain,
+    Request,
+    RequestEnd,
+    SchedulerConnector,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from kvplug.kit import Reason
 from kvplug_testing.memory.entry_table import EntryTable, kv_format_of
 from kvplug_testing.memory.reference import Reference, StaleError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import attrs
 
-from kvplug.errors import PeerGoneError, TimeoutError, TransportError
+from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug_testing.contract.connector import ConnectorContract
 from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
 

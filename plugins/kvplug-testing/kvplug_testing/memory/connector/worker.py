@@ -6,22 +6,21 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvplug.engine.connector.values import Plain
-from kvplug.engine.connector.worker import WorkerConnector
-from kvplug.engine.context import ConnectorContext
-from kvplug.engine.layout import gather, scatter
-from kvplug.errors import (
-    ClosedError,
+from kvplug import ClosedError, IntegrityError, KvplugError, TimeoutError
+from kvplug.engine import (
+    ConnectorContext,
     EntryGoneError,
-    IntegrityError,
-    KvplugError,
     LayoutError,
+    Plain,
     StalledError,
-    TimeoutError,
+    WorkerConnector,
+    gather,
+    reason_of,
+    scatter,
 )
-from kvplug.metrics.reasons import Reason, reason_of
-from kvplug.net.checksum import digest
-from kvplug.net.wire.tensors import memory_of
+from kvplug.kit import Reason
+from kvplug.net.wire import memory_of
+from kvplug.transport import digest
 from kvplug_testing.memory.entry_table import EntryTable, PromptEntry, kv_format_of
 
 if TYPE_CHECKING:
