@@ -1,18 +1,14 @@
-"""Which tests of the conformance kit catch which mutant: a matrix, and what changed in it.
+"""Which tests of the conformance kit catch which mutant, and what has changed in that.
 
-    python tests/lab/matrix.py                     # judge all mutants and write matrix.txt: hours
-    python tests/lab/matrix.py stores pipes.TestX  # judge these, and replace their lines in matrix.txt
-    python tests/lab/matrix.py stores --compare    # judge these, compare with matrix.txt, write nothing
-    python tests/lab/matrix.py --compare OLD NEW   # judge nothing, compare two such files
+    python tests/lab/matrix.py before.jsonl                     # judge all mutants: hours
+    python tests/lab/matrix.py before.jsonl stores pipes.TestX  # judge these: a file of mutants, and one
+    python tests/lab/matrix.py --compare before.jsonl after.jsonl
 
 Each mutant and its controls run in a process of their own: the tests of the laws that the mutant breaks, up
-to the level, and tests of higher levels until one has caught it. The result of each mutant is stored in the
-work file at once. A second start repeats a mutant only if it has no result at this level, or if its file or
-the kit has changed; suites of other kinds do not count, and changes of the core do not either. To repeat all,
-delete the work file.
-
-A line of matrix.txt is a mutant, a law that it breaks, and the tests of the law that catch it, by the short
-names at the end of the file. A line ends in "..." if tests did not run, because three others had hung.
+to the level, and tests of higher levels until one has caught it. The result of each mutant is added to the
+file at once, as a line; the last line of a mutant counts. A second start judges a mutant only if it has no
+result at this level, or if its file or the kit has changed; suites of other kinds do not count, and changes
+of the core do not either. Tests that did not run, because three others had hung, are listed as "...".
 
 Exit codes: 0; 1 if no test catches a mutant, or a mutant has no result; 2 for wrong arguments.
 """
@@ -20,7 +16,6 @@ Exit codes: 0; 1 if no test catches a mutant, or a mutant has no result; 2 for w
 from __future__ import annotations
 
 import argparse
-import base64
 import hashlib
 import inspect
 import json
@@ -31,27 +26,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
-
 import judging
 import kvplug_testing
 from kvplug_testing.scorecard import NOT_RUN, Scorecard, from_json
 
-HERE: Final = Path(__file__).parent
-MATRIX: Final = HERE / "matrix.txt"
-WORK: Final = judging.ROOT / ".tox" / "mutants.jsonl"
 KIT: Final = Path(kvplug_testing.__file__).parent
 LEVELS: Final = ("quick", "full")
 UNRUN: Final = "..."
-"""Stands for the tests that did not run because others hung."""
 
-Rows = dict[tuple[str, str], frozenset[str]]
+Rows = Mapping[tuple[str, str], frozenset[str]]
 """The tests that catch a mutant, by its name (``"stores.TestX"``) and by the law that it breaks."""
 
 
@@ -63,87 +52,74 @@ class NoResultError(Exception):
     """A mutant could not be judged."""
 
 
-# -- the matrix as a file --------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
+
+_BEGIN: Final = '{"mutant": "'
+"""Of every line of a file of results."""
 
 
-@attrs.frozen
-class Matrix:
-    """The rows of all mutants, and the level of their tests."""
+class Results:
+    """A file of results, one JSON object a line."""
 
-    level: str
-    rows: Rows
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        InputError: it is not such a file, or cannot be opened.
+        """
+        self.path = path
+        self._results: dict[str, Mapping[str, Any]] = {}
+        try:
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            for number, line in enumerate(text.split("\n"), 1):
+                self._note(number, line)
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n" if text and not text.endswith("\n") else "")
+        except (OSError, UnicodeDecodeError) as e:
+            raise InputError(f"{path}: {e}") from e
 
-    def as_text(self) -> str:
-        names = short_names({test for tests in self.rows.values() for test in tests} - {UNRUN})
-        short = {test: name for name, test in names.items()} | {UNRUN: UNRUN}
-        lines = [f"# level {self.level}; written by tests/lab/matrix.py"]
-        for mutant, law in sorted(self.rows):
-            tests = sorted(self.rows[mutant, law], key=lambda test: (test == UNRUN, short[test]))
-            lines.append(" ".join([mutant, law, *(short[test] for test in tests)]))
-        lines += ["# tests", *(f"{name} {test}" for name, test in sorted(names.items()))]
-        return "\n".join(lines) + "\n"
+    def _note(self, number: int, line: str) -> None:
+        try:
+            result = json.loads(line)
+            self._results[result["mutant"]] = result
+        except (ValueError, TypeError, KeyError) as e:
+            if not _BEGIN.startswith(line[: len(_BEGIN)]):  # else a program was killed while it wrote
+                raise InputError(f"{self.path}: line {number} is not a result of this program") from e
 
+    def add(self, **result: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        self._results[result["mutant"]] = result
 
-def short_names(tests: Iterable[str]) -> dict[str, str]:
-    """The tests by names of a few characters, which stay the same when tests come or go."""
-    digests = {
-        test: base64.b32encode(hashlib.sha256(test.encode()).digest()).decode().lower() for test in tests
-    }
-    length = 3
-    while len({digest[:length] for digest in digests.values()}) < len(digests):
-        length += 1
-    return {digest[:length]: test for test, digest in digests.items()}
+    def has(self, mutant: str, stamp: str, level: str) -> bool:
+        """Whether a mutant has a result that still holds."""
+        result = self._results.get(mutant, {})
+        return (result.get("stamp"), result.get("level")) == (stamp, level)
 
-
-def read_matrix(path: Path) -> Matrix:
-    """Raises:
-    InputError: the file cannot be read, or is no matrix.
-    """
-    try:
-        head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-        level = head.removeprefix("# level ").partition(";")[0]
-        at = lines.index("# tests")
-        tests: dict[str, str] = {UNRUN: UNRUN, **dict(line.split(" ", 1) for line in lines[at + 1 :])}
-        cells = [line.split(" ") for line in lines[:at]]
-        rows = {(mutant, law): frozenset(tests[each] for each in short) for mutant, law, *short in cells}
-    except OSError as e:
-        raise InputError(f"{path}: {e.strerror}") from e
-    except (ValueError, KeyError) as e:
-        raise InputError(f"{path} is not a matrix of this program, or a part is missing: {e}") from e
-    if level not in LEVELS:
-        raise InputError(f"{path} is not a matrix of this program: it begins with {head[:60]!r}")
-    return Matrix(level, rows)
+    def rows(self, level: str) -> Rows:
+        return {
+            (mutant, law): frozenset(tests)
+            for mutant, result in self._results.items()
+            if result["level"] == level
+            for law, tests in result["caught"].items()
+        }
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file, so that it is never there in part."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
-
-
-def differences(old: Matrix, new: Matrix) -> Iterator[str]:
+def differences(old: Rows, new: Rows) -> Iterator[str]:
     """What tests no longer catch, in sentences. Mutants that are caught by no test come first."""
-    counts = Counter((mutant.partition(".")[0], law) for (mutant, law), tests in new.rows.items() if tests)
-    for key in sorted(new.rows):
-        if not new.rows[key]:
-            mutant, law = key
-            others = counts[mutant.partition(".")[0], law]
-            before = ", ".join(sorted(old.rows.get(key, ()))) or "no test"
-            yield (
-                f"{mutant} is caught by no test of {law}. Before: {before}."
-                f" Other mutants of its file that tests of {law} catch: {others}"
-            )
-    for key in sorted(old.rows):
-        mutant, law = key
-        if key not in new.rows:
+    counts = Counter((mutant.partition(".")[0], law) for (mutant, law), tests in new.items() if tests)
+    for mutant, law in sorted(key for key, tests in new.items() if not tests):
+        others = counts[mutant.partition(".")[0], law]
+        before = ", ".join(sorted(old.get((mutant, law), ()))) or "no test"
+        yield (
+            f"{mutant} is caught by no test of {law}. Before: {before}."
+            f" Other mutants of its file that tests of {law} catch: {others}"
+        )
+    for mutant, law in sorted(old):
+        now = new.get((mutant, law))
+        if now is None:
             yield f"{mutant} no longer exists, or no longer breaks {law}"
-        elif new.rows[key] and (lost := old.rows[key] - new.rows[key] - {UNRUN}):
-            left = len(new.rows[key] - {UNRUN})
+        elif now and (lost := old[mutant, law] - now - {UNRUN}):
+            left = len(now - {UNRUN})
             yield f"{mutant} is caught by {left} tests of {law}, no longer by {', '.join(sorted(lost))}"
-
-
-# -- results of single mutants ---------------------------------------------------------------------
 
 
 @cache
@@ -188,49 +164,6 @@ def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
     return found
 
 
-_BEGIN: Final = '{"mutant": "'
-"""Of every line of a work file."""
-
-
-class WorkFile:
-    """The results so far, one JSON object a line; the last one of a mutant counts."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises:
-        InputError: the file is not a work file, or cannot be opened.
-        """
-        self.path = path
-        self._results: dict[str, Mapping[str, Any]] = {}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-            for number, line in enumerate(text.split("\n"), 1):
-                self._note(number, line)
-            with path.open("a", encoding="utf-8") as file:
-                file.write("\n" if text and not text.endswith("\n") else "")
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"--work {path}: {e}") from e
-
-    def _note(self, number: int, line: str) -> None:
-        try:
-            result = json.loads(line)
-            self._results[result["mutant"]] = result
-        except (ValueError, TypeError, KeyError) as e:
-            if not _BEGIN.startswith(line[: len(_BEGIN)]):  # else a program was killed while it wrote
-                raise InputError(f"--work {self.path}: line {number} is not a result of this program") from e
-
-    def add(self, **result: Any) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-        self._results[result["mutant"]] = result
-
-    def caught(self, mutant: str, stamp: str, level: str) -> Mapping[str, list[str]] | None:
-        """By law, the tests that catch a mutant; None without a result that still holds."""
-        result = self._results.get(mutant, {})
-        holds = (result.get("stamp"), result.get("level")) == (stamp, level)
-        return result.get("caught") if holds else None
-
-
 # -- the run ---------------------------------------------------------------------------------------
 
 
@@ -264,8 +197,10 @@ class Judging:
         """By law, the tests that have caught the mutant.
 
         Raises:
-            NoResultError: the process has written no report, or judged something that has changed since.
+            NoResultError: the process still runs, has written no report, or judged what has changed since.
         """
+        if self.process.poll() is None:
+            raise NoResultError("it was not judged in time (--deadline)")
         if not self._report.exists() or self.process.returncode not in (0, 1):
             end = "\n".join(self._output.read_text(errors="replace").splitlines()[-15:])
             raise NoResultError(f"exit code {self.process.returncode}, and this output:\n{end}")
@@ -282,7 +217,7 @@ class Judging:
 
 
 def judge_all(
-    chosen: Sequence[tuple[Path, str]], work: WorkFile, *, level: str, jobs: int, deadline_s: float
+    chosen: Sequence[tuple[Path, str]], results: Results, *, level: str, jobs: int, deadline_s: float
 ) -> None:
     """Judge the mutants, and store each result; print why there is none."""
     waiting, running, done = list(chosen[::-1]), list[Judging](), 0
@@ -292,26 +227,17 @@ def judge_all(
                 running.append(Judging(*waiting.pop(), level))
             time.sleep(0.1)
             for each in list(running):
-                over = each.took_s > deadline_s
-                if each.process.poll() is None and not over:
+                if each.process.poll() is None and each.took_s <= deadline_s:
                     continue
                 mutant, done = f"{each.path.stem}.{each.name}", done + 1
                 about = f"[{done}/{len(chosen)}] {mutant}, {each.took_s:.0f} s:"
                 try:
-                    if over:
-                        raise NoResultError(f"it was not judged within {deadline_s:.0f} s (--deadline)")
                     caught = each.caught()
-                    work.add(
-                        mutant=mutant,
-                        level=level,
-                        stamp=each.stamp,
-                        seconds=round(each.took_s),
-                        caught=caught,
-                    )
+                    results.add(mutant=mutant, level=level, stamp=each.stamp, caught=caught)
                     said = "; ".join(f"{law} by {len({*tests} - {UNRUN})}" for law, tests in caught.items())
-                    print(about, said, file=sys.stderr, flush=True)
                 except NoResultError as e:
-                    print(about, f"NO RESULT: {e}", file=sys.stderr, flush=True)
+                    said = f"NO RESULT: {e}"
+                print(about, said, file=sys.stderr, flush=True)
                 running.remove(each)
                 each.end()
     finally:
@@ -344,26 +270,15 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     number = parser.add_argument
+    number("results", type=Path, metavar="FILE", help="the results")
     number("names", nargs="*", metavar="NAME", help="a file of mutants or a mutant; by default all")
+    number("--compare", action="store_true", help="judge nothing, and compare with the results in NAME")
     number("--level", choices=LEVELS, default=LEVELS[0], help="of the tests that all run (default quick)")
     number("--jobs", type=int, default=1, metavar="N", help="judge so many mutants at once (default 1)")
     number("--deadline", type=float, default=900.0, metavar="S", help="seconds for a mutant (default 900)")
-    number(
-        "--work", type=Path, default=WORK, metavar="FILE", help="the work file (default .tox/mutants.jsonl)"
-    )
-    number("--output", type=Path, default=MATRIX, metavar="FILE", help="the matrix (default matrix.txt)")
-    number(
-        "--compare",
-        nargs="*",
-        type=Path,
-        metavar="FILE",
-        help="compare OLD NEW, or the results with --output",
-    )
     given = parser.parse_args(arguments)
-    if given.compare is not None and len(given.compare) not in (0, 2):
-        parser.error("--compare takes two files, OLD and NEW, or none: then write it after the NAMEs")
-    if given.compare and given.names:
-        parser.error("--compare OLD NEW judges nothing, so it takes no NAME")
+    if given.compare and len(given.names) != 1:
+        parser.error("--compare takes two files of results")
     if given.jobs < 1 or not given.deadline > 0:
         parser.error("--jobs and --deadline are at least 1")
     return given
@@ -382,10 +297,13 @@ def terminated_as_interrupted() -> Iterator[None]:
 def main(arguments: Sequence[str] | None = None, files: Sequence[Path] = judging.FILES) -> int:
     given = options(arguments)
     try:
-        if given.compare:
-            old, new = map(read_matrix, given.compare)
-            return told(old, new)
-        return run(given, files)
+        results = Results(given.results)
+        if not given.compare:
+            return judged(given, results, files)
+        new = Results(Path(given.names[0])).rows(given.level)
+        for line in differences(results.rows(given.level), new):
+            print(line)
+        return 0 if all(new.values()) else 1
     except InputError as e:
         print(f"matrix.py: {e}", file=sys.stderr)
         return 2
@@ -394,53 +312,26 @@ def main(arguments: Sequence[str] | None = None, files: Sequence[Path] = judging
         return 130
 
 
-def run(given: argparse.Namespace, files: Sequence[Path]) -> int:
+def judged(given: argparse.Namespace, results: Results, files: Sequence[Path]) -> int:
+    """Judge the mutants without a result. Returns the exit code."""
     mutants = named(given.names, files)
-    written = None
-    if given.compare is not None or (given.names and given.output.exists()):
-        written = read_matrix(given.output)  # before hours of work
-        if written.level != given.level:
-            raise InputError(f"{given.output} is of level {written.level}: add --level {written.level}")
-    if given.compare is None and not os.access(given.output.absolute().parent, os.W_OK):
-        raise InputError(f"--output {given.output}: its folder does not exist, or cannot be written to")
-    work = WorkFile(given.work)
     stamps = {mutant: stamp_of(*place) for mutant, place in mutants.items()}
 
     def without_result() -> list[str]:
-        return [each for each in mutants if work.caught(each, stamps[each], given.level) is None]
+        return [each for each in mutants if not results.has(each, stamps[each], given.level)]
 
     waiting = without_result()
-    print(f"{len(mutants)} mutants, {len(waiting)} to judge; results in {given.work}", file=sys.stderr)
+    print(f"{len(mutants)} mutants, {len(waiting)} to judge", file=sys.stderr)
     with terminated_as_interrupted():
         places = [mutants[each] for each in waiting]
-        judge_all(places, work, level=given.level, jobs=given.jobs, deadline_s=given.deadline)
-    if failed := without_result():
-        print(f"no matrix: {len(failed)} mutants have no result: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    rows: Rows = {
-        (mutant, law): frozenset(tests)
-        for mutant, stamp in stamps.items()
-        for law, tests in (work.caught(mutant, stamp, given.level) or {}).items()
-    }
-    if given.compare is not None:
-        assert written is not None
-        old = {key: tests for key, tests in written.rows.items() if not given.names or key[0] in mutants}
-        return told(Matrix(given.level, old), Matrix(given.level, rows))
-    if written is not None:
-        others = named((), files).keys() - mutants.keys()
-        rows |= {key: tests for key, tests in written.rows.items() if key[0] in others}
-    write_whole(given.output, Matrix(given.level, rows).as_text())
-    print(f"{given.output}: {len(rows)} lines", file=sys.stderr)
-    return told(Matrix(given.level, {}), Matrix(given.level, rows))
-
-
-def told(old: Matrix, new: Matrix) -> int:
-    """Print the differences. Returns the exit code."""
-    if old.level != new.level:
-        raise InputError(f"one matrix is of level {old.level}, the other of level {new.level}")
-    for line in differences(old, new):
+        judge_all(places, results, level=given.level, jobs=given.jobs, deadline_s=given.deadline)
+    failed = without_result()
+    if failed:
+        print(f"{len(failed)} mutants have no result: {', '.join(failed)}", file=sys.stderr)
+    rows = {key: tests for key, tests in results.rows(given.level).items() if key[0] in mutants}
+    for line in differences({}, rows):
         print(line)
-    return 0 if all(new.rows.values()) else 1
+    return 0 if all(rows.values()) and not failed else 1
 
 
 if __name__ == "__main__":

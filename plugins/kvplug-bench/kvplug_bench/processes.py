@@ -204,7 +204,7 @@ def main() -> None:
     parent = Parent(wire)
     try:
         load_target(target)(parent, task)
-        answer = [_RETURNED, None]
+        answer: list[Any] = [_RETURNED, None]
     except BaseException as e:
         answer = [_RAISED, [type(e).__name__, traceback.format_exc()]]
     faulthandler.cancel_dump_traceback_later()
