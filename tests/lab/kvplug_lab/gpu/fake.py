@@ -37,7 +37,6 @@ name                default
 ``abort_hangs``     0           1: an abort does not return
 ``operations``      0           number of finished operations
 ``communicators``   0           number of existing communicators
-``aborts``          0           number of aborted communicators
 =================== =========== ==============================================================================
 
 Ranks with the same ``KVPLUG_TEST_NCCL_GPU`` and ``NCCL_HOSTID`` share one GPU, which is invalid usage. Ranks

@@ -23,12 +23,14 @@ struct setting {
     long initial; /* what a reset sets: the value in the table, or the one in the environment */
 };
 
-enum {
-    GATE, /* streams stay where a gate was put in them while it is 1 */
-    FIRST_OF_LIBRARY
-};
+/* GATE: streams stay where a gate was put in them while it is 1. */
+enum { GATE };
 
-/* The library's. The index of a setting is what the functions below take. */
+/* A library lists its settings as SETTING(CONSTANT, "name", initial, counts); fake.py says what they mean. These
+ * two make constants of the list, which the functions below take, and the table. */
+#define AS_CONSTANT(constant, name, initial, counts) constant,
+#define AS_SETTING(constant, name, initial, counts) [constant] = {name, initial, counts, 0},
+
 extern struct setting settings[];
 extern const int n_settings;
 extern const char settings_variable[];

@@ -16,30 +16,10 @@ EXPORT cudaError_t cudaRuntimeGetVersion(int *version) {
 EXPORT cudaError_t cudaDriverGetVersion(int *version) { return cudaRuntimeGetVersion(version); }
 
 EXPORT const char *cudaGetErrorName(cudaError_t error) {
-    switch (error) {
-    case cudaSuccess:
-        return "cudaSuccess";
-    case cudaErrorInvalidValue:
-        return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation:
-        return "cudaErrorMemoryAllocation";
-    case cudaErrorNoDevice:
-        return "cudaErrorNoDevice";
-    case cudaErrorInvalidDevice:
-        return "cudaErrorInvalidDevice";
-    case cudaErrorDeviceUninitialized:
-        return "cudaErrorDeviceUninitialized";
-    case cudaErrorMapBufferObjectFailed:
-        return "cudaErrorMapBufferObjectFailed";
-    case cudaErrorInvalidResourceHandle:
-        return "cudaErrorInvalidResourceHandle";
-    case cudaErrorNotReady:
-        return "cudaErrorNotReady";
-    case cudaErrorIllegalAddress:
-        return "cudaErrorIllegalAddress";
-    case cudaErrorStreamCaptureUnsupported:
-        return "cudaErrorStreamCaptureUnsupported";
-    }
+#define AS_CASE(name, number) \
+    case number: \
+        return #name;
+    switch (error) { ERRORS(AS_CASE) }
     return "unrecognized error code";
 }
 

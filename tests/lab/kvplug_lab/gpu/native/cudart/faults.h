@@ -10,40 +10,42 @@
 
 #include "fake.h"
 
-typedef enum {
-    cudaSuccess = 0,
-    cudaErrorInvalidValue = 1,
-    cudaErrorMemoryAllocation = 2,
-    cudaErrorNoDevice = 100,
-    cudaErrorInvalidDevice = 101,
-    cudaErrorDeviceUninitialized = 201,
-    cudaErrorMapBufferObjectFailed = 205,
-    cudaErrorInvalidResourceHandle = 400,
-    cudaErrorNotReady = 600,
-    cudaErrorIllegalAddress = 700,
-    cudaErrorStreamCaptureUnsupported = 900,
-} cudaError_t;
+#define ERRORS(ERROR) \
+    ERROR(cudaSuccess, 0) \
+    ERROR(cudaErrorInvalidValue, 1) \
+    ERROR(cudaErrorMemoryAllocation, 2) \
+    ERROR(cudaErrorNoDevice, 100) \
+    ERROR(cudaErrorInvalidDevice, 101) \
+    ERROR(cudaErrorDeviceUninitialized, 201) \
+    ERROR(cudaErrorMapBufferObjectFailed, 205) \
+    ERROR(cudaErrorInvalidResourceHandle, 400) \
+    ERROR(cudaErrorNotReady, 600) \
+    ERROR(cudaErrorIllegalAddress, 700) \
+    ERROR(cudaErrorStreamCaptureUnsupported, 900)
 
-enum {
-    VERSION = FIRST_OF_LIBRARY, /* what cudaRuntimeGetVersion gives */
-    DEVICES,            /* how many GPUs there are */
-    GPU,                /* the first byte of the UUID of device 0 */
-    HOLD,               /* copies do not begin while it is 1 */
-    CAPTURING,          /* 1: some thread captures a graph, and others may not do what could disturb it */
-    DELAY_US,           /* each copy takes so much longer */
-    MALLOC_RESULT,      /* what cudaMalloc gives, if it is not 0 */
-    OPEN_RESULT,        /* what cudaIpcOpenMemHandle gives, if it is not 0 */
-    COPY_RESULT,        /* what cudaMemcpyAsync gives at once, if it is not 0 */
-    FAIL_AFTER,         /* so many copies are done, then the device fails for good; -1: never */
-    FAIL_RESULT,        /* what it fails with */
-    FAILED,             /* what it has failed with; 0: it works */
-    EXIT_AFTER,         /* so many copies are done, then the process kills itself inside the next; -1: never */
-    COPIES,             /* counts those that were done */
-    ALLOCATIONS,        /* counts those that are there */
-    MAPPINGS,           /* counts other processes' allocations that are open here */
-    FREED_WHILE_MAPPED, /* counts allocations that were freed while a living process had them open; a reset clears it */
-    SETTINGS
-};
+#define AS_ERROR(name, number) name = number,
+typedef enum { ERRORS(AS_ERROR) } cudaError_t;
+
+#define SETTINGS_OF_CUDART(SETTING) \
+    SETTING(VERSION, "version", 12090, false) \
+    SETTING(DEVICES, "devices", 1, false) \
+    SETTING(GPU, "gpu", 1, false) \
+    SETTING(HOLD, "hold", 0, false) \
+    SETTING(CAPTURING, "capturing", 0, false) \
+    SETTING(DELAY_US, "delay_us", 0, false) \
+    SETTING(MALLOC_RESULT, "malloc_result", 0, false) \
+    SETTING(OPEN_RESULT, "open_result", 0, false) \
+    SETTING(COPY_RESULT, "copy_result", 0, false) \
+    SETTING(FAIL_AFTER, "fail_after", -1, false) \
+    SETTING(FAIL_RESULT, "fail_result", cudaErrorIllegalAddress, false) \
+    SETTING(FAILED, "failed", 0, false) \
+    SETTING(EXIT_AFTER, "exit_after", -1, false) \
+    SETTING(COPIES, "copies", 0, true) \
+    SETTING(ALLOCATIONS, "allocations", 0, true) \
+    SETTING(MAPPINGS, "mappings", 0, true) \
+    SETTING(FREED_WHILE_MAPPED, "freed_while_mapped", 0, false) /* a reset clears it */
+
+enum { AFTER_GATE = GATE, SETTINGS_OF_CUDART(AS_CONSTANT) SETTINGS };
 
 bool disturbs_capture(void);
 

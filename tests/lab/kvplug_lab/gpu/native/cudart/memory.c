@@ -64,6 +64,14 @@ static void drop(struct memory *memory) {
     free(memory);
 }
 
+/* Allocated here, or opened from another process. */
+static struct memory *find(const void *address, bool allocated) {
+    struct memory *memory = all;
+    while (memory && (memory->bytes != address || (memory->fd >= 0) != allocated))
+        memory = memory->next;
+    return memory;
+}
+
 static void swap_user(struct head *head, int from, int to) {
     for (int k = 0; k < USERS; k++) {
         int expected = from;
@@ -115,9 +123,7 @@ EXPORT cudaError_t cudaFree(void *address) {
         return cudaErrorStreamCaptureUnsupported;
     streams_drain();
     pthread_mutex_lock(&lock);
-    struct memory *memory = all;
-    while (memory && (memory->bytes != address || memory->fd < 0))
-        memory = memory->next;
+    struct memory *memory = find(address, true);
     if (memory) {
         for (int k = 0; k < USERS; k++) {
             int user = atomic_load(&head_of(memory)->users[k]);
@@ -135,9 +141,7 @@ EXPORT cudaError_t cudaFree(void *address) {
 EXPORT cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *address) {
     struct handle handle = {.magic = MAGIC, .pid = getpid()};
     pthread_mutex_lock(&lock);
-    struct memory *memory = all;
-    while (memory && (memory->bytes != address || memory->fd < 0))
-        memory = memory->next;
+    struct memory *memory = find(address, true);
     if (memory) {
         handle.fd = memory->fd;
         handle.serial = memory->serial;
@@ -182,9 +186,7 @@ EXPORT cudaError_t cudaIpcOpenMemHandle(void **address, cudaIpcMemHandle_t given
 
 EXPORT cudaError_t cudaIpcCloseMemHandle(void *address) {
     pthread_mutex_lock(&lock);
-    struct memory *memory = all;
-    while (memory && (memory->bytes != address || memory->fd >= 0))
-        memory = memory->next;
+    struct memory *memory = find(address, false);
     if (memory) {
         swap_user(head_of(memory), getpid(), 0);
         drop(memory);

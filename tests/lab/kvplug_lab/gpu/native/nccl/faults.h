@@ -27,27 +27,26 @@ typedef enum {
     ncclTimeout,
 } ncclResult_t;
 
-enum {
-    VERSION = FIRST_OF_LIBRARY, /* what ncclGetVersion gives */
-    POLLS,          /* how many times a call on a non-blocking communicator is still in progress */
-    HOLD,           /* operations do not begin while it is 1 */
-    CALL_RESULT,    /* what enqueuing gives at once, if it is not 0 */
-    CALL_HANGS,     /* enqueuing does not return while it is 1 */
-    INIT_HANGS,     /* 1: this rank does not show itself to the others */
-    INIT_RESULT,    /* what the start ends in, if it is not 0 */
-    BEGIN_RESULT,   /* what the start of a non-blocking one gives at once, if it is not 0; it is there, and failed */
-    FAIL_AFTER,     /* so many operations are done, then the communicator fails; -1: never */
-    FAIL_RESULT,    /* what it fails with */
-    HANG_AFTER,     /* so many operations are done, then one never ends; -1: never */
-    EXIT_AFTER,     /* so many operations are done, then the process kills itself inside the next; -1: never */
-    PEER_RESULT,    /* what the communicator fails with when a rank is gone; 0: the operation never ends */
-    FINALIZE_HANGS, /* 1: a communicator is never finalized */
-    ABORT_HANGS,    /* ncclCommAbort does not return while it is 1 */
-    OPERATIONS,     /* counts those that were done */
-    COMMUNICATORS,  /* counts those that are there */
-    ABORTS,         /* counts those that were aborted */
-    SETTINGS
-};
+#define SETTINGS_OF_NCCL(SETTING) \
+    SETTING(VERSION, "version", 23203, false) \
+    SETTING(POLLS, "polls", 1, false) \
+    SETTING(HOLD, "hold", 0, false) \
+    SETTING(CALL_RESULT, "call_result", 0, false) \
+    SETTING(CALL_HANGS, "call_hangs", 0, false) \
+    SETTING(INIT_HANGS, "init_hangs", 0, false) \
+    SETTING(INIT_RESULT, "init_result", 0, false) \
+    SETTING(BEGIN_RESULT, "begin_result", 0, false) \
+    SETTING(FAIL_AFTER, "fail_after", -1, false) \
+    SETTING(FAIL_RESULT, "fail_result", ncclRemoteError, false) \
+    SETTING(HANG_AFTER, "hang_after", -1, false) \
+    SETTING(EXIT_AFTER, "exit_after", -1, false) \
+    SETTING(PEER_RESULT, "peer_result", ncclRemoteError, false) \
+    SETTING(FINALIZE_HANGS, "finalize_hangs", 0, false) \
+    SETTING(ABORT_HANGS, "abort_hangs", 0, false) \
+    SETTING(OPERATIONS, "operations", 0, true) \
+    SETTING(COMMUNICATORS, "communicators", 0, true)
+
+enum { AFTER_GATE = GATE, SETTINGS_OF_NCCL(AS_CONSTANT) SETTINGS };
 
 void warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *last_warning(void);

@@ -36,26 +36,17 @@ EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUni
     return start(comm, nranks, &id, rank, known.blocking != 0);
 }
 
-EXPORT ncclResult_t ncclCommCount(ncclComm_t comm, int *value) {
-    ncclResult_t result = check_ready(comm, __func__);
-    if (!result)
-        *value = comm->mesh.nranks;
-    return result;
-}
+#define GETTER(name, what) \
+    EXPORT ncclResult_t name(ncclComm_t comm, int *value) { \
+        ncclResult_t result = check_ready(comm, __func__); \
+        if (!result) \
+            *value = what; \
+        return result; \
+    }
 
-EXPORT ncclResult_t ncclCommUserRank(ncclComm_t comm, int *value) {
-    ncclResult_t result = check_ready(comm, __func__);
-    if (!result)
-        *value = comm->mesh.rank;
-    return result;
-}
-
-EXPORT ncclResult_t ncclCommCuDevice(ncclComm_t comm, int *value) {
-    ncclResult_t result = check_ready(comm, __func__);
-    if (!result)
-        *value = 0;
-    return result;
-}
+GETTER(ncclCommCount, comm->mesh.nranks)
+GETTER(ncclCommUserRank, comm->mesh.rank)
+GETTER(ncclCommCuDevice, 0)
 
 /* -- operations ------------------------------------------------------------------------------------------- */
 
