@@ -41,7 +41,7 @@ def stub_of(door: Any) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("door", (*DOORS, kvplug.kit), ids=lambda door: door.__name__)
+@pytest.mark.parametrize("door", [*DOORS, kvplug.kit], ids=lambda door: door.__name__)
 def test_what_type_checkers_see_is_what_python_finds(door: Any) -> None:
     stub = stub_of(door)
     assert stub == door._door.homes()

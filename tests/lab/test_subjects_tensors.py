@@ -1,4 +1,4 @@
-"""The suites over a message queue and a communicator between processes, which are for tests only."""
+"""The suites over subjects of mutants that no plugin offers: a queue of the docs, a communicator for tests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from kvplug_testing import DeviceCommunicatorContract, MessageQueueContract
 from kvplug_testing.contract.suite_ref import module_at
 
 SUBJECTS = Path(__file__).parent / "subjects"
-queue = module_at(str(SUBJECTS / "socket_queue.py"))
+queue = module_at(str(SUBJECTS / "relay.py"))
 communicator = module_at(str(SUBJECTS / "group_communicator.py"))
 
 pytestmark = pytest.mark.variant
 
 
-class TestSocketQueue(MessageQueueContract):
-    most_bytes = 8 << 20  # a channel's frame is bounded
-
+class TestRelay(MessageQueueContract):
     def make_endpoint(self, context: Any) -> Any:
-        return queue.SocketQueueEndpoint(context)
+        return queue.RelayEndpoint(context)
 
 
 class TestGroupCommunicator(DeviceCommunicatorContract):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 
 LIFE_S = 200.0
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-SUBJECT = str(Path(__file__).parents[2] / "tests/lab/subjects/socket_queue.py")
+SUBJECT = str(Path(__file__).parents[2] / "tests/lab/subjects/relay.py")
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def joined(store: str, rank: int, world_size: int) -> Iterator[None]:
 
 
 def endpoint(kind: Any = None) -> Any:
-    made_by = kind or module_at(SUBJECT).SocketQueueEndpoint
+    made_by = kind or module_at(SUBJECT).RelayEndpoint
     return made_by(QueueContext(options=None, credentials=Credentials(), timeout_s=LIFE_S / 2))
 
 
@@ -69,7 +69,7 @@ def broadcasts(parent: peers.Parent, store: str, rank: int, world_size: int) -> 
 def is_refused(parent: peers.Parent, store: str, rank: int, world_size: int) -> Any:
     """A rank of a group in which rank 1 cannot attach; what is raised, and by what."""
 
-    class Shy(module_at(SUBJECT).SocketQueueEndpoint):  # type: ignore[misc]
+    class Shy(module_at(SUBJECT).RelayEndpoint):  # type: ignore[misc]
         def create_from_handle(self, handle: Any, rank: int, *rest: Any) -> Any:
             if rank == 1:
                 raise AuthenticationError("who are you?")

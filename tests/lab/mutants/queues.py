@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,15 +14,20 @@ from typing import Any
 
 import attrs
 
+# The other processes import this file, too.
+sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-relay"))
+
 from kvplug import PeerGoneError, TransportError
 from kvplug.net.wire import encode
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader, Timeout, Wait
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader as ReaderState, Timeout, Wait
 from kvplug_lab.mutants import breaks
+from kvplug_relay import queue as relay
+from kvplug_relay.message import Kind, Memory
+from kvplug_relay.queue import RelayEndpoint
+from kvplug_relay.reader import Reader
+from kvplug_relay.writer import Writer
 from kvplug_testing import MessageQueueContract
-from kvplug_testing.contract.suite_ref import module_at
 from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, QueueMessage, Ring
-
-socket_queue = module_at(str(Path(__file__).parents[1] / "subjects" / "socket_queue.py"))
 
 
 class Mutant(MessageQueueContract):
@@ -254,7 +261,7 @@ class TestEvictsInSilence(Ring):
     """Who died is forgotten: neither the log nor the writer names it."""
 
     def evict(self, rank: int, why: str, died: bool) -> None:
-        self.gone[rank] = Reader(rank=rank, process="", lag=0)
+        self.gone[rank] = ReaderState(rank=rank, process="", lag=0)
         self.drop_what_all_have_read()
 
 
@@ -532,118 +539,95 @@ class TestLeavesAForkedChildItsDescriptor(MemoryWriter):
 
 
 class Apart(MessageQueueContract):
-    """One fault of a queue between processes."""
+    """One fault of the queue "relay" of the docs, whose ends are processes."""
 
-    endpoint_: Any = socket_queue.SocketQueueEndpoint
-    parts = ("ring", "writer_", "reader_")
+    endpoint_: type[RelayEndpoint] = RelayEndpoint
+    writer_: type[Writer] = Writer
+    reader_: type[Reader] = Reader
+    parts = ("endpoint_", "writer_", "reader_")
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
+        vars(relay).update(Writer=self.writer_, Reader=self.reader_)  # what endpoints make
         return self.endpoint_(context)
 
 
-class TestDoesNotSeeAReaderDie(Apart):
-    """The writer's thread that notices a dead reader ends, and does not report it."""
+@breaks(Apart, "QUEUE-2")
+class TestDoesNotSeeAReaderDie(Writer):
+    """The writer takes the end of a reader's connection for silence."""
 
-    breaks = ("QUEUE-2",)
-
-    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
-        class ring(socket_queue.SocketRing):  # noqa: N801
-            def evict(self, rank: int, why: str, died: bool) -> None:
-                if not died:
-                    super().evict(rank, why, died)
+    def _evict(self, reader: Any, why: str, *, died: bool) -> None:
+        if not died:
+            super()._evict(reader, why, died=died)
 
 
-class TestTakesAStoppedReaderForDead(Apart):
+@breaks(Apart, "ALL-3", "QUEUE-3")
+class TestTakesAStoppedReaderForDead(Writer):
     """A reader that has taken nothing for a quarter of a second is evicted."""
 
-    breaks = ("ALL-3", "QUEUE-3")
+    full_since = 0.0
 
-    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
-        class ring(socket_queue.SocketRing):  # noqa: N801
-            full_since = 0.0
+    def _slow(self) -> list[Any]:
+        found = super()._slow()
+        self.full_since = (self.full_since or time.monotonic()) if found else 0.0
+        if found and time.monotonic() - self.full_since > 0.25:
+            for reader in found:
+                self._evict(reader, "is silent", died=True)
+        return super()._slow()
 
-            def slow(self) -> list[int]:
-                found = super().slow()
-                self.full_since = (self.full_since or time.monotonic()) if found else 0.0
-                if found and time.monotonic() - self.full_since > 0.25:
-                    for rank in found:
-                        self.evict(rank, "is silent", died=True)
-                return super().slow()
+    @staticmethod
+    def _poll(descriptors: list[int], seconds: float | None) -> None:
+        Writer._poll(descriptors, 0.05 if seconds is None else min(seconds, 0.05))
 
 
-class TestNamesNoProcess(Apart):
+@breaks(Apart, "QUEUE-3")
+class TestNamesNoProcess(Writer):
     """A reader that is waited for is named by its rank alone."""
 
-    breaks = ("QUEUE-3",)
-
-    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
-        class ring(socket_queue.SocketRing):  # noqa: N801
-            def reader(self, rank: int) -> Reader:
-                return attrs.evolve(super().reader(rank), process="somewhere")
+    def _admit(self, connection: Any) -> None:
+        super()._admit(connection)
+        for reader in self._readers.values():
+            reader.process = "somewhere"
 
 
-class TestLosesWhatTheDeadWriterSent(Apart):
+@breaks(Apart, "ALL-2", "ALL-5")
+class TestLosesWhatTheDeadWriterSent(Reader):
     """A reader that sees its writer die drops what it has not handed out yet."""
 
-    breaks = ("ALL-2", "ALL-5")
-
-    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
-        def make_socket_reader(self, *args: Any) -> Any:
-            return _Dropping(self, *args)
-
-
-class _Dropping(socket_queue.SocketReader):  # type: ignore[misc, name-defined]
-    def _wait(self, ready: Any, wait: Wait) -> None:
-        if self._ring.writer_gone:
-            self._check_others()
-        super()._wait(ready, wait)
+    def _peek(self) -> bytes | None:
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLRDHUP)
+        return b"" if poll.poll(0) else super()._peek()
 
 
-class TestSendsAChunkBeforeItIsWritten(Apart):
+@breaks(Apart, "ALL-2", "ALL-5")
+class TestSendsAChunkBeforeItIsWritten(Writer):
     """A chunk is on its way when the writer's block begins."""
 
-    breaks = ("ALL-2", "ALL-5")
-
-    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
-        def create(self, reader_ranks: Any = None) -> Any:
-            return _Hasty(self, self.ring(self._reader_ranks(reader_ranks), self.context.max_chunks))
-
-
-class _Hasty(socket_queue.SocketWriter):  # type: ignore[misc, name-defined]
     @contextlib.contextmanager
     def acquire_write(self, nbytes: Any = None, timeout: Any = DEFAULT_TIMEOUT) -> Iterator[memoryview]:
-        chunk = bytearray(nbytes)
-        self._wait_for_room(timeout)
-        self._put(QueueMessage(True, chunk))
-        with memoryview(chunk) as view:
-            yield view
+        with self._call():
+            self._wait_for_room(timeout)
+            self._send(Kind.CHUNK, nbytes, Memory(nbytes))
+            with memoryview(bytearray(nbytes)) as view:
+                yield view
 
 
-class TestLetsTheSystemsErrorThrough(Apart):
+@breaks(Apart, "ALL-5")
+class TestLetsTheSystemsErrorThrough(RelayEndpoint):
     """Where no descriptor is left, an end is refused with what the system says, and no error of kvplug's."""
 
-    breaks = ("ALL-5",)
-
-    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
-        def create(self, reader_ranks: Any = None) -> Any:
-            os.close(os.dup(0))
-            return super().create(reader_ranks)
+    def create(self, reader_ranks: Any = None) -> Any:
+        os.close(os.dup(0))
+        return super().create(reader_ranks)
 
 
-class TestWaitsForADeadWriter(Apart):
+@breaks(Apart, "ALL-2")
+class TestWaitsForADeadWriter(Reader):
     """A reader takes the end of its connection for silence."""
 
-    breaks = ("ALL-2",)
-
-    class endpoint_(socket_queue.SocketQueueEndpoint):  # noqa: N801
-        def make_socket_reader(self, *args: Any) -> Any:
-            return _Hopeful(self, *args)
-
-
-class _Hopeful(socket_queue.SocketReader):  # type: ignore[misc, name-defined]
-    def _check_others(self) -> None:
-        pass
+    def _peek(self) -> bytes | None:
+        return super()._peek() or None
 
 
 # -- the controls ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 # Where the sample is installed it is that one; the other processes import this file too.
-sys.path.append(str(Path(__file__).parents[4] / "docs" / "examples" / "kvplug-sample"))
+sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-sample"))
 
 from kvplug.errors import PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.transport import (

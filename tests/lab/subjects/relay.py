@@ -1,0 +1,12 @@
+"""The queue "relay" of the docs, between processes, wherever it is not installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-relay"))
+
+from kvplug_relay.queue import RelayEndpoint
+
+__all__ = ["RelayEndpoint"]
