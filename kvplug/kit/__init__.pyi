@@ -1,8 +1,14 @@
 # What this package shows, and from where: for type checkers, and read by kvplug.door.
 
-# -- what the core builds, and the suites judge --
 from kvplug.assembly.peers import (
     ControlPeers as ControlPeers,
+)
+from kvplug.assembly.registry import (
+    PluginStatus as PluginStatus,
+)
+from kvplug.assembly.registry.discovery import (
+    check_api as check_api,
+    discover as discover,
 )
 from kvplug.assembly.resolve import (
     ResolvedConfig as ResolvedConfig,
@@ -11,33 +17,12 @@ from kvplug.assembly.stores import (
     PURPOSE as PURPOSE,
     store_links as store_links,
 )
-from kvplug.metrics.record import (
-    RecordedStore as RecordedStore,
-)
-from kvplug.metrics.stats import (
-    BOUNDS_S as BOUNDS_S,
-    StatsSnapshot as StatsSnapshot,
-)
-from kvplug.transport.store.staging.memory import (
-    PinnedMemory as PinnedMemory,
-)
-from kvplug.transport.store.staging.pages import (
-    StagedPages as StagedPages,
-)
-from kvplug.transport.store.staging.store import (
-    StagedStore as StagedStore,
-)
-
-# -- installed plugins, their options, and the names that they may use --
-from kvplug.assembly.registry import (
-    PluginStatus as PluginStatus,
-)
-from kvplug.assembly.registry.discovery import (
-    check_api as check_api,
-    discover as discover,
-)
 from kvplug.cli.completion import (
     plugins as plugins,
+)
+from kvplug.config.addresses import (
+    ListenerContact as ListenerContact,
+    parse_contact as parse_contact,
 )
 from kvplug.config.messages import (
     did_you_mean as did_you_mean,
@@ -50,26 +35,22 @@ from kvplug.config.schema import (
     DEVICE_TYPES as DEVICE_TYPES,
     may_be_device_type as may_be_device_type,
 )
+from kvplug.door import (
+    Door as Door,
+)
+from kvplug.metrics.path_rate import (
+    host_load as host_load,
+)
 from kvplug.metrics.reasons import (
     Op as Op,
     Reason as Reason,
 )
-from kvplug.transport.capabilities import (
-    UNSTATED as UNSTATED,
+from kvplug.metrics.record import (
+    RecordedStore as RecordedStore,
 )
-from kvplug.transport.communicator.rank_info import (
-    MOVED as MOVED,
-    SUMMED as SUMMED,
-)
-from kvplug.transport.spec import (
-    TRANSPORTS as TRANSPORTS,
-    load_target as load_target,
-)
-
-# -- formats: what a peer that lies changes --
-from kvplug.config.addresses import (
-    ListenerContact as ListenerContact,
-    parse_contact as parse_contact,
+from kvplug.metrics.stats import (
+    BOUNDS_S as BOUNDS_S,
+    StatsSnapshot as StatsSnapshot,
 )
 from kvplug.net.trust.challenge import (
     OPENING_SIZE as OPENING_SIZE,
@@ -89,14 +70,26 @@ from kvplug.net.wire.tensors import (
     DTYPES as DTYPES,
     MAX_DIMS as MAX_DIMS,
 )
+from kvplug.transport.capabilities import (
+    UNSTATED as UNSTATED,
+)
+from kvplug.transport.communicator.rank_info import (
+    MOVED as MOVED,
+    SUMMED as SUMMED,
+)
+from kvplug.transport.spec import (
+    TRANSPORTS as TRANSPORTS,
+    load_target as load_target,
+)
 from kvplug.transport.store.events import (
     SERIES_BYTES as SERIES_BYTES,
 )
-
-# -- the rest --
-from kvplug.door import (
-    Door as Door,
+from kvplug.transport.store.staging.memory import (
+    PinnedMemory as PinnedMemory,
 )
-from kvplug.metrics.path_rate import (
-    host_load as host_load,
+from kvplug.transport.store.staging.pages import (
+    StagedPages as StagedPages,
+)
+from kvplug.transport.store.staging.store import (
+    StagedStore as StagedStore,
 )
