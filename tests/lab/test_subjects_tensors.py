@@ -1,4 +1,4 @@
-"""The suites over subjects of mutants that no plugin offers: a queue of the docs, a communicator for tests."""
+"""The suites over two subjects of mutants that no plugin offers: a queue of the docs, a communicator."""
 
 from __future__ import annotations
 
