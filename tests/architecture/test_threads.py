@@ -13,6 +13,7 @@ PACKAGES = [ROOT / "kvplug", *ROOT.glob("plugins/*/kvplug_*"), *ROOT.glob("docs/
 MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 OTHERS = {"Thread", "Timer", "start_new_thread", "start_joinable_thread"}
 REASONS = {
+    "plugins/kvplug-bench/kvplug_bench/processes.py": "waits for a parent, in a process that is ended",
     "plugins/kvplug-mooncake/kvplug_mooncake/client.py": "a program's, which leaves by os._exit",
     "plugins/kvplug-testing/kvplug_testing/contract": "a test's, in a process that pytest or a test ends",
     "plugins/kvplug-testing/kvplug_testing/peers.py": "waits for a parent, in a child that has no other end",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +30,7 @@ def pair() -> Iterator[Pair]:
 
     def make(*rules: str) -> tuple[Pipe, Pipe]:
         inner = MemoryEndpoint(PipeContext(options=MemoryPipeOptions(), credentials=Credentials()))
-        endpoint = FaultyEndpoint(inner, [Rule.parsed(rule) for rule in rules])
+        endpoint = FaultyEndpoint(inner, [Rule.parsed(rule) for rule in rules], itertools.count(1))
         with contextlib.closing(inner.listen()) as listener:
             connecting = Call(lambda: endpoint.connect(listener.contact))
             made.extend([listener.accept(5), connecting.result()])

@@ -7,6 +7,7 @@ pipes, so faults of pipes are theirs, too.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import random
@@ -56,7 +57,7 @@ class Rule:
     after: int = 0
     """It begins after so many bytes."""
     pipe: int | None = None
-    """The number of the pipe, from 1, in the order in which an endpoint makes them."""
+    """The number of the pipe, from 1, in the order in which endpoints of one config make them."""
     bits: int = 1
     bytes_per_s: int = 1
 
@@ -82,7 +83,7 @@ class FaultyPipe(Pipe):
     def __init__(
         self, pipe: Pipe, rules: Sequence[Rule], *, number: int = 1, when: Callable[[], bool] | None = None
     ) -> None:
-        """Wrap ``pipe``, the ``number``-th of its endpoint. With ``when`` a fault happens only if it returns
+        """Wrap ``pipe``, whose number it is. With ``when`` a fault happens only if it returns
         true.
         """
         self._pipe = pipe
@@ -226,10 +227,10 @@ class FaultyPipe(Pipe):
 class FaultyEndpoint(PipeEndpoint):
     """An endpoint around another one, whose pipes inject faults. The contact is the other one's."""
 
-    def __init__(self, inner: PipeEndpoint, rules: Sequence[Rule]) -> None:
+    def __init__(self, inner: PipeEndpoint, rules: Sequence[Rule], numbers: Iterator[int]) -> None:
         self._inner = inner
         self._rules = rules
-        self._num_pipes = 0
+        self._numbers = numbers
 
     def listen(self) -> PipeListener:
         return _FaultyListener(self._inner.listen(), self._wrapped)
@@ -238,8 +239,7 @@ class FaultyEndpoint(PipeEndpoint):
         return self._wrapped(self._inner.connect(contact, timeout))
 
     def _wrapped(self, pipe: Pipe) -> Pipe:
-        self._num_pipes += 1
-        return FaultyPipe(pipe, self._rules, number=self._num_pipes)
+        return FaultyPipe(pipe, self._rules, number=next(self._numbers))
 
 
 class _FaultyListener(PipeListener):
@@ -266,15 +266,20 @@ def _are_rules(_: Any, __: Any, given: Sequence[str]) -> None:
             raise ConfigError(f"rules: {text!r}: {e}") from e
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class FaultyOptions:
     """Options of the pipe "faulty"."""
 
     inner: str = option("auto", help="The pipe that moves the bytes.")
     rules: tuple[str, ...] = option(help="What is injected, such as 'flip message=1'.", validator=_are_rules)
+    numbers: Iterator[int] = attrs.field(init=False, repr=False, factory=lambda: itertools.count(1))
+    """Of the pipes that are made with these options. Not an option."""
 
 
 def faulty(context: PipeContext) -> PipeEndpoint:
     """The factory of the spec."""
     assert context.make_inner is not None
-    return FaultyEndpoint(context.make_inner(), [Rule.parsed(text) for text in context.options.rules])
+    options = context.options
+    return FaultyEndpoint(
+        context.make_inner(), [Rule.parsed(text) for text in options.rules], options.numbers
+    )
