@@ -21,10 +21,8 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from kvplug.assembly.registry import Registry
-from kvplug.config import check_options
-from kvplug.net.trust.credentials import Credentials, Secret
-from kvplug.transport.spec import Kind
+from kvplug import Registry
+from kvplug.transport import Credentials, Kind, Secret, check_options
 from kvplug_testing import peers
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.forkserver import ForkServer

@@ -9,10 +9,8 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
-from kvplug.errors import ConfigError
-from kvplug.transport.context import DirectoryContext
-from kvplug.transport.directory import Directory
-from kvplug.transport.spec import Kind
+from kvplug import ConfigError
+from kvplug.transport import Directory, DirectoryContext, Kind
 from kvplug_testing import waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.forked_child import held as descriptors_held, in_forked_child

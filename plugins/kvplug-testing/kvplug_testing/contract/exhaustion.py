@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 import attrs
 import pytest
 
-from kvplug.errors import KvplugError, ResourceExhaustedError
+from kvplug import KvplugError, ResourceExhaustedError
 from kvplug_testing import peers
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.suite_ref import suite_from_ref

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvplug.errors import TimeoutError
+from kvplug import TimeoutError
 from kvplug_testing import peers
 
 WAYS = ("abort", "neither")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 import pytest
 
-from kvplug.errors import KvplugError
+from kvplug import KvplugError
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.tampering.conversing import Conversing

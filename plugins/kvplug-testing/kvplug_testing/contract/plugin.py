@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from kvplug.assembly.registry.discovery import discover
-from kvplug.config.messages import did_you_mean
-from kvplug.config.schema import DEVICE_TYPES, may_be_device_type
+from kvplug.kit import DEVICE_TYPES, did_you_mean, discover, may_be_device_type
 from kvplug_testing import waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.inspection import USED, Inspection, inspect_plugin

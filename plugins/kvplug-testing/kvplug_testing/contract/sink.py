@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
-from kvplug.metrics.reasons import Op, Reason
-from kvplug.metrics.sinks import Sink
-from kvplug.metrics.stats import BOUNDS_S, StatsSnapshot
-from kvplug.transport.spec import Kind
+from kvplug.engine import Sink
+from kvplug.kit import BOUNDS_S, Op, Reason, StatsSnapshot
+from kvplug.transport import Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract, law
 

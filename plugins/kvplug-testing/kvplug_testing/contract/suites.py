@@ -9,11 +9,9 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
-from kvplug.assembly.registry import Registry
-from kvplug.config import check_options
-from kvplug.config.options import option_fields
-from kvplug.errors import ConfigError, UnknownTransportError
-from kvplug.transport.spec import TRANSPORTS, Kind
+from kvplug import ConfigError, Registry
+from kvplug.kit import TRANSPORTS, option_fields
+from kvplug.transport import Kind, UnknownTransportError, check_options
 from kvplug_testing import peers
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.plugin import PluginContract

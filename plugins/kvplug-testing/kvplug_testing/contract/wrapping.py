@@ -7,11 +7,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug.assembly.registry import Registry
-from kvplug.transport.context import PipeContext, QueueContext
-from kvplug.transport.pipe import PipeEndpoint
-from kvplug.transport.queue import QueueEndpoint
-from kvplug.transport.spec import Kind
+from kvplug import Registry
+from kvplug.transport import Kind, PipeContext, PipeEndpoint, QueueContext, QueueEndpoint
 from kvplug_testing.contract.pipe import PipeContract
 from kvplug_testing.contract.queue import MessageQueueContract
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvplug.transport.communicator import DeviceCommunicator, RecvOp, SendOp
+from kvplug.transport import DeviceCommunicator, RecvOp, SendOp
 
 
 @attrs.frozen(kw_only=True)

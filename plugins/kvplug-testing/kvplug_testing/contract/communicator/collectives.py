@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.transport.communicator.rank_info import MOVED, SUMMED
+from kvplug.kit import MOVED, SUMMED
 from kvplug_testing import waits
 from kvplug_testing.comparison import difference
 from kvplug_testing.contract.base import law

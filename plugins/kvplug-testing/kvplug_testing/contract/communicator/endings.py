@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import BusyError, ClosedError, TransportError
+from kvplug import ClosedError, TransportError
+from kvplug.transport import BusyError
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law
@@ -150,7 +151,7 @@ def _forks(parent: peers.Parent, suite_ref: dict[str, Any]) -> list[str]:
     import os
     import warnings
 
-    from kvplug.transport.group.group import StatelessGroup
+    from kvplug import StatelessGroup
 
     suite = suite_from_ref(suite_ref)
     with StatelessGroup.create("unix:", rank=0, world_size=1) as group, suite.made(group) as made:

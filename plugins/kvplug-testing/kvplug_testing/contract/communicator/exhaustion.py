@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.transport.communicator import DeviceCommunicator
-from kvplug.transport.group.group import StatelessGroup
+from kvplug import StatelessGroup
+from kvplug.transport import DeviceCommunicator, NamedExhaustion
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite

@@ -13,9 +13,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.errors import KvplugError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
-from kvplug.transport.group.group import StatelessGroup
+from kvplug import KvplugError, StatelessGroup
+from kvplug.transport import DEFAULT_TIMEOUT, Timeout
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.communicator.moe import Tokens
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug import KvplugError, PeerGoneError, TimeoutError, TransportError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import CallOutcome

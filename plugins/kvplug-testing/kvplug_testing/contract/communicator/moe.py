@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.errors import TensorMismatchError
+from kvplug.transport import TensorMismatchError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.collectives import check, joined, tensor_of
 from kvplug_testing.contract.communicator.refusals import still_works

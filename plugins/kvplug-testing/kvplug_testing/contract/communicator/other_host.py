@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.errors import PeerGoneError, TimeoutError
+from kvplug import PeerGoneError, TimeoutError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.collectives import check, joined, tensor_of, total
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks, check_raised

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from kvplug.errors import ConfigError, TensorMismatchError, TimeoutError, UnsupportedError
-from kvplug.transport.communicator import RecvOp, SendOp
+from kvplug import ConfigError, TimeoutError, UnsupportedError
+from kvplug.transport import RecvOp, SendOp, TensorMismatchError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import Strided

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ConfigError, KvplugError, TensorMismatchError, UnsupportedError
-from kvplug.transport.communicator import RecvOp, SendOp
+from kvplug import ConfigError, KvplugError, UnsupportedError
+from kvplug.transport import RecvOp, SendOp, TensorMismatchError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import OtherDevice

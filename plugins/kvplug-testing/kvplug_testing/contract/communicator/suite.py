@@ -14,13 +14,10 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvplug import errors
-from kvplug.errors import KvplugError
-from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.communicator import DeviceCommunicator
-from kvplug.transport.context import CommunicatorContext
-from kvplug.transport.group.group import StatelessGroup
-from kvplug.transport.spec import Kind
+import kvplug
+import kvplug.transport
+from kvplug import KvplugError, StatelessGroup
+from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator, Kind
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import Contract, at_host
@@ -175,7 +172,7 @@ def check_raised(outcome: CallOutcome, *kinds: type[KvplugError]) -> None:
     assert outcome.error, (
         f"{wanted} was expected at rank {outcome.rank}, and its call returned {outcome.value}"
     )
-    cls = getattr(errors, outcome.error, None)
+    cls = getattr(kvplug.transport, outcome.error, None) or getattr(kvplug, outcome.error, None)
     assert cls is not None and issubclass(cls, kinds), f"{wanted} was expected, and {outcome}"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.engine.connector.values import Request
+from kvplug.engine import Request
 from kvplug_testing import call_traces, waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import KvplugError
+from kvplug import KvplugError
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite

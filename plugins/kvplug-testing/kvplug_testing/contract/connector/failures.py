@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from kvplug.engine.connector.values import Request, RequestEnd
+from kvplug.engine import Request, RequestEnd
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.engine import CallOrder, FakeEngine, request_of

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvplug.errors import ClosedError, TimeoutError, TransportError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.pipe import Pipe, Transfer
+from kvplug import ClosedError, TimeoutError, TransportError
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor

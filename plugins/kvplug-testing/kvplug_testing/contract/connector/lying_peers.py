@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.config import Config
+from kvplug import Config
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.contract.lied_to import LiedToOverPipes, report_lies

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.engine.connector.values import RequestEnd
+from kvplug.engine import RequestEnd
 from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import ConnectorSuite

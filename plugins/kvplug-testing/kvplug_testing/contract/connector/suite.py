@@ -13,16 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.assembly.connector import build_connector
-from kvplug.assembly.registry import Registry
-from kvplug.config import Config
-from kvplug.engine.connector.values import Request
-from kvplug.metrics.record import RecordedStore
-from kvplug.net.deadline import Deadline
-from kvplug.transport.spec import ConnectorSpec, Kind
-from kvplug.transport.store.job import Job
-from kvplug.transport.store.memory import PageBuffers
-from kvplug.transport.store.results import PutReason
+from kvplug import Config, Registry, build_connector
+from kvplug.engine import ConnectorSpec, Request
+from kvplug.kit import RecordedStore
+from kvplug.transport import Deadline, Job, Kind, PageBuffers, PutReason
 from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract

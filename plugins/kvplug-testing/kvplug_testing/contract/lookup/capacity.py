@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
+from kvplug import CapacityError, TimeoutError, UnsupportedError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.lookup.entries import capacity_for, entry, sized, unlike

@@ -11,8 +11,9 @@ import statistics
 import time
 from collections.abc import Callable
 
-from kvplug.errors import EntryGoneError, TimeoutError
-from kvplug.transport.lookup import LookupStore
+from kvplug import TimeoutError
+from kvplug.engine import EntryGoneError
+from kvplug.transport import LookupStore
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.lookup.suite import LookupSuite
 

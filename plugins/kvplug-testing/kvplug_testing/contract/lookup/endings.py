@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, EntryGoneError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport.lookup import LookupBuffer
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.engine import EntryGoneError
+from kvplug.transport import LookupBuffer
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than

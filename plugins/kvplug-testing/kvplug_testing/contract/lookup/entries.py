@@ -9,8 +9,8 @@ from typing import Any
 
 import attrs
 
-from kvplug.net.wire.tensors import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
-from kvplug.transport.lookup import Entry, EntryHeader
+from kvplug.net.wire import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.transport import Entry, EntryHeader
 from kvplug_testing.comparison import difference
 
 KIB = 1 << 10

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.transport.lookup import Entry, LookupBuffer, LookupEndpoint, LookupStore
-from kvplug.transport.pipe import Pipe
+from kvplug.transport import Entry, LookupBuffer, LookupEndpoint, LookupStore, NamedExhaustion, Pipe
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.exhaustion import Attempt, let_go, together
 from kvplug_testing.contract.lookup.entries import entry, unlike

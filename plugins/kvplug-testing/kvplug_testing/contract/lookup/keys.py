@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import EntryGoneError
+from kvplug.engine import EntryGoneError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.lookup.entries import entry, unlike
 from kvplug_testing.contract.lookup.suite import (

@@ -16,8 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvplug.errors import CapacityError, EntryGoneError, TimeoutError
-from kvplug.transport.lookup import LookupBuffer, LookupStore
+from kvplug import CapacityError, TimeoutError
+from kvplug.engine import EntryGoneError
+from kvplug.transport import LookupBuffer, LookupStore
 from kvplug_testing.contract.lookup.entries import Put, capacity_for, sized, unlike
 from kvplug_testing.contract.lookup.model import ReferenceModel
 from kvplug_testing.contract.lookup.suite import insert, inserted, matched, missed, read, taken

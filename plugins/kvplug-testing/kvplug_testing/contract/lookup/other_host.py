@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvplug.errors import KvplugError
+from kvplug import KvplugError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import at_host, law
 from kvplug_testing.contract.lookup.entries import unlike

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from kvplug.errors import TimeoutError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.pipe import Pipe, Transfer
+from kvplug import TimeoutError
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout, Transfer
 
 if TYPE_CHECKING:
     from torch import Tensor

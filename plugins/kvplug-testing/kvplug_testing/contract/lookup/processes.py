@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport.lookup import Entry, LookupBuffer
+from kvplug import KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import Entry, LookupBuffer
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import EntryGoneError, TimeoutError
+from kvplug import TimeoutError
+from kvplug.engine import EntryGoneError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.lookup.entries import Sink, SinkError, capacity_for, entry, sized, unlike

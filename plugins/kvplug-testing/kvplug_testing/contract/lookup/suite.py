@@ -10,13 +10,20 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from kvplug.config import check_options
-from kvplug.errors import TimeoutError
-from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.context import LookupContext, PipeContext
-from kvplug.transport.lookup import Entry, LookupBuffer, LookupEndpoint, LookupStore
-from kvplug.transport.pipe import Pipe, PipeEndpoint
-from kvplug.transport.spec import Kind
+from kvplug import TimeoutError
+from kvplug.transport import (
+    Credentials,
+    Entry,
+    Kind,
+    LookupBuffer,
+    LookupContext,
+    LookupEndpoint,
+    LookupStore,
+    Pipe,
+    PipeContext,
+    PipeEndpoint,
+    check_options,
+)
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import base, leaving
 from kvplug_testing.contract.base import Contract

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import EntryGoneError, KvplugError, TimeoutError
-from kvplug.transport.lookup import LookupBuffer
+from kvplug import KvplugError, TimeoutError
+from kvplug.engine import EntryGoneError
+from kvplug.transport import LookupBuffer
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.lookup.entries import capacity_for, entry, sized, unlike

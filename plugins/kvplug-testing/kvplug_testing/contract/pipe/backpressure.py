@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import TimeoutError
-from kvplug.transport.pipe import Pipe
+from kvplug import TimeoutError
+from kvplug.transport import Pipe
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvplug.engine.layout import KVLayout, page_views
-from kvplug.errors import KvplugError, LayoutError, PeerGoneError, TensorMismatchError, TimeoutError
-from kvplug.transport.block_views import BlockViews
-from kvplug.transport.pipe import Blocks, Pipe
+from kvplug import KvplugError, PeerGoneError, TimeoutError
+from kvplug.engine import KVLayout, LayoutError, page_views
+from kvplug.transport import Blocks, BlockViews, Pipe, TensorMismatchError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 
-from kvplug.errors import AuthenticationError, PeerGoneError
-from kvplug.transport.pipe import Pipe, PipeListener
+from kvplug import AuthenticationError, PeerGoneError
+from kvplug.transport import Pipe, PipeListener
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe import remote

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvplug.net.wire.tensors import DTYPES, TensorMeta, copy_into, empty_like_meta, memory_of
+from kvplug.kit import DTYPES
+from kvplug.net.wire import TensorMeta, copy_into, empty_like_meta, memory_of
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.errors import ConfigError, KvplugError, TimeoutError
-from kvplug.transport.pipe import Pipe
+from kvplug import ConfigError, KvplugError, TimeoutError
+from kvplug.transport import Pipe
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law

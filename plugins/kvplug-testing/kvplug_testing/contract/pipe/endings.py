@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, PeerGoneError, TimeoutError
-from kvplug.transport.pipe import Pipe
+from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug.transport import Pipe
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law

@@ -7,9 +7,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.errors import AuthenticationError, PeerGoneError, TimeoutError, TransportError, WireError
-from kvplug.net.trust.credentials import Credentials, Secret
-from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
+from kvplug import AuthenticationError, PeerGoneError, TimeoutError, TransportError
+from kvplug.transport import Credentials, Pipe, PipeEndpoint, PipeListener, Secret, WireError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law

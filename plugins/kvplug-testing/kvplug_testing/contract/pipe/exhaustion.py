@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from kvplug.errors import PeerGoneError, ResourceExhaustedError, TimeoutError
-from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
+from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError
+from kvplug.transport import NamedExhaustion, Pipe, PipeEndpoint, PipeListener
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.exhaustion import SHORT_S, Attempt, let_go, together
 from kvplug_testing.contract.pipe import remote

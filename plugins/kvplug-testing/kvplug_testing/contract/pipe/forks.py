@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, PeerGoneError
-from kvplug.transport.pipe import Pipe, PipeListener, Transfer
+from kvplug import ClosedError, PeerGoneError
+from kvplug.transport import Pipe, PipeListener, Transfer
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvplug.errors import PeerGoneError
-from kvplug.transport.pipe import Pipe
+from kvplug import PeerGoneError
+from kvplug.transport import Pipe
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe import remote

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import KvplugError
-from kvplug.transport.pipe import Pipe
+from kvplug import KvplugError
+from kvplug.transport import Pipe
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.leaving import OTHER_WAYS, WAYS, check_left

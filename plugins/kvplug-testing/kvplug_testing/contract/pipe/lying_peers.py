@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.errors import CapacityError, KvplugError, TensorMismatchError
-from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener
+from kvplug import CapacityError, KvplugError
+from kvplug.transport import Pipe, PipeEndpoint, PipeListener, TensorMismatchError
 from kvplug_testing import peers, waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvplug.transport.pipe import Pipe
+from kvplug.transport import Pipe
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

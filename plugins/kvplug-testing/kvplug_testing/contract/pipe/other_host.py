@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.errors import KvplugError
-from kvplug.transport.pipe import Pipe, PipeEndpoint
+from kvplug import KvplugError
+from kvplug.transport import Pipe, PipeEndpoint
 from kvplug_testing import waits
 from kvplug_testing.contract.base import at_host, law
 from kvplug_testing.contract.pipe import remote

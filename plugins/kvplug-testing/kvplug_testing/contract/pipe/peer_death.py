@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import PeerGoneError
-from kvplug.transport.pipe import Pipe, Transfer
+from kvplug import PeerGoneError
+from kvplug.transport import Pipe, Transfer
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe import remote

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.transport.pipe import Pipe
+from kvplug.transport import Pipe
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

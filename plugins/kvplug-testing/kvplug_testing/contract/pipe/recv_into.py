@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import pytest
 
-from kvplug.errors import TensorMismatchError, UnsupportedError
-from kvplug.net.wire.tensors import DTYPES
+from kvplug import UnsupportedError
+from kvplug.kit import DTYPES
+from kvplug.transport import TensorMismatchError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

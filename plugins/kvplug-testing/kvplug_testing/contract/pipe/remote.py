@@ -11,7 +11,7 @@ import threading
 from functools import cache
 from typing import Any
 
-from kvplug.transport.pipe import Pipe, PipeListener, Transfer
+from kvplug.transport import Pipe, PipeListener, Transfer
 from kvplug_testing import peers
 from kvplug_testing.comparison import difference
 from kvplug_testing.contract.pipe.footprint import Footprint

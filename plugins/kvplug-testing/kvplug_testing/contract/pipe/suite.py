@@ -7,12 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug.config import option_fields
-from kvplug.errors import TimeoutError
-from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.context import PipeContext
-from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
-from kvplug.transport.spec import Kind
+from kvplug import TimeoutError
+from kvplug.kit import option_fields
+from kvplug.transport import Credentials, Kind, Pipe, PipeContext, PipeEndpoint, PipeListener, Transfer
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.pipe.content import numbered

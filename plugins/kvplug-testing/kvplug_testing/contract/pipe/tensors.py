@@ -10,8 +10,8 @@ from typing import Any, Final
 import attrs
 import pytest
 
-from kvplug.errors import UnsupportedError
-from kvplug.net.wire.tensors import DTYPES, MAX_DIMS
+from kvplug import UnsupportedError
+from kvplug.kit import DTYPES, MAX_DIMS
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvplug.errors import BusyError, ClosedError, TimeoutError
+from kvplug import ClosedError, TimeoutError
+from kvplug.transport import BusyError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_filled, assert_same, difference, filled_like
 from kvplug_testing.contract.base import law

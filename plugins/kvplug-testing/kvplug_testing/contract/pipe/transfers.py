@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport.pipe import Transfer
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import Transfer
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_filled, assert_same, difference
 from kvplug_testing.contract.base import law

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import PeerGoneError, TimeoutError
-from kvplug.transport.queue import MessageQueue
+from kvplug import PeerGoneError, TimeoutError
+from kvplug.transport import MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.suite import CHUNK, QueueSuite

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, PeerGoneError
-from kvplug.transport.queue import MessageQueue
+from kvplug import ClosedError, PeerGoneError
+from kvplug.transport import MessageQueue
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.transport.queue import MessageQueue, QueueEndpoint
+from kvplug.transport import MessageQueue, NamedExhaustion, QueueEndpoint
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.exhaustion import Attempt, let_go, together
 from kvplug_testing.contract.queue.suite import KIB, MIB, QueueSuite

@@ -6,9 +6,8 @@ from typing import Any, Final
 
 import pytest
 
-from kvplug.errors import KvplugError, TransportError
-from kvplug.transport.group.group import StatelessGroup
-from kvplug.transport.queue import MessageQueue
+from kvplug import KvplugError, StatelessGroup, TransportError
+from kvplug.transport import MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, received, sent, wrong

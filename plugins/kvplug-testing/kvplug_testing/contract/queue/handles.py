@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ConfigError, KvplugError, WireError
-from kvplug.net.wire.values import decode, encode
-from kvplug.transport.queue import MessageQueue, QueueHandle
+from kvplug import ConfigError, KvplugError
+from kvplug.net.wire import decode, encode
+from kvplug.transport import MessageQueue, QueueHandle, WireError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.suite import QueueSuite, received, sent

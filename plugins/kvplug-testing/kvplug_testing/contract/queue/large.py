@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.net.wire.tensors import memory_of
-from kvplug.transport.queue import MessageQueue
+from kvplug.net.wire import memory_of
+from kvplug.transport import MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

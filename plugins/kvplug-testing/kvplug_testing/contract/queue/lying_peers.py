@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.errors import KvplugError
+from kvplug import KvplugError
 from kvplug.net.wire import encode
-from kvplug.transport.queue import MessageQueue, QueueHandle
+from kvplug.transport import MessageQueue, QueueHandle
 from kvplug_testing import peers
 from kvplug_testing.contract.lied_to import DIALS, LISTENS, LiedTo
 from kvplug_testing.contract.queue.suite import CHUNK, QueueSuite

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import TransportError, UnsupportedError
-from kvplug.transport.queue import MessageQueue
+from kvplug import TransportError, UnsupportedError
+from kvplug.transport import MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law

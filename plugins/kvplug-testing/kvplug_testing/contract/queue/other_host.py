@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvplug.errors import KvplugError
-from kvplug.transport.queue import MessageQueue, QueueHandle
+from kvplug import KvplugError
+from kvplug.transport import MessageQueue, QueueHandle
 from kvplug_testing import waits
 from kvplug_testing.contract.base import at_host, law
 from kvplug_testing.contract.queue.large import digest, layers

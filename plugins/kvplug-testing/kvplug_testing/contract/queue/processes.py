@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ConfigError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport.queue import MessageQueue, QueueHandle
+from kvplug import ConfigError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import MessageQueue, QueueHandle
 from kvplug_testing import waits
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law

@@ -7,10 +7,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
-from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.context import QueueContext
-from kvplug.transport.queue import MessageQueue, QueueEndpoint, QueueHandle
-from kvplug.transport.spec import Kind
+from kvplug.transport import Credentials, Kind, MessageQueue, QueueContext, QueueEndpoint, QueueHandle
 from kvplug_testing import peers, waits
 from kvplug_testing.comparison import difference
 from kvplug_testing.contract.base import Contract
@@ -180,7 +177,7 @@ def all_received(reader: MessageQueue, count: int) -> Call:
 
 def fill(writer: MessageQueue, most: int = 10_000) -> int:
     """Enqueue 0, 1, 2, ... until there is no room. Returns the number of accepted values."""
-    from kvplug.errors import TimeoutError
+    from kvplug import TimeoutError
 
     def clog() -> int:
         for number in range(most):

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import BusyError, CancelledError, TimeoutError
-from kvplug.transport.queue import MessageQueue
+from kvplug import TimeoutError
+from kvplug.transport import BusyError, CancelledError, MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport.store.results import MissReason
-from kvplug.transport.store.store import Store
+from kvplug.transport import MissReason, Store
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.pages import Batch
 from kvplug_testing.contract.store.suite import StoreSuite, at_both_ends, ended, got, held, kept, put

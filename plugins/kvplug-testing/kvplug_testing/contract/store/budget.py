@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplug.transport.store.results import PutReason
-from kvplug.transport.store.store import Store
+from kvplug.transport import PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe.footprint import Footprint

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.net.wire.tensors import DTYPES
-from kvplug.transport.store.cache_blocks import PageBlocks
-from kvplug.transport.store.format import PageFormat, Part
-from kvplug.transport.store.memory import PageBuffers
+from kvplug.kit import DTYPES
+from kvplug.transport import PageBlocks, PageBuffers, PageFormat, Part
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.pages import (

@@ -10,10 +10,8 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.errors import TimeoutError
-from kvplug.transport.store.job import Job
-from kvplug.transport.store.results import MissReason, Presence, PutReason
-from kvplug.transport.store.store import PageRequest, Store
+from kvplug import TimeoutError
+from kvplug.transport import Job, MissReason, PageRequest, Presence, PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.held_memory import HeldMemory

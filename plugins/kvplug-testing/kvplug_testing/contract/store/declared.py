@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvplug.transport.store.results import Presence
-from kvplug.transport.store.store import Store
+from kvplug.transport import Presence, Store
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.pages import Batch
 from kvplug_testing.contract.store.suite import (

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvplug.transport.store.cache_blocks import PageBlocks
-from kvplug.transport.store.results import MissReason, PutReason
-from kvplug.transport.store.staging.memory import PinnedMemory
-from kvplug.transport.store.staging.pages import StagedPages
+from kvplug.kit import PinnedMemory, StagedPages
+from kvplug.transport import MissReason, PageBlocks, PutReason
 from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.pages import Batch, kv_format
@@ -114,7 +112,7 @@ class Devices(StoreSuite):
     @at_both_ends
     @seeds
     def test_pages_on_a_device_are_written_after_what_used_their_blocks(self, end: str, seed: int) -> None:
-        from kvplug.net.streams import DeviceMark
+        from kvplug.transport import DeviceMark
 
         first, store = self.ends(end)
         staged, pages = self.staged(store), self._pages(first)

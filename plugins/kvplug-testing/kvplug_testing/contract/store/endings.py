@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, UnsupportedError
-from kvplug.transport.store.job import Job
-from kvplug.transport.store.results import MissReason, PutReason
-from kvplug.transport.store.store import Store
+from kvplug import ClosedError, UnsupportedError
+from kvplug.transport import Job, MissReason, PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.forked_child import held as descriptors_held, in_forked_child

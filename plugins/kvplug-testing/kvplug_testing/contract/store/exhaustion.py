@@ -14,11 +14,8 @@ from typing import Any, Final
 
 import pytest
 
-from kvplug.errors import KvplugError
-from kvplug.net.exhaustion import NamedExhaustion
-from kvplug.transport.store.job import Job
-from kvplug.transport.store.results import MissReason, PutReason
-from kvplug.transport.store.store import PageRequest, Store
+from kvplug import KvplugError
+from kvplug.transport import Job, MissReason, NamedExhaustion, PageRequest, PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.exhaustion import Attempt, EndedError, ResultError, let_go, together

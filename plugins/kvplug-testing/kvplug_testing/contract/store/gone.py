@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvplug.transport.store.results import MissReason, Presence, PutReason
-from kvplug.transport.store.store import Store
+from kvplug.transport import MissReason, Presence, PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.deadlines import SLACK_S, is_late, submits

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.memory import PageBuffers, PageMemory, PageRows
+from kvplug.transport import PageBuffers, PageFormat, PageMemory, PageRows
 
 HOLDS_UP_S = 60.0
 """How long a copy is held up at most."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import UnsupportedError
-from kvplug.transport.store.events import (
+from kvplug import UnsupportedError
+from kvplug.transport import (
     PageEvent,
     PageFollower,
     PageRemoval,
@@ -17,9 +17,9 @@ from kvplug.transport.store.events import (
     PagesRemoved,
     PagesSnapshot,
     PagesStored,
+    Presence,
+    Store,
 )
-from kvplug.transport.store.results import Presence
-from kvplug.transport.store.store import Store
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.pages import Batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import (

@@ -9,10 +9,8 @@ from typing import Any
 
 import attrs
 
-from kvplug.errors import PeerGoneError
-from kvplug.net.deadline import Deadline
-from kvplug.transport.store.results import MissReason, Presence, PutReason
-from kvplug.transport.store.store import Store
+from kvplug import PeerGoneError
+from kvplug.transport import Deadline, MissReason, Presence, PutReason, Store
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.held_memory import HeldMemory

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.transport.store.results import MissReason
-from kvplug.transport.store.store import Store
+from kvplug.transport import MissReason, Store
 from kvplug_testing import peers
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.leaving import OTHER_WAYS, WAYS, check_left, leave

@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug.assembly.stores import StoreServer
-from kvplug.transport.store.results import MissReason, Presence, PutReason
-from kvplug.transport.store.store import Store, StoreLink
+from kvplug import StoreServer
+from kvplug.transport import MissReason, Presence, PutReason, Store, StoreLink
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.lied_to import LiedToOverPipes, report_lies
 from kvplug_testing.contract.store.pages import MIB, Batch, sized_format

@@ -13,9 +13,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvplug.errors import UnsupportedError
-from kvplug.transport.store.results import MissReason, Presence
-from kvplug.transport.store.store import Store
+from kvplug import UnsupportedError
+from kvplug.transport import MissReason, Presence, Store
 from kvplug_testing.contract.store.index import Index
 from kvplug_testing.contract.store.pages import Batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import StoreSuite, ended

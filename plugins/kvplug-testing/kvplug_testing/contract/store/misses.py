@@ -7,9 +7,7 @@ from collections.abc import Callable
 import attrs
 import pytest
 
-from kvplug.transport.store.header import PageSeal
-from kvplug.transport.store.results import MissReason
-from kvplug.transport.store.store import Store
+from kvplug.transport import MissReason, PageSeal, Store
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.pages import FILL, Batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import (

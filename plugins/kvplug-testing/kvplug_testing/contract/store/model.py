@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport.store.store import Store
+from kvplug.transport import Store
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.suite import StoreSuite, at_both_ends
 

@@ -9,19 +9,23 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvplug.net.wire.tensors import DTYPES
-from kvplug.transport.store.format import PageFormat, Part, opaque_format
-from kvplug.transport.store.header import PageSeal
-from kvplug.transport.store.keys import (
+from kvplug.kit import DTYPES
+from kvplug.transport import (
+    MissReason,
+    PageBuffers,
+    PageFormat,
+    PageMemory,
+    PageRequest,
+    PageRows,
+    PageSeal,
+    Part,
     Series,
     chain_root,
     chains_of,
     foreign_key,
+    opaque_format,
     token_identities,
 )
-from kvplug.transport.store.memory import PageBuffers, PageMemory, PageRows
-from kvplug.transport.store.results import MissReason
-from kvplug.transport.store.store import PageRequest
 
 KIB, MIB = 1 << 10, 1 << 20
 FILL = 0xA5

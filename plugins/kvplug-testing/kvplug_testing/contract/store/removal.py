@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvplug.errors import UnsupportedError
-from kvplug.transport.store.results import PutReason
-from kvplug.transport.store.store import Store
+from kvplug import UnsupportedError
+from kvplug.transport import PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.deadlines import held_request

@@ -17,23 +17,23 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from kvplug.assembly.peers import ControlPeers
-from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.assembly.stores import PURPOSE, StoreServer, store_links
-from kvplug.config import Config
-from kvplug.config.options import option_fields
-from kvplug.errors import UnsupportedError
-from kvplug.metrics.stats import TransferStats
-from kvplug.net.trust.credentials import Credentials
-from kvplug.transport.context import StoreContext
-from kvplug.transport.spec import Kind
-from kvplug.transport.store.blocking import BlockingStore
-from kvplug.transport.store.executor import ExecutedStore
-from kvplug.transport.store.header import PageSeal
-from kvplug.transport.store.job import Job
-from kvplug.transport.store.results import MissReason, Presence, PutReason
-from kvplug.transport.store.staging.store import StagedStore
-from kvplug.transport.store.store import Store, StoreLink
+from kvplug import Config, StoreServer, UnsupportedError
+from kvplug.engine import TransferStats
+from kvplug.kit import PURPOSE, ControlPeers, ResolvedConfig, StagedStore, option_fields, store_links
+from kvplug.transport import (
+    BlockingStore,
+    Credentials,
+    ExecutedStore,
+    Job,
+    Kind,
+    MissReason,
+    PageSeal,
+    Presence,
+    PutReason,
+    Store,
+    StoreContext,
+    StoreLink,
+)
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract

@@ -11,8 +11,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.transport.store.results import MissReason
-from kvplug.transport.store.store import Store
+from kvplug.transport import MissReason, Store
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.held_memory import HeldMemory
