@@ -1,4 +1,4 @@
-"""The connector "lookup" over the transport "faulty", as an operator's config names it."""
+"""The connector "lookup" over the transport "faulty", as a config names it."""
 
 from __future__ import annotations
 
