@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvplug.transport.spec import Kind
+from kvplug.transport import Kind
 from kvplug_testing import reporting
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.base import Contract
@@ -28,22 +28,22 @@ from kvplug_testing.memory.pipe import MemoryEndpoint, listener_at
 from kvplug_testing.scorecard import Outcome, Scorecard
 
 if TYPE_CHECKING:
-    from kvplug.metrics.sinks import Sink
-    from kvplug.net.deadline import Timeout
-    from kvplug.transport.communicator import DeviceCommunicator
-    from kvplug.transport.context import (
+    from kvplug.engine import Sink
+    from kvplug.transport import (
+        BlockingStore,
         CommunicatorContext,
+        DeviceCommunicator,
+        Directory,
         LookupContext,
+        LookupEndpoint,
+        Pipe,
         PipeContext,
         QueueContext,
+        QueueEndpoint,
+        Store,
         StoreContext,
+        Timeout,
     )
-    from kvplug.transport.directory import Directory
-    from kvplug.transport.lookup import LookupEndpoint
-    from kvplug.transport.pipe import Pipe
-    from kvplug.transport.queue import QueueEndpoint
-    from kvplug.transport.store.blocking import BlockingStore
-    from kvplug.transport.store.store import Store
 
 _COLLECTED = Path(__file__).with_name("contract") / "collected_suites.py"
 _METHODS: Mapping[Kind, str] = {

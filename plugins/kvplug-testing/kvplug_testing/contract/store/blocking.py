@@ -16,9 +16,8 @@ from typing import Any, Final
 
 import pytest
 
-from kvplug.errors import UnsupportedError
-from kvplug.transport.store.blocking import BlockingStore
-from kvplug.transport.store.results import Usage
+from kvplug import UnsupportedError
+from kvplug.transport import BlockingStore, Usage
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.suite import Place, StoreSuite
 from kvplug_testing.contract.suite_ref import suite_from_ref
