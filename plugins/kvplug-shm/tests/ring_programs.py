@@ -38,6 +38,23 @@ class Case(NamedTuple):
         return sum(self.sizes)
 
 
+ONE = (1,)
+CASES = [
+    Case(sizes=ONE * 3, places=1),
+    Case(sizes=(1, 2, 3), places=3, streams=True),
+    Case(sizes=ONE * 3, places=2, leaves=True),
+    Case(sizes=ONE * 3, places=2, leaves=True, streams=True),
+    Case(sizes=ONE * 3, places=2, reader_dies=True),
+    Case(sizes=ONE * 3, places=2, writer_dies=True),
+    Case(sizes=ONE * 2, places=1, readers=2),
+    Case(sizes=ONE * 4, places=1, reader_suspected=True, streams=True),
+    Case(sizes=ONE * 3, places=1, reader_suspected=True),
+    Case(sizes=ONE * 2, places=2, writer_suspected=True),
+    Case(sizes=ONE, places=1, writer_suspected=True, writer_vanishes=True, watchers=2),
+]
+"""Those that find most, and fast, first."""
+
+
 class Programs:
     """``ends`` and ``protocol`` are the modules that are tried."""
 

@@ -82,43 +82,28 @@ def test_room_and_what_has_come_add_up_to_the_places(data: Any) -> None:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, protocol.MAX_PLACES), st.integers(0, 2**63 - 1))
-def test_no_word_of_a_reader_makes_more_room_than_there_are_places(tail: int, places: int, sent: int) -> None:
-    memory = Memory(2, start=sent)
-    memory.words[protocol.tail(1)] = tail
-    writer = WritingEnd(memory, 2, places, sent=sent)
-    try:
-        room = writer.room()
-    except WireError:
-        assert not tail & protocol.OVER and not 0 <= sent - (tail >> 1) <= places
-    else:
-        assert 0 <= room <= places
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(1, protocol.MAX_PLACES), st.integers(0, 2**63 - 1))
-def test_no_word_of_the_writer_makes_more_come_than_there_are_places(
-    head: int, places: int, read: int
+def test_no_word_makes_more_room_or_more_units_than_there_are_places(
+    word: int, places: int, count: int
 ) -> None:
-    memory = Memory(1)
-    memory.words[protocol.HEAD] = head
-    reader = ReadingEnd(memory, 0, places, read=read)
+    memory = Memory(2, start=count)
+    memory.words[protocol.tail(1)] = word
     try:
-        available = reader.available()
+        assert 0 <= WritingEnd(memory, 2, places, sent=count).room() <= places
     except WireError:
-        assert (head >> 1) - read > places
-    else:
-        assert 0 <= available <= places
+        assert not word & protocol.OVER and not 0 <= count - (word >> 1) <= places
+    memory.words[protocol.HEAD] = word
+    try:
+        assert 0 <= ReadingEnd(memory, 0, places, read=count).available() <= places
+    except WireError:
+        assert (word >> 1) - count > places
 
 
-def test_a_reader_that_claims_more_than_was_written_is_refused_by_name_of_the_counts() -> None:
-    memory, writer, _ = ring(4)
+def test_ends_that_claim_what_cannot_be_are_refused_with_the_counts() -> None:
+    memory, writer, [reader] = ring(4)
     writer.publish(2)
     memory.words[protocol.tail(0)] = protocol.word_of(3)
     with pytest.raises(WireError, match="has read 3 units of 2, with 4 places"):
         writer.room()
-
-
-def test_a_writer_that_claims_more_than_there_are_places_is_refused() -> None:
-    memory, _, [reader] = ring(4)
     memory.words[protocol.HEAD] = protocol.word_of(5)
     with pytest.raises(WireError, match="5 units came, with 4 places"):
         reader.available()
@@ -171,26 +156,14 @@ def test_nobody_is_woken_who_does_not_sleep_and_all_who_do_are_by_one_call() -> 
     assert memory.woken == [protocol.HEAD, protocol.tail(0)]
 
 
-def test_an_end_says_that_it_sleeps_only_while_it_does() -> None:
+def test_an_end_says_that_it_sleeps_only_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, writer, [reader] = ring(1)
-    comes = reader.blocked_on()
-    assert comes is not None
-    reader.park(comes, 0.5)
+    reader.park((protocol.HEAD, 0), 0.5)
     writer.publish()
-    goes = writer.blocked_on()
-    assert goes is not None
-    writer.park(goes)
-    (word, seen, seconds, words), (other_word, other_seen, no_seconds, other_words) = memory.slept
-    assert (word, seen, seconds, words[protocol.asleep(0)]) == (protocol.HEAD, 0, 0.5, 1)
-    assert (other_word, other_seen, no_seconds) == (protocol.tail(0), 0, None)
-    assert other_words[protocol.WRITER_ASLEEP] == 1
-    assert memory.words[protocol.asleep(0)] == memory.words[protocol.WRITER_ASLEEP] == 0
-
-
-def test_an_end_whose_sleep_is_broken_off_says_that_it_sleeps_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory, _, [reader] = ring(1)
+    writer.park((protocol.tail(0), 0))
+    (*slept, words), (*other_slept, other_words) = memory.slept
+    assert (slept, words[protocol.asleep(0)]) == ([protocol.HEAD, 0, 0.5], 1)
+    assert (other_slept, other_words[protocol.WRITER_ASLEEP]) == ([protocol.tail(0), 0, None], 1)
 
     def interrupted(word: int, seen: int, seconds: float | None) -> None:
         raise KeyboardInterrupt
@@ -198,10 +171,10 @@ def test_an_end_whose_sleep_is_broken_off_says_that_it_sleeps_no_more(
     monkeypatch.setattr(memory, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reader.park((protocol.HEAD, 0))
-    assert memory.words[protocol.asleep(0)] == 0
+    assert memory.words[protocol.asleep(0)] == memory.words[protocol.WRITER_ASLEEP] == 0
 
 
-def test_nobody_sleeps_on_the_word_of_an_end_that_is_over() -> None:
+def test_no_end_sleeps_on_the_word_of_an_end_that_is_over() -> None:
     memory, writer, [reader] = ring(4)
     writer.publish()
     writer.end()
@@ -213,10 +186,9 @@ def test_nobody_sleeps_on_the_word_of_an_end_that_is_over() -> None:
 
 @pytest.mark.parametrize("places", [-1, 0, 2**30, 2**40])
 def test_a_number_of_places_that_no_ring_has_is_refused(places: int) -> None:
-    with pytest.raises(ValueError, match=f"1 to {2**30 - 1} places, not {places}"):
-        WritingEnd(Memory(1), 1, places)
-    with pytest.raises(ValueError, match=f"1 to {2**30 - 1} places, not {places}"):
-        ReadingEnd(Memory(1), 0, places)
+    for make in (lambda: WritingEnd(Memory(1), 1, places), lambda: ReadingEnd(Memory(1), 0, places)):
+        with pytest.raises(ValueError, match=f"1 to {2**30 - 1} places, not {places}"):
+            make()
 
 
 @pytest.mark.parametrize("num_readers", [0, 1, 2, 17])

@@ -13,59 +13,54 @@ import pytest
 
 from kvplug_shm.ring import ends, protocol
 from ring_explorer import Explorer, StuckError
-from ring_programs import Case, LawError, Programs
-
-ONE = (1,)
+from ring_programs import CASES, ONE, Case, LawError, Programs
 
 
 def explore(programs: Programs, **how: Any) -> int:
     return Explorer(programs.num_words, programs.all(), **how).explore(programs.check)
 
 
-@pytest.mark.full
+def marked(marks: Any, *cases: Case) -> list[Any]:
+    return [pytest.param(case, marks=marks, id=str(case)) for case in cases]
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        Case(sizes=ONE * 4, places=3, readers=2),
-        Case(sizes=ONE * 3, places=1, readers=2),
-        Case(sizes=(2, 1, 3), places=3, readers=2),
-        Case(sizes=(1, 2, 3, 2), places=3, readers=2, streams=True),
-        Case(sizes=ONE * 3, places=1, readers=2, leaves=True),
-        Case(sizes=ONE * 4, places=3, leaves=True, streams=True),
-        Case(sizes=ONE * 2, places=1, readers=2, reader_dies=True),
-        Case(sizes=(2, 1, 3, 1), places=3, reader_dies=True),
-        Case(sizes=ONE * 4, places=3, reader_suspected=True),
-        Case(sizes=ONE * 4, places=1, reader_suspected=True, streams=True),
-        Case(sizes=(2, 1, 2), places=3, reader_suspected=True, streams=True),
-        Case(sizes=ONE * 2, places=2, reader_suspected=True, watchers=2),
-        Case(sizes=ONE * 4, places=3, writer_dies=True),
-        Case(sizes=(2, 1, 3, 1), places=3, writer_dies=True, streams=True),
-        Case(sizes=ONE * 3, places=2, writer_suspected=True),
-        Case(sizes=ONE, places=1, writer_suspected=True, writer_vanishes=True, watchers=2),
-        Case(sizes=ONE * 2, places=1, reader_suspected=True, writer_dies=True),
+        *marked((), *CASES[:7], *CASES[8:10]),
+        *marked(
+            pytest.mark.full,
+            CASES[7],
+            CASES[10],
+            Case(sizes=ONE * 4, places=3, readers=2),
+            Case(sizes=ONE * 3, places=1, readers=2),
+            Case(sizes=(2, 1, 3), places=3, readers=2),
+            Case(sizes=(1, 2, 3, 2), places=3, readers=2, streams=True),
+            Case(sizes=ONE * 3, places=1, readers=2, leaves=True),
+            Case(sizes=ONE * 4, places=3, leaves=True, streams=True),
+            Case(sizes=ONE * 2, places=1, readers=2, reader_dies=True),
+            Case(sizes=(2, 1, 3, 1), places=3, reader_dies=True),
+            Case(sizes=ONE * 4, places=3, reader_suspected=True),
+            Case(sizes=(2, 1, 2), places=3, reader_suspected=True, streams=True),
+            Case(sizes=ONE * 2, places=2, reader_suspected=True, watchers=2),
+            Case(sizes=ONE * 4, places=3, writer_dies=True),
+            Case(sizes=(2, 1, 3, 1), places=3, writer_dies=True, streams=True),
+            Case(sizes=ONE * 3, places=2, writer_suspected=True),
+            Case(sizes=ONE * 2, places=1, reader_suspected=True, writer_dies=True),
+        ),
+        *marked(
+            [pytest.mark.slow, pytest.mark.timeout(1800)],
+            Case(sizes=ONE * 5, places=3, readers=2),
+            Case(sizes=ONE * 3, places=2, readers=2, leaves=True),
+            Case(sizes=ONE * 3, places=2, readers=2, reader_dies=True),
+            Case(sizes=ONE * 2, places=1, readers=2, reader_suspected=True),
+            Case(sizes=ONE * 2, places=1, readers=2, writer_dies=True),
+            Case(sizes=ONE * 2, places=1, reader_suspected=True, watchers=2),
+            Case(sizes=ONE * 2, places=1, writer_suspected=True, writer_vanishes=True, watchers=2),
+        ),
     ],
-    ids=str,
 )
 def test_the_laws_hold_in_every_interleaving(case: Case) -> None:
-    explore(Programs(case, protocol, ends))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(sizes=ONE * 5, places=3, readers=2),
-        Case(sizes=ONE * 3, places=2, readers=2, leaves=True),
-        Case(sizes=ONE * 3, places=2, readers=2, reader_dies=True),
-        Case(sizes=ONE * 2, places=1, readers=2, reader_suspected=True),
-        Case(sizes=ONE * 2, places=1, readers=2, writer_dies=True),
-        Case(sizes=ONE * 2, places=1, reader_suspected=True, watchers=2),
-        Case(sizes=ONE * 2, places=1, writer_suspected=True, writer_vanishes=True, watchers=2),
-    ],
-    ids=str,
-)
-def test_the_laws_hold_where_more_happens(case: Case) -> None:
     explore(Programs(case, protocol, ends))
 
 
@@ -76,14 +71,12 @@ def test_a_futex_may_compare_as_few_bits_as_the_places_need() -> None:
     explore(Programs(Case(sizes=ONE * 7, places=3), protocol, ends), bits=3)
 
 
-def test_a_futex_that_compares_fewer_bits_than_the_places_need_leaves_both_asleep() -> None:
+@pytest.mark.parametrize(("messages", "places", "bits"), [(5, 4, 3), (2, 1, 0)])
+def test_a_futex_that_compares_fewer_bits_than_the_places_need_leaves_both_asleep(
+    messages: int, places: int, bits: int
+) -> None:
     with pytest.raises(StuckError):
-        explore(Programs(Case(sizes=ONE * 5, places=4), protocol, ends), bits=3)
-
-
-def test_a_futex_that_does_not_compare_leaves_both_asleep() -> None:
-    with pytest.raises(StuckError):
-        explore(Programs(Case(sizes=ONE * 2, places=1), protocol, ends), bits=0)
+        explore(Programs(Case(sizes=ONE * messages, places=places), protocol, ends), bits=bits)
 
 
 class PublishedEarly(Programs):

@@ -6,25 +6,9 @@ import pytest
 
 from kvplug_shm.ring import ends, protocol
 from ring_explorer import BusyError, Explorer, StuckError
-from ring_programs import Case, LawError, Programs
+from ring_programs import CASES, Case, LawError, Programs
 from ring_variants import Variant, variants
 from test_ring_counts import Memory
-
-ONE = (1,)
-CASES = [
-    Case(sizes=ONE * 3, places=1),
-    Case(sizes=(1, 2, 3), places=3, streams=True),
-    Case(sizes=ONE * 3, places=2, leaves=True),
-    Case(sizes=ONE * 3, places=2, leaves=True, streams=True),
-    Case(sizes=ONE * 3, places=2, reader_dies=True),
-    Case(sizes=ONE * 3, places=2, writer_dies=True),
-    Case(sizes=ONE * 2, places=1, readers=2),
-    Case(sizes=ONE * 4, places=1, reader_suspected=True, streams=True),
-    Case(sizes=ONE * 3, places=1, reader_suspected=True),
-    Case(sizes=ONE * 2, places=2, writer_suspected=True),
-    Case(sizes=ONE, places=1, writer_suspected=True, writer_vanishes=True, watchers=2),
-]
-"""Those that find most, and fast, first."""
 
 WAKES = "a call of the kernel more, which wakes no end, or one that looks again and sleeps on"
 STRANGE = (
@@ -55,11 +39,6 @@ def breach(variant: Variant, case: Case, *, late: bool = True) -> AssertionError
     except (StuckError, BusyError, LawError) as error:
         return error
     return None
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_ring_as_it_is_breaks_no_law(case: Case) -> None:
-    assert breach(Variant(protocol, ends), case) is None
 
 
 def misreports_who_ended(variant: Variant) -> bool:
