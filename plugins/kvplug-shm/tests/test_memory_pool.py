@@ -4,24 +4,57 @@ from __future__ import annotations
 
 import gc
 import mmap
+import queue
+import random
 import resource
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import shm_pool_memory as ends
 from kvplug import ResourceExhaustedError, UnsupportedError
 from kvplug.net.wire.tensors import DTYPES, TensorMeta, memory_of, memory_of_writable
-from kvplug_shm.memory import pool as room
 from kvplug_shm.memory.pool import POOLED_FROM, Pool
+from kvplug_testing.contract.forked_child import in_forked_child
+from kvplug_testing.waits import Call
 
 MIB = 1 << 20
 PLENTY = 256 * MIB
-HUGE_PAGE = 2 * MIB
-of, fill, holds, is_mapped = ends.of, ends.fill, ends.holds, ends.is_mapped
-idle, in_forked_child = ends.idle, ends.in_forked_child
+
+
+def of(nbytes: int) -> TensorMeta:
+    return TensorMeta("uint8", (nbytes,))
+
+
+def fill(tensor: torch.Tensor, value: int) -> None:
+    memory = memory_of_writable(tensor)
+    memory[:] = bytes([value]) * memory.nbytes
+
+
+def holds(tensor: torch.Tensor, value: int) -> bool:
+    memory = memory_of(tensor)
+    return bytes(memory[:100]) == bytes([value]) * 100 and memory[-1] == value
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps", encoding="ascii") as f:
+        spans = (line.split(" ", 1)[0].split("-") for line in f)
+        return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+
+
+def idle(pool: Pool, *sizes: int) -> list[int]:
+    """Have blocks of these sizes come back, in this order; their addresses."""
+    tensors = [pool.tensor(of(size)) for size in sizes]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    while tensors:
+        del tensors[0]
+    return addresses
 
 
 # -- what is lent ----------------------------------------------------------------------------------------
@@ -29,20 +62,25 @@ idle, in_forked_child = ends.idle, ends.in_forked_child
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tensor_of_every_dtype(dtype: str) -> None:
+    if not hasattr(torch, dtype):
+        pytest.skip(f"this torch has no {dtype}")
     pool = Pool(PLENTY)
     meta = TensorMeta(dtype, (2 * POOLED_FROM // 64 // DTYPES[dtype][1], 8, 8))
-    try:
-        tensor = pool.tensor(meta)
-    except UnsupportedError:
-        assert not hasattr(torch, dtype)
-        assert pool.lent_bytes == 0
-        return
-    assert tensor.dtype is getattr(torch, dtype)
-    assert tuple(tensor.shape) == meta.shape
-    assert tensor.is_contiguous() and tensor.is_cpu and not tensor.requires_grad and not tensor._is_view()
+    tensor = pool.tensor(meta)
+    assert (tensor.dtype, tuple(tensor.shape)) == (getattr(torch, dtype), meta.shape)
+    assert tensor.is_contiguous() and tensor.is_cpu and not tensor.requires_grad
     assert tensor.untyped_storage().nbytes() == meta.nbytes == pool.lent_bytes
     fill(tensor, 1)
     assert holds(tensor, 1)
+
+
+def test_a_dtype_that_is_not_there_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "float8_e5m2")
+    pool = Pool(PLENTY)
+    idle(pool, 2 * MIB)
+    with pytest.raises(UnsupportedError, match="float8_e5m2"):
+        pool.tensor(TensorMeta("float8_e5m2", (2 * MIB,)))
+    assert (pool.lent_bytes, pool.idle_bytes) == (0, 2 * MIB)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 1 << 40), (), (3, 5), (POOLED_FROM - 1,)])
@@ -55,15 +93,15 @@ def test_a_small_tensor_is_not_the_pools(shape: tuple[int, ...]) -> None:
     assert pool.idle_bytes == 0
 
 
-def test_memory_goes_back_and_is_lent_again() -> None:
+def test_memory_goes_back_and_is_lent_again_in_whole_pages() -> None:
     pool = Pool(PLENTY)
-    tensor = pool.tensor(of(POOLED_FROM))
-    address = tensor.data_ptr()
-    assert (pool.lent_bytes, pool.idle_bytes) == (POOLED_FROM, 0)
-    other = pool.tensor(of(POOLED_FROM))
+    tensor, other = (pool.tensor(of(POOLED_FROM + 1)) for _ in range(2))
+    address, nbytes = tensor.data_ptr(), POOLED_FROM + mmap.PAGESIZE
+    assert tensor.untyped_storage().nbytes() == POOLED_FROM + 1
     assert other.data_ptr() != address
+    assert (pool.lent_bytes, pool.idle_bytes) == (2 * nbytes, 0)
     del tensor
-    assert (pool.lent_bytes, pool.idle_bytes) == (POOLED_FROM, POOLED_FROM)
+    assert (pool.lent_bytes, pool.idle_bytes) == (nbytes, nbytes)
     again = pool.tensor(TensorMeta("float64", (POOLED_FROM // 16, 2)))
     assert again.data_ptr() == address
     assert pool.idle_bytes == 0
@@ -83,10 +121,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("what", VIEWS)
-def test_memory_stays_lent_as_long_as_anybody_looks_at_it(what: str) -> None:
+def test_memory_stays_lent_as_long_as_anything_refers_to_it(what: str) -> None:
     pool = Pool(PLENTY)
     tensor = pool.tensor(of(2 * MIB))
-    fill(tensor, 7)
     address = tensor.data_ptr()
     view = VIEWS[what](tensor)
     del tensor
@@ -116,7 +153,17 @@ def test_a_graph_gives_it_back_from_its_own_threads() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "found"),
-    [(8 * MIB, 8), (7 * MIB, 8), (5 * MIB, 8), (4 * MIB, 4), (3 * MIB, 4), (9 * MIB, 16), (17 * MIB, None)],
+    [
+        (8 * MIB, 8),
+        (7 * MIB, 8),
+        (5 * MIB, 8),
+        (4 * MIB, 4),
+        (3 * MIB, 4),
+        (9 * MIB, 16),
+        (17 * MIB, None),
+        (2 * MIB, 4),
+        (2 * MIB - 4096, None),  # none has at most twice its size
+    ],
 )
 def test_the_smallest_that_will_do_is_taken(wanted: int, found: int | None) -> None:
     pool = Pool(PLENTY)
@@ -130,17 +177,9 @@ def test_the_smallest_that_will_do_is_taken(wanted: int, found: int | None) -> N
         assert pool.lent_bytes == found * MIB
 
 
-def test_nothing_is_lent_a_block_more_than_twice_its_size() -> None:
-    pool = Pool(PLENTY)
-    [address] = idle(pool, 8 * MIB)
-    assert pool.tensor(of(4 * MIB - 4096)).data_ptr() != address
-    assert pool.tensor(of(4 * MIB)).data_ptr() == address
-
-
 def test_of_equals_the_last_that_came_back_is_taken() -> None:
     pool = Pool(PLENTY)
-    addresses = idle(pool, 2 * MIB, 2 * MIB, 2 * MIB)
-    assert pool.tensor(of(2 * MIB)).data_ptr() == addresses[-1]
+    assert idle(pool, 2 * MIB, 2 * MIB)[-1] == pool.tensor(of(2 * MIB)).data_ptr()
 
 
 def test_no_more_is_kept_than_was_allowed() -> None:
@@ -153,83 +192,42 @@ def test_no_more_is_kept_than_was_allowed() -> None:
     assert not is_mapped(large)
 
 
-def test_a_pool_of_nothing_keeps_nothing() -> None:
-    pool = Pool(0)
-    [address] = idle(pool, 4 * MIB)
-    assert pool.idle_bytes == 0
-    assert not is_mapped(address)
-
-
-def test_sizes_are_whole_pages() -> None:
-    pool = Pool(PLENTY)
-    tensor = pool.tensor(of(POOLED_FROM + 1))
-    assert pool.lent_bytes == POOLED_FROM + mmap.PAGESIZE
-    assert tensor.untyped_storage().nbytes() == POOLED_FROM + 1
-
-
 def test_large_memory_asks_for_huge_pages() -> None:
-    with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as f:
-        if "[never]" in f.read():
-            pytest.skip("there are no transparent huge pages here")
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("there are no transparent huge pages here")
     tensor = Pool(0).tensor(of(5 * MIB))
-    assert tensor.data_ptr() % HUGE_PAGE == 0
-    with open("/proc/self/smaps", encoding="ascii") as f:
-        smaps = f.read()
-    mapping = smaps[smaps.index(f"{tensor.data_ptr():x}-") :]
+    assert tensor.data_ptr() % (2 * MIB) == 0
+    _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{tensor.data_ptr():x}-")
     flags = mapping[mapping.index("VmFlags:") :].splitlines()[0]
     assert " hg" in flags
-
-
-def test_memory_that_is_used_again_costs_no_pages() -> None:
-    pool = Pool(PLENTY)
-    source = memoryview(b"x" * (16 * MIB))
-    for _ in range(3):
-        memory_of_writable(pool.tensor(of(16 * MIB)))[:] = source
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        memory_of_writable(pool.tensor(of(16 * MIB)))[:] = source
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # of 81920 pages
 
 
 # -- no memory -------------------------------------------------------------------------------------------
 
 
 def limited(addresses: int) -> None:
-    with open("/proc/self/statm", encoding="ascii") as f:
-        used = int(f.read().split()[0]) * mmap.PAGESIZE
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + addresses, hard))
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_limit_that_is_met_is_named() -> None:
+def test_idle_memory_is_given_up_where_there_is_no_other_and_a_limit_that_is_met_is_named() -> None:
     pool = Pool(PLENTY)
+    idle(pool, 24 * MIB, 24 * MIB, 24 * MIB)
 
-    def child() -> object:
-        limited(32 * MIB)
+    def child() -> str:
+        limited(16 * MIB)
+        tensor = pool.tensor(of(60 * MIB))
+        assert (tensor.numel(), pool.idle_bytes) == (60 * MIB, 0)
         try:
             pool.tensor(of(64 * MIB))
         except ResourceExhaustedError as e:
-            return str(e), pool.lent_bytes
+            return f"{e}, {pool.lent_bytes // MIB}"
         return "nothing"
 
     said = in_forked_child(child)
     assert str(64 * MIB) in said
-    assert "RLIMIT_AS is " in said
-    assert said.endswith(", 0)")
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_idle_memory_is_given_up_where_there_is_no_other() -> None:
-    pool = Pool(PLENTY)
-    idle(pool, 24 * MIB, 24 * MIB, 24 * MIB)
-
-    def child() -> object:
-        limited(16 * MIB)
-        tensor = pool.tensor(of(60 * MIB))
-        return tensor.numel() // MIB, pool.idle_bytes
-
-    assert in_forked_child(child) == "(60, 0)"
+    assert "RLIMIT_AS is " in said and said.endswith(", 60")
 
 
 @pytest.mark.parametrize("nbytes", [1 << 50, (1 << 63) - 1])
@@ -240,20 +238,137 @@ def test_more_than_there_can_be_is_refused(nbytes: int) -> None:
     assert pool.lent_bytes == 0
 
 
-def test_a_small_tensor_that_cannot_be_had_is_torchs_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(_: TensorMeta) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(room, "empty_like_meta", none_left)
-    with pytest.raises(RuntimeError, match="can't allocate memory"):  # which calls of the transport translate
-        Pool(PLENTY).tensor(of(100))
+# -- threads, finalizers, forked children, and the end of the pool ---------------------------------------
 
 
-def test_a_dtype_that_is_not_there_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "float8_e5m2")
-    pool = Pool(PLENTY)
-    [address] = idle(pool, 2 * MIB)
-    with pytest.raises(UnsupportedError, match="float8_e5m2"):
-        pool.tensor(TensorMeta("float8_e5m2", (2 * MIB,)))
+class Limit(int):
+    """The most bytes of a pool. When the pool compares it, within its work, ``meanwhile`` is called."""
+
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+
+    def __lt__(self, other: int) -> bool:
+        self.meanwhile()
+        return int(self) < other
+
+
+def test_memory_that_is_dropped_amid_the_pools_own_work_is_not_forgotten() -> None:
+    """As by a collector that runs there. No call waits for its own thread, and no later call is needed."""
+    limit = Limit(2 * MIB)
+    pool = Pool(limit)
+    first, late = [pool.tensor(of(2 * MIB))], [pool.tensor(of(4 * MIB))]
+    address = late[0].data_ptr()
+    limit.meanwhile = late.clear
+    Call(first.clear).result()
+    assert not is_mapped(address)
     assert (pool.lent_bytes, pool.idle_bytes) == (0, 2 * MIB)
-    assert is_mapped(address)
+
+
+def test_memory_may_be_dropped_in_any_thread() -> None:
+    pool = Pool(64 * MIB)
+    received: queue.SimpleQueue[tuple[torch.Tensor, int] | None] = queue.SimpleQueue()
+
+    def receive(seed: int) -> None:
+        chance = random.Random(seed)
+        for number in range(30):
+            tensor = pool.tensor(of(chance.choice([1, 2, 3, 5]) * MIB))
+            fill(tensor, seed * 30 + number)
+            cycle: list[Any] = [tensor]
+            cycle.append(cycle)
+            received.put((tensor, seed * 30 + number))
+
+    def consume() -> None:
+        kept: list[tuple[torch.Tensor, int]] = []
+        while (found := received.get()) is not None:
+            kept.append(found)
+            if len(kept) > 5:
+                assert holds(*kept.pop(0))
+
+    consumer, *receivers = [Call(consume), *(Call(lambda seed=seed: receive(seed)) for seed in range(3))]
+    for each in receivers:
+        each.result()
+    received.put(None)
+    consumer.result()
+    gc.collect()
+    assert pool.lent_bytes == 0
+    assert 0 < pool.idle_bytes <= 64 * MIB
+
+
+def test_closing_leaves_what_is_lent_alone() -> None:
+    pool = Pool(PLENTY)
+    tensor = pool.tensor(of(4 * MIB))
+    fill(tensor, 9)
+    [address] = idle(pool, 2 * MIB)
+    pool.close()
+    pool.close()
+    assert not is_mapped(address)
+    assert holds(tensor, 9)
+    assert (pool.idle_bytes, pool.lent_bytes) == (0, 4 * MIB)
+    address = tensor.data_ptr()
+    del tensor
+    assert not is_mapped(address)
+    idle(pool, 2 * MIB)
+    assert (pool.idle_bytes, pool.lent_bytes) == (0, 0)
+
+
+def test_a_tensor_outlives_its_pool_and_does_not_keep_it() -> None:
+    pool = Pool(PLENTY)
+    tensor = pool.tensor(of(4 * MIB))
+    addresses = [*idle(pool, 2 * MIB), tensor.data_ptr()]
+    gone = weakref.ref(pool)
+    del pool
+    assert gone() is None
+    assert [is_mapped(address) for address in addresses] == [False, True]
+    fill(tensor, 5)
+    del tensor
+    assert not is_mapped(addresses[1])
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_forked_child_has_memory_of_its_own(busy: bool) -> None:
+    limit, taken, release = Limit(PLENTY), threading.Event(), threading.Event()
+    pool = Pool(limit)
+    lent, another = [pool.tensor(of(2 * MIB))], [pool.tensor(of(2 * MIB))]
+    fill(lent[0], 1)
+
+    def child() -> str:
+        fill(lent[0], 2)
+        lent.clear()
+        tensor = pool.tensor(of(4 * MIB))
+        fill(tensor, 3)
+        del tensor
+        return f"{pool.lent_bytes // MIB}, {pool.idle_bytes // MIB}"
+
+    def hold() -> None:
+        limit.meanwhile = lambda: None
+        taken.set()
+        release.wait(60)
+
+    if busy:  # a thread of the parent holds the lock
+        limit.meanwhile = hold
+        holder = Call(another.clear)
+        assert taken.wait(60)
+    said = in_forked_child(child)
+    release.set()
+    if busy:
+        holder.result()
+    assert said == ("0, 8" if busy else "2, 6")
+    assert holds(lent[0], 1)
+
+
+AT_EXIT = """
+import sys
+from kvplug.net.wire.tensors import TensorMeta
+from kvplug_shm.memory.pool import Pool
+
+pool = Pool(64 << 20)
+kept = [pool.tensor(TensorMeta("uint8", (2 << 20,))) for _ in range(3)]
+cycle = [pool.tensor(TensorMeta("uint8", (2 << 20,)))]
+cycle.append(cycle)
+sys.modules["kept for ever"] = pool.tensor(TensorMeta("uint8", (2 << 20,)))
+"""
+
+
+@pytest.mark.full
+def test_a_process_may_end_with_memory_lent() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
