@@ -1,14 +1,15 @@
-"""Queues "shm" for tests: both ends here, or a reader in a real child process."""
+"""Queues "shm" for tests: both ends here, or one of them in a real child process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvplug import PeerGoneError
+from kvplug import KvplugError, PeerGoneError
 from kvplug.transport import Credentials, Deadline, QueueContext, QueueHandle, dial
 from kvplug_shm.memory import waiting
 from kvplug_shm.options import ShmQueueOptions
@@ -27,12 +28,14 @@ CHUNKS = 4
 
 
 def endpoint(*, options: dict[str, Any] | None = None, **context: Any) -> ShmQueueEndpoint:
-    usual = {"max_chunk_bytes": CHUNK, "max_chunks": CHUNKS, "timeout_s": PATIENCE_S}
-    return ShmQueueEndpoint(
-        QueueContext(
-            options=ShmQueueOptions(**options or {}), credentials=Credentials(), **{**usual, **context}
-        )
-    )
+    usual = {
+        "options": ShmQueueOptions(**options or {}),
+        "credentials": Credentials(),
+        "max_chunk_bytes": CHUNK,
+        "max_chunks": CHUNKS,
+        "timeout_s": PATIENCE_S,
+    }
+    return ShmQueueEndpoint(QueueContext(**{**usual, **context}))
 
 
 @pytest.fixture
@@ -55,19 +58,23 @@ def queue() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def remote_reader(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
-    """Starts a child that reads as one rank what this file's function says."""
+def child(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
+    """Starts a child with one end of a queue, which does what the function of that name below says.
+
+    ``handle``: of the writer, for a reader; None: the child is the writer. ``given``: its context.
+    """
     with ExitStack() as stack:
 
-        def start(writer: Any, rank: int, what: str, *args: Any, **given: Any) -> peers.Peer:
-            plain = writer.export_handle().as_plain()
-            child = stack.enter_context(
-                fork_server.start(
-                    f"{__file__}:remote_end", plain, rank, what, list(args), given, timeout_s=4 * PATIENCE_S
-                )
+        def start(
+            what: str, handle: QueueHandle | None = None, *args: Any, rank: int = 0, **given: Any
+        ) -> peers.Peer:
+            plain = None if handle is None else handle.as_plain()
+            made = fork_server.start(
+                f"{__file__}:run_end", plain, rank, what, list(args), given, timeout_s=4 * PATIENCE_S
             )
-            assert child.recv() == "attached"
-            return child
+            stack.enter_context(made)
+            assert handle is None or made.recv() == "attached"
+            return made
 
         yield start
 
@@ -108,21 +115,63 @@ def num_memories() -> int:
     return sum("memfd:kvplug-queue" in each for each in Resources.of().descriptors)
 
 
-def remote_end(
-    parent: peers.Parent, plain: Any, rank: int, what: str, args: list[Any], given: dict[str, Any]
+def num_mapped() -> int:
+    """How many mappings of queues this process has."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("kvplug-queue")
+
+
+# -- in a child ----------------------------------------------------------------------------------------
+
+
+def run_end(
+    parent: peers.Parent,
+    plain: Any,
+    rank: int,
+    what: str,
+    args: list[Any],
+    given: dict[str, Any],
 ) -> Any:
-    with endpoint(**given).create_from_handle(QueueHandle.from_plain(plain), rank) as reader:
+    if plain is None:
+        with endpoint(**given).create() as end:
+            return globals()[what](parent, end, *args)
+    with endpoint(**given).create_from_handle(QueueHandle.from_plain(plain), rank) as end:
         parent.send("attached")
-        return globals()[what](parent, reader, *args)
+        return globals()[what](parent, end, *args)
 
 
 def sit(parent: peers.Parent, reader: Any) -> None:
-    """Until it is told to end."""
-    parent.recv()
+    """Do nothing until the parent sends a value."""
+    parent.recv(None)
+
+
+def read_until_the_end(parent: peers.Parent, reader: Any) -> list[Any]:
+    """When the parent sends a value, read everything. Returns it, bytes by their number, and the end."""
+    parent.recv(None)
+    found: list[Any] = []
+    try:
+        while True:
+            value = reader.dequeue()
+            found.append(len(value) if isinstance(value, bytes) else value)
+    except KvplugError as e:
+        return [*found, f"{type(e).__name__}: {e}"]
+
+
+def read_one(parent: peers.Parent, reader: Any) -> Any:
+    return reader.dequeue()
+
+
+def write(parent: peers.Parent, writer: Any, count: int) -> None:
+    """Send the handle, then ``count`` numbers when the parent sends a value, and stay."""
+    parent.send(writer.export_handle().as_plain())
+    parent.recv(None)
+    for number in range(count):
+        writer.enqueue(number)
+    parent.send("sent")
+    parent.recv(None)
 
 
 def look_slowly(parent: peers.Parent, reader: Any) -> str:
-    """A reader that holds a chunk until it is told, and then looks for the next."""
+    """Hold a chunk until the parent sends a value, then wait for the next message."""
     with reader.acquire_read() as view:
         parent.send(bytes(view))
         parent.recv()

@@ -13,9 +13,18 @@ import pytest
 import torch
 
 import shm_queue_ends as ends
-from kvplug import CapacityError, ClosedError, ConfigError, PeerGoneError, TransportError
+from kvplug import CapacityError, ConfigError, PeerGoneError, TransportError
 from kvplug.net.wire import encode
-from kvplug.transport import Credentials, QueueHandle, WireError, dial, recv_fds, send_fds
+from kvplug.transport import (
+    Credentials,
+    Deadline,
+    Listener,
+    QueueHandle,
+    WireError,
+    dial,
+    recv_fds,
+    send_fds,
+)
 from kvplug_shm.queue import join
 from kvplug_shm.queue.join import PURPOSE
 from kvplug_shm.ring import protocol
@@ -28,64 +37,18 @@ queue, memory_of = ends.queue, ends.memory_of
 
 
 @pytest.mark.parametrize("count", [5, 1 << 40, (1 << 63) - 1])
-def test_a_head_that_cannot_be_is_an_error(queue: Any, memory_of: Any, count: int) -> None:
-    writer, (reader,) = queue(2, attached=1)
-    memory_of(writer, 1).words.words[protocol.HEAD] = count << 1
-    for _ in range(2):
-        with pytest.raises(WireError, match="places"):
-            reader.dequeue(timeout=1)
-
-
-@pytest.mark.parametrize("count", [3, 1 << 40, (1 << 63) - 1])
-def test_a_tail_that_cannot_be_is_an_error(queue: Any, memory_of: Any, count: int) -> None:
-    writer, readers = queue(3, attached=2)
+def test_a_head_or_a_tail_that_cannot_be_is_an_error(queue: Any, memory_of: Any, count: int) -> None:
+    writer, (reader, another) = queue(3, attached=2)
     writer.enqueue("one")
-    memory_of(writer, 2).words.words[protocol.tail(1)] = count << 1
+    words = memory_of(writer, 2).words.words
+    words[protocol.tail(1)] = count << 1
     with pytest.raises(WireError, match="a reader says"):
         writer.enqueue("two", timeout=1)
-    assert readers[0].dequeue() == "one"
-
-
-def test_whatever_is_in_the_words_every_call_ends(queue: Any, memory_of: Any) -> None:
-    rng = random.Random(3)
-    for _ in range(40):
-        writer, readers = queue(3, attached=2, options={"max_message_bytes": 1 << 20})
-        words = memory_of(writer, 2).words.words
-        writer.enqueue("value")
-        for _ in range(rng.randrange(1, 4)):
-            words[rng.randrange(len(words))] = rng.choice(
-                [0, 1, 2, 3, 9, 2**33, 2**64 - 1, rng.getrandbits(64)]
-            )
-        for call in (
-            lambda: readers[0].dequeue(timeout=0.02),  # noqa: B023  (called at once)
-            lambda: writer.enqueue("more", timeout=0.02),  # noqa: B023
-            lambda: readers[1].dequeue(timeout=0.02),  # noqa: B023
-            lambda: readers[1].wait_until_ready(0.02),  # noqa: B023
-            lambda: writer.wait_until_ready(0.02),  # noqa: B023
-            lambda: writer.readers,  # noqa: B023
-        ):
-            Call(call).outcome()  # a result or an error of kvplug
-        for each in (*readers, writer):
-            Call(each.close).result()
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        (8, 1, 0, 8, 0),
-        (0, 9, 0, 8, 0),
-        (0, 1, 1 << 50, 8, 0),
-        (0, 1, 0, 1 << 50, 0),
-        (0, 1, 2**64 - 1, 2**64 - 1, 2**64 - 1),
-    ],
-)
-def test_an_entry_that_leads_elsewhere_is_an_error(queue: Any, memory_of: Any, entry: Any) -> None:
-    writer, (reader,) = queue(2, attached=1)
-    writer.enqueue("value")
-    memory_of(writer, 1).put(*entry)
+    assert reader.dequeue() == "one"
+    words[protocol.HEAD] = count << 1
     for _ in range(2):
-        with pytest.raises(WireError, match="entry"):
-            reader.dequeue(timeout=1)
+        with pytest.raises(WireError, match="places"):
+            another.dequeue(timeout=1)
 
 
 def test_bytes_that_are_no_value_are_an_error_and_nothing_else(queue: Any, memory_of: Any) -> None:
@@ -139,7 +102,7 @@ def test_a_reader_that_was_evicted_and_lives_is_told_what_it_lost(queue: Any, me
 
 
 @pytest.mark.parametrize("decoder", ["decode", "decode_out_of_band"])
-def test_a_reader_that_was_evicted_amid_a_copy_is_told_so(
+def test_a_reader_that_was_evicted_amid_a_copy_gets_the_reason(
     queue: Any, memory_of: Any, monkeypatch: pytest.MonkeyPatch, decoder: str
 ) -> None:
     writer, readers = queue(3, attached=2)
@@ -155,32 +118,21 @@ def test_a_reader_that_was_evicted_amid_a_copy_is_told_so(
         readers[1].dequeue(timeout=5)
 
 
-def test_a_reader_that_was_evicted_and_finds_another_kind_is_told_so(queue: Any, memory_of: Any) -> None:
-    writer, readers = queue(3, attached=2)
-    writer.enqueue("value")
-    ends.evict(memory_of(writer, 2), 1)
-    with pytest.raises(TransportError, match="evicted this reader"), readers[1].acquire_read(timeout=5):
-        pass
-
-
-def test_a_reader_that_was_evicted_is_not_ready(queue: Any, memory_of: Any) -> None:
+def test_a_reader_that_was_evicted_learns_it_from_every_call(queue: Any, memory_of: Any) -> None:
     writer, readers = queue(3, attached=2)
     ring = memory_of(writer, 2)
-    ends.evict(ring, 1)
+    with writer.acquire_write(4) as view:
+        view[:] = b"here"
+    writer.enqueue("value")
+    with pytest.raises(TransportError, match="evicted"), readers[1].acquire_read() as view:
+        ends.evict(ring, 1)  # and the chunk may have been overwritten
+    with pytest.raises(TransportError, match="evicted this reader"):
+        readers[1].dequeue(timeout=5)  # another kind
     for index in (None, 0):
         ring.words.words[ring.ready_word(index)] = 1
     with pytest.raises(TransportError, match="evicted this reader"):
         readers[1].wait_until_ready(timeout=5)
     readers[0].wait_until_ready(timeout=5)
-
-
-def test_a_chunk_that_was_overwritten_while_it_was_looked_at_is_told(queue: Any, memory_of: Any) -> None:
-    writer, readers = queue(3, attached=2)
-    ring = memory_of(writer, 2)
-    with writer.acquire_write(4) as view:
-        view[:] = b"here"
-    with pytest.raises(TransportError, match="evicted"), readers[1].acquire_read() as view:
-        ends.evict(ring, 1)
 
 
 # -- the socket --------------------------------------------------------------------------------------
@@ -209,35 +161,10 @@ def frame(value: object) -> bytes:
     return (len(data).to_bytes(2, "little") + data).ljust(1024, b"\0")
 
 
-def listening() -> set[Any]:
-    """The names of this process's listeners, without Unix sockets."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            copy = os.dup(int(name))  # the one of the listing itself is gone
-        except OSError:
-            continue
-        try:
-            sock = socket.socket(fileno=copy)
-        except OSError:  # it is none
-            os.close(copy)
-            continue
-        with sock:
-            if sock.family != socket.AF_UNIX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(sock.getsockname())
-    return found
-
-
-def test_nothing_listens_but_an_abstract_socket_of_this_host() -> None:
+def test_nothing_listens_but_an_abstract_socket_of_this_host(writer: Any) -> None:
     """The root cause of CVE-2025-30165 and 2025-30202: sockets on all interfaces."""
-    before = listening()  # of torch.distributed, for example, after other tests in this process
-    writer = ends.endpoint(n_reader=3).create()
-    try:
-        handle = writer.export_handle()
-        assert handle.data["contact"].startswith("unix:@") and handle.data["network"] is None
-        assert not listening() - before
-    finally:
-        writer.abort()
+    handle = writer.export_handle()
+    assert handle.data["contact"].startswith("unix:@") and handle.data["network"] is None
 
 
 def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,28 +201,17 @@ def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.Mo
 )
 def test_who_joins_with_nonsense_has_not_come(writer: Any, said: bytes) -> None:
     with insider(writer) as connection:
-        send_fds(connection, said, [], ends_in(5))
+        send_fds(connection, said, [], Deadline.after(5))
         with pytest.raises(PeerGoneError):
-            recv_fds(connection, 1024, 1, ends_in(10))
+            recv_fds(connection, 1024, 1, Deadline.after(10))
     assert "not come" in writer.readers[0].process
     goes_on(writer)
 
 
-def ends_in(seconds: float) -> Any:
-    from kvplug.transport import Deadline
-
-    return Deadline.after(seconds)
-
-
-def test_who_says_nothing_delays_nobody(writer: Any) -> None:
-    with insider(writer), insider(writer):
-        goes_on(writer)
-
-
 def test_who_vanishes_with_the_memory_in_hand_has_not_come_and_may_come_again(writer: Any) -> None:
-    with insider(writer) as connection:
-        send_fds(connection, frame({"rank": 0, "sees_death": True, "patience_s": 5.0}), [], ends_in(5))
-        _, fds = recv_fds(connection, 1024, 1, ends_in(10))
+    with insider(writer), insider(writer) as connection:  # one says nothing
+        send_fds(connection, frame({"rank": 0, "sees_death": True, "patience_s": 5.0}), [], Deadline.after(5))
+        _, fds = recv_fds(connection, 1024, 1, Deadline.after(10))
         os.close(fds[0])
         with pytest.raises(ConfigError, match="attached to this queue already"):
             ends.endpoint().create_from_handle(writer.export_handle(), 0)
@@ -312,44 +228,37 @@ def test_a_handle_that_says_nothing_is_refused(data: dict[str, Any]) -> None:
         ends.endpoint().create_from_handle(handle, 0)
 
 
-def test_an_answer_that_is_none_is_refused(writer: Any) -> None:
-    from kvplug.transport import Listener
-
-    said: list[Any] = [
-        frame("hello"),
-        frame({"index": 3, "sizes": [1, 4, 100, 100], "quiet": True, "patience_s": 1.0}),
-        frame({"index": 0, "sizes": [1, 0, 0, 0], "quiet": True, "patience_s": 1.0}),
-        frame({"index": 0, "sizes": [1, 4, 100, 100], "quiet": True, "patience_s": 1.0}),
-        frame({"index": 0, "sizes": [1, 4, 100, -100], "quiet": True, "patience_s": 1.0}),
-        frame({"index": 0, "sizes": [2**62, 4, 100, 100], "quiet": True, "patience_s": 1.0}),
-        frame({"index": 0, "sizes": [1, 2**62, 2**62, 2**62], "quiet": True, "patience_s": 1.0}),
-        b"\xff" * 1024,
-    ]
-    handle = writer.export_handle()
-    with Listener.open("unix:", Credentials(), PURPOSE) as listener:
-        false = QueueHandle.from_plain(
-            {**handle.as_plain(), "data": {**handle.data, "contact": listener.contact}}
-        )
-        for each in said:
-            joining = Call(lambda: ends.endpoint().create_from_handle(false, 0, 10))
-            with listener.accept(10) as connection:
-                recv_fds(connection, 1024, 0, ends_in(10))
-                send_fds(connection, each, [], ends_in(10))
-                assert isinstance(joining.outcome(), WireError)
-
-
 def answered(writer: Any, answer: bytes) -> Any:
     """What a reader makes of that answer of a writer."""
-    from kvplug.transport import Listener
-
     handle = writer.export_handle()
     with Listener.open("unix:", Credentials(), PURPOSE) as listener:
         false = {**handle.as_plain(), "data": {**handle.data, "contact": listener.contact}}
         joining = Call(lambda: ends.endpoint().create_from_handle(QueueHandle.from_plain(false), 0, 10))
         with listener.accept(10) as connection:
-            recv_fds(connection, 1024, 0, ends_in(10))
-            send_fds(connection, answer, [], ends_in(10))
+            recv_fds(connection, 1024, 0, Deadline.after(10))
+            send_fds(connection, answer, [], Deadline.after(10))
             return joining.outcome()
+
+
+def welcome(index: int, *sizes: int) -> bytes:
+    return frame({"index": index, "sizes": [*sizes], "quiet": True, "patience_s": 1.0})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        frame("hello"),
+        welcome(3, 1, 4, 100, 100),
+        welcome(0, 1, 0, 0, 0),
+        welcome(0, 1, 4, 100, 100),  # without memory
+        welcome(0, 1, 4, 100, -100),
+        welcome(0, 2**62, 4, 100, 100),
+        welcome(0, 1, 2**62, 2**62, 2**62),
+        b"\xff" * 1024,
+    ],
+)
+def test_an_answer_that_is_none_is_refused(writer: Any, answer: bytes) -> None:
+    assert isinstance(answered(writer, answer), WireError)
 
 
 def test_why_a_reader_is_refused_is_one_printable_line(writer: Any) -> None:
@@ -379,12 +288,3 @@ def test_a_message_larger_than_all_memory_is_refused_before_any_is_taken(queue: 
                 reader.dequeue(timeout=5)
     ring.put(0, 1, 0, head, 0)
     assert reader.dequeue(timeout=5) == "value"
-
-
-def test_a_closed_writer_lets_nobody_in(writer: Any) -> None:
-    handle = writer.export_handle()
-    writer.close()
-    with pytest.raises(PeerGoneError):
-        ends.endpoint().create_from_handle(handle, 0)
-    with pytest.raises(ClosedError):
-        writer.export_handle()

@@ -1,19 +1,13 @@
-"""Readers join the queue "shm": its handle, its ring, other namespaces, and readers that leave again."""
+"""Readers join the queue "shm": its handle, its ring, and readers that leave again."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
-import subprocess
-import sys
-import textwrap
 import threading
-import time
 from typing import Any
 
 import pytest
-import torch
 
 import shm_queue_ends as ends
 from kvplug import (
@@ -27,12 +21,10 @@ from kvplug import (
 from kvplug.transport import PeerIdentity
 from kvplug_shm.queue import join
 from kvplug_shm.queue.reader_table import ReaderTable
-from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.forked_child import held, in_forked_child
-from kvplug_testing.waits import Call, raises, until
+from kvplug_testing.waits import Call, until
 
-queue, remote_reader, sound_sleep = ends.queue, ends.remote_reader, ends.sound_sleep
-MIB = 1 << 20
+queue, child, sound_sleep = ends.queue, ends.child, ends.sound_sleep
 
 # -- joining -----------------------------------------------------------------------------------------
 
@@ -102,10 +94,12 @@ def num_joining() -> int:
     return sum(each.name == "kvplug-shm-queue-join" for each in threading.enumerate())
 
 
-def has_not_ended(reader: Any) -> bool:
-    """Whether the reader waits for more."""
-    raises(TimeoutError, lambda: reader.dequeue(timeout=0.1))
-    return True
+def goes_on(writer: Any, reader: Any) -> None:
+    """This reader still gets messages."""
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0.1)
+    writer.enqueue("on")
+    assert reader.dequeue() == "on"
 
 
 def test_a_reader_that_cannot_be_watched_is_not_admitted_and_may_try_again(
@@ -123,8 +117,7 @@ def test_a_reader_that_cannot_be_watched_is_not_admitted_and_may_try_again(
         with pytest.raises(ResourceExhaustedError, match="no free descriptor"):
             end.create_from_handle(handle, 1)
     with end.create_from_handle(handle, 1) as reader:
-        writer.enqueue("on")
-        assert reader.dequeue() == "on"
+        goes_on(writer, reader)
 
 
 def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
@@ -148,11 +141,9 @@ def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
         assert writer.readers[1].died and "no descriptors are left" in writer.readers[1].gone
         with pytest.raises(ConfigError, match="attached to this queue already"):
             end.create_from_handle(handle, 1)
-        writer.enqueue("on")
-        assert reader.dequeue() == "on"
+        goes_on(writer, reader)
         with pytest.raises(TransportError, match="evicted this reader"):
             unseen.dequeue()
-        assert has_not_ended(reader)
 
 
 @pytest.mark.usefixtures("sound_sleep")
@@ -174,85 +165,18 @@ def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(
     connection, watch = watches[1]
     watch.close()
     join.hang_up(connection)
-    assert isinstance(waits.outcome(), PeerGoneError)
-    assert has_not_ended(readers[0])
-    writer.enqueue("on")
-    assert readers[0].dequeue() == "on"
+    waits.raised(PeerGoneError)
+    goes_on(writer, readers[0])
 
 
 # -- other processes -----------------------------------------------------------------------------------
 
 
-def test_a_death_is_warned_of_once(queue: Any, remote_reader: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_death_is_warned_of_once(queue: Any, child: Any, caplog: pytest.LogCaptureFixture) -> None:
     writer, _ = queue(2, attached=1)
-    child = remote_reader(writer, 1, "sit")
-    child.kill()
+    process = child("sit", writer.export_handle(), rank=1)
+    process.kill()
     until(lambda: writer.readers[1].gone)
     writer.enqueue("on")
-    told = [record.getMessage() for record in caplog.records if "rank 1" in record.getMessage()]
-    assert len(told) == 1 and f"pid {child.pid}" in told[0]
-
-
-ELSEWHERE = """
-import sys
-{path}
-import torch
-from kvplug import PeerGoneError
-from kvplug.transport import Credentials, QueueContext, QueueHandle
-from kvplug_shm.queue.endpoint import ShmQueueEndpoint
-
-handle = QueueHandle(
-    transport="shm", reader_ranks=(0, 1), local_reader_ranks=(0, 1),
-    data=dict(domain=sys.argv[1], contact=sys.argv[2], network=None),
-)
-end = ShmQueueEndpoint(
-    QueueContext(options=None, credentials=Credentials(), timeout_s=30, heartbeat_timeout_s=2.0)
-)
-reader = end.create_from_handle(handle, 1)
-while True:
-    try:
-        reader.dequeue()
-    except PeerGoneError:
-        break
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("flags", [("--ipc",), ("--pid", "--fork", "--kill-child", "--ipc")])
-def test_processes_in_other_namespaces_of_one_host_share_memory(queue: Any, flags: tuple[str, ...]) -> None:
-    """In other pid namespaces too, where the ends have no pidfds and use heartbeats."""
-    command = ["unshare", *flags]
-    if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare here")
-    tried = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=30, check=False)
-    if tried.returncode:
-        pytest.skip(f"namespaces cannot be made here: {tried.stderr.strip()}")
-    writer, (reader,) = queue(2, attached=1, heartbeat_timeout_s=2.0)
-    path = "\n".join(f"sys.path.append({each!r})" for each in sys.path if each)
-    data = writer.export_handle().data
-    code = textwrap.dedent(ELSEWHERE.format(path=path))
-    child = subprocess.Popen([*command, sys.executable, "-c", code, data["domain"], data["contact"]])
-    try:
-        for _ in range(4 * ends.CHUNKS):
-            sent = torch.randint(0, 255, (MIB,), dtype=torch.uint8)
-            writer.enqueue(sent)
-            assert_same(sent, reader.dequeue())
-        time.sleep(3.0)
-        assert not writer.readers[1].gone, "a reader that only waits counts as dead"
-        child.kill()
-        until(lambda: writer.readers[1].gone)
-        assert writer.readers[1].died
-        for number in range(2 * ends.CHUNKS):
-            writer.enqueue(number)
-            assert reader.dequeue() == number
-    finally:
-        child.kill()
-        child.wait()
-
-
-def test_an_end_says_what_it_is(queue: Any) -> None:
-    writer, (reader,) = queue()
-    assert repr(writer) == "<ShmWriter, writer>"
-    assert repr(reader) == "<ShmReader, reader rank 0>"
-    reader.close()
-    assert "closed" in repr(reader)
+    warned = [record.getMessage() for record in caplog.records if "rank 1" in record.getMessage()]
+    assert len(warned) == 1 and f"pid {process.pid}" in warned[0]

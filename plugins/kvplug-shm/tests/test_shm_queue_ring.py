@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from kvplug import ConfigError, ResourceExhaustedError
+from kvplug import ConfigError
 from kvplug.transport import WireError
 from kvplug_shm.queue.ring_buffer import CHUNK, VALUE, ShmRingBuffer, Sizes
-from kvplug_testing import peers
 
 SIZES = Sizes(n_reader=2, max_chunks=4, max_chunk_bytes=1 << 16, max_message_bytes=1 << 20)
 
@@ -84,64 +81,8 @@ def test_an_entry_that_is_none_is_refused(ring: ShmRingBuffer, entry: tuple[int,
         ring.get(0)
 
 
-def test_memory_of_other_sizes_is_refused() -> None:
-    made, fd = ShmRingBuffer.create(SIZES)
-    other = Sizes(n_reader=2, max_chunks=4, max_chunk_bytes=1 << 16, max_message_bytes=1 << 21)
-    try:
-        with pytest.raises(WireError, match="promised"):
-            ShmRingBuffer.attach(other, fd)
-    finally:
-        os.close(fd)
-        made.close()
-
-
 @pytest.mark.parametrize("given_sizes", [{"max_chunks": 2**30}, {"max_message_bytes": 1 << 60}])
 def test_sizes_that_no_process_can_address_are_refused(given_sizes: dict[str, int]) -> None:
     usual = {"n_reader": 1, "max_chunks": 4, "max_chunk_bytes": 1024, "max_message_bytes": 1024}
     with pytest.raises(ConfigError, match="address"):
         Sizes(**{**usual, **given_sizes})
-
-
-def test_what_is_given_back_is_zeroes_and_can_be_written_again(ring: ShmRingBuffer) -> None:
-    ring.arena[4096 : 4096 * 3] = b"x" * 8192
-    ring.give_back(4096, 8192)
-    if bytes(ring.arena[4096:4097]) == b"x":
-        pytest.skip("this kernel keeps memory that is given back")
-    assert bytes(ring.arena[4096 : 4096 * 3]) == bytes(8192)
-    ring.arena[4096:4100] = b"more"
-    assert bytes(ring.arena[4096:4100]) == b"more"
-
-
-def without_addresses(parent: peers.Parent) -> list[str]:
-    """In a process of its own: with room for no more than it has."""
-    from kvplug.transport import Credentials, QueueContext
-    from kvplug_shm.options import ShmQueueOptions
-    from kvplug_shm.queue.endpoint import ShmQueueEndpoint
-
-    def end(**options: Any) -> ShmQueueEndpoint:
-        return ShmQueueEndpoint(QueueContext(options=ShmQueueOptions(**options), credentials=Credentials()))
-
-    small = {"max_message_bytes": 1 << 20}
-    end(**small).create().close()
-    with open("/proc/self/statm", encoding="ascii") as f:
-        used = int(f.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30), resource.RLIM_INFINITY))
-    told = []
-    try:
-        end(max_message_bytes=8 << 30).create()
-    except ResourceExhaustedError as e:
-        told.append(str(e))
-    with (
-        end(**small).create() as writer,
-        end(**small).create_from_handle(writer.export_handle(), 0) as reader,
-    ):
-        writer.enqueue("it fits")
-        told.append(reader.dequeue())
-    return told
-
-
-@pytest.mark.full
-def test_too_few_addresses_are_an_error_that_names_the_limit() -> None:
-    with peers.start(f"{__file__}:without_addresses", timeout_s=60) as child:
-        refused, passed = child.result()
-    assert "RLIMIT_AS" in refused and passed == "it fits"
