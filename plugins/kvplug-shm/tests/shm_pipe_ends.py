@@ -55,6 +55,13 @@ def guest(contact: str) -> Connection:
     return dial(ShmContact.parse(contact).addresses[0], Credentials(), PURPOSE, PATIENCE_S)
 
 
+def meet(end: ShmEndpoint, listener: Any) -> None:
+    """A pipe between this endpoint and this listener works."""
+    with end.connect(listener.contact) as one, listener.accept() as other:
+        one.send_tensor(torch.arange(3))
+        assert torch.equal(other.recv_tensor(), torch.arange(3))
+
+
 TERMS: HeartbeatTerms = Join(step=0).terms
 
 
@@ -87,9 +94,9 @@ class PeerByHand:
                 time.sleep(0.001)
             data = data[count:]
 
-    def read_all(self) -> None:
-        """Take everything that has come."""
-        self.into.end.release(self.into.end.available())
+    def read(self, nbytes: int = 2**31) -> None:
+        """Take what has come, and no more than ``nbytes``."""
+        self.into.end.release(min(nbytes, self.into.end.available()))
 
 
 def content_of(tensor: Any) -> bytes:

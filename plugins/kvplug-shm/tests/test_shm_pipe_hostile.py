@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import struct
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,28 +40,27 @@ WORDS = [3, 2 * LINE + 1, 2 * 10**7, 2**31, 2**32 + 2, 2**63 - 1, 2**64 - 2]
 # -- words -----------------------------------------------------------------------------------------
 
 
+def assert_ended(pipe: Any) -> None:
+    for call in (lambda: pipe.recv_tensor(timeout=5), lambda: pipe.send_tensor(None, timeout=5)):
+        for _ in range(2):
+            with pytest.raises(ENDED):
+                call()
+
+
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_head_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
     by_hand: Any, word: int, blocked: bool
 ) -> None:
     peer, other = by_hand()
-    words = peer.out.words
     if blocked:
         receiving = Call(lambda: other.recv_tensor(timeout=None))
-        time.sleep(0.05)
-        words.words[HEAD] = word
-        words.wake(HEAD)
+        assert receiving.is_blocked(0.05)
+    peer.out.words.words[HEAD] = word
+    if blocked:
+        peer.out.words.wake(HEAD)
         assert isinstance(receiving.outcome(), ENDED)
-    else:
-        words.words[HEAD] = word
-        with pytest.raises(ENDED):
-            other.recv_tensor(timeout=5)
-    for _ in range(2):
-        with pytest.raises(ENDED):
-            other.recv_tensor(timeout=5)
-        with pytest.raises(ENDED):
-            other.send_tensor(None, timeout=5)
+    assert_ended(other)
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -73,14 +70,9 @@ def test_a_tail_that_cannot_be_is_an_error_and_the_end_of_the_pipe(
 ) -> None:
     peer, one = by_hand()
     peer.into.words.words[tail(0)] = word
-    error: BaseException | None = None
-    for _ in range(50):  # half-true ones may pass for a moment
-        try:
+    with pytest.raises(ENDED):
+        for _ in range(50):  # half-true ones may pass for a moment
             one.send_tensor(torch.zeros(nbytes, dtype=torch.uint8), timeout=1).wait(5)
-        except KvplugError as e:
-            error = e
-            break
-    assert isinstance(error, ENDED), error
     with pytest.raises(ENDED):
         one.send_tensor(None, timeout=5)
 
@@ -139,14 +131,13 @@ def test_bytes_that_are_no_message_are_an_error_and_the_end_of_the_pipe(
     by_hand: Any, data: bytes, blocked: bool
 ) -> None:
     peer, other = by_hand()
-    receiving = Call(lambda: other.recv_tensor(timeout=None)) if blocked else None
-    time.sleep(0.05 if blocked else 0)
-    peer.lay(data)
-    if receiving is not None:
-        assert isinstance(receiving.outcome(), WireError)
-    else:
-        with pytest.raises(WireError):
-            other.recv_tensor(timeout=5)
+    if not blocked:
+        peer.lay(data)
+    receiving = Call(lambda: other.recv_tensor(timeout=None))
+    if blocked:
+        assert receiving.is_blocked(0.02)
+        peer.lay(data)
+    receiving.raised(WireError)
     for _ in range(2):
         with pytest.raises(TransportError):
             other.recv_tensor(timeout=5)
@@ -202,12 +193,6 @@ def test_a_header_that_changes_between_two_looks_is_read_once(
 # -- joining ---------------------------------------------------------------------------------------
 
 
-def meets(end: Any, listener: Any) -> None:
-    with end.connect(listener.contact) as one, listener.accept() as other:
-        one.send_tensor(torch.arange(3))
-        assert torch.equal(other.recv_tensor(), torch.arange(3))
-
-
 def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody_and_leaves_nothing() -> None:
     end = ends.endpoint()
     with peers.nothing_left(), end.listen() as listener:
@@ -217,7 +202,7 @@ def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody_and_leaves_not
                 guest.sock.sendall(secrets.token_bytes(1000))
             if number % 3 == 2:
                 send_fds(guest, secrets.token_bytes(20), (0, 1, 2), Deadline.after(5))
-        meets(end, listener)
+        ends.meet(end, listener)
         for guest in guests:
             guest.close()
 
@@ -231,7 +216,7 @@ def test_a_peer_that_vanishes_with_the_memory_in_hand_leaves_nothing() -> None:
         assert len(fds) == 1
         os.close(fds[0])
         guest.close()
-        meets(end, listener)
+        ends.meet(end, listener)
 
 
 def host(answer: Any, fds: Any) -> Any:
@@ -266,7 +251,6 @@ def memory(nbytes: int, seals: int | None = None) -> int:
     [
         (1, 4096, segment_size(4096), 0, 1),  # it could shrink under us
         (1, 4096, segment_size(4096) - 4096, None, 1),
-        (1, 4096, segment_size(4096) + 4096, None, 1),
         (1, 4096, segment_size(4096), None, 0),
         (1, 4096, segment_size(4096), None, 2),
         (0, 4096, segment_size(0), None, 1),
@@ -284,14 +268,6 @@ def test_memory_that_is_not_what_was_promised_is_refused(
         assert isinstance(error, WireError), error
     for fd in fds:
         os.close(fd)
-
-
-def test_what_is_no_memory_is_refused() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, open("/dev/null", "rb") as file:
-        for fd in (ours.fileno(), file.fileno()):
-            error = host(Join(step=1, slots=1, slot_bytes=4096).pack(), [fd])
-            assert isinstance(error, WireError), error
 
 
 def test_an_accepting_end_without_memory_says_so() -> None:

@@ -46,7 +46,7 @@ def test_what_is_being_copied_is_kept_and_not_done_when_the_pipe_is_aborted(
         assert go_on.wait(ends.PATIENCE_S)
 
     monkeypatch.setattr(Content, "copy", held)
-    peer.read_all()
+    peer.read()
     assert copying.wait(ends.PATIENCE_S)
     kept = weakref.ref(source.untyped_storage())
     del source
@@ -177,13 +177,3 @@ def test_a_callback_that_ends_its_thread_ends_the_pipe_and_not_in_silence(local_
     with pytest.raises(KvplugError):
         behind.wait(ends.PATIENCE_S)
     assert isinstance(receiving.outcome(), torch.Tensor)
-
-
-def test_a_callback_may_close_the_pipe_it_was_sent_over(local_pair: Any) -> None:
-    one, other = local_pair()
-    transfer = one.send_tensor(torch.zeros(20 * MIB, dtype=torch.uint8))
-    behind = one.send_tensor(torch.zeros(MIB, dtype=torch.uint8))
-    transfer.add_done_callback(lambda _: one.close(timeout=3600.0))
-    assert other.recv_tensor().shape == (20 * MIB,)
-    with pytest.raises(ClosedError):
-        behind.wait(ends.PATIENCE_S)

@@ -22,6 +22,7 @@ from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.waits import Call, until
 
 local_pair, by_hand = ends.local_pair, ends.by_hand
+compiled_only = pytest.mark.parametrize("local_pair", [True], indirect=True)
 
 MIB = 1024 * 1024
 
@@ -48,24 +49,17 @@ def test_a_message_may_begin_at_every_place_of_a_ring(local_pair: Any, into: boo
     places, at = ends.TINY["slot_bytes"] // LINE, 0
     for begin in range(places):
         for nbytes in (1, LINE - 1, LINE, 400, ends.TINY["slot_bytes"], 3000):
-            while at % places != begin:  # a message of one line
-                exchange(one, other, [None])
-                at += 1
-            exchange(one, other, [bytes_of(nbytes, begin)], into)
-            at += 1 + lines(nbytes) // LINE
+            count = (begin - at) % places  # messages of one line
+            exchange(one, other, [None] * count + [bytes_of(nbytes, begin)], into)
+            at += count + 1 + lines(nbytes) // LINE
 
 
-@pytest.mark.parametrize("begin", range(SMALLEST_BYTES // LINE))
-def test_the_longest_prefix_may_begin_at_every_place_of_the_smallest_ring(
-    local_pair: Any, begin: int
-) -> None:
-    one, other = local_pair(**ends.TINY)
-    for _ in range(begin):
-        one.send_tensor(None)
-        assert other.recv_tensor() is None
+def test_the_longest_prefix_may_begin_at_every_place_of_the_smallest_ring(local_pair: Any) -> None:
     tensor = torch.arange(24, dtype=torch.int64).reshape((1,) * 61 + (2, 3, 4))
     assert lines(len(tensor_prefix(tensor.dtype, tensor.shape, tensor.nbytes))) < SMALLEST_BYTES
-    exchange(one, other, [tensor, tensor[..., :0], tensor])
+    for begin in range(SMALLEST_BYTES // LINE):
+        one, other = local_pair(**ends.TINY)
+        exchange(one, other, [*[None] * begin, tensor, tensor[..., :0], tensor])
 
 
 @settings(max_examples=3 * settings.default.max_examples // 10, deadline=None)
@@ -100,14 +94,11 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
         with pytest.raises(TimeoutError, match="of 20000 bytes"):
             other.recv_tensor(out if first_out else None, timeout=0.1)
         out.fill_(99)  # the caller's own again
-
     sending = Call(lambda: peer.lay_all(content[2048:]))
-    if second_out:
-        fresh = torch.empty_like(sent)
-        assert other.recv_tensor(fresh) is fresh
-        assert_same(sent, fresh)
-    else:
-        assert_same(sent, other.recv_tensor())
+    fresh = torch.empty_like(sent) if second_out else None
+    got = other.recv_tensor(fresh)
+    assert fresh is None or got is fresh
+    assert_same(sent, got)
     sending.result()
     assert_filled(99, out, "memory was written to after its call had ended")
 
@@ -115,7 +106,7 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [10_000, 300_000, 3 * MIB])
+@pytest.mark.parametrize("limit", [10_000, 3 * MIB])
 def test_what_is_queued_and_what_lies_in_the_ring_are_bounded_together(local_pair: Any, limit: int) -> None:
     one, _ = local_pair(max_in_flight_bytes=limit)
     sent = 0
@@ -126,28 +117,33 @@ def test_what_is_queued_and_what_lies_in_the_ring_are_bounded_together(local_pai
     assert sent * 5000 <= limit <= (sent + 2) * 5200  # in the ring each takes some more
 
 
-def test_received_memory_is_used_again_and_never_while_somebody_has_it(local_pair: Any) -> None:
-    one, other = local_pair()
-    kept = []
-    for number in range(4):
-        one.send_tensor(torch.full((2 * MIB,), number, dtype=torch.uint8))
-        kept.append(other.recv_tensor())
-    assert [int(each[0]) for each in kept] == [int(each[-1]) for each in kept] == [0, 1, 2, 3]
-    assert other.held.lent >= 8 * MIB
-    addresses = {each.data_ptr() for each in kept}
-    kept.clear()
+def test_a_pipe_says_how_much_memory_it_holds_and_uses_what_it_received_into_again(local_pair: Any) -> None:
+    one, other = local_pair(slots=2, slot_bytes=MIB)
+    assert attrs.astuple(one.held) == (4 * MIB, 0, 0, 0)
+    one.send_tensor(torch.zeros(9 * MIB, dtype=torch.uint8))
+    assert one.held.queued == 9 * MIB
+    tensor = other.recv_tensor()
+    until(lambda: one.held.queued == 0)
+    assert other.held.lent >= tensor.nbytes
+    address = tensor.data_ptr()
+    del tensor
     assert other.held.lent == 0
-    assert other.held.idle >= 8 * MIB
-    one.send_tensor(torch.full((2 * MIB,), 7, dtype=torch.uint8))
-    assert other.recv_tensor().data_ptr() in addresses
+    assert other.held.idle >= 9 * MIB
+    one.send_tensor(torch.ones(8 * MIB, dtype=torch.uint8))
+    assert other.recv_tensor().data_ptr() == address
+    one.abort()
+    other.abort()
+    assert one.held.shared == other.held.shared == 0
 
 
-@pytest.mark.parametrize("start", [0, 1, 33, 63])
+@compiled_only
+@pytest.mark.parametrize("start", [0, 1, 63])
 def test_a_message_that_passes_the_caches_fills_its_target_and_nothing_beside(
     local_pair: Any, start: int
 ) -> None:
+    """On a processor with large caches that is one of more than 32 MiB."""
     one, other = local_pair()
-    source = bytes_of(5 * MIB + 37, start)
+    source = torch.arange(33 * MIB // 4 + 1, dtype=torch.int32).view(torch.uint8)
     around = torch.full((source.nbytes + 128,), 0xA5, dtype=torch.uint8)
     target = around[start : start + source.nbytes]
     sending = Call(lambda: one.send_tensor(source))
@@ -158,13 +154,14 @@ def test_a_message_that_passes_the_caches_fills_its_target_and_nothing_beside(
     assert_filled(0xA5, around[start + source.nbytes :])
 
 
+@compiled_only
 @pytest.mark.parametrize("row_bytes", [2048, 2049, 6000])
 def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
     local_pair: Any, row_bytes: int
 ) -> None:
     one, other = local_pair()
-    count = 5 * MIB // row_bytes
-    source = bytes_of(count * row_bytes, 1).view(count, row_bytes)
+    count = 17 * MIB // row_bytes
+    source = torch.arange(count * row_bytes).to(torch.uint8).view(count, row_bytes)
     target = torch.full((count + 1, row_bytes + 3), 0xA5, dtype=torch.uint8)
     sending = Call(lambda: one.send_blocks([source], range(count)))
     other.recv_blocks([target[:, :row_bytes]], range(count, 0, -1))
@@ -174,31 +171,15 @@ def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
     assert_filled(0xA5, target[:, row_bytes:])
 
 
-def test_a_pipe_says_how_much_memory_it_holds(local_pair: Any) -> None:
-    one, other = local_pair(slots=2, slot_bytes=MIB)
-    assert attrs.astuple(one.held) == (4 * MIB, 0, 0, 0)
-    one.send_tensor(torch.zeros(9 * MIB, dtype=torch.uint8))
-    assert one.held.queued == 9 * MIB
-    tensor = other.recv_tensor()
-    until(lambda: one.held.queued == 0)
-    assert other.held.lent >= tensor.nbytes
-    del tensor
-    assert other.held.lent == 0
-    assert other.held.idle >= 9 * MIB
-    one.abort()
-    other.abort()
-    assert one.held.shared == other.held.shared == 0
-
-
 def test_a_message_that_was_sent_is_let_go(local_pair: Any) -> None:
     one, other = local_pair(**ends.TINY)
-    source = torch.ones(MIB, dtype=torch.uint8)
+    source = torch.ones(100_000, dtype=torch.uint8)
     gone = weakref.ref(source)
     transfer = one.send_tensor(source)
     del source
-    assert other.recv_tensor().numel() == MIB
+    assert other.recv_tensor().numel() == 100_000
     transfer.wait(5)
-    until(lambda: gc.collect() * 0 + (gone() is None))
+    until(lambda: gone() is None)
 
 
 def test_a_pipe_has_one_socket_and_a_pidfd_and_its_memory_goes_with_it(local_pair: Any) -> None:
