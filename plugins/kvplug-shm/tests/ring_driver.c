@@ -1,7 +1,7 @@
 /* Two threads, the writer and the reader of one ring, for gcc's sanitizers.
  *
  * Usage: ring_driver SECONDS SEED. Built with -DRING_C="path of ring.c". In every round a new ring, of a random size
- * and with one of two ways to wait, carries messages of random sizes; both threads draw the same numbers, so that the
+ * and with one of two ways to wait, carries flat messages of random sizes; both threads draw the same numbers, so that the
  * reader knows what has to come. Exit code 1 and a line at the first wrong byte; stuck for 60 s: SIGALRM. */
 
 #include RING_C
@@ -12,9 +12,6 @@
 
 #define MESSAGES 64
 #define LARGE_MESSAGES 4
-#define ROW 192
-#define RUN (ROW / 4) /* of a strided row: two axes of two runs, in another order in memory than in the message */
-#define ROWS_ALLOCATED 3 /* for each row of a message: rows lie scattered */
 
 struct round {
     uint64_t seed;
@@ -38,7 +35,6 @@ static uint64_t draw(struct draw *from) {
 
 struct shape {
     int64_t nbytes;
-    int rows;    /* whether the memory is rows, not flat: 1, or 2 if they are strided */
     int at_once; /* whether it is put at once, if it fits */
     unsigned char pattern;
 };
@@ -47,69 +43,9 @@ static struct shape next_shape(struct draw *from, int64_t largest) {
     struct shape shape;
     uint64_t kind = draw(from) % 8;
     shape.nbytes = (int64_t)(draw(from) % (kind < 4 ? 300 : (uint64_t)largest)) + 1;
-    shape.rows = kind == 7;
-    if (shape.rows)
-        shape.nbytes = (int64_t)lines((uint64_t)shape.nbytes) / ROW * ROW + ROW;
     shape.at_once = kind < 6;
     shape.pattern = (unsigned char)draw(from);
-    if (shape.rows)
-        shape.rows += shape.pattern % 2;
     return shape;
-}
-
-static void *memory_of(int64_t nbytes) {
-    void *found = malloc((size_t)nbytes); /* exactly: a byte more is an error that a sanitizer sees */
-    if (!found)
-        abort();
-    return found;
-}
-
-/* The memory of one message, and its description. */
-struct target {
-    struct span span;
-    unsigned char *memory, *bases[1];
-    int64_t strides[1], *ids;
-};
-
-static void make_target(struct target *target, const struct shape *shape) {
-    memset(target, 0, sizeof *target);
-    if (!shape->rows) {
-        target->memory = target->span.flat = memory_of(shape->nbytes);
-        return;
-    }
-    int64_t rows = shape->nbytes / ROW;
-    target->memory = memory_of(rows * ROWS_ALLOCATED * ROW);
-    target->ids = memory_of(rows * (int64_t)sizeof(int64_t));
-    for (int64_t row = 0; row < rows; row++)
-        target->ids[row] = (rows - 1 - row) * ROWS_ALLOCATED;
-    target->bases[0] = target->memory;
-    target->strides[0] = ROW;
-    target->span = (struct span){.bases = target->bases, .strides = target->strides, .ids = target->ids,
-                                 .num_ids = rows, .num_parts = 1, .row_bytes = ROW, .run_bytes = ROW};
-    if (shape->rows == 2) {
-        target->span.run_bytes = RUN;
-        target->span.num_axes = 2;
-        target->span.slowest = 1;
-        target->span.counts[0] = target->span.counts[1] = 2;
-        target->span.steps[0] = target->span.in_message[1] = 2 * RUN;
-        target->span.steps[1] = target->span.in_message[0] = RUN;
-    }
-}
-
-/* The contiguous part of a message from byte `at` on, `nbytes` at most. */
-static unsigned char *part_of(const struct target *target, const struct shape *shape, int64_t at, int64_t *nbytes) {
-    if (!shape->rows)
-        return target->memory + at;
-    int64_t length = shape->rows == 2 ? RUN : ROW, run = at % ROW / length, skip = at % length;
-    if (shape->rows == 2)
-        run = run % 2 * 2 + run / 2;
-    *nbytes = *nbytes < length - skip ? *nbytes : length - skip;
-    return target->memory + target->ids[at / ROW] * ROW + run * length + skip;
-}
-
-static void free_target(struct target *target) {
-    free(target->memory);
-    free(target->ids);
 }
 
 /* The bytes of a message: those of a table with a period of 256, from `pattern` on. */
@@ -119,26 +55,29 @@ static const unsigned char *bytes_from(const struct shape *shape, int64_t at) {
     return table + (uint64_t)(at + shape->pattern) % 256;
 }
 
-static void fill(struct target *target, const struct shape *shape) {
-    for (int64_t at = 0; at < shape->nbytes;) {
-        int64_t part = shape->nbytes - at < 256 ? shape->nbytes - at : 256;
-        unsigned char *memory = part_of(target, shape, at, &part);
-        memcpy(memory, bytes_from(shape, at), (size_t)part);
-        at += part;
-    }
+static int64_t part_from(const struct shape *shape, int64_t at) {
+    return shape->nbytes - at < 256 ? shape->nbytes - at : 256;
 }
 
-static void check(struct target *target, const struct shape *shape, int number) {
-    for (int64_t at = 0; at < shape->nbytes;) {
-        int64_t part = shape->nbytes - at < 256 ? shape->nbytes - at : 256;
-        unsigned char *memory = part_of(target, shape, at, &part);
-        if (memcmp(memory, bytes_from(shape, at), (size_t)part)) {
+static unsigned char *memory_of(const struct shape *shape) {
+    unsigned char *memory = malloc((size_t)shape->nbytes); /* exactly: a byte more is an error that a sanitizer sees */
+    if (!memory)
+        abort();
+    return memory;
+}
+
+static void fill(unsigned char *memory, const struct shape *shape) {
+    for (int64_t at = 0; at < shape->nbytes; at += 256)
+        memcpy(memory + at, bytes_from(shape, at), (size_t)part_from(shape, at));
+}
+
+static void check(const unsigned char *memory, const struct shape *shape, int number) {
+    for (int64_t at = 0; at < shape->nbytes; at += 256)
+        if (memcmp(memory + at, bytes_from(shape, at), (size_t)part_from(shape, at))) {
             fprintf(stderr, "a wrong byte from %lld of %lld on in message %d\n", (long long)at,
                     (long long)shape->nbytes, number);
             exit(1);
         }
-        at += part;
-    }
 }
 
 /* Until the reader has moved: `park` of protocol.py, or a spin. */
@@ -164,26 +103,26 @@ static void *write_all(void *given) {
     char prefix[LINE];
     for (int number = 0; number < round->messages; number++) {
         struct shape shape = next_shape(&from, round->largest);
-        struct target source;
-        make_target(&source, &shape);
-        fill(&source, &shape);
+        unsigned char *source = memory_of(&shape);
+        struct span span = {.flat = source};
+        fill(source, &shape);
         memset(prefix, shape.pattern, LINE);
         struct message message = {prefix, LINE, shape.nbytes, LINE + shape.nbytes};
         int64_t any = INT64_MAX / 4;
-        int done = shape.at_once && !shape.rows &&
-                   (number % 2 ? kvplug_put(&end, &message, source.span.flat, any)
-                               : kvplug_put_long(&end, &message, source.span.flat, any, 2 * LINE, 1 << 16)) == 1;
+        int done = shape.at_once &&
+                   (number % 2 ? kvplug_put(&end, &message, source, any)
+                               : kvplug_put_long(&end, &message, source, any, 2 * LINE, 1 << 16)) == 1;
         int64_t sent = done ? shape.nbytes : 0, before = LINE;
         while (sent < shape.nbytes) {
             uint64_t published = end.count;
-            sent += kvplug_push(&end, prefix, before, &source.span, sent, shape.nbytes, 2 * LINE, 1 << 16,
+            sent += kvplug_push(&end, prefix, before, &span, sent, shape.nbytes, 2 * LINE, 1 << 16,
                                 round->sleeps ? 0 : 50000, 5000000);
             if (end.count != published)
                 before = 0;
             if (sent < shape.nbytes)
                 wait_for_room(&end, round->sleeps);
         }
-        free_target(&source);
+        free(source);
     }
     return NULL;
 }
@@ -202,8 +141,8 @@ static void *read_all(void *given) {
     unsigned char line[LINE];
     for (int number = 0; number < round->messages; number++) {
         struct shape shape = next_shape(&from, round->largest);
-        struct target target;
-        make_target(&target, &shape);
+        unsigned char *target = memory_of(&shape);
+        struct span span = {.flat = target};
         int64_t here;
         while ((here = kvplug_peek(&end, line, round->sleeps ? 0 : 1000)) < LINE)
             wait_for_units(&end, LINE, round->sleeps);
@@ -212,13 +151,13 @@ static void *read_all(void *given) {
                 fprintf(stderr, "byte %d before message %d is wrong\n", each, number);
                 exit(1);
             }
-        if (target.span.flat && here >= LINE + (int64_t)lines((uint64_t)shape.nbytes)) {
-            kvplug_take(&end, target.span.flat, shape.nbytes);
+        if (here >= LINE + (int64_t)lines((uint64_t)shape.nbytes)) {
+            kvplug_take(&end, target, shape.nbytes);
         } else {
             int64_t got = 0, unreleased = LINE;
             while (got < shape.nbytes) {
                 int64_t enough = number % 3 && got < shape.nbytes / 2 ? got + 1 : shape.nbytes;
-                int64_t more = kvplug_pull(&end, &target.span, got, shape.nbytes, enough, unreleased, 1 << 16,
+                int64_t more = kvplug_pull(&end, &span, got, shape.nbytes, enough, unreleased, 1 << 16,
                                            round->sleeps ? 0 : 50000, 5000000);
                 if (more)
                     unreleased = 0;
@@ -227,8 +166,8 @@ static void *read_all(void *given) {
                     wait_for_units(&end, unreleased + LINE, round->sleeps);
             }
         }
-        check(&target, &shape, number);
-        free_target(&target);
+        check(target, &shape, number);
+        free(target);
     }
     return NULL;
 }

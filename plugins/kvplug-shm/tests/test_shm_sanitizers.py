@@ -79,20 +79,16 @@ def cannot_run(compiler: str, sanitizer: str) -> str:
     return ""
 
 
-def drive(
-    folder: Path, sanitizer: str, *changes: Change, seconds: int | None = None
-) -> subprocess.CompletedProcess[str]:
+def drive(folder: Path, sanitizer: str, *changes: Change) -> subprocess.CompletedProcess[str]:
     """Run the driver over ring.c with these changes, under the sanitizer."""
     source, program = folder / "changed.c", folder / "driver"
     source.write_text(ring_library.changed(*changes), encoding="utf-8")
     flags = ["-std=c11", "-fno-strict-aliasing", *DEBUG, f"-fsanitize={sanitizer}", f'-DRING_C="{source}"']
     command = [gcc(sanitizer), *flags, "-o", str(program), str(HERE / "ring_driver.c"), "-lpthread"]
     subprocess.run(command, check=True, timeout=120)
-    seconds = DRIVER_S[sanitizer] if seconds is None else seconds
     env = {**os.environ, "ASAN_OPTIONS": "", "TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": ""}
-    return subprocess.run(
-        [str(program), str(seconds), "1"], env=env, capture_output=True, text=True, check=False, timeout=200
-    )
+    command = [str(program), str(DRIVER_S[sanitizer]), "1"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=200)
 
 
 @pytest.mark.parametrize("sanitizer", [THREAD, MEMORY])
@@ -147,19 +143,11 @@ def run_tests(
         "ASAN_OPTIONS": f"detect_leaks=0:quarantine_size_mb=16:log_path={reports / 'address'}",
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={reports / 'undefined'}",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-c",
-        str(config.inipath),
-        "--rootdir",
-        str(config.rootpath),
-    ]
-    command += ["-p", "no:cacheprovider", "-m", "not slow and not variant and not mutant and not timing"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(config.inipath)]
+    command += ["--rootdir", str(config.rootpath), "-k", only, str(HERE / tests)]
+    command += ["-m", "not slow and not variant and not mutant and not timing"]
     done = subprocess.run(
-        [*command, *(["-k", only] if only else []), str(HERE / tests)],
+        command,
         env=env,
         cwd=tmp_path,
         capture_output=True,
