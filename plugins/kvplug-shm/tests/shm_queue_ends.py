@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import KvplugError, PeerGoneError
+from kvplug import KvplugError
 from kvplug.transport import Credentials, Deadline, QueueContext, QueueHandle, dial
 from kvplug_shm.memory import waiting
 from kvplug_shm.options import ShmQueueOptions
@@ -168,16 +168,3 @@ def write(parent: peers.Parent, writer: Any, count: int) -> None:
         writer.enqueue(number)
     parent.send("sent")
     parent.recv(None)
-
-
-def look_slowly(parent: peers.Parent, reader: Any) -> str:
-    """Hold a chunk until the parent sends a value, then wait for the next message."""
-    with reader.acquire_read() as view:
-        parent.send(bytes(view))
-        parent.recv()
-        parent.send("looked")
-    try:
-        reader.dequeue()
-    except PeerGoneError as e:
-        return str(e)
-    return ""

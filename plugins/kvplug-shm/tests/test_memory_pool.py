@@ -136,18 +136,6 @@ def test_memory_stays_lent_as_long_as_anything_refers_to_it(what: str) -> None:
     assert pool.tensor(of(2 * MIB)).data_ptr() == address
 
 
-def test_a_graph_gives_it_back_from_its_own_threads() -> None:
-    pool = Pool(PLENTY)
-    weight = pool.tensor(TensorMeta("float32", (1024, 1024))).fill_(1.0)
-    x = torch.ones(1024, requires_grad=True)
-    loss = (weight @ x).sum()
-    del weight
-    assert pool.lent_bytes == 4 * MIB
-    loss.backward()
-    assert x.grad is not None and x.grad[0] == 1024
-    assert pool.lent_bytes == 0
-
-
 # -- which block, and how many of them -------------------------------------------------------------------
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +139,8 @@ def test_a_reader_that_was_evicted_learns_it_from_every_call(queue: Any, memory_
 
 
 @pytest.fixture
-def writer() -> Iterator[Any]:
-    made = ends.endpoint(n_reader=3).create()
-    yield made
-    made.abort()
+def writer(queue: Any) -> Any:
+    return queue(3, attached=0)[0]
 
 
 def goes_on(writer: Any, rank: int = 2) -> None:
@@ -169,22 +167,19 @@ def test_nothing_listens_but_an_abstract_socket_of_this_host(writer: Any) -> Non
 
 def test_bytes_of_strangers_reach_no_decoder(writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Any] = []
-    monkeypatch.setattr("kvplug_shm.queue.join.decode", lambda *given, **_: decoded.append(given))
     name = writer.export_handle().data["contact"].removeprefix("unix:@")
-    rng = random.Random(5)
-    for data in (b"", b"\x80\x04" * 200, frame({"rank": 0}), rng.randbytes(4096)):
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(f"\0{name}")
-            stranger.settimeout(20)
-            try:
-                stranger.sendall(data)
-                stranger.shutdown(socket.SHUT_WR)
-                while stranger.recv(4096):
-                    pass
-            except OSError:
-                pass  # it hung up first
+    with monkeypatch.context() as patch:
+        patch.setattr("kvplug_shm.queue.join.decode", lambda *given, **_: decoded.append(given))
+        for data in (b"", b"\x80\x04" * 200, frame({"rank": 0}), random.Random(5).randbytes(4096)):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(f"\0{name}")
+                stranger.settimeout(20)
+                with contextlib.suppress(OSError):  # it may hang up first
+                    stranger.sendall(data)
+                    stranger.shutdown(socket.SHUT_WR)
+                    while stranger.recv(4096):
+                        pass
     assert not decoded
-    monkeypatch.undo()
     goes_on(writer)
 
 

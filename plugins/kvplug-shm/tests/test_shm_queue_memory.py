@@ -13,7 +13,7 @@ import shm_queue_ends as ends
 from kvplug import CapacityError, TimeoutError
 from kvplug_testing.waits import Call
 
-queue, child = ends.queue, ends.child
+queue = ends.queue
 
 MIB = 1 << 20
 
@@ -81,19 +81,3 @@ def test_large_messages_wait_for_each_other(queue: Any) -> None:
     for reader in readers:
         assert reader.dequeue() == "small"
         assert len(reader.dequeue()) == 3 * MIB + 1
-
-
-def test_a_chunk_that_another_process_reads_stays_as_it_is(queue: Any, child: Any) -> None:
-    writer, (local_one,) = queue(2, attached=1)
-    slow = child("look_slowly", writer.export_handle(), rank=1)
-    with writer.acquire_write(5) as view:
-        view[:] = b"first"
-    assert slow.recv() == b"first"
-    for number in range(ends.CHUNKS - 1):
-        writer.enqueue(number)
-    with local_one.acquire_read() as view:
-        assert view == b"first"
-    with pytest.raises(TimeoutError, match=rf"rank 1 \(pid {slow.pid}\), {ends.CHUNKS} messages behind"):
-        writer.enqueue("no room", timeout=0.2)
-    slow.send("go on")
-    assert slow.recv() == "looked"
