@@ -137,7 +137,7 @@ class _Pairs(MemoryEndpoint):
         return local
 
 
-def suite_around(kind: Kind, make: Callable[..., Any] | None, **attributes: Any) -> type[Contract]:
+def suite_around(kind: str, make: Callable[..., Any] | None, **attributes: Any) -> type[Contract]:
     """The suite of a kind for what ``make`` makes, with these attributes.
 
     Other processes make it again from :attr:`.Contract.attributes`, where a class is the text that names it.
@@ -147,20 +147,21 @@ def suite_around(kind: Kind, make: Callable[..., Any] | None, **attributes: Any)
         attributes["options_class"] = at_source(named)
     made = dict(attributes)
     if make is not None:
-        if kind is Kind.PIPE:
+        if kind == Kind.PIPE:
             made |= {"across_processes": False, "make_endpoint": lambda self, context: _Pairs(context, make)}
         else:
-            made[_METHODS[kind]] = lambda self, *arguments: make(*arguments)
+            made[_METHODS[Kind(kind)]] = lambda self, *arguments: make(*arguments)
         classes = {key: value for key, value in attributes.items() if isinstance(value, type)}
         sources = {key: source_of(value) for key, value in classes.items()}
         made |= {"made_from": source_of(make), "attributes": attributes | sources}
+        made["around"] = f"{__name__}:{suite_around.__name__}"
         unknown: list[Any] = [each for each in (make, *classes.values()) if not source_of(each)]
         if unknown:
             name = getattr(unknown[0], "__qualname__", unknown[0])
             why = property(lambda self: f"other processes cannot import {name}: put it at the top of a file")
             made |= {"other_processes": why, "forked_processes": why}
-    words = str(getattr(make, "__name__", kind.value)).strip("<>").split("_")
-    return type("Test" + "".join(word.capitalize() for word in words), (suites.suite_of(kind),), made)
+    words = str(getattr(make, "__name__", kind)).strip("<>").split("_")
+    return type("Test" + "".join(word.capitalize() for word in words), (suites.suite_of(Kind(kind)),), made)
 
 
 class _Results:

@@ -86,6 +86,8 @@ class Contract:
     """Whether a process that has loaded its library may fork."""
     attributes: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """What another process sets of a suite that was made around a function."""
+    around: ClassVar[str] = ""
+    """What makes that suite, as :func:`.at_source` finds it; empty for the others."""
     one_host: ClassVar[str] = ""
     """Why its ends cannot be on two hosts here although the transport claims `cross_host`: an option, say.
     That claim is not judged then, and the scorecard has this reason."""
@@ -248,6 +250,7 @@ class Contract:
         return {
             "source": source,
             "kind": cls.kind.value,
+            "around": cls.around,
             "attributes": dict(cls.attributes),
             "transport": self.transport,
             "options": dict(self.options),

@@ -9,16 +9,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from kvplug.transport.spec import Kind
-
 
 def suite_from_ref(suite_ref: Mapping[str, Any]) -> Any:
     """The suite that :meth:`.Contract.suite_ref` describes, made in another process."""
     cls = at_source(suite_ref["source"])
-    if not hasattr(cls, "suite_ref"):  # the maker of a subject
-        from kvplug_testing.checks import suite_around
-
-        cls = suite_around(Kind(suite_ref["kind"]), cls, **suite_ref["attributes"])
+    if suite_ref["around"]:  # it makes the subject, and this makes the suite
+        cls = at_source(suite_ref["around"])(suite_ref["kind"], cls, **suite_ref["attributes"])
     return type(
         cls.__name__, (cls,), {"transport": suite_ref["transport"], "options": suite_ref["options"]}
     )()
