@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvplug import Config
-from kvplug.engine import Request, RequestEnd
+from kvplug.engine import Parallelism, Request, RequestEnd, WorkerOutput
+from kvplug.transport import Deadline, GetJob, MissReason
 from kvplug_testing import waits
 from kvplug_testing.engine import FakeEngine, request_of
 
@@ -126,3 +127,22 @@ def failures(engine: FakeEngine, op: str) -> dict[str, int]:
     """What of the operation failed at the worker since the last call, by reason."""
     found: dict[str, int] = (engine.figures() or {"failures": {}})["failures"].get(op, {})
     return found
+
+
+def missed(pages: Any, reason: MissReason = MissReason.ABSENT) -> GetJob:
+    """A get that has ended with nothing."""
+    job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
+    job.set([reason] * job.count)
+    return job
+
+
+def said(rank: int, step: int, **given: Any) -> WorkerOutput:
+    """What worker ``rank`` says after a step."""
+    names = ("failed_loads", "spoilt_saves", "stalled", "slow", "refused", "unreadable", "settled")
+    part = {**dict.fromkeys(names, ()), "unsaved": {}, "read_until": 0, "rates": None, "reset": False}
+    return WorkerOutput(worker_metadata=({**part, "rank": rank, "step": step, **given},))
+
+
+def two_workers() -> FakeEngine:
+    given = config("both", host=an_address("workers"))
+    return FakeEngine(given, parallelism=Parallelism(num_workers=2, tensor_size=2))

@@ -83,16 +83,6 @@ def on_device(**given: Any) -> FakeEngine:
     return FakeEngine(config("both", host=an_address("both"), **given), num_blocks=1100, device="simulated")
 
 
-@pytest.mark.parametrize("chunk", [None, 2048])
-def test_a_prompt_three_times_the_staging_memory_is_wholly_kept(chunk: int | None) -> None:
-    with on_device() as engine:
-        blocks = engine.prefill(request_of("a", range(8200)), chunk=chunk)
-        engine.cache.free(blocks)  # for others, at once
-        assert num_held(engine) == 512
-        assert failures(engine, "save") == {}
-        assert_loads(engine, request_of("b", range(8200)), 8192)
-
-
 @pytest.fixture
 def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for four pages, in pieces of one."""
@@ -185,26 +175,26 @@ def test_pages_that_find_no_staging_memory_in_time_are_counted(little_staging: N
 # -- a GPU ------------------------------------------------------------------------------------------
 
 
-def exchange(parent: peers.Parent | None, device: str) -> None:
-    """512 pages of 30 layers, which are released some layers at a time, by several threads."""
+def exchange(parent: peers.Parent | None, device: str, num_pages: int) -> None:
+    """Pages of 30 layers, which are released some layers at a time, by several threads."""
     on = {"producer": {"device": device}, "consumer": {"device": device}}
-    with pair(**on, device=device, num_blocks=600, num_layers=30) as (prefill, decode):
-        prompt = range(8200)
+    with pair(**on, device=device, num_blocks=num_pages + 80, num_layers=30) as (prefill, decode):
+        prompt = range(16 * num_pages + 8)
         prefill.free_blocks.extend(prefill.prefill(request_of("stored", prompt)))
-        until_promised(decode, prompt, 8192)
+        until_promised(decode, prompt, 16 * num_pages)
         for number in range(3):
-            assert_loads(decode, request_of(f"a{number}", prompt), 8192)
+            assert_loads(decode, request_of(f"a{number}", prompt), 16 * num_pages)
 
 
 def test_many_layers_of_many_pages_are_as_they_were_computed() -> None:
-    exchange(None, "simulated")
+    exchange(None, "simulated", 96)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: loads into one are not tested")
 def test_many_layers_of_many_pages_are_on_a_gpu_as_they_were_computed() -> None:
     """In a process without the simulated device, beside which torch cannot pin memory for a GPU."""
-    with peers.start(exchange, "cuda:0", timeout_s=60.0) as child:
+    with peers.start(exchange, "cuda:0", 512, timeout_s=60.0) as child:
         child.result(60.0)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -191,22 +193,23 @@ class GroupedEngine:
         return tables, found, self.step(request, tables, computed + found, rest)
 
 
-def a_pair(*, producer: bool = True, consumer: bool = True) -> tuple[GroupedEngine, GroupedEngine]:
-    """Whether the engine groups its layers."""
-    prefill = GroupedEngine(config("producer"), is_grouped=producer, listen="unix:")
-    try:
-        return prefill, GroupedEngine(config("consumer"), is_grouped=consumer, connect=prefill.worker.contact)
-    except BaseException:
-        prefill.__exit__()
-        raise
+@contextmanager
+def pair(*, producer: bool = True, consumer: bool = True) -> Iterator[tuple[GroupedEngine, GroupedEngine]]:
+    """Whether each engine groups its layers."""
+    with (
+        GroupedEngine(config("producer"), is_grouped=producer, listen="unix:") as prefill,
+        GroupedEngine(config("consumer"), is_grouped=consumer, connect=prefill.worker.contact) as decode,
+    ):
+        yield prefill, decode
 
 
-@pytest.mark.parametrize("consumer", [True, False], ids=["into groups", "into one group"])
-@pytest.mark.parametrize("producer", [True, False], ids=["from groups", "from one group"])
-@pytest.mark.parametrize("chunk", [None, 50, 7])
+@pytest.mark.parametrize(
+    ("chunk", "producer", "consumer"),
+    [(None, True, True), (50, True, False), (7, False, True)],
+    ids=["groups to groups", "groups to one group", "one group to groups"],
+)
 def test_pages_are_the_same_whatever_the_groups(chunk: int | None, producer: bool, consumer: bool) -> None:
-    prefill, decode = a_pair(producer=producer, consumer=consumer)
-    with prefill, decode:
+    with pair(producer=producer, consumer=consumer) as (prefill, decode):
         prompt = request_of("a", PROMPT)
         tables = prefill.prefill(prompt, chunk)
         assert prefill.is_right(prompt, tables, 200)
@@ -218,8 +221,7 @@ def test_pages_are_the_same_whatever_the_groups(chunk: int | None, producer: boo
 
 @pytest.mark.parametrize("computed", [16, 96, 176])
 def test_a_load_begins_where_the_engines_own_cache_ends(computed: int) -> None:
-    prefill, decode = a_pair()
-    with prefill, decode:
+    with pair() as (prefill, decode):
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt)
         tables, found, report = decode.load(prompt, computed)
@@ -229,8 +231,7 @@ def test_a_load_begins_where_the_engines_own_cache_ends(computed: int) -> None:
 
 def test_every_block_that_there_is_becomes_whole() -> None:
     """The engine may give it to a later request, for which its first tokens are within the window."""
-    prefill, decode = a_pair()
-    with prefill, decode:
+    with pair() as (prefill, decode):
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt)
         tables, *_ = decode.load(prompt)
@@ -242,8 +243,7 @@ def test_every_block_that_there_is_becomes_whole() -> None:
 
 
 def test_a_load_that_fails_names_the_blocks_of_every_group() -> None:
-    prefill, decode = a_pair()
-    with prefill, decode:
+    with pair() as (prefill, decode):
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt)
         assert num_held(prefill) == 12
@@ -263,8 +263,7 @@ def test_a_load_that_fails_names_the_blocks_of_every_group() -> None:
 
 
 def test_a_table_without_a_block_that_is_needed_is_a_failed_load() -> None:
-    prefill, decode = a_pair()
-    with prefill, decode:
+    with pair() as (prefill, decode):
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt)
         allocate = decode.allocate
@@ -276,8 +275,7 @@ def test_a_table_without_a_block_that_is_needed_is_a_failed_load() -> None:
 
 
 def test_what_was_generated_is_saved_while_the_window_moves_on() -> None:
-    prefill, decode = a_pair()
-    with prefill, decode:
+    with pair() as (prefill, decode):
         whole = request_of("a", tokens(330))
         prefill.scheduler.on_new_request(whole)
         tables = prefill.allocate(330)
@@ -309,29 +307,19 @@ def test_a_prompt_of_which_the_engine_had_the_beginning_is_saved_from_there_on()
 # -- what is refused --------------------------------------------------------------------------------
 
 
-def test_pages_longer_than_a_window_are_refused() -> None:
+def test_pages_longer_than_a_window_and_groups_whose_blocks_differ_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"pages of 48 tokens: layers with a window of 40 .* at most 40"):
         GroupedEngine(config("both", {"page_tokens": 48}))
-
-
-def test_groups_whose_blocks_differ_are_refused() -> None:
-    layout = KVLayout("BHTKD", {"B": 8, "T": 16, "H": 2, "D": 8})
-    other = KVLayout("BHTKD", {"B": 8, "T": 16, "H": 2, "D": 16})
-    groups = (
-        CacheGroup(layer_names=("a",), layout=layout),
-        CacheGroup(layer_names=("b",), layout=other),
+    groups = tuple(
+        CacheGroup(layer_names=(name,), layout=KVLayout("BHTKD", {"B": 8, "T": 16, "H": 2, "D": size}))
+        for name, size in (("a", 8), ("b", 16))
     )
+    for order in ((), ("a",), ("a", "b", "b")):
+        with pytest.raises(LayoutError, match="it has each layer of the groups once"):
+            KVCacheConfig(groups=groups, num_blocks=8, forward_order=order)
     cache = KVCacheConfig(groups=groups, num_blocks=8, forward_order=("b", "a"))
     with pytest.raises(UnsupportedError, match=r"blocks of group 1 .* differ from those of group 0"):
         build_connector(config("both"), "scheduler", model=model_of("BHTKD", 2), cache=cache)
-
-
-@pytest.mark.parametrize("order", [(), ("a",), ("a", "b", "b")])
-def test_several_groups_need_the_order_of_their_layers(order: tuple[str, ...]) -> None:
-    layout = KVLayout("BHTKD", {"B": 8, "T": 16, "H": 2, "D": 8})
-    groups = tuple(CacheGroup(layer_names=(name,), layout=layout) for name in "ab")
-    with pytest.raises(LayoutError, match="it has each layer of the groups once"):
-        KVCacheConfig(groups=groups, num_blocks=8, forward_order=order)
 
 
 def test_no_store_reads_blocks_of_a_cache_with_windows_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

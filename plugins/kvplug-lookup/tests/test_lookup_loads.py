@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +13,11 @@ import torch
 from kvplug import ClosedError
 from kvplug.engine import StalledError, TransferStats
 from kvplug.metrics.record import RecordedStore
-from kvplug.transport import BackgroundThread, Deadline, DeviceMark, GetJob, MissReason, PageBuffers
+from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers, Series
 from kvplug_lookup.connector.load import Load
-from kvplug_lookup.connector.peers import PeerStore
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_testing.engine import FakeEngine, request_of
-from kvplug_testing.waits import Call, until
+from kvplug_testing.waits import Call
 from lookup_engines import PROMPT, both, config, failures, pair, promised
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,8 +41,9 @@ class Asking:
         return self.job
 
 
-def load_of(engine: FakeEngine, chains: list[bytes], **given: Any) -> Load:
-    """Of two pages from the source "x"."""
+@pytest.fixture
+def asked() -> Iterator[tuple[Series, Asking, Callable[..., Load]]]:
+    """The series of an engine, a store, and what makes a load of two pages from it, the source "x"."""
     plan = LoadPlan(
         request_id="a",
         first_page=0,
@@ -54,88 +55,63 @@ def load_of(engine: FakeEngine, chains: list[bytes], **given: Any) -> Load:
         sources=((("x", 2),),),
         in_background=True,
     )
-    settings = {"timeout_s": 20, "stall_timeout_s": 20, "progressed_at": lambda source: 0.0, **given}
-    return Load(
-        plan,
-        engine.worker._views,
-        rank=0,
-        groups=engine.worker._groups,
-        chains=chains,
-        identities=[bytes(160)] * 2,
-        stats=TransferStats(),
-        after=DeviceMark(torch.device("cpu")),
-        **settings,
-    )
+
+    with FakeEngine(config("producer"), listen="unix:") as engine:
+
+        def load(**given: Any) -> Load:
+            return Load(
+                plan,
+                engine.worker._views,
+                rank=0,
+                groups=engine.worker._groups,
+                chains=[bytes(32), b"1" * 32],
+                identities=[bytes(160)] * 2,
+                stats=TransferStats(),
+                after=DeviceMark(torch.device("cpu")),
+                **{"timeout_s": 20, "stall_timeout_s": 20, "progressed_at": lambda source: 0.0, **given},
+            )
+
+        yield engine.worker.first_tier.series, Asking(), load
 
 
 @pytest.mark.parametrize("serves_others", [True, False])
-def test_a_load_is_not_stalled_while_its_source_serves_others(serves_others: bool) -> None:
-    with FakeEngine(config("producer"), listen="unix:") as engine:
-        series, store = engine.worker.first_tier.series, Asking()
-        store.goes_on.set()
-        asked: list[str] = []
+def test_a_load_is_not_stalled_while_its_source_serves_others(asked: Any, serves_others: bool) -> None:
+    series, store, load_of = asked
+    store.goes_on.set()
+    sources: list[str] = []
 
-        def progressed_at(source: str) -> float:
-            asked.append(source)
-            return time.monotonic() if serves_others else 0.0
+    def progressed_at(source: str) -> float:
+        sources.append(source)
+        return time.monotonic() if serves_others else 0.0
 
-        chains = [bytes([number]) * 32 for number in range(2)]
-        load = load_of(engine, chains, stall_timeout_s=0.1, progressed_at=progressed_at)
-        load.begin(load.parts[0], store, series)  # type: ignore[arg-type]
-        time.sleep(0.2)
-        load.check_stall()
-        assert set(asked) == {"x"}
-        assert (load.stalled is None) == serves_others
-        assert store.cancelled.is_set() != serves_others
+    load = load_of(stall_timeout_s=0.1, progressed_at=progressed_at)
+    load.begin(load.parts[0], store, series)
+    time.sleep(0.2)
+    load.check_stall()
+    assert set(sources) == {"x"}
+    assert (load.stalled is None) == serves_others
+    assert store.cancelled.is_set() != serves_others
 
 
-def test_a_load_that_fails_while_a_store_is_asked_has_not_ended_before_that_job_is_settled() -> None:
-    """Its blocks would be another request's, and the job would still write into them."""
-    with FakeEngine(config("producer"), listen="unix:") as engine:
-        series, store = engine.worker.first_tier.series, Asking()
-        chains = [bytes([number]) * 32 for number in range(2)]
-        load = load_of(engine, chains)
-        asking = Call(lambda: load.begin(load.parts[0], store, series))  # type: ignore[arg-type]
-        assert store.is_asked.wait(10)
-        load.fail(ClosedError("the test wants it so"))
-        assert not load.has_ended
-        store.goes_on.set()
-        asking.result()
-        assert store.cancelled.wait(10)
-        assert not load.has_ended
-        store.job.set(["cancelled"] * 2)
-        assert load.has_ended
-
-
-def no_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Threads of that name cannot be started."""
-    start = BackgroundThread.start
-
-    def refuse(thread: BackgroundThread) -> None:
-        if thread.name == name:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(BackgroundThread, "start", refuse)
-
-
-def test_a_load_for_which_there_is_no_thread_fails_and_the_engine_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_load_that_fails_while_a_store_is_asked_has_not_ended_before_that_job_is_settled(
+    asked: Any,
 ) -> None:
-    with pair() as (prefill, decode):
-        prefill.prefill(request_of("stored", PROMPT))
-        scheduled = promised(decode, request_of("a", PROMPT), 96)
-        with monkeypatch.context() as patched:
-            no_threads(patched, "kvplug-lookup-peer")
-            assert len(decode.step([scheduled]).invalid_block_ids) == 6
-        assert failures(decode, "load") == {"exhausted": 1}
-        again = promised(decode, request_of("b", PROMPT), 96)
-        assert not decode.step([again]).invalid_block_ids
+    """Its blocks would be another request's, and the job would still write into them."""
+    series, store, load_of = asked
+    load = load_of()
+    asking = Call(lambda: load.begin(load.parts[0], store, series))
+    assert store.is_asked.wait(10)
+    load.fail(ClosedError("the test wants it so"))
+    assert not load.has_ended
+    store.goes_on.set()
+    asking.result()
+    assert store.cancelled.wait(10)
+    assert not load.has_ended
+    store.job.set(["cancelled"] * 2)
+    assert load.has_ended
 
 
 def test_a_store_that_raises_what_no_store_may_fails_the_load_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvplug.metrics.record import RecordedStore
-
     with pair() as (prefill, decode):
         prefill.prefill(request_of("stored", PROMPT))
         decode.worker.wait_until_ready(10)
@@ -144,19 +120,16 @@ def test_a_store_that_raises_what_no_store_may_fails_the_load_alone(monkeypatch:
         def refuse(*_: Any, **__: Any) -> Any:
             raise ValueError("a request for too many pages")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(RecordedStore, "submit_get", refuse)
-            assert len(decode.step([scheduled]).invalid_block_ids) == 6
+        monkeypatch.setattr(RecordedStore, "submit_get", refuse)
+        assert len(decode.step([scheduled]).invalid_block_ids) == 6
         assert failures(decode, "load") == {"other": 1}
 
 
 def test_threads_that_connect_to_one_peer_at_once_make_one_connection() -> None:
-    with pair() as (prefill, decode):
+    with pair() as (_, decode):
         (peer,) = decode.worker._peers.values()
-        assert isinstance(peer, PeerStore)
         calls = [Call(lambda: peer.connected(Deadline.after(10), retry=True)) for _ in range(4)]
         assert len({id(call.result()[0]) for call in calls}) == 1
-        until(lambda: len(prefill.worker._service._served) == 2)  # and one that follows
 
 
 def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:

@@ -6,55 +6,32 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 
-from kvplug import build_connector
-from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism, WorkerOutput
 from kvplug.metrics.record import RecordedStore
-from kvplug.transport import (
-    ChainMemo,
-    Deadline,
-    GetJob,
-    Job,
-    MissReason,
-    PageBuffers,
-    PageRows,
-    PutReason,
-    pack_tokens,
-)
-from kvplug_lookup.connector.keys import PromptChains, namespace_of
+from kvplug.transport import Deadline, Job, PageBuffers, PageRows, PutReason, pack_tokens
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
-from kvplug_testing.engine import MODEL, NUM_LAYERS, CallOrder, FakeEngine, layout_of, request_of
-from kvplug_testing.waits import until
-from lookup_engines import PAGE, PROMPT, an_address, assert_loads, both, config, num_held, promised, tokens
+from kvplug_testing.engine import CallOrder, FakeEngine, PlannedStep, request_of
+from lookup_engines import (
+    PAGE,
+    PROMPT,
+    assert_loads,
+    both,
+    config,
+    missed,
+    num_held,
+    promised,
+    said,
+    tokens,
+    two_workers,
+)
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """While ``failing.now`` is true, nothing is there that is loaded."""
-
-    class Switch:
-        now = False
-
-    get = RecordedStore.submit_get
-
-    def submit_get(store: RecordedStore, pages: Any, **given: Any) -> GetJob:
-        if not Switch.now:
-            return get(store, pages, **given)
-        job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
-        job.set([MissReason.ABSENT] * job.count)
-        return job
-
-    monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
-    return Switch
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_what_was_computed_beside_a_failed_load_in_shared_blocks_is_not_saved(
-    drafts: bool, in_flight: bool, failing: Any
+    drafts: bool, in_flight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = CallOrder(drafts=drafts)
     with both() as engine:
@@ -72,9 +49,9 @@ def test_what_was_computed_beside_a_failed_load_in_shared_blocks_is_not_saved(
             ]
         else:
             plans = [engine.plan([(prompt, blocks, 96, 54), (sharing, theirs, 96, 24)])]
-        failing.now = True
-        reports = [engine.execute(plan, order=order) for plan in plans]
-        failing.now = False
+        with monkeypatch.context() as failing:
+            failing.setattr(RecordedStore, "submit_get", lambda _, pages, **__: missed(pages))
+            reports = [engine.execute(plan, order=order) for plan in plans]
         assert reports[0].invalid_block_ids == frozenset(blocks[:6])
         assert num_held(engine) == 6
         for report in reports:
@@ -89,11 +66,10 @@ def test_what_was_computed_beside_a_failed_load_in_shared_blocks_is_not_saved(
 def save_of(request_id: str, token_ids: Any) -> SavePlan:
     """All pages of a prompt in one step, from the cache's first blocks."""
     whole = tuple(token_ids)[: len(token_ids) // PAGE * PAGE]
-    chains = PromptChains(namespace_of(MODEL), b"", PAGE, ChainMemo())
     return SavePlan(
         request_id=request_id,
         first_page=0,
-        parent=chains.root,
+        parent=bytes(32),
         packed_tokens=pack_tokens(whole),
         block_ids=(tuple(range(len(whole) // PAGE)),),
         num_announced=len(whole) // PAGE,
@@ -105,49 +81,25 @@ def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_hav
     num_workers: int,
 ) -> None:
     """It may have failed at another worker, and all of them compute with each other's parts."""
-    layout = layout_of("KBTHD", PAGE, 16)
-    names = tuple(f"layers.{index}" for index in range(NUM_LAYERS))
-    worker: Any = build_connector(
-        config("both", host=an_address("workers")),
-        "worker",
-        model=MODEL,
-        cache=KVCacheConfig(groups=(CacheGroup(layer_names=names, layout=layout),), num_blocks=16),
-        parallelism=Parallelism(num_workers=num_workers),
-    )
-    caches = {name: torch.randn(layout.shape) for name in names}
+    with both() if num_workers == 1 else two_workers() as engine:
 
-    def step(number: int, save: SavePlan, *loads: LoadPlan, heard: int) -> tuple[Any, int]:
-        """The requests whose saves are given up for now, and how many pages the store has then."""
-        plan = StepPlan(step=number, heard=heard, loads=loads, saves=(save,))
-        worker.bind_connector_metadata(plan.to_plain())
-        worker.start_load_kv()
-        for name in names:
-            worker.wait_for_layer_load(name)
-            worker.save_kv_layer(name, caches[name])
-        worker.wait_for_save()
-        worker.get_finished(frozenset())
-        assert not worker.get_block_ids_with_load_errors()
-        said = worker.build_worker_metadata()
-        worker.clear_connector_metadata()
-        until(lambda: not worker._saver.bytes_unsaved)
-        spoilt = said["spoilt_saves"] if said else None
-        return spoilt, worker.first_tier.store.usage().num_pages
+        def step(number: int, save: SavePlan, *loads: LoadPlan, heard: int) -> tuple[Any, int]:
+            """The requests whose saves are given up for now, and how many pages the store has then."""
+            plan = StepPlan(step=number, heard=heard, loads=loads, saves=(save,)).to_plain()
+            scheduled = ((request_of("any", range(1)), (0,), 0, 1),)
+            planned = PlannedStep(scheduled=scheduled, preempted=frozenset(), metadata=plan)
+            report = engine.execute(planned, compute=False)
+            assert not report.invalid_block_ids
+            spoilt: Any = next((part["spoilt_saves"] for part in report.worker_metadata), None)  # type: ignore[attr-defined]
+            return spoilt, num_held(engine)
 
-    try:
-        worker.register_kv_caches(caches)
         stored = save_of("stored", range(96))
-        _, held = step(1, stored, heard=0)
-        assert held == 6
-        load = LoadPlan(
-            **{
-                name: getattr(stored, name) for name in ("first_page", "parent", "packed_tokens", "block_ids")
-            },
-            request_id="a",
-            start=0,
-            end=96,
-            sources=((("host", 6),),) * num_workers,
-            in_background=False,
-        )
+        assert step(1, stored, heard=0)[1] == 6
+        pages = {
+            name: getattr(stored, name) for name in ("first_page", "parent", "packed_tokens", "block_ids")
+        }
+        sources = ((("host", 6),),) * num_workers
+        load = LoadPlan(**pages, request_id="a", start=0, end=96, sources=sources, in_background=False)
         prompt, sharing = save_of("a", range(112)), save_of("b", [*range(96), *range(5000, 5016)])
         if num_workers == 1:
             assert step(2, prompt, load, heard=0)[1] == 7
@@ -159,95 +111,50 @@ def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_hav
         assert step(5, sharing, heard=3)[1] == 8
         spoilt, held = step(6, stored, load, heard=3)
         assert spoilt == [] and held == 8, "nothing is to be saved, and still the step must be heard of"
-    finally:
-        worker.shutdown()
 
 
 # -- pages that are not kept -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def refusing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """While ``refusing.now`` is true, no page from the third one of a put on is kept."""
-
-    class Switch:
-        now = True
-
+def test_pages_that_a_store_refused_are_saved_by_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvplug_lookup.connector.tracked._MAX_PAUSE_S", 0.0)
     put = RecordedStore.submit_put
 
-    def submit_put(store: RecordedStore, pages: Any, **given: Any) -> Job[PutReason | None]:
-        if not Switch.now:
-            return put(store, pages, **given)
-        taken = slice(0, 2)
+    def first_two(store: RecordedStore, pages: Any, **given: Any) -> Job[PutReason | None]:
         rows = pages.memory.rows()
-        memory = PageBuffers(pages.memory.format, PageRows(rows.buffer, rows.offsets[taken], rows.nbytes))
-        first = attrs.evolve(pages, keys=pages.keys[taken], identities=pages.identities[taken], memory=memory)
+        memory = PageBuffers(pages.memory.format, PageRows(rows.buffer, rows.offsets[:2], rows.nbytes))
+        taken = attrs.evolve(pages, keys=pages.keys[:2], identities=pages.identities[:2], memory=memory)
+        results = put(store, taken, **given).wait(10)
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(None))
-        results = put(store, first, **given).wait(10)
-        job.set([*results, *[PutReason.NO_ROOM] * (len(pages.keys) - len(results))])
+        job.set([*results, *[PutReason.NO_ROOM] * (job.count - len(results))])
         return job
 
-    monkeypatch.setattr(RecordedStore, "submit_put", submit_put)
-    return Switch
-
-
-@pytest.mark.parametrize("by", ["a later step", "a later request"])
-def test_pages_that_a_store_refused_are_saved(
-    by: str, refusing: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvplug_lookup.connector.tracked._MAX_PAUSE_S", 0.0)
     with both() as engine:
         prompt = request_of("a", PROMPT)
         blocks = engine.admit(prompt)
-        engine.step([(prompt, blocks, 0, 100)])
-        assert num_held(engine) == 2
-        refusing.now = False
-        if by == "a later request":
-            engine.finish(prompt, blocks)
-            engine.settle()
-            engine.prefill(request_of("again", PROMPT))
-        else:
-            engine.step([])  # whose report says what was not kept
-            engine.step([(prompt, blocks, 99, 1)])
+        with monkeypatch.context() as refusing:
+            refusing.setattr(RecordedStore, "submit_put", first_two)
+            engine.step([(prompt, blocks, 0, 100)])
+            assert num_held(engine) == 2
+        engine.step([])  # whose report says what was not kept
+        engine.step([(prompt, blocks, 99, 1)])
         assert num_held(engine) == 6
         assert_loads(engine, request_of("b", PROMPT), 96)
 
 
 def test_pages_count_as_saved_once_every_worker_has_kept_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvplug_lookup.connector.tracked._MAX_PAUSE_S", 0.0)
-    said: dict[str, Any] = {
-        key: []
-        for key in ("failed_loads", "spoilt_saves", "stalled", "slow", "refused", "unreadable", "settled")
-    }
-
-    def hear(rank: int, step: int, unsaved: dict[str, int], read_until: int) -> None:
-        part = {**said, "rank": rank, "step": step, "unsaved": unsaved, "read_until": read_until}
-        part |= {"rates": None, "reset": False}
-        engine.scheduler.update_connector_output(WorkerOutput(worker_metadata=(part,)))
-
-    given = config("both", host=an_address("workers"))
-    with FakeEngine(given, parallelism=Parallelism(num_workers=2, tensor_size=2)) as engine:
+    with two_workers() as engine:
         a, b, c = (request_of(name, tokens(100, first=1000 * at)) for at, name in enumerate("abc"))
         blocks = {prompt.request_id: engine.admit(prompt) for prompt in (a, b, c)}
         engine.plan([(prompt, blocks[prompt.request_id], 0, 100) for prompt in (a, b, c)])
-        hear(0, 1, {}, 1)
+        engine.scheduler.update_connector_output(said(0, 1, read_until=1))
         assert engine.finish(b, blocks["b"])[0], "the other worker may still read it"
-        hear(1, 1, {"a": 3}, 1)
+        engine.scheduler.update_connector_output(said(1, 1, unsaved={"a": 3}, read_until=1))
         assert not engine.finish(c, blocks["c"])[0]
         planned: Any = engine.plan([(a, blocks["a"], 99, 1)]).metadata
         assert [(save["request_id"], save["first_page"]) for save in planned["saves"]] == [("a", 3)]
         assert (planned["ended"], planned["forget"]) == (("b",), ("c",))
-
-
-def test_a_load_before_the_cache_is_known_is_refused() -> None:
-    from kvplug.engine import LayoutError
-
-    with both() as engine:
-        engine.prefill(request_of("stored", PROMPT))
-        scheduled = promised(engine, request_of("a", PROMPT), 96)
-        engine.worker._caches = ()
-        with pytest.raises(LayoutError, match="register_kv_caches"):
-            engine.step([scheduled])
 
 
 def test_an_engine_of_a_page_that_a_store_cannot_take_goes_on(caplog: pytest.LogCaptureFixture) -> None:
