@@ -1,100 +1,71 @@
 from __future__ import annotations
 
 import threading
-import time
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from kvplug_lookup.buffer.reach import ReachingEnd
 from kvplug_lookup.buffer.store import SimpleStore
-from lookup_thread_pipes import thread_pipes
+from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
+from kvplug_testing.contract.lookup.suite import pipe_endpoint
+from kvplug_testing.pairs import PipePairs
+from kvplug_testing.waits import until
 
 
-class Joined:
-    """A store, and reaching ends on pipes of threads."""
+class Joined(ExitStack):
+    """Stores "simple", and ends that reach them over pipes in this process."""
 
     def __init__(self):
-        self.things = []
+        super().__init__()
+        self.data_pipes = []
+        """Of the reaching ends: each can be paused."""
 
     def store(self, buffer_size=1 << 30, **options):
-        store = SimpleStore(buffer_size=buffer_size, timeout_s=options.pop("timeout_s", 10), **options)
-        self.things.append(store)
+        store = SimpleStore(buffer_size=buffer_size, timeout_s=10, **options)
+        self.callback(store.abort)
         return store
 
-    def reach(self, store, *, limit=1 << 20, timeout_s=10):
-        ours_signal, theirs_signal = thread_pipes()
-        ours_data, theirs_data = thread_pipes(limit)
+    def pipes(self, limit=1 << 20):
+        """A pair whose transfers end when they are received."""
+        options = {"eager": False, "max_in_flight_bytes": limit}
+        return self.enter_context(PipePairs()).local(pipe_endpoint("memory", 10, options))
+
+    def served(self, store, limit=1 << 20):
+        """The signal pipe and the data pipe of one more end of the store."""
+        signal, theirs_signal = self.pipes()
+        data, theirs_data = self.pipes(limit)
         store.attach(theirs_signal, theirs_data)
-        end = ReachingEnd(ours_signal, ours_data, timeout_s=timeout_s)
-        end.pipes = (ours_signal, ours_data)
-        self.things.append(end)
+        return signal, data
+
+    def reach(self, store, limit=1 << 20):
+        signal, data = self.served(store, limit)
+        self.data_pipes.append(PausablePipe(data))
+        end = ReachingEnd(signal, self.data_pipes[-1], timeout_s=10)
+        self.callback(end.abort)
         return end
 
 
 @pytest.fixture
 def joined():
     before = set(threading.enumerate())
-    joined = Joined()
-    yield joined
-    for thing in reversed(joined.things):
-        thing.abort()
-    until = time.monotonic() + 5
-    while left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("kvplug-")]:
-        assert time.monotonic() < until, f"threads left behind: {left}"
-        time.sleep(0.005)
+    with Joined() as joined:
+        yield joined
+
+    def left():
+        return [each for each in {*threading.enumerate()} - before if each.name.startswith("kvplug-")]
+
+    until(lambda: not left(), what="the end of all threads")
 
 
 @pytest.fixture
 def entry():
     """Makes (tokens, roi, key, value, hidden) that tell one entry from another by its contents."""
 
-    def make(tokens, *, roi=None, layers=2, heads=2, size=4, dtype=torch.float32, hidden=True):
+    def make(tokens, *, layers=2):
         n = len(tokens)
-        base = torch.arange(layers * n * heads * size).reshape(layers, n, heads, size) % 97 + sum(tokens) % 89
-        last = torch.arange(n * 6).reshape(n, 6).to(dtype) if hidden else None
-        return list(tokens), roi, base.to(dtype), (base + 1).to(dtype), last
+        base = torch.arange(layers * n * 2 * 4.0).reshape(layers, n, 2, 4) % 97 + sum(tokens) % 89
+        return list(tokens), None, base, base + 1, torch.arange(n * 6.0).reshape(n, 6)
 
     return make
-
-
-@pytest.fixture
-def started():
-    """Runs functions in threads and hands back what they return or raise."""
-
-    class Started:
-        def __init__(self, function, args, kwargs):
-            self.outcome = None
-
-            def run():
-                try:
-                    self.outcome = (function(*args, **kwargs), None)
-                except BaseException as e:
-                    self.outcome = (None, e)
-
-            self.thread = threading.Thread(target=run, daemon=True)
-            self.thread.start()
-
-        def result(self, timeout=10):
-            self.thread.join(timeout)
-            assert self.outcome is not None, "still running"
-            if self.outcome[1] is not None:
-                raise self.outcome[1]
-            return self.outcome[0]
-
-        def is_waiting(self, for_s=0.1):
-            self.thread.join(for_s)
-            return self.outcome is None
-
-    return lambda function, *args, **kwargs: Started(function, args, kwargs)
-
-
-@pytest.fixture
-def eventually():
-    def wait(condition, timeout=5):
-        until = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < until, "it did not happen"
-            time.sleep(0.002)
-
-    return wait

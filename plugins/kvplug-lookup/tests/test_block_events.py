@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent, Request
+from kvplug.engine import BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 from kvplug.transport import PageEvent, PageEventLog, PageRemoval, Series, opaque_format
 from kvplug_lookup.connector import block_events
 from kvplug_lookup.connector.block_events import BlockEvents
@@ -177,53 +177,27 @@ for machine in (Believing, BelievingSmallBlocks, BelievingLargeBlocks):
     machine.TestCase.settings = settings(stateful_step_count=40)
 
 
-def single() -> tuple[BlockEvents, list[bytes], list[str]]:
-    made = BlockEvents(num_workers=1, page_tokens=PAGE, block_size=PAGE, medium="CPU", owner="host")
-    told: list[str] = []
-    made.listen(lambda events: told.extend(type(event).__name__ for event in events))
-    chains = [chain_of("a0"), chain_of("a1")]
-    made.plan(request_of("a", range(8)), range(8), chains, 0)
-    return made, chains, told
-
-
-def test_a_reconnect_changes_nothing_where_the_store_has_what_it_had() -> None:
-    events, chains, told = single()
-    log, series = PageEventLog(), SERIES[0]
-    for event in log.snapshot({series.id: series.keys_of(chains)}):
-        events.hear(0, event, series)
-    assert told == ["BlocksStored"] * 2
-    for _ in range(2):
-        for event in log.snapshot({series.id: series.keys_of(chains)}):
-            events.hear(0, event, series)
-    assert told == ["BlocksStored"] * 2
-    for event in log.snapshot({series.id: series.keys_of(chains[:1])}):
-        events.hear(0, event, series)
-    assert told == ["BlocksStored", "BlocksStored", "BlocksRemoved"]
-
-
-def test_a_page_that_comes_back_is_announced_again() -> None:
-    events, chains, told = single()
-    log, series = PageEventLog(), SERIES[0]
-    for event in (*log.snapshot({}), log.stored(series.id, series.keys_of(chains))):
-        events.hear(0, event, series)
-    events.hear(0, log.removed(series.id, series.keys_of(chains), PageRemoval.EVICTED), series)
-    events.hear(0, log.stored(series.id, series.keys_of(chains)), series)
-    assert told == ["BlocksStored", "BlocksStored", "BlocksRemoved", "BlocksStored", "BlocksStored"]
-
-
 def test_blocks_of_pages_that_no_worker_holds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_events, "_MAX_IDLE", 10)
-    events, kept, told = single()
+    events = BlockEvents(num_workers=1, page_tokens=PAGE, block_size=PAGE, medium="CPU", owner="host")
+    told: list[CacheEvent] = []
+    events.listen(told.extend)
     log, series = PageEventLog(), SERIES[0]
-    for event in (*log.snapshot({}), log.stored(series.id, series.keys_of(kept))):
-        events.hear(0, event, series)
 
-    def plan(number: int) -> None:
-        request: Request = request_of("a", range(8))
-        events.plan(request, range(8), [bytes([number, page]) for page in range(2)], 0)
+    def plan(number: int) -> list[bytes]:
+        chains = [bytes([number, page]) * 16 for page in range(2)]
+        events.plan(request_of("a", range(8)), range(8), chains, 0)
+        return chains
 
-    for number in range(200):
-        plan(number)
-    assert len(events._blocks_of) == 2 + 10
-    events.hear(0, log.removed(series.id, series.keys_of(kept), PageRemoval.EVICTED), series)
-    assert told == ["BlocksStored", "BlocksStored", "BlocksRemoved"] and len(events._blocks_of) == 10
+    def hear(*changes: PageEvent) -> list[str]:
+        told.clear()
+        for event in changes:
+            events.hear(0, event, series)
+        return [type(event).__name__ for event in told]
+
+    kept = series.keys_of(plan(255))
+    assert hear(*log.snapshot({series.id: kept})) == ["BlocksStored"] * 2
+    planned = [series.keys_of(plan(number)) for number in range(200)]
+    assert hear(log.stored(series.id, planned[194])) == [], "they are remembered"
+    assert hear(log.stored(series.id, planned[195])) == ["BlocksStored"] * 2
+    assert hear(log.removed(series.id, kept, PageRemoval.EVICTED)) == ["BlocksRemoved"]

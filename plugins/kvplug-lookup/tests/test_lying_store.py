@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from kvplug import CapacityError, PeerGoneError, TimeoutError, TransportError
-from kvplug.net.wire import TensorMeta
+from kvplug.net.wire import TensorMeta, encode
 from kvplug.transport import WireError
-from kvplug_lookup.buffer import server
+from kvplug_lookup.buffer import reach, server
 from kvplug_lookup.buffer.messages import (
+    Cancel,
     Coming,
+    Done,
     Failed,
     Granted,
     Matched,
@@ -25,8 +27,7 @@ from kvplug_lookup.buffer.messages import (
     pack,
     unpack,
 )
-from kvplug_lookup.buffer.reach import ReachingEnd
-from lookup_thread_pipes import thread_pipes
+from kvplug_testing.waits import Call, until
 
 ASKED = (1, 2, 3)
 META = TensorMeta("float32", (2, 3, 2, 4))
@@ -46,10 +47,16 @@ def coming(call: int, ids: tuple[int, ...] = ASKED, **changed: Any) -> Coming:
 class LyingStore:
     """The other end of a reaching end: a test says what it answers to the next request."""
 
-    def __init__(self, max_message_bytes: int | None = None) -> None:
-        ours_signal, self.signal = thread_pipes()
-        ours_data, self.data = thread_pipes()
-        self.end = ReachingEnd(ours_signal, ours_data, timeout_s=5, max_message_bytes=max_message_bytes)
+    def __init__(self, joined: Any, max_message_bytes: int | None = None) -> None:
+        ours_signal, self.signal = joined.pipes()
+        ours_data, self.data = joined.pipes()
+        self.end = reach.ReachingEnd(ours_signal, ours_data, timeout_s=5, max_message_bytes=max_message_bytes)
+        joined.callback(self.end.abort)
+
+    def asked(self, verb: str, **given: Any) -> tuple[Call, int]:
+        """A call under way for the tokens ASKED, and its number."""
+        call = Call(lambda: getattr(self.end, verb)(list(ASKED), **given))
+        return call, self.hear().call
 
     def hear(self) -> Any:
         return unpack(self.signal.recv_tensor(timeout=5))
@@ -58,27 +65,13 @@ class LyingStore:
         for message in messages:
             self.signal.send_tensor(pack(message), timeout=5)
 
-    def send(self, *tensors: torch.Tensor | None) -> None:
-        for tensor in tensors:
-            self.data.send_tensor(tensor, timeout=5)
-
-    def close(self) -> None:
-        self.end.abort()
-        self.signal.abort()
-        self.data.abort()
+    def send(self, *tensors: torch.Tensor | None) -> list[Any]:
+        return [self.data.send_tensor(tensor, timeout=5) for tensor in tensors]
 
 
 @pytest.fixture
-def store() -> Any:
-    made = LyingStore()
-    yield made
-    made.close()
-
-
-def asked(store: LyingStore, started: Any, verb: str, *args: Any, **given: Any) -> tuple[Any, int]:
-    """A call under way, and its number."""
-    call = started(getattr(store.end, verb), *args, **given)
-    return call, store.hear().call
+def store(joined: Any) -> LyingStore:
+    return LyingStore(joined)
 
 
 def layers(meta: TensorMeta = META) -> list[torch.Tensor]:
@@ -101,14 +94,13 @@ def layers(meta: TensorMeta = META) -> list[torch.Tensor]:
     ],
 )
 def test_an_entry_of_other_tokens_is_never_handed_out(
-    store: LyingStore, started: Any, verb: str, lie: dict[str, Any]
+    store: LyingStore, verb: str, lie: dict[str, Any]
 ) -> None:
     given = {"min_tokens": 3} if verb == "select" else {}
-    call, number = asked(store, started, verb, list(ASKED), timeout=5, **given)
+    call, number = store.asked(verb, timeout=5, **given)
     store.send(*layers())
     store.say(coming(number, **lie))
-    with pytest.raises(WireError, match="other tokens"):
-        call.result()
+    assert "other tokens" in str(call.raised(WireError))
     assert store.end.is_lost  # so that the store has the entry back
 
 
@@ -122,9 +114,9 @@ def test_an_entry_of_other_tokens_is_never_handed_out(
     ],
 )
 def test_an_entry_that_the_law_allows_is_handed_out(
-    store: LyingStore, started: Any, verb: str, given: dict[str, Any], ids: tuple[int, ...]
+    store: LyingStore, verb: str, given: dict[str, Any], ids: tuple[int, ...]
 ) -> None:
-    call, number = asked(store, started, verb, list(ASKED), timeout=5, **given)
+    call, number = store.asked(verb, timeout=5, **given)
     store.say(coming(number, ids))
     store.send(*layers(TensorMeta("float32", (2, len(ids), 2, 4))))
     if verb == "drop_select":
@@ -133,11 +125,10 @@ def test_an_entry_that_the_law_allows_is_handed_out(
     assert call.result().tokens.tolist() == list(ids)
 
 
-def test_a_match_is_never_longer_than_the_query(store: LyingStore, started: Any) -> None:
-    call, number = asked(store, started, "match", list(ASKED))
+def test_a_match_is_never_longer_than_the_query(store: LyingStore) -> None:
+    call, number = store.asked("match")
     store.say(Matched(number, 4))
-    with pytest.raises(WireError, match="4 of 3 tokens"):
-        call.result()
+    assert "4 of 3 tokens" in str(call.raised(WireError))
 
 
 # -- sizes --------------------------------------------------------------------------------------
@@ -153,17 +144,16 @@ def test_a_match_is_never_longer_than_the_query(store: LyingStore, started: Any)
     ],
 )
 def test_memory_is_not_asked_for_before_the_size_is_checked(
-    store: LyingStore, started: Any, meta: TensorMeta, with_sink: bool, monkeypatch: pytest.MonkeyPatch
+    store: LyingStore, meta: TensorMeta, with_sink: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, **given: taken.append(size) or empty(size, **given))
     given = {"sink": Sink()} if with_sink else {}
-    call, number = asked(store, started, "select", list(ASKED), timeout=5, **given)
+    call, number = store.asked("select", timeout=5, **given)
     store.say(coming(number, key=meta))
-    with pytest.raises(CapacityError, match="this process can have at most"):
-        call.result()
-    assert not taken
+    assert "this process can have at most" in str(call.raised(CapacityError))
+    assert max(map(np.prod, taken)) < 1000, "more than the store's messages"
 
 
 class Sink:
@@ -179,23 +169,19 @@ LARGE = attrs.evolve(META, shape=(3, *META.shape[1:]))
 
 @pytest.mark.parametrize("parts", [(LARGE, None), (META, META)])  # the second are too large together
 def test_an_entry_beyond_the_configs_limit_is_refused_and_the_next_one_comes(
-    started: Any, parts: tuple[TensorMeta, TensorMeta | None]
+    joined: Any, parts: tuple[TensorMeta, TensorMeta | None]
 ) -> None:
-    store = LyingStore(max_message_bytes=META.nbytes)
-    try:
-        call, number = asked(store, started, "select", list(ASKED), timeout=5)
-        store.say(coming(number, key=parts[0], value=parts[1]))
-        with pytest.raises(CapacityError, match=f"at most {META.nbytes}"):
-            call.result()
-        store.hear()  # Cancel
-        for meta in parts:
-            store.send(*([] if meta is None else layers(meta)))
-        call, number = asked(store, started, "select", list(ASKED), timeout=5)
-        store.say(coming(number))
-        store.send(*layers())
-        assert call.result().key.shape == META.shape
-    finally:
-        store.close()
+    store = LyingStore(joined, max_message_bytes=META.nbytes)
+    call, number = store.asked("select", timeout=5)
+    store.say(coming(number, key=parts[0], value=parts[1]))
+    assert f"at most {META.nbytes}" in str(call.raised(CapacityError))
+    assert store.hear() == Cancel(number)
+    for meta in parts:
+        store.send(*([] if meta is None else layers(meta)))
+    call, number = store.asked("select", timeout=5)
+    store.say(coming(number))
+    store.send(*layers())
+    assert call.result().key.shape == META.shape
 
 
 @pytest.mark.parametrize(
@@ -233,8 +219,6 @@ def test_an_announcement_that_contradicts_itself_is_none(lie: dict[str, Any]) ->
     ],
 )
 def test_parts_that_cannot_be_are_a_wire_error_in_one_short_line(part: Any) -> None:
-    from kvplug.net.wire import encode
-
     plain = ["Coming", 1, 7, b"", tokens(*ASKED), b"\1\1\1", {}, part, None, None]
     data = torch.frombuffer(bytearray(encode(plain)), dtype=torch.uint8)
     with pytest.raises(WireError) as caught:
@@ -242,12 +226,11 @@ def test_parts_that_cannot_be_are_a_wire_error_in_one_short_line(part: Any) -> N
     assert len(str(caught.value)) < 1200 and str(caught.value).isprintable()
 
 
-def test_a_tensor_of_another_shape_than_announced_is_not_received(store: LyingStore, started: Any) -> None:
-    call, number = asked(store, started, "select", list(ASKED), timeout=5)
+def test_a_tensor_of_another_shape_than_announced_is_not_received(store: LyingStore) -> None:
+    call, number = store.asked("select", timeout=5)
     store.say(coming(number))
     store.send(torch.zeros(5, 5))
-    with pytest.raises(WireError, match="another shape or dtype"):
-        call.result()
+    assert "another shape or dtype" in str(call.raised(WireError))
     assert store.end.is_lost
 
 
@@ -261,7 +244,7 @@ def test_a_signal_larger_than_any_message_is_not_received(store: LyingStore) -> 
 
 
 def test_announcements_that_were_not_asked_for_make_no_threads_and_end_the_connection(
-    store: LyingStore, eventually: Any
+    store: LyingStore,
 ) -> None:
     before = threading.active_count()
     for number in range(1500):
@@ -269,74 +252,73 @@ def test_announcements_that_were_not_asked_for_make_no_threads_and_end_the_conne
             store.say(coming(number + 10))
         except PeerGoneError:
             break
-    eventually(lambda: store.end.is_lost)
+    until(lambda: store.end.is_lost)
     assert threading.active_count() <= before
     with pytest.raises(WireError, match="not asked for"):
         store.end.match([1])
 
 
-def test_the_same_answer_twice_ends_the_connection(store: LyingStore, started: Any) -> None:
-    call, number = asked(store, started, "drop_select", list(ASKED), timeout=5)
-    store.say(coming(number), coming(number))
-    with pytest.raises(WireError, match="answers nothing"):
-        call.result()
-
-
-@pytest.mark.parametrize("answer", [Matched(1, 2), Granted(1, True)])
-def test_an_answer_of_another_kind_ends_the_connection(store: LyingStore, started: Any, answer: Any) -> None:
-    call, _ = asked(store, started, "select", list(ASKED), timeout=5)
-    store.say(answer)
-    with pytest.raises(WireError, match="answers nothing"):
-        call.result()
-
-
-def test_entries_of_calls_that_gave_up_are_drained_by_one_thread(
-    store: LyingStore, started: Any, eventually: Any
+@pytest.mark.parametrize(
+    ("verb", "answers"),
+    [
+        ("drop_select", [coming(1), coming(1)]),
+        ("select", [Matched(1, 2)]),
+        ("select", [Granted(1, True)]),
+    ],
+    ids=["twice the same", "a match", "an entry that was granted"],
+)
+def test_an_answer_that_answers_nothing_ends_the_connection(
+    store: LyingStore, verb: str, answers: list[Any]
 ) -> None:
+    call, _ = store.asked(verb, timeout=5)
+    store.say(*answers)
+    assert "answers nothing" in str(call.raised(WireError))
+
+
+def test_entries_of_calls_that_gave_up_are_drained_by_one_thread(store: LyingStore) -> None:
     numbers = []
     for _ in range(40):
-        call, number = asked(store, started, "select", list(ASKED), timeout=0.05)
-        with pytest.raises(TimeoutError):
-            call.result()
-        store.hear()  # Cancel
+        call, number = store.asked("select", timeout=0.02)
+        call.raised(TimeoutError)
+        assert store.hear() == Cancel(number)
         numbers.append(number)
+    call, number = store.asked("select", timeout=5)
     before = threading.active_count()
-    store.say(*(coming(number) for number in numbers))
-    eventually(lambda: not store.end._left)
+    store.say(*(coming(each) for each in numbers))
+    sent = [store.send(*([*layers()[:1], None] if each % 2 else layers())) for each in numbers]
+    until(lambda: all(each.done() for transfers in sent for each in transfers))
     assert threading.active_count() <= before + 1
-    call, number = asked(store, started, "select", list(ASKED), timeout=5)
-    for each in numbers:
-        store.send(*([*layers()[:1], None] if each % 2 else layers()))
-    eventually(lambda: not store.end._deliveries._queue)
     store.say(coming(number))
     store.send(*layers())
     assert call.result().key[1, 0, 0, 0] == 1
 
 
-# -- text ---------------------------------------------------------------------------------------
-
-
-def test_a_stores_error_text_is_one_printable_line(store: LyingStore, started: Any) -> None:
-    call, number = asked(store, started, "match", list(ASKED))
+def test_a_stores_error_text_is_one_printable_line(store: LyingStore) -> None:
+    call, number = store.asked("match")
     store.say(Failed(number, "No\nSuchError", "all is well\n\x1b[2Jroot logged in\n" + "x" * 10_000))
-    with pytest.raises(TransportError) as caught:
-        call.result()
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 1200
+    said = str(call.raised(TransportError))
+    assert said.isprintable() and len(said) < 1200
+
+
+@pytest.mark.parametrize(("answers", "says"), [([], "last word"), ([False], "back in the store")])
+def test_an_entry_is_the_callers_only_if_the_store_says_so(
+    store: LyingStore, monkeypatch: pytest.MonkeyPatch, answers: list[bool], says: str
+) -> None:
+    monkeypatch.setattr(reach, "_SETTLE_S", 0.05)
+    call, number = store.asked("drop_select", timeout=0.3)
+    store.say(coming(number))
+    store.send(*layers())
+    assert store.hear() == Done(number)
+    store.say(*(Granted(number, is_yours) for is_yours in answers))
+    assert says in str(call.raised(TimeoutError))
 
 
 # -- lies to a store ----------------------------------------------------------------------------
 
 
-def session(joined: Any) -> tuple[Any, Any, Any]:
-    store = joined.store()
-    signal, theirs_signal = thread_pipes()
-    data, theirs_data = thread_pipes()
-    store.attach(theirs_signal, theirs_data)
-    return store, signal, data
-
-
 def test_a_store_serves_no_more_calls_of_one_end_than_a_bound(joined: Any, entry: Any) -> None:
-    store, signal, data = session(joined)
+    store = joined.store()
+    signal, _ = joined.served(store)
     good = joined.reach(store)
     for number in range(server._MAX_CALLS):
         signal.send_tensor(pack(Take(number, tokens(9), b"", None)), timeout=5)
@@ -347,33 +329,66 @@ def test_a_store_serves_no_more_calls_of_one_end_than_a_bound(joined: Any, entry
         signal.recv_tensor(timeout=5)
     store.insert(*entry([1, 2]))
     assert good.match([1, 2]) == 2
-    for pipe in (signal, data):
-        pipe.abort()
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        Read(1, b"1234567", b"", 1, 1.0),
-        Take(1, b"1234567", b"", None),
-        Coming(1, 7, b"", b"", b"", {}, None, None, None),
-        Granted(1, True),
+        None,
+        torch.zeros(3),
+        torch.zeros(2, 2, dtype=torch.uint8),
+        *(
+            torch.tensor(list(data), dtype=torch.uint8)
+            for data in (
+                b"",
+                b"garbage",
+                b"\x93\xa5Match\x01\x02",
+                b"\x91\xa4Nope",
+                b"\x91\xa5Match",
+                b"\x94\xa5Match\xff\xc4\x00\xc4\x00",
+            )
+        ),
+        pack(Read(1, b"1234567", b"", 1, 1.0)),
+        pack(Take(1, b"1234567", b"", None)),
+        pack(Coming(1, 7, b"", b"", b"", {}, None, None, None)),
+        pack(Granted(1, True)),
     ],
 )
-def test_a_request_that_cannot_be_ends_that_session_only(joined: Any, entry: Any, lie: Any) -> None:
-    store, signal, _ = session(joined)
+def test_a_request_that_cannot_be_ends_that_session_only(
+    joined: Any, entry: Any, lie: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = joined.store()
+    signal, _ = joined.served(store)
     good = joined.reach(store)
-    signal.send_tensor(pack(lie))
+    signal.send_tensor(lie)
     with pytest.raises(PeerGoneError):
         signal.recv_tensor(timeout=5)
+    assert "served no more" in caplog.text
     store.insert(*entry([1, 2]))
     assert good.match([1, 2]) == 2
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e300, 2**63])
-def test_a_time_without_end_is_no_error(joined: Any, entry: Any, timeout: float, eventually: Any) -> None:
-    store, signal, data = session(joined)
+def test_a_time_without_end_is_no_error(joined: Any, entry: Any, timeout: float) -> None:
+    store = joined.store()
+    signal, data = joined.served(store)
     store.insert(*entry([1, 2]))
     signal.send_tensor(pack(Read(1, tokens(1, 2), b"", 1, timeout)))
     assert isinstance(unpack(signal.recv_tensor(timeout=5)), Coming)
     assert data.recv_tensor(timeout=5) is not None
+
+
+def test_an_entry_whose_taker_says_nothing_in_time_is_back_and_it_is_told_so(
+    joined: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_GRACE_S", 0.05)
+    store = joined.store()
+    signal, data = joined.served(store)
+    store.insert(*entry([1, 2]))
+    signal.send_tensor(pack(Take(1, tokens(1, 2), b"", 0.2)))
+    for _ in range(unpack(signal.recv_tensor(timeout=5)).num_tensors):
+        data.recv_tensor(timeout=5)
+    assert store.match([1, 2]) == 0
+    until(lambda: store.match([1, 2]) == 2)
+    signal.send_tensor(pack(Done(1)))
+    assert unpack(signal.recv_tensor(timeout=5)) == Granted(1, False)

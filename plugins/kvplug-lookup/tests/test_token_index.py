@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import random
-import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,73 +14,9 @@ from kvplug_lookup.buffer.index import TokenIndex, token_array
 M61 = 2**61 - 1  # Python's hash of an int is taken modulo this prime
 
 
-def held(*prompts, extra=b""):
-    index = TokenIndex()
-    for entry_id, prompt in enumerate(prompts):
-        index.insert(entry_id, prompt, extra)
-    return index
-
-
-def test_an_entry_shorter_longer_or_equal_to_the_query_is_found():
-    index = held([1, 2, 3, 4])
-    for query in ([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]):
-        assert index.oldest_match(query) == 0
-    assert index.match([1, 2]) == 2
-    assert index.match([1, 2, 3, 4, 5]) == 4
-
-
-def test_a_prefix_counts_whatever_follows_it_but_is_no_match_to_take():
-    index = held([1, 2, 3, 4])
-    assert index.match([1, 2, 9, 9]) == 2
-    assert index.longest_match([1, 2, 9, 9]) == (0, 2)
-    assert index.oldest_match([1, 2, 9, 9]) is None
-
-
-def test_the_oldest_of_several_matches_wins_above_and_below_the_query():
-    index = held([1, 2, 3, 4, 5], [1, 2], [1, 2, 3], [1, 2, 3, 4])
-    assert index.oldest_match([1, 2, 3]) == 0
-    index.remove(0)
-    assert index.oldest_match([1, 2, 3]) == 1
-    index.remove(1)
-    assert index.oldest_match([1, 2, 3]) == 2
-    assert index.oldest_match([1, 2, 3, 4]) == 2
-
-
-def test_neighbouring_large_ids_are_different_tokens():
-    index = held([7, 120001, 8])
-    assert index.oldest_match([7, 120002, 8]) is None
-    assert index.match([7, 120002, 8]) == 1
-    assert index.match([120002]) == 0
-
-
-@pytest.mark.parametrize(("one", "other"), [(5, 5 + M61), (-1, -2), (0, M61), (3, 3 + 2 * M61)])
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_ids_with_equal_hashes_are_different_tokens(one, other, where):
-    assert hash(one) == hash(other)
-    ours, theirs = [9, 9, 9], [9, 9, 9]
-    ours[where], theirs[where] = one, other
-    index = held(ours)
-    assert index.oldest_match(theirs) is None
-    assert index.match(theirs) == where
-    index.insert(1, theirs)
-    assert index.oldest_match(ours) == 0
-    assert index.oldest_match(theirs) == 1
-    index.remove(0)
-    assert index.oldest_match(ours) is None
-    assert index.oldest_match(theirs) == 1
-
-
-def test_equal_tokens_under_another_extra_are_another_key():
-    index = held([1, 2, 3], extra=b"lora-a")
-    assert index.match([1, 2, 3]) == 0
-    assert index.match([1, 2, 3], b"lora-b") == 0
-    assert index.oldest_match([1, 2, 3], b"lora-a") == 0
-    assert index.oldest(b"lora-a") == 0
-    assert index.oldest() is None
-
-
 def test_an_empty_query_matches_nothing_and_an_empty_entry_is_refused():
-    index = held([1])
+    index = TokenIndex()
+    index.insert(0, [1])
     assert index.match([]) == 0
     assert index.oldest_match([]) is None
     assert index.longest_match([], min_tokens=0) is None
@@ -91,35 +26,13 @@ def test_an_empty_query_matches_nothing_and_an_empty_entry_is_refused():
         index.insert(0, [2])
 
 
-def test_a_suspended_entry_still_counts_but_cannot_be_taken():
-    index = held([1, 2, 3], [1, 2, 3, 4])
-    index.suspend(0)
-    assert index.oldest_match([1, 2, 3]) == 1
-    index.suspend(1)
-    assert index.oldest_match([1, 2, 3]) is None
-    assert index.oldest() is None
-    assert index.longest_match([1, 2, 3]) in [(0, 3), (1, 3)]
-    index.resume(0)
-    index.resume(0)
-    assert index.oldest_match([1, 2, 3]) == 0
-    index.remove(1)
-    index.resume(1)
-    assert list(index) == [0]
-
-
 @pytest.mark.parametrize(
-    "tokens", [[1.0, 2.0], [True, False], ["a"], [2**63], [2**70], np.array([1.5]), [2**63, -1], [None]]
+    "tokens",
+    [[1.0, 2.0], [True, False], ["a"], [2**63], [2**70], np.array([1.5]), [2**63, -1], [None], [[1], [2, 3]]],
 )
 def test_what_is_not_a_64_bit_integer_is_no_token(tokens):
     with pytest.raises(UnsupportedError):
         token_array(tokens)
-
-
-def test_ragged_and_nested_tokens_are_refused():
-    with pytest.raises(ValueError, match="one dimension"):
-        token_array([[1, 2], [3, 4]])
-    with pytest.raises(UnsupportedError):
-        token_array([[1], [2, 3]])
 
 
 def test_tokens_may_be_any_integer_sequence_or_array():
@@ -129,31 +42,24 @@ def test_tokens_may_be_any_integer_sequence_or_array():
     assert token_array(np.array([2**63 - 1], np.uint64)).tolist() == [2**63 - 1]
 
 
-def test_the_index_is_importable_without_torch():
-    code = "import sys, kvplug_lookup.buffer.index; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-def test_nothing_is_left_of_removed_entries():
+def test_memory_does_not_grow_with_entries_that_come_and_go():
     index = TokenIndex()
-    rng = random.Random(1)
-    for entry_id in range(500):
-        index.insert(entry_id, [rng.randrange(3) for _ in range(rng.randrange(1, 12))], bytes([entry_id % 2]))
-    for entry_id in rng.sample(range(500), 500):
-        assert index.remove(entry_id)
-        assert not index.remove(entry_id)
-    assert len(index) == 0
-    assert not index._roots
 
+    def come_and_go(number):
+        for entry_id in range(1000 * number, 1000 * (number + 1)):
+            index.insert(entry_id + 1, [entry_id % 4 + 1, entry_id])
+            index.insert(-entry_id - 1, [1, 2], b"%d" % entry_id)
+            assert index.remove(-entry_id - 1) and not index.remove(-entry_id - 1)
+            index.remove(entry_id - 3)
+        return tracemalloc.get_traced_memory()[0]
 
-def test_a_heap_does_not_grow_with_what_has_come_and_gone():
-    index = held([1])
-    for entry_id in range(1, 5000):
-        index.insert(entry_id, [entry_id % 4 + 1, entry_id])
-        if entry_id > 4:
-            index.remove(entry_id - 4)
-    root = index._roots[b""]
-    assert len(root.ages) < 40
+    tracemalloc.start()
+    try:
+        before = come_and_go(0)
+        assert come_and_go(1) - before < 20_000
+    finally:
+        tracemalloc.stop()
+    assert len(index) == 4
 
 
 def test_a_long_chain_of_prefixes_needs_no_recursion():
@@ -263,10 +169,10 @@ class IndexAgainstList(RuleBasedStateMachine):
         self.index.suspend(entry_id)
         self.model.suspended.add(entry_id)
 
-    @precondition(lambda self: self.model.suspended)
     @rule(data=st.data())
     def resume(self, data):
-        entry_id = data.draw(st.sampled_from(sorted(self.model.suspended)))
+        """Also an entry that is not suspended, or gone."""
+        entry_id = data.draw(st.integers(0, self.next_id))
         self.index.resume(entry_id)
         self.model.suspended.discard(entry_id)
 
