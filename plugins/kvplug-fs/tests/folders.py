@@ -63,3 +63,14 @@ def used_in(path: Path | str) -> int:
 def aside_in(path: Path | str) -> list[str]:
     """Names of the files that are being written, or were when their writers died."""
     return [entry.name for entry, _ in Folder(str(path)).written_aside()]
+
+
+def page_path(path: Path | str, key: bytes) -> Path:
+    """Where the page of that key lies."""
+    return Path(path, "v1", "pages", key.hex()[:2], key.hex()[2:])
+
+
+def scan(store: FolderStore) -> None:
+    """Search the folder now."""
+    with store._sweeper._lock:
+        store._sweeper.scan()

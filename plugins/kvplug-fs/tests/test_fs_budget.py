@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from folders import aside_in, key_of, open_store, page_of, read, used_in, write
+from folders import aside_in, key_of, open_store, page_of, page_path, read, scan, used_in, write
 from kvplug_fs import sweeper as sweeper_module
 from kvplug_fs.folder import cost_of
 from kvplug_fs.ledger import Ledger, Totals
+from kvplug_fs.sweeper import Sweeper
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call, until
@@ -24,17 +25,7 @@ PAGE = cost_of(10_000)
 FOLDERS = str(Path(__file__).with_name("folders.py"))
 
 
-def scanned(store: Any) -> None:
-    """Search the folder now."""
-    with store._sweeper._lock:
-        store._sweeper.scan()
-
-
 # -- the ledger ------------------------------------------------------------------------------------
-
-
-def test_a_file_costs_whole_blocks() -> None:
-    assert [cost_of(n) for n in (0, 1, 4096, 4097)] == [4096, 4096, 4096, 8192]
 
 
 def counted(path: Path) -> Ledger:
@@ -44,70 +35,57 @@ def counted(path: Path) -> Ledger:
     return ledger
 
 
-def test_several_ledgers_of_one_file_count_together(tmp_path: Path) -> None:
-    one, other = counted(tmp_path / "usage"), Ledger(str(tmp_path / "usage"))
-    assert one.reserve(60, 100)
-    assert not other.reserve(60, 100)
-    assert other.reserve(40, 100)
-    one.release(60, lambda: None)
-    with other.change() as totals:
-        assert (totals.used_bytes, totals.num_pages, totals.added_bytes) == (40, 1, 100)
-
-
-def _record(used_bytes: int, num_pages: int, added_bytes: int, scanned_at: float) -> bytes:
-    return Totals(used_bytes, num_pages, added_bytes, scanned_at).encoded()
-
-
+NOW = time.time()
 DAMAGED = [
     b"",
     b"short",
     b"x" * 44,
     b"x" * 100,
-    _record(1, 1, 2**63 - 1, 1.0),
-    _record(2**62, 1, 1, time.time()),
+    Totals(1, 1, 1, 1.0).encoded()[:-1] + b"?",
+    *(
+        Totals(*values).encoded()
+        for values in (
+            (1, 1, 2**63 - 1, 1.0),
+            (2**62, 1, 1, NOW),
+            (1 << 50, 1, 1, NOW),
+            (-1, 1, 1, 1.0),
+            (1, 1, 1, float("nan")),
+        )
+    ),
 ]
-DAMAGED += [_record(-1, 1, 1, 1.0), _record(1, 1, 1, float("nan")), _record(1 << 50, 1, 1, time.time())]
-DAMAGED += [_record(1, 1, 1, 1.0)[:-1] + b"?"]
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
-def test_a_damaged_ledger_counts_from_zero_and_the_folder_is_searched(tmp_path: Path, content: bytes) -> None:
-    store = open_store(tmp_path)
+def test_a_damaged_ledger_counts_from_zero_and_the_folder_is_searched(
+    opened: Any, tmp_path: Path, content: bytes
+) -> None:
+    store = opened()
     assert write(store, "a")
     store.close()
     (tmp_path / "v1" / "usage").write_bytes(content)
-    again = open_store(tmp_path)
-    try:
-        assert write(again, "b")
-        assert again.usage().used_bytes == 2 * PAGE
-    finally:
-        again.close()
+    again = opened()
+    assert write(again, "b")
+    assert again.usage().used_bytes == 2 * PAGE
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe", "link"])
-def test_something_else_in_place_of_the_ledger_is_replaced(tmp_path: Path, what: str) -> None:
-    store = open_store(tmp_path)
-    try:
-        assert write(store, "a")
-        path = tmp_path / "v1" / "usage"
-        path.unlink()
-        {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("b")}[what]()
-        assert Call(lambda: write(store, "b")).result(10)
-        assert store.usage().used_bytes == used_in(tmp_path) == 2 * PAGE
-    finally:
-        store.close()
+def test_something_else_in_place_of_the_ledger_is_replaced(opened: Any, tmp_path: Path, what: str) -> None:
+    store = opened()
+    assert write(store, "a")
+    path = tmp_path / "v1" / "usage"
+    path.unlink()
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to("b")}[what]()
+    assert Call(lambda: write(store, "b")).result(10)
+    assert store.usage().used_bytes == used_in(tmp_path) == 2 * PAGE
 
 
-def test_a_ledger_that_is_removed_is_made_anew_from_what_is_there(tmp_path: Path) -> None:
-    store = open_store(tmp_path, size=3 * PAGE)
-    try:
-        for number in range(3):
-            assert write(store, number)
-        os.unlink(tmp_path / "v1" / "usage")
-        assert write(store, "new")
-        assert used_in(tmp_path) == store.usage().used_bytes == 3 * PAGE
-    finally:
-        store.close()
+def test_a_ledger_that_is_removed_is_made_anew_from_what_is_there(opened: Any, tmp_path: Path) -> None:
+    store = opened(size=3 * PAGE)
+    for number in range(3):
+        assert write(store, number)
+    os.unlink(tmp_path / "v1" / "usage")
+    assert write(store, "new")
+    assert used_in(tmp_path) == store.usage().used_bytes == 3 * PAGE
 
 
 def test_what_comes_during_a_scan_is_counted_whether_it_was_found_or_not(tmp_path: Path) -> None:
@@ -127,20 +105,17 @@ def hold_the_lock(parent: peers.Parent, path: str) -> None:
 
 
 def test_a_process_that_is_stopped_inside_the_lock_holds_up_others_for_a_moment(
-    tmp_path: Path, fork_server: ForkServer
+    opened: Any, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    store = open_store(tmp_path)
-    try:
-        assert write(store, "a")
-        with fork_server.start(f"{__file__}:hold_the_lock", str(tmp_path / "v1" / "usage")) as child:
-            assert child.recv() == "held"
-            child.stop()
-            begun = time.monotonic()
-            assert Call(lambda: write(store, "b")).result(10)
-            assert time.monotonic() - begun < 5
-            assert read(store, "b") is not None
-    finally:
-        store.close()
+    store = opened()
+    assert write(store, "a")
+    with fork_server.start(f"{__file__}:hold_the_lock", str(tmp_path / "v1" / "usage")) as child:
+        assert child.recv() == "held"
+        child.stop()
+        begun = time.monotonic()
+        assert Call(lambda: write(store, "b")).result(10)
+        assert time.monotonic() - begun < 5
+        assert read(store, "b") is not None
 
 
 def add_without_end(parent: peers.Parent, path: str) -> None:
@@ -167,91 +142,76 @@ def test_processes_that_count_at_the_same_time_lose_nothing(tmp_path: Path, fork
 # -- eviction --------------------------------------------------------------------------------------
 
 
-def test_the_page_whose_use_is_longest_ago_goes_first(tmp_path: Path) -> None:
-    store = open_store(tmp_path, size=4 * PAGE, touch_s=0)
-    try:
-        for number in range(4):
-            assert write(store, number)
-            then = time.time() - 1000 + number
-            os.utime(store._folder.path_of(key_of(number)), (then, then))
-        read(store, 0)
-        assert write(store, "new")
-        assert store.has([key_of(each) for each in (0, 1, 2, 3, "new")]) == [True, False, True, True, True]
-        assert store.usage().used_bytes == used_in(tmp_path) == 4 * PAGE
-    finally:
-        store.close()
+def test_the_page_whose_use_is_longest_ago_goes_first(opened: Any, tmp_path: Path) -> None:
+    store = opened(size=4 * PAGE, touch_s=0)
+    for number in range(4):
+        assert write(store, number)
+        then = time.time() - 1000 + number
+        os.utime(page_path(tmp_path, key_of(number)), (then, then))
+    read(store, 0)
+    assert write(store, "new")
+    assert store.has([key_of(each) for each in (0, 1, 2, 3, "new")]) == [True, False, True, True, True]
+    assert store.usage().used_bytes == used_in(tmp_path) == 4 * PAGE
 
 
-def test_a_page_that_was_used_after_the_scan_is_passed_over(tmp_path: Path) -> None:
-    store = open_store(tmp_path, size=4 * PAGE, touch_s=0)
-    try:
-        for number in range(4):
-            assert write(store, number)
-            os.utime(store._folder.path_of(key_of(number)), (1000 + number, 1000 + number))
-        scanned(store)
-        read(store, 0)
-        read(store, 1)
-        assert write(store, "new")
-        assert store.has([key_of(each) for each in range(4)]) == [True, True, False, True]
-    finally:
-        store.close()
+def test_a_page_that_was_used_after_the_scan_is_passed_over(opened: Any, tmp_path: Path) -> None:
+    store = opened(size=4 * PAGE, touch_s=0)
+    for number in range(4):
+        assert write(store, number)
+        os.utime(page_path(tmp_path, key_of(number)), (1000 + number, 1000 + number))
+    scan(store)
+    read(store, 0)
+    read(store, 1)
+    assert write(store, "new")
+    assert store.has([key_of(each) for each in range(4)]) == [True, True, False, True]
 
 
-def test_a_smaller_size_is_kept_to_when_the_folder_is_opened_again(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_smaller_size_is_kept_to_when_the_folder_is_opened_again(opened: Any, tmp_path: Path) -> None:
+    store = opened()
     for number in range(10):
         assert write(store, number)
     store.close()
     os.unlink(tmp_path / "v1" / "usage")
-    smaller = open_store(tmp_path, size=4 * PAGE)
-    try:
-        until(lambda: used_in(tmp_path) <= 4 * PAGE)
-        until(lambda: smaller.usage().used_bytes == used_in(tmp_path))
-    finally:
-        smaller.close()
+    smaller = opened(size=4 * PAGE)
+    until(lambda: used_in(tmp_path) <= 4 * PAGE)
+    until(lambda: smaller.usage().used_bytes == used_in(tmp_path))
 
 
-def test_what_other_programs_write_and_delete_is_found_at_the_next_search(tmp_path: Path) -> None:
-    store = open_store(tmp_path, size=10 * PAGE, rescan_s=0.1)
-    try:
-        for number in range(8):
-            assert write(store, number)
-        for number in range(4):
-            os.unlink(store._folder.path_of(key_of(number)))
-        until(lambda: store.usage().num_pages == 4, what="that deleted pages are not counted any more")
-        path = Path(store._folder.path_of(key_of("copied")))
-        path.parent.mkdir(exist_ok=True)
-        shutil.copy(store._folder.path_of(key_of(5)), path)
-        until(
-            lambda: store.usage().num_pages == 5, what="that a page which another program copied is counted"
-        )
-    finally:
-        store.close()
+def test_what_other_programs_write_and_delete_is_found_at_the_next_search(
+    opened: Any, tmp_path: Path
+) -> None:
+    store = opened(size=10 * PAGE, rescan_s=0.1)
+    for number in range(8):
+        assert write(store, number)
+    for number in range(4):
+        page_path(tmp_path, key_of(number)).unlink()
+    until(lambda: store.usage().num_pages == 4, what="that deleted pages are not counted any more")
+    path = page_path(tmp_path, key_of("copied"))
+    path.parent.mkdir(exist_ok=True)
+    shutil.copy(page_path(tmp_path, key_of(5)), path)
+    until(lambda: store.usage().num_pages == 5, what="that a page which another program copied is counted")
 
 
-def test_one_process_searches_for_all(tmp_path: Path) -> None:
-    one, other = (open_store(tmp_path, rescan_s=1000) for _ in range(2))
-    try:
-        until(lambda: one._sweeper._counted.is_set() and other._sweeper._counted.is_set())
-        with one._ledger.change() as totals:
-            assert totals.scanned_at > 0
-        assert not one._sweeper._is_due()
-        assert not other._sweeper._is_due()
-    finally:
-        one.close()
-        other.close()
+def test_one_process_searches_for_all(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans, search = [], Sweeper.scan
+
+    def counted(sweeper: Sweeper, without: str = "") -> None:
+        scans.append(sweeper)
+        search(sweeper, without)
+
+    monkeypatch.setattr(Sweeper, "scan", counted)
+    for number in range(3):
+        assert write(opened(rescan_s=1000), number)
+    assert len(scans) == 1
 
 
-def test_a_page_larger_than_all_else_makes_no_room_for_itself_in_vain(tmp_path: Path) -> None:
-    store = open_store(tmp_path, size=4 * PAGE)
-    try:
-        for number in range(4):
-            assert write(store, number)
-        assert write(store, "large", 4 * PAGE - 10)
-        assert store.usage().num_pages == 1
-        assert used_in(tmp_path) == 4 * PAGE
-    finally:
-        store.close()
+def test_a_page_larger_than_all_else_makes_no_room_for_itself_in_vain(opened: Any, tmp_path: Path) -> None:
+    store = opened(size=4 * PAGE)
+    for number in range(4):
+        assert write(store, number)
+    assert write(store, "large", 4 * PAGE - 10)
+    assert store.usage().num_pages == 1
+    assert used_in(tmp_path) == 4 * PAGE
 
 
 def test_a_page_goes_and_is_counted_out_in_one_turn(tmp_path: Path) -> None:
@@ -296,7 +256,7 @@ def flood(parent: peers.Parent, path: str, size: int, who: int) -> int:
 
 
 def test_processes_that_evict_at_the_same_time_stay_within_the_budget_together(
-    tmp_path: Path, fork_server: ForkServer
+    opened: Any, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     size = 40 * PAGE
     with (
@@ -318,13 +278,10 @@ def test_processes_that_evict_at_the_same_time_stay_within_the_budget_together(
         counts = [child.result() for child in (one, other)]
     assert min(counts) > 20, "a process found no room for its pages"
     assert size // 4 < max(used) <= size, f"{max(used)} bytes were used of {size}"
-    store = open_store(tmp_path, size=size)
-    try:
-        scanned(store)
-        assert store.usage().used_bytes == used_in(tmp_path)
-        assert aside_in(tmp_path) == []
-    finally:
-        store.close()
+    store = opened(size=size)
+    scan(store)
+    assert store.usage().used_bytes == used_in(tmp_path)
+    assert aside_in(tmp_path) == []
 
 
 # -- killed at each step ---------------------------------------------------------------------------
@@ -365,46 +322,45 @@ def stop_at(parent: peers.Parent, path: str, step: str, when: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_writer_that_is_killed_at_a_step_leaves_a_whole_page_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, step: str, when: str
+    opened: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fork_server: ForkServer,
+    step: str,
+    when: str,
 ) -> None:
-    store = open_store(tmp_path)
-    try:
-        with fork_server.start(f"{__file__}:stop_at", str(tmp_path), step, when) as child:
-            assert child.recv() == "there"
-            if step not in ("open", "unlink") or (step, when) == ("unlink", "before"):
-                monkeypatch.setattr(sweeper_module, "_ASIDE_S", -1.0)
-                scanned(store)
-                living = (step, when) != ("flock", "before")
-                assert bool(aside_in(tmp_path)) is living, "the file of a writer that is stopped was removed"
-                monkeypatch.undo()
-            child.kill()
-        page = read(store, "page")
-        assert page in (None, b"".join(page_of("page")))
-        there = (step, when) in (("link", "after"), ("unlink", "before"), ("unlink", "after"))
-        assert (page is not None) is there
-        monkeypatch.setattr(sweeper_module, "_ASIDE_S", -1.0)
-        scanned(store)
-        assert aside_in(tmp_path) == [], "the file of a dead writer is left"
-        assert store.usage().used_bytes == used_in(tmp_path) == (1 + there) * PAGE
-        assert write(store, "page")
-        assert read(store, "page") == b"".join(page_of("page"))
-    finally:
-        store.close()
+    store = opened()
+    with fork_server.start(f"{__file__}:stop_at", str(tmp_path), step, when) as child:
+        assert child.recv() == "there"
+        if step not in ("open", "unlink") or (step, when) == ("unlink", "before"):
+            monkeypatch.setattr(sweeper_module, "_ASIDE_S", -1.0)
+            scan(store)
+            living = (step, when) != ("flock", "before")
+            assert bool(aside_in(tmp_path)) is living, "the file of a writer that is stopped was removed"
+            monkeypatch.undo()
+        child.kill()
+    page = read(store, "page")
+    assert page in (None, b"".join(page_of("page")))
+    there = (step, when) in (("link", "after"), ("unlink", "before"), ("unlink", "after"))
+    assert (page is not None) is there
+    monkeypatch.setattr(sweeper_module, "_ASIDE_S", -1.0)
+    scan(store)
+    assert aside_in(tmp_path) == [], "the file of a dead writer is left"
+    assert store.usage().used_bytes == used_in(tmp_path) == (1 + there) * PAGE
+    assert write(store, "page")
+    assert read(store, "page") == b"".join(page_of("page"))
 
 
-def test_files_aside_are_left_alone_while_they_are_new(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    try:
-        assert write(store, "a")
-        aside = tmp_path / "v1" / "writing" / f"{'0' * 32}-10000"
-        aside.write_bytes(b"part")
-        scanned(store)
-        assert aside.exists()
-        assert store.usage().used_bytes == 2 * PAGE, "what is being written is counted whole"
-        then = time.time() - 2 * sweeper_module._ASIDE_S
-        os.utime(aside, (then, then))
-        scanned(store)
-        assert not aside.exists()
-        assert store.usage().used_bytes == PAGE
-    finally:
-        store.close()
+def test_files_aside_are_left_alone_while_they_are_new(opened: Any, tmp_path: Path) -> None:
+    store = opened()
+    assert write(store, "a")
+    aside = tmp_path / "v1" / "writing" / f"{'0' * 32}-10000"
+    aside.write_bytes(b"part")
+    scan(store)
+    assert aside.exists()
+    assert store.usage().used_bytes == 2 * PAGE, "what is being written is counted whole"
+    then = time.time() - 2 * sweeper_module._ASIDE_S
+    os.utime(aside, (then, then))
+    scan(store)
+    assert not aside.exists()
+    assert store.usage().used_bytes == PAGE

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from folders import aside_in, key_of, open_store, page_of, read, used_in, write
+from folders import aside_in, key_of, open_store, page_of, page_path, read, used_in, write
 from kvplug.transport import ExecutedStore, MissReason, PageSeal, Presence, PutReason
 from kvplug_fs.folder import cost_of
 from kvplug_testing import peers
@@ -48,8 +48,9 @@ def fill_a_small_disk(parent: peers.Parent, path: str) -> Any:
     kept = [write(store, number) for number in range(300)]
     there = [number for number in range(300) if read(store, number) is not None]
     whole = all(read(store, number) == b"".join(page_of(number)) for number in there)
-    aside, used = aside_in(path), used_in(path)
+    used = used_in(path)
     large = store.write(key_of("large"), page_of("large", 3 << 20))
+    aside = aside_in(path)
     store.close()
     return {
         "kept": kept.count(True),
@@ -79,7 +80,7 @@ def use_a_read_only_disk(parent: peers.Parent, path: str) -> Any:
     store = ExecutedStore(open_store(path), name="fs", seal=SEAL)
     pages = batch(3, seal=SEAL, namespace=b"")
     kept(store, pages)
-    damaged = store._store._folder.path_of(pages.keys[1])  # type: ignore[attr-defined]
+    damaged = page_path(path, pages.keys[1])
     os.truncate(damaged, os.path.getsize(damaged) - 1)
     store.close()
     mount("-o", "remount,ro", path)
@@ -159,53 +160,46 @@ def test_a_page_that_no_file_may_be_as_long_as_finds_no_room(tmp_path: Path) -> 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["open", "writev", "link"])
 def test_whichever_call_finds_the_disk_full_pages_are_evicted_and_it_is_tried_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, call: str
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, call: str
 ) -> None:
-    store = open_store(tmp_path)
-    try:
-        for number in range(4):
-            assert write(store, number)
-            os.utime(store._folder.path_of(key_of(number)), (1000 + number, 1000 + number))
-        usual, failures = getattr(os, call), [error]
+    store = opened()
+    for number in range(4):
+        assert write(store, number)
+        os.utime(page_path(tmp_path, key_of(number)), (1000 + number, 1000 + number))
+    usual, failures = getattr(os, call), [error]
 
-        def once(*args: Any, **given: Any) -> Any:
-            if failures and (call != "open" or "/writing/" in str(args[0])):
-                raise OSError(failures.pop(), "full")
-            return usual(*args, **given)
+    def once(*args: Any, **given: Any) -> Any:
+        if failures and (call != "open" or "/writing/" in str(args[0])):
+            raise OSError(failures.pop(), "full")
+        return usual(*args, **given)
 
-        monkeypatch.setattr(os, call, once)
-        assert write(store, "new")
-        monkeypatch.undo()
-        assert not failures
-        assert store.has([key_of(each) for each in (0, 1, 2, 3, "new")]) == [False, False, True, True, True]
-        assert store.usage().used_bytes == used_in(tmp_path) == 3 * PAGE
-    finally:
-        store.close()
+    monkeypatch.setattr(os, call, once)
+    assert write(store, "new")
+    monkeypatch.undo()
+    assert not failures
+    assert store.has([key_of(each) for each in (0, 1, 2, 3, "new")]) == [False, False, True, True, True]
+    assert store.usage().used_bytes == used_in(tmp_path) == 3 * PAGE
 
 
 def test_pages_whose_blocks_cannot_be_read_are_missed_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = ExecutedStore(open_store(tmp_path), name="fs", seal=SEAL)
-    try:
-        pages = batch(2, sized_format(1000), seal=SEAL)
-        kept(store, pages)
-        bad = os.stat(store._store._folder.path_of(pages.keys[0]))  # type: ignore[attr-defined]
-        preadv = os.preadv
+    pages = batch(2, sized_format(1000), seal=SEAL)
+    kept(whole, pages)
+    bad = page_path(tmp_path, pages.keys[0]).stat()
+    preadv = os.preadv
 
-        def fail(fd: int, *args: Any) -> int:
-            status = os.fstat(fd)
-            if (status.st_ino, status.st_mtime_ns) == (bad.st_ino, bad.st_mtime_ns):
-                raise OSError(errno.EIO, "input/output error")
-            return preadv(fd, *args)
+    def fail(fd: int, *args: Any) -> int:
+        status = os.fstat(fd)
+        if (status.st_ino, status.st_mtime_ns) == (bad.st_ino, bad.st_mtime_ns):
+            raise OSError(errno.EIO, "input/output error")
+        return preadv(fd, *args)
 
-        monkeypatch.setattr(os, "preadv", fail)
-        assert ended(store.submit_get(pages.empty())) == [MissReason.UNREADABLE, None]
-        assert ended(store.submit_lookup(pages.keys)) == [Presence.ABSENT, Presence.HELD]
-        kept(store, pages)
-        got(store, pages)
-    finally:
-        store.abort()
+    monkeypatch.setattr(os, "preadv", fail)
+    assert ended(whole.submit_get(pages.empty())) == [MissReason.UNREADABLE, None]
+    assert ended(whole.submit_lookup(pages.keys)) == [Presence.ABSENT, Presence.HELD]
+    kept(whole, pages)
+    got(whole, pages)
 
 
 def use_a_disk_with_few_inodes(parent: peers.Parent, path: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from folders import aside_in, key_of, open_store, page_of, read, used_in, write
+from folders import aside_in, key_of, open_store, page_of, page_path, read, scan, used_in, write
 from kvplug import ConfigError
 from kvplug.transport import ExecutedStore, MissReason, PageSeal, PutReason
 from kvplug_fs import folder as folder_module
@@ -21,16 +21,15 @@ from kvplug_fs.folder import Folder
 from kvplug_testing import peers
 from kvplug_testing.contract.store.pages import batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import ended, got, held, kept, put
-from kvplug_testing.waits import Call, until
+from kvplug_testing.named_pages import own_store
+from kvplug_testing.waits import Call
 
 SEAL = PageSeal()
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Any:
-    made = open_store(tmp_path / "kv")
-    yield made
-    made.close()
+def store(opened: Any, tmp_path: Path) -> Any:
+    return opened(tmp_path / "kv")
 
 
 def test_only_this_user_can_read_the_files(store: Any, tmp_path: Path) -> None:
@@ -47,61 +46,36 @@ def test_only_this_user_can_read_the_files(store: Any, tmp_path: Path) -> None:
 
 def test_a_name_is_the_key_and_nothing_aside_is_left(store: Any, tmp_path: Path) -> None:
     assert write(store, "a")
-    name = key_of("a").hex()
-    assert (tmp_path / "kv" / "v1" / "pages" / name[:2] / name[2:]).read_bytes() == b"".join(page_of("a"))
+    assert page_path(tmp_path / "kv", key_of("a")).read_bytes() == b"".join(page_of("a"))
     assert aside_in(tmp_path / "kv") == []
 
 
-def put_in(folder: Folder, name: object, page: list[memoryview]) -> bool:
-    with folder.new_file(sum(map(len, page))) as file:
-        file.write(page)
-        return folder.publish(file, key_of(name))
-
-
-def test_of_two_writers_the_first_wins_with_links_and_without(tmp_path: Path) -> None:
-    for links in (True, False):
-        folder = Folder(str(tmp_path / str(links)))
-        folder._links = links
-        assert put_in(folder, "a", page_of("one"))
-        assert not put_in(folder, "a", page_of("other"))
-        assert Path(folder.path_of(key_of("a"))).read_bytes().startswith(b"'one'")
-        assert aside_in(tmp_path / str(links)) == []
-
-
-@pytest.mark.parametrize("error", sorted(folder_module._NO_LINKS))
-def test_where_there_are_no_links_pages_are_renamed(
+@pytest.mark.parametrize("error", [0, *sorted(folder_module._NO_LINKS)], ids=errno.errorcode.get)
+def test_of_many_writers_of_one_key_the_first_wins_with_links_and_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
-    def link(*_: Any) -> None:
+    def no_links(*_: Any) -> None:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(os, "link", link)
-    store = open_store(tmp_path / "kv")
-    try:
-        assert write(store, "a")
-        assert write(store, "b")
-        assert read(store, "a") == b"".join(page_of("a"))
-    finally:
-        store.close()
-    assert aside_in(tmp_path / "kv") == []
-
-
-def test_without_links_many_writers_of_one_key_leave_one_page(tmp_path: Path) -> None:
+    if error:
+        monkeypatch.setattr(os, "link", no_links)
     folder = Folder(str(tmp_path))
-    folder._links = False
-    folder.create()
-    for number in range(20):
+    for number in range(8):
         start = threading.Barrier(4)
 
         def put(writer: int, number: int = number, start: threading.Barrier = start) -> bool:
+            page = page_of((writer, number))
             start.wait(20)
-            return put_in(folder, number, page_of((writer, number)))
+            with folder.new_file(10_000) as file:
+                file.write(page)
+                return folder.publish(file, key_of(number))
 
         calls = [Call(lambda writer=writer: put(writer)) for writer in range(4)]
         won = [call.result() for call in calls]
         assert won.count(True) == 1
-        page = Path(folder.path_of(key_of(number))).read_bytes()
+        page = page_path(tmp_path, key_of(number)).read_bytes()
         assert page == b"".join(page_of((won.index(True), number)))
+    assert aside_in(tmp_path) == []
 
 
 def test_a_page_is_written_whole_when_the_system_takes_it_in_pieces(
@@ -118,7 +92,7 @@ def test_a_page_is_written_whole_when_the_system_takes_it_in_pieces(
 
 
 def test_a_file_that_is_shorter_than_it_was_is_told_by_its_length(
-    store: Any, monkeypatch: pytest.MonkeyPatch
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert write(store, "a")
     fstat = os.fstat
@@ -126,29 +100,21 @@ def test_a_file_that_is_shorter_than_it_was_is_told_by_its_length(
     def before_it_was_cut(fd: int) -> os.stat_result:
         status = fstat(fd)
         if status.st_size == 10_000:
-            os.truncate(store._folder.path_of(key_of("a")), 5_000)
+            os.truncate(page_path(tmp_path / "kv", key_of("a")), 5_000)
         return status
 
     monkeypatch.setattr(os, "fstat", before_it_was_cut)
     assert store.read(key_of("a"), [memoryview(bytearray(10_000))]) == 5_000
 
 
-@pytest.fixture
-def whole(tmp_path: Path) -> Any:
-    made = ExecutedStore(open_store(tmp_path / "kv"), name="fs", seal=SEAL)
-    yield made
-    made.abort()
-
-
-@pytest.mark.parametrize("length", [0, 40, 4096, 8192])
-@pytest.mark.parametrize("how", ["cut off", "zeros"])
+@pytest.mark.parametrize(("length", "how"), [(0, "cut off"), (40, "zeros"), (8192, "cut off")])
 def test_a_page_that_lost_its_last_writes_is_a_miss_and_goes(
     whole: Any, tmp_path: Path, length: int, how: str
 ) -> None:
     """Without `sync` a crash of the host may leave a file whose last blocks were never written."""
     pages = batch(2, sized_format(12_000), seal=SEAL)
     kept(whole, pages)
-    path = whole._store._folder.path_of(pages.keys[0])
+    path = page_path(tmp_path, pages.keys[0])
     size = os.path.getsize(path)
     os.truncate(path, length)
     if how == "zeros":
@@ -161,18 +127,6 @@ def test_a_page_that_lost_its_last_writes_is_a_miss_and_goes(
     got(whole, pages)
 
 
-def test_files_swapped_with_those_of_another_are_misses(whole: Any) -> None:
-    pages = batch(2, seal=SEAL)
-    kept(whole, pages)
-    one, other = (whole._store._folder.path_of(key) for key in pages.keys)
-    os.rename(one, one + "-")
-    os.rename(other, one)
-    os.rename(one + "-", other)
-    assert ended(whole.submit_get(pages.empty())) == [MissReason.IDENTITY] * 2
-    kept(whole, pages)
-    got(whole, pages)
-
-
 def test_keys_are_those_of_pages_whatever_else_lies_there(whole: Any, tmp_path: Path) -> None:
     pages, other = batch(3, seal=SEAL), batch(2, kv_format(3), seal=SEAL)
     long = batch(1, sized_format(10), seal=SEAL)
@@ -181,7 +135,7 @@ def test_keys_are_those_of_pages_whatever_else_lies_there(whole: Any, tmp_path: 
     )
     for each in (pages, other, long):
         kept(whole, each)
-    folder = Path(whole._store._folder.path_of(pages.keys[0])).parent
+    folder = page_path(tmp_path, pages.keys[0]).parent
     (folder / "notes.txt").write_text("not a page")
     (folder / ("z" * 62)).write_text("nor this")
     (folder / ("0" * 62)).write_text("a page without a header")
@@ -192,15 +146,14 @@ def test_keys_are_those_of_pages_whatever_else_lies_there(whole: Any, tmp_path: 
     got(whole, long)
 
 
-def test_a_path_of_something_else_is_refused_and_of_a_later_folder_is_not(tmp_path: Path) -> None:
+def test_a_path_of_something_else_is_refused_and_of_a_later_folder_is_not(
+    opened: Any, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"options\.fs\.path: .*/file is not a folder"):
         open_store(tmp_path / "file")
-    store = open_store(tmp_path / "in" / "a" / "new" / "place")
-    try:
-        assert write(store, "a")
-    finally:
-        store.close()
+    store = opened(tmp_path / "in" / "a" / "new" / "place")
+    assert write(store, "a")
 
 
 def _directory(path: Path) -> None:
@@ -224,11 +177,11 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_a_foreign_thing_under_a_pages_name_is_no_page_and_is_replaced_where_it_can(
-    whole: Any, what: str, caplog: pytest.LogCaptureFixture
+    whole: Any, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pages = batch(20, seal=SEAL)
     kept(whole, pages)
-    path = Path(whole._store._folder.path_of(pages.keys[3]))
+    path = page_path(tmp_path, pages.keys[3])
     path.unlink()
     FOREIGN[what](path)
     others = [index != 3 for index in range(20)]
@@ -237,9 +190,8 @@ def test_a_foreign_thing_under_a_pages_name_is_no_page_and_is_replaced_where_it_
     assert [each is None for each in results] == others and results[3] is not MissReason.STORE_GONE
     assert held(whole, pages) == others
     assert set(whole.keys(pages.series)) == {*pages.keys[:3], *pages.keys[4:]}
-    whole._store.touch(pages.keys)
-    with whole._store._sweeper._lock:
-        whole._store._sweeper.scan()
+    whole.touch(pages.keys)
+    scan(own_store(whole))
     if "content" in what:
         for _ in range(3):
             assert put(whole, pages)[3] is PutReason.UNREADABLE
@@ -251,10 +203,12 @@ def test_a_foreign_thing_under_a_pages_name_is_no_page_and_is_replaced_where_it_
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_foreign_thing_in_place_of_a_folder_of_pages_hides_no_others(whole: Any, what: str) -> None:
+def test_a_foreign_thing_in_place_of_a_folder_of_pages_hides_no_others(
+    whole: Any, tmp_path: Path, what: str
+) -> None:
     pages = batch(20, seal=SEAL)
     kept(whole, pages)
-    folder = Path(whole._store._folder.path_of(pages.keys[3])).parent
+    folder = page_path(tmp_path, pages.keys[3]).parent
     others = [key[:1] != pages.keys[3][:1] for key in pages.keys]
     shutil.rmtree(folder)
     FOREIGN[what](folder)
@@ -268,7 +222,7 @@ def test_a_foreign_thing_in_place_of_a_folder_of_pages_hides_no_others(whole: An
 def test_no_link_is_followed_out_of_the_folder(whole: Any, tmp_path: Path) -> None:
     pages = batch(2, seal=SEAL)
     kept(whole, pages)
-    one, other = (Path(whole._store._folder.path_of(key)) for key in pages.keys)
+    one, other = (page_path(tmp_path, key) for key in pages.keys)
     outside = tmp_path / "outside"
     outside.mkdir()
     one.rename(outside / "page")
@@ -277,7 +231,7 @@ def test_no_link_is_followed_out_of_the_folder(whole: Any, tmp_path: Path) -> No
     other.parent.symlink_to(outside / "folder")
     for path in (outside / "page", outside / "folder" / other.name):
         os.utime(path, (1, 1))
-    whole._store.touch(pages.keys)
+    whole.touch(pages.keys)
     assert None not in ended(whole.submit_get(pages.empty()))
     ended(whole.submit_remove(pages.keys))
     kept(whole, pages)
@@ -361,59 +315,28 @@ def test_a_folder_that_vanishes_is_empty_and_is_made_again(store: Any, tmp_path:
     assert used_in(tmp_path / "kv") == store.usage().used_bytes
 
 
-def test_sync_waits_for_the_page_and_for_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_waits_for_the_page_and_for_its_name(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     for sync in (False, True):
-        store = open_store(tmp_path / str(sync), sync=sync)
-        try:
-            assert write(store, "a")
-        finally:
-            store.close()
+        store = opened(tmp_path / str(sync), sync=sync)
+        assert write(store, "a")
     assert len(synced) == 2
     assert "/writing/" in synced[0]
     assert synced[1].endswith("/pages/" + key_of("a").hex()[:2])
 
 
-def test_a_read_is_recorded_as_a_use_now_and_then(tmp_path: Path) -> None:
-    store = open_store(tmp_path, touch_s=1000)
-    try:
-        assert write(store, "a")
-        path = store._folder.path_of(key_of("a"))
-        for age, recorded in ((500, False), (1500, True)):
-            then = os.stat(path).st_mtime - age
-            os.utime(path, (then, then))
-            read(store, "a")
-            assert (os.stat(path).st_mtime != then) is recorded
-        os.utime(path, (0, 0))
-        store.touch([key_of("a"), key_of("absent")])
-        assert os.stat(path).st_mtime > 1
-    finally:
-        store.close()
-
-
-def test_a_page_of_a_dead_writer_is_abandoned_and_one_of_a_living_one_is_not(tmp_path: Path) -> None:
-    import fcntl
-
-    path = tmp_path / "aside"
-    with open(path, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert not folder_module.is_abandoned(str(path))
-    assert folder_module.is_abandoned(str(path))
-    assert not folder_module.is_abandoned(str(tmp_path / "absent"))
-
-
-def test_a_full_disk_leaves_nothing_aside(
-    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writev = os.writev
-
-    def full(fd: int, parts: list[memoryview]) -> int:
-        writev(fd, [parts[0][:50]])
-        raise OSError(errno.ENOSPC, "no space left")
-
-    monkeypatch.setattr(os, "writev", full)
-    assert not write(store, "a")
-    assert aside_in(tmp_path / "kv") == []
-    assert store.usage().used_bytes == 0
-    until(lambda: read(store, "a") is None)
+def test_a_read_is_recorded_as_a_use_now_and_then(opened: Any, tmp_path: Path) -> None:
+    store = opened(tmp_path, touch_s=1000)
+    assert write(store, "a")
+    path = page_path(tmp_path, key_of("a"))
+    for age, recorded in ((500, False), (1500, True)):
+        then = os.stat(path).st_mtime - age
+        os.utime(path, (then, then))
+        read(store, "a")
+        assert (os.stat(path).st_mtime != then) is recorded
+    os.utime(path, (0, 0))
+    store.touch([key_of("a"), key_of("absent")])
+    assert os.stat(path).st_mtime > 1
