@@ -22,6 +22,7 @@ class TestFsWaitsForTheDisk(StoreContract):
     use_granularity_s = 0.02
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws_of_plugins() -> None:
     assert check_plugin("fs") == ()
 

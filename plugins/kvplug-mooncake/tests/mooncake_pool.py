@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from kvplug_mooncake.probe import probe
+from servers import ServerProcess, free_port, listens, stopped
 
-_START_S: Final = 20.0
+__all__ = ["Pool", "free_port", "listens", "stopped"]
+
 SEGMENT_BYTES: Final = 512 << 20
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
-def listens(port: int, host: str = "127.0.0.1") -> bool:
-    with socket.socket() as client:
-        client.settimeout(0.5)
-        return client.connect_ex((host, port)) == 0
 
 
 class Pool:
@@ -46,27 +31,23 @@ class Pool:
         """
         if reason := probe().reason:
             pytest.skip(reason)
-        self._folder, self._options, self._segment_bytes = folder, options, segment_bytes
-        self.holders: list[subprocess.Popen[bytes]] = []
-        self.start()
-        for _ in range(holders):
-            self.add_holder()
-
-    def start(self, port: int | None = None) -> None:
-        """The master, by default at a port of its own."""
+        self._folder, self._segment_bytes = folder, segment_bytes
         spec = importlib.util.find_spec("mooncake")
         assert spec is not None and spec.submodule_search_locations
         program = Path(spec.submodule_search_locations[0]) / "mooncake_master"
         program.chmod(0o755)
-        self.port = free_port() if port is None else port
-        self.address = f"127.0.0.1:{self.port}"
-        where = ["--rpc_address=127.0.0.1", f"--rpc_port={self.port}"]
+        port = free_port()
+        where = ["--rpc_address=127.0.0.1", f"--rpc_port={port}"]
         where += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
-        self.master = self._process("master", str(program), *where, *self._options)
-        limit = time.monotonic() + _START_S
-        while not listens(self.port):
-            assert self.master.poll() is None and time.monotonic() < limit, self.log("master")
-            time.sleep(0.02)
+        self.server = ServerProcess(folder, [str(program), *where, *options], port)
+        self.address = self.server.address
+        self.holders: list[subprocess.Popen[bytes]] = []
+        for _ in range(holders):
+            self.add_holder()
+
+    @property
+    def master(self) -> subprocess.Popen[bytes]:
+        return self.server.process
 
     def add_holder(self) -> subprocess.Popen[bytes]:
         name = f"holder-{len(self.holders)}"
@@ -91,15 +72,6 @@ class Pool:
             process.wait(10)
             if process.stdout is not None:
                 process.stdout.close()
-
-
-@contextmanager
-def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
 
 
 _HOLDER: Final = """

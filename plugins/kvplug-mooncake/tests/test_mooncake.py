@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from kvplug import Config, ConfigError, build_store
+from kvplug import ConfigError
 from kvplug.transport import (
     Deadline,
     InsecureAddressError,
@@ -27,15 +28,13 @@ from kvplug.transport import (
 from kvplug_mooncake.landing import LateError
 from kvplug_mooncake.probe import probe
 from kvplug_mooncake.protocol import MARK, Get, Outcome, Put
-from kvplug_mooncake.store import MooncakeStore
 from kvplug_testing import check_plugin, peers, waits
-from kvplug_testing.named_pages import NamedPages, own_store
-from kvplug_testing.peers import Parent
-from mooncake_pool import Pool, free_port, listens, stopped
+from mooncake_pages import PAGES, build, die_with_a_store, got, inside, process_of, put, request
+from mooncake_pool import Pool
+from servers import free_port, listens, stopped
 
-PAGES = NamedPages(100_000)
-request, put, got = PAGES.request, PAGES.put, PAGES.got
 NAMES = [f"page {number}" for number in range(24)]
+SECRET = "0123456789abcdef0123456789abcdef"
 SOON_S = 0.7
 SLACK_S = 1.5
 needs_mooncake = pytest.mark.skipif(not probe().viable, reason=probe().reason or "Mooncake is installed")
@@ -58,25 +57,20 @@ def pair(tmp_path: Path) -> Iterator[Pool]:
     pool.close()
 
 
-def opened(pool: Any, *, config: dict[str, Any] | None = None, **options: Any) -> Store:
-    given = {"master": pool.address, "timeout_s": 1, **options}
-    return build_store(
-        Config.from_dict(
-            {"stores": ["mooncake"], "timeout_s": 10, "options": {"mooncake": given}, **(config or {})}
-        )
-    )
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Store]]:
+    """Makes stores, which are aborted after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(pool: Pool | str, **given: Any) -> Store:
+            store = build(pool if isinstance(pool, str) else pool.address, **given)
+            stack.callback(store.abort)
+            return store
+
+        yield make
 
 
-def inside(store: Any) -> MooncakeStore:
-    own = own_store(store)
-    assert isinstance(own, MooncakeStore)
-    return own
-
-
-def process_of(store: Store) -> psutil.Process:
-    return psutil.Process(inside(store)._running()._process.pid)
-
-
+@pytest.mark.full
 def test_it_keeps_the_laws_of_plugins() -> None:
     assert check_plugin("mooncake") == ()
 
@@ -84,7 +78,7 @@ def test_it_keeps_the_laws_of_plugins() -> None:
 # -- holders and masters that are lost -----------------------------------------------------------
 
 
-def test_a_killed_holder_costs_its_pages_and_no_time(pair: Pool) -> None:
+def test_a_killed_holder_costs_its_pages_and_no_time(opened: Any, pair: Pool) -> None:
     store = opened(pair)
     assert not any(put(store, *NAMES))
     pair.holders[0].kill()
@@ -96,10 +90,9 @@ def test_a_killed_holder_costs_its_pages_and_no_time(pair: Pool) -> None:
     later = [f"later {number}" for number in range(8)]
     waits.until(lambda: not any(put(store, *later)), 20, "that the master has noticed")
     assert not any(got(store, *later))
-    store.close()
 
 
-def test_a_stopped_holder_holds_up_no_request_and_not_the_pages_of_others(pair: Pool) -> None:
+def test_a_stopped_holder_holds_up_no_request_and_not_the_pages_of_others(opened: Any, pair: Pool) -> None:
     store = opened(pair)
     assert not any(put(store, *NAMES))
     with stopped(pair.holders[0]):
@@ -113,10 +106,11 @@ def test_a_stopped_holder_holds_up_no_request_and_not_the_pages_of_others(pair: 
         assert set(found) == {None, MissReason.TIMEOUT}
         assert store.submit_lookup(request(store, *NAMES).keys).wait(5)
     waits.until(lambda: not any(got(store, *NAMES)), 20, "the pages of the holder that goes on")
-    store.close()
 
 
-def test_a_holder_that_is_stopped_when_a_client_first_needs_it_is_found_out_as_well(pair: Pool) -> None:
+def test_a_holder_that_is_stopped_when_a_client_first_needs_it_is_found_out_as_well(
+    opened: Any, pair: Pool
+) -> None:
     """Mooncake's own limits do not hold there: a call takes a minute."""
     first = opened(pair)
     assert not any(put(first, *NAMES))
@@ -129,12 +123,10 @@ def test_a_holder_that_is_stopped_when_a_client_first_needs_it_is_found_out_as_w
         assert set(found) == {None, MissReason.TIMEOUT}
         assert found == got(store, *NAMES), "a page of the other holder was missed"
         assert client.num_late and inside(store)._client is client, "the client was replaced"
-    for each in (first, store):
-        each.abort()
 
 
 @pytest.mark.full
-def test_without_kvplug_a_stopped_holder_holds_up_a_call_for_much_longer(pair: Pool) -> None:
+def test_without_kvplug_a_stopped_holder_holds_up_a_call_for_much_longer(opened: Any, pair: Pool) -> None:
     """What this package is for. If it fails, Mooncake has become better, and the docs are wrong."""
     store = opened(pair)
     assert not any(put(store, *NAMES))
@@ -157,7 +149,7 @@ else:
         assert bare.wait(100) == 0, pair.log("bare")
 
 
-def test_a_late_write_reaches_no_page_of_another_call(pair: Pool) -> None:
+def test_a_late_write_reaches_no_page_of_another_call(opened: Any, pair: Pool) -> None:
     """A call is given up, its holder goes on, and its bytes come: into memory that is not lent again."""
     scout, names = opened(pair), NAMES[:12]
     assert not any(put(scout, *names))
@@ -184,11 +176,10 @@ def test_a_late_write_reaches_no_page_of_another_call(pair: Pool) -> None:
     came = client.landing._memory[slot.at : slot.at + len(MARK)]
     assert came == MARK, "nothing came late, and the test shows nothing"
     assert client.landing.take(client.landing.nbytes, Deadline.after(1)).at == 0, "the slot did not come back"
-    store.abort()
 
 
 def test_calls_that_do_not_end_are_bounded_and_the_client_is_replaced(
-    pair: Pool, caplog: pytest.LogCaptureFixture
+    opened: Any, pair: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = opened(pair, timeout_s=20, lanes=1)
     assert not any(put(store, *NAMES))
@@ -201,10 +192,9 @@ def test_calls_that_do_not_end_are_bounded_and_the_client_is_replaced(
     assert "is replaced" in caplog.text
     inside(store)._timeout_s = 5
     waits.until(lambda: got(store, NAMES[0]) == [None], 10, "a client that works")
-    store.close()
 
 
-def test_a_client_that_is_killed_or_stopped_is_replaced(pool: Pool) -> None:
+def test_a_client_that_is_killed_or_stopped_is_replaced(opened: Any, pool: Pool) -> None:
     store = opened(pool)
     assert put(store, "of a client") == [None]
     for what, reason in ((signal.SIGKILL, MissReason.STORE_GONE), (signal.SIGSTOP, MissReason.TIMEOUT)):
@@ -216,10 +206,9 @@ def test_a_client_that_is_killed_or_stopped_is_replaced(pool: Pool) -> None:
         waits.until(lambda: got(store, "of a client") == [None], 10, "a client that works")
         assert process_of(store).pid != before.pid
         assert not before.is_running()
-    store.close()
 
 
-def test_a_put_whose_client_is_killed_leaves_no_page_and_can_be_done_again(pool: Pool) -> None:
+def test_a_put_whose_client_is_killed_leaves_no_page_and_can_be_done_again(opened: Any, pool: Pool) -> None:
     store = opened(pool)
     assert put(store, "before") == [None]
     with stopped(pool.holders[0]):
@@ -231,22 +220,22 @@ def test_a_put_whose_client_is_killed_leaves_no_page_and_can_be_done_again(pool:
     again = {"nbytes": 8 << 20, "fill": b"other"}
     waits.until(lambda: put(store, "half", **again) == [None], 20, "the master gives the dead writer up")
     assert got(store, "half", **again) == [None]
-    store.close()
 
 
 @needs_mooncake
-def test_a_missing_master_is_named_at_once_and_found_when_it_comes(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_master_is_named_at_once_and_found_when_it_comes(
+    opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     port = free_port()
-    store = opened(type("Nowhere", (), {"address": f"127.0.0.1:{port}"}))
+    store = opened(f"127.0.0.1:{port}")
     began = time.monotonic()
     assert got(store, "a") == [MissReason.STORE_GONE]
     assert time.monotonic() - began < 3
     assert f"no Mooncake master at 127.0.0.1:{port} (Connection refused)" in caplog.text
     assert "options.mooncake.master" in caplog.text
-    store.close()
 
 
-def test_a_master_that_is_stopped_ends_requests_in_time(pair: Pool) -> None:
+def test_a_master_that_is_stopped_ends_requests_in_time(opened: Any, pair: Pool) -> None:
     store = opened(pair)
     assert put(store, "a") == [None]
     with stopped(pair.master):
@@ -254,10 +243,9 @@ def test_a_master_that_is_stopped_ends_requests_in_time(pair: Pool) -> None:
         assert got(store, "a", timeout=SOON_S) == [MissReason.TIMEOUT]
         assert time.monotonic() - began < SOON_S + SLACK_S
     waits.until(lambda: got(store, "a") == [None], 15, "the master that goes on")
-    store.close()
 
 
-def test_a_master_that_was_replaced_is_used_again(pair: Pool) -> None:
+def test_a_master_that_was_replaced_is_used_again(opened: Any, pair: Pool) -> None:
     store = opened(pair)
     assert put(store, "a") == [None]
     pair.master.kill()
@@ -265,24 +253,15 @@ def test_a_master_that_was_replaced_is_used_again(pair: Pool) -> None:
     began = time.monotonic()
     assert got(store, "a") == [MissReason.STORE_GONE]
     assert time.monotonic() - began < 3
-    pair.start(pair.port)
+    pair.server.start()
     waits.until(lambda: put(store, "b") == [None], 30, "that the holders have found the new master")
     assert got(store, "a", "b") == [MissReason.ABSENT, None]
-    store.close()
 
 
 # -- what is left --------------------------------------------------------------------------------
 
 
-def die_with_a_store(parent: Parent, address: str) -> None:
-    store = opened(type("Pool", (), {"address": address}))
-    assert put(store, "of one that dies") == [None]
-    parent.send(process_of(store).pid)
-    while True:
-        put(store, f"of one that dies {time.monotonic()}")
-
-
-def test_of_a_program_that_is_killed_nothing_is_left(pool: Pool) -> None:
+def test_of_a_program_that_is_killed_nothing_is_left(opened: Any, pool: Pool) -> None:
     before = set(os.listdir("/dev/shm"))
     with peers.start(die_with_a_store, pool.address) as peer:
         client = psutil.Process(peer.recv(20))
@@ -291,21 +270,16 @@ def test_of_a_program_that_is_killed_nothing_is_left(pool: Pool) -> None:
     assert not set(os.listdir("/dev/shm")) - before
     store = opened(pool)
     assert got(store, "of one that dies") == [None]
-    store.close()
 
 
-def test_pages_in_memory_that_a_process_has_added_go_with_it(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, holders=0)
-    try:
+def test_pages_in_memory_that_a_process_has_added_go_with_it(opened: Any, tmp_path: Path) -> None:
+    with contextlib.closing(Pool(tmp_path, holders=0)) as pool:
         holder, store = opened(pool, segment_bytes=64 << 20), opened(pool)
         waits.until(lambda: put(store, "a") == [None], 10, "memory in the pool")
         assert got(store, "a") == [None]
         holder.close()
         assert set(got(store, "a")) <= LOST
         assert put(store, "b") == [PutReason.NO_ROOM]
-        store.close()
-    finally:
-        pool.close()
 
 
 # -- who may write into it -----------------------------------------------------------------------
@@ -320,7 +294,7 @@ def addresses_of_this_host() -> list[str]:
     ]
 
 
-def test_the_ports_that_mooncake_opens_are_closed_to_strangers(pool: Pool) -> None:
+def test_the_ports_that_mooncake_opens_are_closed_to_strangers(opened: Any, pool: Pool) -> None:
     for segment_bytes, at_loopback in ((0, False), (16 << 20, True)):
         store = opened(pool, segment_bytes=segment_bytes)
         assert put(store, f"of {segment_bytes}") == [None]
@@ -336,21 +310,17 @@ def test_the_ports_that_mooncake_opens_are_closed_to_strangers(pool: Pool) -> No
 
 @needs_mooncake
 @pytest.mark.parametrize("given", [{"host": "10.0.0.1"}, {"host": "0.0.0.0"}, {}])
-def test_other_hosts_are_refused_unless_the_config_permits_it(given: dict[str, Any]) -> None:
+def test_other_hosts_are_refused_unless_the_config_permits_it(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
     master = "10.0.0.2:50051" if not given else "127.0.0.1:1"
-    where = type("Pool", (), {"address": master})
-    secret = {"secret_file": None}
-    config = {key: value for key, value in {**given, **secret}.items() if value}
-    os.environ["KVPLUG_SECRET"] = "0123456789abcdef0123456789abcdef"
-    try:
-        with pytest.raises(InsecureAddressError, match="set allow_unauthenticated_data_plane"):
-            opened(where, config=config)
-        opened(where, config={**config, "allow_unauthenticated_data_plane": True}).abort()
-    finally:
-        del os.environ["KVPLUG_SECRET"]
+    monkeypatch.setenv("KVPLUG_SECRET", SECRET)
+    with pytest.raises(InsecureAddressError, match="set allow_unauthenticated_data_plane"):
+        opened(master, config=given)
+    opened(master, config={**given, "allow_unauthenticated_data_plane": True})
 
 
-def test_a_value_of_another_program_is_a_miss_and_makes_room(pool: Pool) -> None:
+def test_a_value_of_another_program_is_a_miss_and_makes_room(opened: Any, pool: Pool) -> None:
     store = opened(pool)
     client, key = inside(store)._running(), request(store, "taken").keys[0]
     with client.lent(1000, Deadline.after(1)) as slot:
@@ -360,10 +330,9 @@ def test_a_value_of_another_program_is_a_miss_and_makes_room(pool: Pool) -> None
     assert got(store, "taken") in ([MissReason.CORRUPT], [MissReason.FORMAT])
     assert put(store, "taken") == [None]
     assert got(store, "taken") == [None]
-    store.close()
 
 
-def test_a_page_that_does_not_fit_the_landing_area_is_refused_alone(pool: Pool) -> None:
+def test_a_page_that_does_not_fit_the_landing_area_is_refused_alone(opened: Any, pool: Pool) -> None:
     small, large = opened(pool, landing_bytes=PAGES.nbytes), opened(pool)
     assert put(small, "large", nbytes=2 * PAGES.nbytes) == [PutReason.TOO_LARGE]
     assert put(large, "large", nbytes=2 * PAGES.nbytes) == [None]
@@ -371,8 +340,6 @@ def test_a_page_that_does_not_fit_the_landing_area_is_refused_alone(pool: Pool) 
     assert put(small, "small", nbytes=PAGES.nbytes // 2) == [None]
     with pytest.raises(PageError, match=f"landing_bytes is {PAGES.nbytes}"):
         inside(small).read(bytes(32), [memoryview(bytearray(2 * PAGES.nbytes))])
-    for store in (small, large):
-        store.close()
 
 
 # -- what is missing or wrong --------------------------------------------------------------------
@@ -404,17 +371,16 @@ def test_the_probe_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Mo
         ({"log_file": "/nowhere/log"}, "log_file: it cannot be written"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, Any], says: str) -> None:
+def test_wrong_options_are_named(opened: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        opened(type("Pool", (), {"address": "127.0.0.1:1"}), **options)
+        opened("127.0.0.1:1", **options)
 
 
 @needs_mooncake
-def test_memory_is_added_at_an_address_that_others_can_reach() -> None:
+def test_memory_is_added_at_an_address_that_others_can_reach(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = {"host": "0.0.0.0", "allow_unauthenticated_data_plane": True}
-    os.environ["KVPLUG_SECRET"] = "0123456789abcdef0123456789abcdef"
-    try:
-        with pytest.raises(ConfigError, match="set host to it"):
-            opened(type("Pool", (), {"address": "127.0.0.1:1"}), config=config, segment_bytes=1 << 20)
-    finally:
-        del os.environ["KVPLUG_SECRET"]
+    monkeypatch.setenv("KVPLUG_SECRET", SECRET)
+    with pytest.raises(ConfigError, match="set host to it"):
+        opened("127.0.0.1:1", config=config, segment_bytes=1 << 20)

@@ -14,8 +14,8 @@ request, put, got = PAGES.request, PAGES.put, PAGES.got
 
 
 def opened(**options: Any) -> Store:
-    """A store with these options."""
-    config = {"stores": ["nixl"], "timeout_s": 10, "options": {"nixl": options}}
+    """A store with these options. The first use in a process loads NIXL, in the time of that request."""
+    config = {"stores": ["nixl"], "timeout_s": 30, "options": {"nixl": options}}
     return build_store(Config.from_dict(config))
 
 

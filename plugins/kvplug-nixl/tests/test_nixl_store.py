@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
-import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import nixl_pages
 from kvplug import ConfigError
 from kvplug.transport import MissReason, PutReason
 from kvplug_nixl import probe as probing
 from kvplug_nixl.store import folder as counting
 from kvplug_testing import check_plugin, waits
 from kvplug_testing.named_pages import own_store
-from nixl_pages import PAGE, got, held, opened, put, request
+from nixl_pages import PAGE, got, held, put, request
 from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
+from servers import stopped
 
-needs_nixl = pytest.mark.skipif(not probing.probe().viable, reason=probing.probe().reason or "NIXL is here")
+pytestmark = pytest.mark.skipif(not probing.probe().viable, reason=probing.probe().reason or "NIXL is here")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,20 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server = S3Server(tmp_path_factory.mktemp("s3"))
     yield server
     server.kill()
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Any]]:
+    """Makes stores, which are closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(nixl_pages.opened(**options))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """NIXL is loaded, which takes seconds of processor time: no deadline of a test counts them."""
+    with nixl_pages.opened(path=str(tmp_path_factory.mktemp("first"))) as store:
+        store.submit_lookup(request(store, "a").keys, timeout=100).wait(100)
 
 
 def names_in(server: S3Server, prefix: str) -> list[str]:
@@ -45,7 +61,7 @@ def files_in(path: Path) -> list[Path]:
     return sorted(each for each in path.rglob("pages/*/*"))
 
 
-@needs_nixl
+@pytest.mark.full
 def test_it_keeps_the_laws_of_plugins() -> None:
     assert check_plugin("nixl") == ()
 
@@ -53,40 +69,32 @@ def test_it_keeps_the_laws_of_plugins() -> None:
 # -- S3 --------------------------------------------------------------------------------------------
 
 
-@needs_nixl
-@pytest.mark.parametrize(
-    ("change", "reasons"),
-    [
-        (lambda body: body[:-1], [MissReason.CORRUPT, MissReason.FORMAT]),
-        (lambda body: body[:1000], [MissReason.CORRUPT, MissReason.FORMAT]),
-        (lambda body: body[:10], [MissReason.CORRUPT, MissReason.FORMAT]),
-        (lambda _: b"", [MissReason.CORRUPT, MissReason.FORMAT]),
-        (lambda body: body[:20_000] + b"!" + body[20_001:], [MissReason.CORRUPT]),
-        (lambda body: b"kvplugN2" + body[8:], [MissReason.CORRUPT, MissReason.FORMAT]),
-        (lambda _: b"another program's" * 100, [MissReason.CORRUPT, MissReason.FORMAT]),
-    ],
-    ids=["one byte", "most of it", "its head", "all of it", "a bit", "a later version", "a stranger's"],
-)
-def test_an_object_that_is_cut_off_or_altered_is_a_miss_and_makes_room(
-    s3: S3Server, request: pytest.FixtureRequest, change: Any, reasons: list[MissReason]
-) -> None:
-    prefix = request.node.callspec.id.replace(" ", "-")
-    store, client = opened(**s3.options, prefix=prefix), s3.client()
-    assert put(store, "a", "b") == [None, None]
-    name = sorted(names_in(s3, prefix))[0]
-    body = client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
-    client.put_object(Bucket=BUCKET, Key=name, Body=change(body))
-    results = got(store, "a", "b")
-    (wrong,) = [each for each in results if each is not None]
-    assert wrong in reasons
-    assert held(store, "a", "b").count("held") == 1
-    assert put(store, "a", "b") == [None, None]
-    assert got(store, "a", "b") == [None, None]
-    store.close()
+ALTERED: dict[str, Callable[[bytes], bytes]] = {
+    "lacks its last byte": lambda body: body[:-1],
+    "lacks all but its head": lambda body: body[:10],
+    "is empty": lambda _: b"",
+    "has another bit": lambda body: body[:20_000] + b"!" + body[20_001:],
+    "is of a later version": lambda body: b"kvplugN2" + body[8:],
+    "is a stranger's": lambda _: b"another program's" * 100,
+}
 
 
-@needs_nixl
-def test_what_is_removed_is_a_small_object_and_is_absent_for_every_process(s3: S3Server) -> None:
+def test_an_object_that_is_cut_off_or_altered_is_a_miss_and_makes_room(opened: Any, s3: S3Server) -> None:
+    store, client = opened(**s3.options, prefix="altered"), s3.client()
+    assert put(store, *ALTERED, "whole") == [None] * 7
+    for name, key in zip(ALTERED, request(store, *ALTERED).keys, strict=True):
+        (found,) = (each for each in names_in(s3, "altered") if each.endswith(key.hex()))
+        body = client.get_object(Bucket=BUCKET, Key=found)["Body"].read()
+        client.put_object(Bucket=BUCKET, Key=found, Body=ALTERED[name](body))
+    results = dict(zip(ALTERED, got(store, *ALTERED), strict=True))
+    assert results["has another bit"] is MissReason.CORRUPT
+    assert {*results.values()} <= {MissReason.CORRUPT, MissReason.FORMAT}, results
+    assert held(store, *ALTERED, "whole") == ["absent"] * 6 + ["held"]
+    assert put(store, *ALTERED) == [None] * 6
+    assert got(store, *ALTERED, "whole") == [None] * 7
+
+
+def test_what_is_removed_is_a_small_object_and_is_absent_for_every_process(opened: Any, s3: S3Server) -> None:
     one, other = (opened(**s3.options, prefix="removed") for _ in range(2))
     assert put(one, "a") == [None]
     assert list(other.submit_remove(request(other, "a", "b").keys).wait(10)) == [True, True]
@@ -97,60 +105,43 @@ def test_what_is_removed_is_a_small_object_and_is_absent_for_every_process(s3: S
         assert got(store, "a") == [MissReason.ABSENT]
     assert put(one, "a", fill=b"again") == [None]
     assert got(other, "a", fill=b"again") == [None]
-    one.close()
-    other.close()
 
 
-@pytest.fixture
-def own_s3(tmp_path: Path) -> Iterator[S3Server]:
-    server = S3Server(tmp_path)
-    yield server
-    server.kill()
-
-
-@needs_nixl
-def test_a_stopped_server_ends_requests_in_time_and_nothing_lands_late(own_s3: S3Server) -> None:
-    store = opened(**own_s3.options, transfers=2)
+def test_a_stopped_server_ends_requests_in_time_and_nothing_lands_late(opened: Any, s3: S3Server) -> None:
+    store = opened(**s3.options, transfers=2, prefix="stopped")
     assert put(store, "a", "b", "c") == [None] * 3
-    own_s3.process.send_signal(signal.SIGSTOP)
     wanted = request(store, "a", "b", "c", fill=b"?")
-    began = time.monotonic()
-    job = store.submit_get(wanted, timeout=0.7)
-    assert list(job.wait(10)) == [MissReason.TIMEOUT] * 3
-    assert time.monotonic() - began < 2
-    assert job.wait_settled(1), "the memory is not the caller's again"
-    own_s3.process.send_signal(signal.SIGCONT)
+    with stopped(s3.process):
+        began = time.monotonic()
+        job = store.submit_get(wanted, timeout=0.7)
+        assert list(job.wait(10)) == [MissReason.TIMEOUT] * 3
+        assert time.monotonic() - began < 2
+        assert job.wait_settled(1), "the memory is not the caller's again"
     waits.until(lambda: got(store, "a", "b", "c") == [None] * 3, 30, "pages of the server that goes on")
     assert bytes(wanted.memory.rows().buffer) == b"?" * (3 * PAGE), "bytes came after the end"  # type: ignore[union-attr]
-    store.close()
 
 
-@needs_nixl
 def test_a_killed_server_is_noticed_at_once_and_a_new_one_is_used(
-    own_s3: S3Server, caplog: pytest.LogCaptureFixture
+    opened: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = opened(**own_s3.options)
-    assert put(store, "a") == [None]
-    own_s3.kill()
-    began = time.monotonic()
-    assert got(store, "a") == [MissReason.STORE_GONE]
-    assert time.monotonic() - began < 5
-    assert f"127.0.0.1:{own_s3.port} does not answer" in caplog.text
-    own_s3.start()
-    waits.until(lambda: put(store, "b") == [None], 30, "a page in the new server")
-    assert got(store, "a", "b") == [MissReason.ABSENT, None]
-    store.close()
-    assert SECRET_KEY not in caplog.text + repr(store) + repr(own_store(store)) + repr(vars(own_store(store)))
+    with contextlib.closing(S3Server(tmp_path)) as server, opened(**server.options) as store:
+        assert put(store, "a") == [None]
+        server.kill()
+        began = time.monotonic()
+        assert got(store, "a") == [MissReason.STORE_GONE]
+        assert time.monotonic() - began < 5
+        assert f"{server.address} does not answer" in caplog.text
+        server.start()
+        waits.until(lambda: put(store, "b") == [None], 30, "a page in the new server")
+        assert got(store, "a", "b") == [MissReason.ABSENT, None]
+        shown = caplog.text + repr(store) + repr(own_store(store)) + repr(vars(own_store(store)))
+    assert SECRET_KEY not in shown
 
 
-@needs_nixl
-def test_closing_while_a_page_is_on_its_way_stops_no_other_thread(own_s3: S3Server) -> None:
-    store = opened(**own_s3.options)
+def test_closing_while_a_page_is_on_its_way_stops_no_other_thread(opened: Any, s3: S3Server) -> None:
+    store = opened(**s3.options, prefix="closing")
     assert put(store, "a") == [None]
-    own_s3.process.send_signal(signal.SIGSTOP)
-    job = store.submit_get(request(store, "a"), timeout=30)
     agent = own_store(store)._agent
-    waits.until(lambda: agent._users, 10, "a transfer under way")
     gaps, ends = [], threading.Event()
 
     def tick() -> None:
@@ -161,18 +152,21 @@ def test_closing_while_a_page_is_on_its_way_stops_no_other_thread(own_s3: S3Serv
             last = now
 
     ticking = threading.Thread(target=tick)
-    ticking.start()
-    store.abort()  # waits for it at most five seconds
-    assert list(job.wait(1)) == [MissReason.CLOSED]
-    own_s3.process.send_signal(signal.SIGCONT)
+    with stopped(s3.process):
+        job = store.submit_get(request(store, "a"), timeout=30)
+        waits.until(lambda: agent._users, 10, "a transfer under way")
+        ticking.start()
+        store.abort()  # waits for it at most five seconds
+        assert list(job.wait(1)) == [MissReason.CLOSED]
     waits.until(lambda: agent._agent is None, 15, "that NIXL's agent is gone")
     ends.set()
     ticking.join()
     assert max(gaps) < 1.5, "the interpreter's lock was held while a transfer ended"
 
 
-@needs_nixl
-def test_what_is_wrong_at_the_server_is_named(s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_wrong_at_the_server_is_named(
+    opened: Any, s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
     store = opened(**{**s3.options, "bucket": "no-such-bucket"})
     assert put(store, "a") == [PutReason.READ_ONLY]  # HEAD says 404 of a bucket as of an object
     assert got(store, "a") == [MissReason.ABSENT]
@@ -184,23 +178,19 @@ def test_what_is_wrong_at_the_server_is_named(s3: S3Server, caplog: pytest.LogCa
 # -- folders ---------------------------------------------------------------------------------------
 
 
-@needs_nixl
-@pytest.mark.parametrize("length", [0, 1000, PAGE], ids=["all of it", "most of it", "its end"])
-def test_a_file_that_is_cut_off_is_a_miss_and_makes_room(tmp_path: Path, length: int) -> None:
+def test_a_file_that_is_cut_off_is_a_miss_and_makes_room(opened: Any, tmp_path: Path) -> None:
     store = opened(path=str(tmp_path))
-    assert put(store, "a", "b") == [None, None]
-    os.truncate(files_in(tmp_path)[0], length)
-    results = got(store, "a", "b")
-    assert sorted(each is None for each in results) == [False, True]
-    assert {*results} & {MissReason.CORRUPT, MissReason.FORMAT}
-    assert put(store, "a", "b") == [None, None]
-    assert got(store, "a", "b") == [None, None]
-    store.close()
+    assert put(store, *"abcd") == [None] * 4
+    for path, length in zip(files_in(tmp_path), (0, 1000, PAGE), strict=False):
+        os.truncate(path, length)
+    results = got(store, *"abcd")
+    assert results.count(None) == 1 and {*results} <= {None, MissReason.CORRUPT, MissReason.FORMAT}
+    assert put(store, *"abcd") == [None] * 4
+    assert got(store, *"abcd") == [None] * 4
 
 
-@needs_nixl
 def test_what_a_dead_writer_has_left_goes_when_room_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(path=str(tmp_path), size=4 * 45_056)
     assert put(store, "a") == [None]
@@ -214,12 +204,10 @@ def test_what_a_dead_writer_has_left_goes_when_room_is_needed(
     found = files_in(tmp_path)
     assert usage.num_pages == len(found) and usage.num_evicted == 6 - len(found)
     assert usage.used_bytes == sum(-(-each.stat().st_size // 4096) * 4096 for each in found) <= 4 * 45_056
-    store.close()
 
 
-@needs_nixl
 def test_while_another_process_is_stopped_that_counts_pages_are_read_and_none_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counting, "_PATIENCE_S", 0.2)
     store = opened(path=str(tmp_path))
@@ -230,11 +218,9 @@ def test_while_another_process_is_stopped_that_counts_pages_are_read_and_none_is
         assert got(store, "a") == [None]
     assert put(store, "b") == [None]
     assert len(list((tmp_path / "nixl-v1" / "writing").iterdir())) == 0
-    store.close()
 
 
-@needs_nixl
-def test_foreign_things_in_the_folder_are_no_pages_and_are_replaced(tmp_path: Path) -> None:
+def test_foreign_things_in_the_folder_are_no_pages_and_are_replaced(opened: Any, tmp_path: Path) -> None:
     store = opened(path=str(tmp_path))
     assert put(store, *"abcd") == [None] * 4
     link, pipe, folder, _ = files_in(tmp_path)
@@ -252,45 +238,31 @@ def test_foreign_things_in_the_folder_are_no_pages_and_are_replaced(tmp_path: Pa
     assert outside.stat().st_mtime == 1, "a link was followed"
     assert put(store, *"abcd") == [None] * 4
     assert got(store, *"abcd") == [None] * 4
-    store.close()
 
 
-@needs_nixl
-@pytest.mark.parametrize(
-    "values",
-    [(2**63 - 1, 1), (1 << 50, 1), (-1, 1)],
-    ids=["the largest number", "more than the budget", "negative"],
-)
-def test_a_damaged_count_is_made_anew(tmp_path: Path, values: tuple[int, int]) -> None:
+@pytest.mark.parametrize("values", [(2**63 - 1, 1), (1 << 50, 1), (-1, 1)])
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_damaged_count_is_made_anew(
+    opened: Any, tmp_path: Path, values: tuple[int, int], is_signed: bool
+) -> None:
     store = opened(path=str(tmp_path), size=1 << 20)
     assert put(store, "a", "b") == [None] * 2
-    (tmp_path / "nixl-v1" / "usage").write_bytes(
-        counting._RECORD.pack(counting._MAGIC, *values, zlib.crc32(repr(values).encode()))
-        if values[0] > 0
-        else struct.pack("<8sqq", counting._MAGIC, *values)
-    )
+    checksum = zlib.crc32(repr(values).encode()) ^ (not is_signed)
+    (tmp_path / "nixl-v1" / "usage").write_bytes(struct.pack("<8sqqI", b"kvplugNX", *values, checksum))
     assert put(store, "c") == [None]
     assert got(store, "a", "b", "c") == [None] * 3
     assert store.usage().num_pages == 3
-    store.close()
 
 
-@needs_nixl
-@pytest.mark.parametrize("which", ["", "nixl-v1", "nixl-v1/pages"])
-def test_a_folder_that_others_can_write_to_is_refused_by_name(tmp_path: Path, which: str) -> None:
-    folder = tmp_path / "kv" / which
-    folder.mkdir(parents=True)
-    os.chmod(folder, 0o777)  # noqa: S103 - as a careless user does
-    with pytest.raises(
-        ConfigError, match=rf"options\.nixl\.path: the folder {folder} can be written to by other"
-    ):
-        opened(path=str(tmp_path / "kv"))
+def test_a_folder_that_others_can_write_to_is_refused_by_name(opened: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"options\.nixl\.path: the folder {tmp_path} can be written"):
+        opened(path=str(tmp_path))
 
 
 # -- options, NIXL itself --------------------------------------------------------------------------
 
 
-@needs_nixl
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -305,7 +277,9 @@ def test_a_folder_that_others_can_write_to_is_refused_by_name(tmp_path: Path, wh
         ({"bucket": "b", "prefix": "a//b"}, "prefix"),
     ],
 )
-def test_wrong_options_are_named_before_anything_is_done(options: dict[str, Any], says: str) -> None:
+def test_wrong_options_are_named_before_anything_is_done(
+    opened: Any, options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         opened(**options)
 
@@ -320,7 +294,6 @@ store.close()
 """
 
 
-@needs_nixl
 def test_nixl_is_quiet_and_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     environment.pop("NIXL_LOG_LEVEL", None)
@@ -336,7 +309,6 @@ def test_where_nixl_is_missing_the_probe_says_how_to_install_it(monkeypatch: pyt
     assert not found.viable and "pip install" in (found.reason or "") and "nixl-cu12" in (found.reason or "")
 
 
-@needs_nixl
 def test_where_a_backend_is_missing_the_probe_names_it() -> None:
     assert probing.probe("POSIX").viable
     assert "NO_SUCH" in (probing.probe("NO_SUCH").reason or "")

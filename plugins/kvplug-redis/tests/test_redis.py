@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import signal
-import socket
+import socketserver
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 import valkey
 
-from kvplug import Config, ConfigError, build_store
-from kvplug.transport import (
-    MissReason,
-    PutReason,
-    Store,
-)
+import redis_pages
+from kvplug import ConfigError
+from kvplug.transport import MissReason, PutReason, Store
+from kvplug_redis import store as stores
 from kvplug_redis.values import HEAD_BYTES, Head, Names
 from kvplug_testing import check_plugin, peers, waits
-from kvplug_testing.named_pages import NamedPages, own_store
-from kvplug_testing.peers import Parent
-from redis_server import RedisServer, free_port
+from redis_pages import PAGES, PIECE, before_piece, dying_writer, got, put, request
+from redis_server import RedisServer
+from servers import certificates, free_port
 
 README = Path(__file__).parents[1] / "README.md"
 READ_ONLY = "-@all +client|setname +strlen +get +hlen +select"
-PIECE = 4096
-PAGE = 10 * PIECE + 77
-PAGES = NamedPages(PAGE)
-request, put, got = PAGES.request, PAGES.put, PAGES.got
+NOWHERE = "127.0.0.1:1"
 
 
 @pytest.fixture
@@ -45,101 +38,81 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     server.kill()
 
 
-def opened(server: RedisServer, **options: Any) -> Store:
-    given = {"address": [server.address], "piece_bytes": PIECE, "timeout_s": 1, **options}
-    return build_store(Config.from_dict({"stores": ["redis"], "timeout_s": 10, "options": {"redis": given}}))
+@pytest.fixture
+def raw(server: RedisServer) -> Iterator[Any]:
+    """Another client of the server."""
+    with valkey.Valkey(port=server.port) as client:
+        yield client
 
 
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Store]]:
+    """Makes stores, which are closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *where, **options: stack.enter_context(redis_pages.opened(*where, **options))
+
+
+def names_of(raw: Any, kind: str = "*") -> list[bytes]:
+    """Those of all values: manifests ("m") or pieces ("p")."""
+    return list(raw.scan_iter(match=f"kvplug:1:{kind}" if kind == "*" else f"kvplug:1:{kind}:*"))
+
+
+@pytest.mark.full
 def test_it_keeps_the_laws_of_plugins() -> None:
     assert check_plugin("redis") == ()
 
 
-def test_a_large_page_lies_in_pieces_and_a_lost_piece_is_a_miss(server: RedisServer) -> None:
-    store, raw = opened(server, size=10 << 20), valkey.Valkey(port=server.port)
+def test_a_large_page_lies_in_pieces_and_a_lost_piece_is_a_miss(
+    server: RedisServer, opened: Any, raw: Any
+) -> None:
+    store = opened(server.address, size=10 << 20)
     assert put(store, "a", "b") == [None, None]
-    sizes = sorted(raw.strlen(name) for name in raw.scan_iter(match="kvplug:1:*"))
+    sizes = sorted(raw.strlen(name) for name in names_of(raw))
     assert sizes[:2] == [HEAD_BYTES] * 2 and sizes[-1] == PIECE
     assert got(store, "a", "b") == [None, None]
-    assert all(raw.ttl(name) == -1 for name in raw.scan_iter(match="kvplug:1:*")), "a page expires"
+    assert all(raw.ttl(name) == -1 for name in names_of(raw)), "a page expires"
     raw.delete(next(raw.scan_iter(match="kvplug:1:p:*:5")))  # as the server's own eviction does
     assert sorted(map(str, got(store, "a", "b"))) == ["None", "absent"]
-    assert len(list(raw.scan_iter(match="kvplug:1:m:*"))) == 1
-    assert len(list(raw.scan_iter(match="kvplug:1:p:*"))) == 11, "pieces of a page that is lost are left"
+    assert len(names_of(raw, "m")) == 1
+    assert len(names_of(raw, "p")) == 11, "pieces of a page that is lost are left"
     store.submit_lookup([]).wait(5)
     assert store.usage().num_pages == 1
-    store.close()
 
 
-def test_the_first_of_two_writers_wins_and_leaves_nothing_of_the_other(server: RedisServer) -> None:
-    one, other, raw = (
-        opened(server, size=10 << 20),
-        opened(server, size=10 << 20),
-        valkey.Valkey(port=server.port),
-    )
-    mine, theirs = request(one, "a", fill=b"mine"), request(other, "a", fill=b"theirs")
-    inner = own_store(other)
-    header = other.seal.header(theirs.series, b"a", theirs.memory.rows().row(0))  # type: ignore[union-attr]
-    page = [memoryview(header), theirs.memory.rows().row(0)]  # type: ignore[union-attr]
-    head = Head(secrets.token_bytes(8), sum(map(len, page)), PIECE)
-    client = inner._client.get()  # type: ignore[attr-defined]
-    inner._reserve(client, mine.keys[0] + head.tag + b"%d" % head.num_pieces, 50_000)  # type: ignore[attr-defined]
-    assert put(one, "a", fill=b"mine") == [None]  # while the other is writing
-    assert inner._write(client, mine.keys[0], head, page)  # type: ignore[attr-defined]
-    assert got(other, "a", fill=b"mine") == [None]
-    assert len(list(raw.scan_iter(match="kvplug:1:p:*"))) == -(-(PAGE + len(header)) // PIECE)
-    other.submit_lookup([]).wait(5)
+def test_the_first_of_two_writers_wins_and_leaves_nothing_of_the_other(
+    server: RedisServer, opened: Any, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (opened(server.address, size=10 << 20) for _ in range(2))
+    monkeypatch.setattr(stores, "cut", before_piece(5, lambda: put(one, "a", fill=b"mine")))
     assert put(other, "a", fill=b"theirs") == [None]
+    assert got(other, "a", fill=b"mine") == [None]
+    assert len(names_of(raw, "p")) == 11 and len(names_of(raw, "m")) == 1
+    other.submit_lookup([]).wait(5)
     assert other.usage().num_pages == 1
-    for store in (one, other):
-        store.close()
-
-
-def dying_writer(parent: Parent, address: str, port: int) -> None:
-    """Write pieces of a page, and wait to be killed before the last one."""
-    from kvplug_redis import store as module
-
-    server = type("Server", (), {"address": address, "port": port})()
-    store = opened(server, size=10 << 20)
-    written = 0
-
-    def cut_short(parts: Any, nbytes: int) -> Iterator[Any]:
-        nonlocal written
-        for group in module_cut(parts, nbytes):
-            if written == 5:
-                parent.send("half")
-                parent.recv(timeout=None)
-            written += 1
-            yield group
-
-    module_cut, module.cut = module.cut, cut_short
-    put(store, "a")
 
 
 def test_what_a_writer_that_dies_leaves_is_no_page_and_is_counted_and_goes(
-    server: RedisServer,
+    server: RedisServer, opened: Any, raw: Any
 ) -> None:
-    with peers.start(dying_writer, server.address, server.port) as peer:
+    with peers.start(dying_writer, server.address) as peer:
         assert peer.recv() == "half"
         peer.kill()
-    raw = valkey.Valkey(port=server.port)
-    left = list(raw.scan_iter(match="kvplug:1:*"))
+    left = names_of(raw)
     assert len(left) == 5 and all(0 < raw.ttl(name) <= 600 for name in left), "orphans do not expire"
-    store = opened(server, size=100_000)
+    store = opened(server.address, size=100_000)
     assert got(store, "a") == [MissReason.ABSENT]
     assert store.submit_lookup(request(store, "a").keys).wait(5)
     assert store.usage().num_pages == 1, "what is left is not counted"
     assert put(store, "b") == [None]
-    assert not set(left) & set(raw.scan_iter(match="kvplug:1:*")), "orphans make no room"
+    assert not set(left) & set(names_of(raw)), "orphans make no room"
     assert got(store, "b") == [None]
-    store.close()
 
 
-def test_the_server_uses_no_more_memory_than_the_budget(server: RedisServer) -> None:
-    raw = valkey.Valkey(port=server.port)
+def test_the_server_uses_no_more_memory_than_the_budget(server: RedisServer, opened: Any, raw: Any) -> None:
     for nbytes, piece in ((1000, PIECE), (70_000, PIECE), (300_000, 1 << 20), (2_500_000, 1 << 20)):
         raw.flushall()
         before, budget = raw.info("memory")["used_memory"], max(3 << 20, min(12 << 20, 1000 * nbytes))
-        store = opened(server, size=budget, piece_bytes=piece)
+        store = opened(server.address, size=budget, piece_bytes=piece)
         names = [f"{nbytes}-{number}" for number in range(min(3000, 2 * budget // nbytes))]
         assert not any(put(store, *names, nbytes=nbytes))
         assert got(store, names[-1], nbytes=nbytes) == [None]
@@ -154,8 +127,10 @@ def _until_used(raw: Any, most: int, what: str) -> None:
     waits.until(lambda: raw.info("memory")["used_memory"] <= most, 5, what)
 
 
-def test_pages_that_are_not_used_expire_and_are_not_counted_then(server: RedisServer) -> None:
-    store = opened(server, size=10 << 20, ttl_s=2, touch_s=0)
+def test_pages_that_are_not_used_expire_and_are_not_counted_then(
+    server: RedisServer, opened: Any, raw: Any
+) -> None:
+    store = opened(server.address, size=10 << 20, ttl_s=2, touch_s=0)
     assert put(store, "a", "b") == [None, None]
     until = time.monotonic() + 3.5
     while time.monotonic() < until:
@@ -164,15 +139,13 @@ def test_pages_that_are_not_used_expire_and_are_not_counted_then(server: RedisSe
     assert got(store, "a", "b") == [None, MissReason.ABSENT]
     assert put(store, "c") == [None]
     assert store.usage().num_pages == 2
-    store.close()
 
 
 def test_a_full_server_has_no_room_and_what_it_evicts_is_a_miss(
-    server: RedisServer,
+    server: RedisServer, opened: Any, raw: Any
 ) -> None:
-    raw = valkey.Valkey(port=server.port)
     raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (4 << 20))
-    store = opened(server)
+    store = opened(server.address)
     names, small = [f"page {number}" for number in range(2000)], {"nbytes": 3000}
     results = put(store, *names, **small)
     assert set(results) == {None, PutReason.NO_ROOM}
@@ -183,14 +156,12 @@ def test_a_full_server_has_no_room_and_what_it_evicts_is_a_miss(
     assert set(got(store, *kept, **small)) == {None, MissReason.ABSENT}, "no page, or every one, had to go"
     found = got(store, *(f"more {number}" for number in range(200)))
     assert set(found) <= {None, MissReason.ABSENT}, "a page that has lost a piece is no miss"
-    store.close()
 
 
 def test_a_server_that_is_full_before_its_budget_is_used_says_so_and_gives_what_it_has(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
+    server: RedisServer, opened: Any, raw: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = valkey.Valkey(port=server.port)
-    store = opened(server, size=1 << 30, touch_s=0)
+    store = opened(server.address, size=1 << 30, touch_s=0)
     assert put(store, "a", "b") == [None, None]
     raw.config_set("maxmemory", raw.info("memory")["used_memory"] // 2)
     for number in range(3):
@@ -210,11 +181,12 @@ def test_a_server_that_is_full_before_its_budget_is_used_says_so_and_gives_what_
     assert store.usage().num_pages == 1
     raw.config_set("maxmemory", 0)
     assert put(store, "more 0") == [None]
-    store.close()
 
 
-def test_a_key_of_another_type_is_a_page_that_is_missed_alone_and_replaced(server: RedisServer) -> None:
-    store, raw = opened(server, size=10 << 20), valkey.Valkey(port=server.port)
+def test_a_key_of_another_type_is_a_page_that_is_missed_alone_and_replaced(
+    server: RedisServer, opened: Any, raw: Any
+) -> None:
+    store = opened(server.address, size=10 << 20)
     names = [f"page {number}" for number in range(20)]
     assert not any(put(store, *names))
     keys = request(store, *names).keys
@@ -237,41 +209,42 @@ def test_a_key_of_another_type_is_a_page_that_is_missed_alone_and_replaced(serve
     raw.rpush(Names("kvplug").budget[2], "x")
     assert not any(got(store, *names)), "what is counted is broken, and the pages are not"
     assert put(store, "new", "page 1") == [PutReason.UNREADABLE, None]
-    store.close()
 
 
 @pytest.mark.parametrize("total", [b"no number", b"9223372036854775807", b"-5"])
-def test_a_count_that_was_damaged_is_made_anew(server: RedisServer, total: bytes) -> None:
-    store, raw = opened(server, size=10 << 20), valkey.Valkey(port=server.port)
+def test_a_count_that_was_damaged_is_made_anew(
+    server: RedisServer, opened: Any, raw: Any, total: bytes
+) -> None:
+    store = opened(server.address, size=10 << 20)
     assert put(store, "a", "b") == [None, None]
     counted = raw.get(Names("kvplug").budget[2])
     raw.set(Names("kvplug").budget[2], total)
     assert put(store, "c") == [None]
     assert got(store, "a", "b", "c") == [None] * 3, "pages were evicted since they were counted wrongly"
     assert int(raw.get(Names("kvplug").budget[2])) == int(counted) // 2 * 3
-    store.close()
 
 
 GREEDY = """
 import resource, sys
 sys.path[:0] = [{folder!r}]
-from test_redis import opened, got
-store = opened(type("Server", (), {{"address": {address!r}}})())
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(*got(store, *{names!r}))
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
-store.close()
+from redis_pages import opened, got
+with opened({address!r}) as store:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(*got(store, *{names!r}))
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
 
 
 @pytest.mark.timing
-def test_what_a_stranger_has_stored_takes_no_memory_of_a_reader(server: RedisServer) -> None:
-    raw, store = valkey.Valkey(port=server.port), opened(server)
+def test_what_a_stranger_has_stored_takes_no_memory_of_a_reader(
+    server: RedisServer, opened: Any, raw: Any
+) -> None:
+    store = opened(server.address)
     names = ["long value", "long piece", "many pieces", "longer page"]
     assert not any(put(store, *names))
     keys = request(store, *names).keys
     long, _, many, longer = (Names("kvplug").manifest(key) for key in keys)
-    raw.set(long, Head(bytes(8), PAGE, 0).to_bytes() + bytes(100 << 20))
+    raw.set(long, Head(bytes(8), PAGES.nbytes, 0).to_bytes() + bytes(100 << 20))
     raw.set(next(raw.scan_iter(match=b"kvplug:1:p:" + keys[1].hex().encode() + b"*:3")), bytes(100 << 20))
     raw.set(many, Head(bytes(8), 1 << 20, 1).to_bytes())
     raw.set(longer, Head(bytes(8), 1 << 28, 4096).to_bytes())
@@ -282,23 +255,6 @@ def test_what_a_stranger_has_stored_takes_no_memory_of_a_reader(server: RedisSer
     assert int(used) < 40 << 20
     assert not any(put(store, *names))
     assert not any(got(store, *names))
-    store.close()
-
-
-def _answering(reply: bytes) -> tuple[socket.socket, str]:
-    """A server that answers to everything with the same."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                with client, contextlib.suppress(OSError):
-                    while client.recv(1 << 16):
-                        client.sendall(reply)
-
-    threading.Thread(target=serve, daemon=True).start()
-    return listener, f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
@@ -312,18 +268,29 @@ def _answering(reply: bytes) -> tuple[socket.socket, str]:
     ],
     ids=["a long value", "many items", "a long item", "an endless line", "no number"],
 )
-def test_a_server_that_lies_is_refused_before_its_answer_is_read(reply: bytes) -> None:
-    listener, address = _answering(reply)
-    with listener:
-        store = opened(type("Server", (), {"address": address})())
+def test_a_server_that_lies_is_refused_before_its_answer_is_read(opened: Any, reply: bytes) -> None:
+    class Answers(socketserver.BaseRequestHandler):
+        """Answers to everything with the same."""
+
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                while self.request.recv(1 << 16):
+                    self.request.sendall(reply)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as lying:
+        lying.daemon_threads, lying.block_on_close = True, False
+        threading.Thread(target=lying.serve_forever, daemon=True).start()
         began = time.monotonic()
-        assert set(got(store, "a", "b")) <= {MissReason.STORE_GONE, MissReason.UNREADABLE}
+        found = got(opened("{}:{}".format(*lying.server_address)), "a", "b")
+        assert set(found) <= {MissReason.STORE_GONE, MissReason.UNREADABLE}
         assert time.monotonic() - began < 10
-        store.close()
+        lying.shutdown()
 
 
-def test_a_stopped_server_ends_requests_in_time_and_a_killed_one_at_once(server: RedisServer) -> None:
-    store = opened(server)
+def test_a_stopped_server_ends_requests_in_time_and_a_killed_one_at_once(
+    server: RedisServer, opened: Any, raw: Any
+) -> None:
+    store = opened(server.address)
     assert put(store, "a") == [None]
     server.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -339,20 +306,17 @@ def test_a_stopped_server_ends_requests_in_time_and_a_killed_one_at_once(server:
     server.start()
     waits.until(lambda: put(store, "b") == [None], 15, "a page in the new server")
     assert got(store, "a", "b") == [MissReason.ABSENT, None]
-    store.close()
 
 
 def said(store: Store, caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
     assert got(store, "a") != [None]
-    store.close()
     return caplog.text
 
 
 def test_what_is_wrong_is_named_and_no_password_is_shown(
-    server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: RedisServer, opened: Any, raw: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = valkey.Valkey(port=server.port)
     password = tmp_path / "password"
     password.write_text("a long password\n")
     (line,) = (line for line in README.read_text().splitlines() if line.startswith("    ACL SETUSER kv "))
@@ -360,19 +324,19 @@ def test_what_is_wrong_is_named_and_no_password_is_shown(
     raw.execute_command(*given[:4], ">a long password", *given[5:])
     raw.execute_command("ACL", "SETUSER", "reader", "on", ">a long password", "~*", *READ_ONLY.split())
     raw.execute_command("ACL", "SETUSER", "default", "off")
-    assert "Authentication required" in said(opened(server), caplog)
+    assert "Authentication required" in said(opened(server.address), caplog)
     user = {"password_file": str(password)}
-    store = opened(server, user="kv", size=10 << 20, **user)
+    store = opened(server.address, user="kv", size=10 << 20, **user)
     assert put(store, "a") == [None]
     assert got(store, "a") == [None]
     assert list(store.submit_remove(request(store, "a").keys).wait(5)) == [True]
     store.close()
-    reader = opened(server, user="reader", **user)
+    reader = opened(server.address, user="reader", **user)
     assert put(reader, "a") == [PutReason.READ_ONLY]
     reader.close()
     wrong = tmp_path / "wrong"
     wrong.write_text("a wrong password\n")
-    text = said(opened(server, user="kv", password_file=str(wrong)), caplog)
+    text = said(opened(server.address, user="kv", password_file=str(wrong)), caplog)
     assert "does not take user and password_file" in text and "wrong password" not in text
     assert "long password" not in repr(store) + caplog.text
 
@@ -394,120 +358,92 @@ def test_what_is_wrong_is_named_and_no_password_is_shown(
         ({"piece_bytes": 2 << 20}, "piece_bytes"),
     ],
 )
-def test_wrong_options_are_named_before_anything_is_connected(options: dict[str, Any], says: str) -> None:
-    server = type("Server", (), {"address": "127.0.0.1:1"})()
+def test_wrong_options_are_named_before_anything_is_connected(
+    opened: Any, options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
-        opened(server, **options)
+        opened(options.pop("address", NOWHERE), **options)
 
 
-def test_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    authority, stranger = trustme.CA(), trustme.CA()
-    files = {name: str(tmp_path / name) for name in ("ca", "cert", "key", "stranger")}
-    authority.cert_pem.write_to_path(files["ca"])
-    stranger.cert_pem.write_to_path(files["stranger"])
-    issued = authority.issue_cert("127.0.0.1")
-    issued.private_key_pem.write_to_path(files["key"])
-    for pem in issued.cert_chain_pems:
-        pem.write_to_path(files["cert"], append=True)
-    port = free_port()
-    options = ["--tls-port", str(port), "--tls-cert-file", files["cert"], "--tls-key-file", files["key"]]
+def test_tls(tmp_path: Path, opened: Any, caplog: pytest.LogCaptureFixture) -> None:
+    files = certificates(tmp_path)
+    port = str(free_port())
+    options = ["--tls-port", port, "--tls-cert-file", files["cert"], "--tls-key-file", files["key"]]
     server = RedisServer(tmp_path, *options, "--tls-ca-cert-file", files["ca"])
     try:
-        address = {"address": [f"127.0.0.1:{port}"], "tls": True}
-        client = {"tls_cert": files["cert"], "tls_key": files["key"]}
-        store = opened(server, **address, tls_ca=files["ca"], **client)
-        assert put(store, "a") == [None]
-        assert got(store, "a") == [None]
-        store.close()
-        text = said(opened(server, **address, tls_ca=files["stranger"], **client), caplog)
+        client = {"tls": True, "tls_cert": files["cert"], "tls_key": files["key"]}
+        store = opened(f"127.0.0.1:{port}", tls_ca=files["ca"], **client)
+        assert put(store, "a") == got(store, "a") == [None]
+        text = said(opened(f"127.0.0.1:{port}", tls_ca=files["stranger"], **client), caplog)
         assert "CERTIFICATE_VERIFY_FAILED" in text and "see options.redis.tls_ca" in text
-        plain = opened(server, address=address["address"])
-        assert "see options.redis.tls" in said(plain, caplog)
+        assert "see options.redis.tls" in said(opened(f"127.0.0.1:{port}"), caplog)
     finally:
         server.kill()
 
 
-def _has_quorum(sentinel: Any) -> bool:
-    try:
-        return bool(sentinel.execute_command("SENTINEL", "CKQUORUM", "kv"))
-    except valkey.ResponseError:  # NOQUORUM: the sentinels do not know each other yet
-        return False
+@pytest.fixture
+def several(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    """Makes servers in folders of their own."""
+    made: list[RedisServer] = []
+
+    def make(*options: str, **given: Any) -> RedisServer:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(RedisServer(folder, *options, **given))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kill()
 
 
 @pytest.mark.full
-def test_a_sentinel_names_the_new_primary(tmp_path: Path) -> None:
-    for name in ("one", "two", "sentinels"):
-        (tmp_path / name).mkdir()
-    primary = RedisServer(tmp_path / "one")
-    replica = RedisServer(tmp_path / "two", "--replicaof", "127.0.0.1", str(primary.port))
+def test_a_sentinel_names_the_new_primary(tmp_path: Path, several: Any, opened: Any) -> None:
+    primary = several()
+    replica = several("--replicaof", "127.0.0.1", str(primary.port))
     sentinels = []
-    try:
-        for number in range(3):
-            file = tmp_path / "sentinels" / f"{number}.conf"
-            lines = [f"sentinel monitor kv 127.0.0.1 {primary.port} 2"]
-            lines += ["sentinel down-after-milliseconds kv 1000", "sentinel failover-timeout kv 5000"]
-            file.write_text("\n".join(lines) + "\n")
-            sentinels.append(RedisServer(tmp_path / "sentinels", str(file), program="sentinel"))
-        addresses = [each.address for each in sentinels]
-        store = opened(primary, address=addresses, mode="sentinel", service="kv")
-        assert put(store, "a") == [None]
-        raw = valkey.Valkey(port=replica.port)
-        waits.until(lambda: raw.dbsize() > 0 and raw.info()["master_link_status"] == "up", 20)
-        names_two = valkey.Valkey(port=sentinels[0].port)
-        waits.until(lambda: _has_quorum(names_two), 20)
-        time.sleep(3)  # until the sentinels know the replica
-        primary.kill()
-        waits.until(lambda: put(store, f"b {time.monotonic()}") == [None], 40, "the new primary")
-        assert got(store, "a") == [None]
-        store.close()
-    finally:
-        for each in (replica, *sentinels, primary):
-            each.kill()
+    for number in range(3):
+        file = tmp_path / f"{number}.conf"
+        lines = [f"sentinel monitor kv 127.0.0.1 {primary.port} 2"]
+        lines += ["sentinel down-after-milliseconds kv 1000", "sentinel failover-timeout kv 5000"]
+        file.write_text("\n".join(lines) + "\n")
+        sentinels.append(several(str(file), program="sentinel"))
+    store = opened([each.address for each in sentinels], mode="sentinel", service="kv")
+    assert put(store, "a") == [None]
+    raw, sentinel = (valkey.Valkey(port=each.port) for each in (replica, sentinels[0]))
+    waits.until(lambda: raw.dbsize() > 0 and raw.info()["master_link_status"] == "up", 20)
+
+    def has_quorum() -> bool:
+        try:
+            return bool(sentinel.execute_command("SENTINEL", "CKQUORUM", "kv"))
+        except valkey.ResponseError:  # NOQUORUM: the sentinels do not know each other yet
+            return False
+
+    waits.until(has_quorum, 20)
+    time.sleep(3)  # until the sentinels know the replica
+    primary.kill()
+    waits.until(lambda: put(store, f"b {time.monotonic()}") == [None], 40, "the new primary")
+    assert got(store, "a") == [None]
 
 
 @pytest.mark.full
 def test_a_cluster_keeps_the_budget_and_a_node_alone_says_what_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    several: Any, opened: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nodes: list[RedisServer] = []
-    try:
-        for number in range(3):
-            (tmp_path / str(number)).mkdir()
-            nodes.append(RedisServer(tmp_path / str(number), "--cluster-enabled", "yes"))
-        addresses = [each.address for each in nodes]
-        make = [nodes[0].client, "--cluster", "create", *addresses, "--cluster-yes"]
-        subprocess.run(make, check=True, capture_output=True, timeout=60)
-        cluster = {"address": addresses[:2], "mode": "cluster", "size": 600_000}
-        waits.until(lambda: _works(nodes[0], cluster), 30, "the cluster")
-        store = opened(nodes[0], **cluster)
-        names = [f"page {number}" for number in range(40)]
-        assert not any(put(store, *names))
-        found = got(store, *names)
-        assert set(found) == {None, MissReason.ABSENT} and found[-1] is None
-        assert 300_000 < store.usage().used_bytes <= 600_000
-        assert len(store.keys(request(store, "a").series)) == found.count(None)
-        store.submit_remove(None).wait(10)
-        assert all(not valkey.Valkey(port=node.port).dbsize() for node in nodes)
-        store.close()
-        assert any("set options.redis.mode to cluster" in said(opened(node), caplog) for node in nodes), (
-            "no node has refused"
-        )
-    finally:
-        for each in nodes:
-            each.kill()
-
-
-def _works(server: RedisServer, options: dict[str, Any]) -> bool:
-    store = opened(server, **options)
-    try:
-        return put(store, "first") == [None]
-    finally:
-        store.close()
-
-
-def test_names_keep_layouts_and_prefixes_apart() -> None:
-    names, key = Names("mine"), b"k" * 32
-    assert names.key_of(names.manifest(key)) == key
-    assert names.key_of(b"mine:1:m:zz") is None
-    assert not set(names.pieces(key, b"t" * 8, 2)) & set(names.pieces(key, b"u" * 8, 2))
-    assert len({*names.budget}) == 4 and all(name.startswith("{mine:1}:") for name in names.budget)
+    nodes = [several("--cluster-enabled", "yes") for _ in range(3)]
+    addresses = [each.address for each in nodes]
+    make = [nodes[0].client, "--cluster", "create", *addresses, "--cluster-yes"]
+    subprocess.run(make, check=True, capture_output=True, timeout=60)
+    cluster = {"mode": "cluster", "size": 600_000}
+    waits.until(lambda: put(opened(addresses[:2], **cluster), "first") == [None], 30, "the cluster")
+    store = opened(addresses[:2], **cluster)
+    names = [f"page {number}" for number in range(40)]
+    assert not any(put(store, *names))
+    found = got(store, *names)
+    assert set(found) == {None, MissReason.ABSENT} and found[-1] is None
+    assert 300_000 < store.usage().used_bytes <= 600_000
+    assert len(store.keys(request(store, "a").series)) == found.count(None)
+    store.submit_remove(None).wait(10)
+    assert all(not valkey.Valkey(port=node.port).dbsize() for node in nodes)
+    text = [said(opened(node.address), caplog) for node in nodes]
+    assert any("set options.redis.mode to cluster" in each for each in text), "no node has refused"
