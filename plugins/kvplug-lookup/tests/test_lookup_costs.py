@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
+from kvplug.engine import WorkerOutput
 from kvplug.transport import DeviceMark
 from kvplug_lookup.connector.load_cost import COMPUTE, LoadCostModel, MeasuredCosts
 from kvplug_testing import simulated
 from kvplug_testing.engine import FakeEngine, request_of
-from lookup_engines import PROMPT, an_address, assert_loads, both, config, pair, tokens
+from kvplug_testing.waits import Call, until
+from lookup_engines import PROMPT, an_address, assert_loads, both, config, pair, said, tokens
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,53 +117,55 @@ def test_of_loads_that_cost_too_much_one_in_32_is_made_and_nothing_is_concluded_
     assert [engine.decide(STORE, 1000) for _ in range(64)].count(True) == 2
 
 
-@contextmanager
-def refusing(engine: FakeEngine, source: str) -> Iterator[None]:
-    engine.scheduler._costs.update(0, {COMPUTE: (0.0, 1e-6), source: (0.0, 1e-3)})
-    yield
-    assert engine.scheduler.get_stats()["failures"]["match"] == {"not_worth_it": 1}
-
-
 def test_what_costs_too_much_is_not_promised_and_counted() -> None:
     with pair(consumer={"lookup": {"load_policy": "auto"}}) as (prefill, decode):
         prefill.prefill(request_of("stored", PROMPT))
         assert_loads(decode, request_of("first", PROMPT), 96)  # nothing is known yet
-        with refusing(decode, "peer"):
-            assert decode.matched(request_of("a", PROMPT)) == (0, False)
-        decode.scheduler._costs.update(0, {COMPUTE: (0.0, 1e-6), "peer": (0.0, 3e-6)})
+
+        def hear(per_loaded: float) -> None:
+            costs = {COMPUTE: (0.0, 1e-6), "peer": (0.0, per_loaded)}
+            decode.scheduler.update_connector_output(said(0, 1, rates=costs))
+
+        hear(1e-3)
+        assert decode.matched(request_of("a", PROMPT)) == (0, False)
+        assert decode.scheduler.get_stats()["failures"]["match"] == {"not_worth_it": 1}
+        hear(3e-6)
         assert decode.matched(request_of("b", PROMPT)) == (96, False), "a peer has computed it for us"
 
 
-@pytest.mark.parametrize(
-    ("scheduled", "counted"),
-    [([(0, 64, 100)], 64), ([(0, 64, 100), (99, 1, 0)], 65), ([(99, 1, 100)], 1), ([(100, 1, 100)], 0)],
-)
-def test_steps_are_measured_that_compute_more_of_prompts_than_they_decode(
-    scheduled: list[tuple[int, int, int]], counted: int
-) -> None:
+def test_steps_are_measured_that_compute_more_of_prompts_than_they_decode() -> None:
     with both() as engine:
-        steps = []
-        for number, (computed, new, num_prompt) in enumerate(scheduled):
-            prompt = request_of(f"r{number}", tokens(101))
-            steps.append((prompt, engine.admit(prompt), computed, new))
-            tracked = engine.scheduler._tracked[prompt.request_id]
-            object.__setattr__(tracked.request, "num_prompt_tokens", num_prompt)
-        assert engine.plan(steps).metadata["num_tokens"] == counted
+        for step, (scheduled, counted) in enumerate(
+            (
+                ([(0, 64)], 64),
+                ([(0, 64), (100, 1)], 65),
+                ([(99, 1)], 1),
+                ([(100, 1)], 0),
+                ([(98, 1), (100, 1)], 2),
+            )
+        ):
+            steps = []
+            for computed, new in scheduled:
+                prompt = attrs.evolve(request_of(f"r{step} {computed}", tokens(101)), num_prompt_tokens=100)
+                steps.append((prompt, engine.admit(prompt), computed, new))
+            assert engine.plan(steps).metadata["num_tokens"] == counted
+            for prompt, blocks, *_ in steps:
+                engine.finish(prompt, blocks)
+                engine.free_blocks.extend(blocks)
+
+
+def rates(report: WorkerOutput) -> Any:
+    return next((part["rates"] for part in report.worker_metadata if part["rates"]), None)  # type: ignore[attr-defined]
 
 
 def test_on_a_device_a_step_lasts_until_its_work_is_done() -> None:
     with FakeEngine(config("both", host=an_address("timed")), device="simulated") as engine:
-        prompt, worker = request_of("a", PROMPT), engine.worker
-        blocks = engine.admit(prompt)
-        planned = engine.plan([(prompt, blocks, 0, 100)])
-        DeviceMark(worker._caches[0].device).wait()
+        prompt = request_of("a", PROMPT)
+        planned = engine.plan([(prompt, engine.admit(prompt), 0, 100)])
+        DeviceMark(next(iter(engine.kv_caches.values())).device).wait()
         with simulated.stalled():
-            worker.bind_connector_metadata(planned.metadata)
-            engine.compute(prompt.token_ids, blocks, 0, 100)
-            ended = worker._timed_mark()
-            worker._costs.note_step(100, worker._step_began, ended)
-            assert worker._costs.take() is None, "the device has not done it"
+            assert rates(Call(lambda: engine.execute(planned)).result()) is None
             time.sleep(0.2)
-        ended.wait()
-        assert worker._costs.take()[COMPUTE][1] > 0.2 / 100
-        worker.clear_connector_metadata()
+        found: list[Any] = []
+        until(lambda: found.append(rates(engine.step([]))) or found[-1], what="what the step took")
+        assert found[-1][COMPUTE][1] > 0.2 / 100

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplug import ConfigError, UnsupportedError, build_connector
@@ -18,14 +18,12 @@ from kvplug.engine import (
     LayoutError,
     Request,
     RequestEnd,
-    ScheduledRequest,
     SchedulerOutput,
     WorkerOutput,
 )
 from kvplug.metrics.record import RecordedStore
 from kvplug.transport import Deadline, Job, PutReason
-from kvplug_testing import waits
-from kvplug_testing.engine import PagedCache, model_of, request_of
+from kvplug_testing.engine import FakeEngine, PlannedStep, layout_of, model_of, request_of
 from lookup_engines import an_address, config, num_held, tokens
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,120 +36,92 @@ PROMPT = range(200)
 Table = list[int]
 
 
-class GroupedEngine:
-    """Both sides of a connector around a cache with three groups, whose blocks go as in vLLM."""
+class GroupedScheduler:
+    """The scheduler side, whose engine gives each request the block tables of all groups."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def update_state_after_alloc(self, request: Request, tables: Any, found: int) -> None:
+        self._scheduler.update_state_after_alloc(request, tuple(map(tuple, tables[0])), found)
+
+    def request_finished(self, request: Request, tables: Any, end: RequestEnd) -> Any:
+        return self._scheduler.request_finished_all_groups(request, tuple(map(tuple, tables[0])), end)
+
+    def build_connector_meta(self, output: SchedulerOutput) -> Any:
+        tables_of = output.block_ids
+        block_ids = lambda request_id: tuple(map(tuple, tables_of(request_id)[0]))  # noqa: E731
+        return self._scheduler.build_connector_meta(attrs.evolve(output, block_ids=block_ids))
+
+
+class GroupedEngine(FakeEngine):
+    """Has a cache with three groups; the blocks of a request are a table for each, and go as in vLLM."""
 
     def __init__(self, given: Any, *, is_grouped: bool = True, **build: Any) -> None:
-        self.cache = PagedCache(num_layers=LAYERS, block_size=BLOCK, num_blocks=BLOCKS, axes="BHTKD")
-        names = self.cache.layer_names
+        names = [f"layers.{layer}" for layer in range(LAYERS)]
         windowed = WINDOWED if is_grouped else ()
         full = [layer for layer in range(LAYERS) if not any(layer in group for group in windowed)]
         self.groups = [*((list(group), WINDOW) for group in windowed), (full, None)]
-        self.config = KVCacheConfig(
-            groups=tuple(
-                CacheGroup(
-                    layer_names=tuple(names[layer] for layer in layers),
-                    layout=self.cache.layout,
-                    window=window,
-                )
-                for layers, window in self.groups
-            ),
-            num_blocks=BLOCKS,
-            forward_order=names,
+        groups = tuple(
+            CacheGroup(
+                layer_names=tuple(names[layer] for layer in layers),
+                layout=layout_of("BHTKD", BLOCK, BLOCKS),
+                window=window,
+            )
+            for layers, window in self.groups
         )
-        arguments = {"model": model_of("BHTKD", LAYERS), "cache": self.config, **build}
-        self.worker: Any = build_connector(given, "worker", **arguments)
-        self.scheduler: Any = build_connector(given, "scheduler", **arguments)
-        self.worker.register_kv_caches(self.cache.tensors)
-        self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
-        self.number = 0
-        self.free = random.Random(0).sample(range(BLOCKS), BLOCKS)
+        cache = KVCacheConfig(groups=groups, num_blocks=BLOCKS, forward_order=tuple(names))
+        super().__init__(given, axes="BHTKD", num_layers=LAYERS, num_blocks=BLOCKS, cache=cache, **build)
+        self.scheduler = GroupedScheduler(self.scheduler)
 
-    def __enter__(self) -> GroupedEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.scheduler.shutdown()
-        self.worker.shutdown()
-
-    def allocate(self, num_tokens: int, computed: int = 0) -> list[Table]:
+    def allocate(self, num_tokens: int, computed: int = 0) -> Any:
         """Block tables; a window's blocks wholly before what it attends to after ``computed`` are absent."""
         count, tables = -(-num_tokens // BLOCK), []
         for _, window in self.groups:
             absent = 0 if window is None else max(0, computed - window + 1) // BLOCK
-            tables.append([NO_BLOCK] * absent + [self.free.pop() for _ in range(count - absent)])
+            tables.append([NO_BLOCK] * absent + list(super().allocate((count - absent) * BLOCK)))
         return tables
 
-    def let_go(self, tables: list[Table], computed: int) -> None:
-        """Free the blocks that no token after these attends to: others write into them at once."""
-        for table, (layers, window) in zip(tables, self.groups, strict=True):
-            for at in range(0 if window is None else max(0, computed - window + 1) // BLOCK):
-                if table[at] != NO_BLOCK:
-                    for layer in layers:
-                        self.cache._write(layer, [table[at]], -1.0)
-                    table[at] = NO_BLOCK
+    def plan(self, scheduled: list[Any], **given: Any) -> PlannedStep:
+        """Before it, blocks that no token attends to any more are freed: others write into them at once."""
+        for _, tables, computed, _ in scheduled:
+            for table, (layers, window) in zip(tables, self.groups, strict=True):
+                for at in range(0 if window is None else max(0, computed - window + 1) // BLOCK):
+                    if table[at] != NO_BLOCK:
+                        for layer in layers:
+                            self.cache._write(layer, [table[at]], -1.0)
+                        table[at] = NO_BLOCK
+        return super().plan(scheduled, **given)
 
-    def step(
-        self, request: Request | None = None, tables: Any = (), computed: int = 0, new: int = 0
-    ) -> WorkerOutput:
-        self.number += 1
-        scheduled = []
-        if request is not None:
-            self.let_go(tables, computed)
-            scheduled = [
-                ScheduledRequest(
-                    request_id=request.request_id, num_computed_tokens=computed, num_scheduled_tokens=new
-                )
-            ]
-        plan = self.scheduler.build_connector_meta(
-            SchedulerOutput(
-                step=self.number,
-                scheduled=tuple(scheduled),
-                block_ids=lambda _: tuple(map(tuple, tables)),
-                token_ids=lambda _: request.token_ids if request else (),
-            )
-        )
-        self.worker.bind_connector_metadata(plan)
-        self.worker.start_load_kv()
-        for layer in range(LAYERS if request else 0):
-            name = self.cache.layer_names[layer]
-            self.worker.wait_for_layer_load(name)
-            assert request is not None
-            self.compute(layer, request, tables, computed, computed + new)
-            self.worker.save_kv_layer(name, self.cache.tensors[name])
-        self.worker.wait_for_save()
-        _, received = self.worker.get_finished(frozenset())
-        failed = self.worker.get_block_ids_with_load_errors()
-        said = self.worker.build_worker_metadata()
-        self.worker.clear_connector_metadata()
-        report = WorkerOutput(
-            finished_recving=received,
-            invalid_block_ids=failed,
-            worker_metadata=() if said is None else (said,),
-        )
-        self.scheduler.update_connector_output(report)
-        return report
+    def visit(self, layer: int, planned: PlannedStep, *, compute: bool = True) -> None:
+        name = self.layer_names[layer]
+        self.worker.wait_for_layer_load(name)
+        for request, tables, computed, new in planned.scheduled if compute else ():
+            self._compute(layer, request, tables, computed, computed + new)  # type: ignore[arg-type]
+        self.worker.save_kv_layer(name, self.kv_caches[name])
 
-    def compute(self, layer: int, request: Request, tables: list[Table], start: int, end: int) -> None:
+    def _compute(self, layer: int, request: Request, tables: list[Table], start: int, end: int) -> None:
         """KV of these tokens; wrong if that of tokens that the layer attends to is wrong."""
-        right = self.is_right(request, tables, start, layers=[layer])
+        right = self.holds(request, tables, start, layers=[layer])
         table = tables[self.group_of(layer)]
         kv = self.cache._expected(request.token_ids, start, end, layer)
         self.cache._write(layer, self.cache._at(table, start, end), kv + (0 if right else 0.5))
 
-    def fill(self, layer: int, request: Request, tables: list[Table], end: int) -> None:
+    def fill(self, request: Request, tables: list[Table], end: int) -> None:
         """The right KV of tokens before ``end``, in the blocks that there are."""
-        table = tables[self.group_of(layer)]
-        start = min(end, table.count(NO_BLOCK) * BLOCK)
-        kv = self.cache._expected(request.token_ids, start, end, layer)
-        self.cache._write(layer, self.cache._at(table, start, end), kv)
+        for layer in range(LAYERS):
+            table = tables[self.group_of(layer)]
+            start = min(end, table.count(NO_BLOCK) * BLOCK)
+            kv = self.cache._expected(request.token_ids, start, end, layer)
+            self.cache._write(layer, self.cache._at(table, start, end), kv)
 
     def group_of(self, layer: int) -> int:
         return next(at for at, (layers, _) in enumerate(self.groups) if layer in layers)
 
-    def is_right(
-        self, request: Request, tables: list[Table], end: int, *, layers: Any = range(LAYERS)
-    ) -> bool:
+    def holds(self, request: Request, tables: list[Table], end: int, *, layers: Any = range(LAYERS)) -> bool:
         """Whether the blocks hold all that the token after ``end`` attends to."""
         for layer in layers:
             number = self.group_of(layer)
@@ -161,36 +131,14 @@ class GroupedEngine:
                 return False
         return True
 
-    def prefill(self, request: Request, chunk: int | None = None) -> list[Table]:
-        self.scheduler.on_new_request(request)
-        total = len(request.token_ids)
-        tables = self.allocate(total)
-        self.scheduler.update_state_after_alloc(request, tuple(map(tuple, tables)), 0)
-        for start in range(0, total, chunk or total):
-            self.step(request, tables, start, min(chunk or total, total - start))
-        self.finish(request, tables)
-        return tables
-
-    def finish(self, request: Request, tables: list[Table]) -> None:
-        self.scheduler.request_finished_all_groups(request, tuple(map(tuple, tables)), RequestEnd.FINISHED)
-        self.step()
-
-    def load(self, request: Request, computed: int = 0) -> tuple[list[Table], int, WorkerOutput]:
-        self.scheduler.on_new_request(request)
-        answer: list[int | None] = [None]
-
-        def is_known() -> bool:
-            answer[0], _ = self.scheduler.get_num_new_matched_tokens(request, computed)
-            return answer[0] is not None
-
-        waits.until(is_known, what="an answer of the scheduler side")
-        found = answer[0] or 0
+    def load_after(self, request: Request, computed: int = 0) -> tuple[list[Table], int, WorkerOutput]:
+        """As :meth:`load`, where the engine's own cache has so many tokens."""
+        found, _ = self.matched(request, computed)
         tables = self.allocate(len(request.token_ids), computed + found)
-        for layer in range(LAYERS):  # what the engine's own cache had
-            self.fill(layer, request, tables, computed)
-        self.scheduler.update_state_after_alloc(request, tuple(map(tuple, tables)), found)
+        self.fill(request, tables, computed)
+        self.scheduler.update_state_after_alloc(request, (tables,), found)
         rest = len(request.token_ids) - computed - found
-        return tables, found, self.step(request, tables, computed + found, rest)
+        return tables, found, self.step([(request, tables, computed + found, rest)])
 
 
 @contextmanager
@@ -211,12 +159,12 @@ def pair(*, producer: bool = True, consumer: bool = True) -> Iterator[tuple[Grou
 def test_pages_are_the_same_whatever_the_groups(chunk: int | None, producer: bool, consumer: bool) -> None:
     with pair(producer=producer, consumer=consumer) as (prefill, decode):
         prompt = request_of("a", PROMPT)
-        tables = prefill.prefill(prompt, chunk)
-        assert prefill.is_right(prompt, tables, 200)
+        tables = prefill.prefill(prompt, chunk=chunk)
+        assert prefill.holds(prompt, tables, 200)
         assert num_held(prefill) == 12, "also those whose first blocks a window let go later"
-        tables, found, report = decode.load(request_of("b", PROMPT))
+        tables, found, report = decode.load_after(request_of("b", PROMPT))
         assert (found, report.invalid_block_ids) == (192, frozenset())
-        assert decode.is_right(prompt, tables, 200)
+        assert decode.holds(prompt, tables, 200)
 
 
 @pytest.mark.parametrize("computed", [16, 96, 176])
@@ -224,9 +172,9 @@ def test_a_load_begins_where_the_engines_own_cache_ends(computed: int) -> None:
     with pair() as (prefill, decode):
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt)
-        tables, found, report = decode.load(prompt, computed)
+        tables, found, report = decode.load_after(prompt, computed)
         assert (found, report.invalid_block_ids) == (192 - computed, frozenset())
-        assert decode.is_right(prompt, tables, 200)
+        assert decode.holds(prompt, tables, 200)
 
 
 def test_every_block_that_there_is_becomes_whole() -> None:
@@ -234,7 +182,7 @@ def test_every_block_that_there_is_becomes_whole() -> None:
     with pair() as (prefill, decode):
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt)
-        tables, *_ = decode.load(prompt)
+        tables, *_ = decode.load_after(prompt)
         for table, (layers, window) in zip(tables, decode.groups, strict=True):
             absent = table.count(NO_BLOCK)
             assert absent == (0 if window is None else (192 - WINDOW + 1) // BLOCK)
@@ -255,7 +203,7 @@ def test_a_load_that_fails_names_the_blocks_of_every_group() -> None:
             ask(*arguments)
 
         decode.scheduler.update_state_after_alloc = ask_for_what_is_gone
-        tables, found, report = decode.load(prompt)
+        tables, found, report = decode.load_after(prompt)
         loaded = {block for table in tables for block in table[: found // BLOCK]} - {NO_BLOCK}
         assert (found, report.invalid_block_ids) == (192, loaded)
         decode.scheduler.update_state_after_alloc = ask
@@ -268,8 +216,8 @@ def test_a_table_without_a_block_that_is_needed_is_a_failed_load() -> None:
         prefill.prefill(prompt)
         allocate = decode.allocate
         decode.allocate = lambda total, computed: allocate(total, computed + BLOCK)  # type: ignore[method-assign]
-        decode.compute = lambda *_: None  # type: ignore[method-assign]
-        tables, found, report = decode.load(prompt)
+        decode._compute = lambda *_: None  # type: ignore[method-assign]
+        tables, found, report = decode.load_after(prompt)
         assert found == 192
         assert report.invalid_block_ids >= set(tables[2][:12])
 
@@ -277,29 +225,26 @@ def test_a_table_without_a_block_that_is_needed_is_a_failed_load() -> None:
 def test_what_was_generated_is_saved_while_the_window_moves_on() -> None:
     with pair() as (prefill, decode):
         whole = request_of("a", tokens(330))
-        prefill.scheduler.on_new_request(whole)
-        tables = prefill.allocate(330)
-        prefill.scheduler.update_state_after_alloc(whole, tuple(map(tuple, tables)), 0)
-        prefill.step(whole, tables, 0, 200)
+        tables = prefill.admit(whole)
+        prefill.step([(whole, tables, 0, 200)])
         for computed in range(200, 330):
-            prefill.step(whole, tables, computed, 1)
+            prefill.step([(whole, tables, computed, 1)])
         prefill.finish(whole, tables)
+        prefill.settle()
         assert num_held(prefill) == 20
-        tables, found, _ = decode.load(request_of("b", tokens(330)))
+        tables, found, _ = decode.load_after(request_of("b", tokens(330)))
         assert found == 320
-        assert decode.is_right(whole, tables, 330)
+        assert decode.holds(whole, tables, 330)
 
 
 def test_a_prompt_of_which_the_engine_had_the_beginning_is_saved_from_there_on() -> None:
     with GroupedEngine(config("producer"), listen="unix:") as prefill:
         prompt = request_of("a", PROMPT)
-        prefill.scheduler.on_new_request(prompt)
-        assert prefill.scheduler.get_num_new_matched_tokens(prompt, 96) == (0, False)
+        assert prefill.matched(prompt, 96) == (0, False)
         tables = prefill.allocate(200, 96)
-        for layer in range(LAYERS):
-            prefill.fill(layer, prompt, tables, 96)
-        prefill.scheduler.update_state_after_alloc(prompt, tuple(map(tuple, tables)), 0)
-        prefill.step(prompt, tables, 96, 104)
+        prefill.fill(prompt, tables, 96)
+        prefill.scheduler.update_state_after_alloc(prompt, (tables,), 0)
+        prefill.step([(prompt, tables, 96, 104)])
         # The window lacks the blocks of tokens before 48, so that no page before has all its layers.
         assert num_held(prefill) == 12 - 48 // BLOCK
 
@@ -332,8 +277,6 @@ def test_no_store_reads_blocks_of_a_cache_with_windows_after_a_step(monkeypatch:
 
     monkeypatch.setattr(RecordedStore, "submit_put", submit_put)
     with GroupedEngine(config("both", {"max_unsaved": 1}, host=an_address("windows"))) as engine:
-        tables = engine.allocate(200)
         prompt = request_of("a", PROMPT)
-        engine.scheduler.on_new_request(prompt)
-        engine.step(prompt, tables, 0, 200)
+        engine.step([(prompt, engine.admit(prompt), 0, 200)])
         assert engine.worker._saver.read_until == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -50,29 +50,19 @@ def producing(parent: Any, address: str, firsts: list[int], count: int = 100, ru
         parent.recv(timeout=80)
 
 
-class Engines:
-    """Producers in other processes, and their addresses."""
-
-    def __init__(self, fork_server: ForkServer) -> None:
-        self._fork_server = fork_server
-        self._stack = contextlib.ExitStack()
-
-    def start(self, address: str, firsts: list[int], *more: Any) -> peers.Peer:
-        child = self._stack.enter_context(
-            self._fork_server.start(f"{__file__}:producing", address, firsts, *more, timeout_s=90)
-        )
-        child.recv()
-        return child
-
-    def close(self) -> None:
-        self._stack.close()
-
-
 @pytest.fixture
-def engines(fork_server: ForkServer) -> Iterator[Engines]:
-    made = Engines(fork_server)
-    with contextlib.closing(made):
-        yield made
+def start(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
+    """Starts producers in other processes, at these addresses."""
+    with contextlib.ExitStack() as stack:
+
+        def start(address: str, firsts: list[int], *more: Any) -> peers.Peer:
+            child: peers.Peer = stack.enter_context(
+                fork_server.start(f"{__file__}:producing", address, firsts, *more, timeout_s=90)
+            )
+            child.recv()
+            return child
+
+        yield start
 
 
 @contextlib.contextmanager
@@ -84,10 +74,10 @@ def consumer(*addresses: str, seed: int = 2, **more: Any) -> Iterator[FakeEngine
 
 
 @pytest.mark.full
-def test_a_consumer_loads_from_whichever_of_its_peers_has_the_pages(engines: Engines) -> None:
+def test_a_consumer_loads_from_whichever_of_its_peers_has_the_pages(start: Any) -> None:
     first, second, absent = (an_address(name) for name in ("first", "second", "absent"))
-    engines.start(first, [0])
-    engines.start(second, [1000])
+    start(first, [0])
+    start(second, [1000])
     with consumer(absent, first, second, lookup={"wait_timeout_s": 5}) as decode:
         for begin in (0, 1000):
             until_promised(decode, tokens(100, begin), 96)
@@ -95,12 +85,12 @@ def test_a_consumer_loads_from_whichever_of_its_peers_has_the_pages(engines: Eng
         assert decode.matched(request_of("b", tokens(100, 2000))) == (0, False)
 
 
-def test_one_load_takes_its_pages_from_several_peers(engines: Engines) -> None:
+def test_one_load_takes_its_pages_from_several_peers(start: Any) -> None:
     short, long = an_address("short"), an_address("long")
-    engines.start(short, [0], 50)
+    start(short, [0], 50)
     with consumer(short, long) as decode:
         until_promised(decode, PROMPT, 48)
-        engines.start(long, [0], 100)
+        start(long, [0], 100)
         until_promised(decode, PROMPT, 96)
         numbers = itertools.count()
 
@@ -118,54 +108,33 @@ def test_one_load_takes_its_pages_from_several_peers(engines: Engines) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_engines", [(2, 3), (3, 1)])
-def test_data_parallel_ranks_of_different_number_find_each_others_pages(
-    engines: Engines, num_engines: tuple[int, int]
-) -> None:
-    num_producers, num_consumers = num_engines
-    addresses = [an_address(f"rank{rank}") for rank in range(num_producers)]
-    for rank, address in enumerate(addresses):
-        engines.start(address, [1000 * rank])
-    with contextlib.ExitStack() as stack:
-        for number in range(num_consumers):
-            decode = stack.enter_context(consumer(*addresses, seed=number))
-            for rank in range(num_producers):
-                prompt = tokens(100, 1000 * rank)
-                until_promised(decode, prompt, 96)
-                assert_loads(decode, request_of(f"{number} from {rank}", prompt), 96)
-
-
-@pytest.mark.full
-def test_the_tenth_restart_of_a_peer_costs_what_the_first_did_and_others_serve_meanwhile(
-    engines: Engines,
-) -> None:
+def test_the_tenth_restart_of_a_peer_costs_what_the_first_did_and_others_serve_meanwhile(start: Any) -> None:
     steady, restarted = an_address("steady"), an_address("restarted")
-    engines.start(steady, [0])
+    start(steady, [0])
     with consumer(steady, restarted) as decode:
         until_promised(decode, PROMPT, 96)
         held, took = [], []
         for number in range(10):
             prompt = tokens(100, 1000 * (number + 1))
-            child = engines.start(restarted, [prompt.start])
+            child = start(restarted, [prompt.start])
             began = time.monotonic()
             until_promised(decode, prompt, 96)
             assert_loads(decode, request_of(f"a{number}", prompt), 96)
             took.append(time.monotonic() - began)
             here = peers.Resources.of()
-            held.append((len(here.threads), len(here.descriptors)))
+            held.append(len(here.threads) + len(here.descriptors))
             child.kill()
             child.close()
             assert_loads(decode, request_of(f"b{number}", PROMPT), 96)
             until_promised(decode, prompt, 0)
-        for now, before in zip(held[-1], held[1], strict=True):
-            assert now <= before + 2, f"threads and descriptors after each restart: {held}"
+        assert held[-1] <= held[1] + 4, f"threads and descriptors after each restart: {held}"
         assert sorted(took[5:])[2] < 2 * sorted(took[:5])[2] + 1.0, f"seconds of each: {took}"
 
 
-def test_a_peer_that_is_killed_in_the_middle_of_a_load_fails_its_own_pages_only(engines: Engines) -> None:
+def test_a_peer_that_is_killed_in_the_middle_of_a_load_fails_its_own_pages_only(start: Any) -> None:
     address, other = an_address("killed"), an_address("other")
-    engines.start(address, [0], 100, ["kill message=1 min_bytes=4096"])
-    engines.start(other, [1000])
+    start(address, [0], 100, ["kill message=1 min_bytes=4096"])
+    start(other, [1000])
     given = {"options": {"host": {"map": False}}, "transport": "cpu"}
     with consumer(address, other, **given) as decode:
         until_promised(decode, PROMPT, 96)
@@ -181,45 +150,9 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_load_fails_its_own_pages_only(
         until_promised(decode, PROMPT, 0)
 
 
-@pytest.mark.full
-@pytest.mark.timing
-@pytest.mark.parametrize("is_mapped", [True, False])
-def test_no_call_of_an_engine_takes_50_ms_while_a_background_load_waits_for_a_stopped_peer(
-    engines: Engines, is_mapped: bool
-) -> None:
+def test_a_request_that_waits_in_vain_for_the_answer_of_a_stopped_peer_is_counted(start: Any) -> None:
     address = an_address("stopped")
-    child = engines.start(address, [0])
-    options = {"host": {"map": is_mapped}}
-    with consumer(address, lookup={"async_load": True}, options=options) as decode:
-        until_promised(decode, PROMPT, 96)
-        decode.worker.wait_until_ready(10)
-        prompt = request_of("a", PROMPT)
-        assert decode.matched(prompt) == (96, True)
-        blocks = decode.allocate(100)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), 96)
-        child.stop()
-        longest, began = 0.0, time.monotonic()
-        received: frozenset[str] = frozenset()
-        while not received:
-            assert time.monotonic() - began < 10
-            before = time.monotonic()
-            report = decode.step([])
-            longest = max(longest, time.monotonic() - before)
-            received = report.finished_recving
-            time.sleep(0.001)
-        took = time.monotonic() - began
-        if report.invalid_block_ids:  # else its memory had all that was needed
-            assert 1.9 < took < 4, f"the stall timeout is 2 s, and it took {took:.1f} s"
-            assert failures(decode, "load") == {"stalled": 1}
-            assert decode.matched(request_of("b", PROMPT)) == (0, False), "it has still to answer"
-        assert longest < 0.05
-        child.cont()
-        until_promised(decode, PROMPT, 96)
-
-
-def test_a_request_that_waits_in_vain_for_the_answer_of_a_stopped_peer_is_counted(engines: Engines) -> None:
-    address = an_address("stopped")
-    child = engines.start(address, [0])
+    child = start(address, [0])
     with consumer(address, lookup={"wait_timeout_s": 0.3}) as decode:
         until_promised(decode, PROMPT, 96)
         decode.scheduler.get_stats()  # the peer may have started slowly
@@ -231,29 +164,19 @@ def test_a_request_that_waits_in_vain_for_the_answer_of_a_stopped_peer_is_counte
         assert stats["failures"]["match"] == {"expired": 1}, "only the first one waits"
 
 
-@pytest.mark.full
-def test_a_step_that_needs_a_load_from_a_stopped_peer_waits_for_the_stall_timeout(engines: Engines) -> None:
-    address = an_address("stopped")
-    child = engines.start(address, [0])
-    options = {"host": {"map": False}}
-    with consumer(address, options=options) as decode:
-        until_promised(decode, PROMPT, 96)
-        decode.worker.wait_until_ready(10)
-        scheduled = promised(decode, request_of("a", PROMPT), 96)
-        child.stop()
-        step = Call(lambda: decode.step([scheduled]))
-        report = step.result(8)
-        assert report.invalid_block_ids == frozenset(scheduled[1][:6])
-        assert 1.9 < step.took_s < 4
-        assert failures(decode, "load") == {"stalled": 1}
-        began = time.monotonic()
-        assert decode.matched(request_of("next", PROMPT)) == (0, False)
-        assert time.monotonic() - began < 1, "the next request does not pay for it again"
-        decode.step([(scheduled[0], scheduled[1], 0, 100)])
-        child.cont()
-        until_promised(decode, PROMPT, 96)
-        assert decode.is_right(scheduled[0].token_ids, scheduled[1], 100), "what came late was written"
-        assert_loads(decode, request_of("again", PROMPT), 96)
+@pytest.mark.parametrize("do", ["flip", "drop", "duplicate", "swap"])
+def test_pages_that_arrive_wrong_are_never_taken_for_the_right_ones(do: str) -> None:
+    given = {"options": {"host": {"map": False}}, "transport": "cpu"}
+    plan = Plan(rules=[Rule(do=do, message=1, min_bytes=4096)])
+    wrapped = {"wrap_pipe": lambda pipe: FaultyPipe(pipe, plan)}
+    with pair(producer=given, consumer=given, ours=wrapped) as (prefill, decode):
+        prompt = request_of("a", PROMPT)
+        prefill.prefill(prompt)
+        blocks, loaded, report = decode.load(prompt)
+        assert loaded == 96
+        assert decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, 96) <= report.invalid_block_ids
+        reasons = failures(decode, "load")
+        assert reasons == {"corrupt": 1} if do == "flip" else bool(reasons) == bool(report.invalid_block_ids)
 
 
 # -- peers whose pages are not ours --------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvplug.metrics.record import RecordedStore
+from kvplug.transport import Presence
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import until
 from lookup_engines import (
@@ -24,7 +25,9 @@ from lookup_engines import (
     num_held,
     pair,
     promised,
+    said,
     tokens,
+    two_workers,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -59,16 +62,15 @@ def test_a_prompt_of_which_a_part_was_computed_before_is_saved_only_if_it_starts
             assert_loads(decode, request_of("b", PROMPT), 96)
 
 
-@pytest.mark.parametrize("num_ahead", [1, 3])
-def test_steps_that_were_planned_before_save_nothing_that_lasts(num_ahead: int) -> None:
+def test_steps_that_were_planned_before_save_nothing_that_lasts() -> None:
     with pair() as (prefill, decode):
-        prompts = [request_of(f"p{n}", tokens(64, 1000 * n)) for n in range(num_ahead)]
+        prompts = [request_of(f"p{n}", tokens(64, 1000 * n)) for n in range(3)]
         planned = [prefill.plan([(prompt, prefill.admit(prompt), 0, 64)]) for prompt in prompts]
         prefill.scheduler.reset_cache()
         fresh = request_of("fresh", tokens(64, 7000))
         planned.append(prefill.plan([(fresh, prefill.admit(fresh), 0, 64)]))
         for number, step in enumerate(planned):
-            prefill.weights = float(number == num_ahead)
+            prefill.weights = float(number == 3)
             prefill.scheduler.update_connector_output(prefill.execute(step))
         decode.weights = prefill.weights
         for prompt in prompts:
@@ -103,45 +105,9 @@ def test_pages_that_are_being_kept_meanwhile_are_forgotten_too(monkeypatch: pyte
         assert_loads(decode, request_of("b", PROMPT), 96)
 
 
-def test_from_the_call_on_nothing_old_is_promised_whatever_the_replica_still_holds() -> None:
-    with both() as engine:
-        engine.prefill(request_of("a", PROMPT))
-        waiting = request_of("waiting", PROMPT)
-        assert engine.matched(waiting) == (96, False)
-        assert engine.scheduler.reset_cache() is True
-        assert engine.scheduler.get_num_new_matched_tokens(waiting, 0) == (0, False)
-        assert engine.matched(request_of("new", PROMPT)) == (0, False)
-        engine.weights = 1
-        engine.step([])
-        assert engine.matched(request_of("newer", PROMPT)) == (0, False)
-        engine.prefill(request_of("again", PROMPT))
-        assert_loads(engine, request_of("newest", PROMPT), 96)
-
-
 def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> None:
-    from kvplug.engine import Parallelism, WorkerOutput
-
-    said: dict[str, Any] = {
-        "failed_loads": [],
-        "spoilt_saves": [],
-        "stalled": [],
-        "slow": [],
-        "refused": [],
-        "unreadable": [],
-        "settled": [],
-        "unsaved": {},
-        "read_until": 0,
-        "rates": None,
-    }
-
-    def reset(step: int, *ranks: int) -> WorkerOutput:
-        parts = tuple({**said, "rank": rank, "step": step, "reset": True} for rank in ranks)
-        return WorkerOutput(worker_metadata=parts)
-
     class Inquiry:
         def presences(self, chains: list[bytes], first: int, rank: int) -> list[Any]:
-            from kvplug.transport import Presence
-
             return [Presence.HELD] * (len(chains) - first) if not source.num_drops else []
 
     class Source:
@@ -156,18 +122,21 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> Non
             self.num_drops += 1
 
         def settle(self, chains: Any, rank: int) -> None:
-            return None
+            pass
 
         def close(self) -> None:
-            return None
+            pass
 
     source = Source()
-    given = config("both", host=an_address("workers"))
-    with FakeEngine(given, parallelism=Parallelism(num_workers=2, tensor_size=2)) as engine:
+    with two_workers() as engine:
         scheduler = engine.scheduler
         for each in scheduler._sources:
             each.close()
         scheduler._sources[:] = scheduler._own = [source]
+
+        def reset(step: int, *ranks: int) -> None:
+            for rank in ranks:
+                scheduler.update_connector_output(said(rank, step, reset=True))
 
         def found(name: str) -> Any:
             return scheduler.get_num_new_matched_tokens(request_of(name, PROMPT), 0)[0]
@@ -175,17 +144,17 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> Non
         assert found("a") == 96
         scheduler.reset_cache()
         engine.plan([])  # step 1
-        assert found("b") == 0
-        scheduler.update_connector_output(reset(1, 0))
+        assert found("a") == found("b") == 0
+        reset(1, 0)
         assert (found("c"), source.num_drops) == (0, 0)
         scheduler.reset_cache()  # once more, before the first is through
-        scheduler.update_connector_output(reset(1, 1))
+        reset(1, 1)
         assert found("d") == 0
         source.num_drops = 0
         engine.plan([])  # step 2
-        scheduler.update_connector_output(reset(1, 0, 1))
+        reset(1, 0, 1)
         assert (found("e"), source.num_drops) == (0, 0)
-        scheduler.update_connector_output(reset(2, 0, 1))
+        reset(2, 0, 1)
         assert source.num_drops == 1
         source.num_drops = 0
         assert found("f") == 96
@@ -229,22 +198,14 @@ def test_what_was_read_before_a_reset_is_copied_into_no_store_after_it(
         assert engine.worker._tiers["fs"].store.usage().num_pages == 0
 
 
-def test_a_consumer_cannot_forget_for_its_producer_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with FakeEngine(config("producer"), listen="unix:") as prefill:
-        decode = FakeEngine(config("consumer"), connect=prefill.worker.contact)
-        with decode:
-            decode.scheduler.wait_until_ready(10)
-            assert decode.scheduler.reset_cache() is False
-            assert "reset that engine" in caplog.text
-            assert not decode.scheduler.has_pending_push_work()
-
-
-def test_a_consumer_has_forgotten_once_its_producer_has() -> None:
+def test_a_consumer_has_forgotten_once_its_producer_has(caplog: pytest.LogCaptureFixture) -> None:
     with pair() as (prefill, decode):
         prefill.prefill(request_of("a", PROMPT))
         num_held(prefill)
         decode.scheduler.wait_until_ready(10)
         assert decode.scheduler.reset_cache() is False
+        assert "reset that engine" in caplog.text
+        assert not decode.scheduler.has_pending_push_work()
         assert prefill.scheduler.reset_cache() is True
         prefill.step([])
         until(decode.scheduler.reset_cache, what="the producer's reset at the consumer")
@@ -254,12 +215,8 @@ def test_a_consumer_has_forgotten_once_its_producer_has() -> None:
         until(lambda: not decode.scheduler.reset_cache(), what="the producer's new pages at the consumer")
 
 
-def test_a_consumer_cannot_forget_what_a_store_holds_that_others_use(tmp_path: Path) -> None:
-    options = {"fs": {"path": str(tmp_path)}}
-    with FakeEngine(config("consumer", stores=["fs"], options=options)) as decode:
-        assert decode.scheduler.reset_cache() is False
-
-
-def test_a_consumer_without_a_producer_has_nothing_to_forget() -> None:
-    with FakeEngine(config("consumer"), connect=an_address("no-engine")) as decode:
-        assert decode.scheduler.reset_cache() is True
+@pytest.mark.parametrize("has_folder", [False, True], ids=["nothing to forget", "a store that others use"])
+def test_a_consumer_without_a_producer_forgets_only_what_is_its_own(tmp_path: Path, has_folder: bool) -> None:
+    given = {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}} if has_folder else {}
+    with FakeEngine(config("consumer", **given), connect=an_address("no-engine")) as decode:
+        assert decode.scheduler.reset_cache() is not has_folder

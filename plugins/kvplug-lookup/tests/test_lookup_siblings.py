@@ -55,14 +55,6 @@ def assert_saved(engine: FakeEngine, num_pages: int, *prompts: Any) -> None:
         engine.finish(again, blocks)
 
 
-def test_nothing_is_saved_of_a_step_whose_load_has_failed(engine: FakeEngine) -> None:
-    prompt, blocks = begun(engine, "a")
-    run(engine, engine.plan([(prompt, blocks, LOADED, 4)]), invalid=blocks[:6])
-    assert_saved(engine, 0)
-    engine.step([(prompt, blocks, 0, 150)])
-    assert_saved(engine, 9, PROMPT, MORE)
-
-
 def test_what_was_loaded_is_saved_in_the_step_after_it(engine: FakeEngine) -> None:
     prompt, blocks = begun(engine, "a")
     engine.compute(prompt.token_ids, blocks, 0, LOADED)
@@ -90,7 +82,7 @@ def test_what_the_load_has_left_out_is_computed_and_the_rest_saved(engine: FakeE
     assert_saved(engine, 5, MORE)
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("depth", [2, 4])
 def test_steps_in_flight_save_nothing_of_what_has_failed(depth: int, engine: FakeEngine) -> None:
     prompt, blocks = begun(engine, "a")
     planned = [engine.plan([(prompt, blocks, LOADED, 16)])]

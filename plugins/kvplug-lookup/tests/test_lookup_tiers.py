@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -14,14 +12,11 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import HandshakeError
 from kvplug.metrics.store_rate import MeasuredStore
 from kvplug.transport import Presence
 from kvplug_fs.store import FolderStore
 from kvplug_lookup.connector.warnings import CountedWarnings
-from kvplug_testing import peers
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
-from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.named_pages import own_store
 from kvplug_testing.waits import until
 from lookup_engines import (
@@ -71,8 +66,7 @@ def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_p
         engine.prefill(request_of("old", PROMPT))
         assert (num_held(engine), num_files(engine)) == (6, 6)
         for number in range(1, 40):
-            blocks = engine.prefill(request_of(f"p{number}", tokens(100, first=1000 * number)))
-            engine.free_blocks.extend(blocks)
+            saved(engine, number)
             until(lambda expected=6 + 6 * number: num_files(engine) == expected, what="six files more")  # type: ignore[misc]
         series, store = engine.worker.first_tier.series, first_store(engine)
         chains = engine.scheduler._track(request_of("chains", PROMPT)).chains.upto(tuple(PROMPT), 96)
@@ -126,8 +120,6 @@ def test_one_load_takes_its_pages_from_several_stores(tmp_path: Path) -> None:
         ({"weights": "a"}, {"weights": "a", "name": "renamed"}, 96),
         ({"weights": "a"}, {"weights": "b"}, 0),
         ({"weights": "", "name": "a"}, {"weights": "", "name": "b"}, 0),
-        ({"weights": ""}, {"weights": ""}, 0),
-        ({"weights": ""}, {"weights": "a"}, 0),
     ],
 )
 def test_kv_is_loaded_from_a_folder_only_where_the_weights_are_known_to_be_equal(
@@ -157,18 +149,6 @@ def test_weights_that_the_operator_states_are_shared_and_those_that_are_unknown_
     assert "the weights of fake are unknown" in warning and "set weights to a text" in warning
 
 
-def test_two_engines_that_do_not_know_their_weights_refuse_each_other() -> None:
-    unknown = attrs.evolve(MODEL, weights="")
-    with (
-        FakeEngine(config("producer"), listen="unix:", model=unknown) as prefill,
-        FakeEngine(config("consumer"), connect=prefill.worker.contact, model=unknown) as decode,
-    ):
-        prefill.prefill(request_of("stored", PROMPT))
-        with pytest.raises(HandshakeError, match=r"model.weights: .*set weights to the same text at both"):
-            decode.scheduler.wait_until_ready(10)
-        assert decode.matched(request_of("a", PROMPT)) == (0, False)
-
-
 # -- pages that cannot be read ---------------------------------------------------------------------
 
 
@@ -176,7 +156,7 @@ def test_a_page_that_a_worker_cannot_read_is_not_promised_again_and_hides_no_pag
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler side has a store object of its own, which knows nothing of the worker's errors."""
-    given = {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}}
+    given = on_disk(tmp_path)
     with both(**given) as engine:
         engine.prefill(request_of("stored", PROMPT))
         assert_loads(engine, request_of("own", PROMPT), 96)
@@ -202,32 +182,34 @@ def test_a_page_that_a_worker_cannot_read_is_not_promised_again_and_hides_no_pag
 # -- a first store whose pages others load ---------------------------------------------------------
 
 
-def handed_over(prefill: FakeEngine, decode: FakeEngine, number: int, **given: Any) -> None:
-    """A prompt of six pages goes from prefill to decode."""
-    saved(prefill, number, **given)
-    until_promised(decode, tokens(100, first=1000 * number), 96)
-    assert_loads(decode, request_of(f"d{number}", tokens(100, first=1000 * number)), 96)
+def prompt_of(number: int) -> range:
+    return tokens(100, first=1000 * number)
 
 
-def saved(prefill: FakeEngine, number: int, **given: Any) -> None:
-    blocks = prefill.prefill(request_of(f"p{number}", tokens(100, first=1000 * number), **given))
-    prefill.free_blocks.extend(blocks)
-    num_held(prefill)
+def saved(engine: FakeEngine, number: int, **given: Any) -> None:
+    """Six pages of a prompt are in the first store."""
+    blocks = engine.prefill(request_of(f"p{number}", prompt_of(number), **given))
+    engine.free_blocks.extend(blocks)
+    num_held(engine)
+
+
+def loaded(decode: FakeEngine, number: int) -> None:
+    until_promised(decode, prompt_of(number), 96)
+    assert_loads(decode, request_of(f"d{number}", prompt_of(number)), 96)
 
 
 @pytest.mark.parametrize("mapped", [True, False])
 def test_what_decode_has_still_to_load_outlives_what_it_has_loaded(mapped: bool) -> None:
     given = {"options": {"host": {**SMALL, "map": mapped}}}
     with pair(producer=given, consumer=given) as (prefill, decode):
-        for number in range(40):
-            handed_over(prefill, decode, number)
-        in_flight = range(40, 60)
-        for number in in_flight:
+        for number in range(30):
+            saved(prefill, number)
+            loaded(decode, number)
+        for number in range(40, 60):
             saved(prefill, number)
         assert first_store(prefill).usage().num_waiting == 6 * 20
-        for number in in_flight:
-            until_promised(decode, tokens(100, first=1000 * number), 96)
-            assert_loads(decode, request_of(f"d{number}", tokens(100, first=1000 * number)), 96)
+        for number in range(40, 60):
+            loaded(decode, number)
         until(lambda: first_store(prefill).usage().num_waiting == 0, what="that nothing waits")
 
 
@@ -235,7 +217,8 @@ def test_what_was_promised_outlives_what_was_handed_over() -> None:
     """Without an announcement: decode has loaded it before, and forgotten it."""
     with pair(producer={"options": {"host": SMALL}}) as (prefill, decode):
         for number in range(20):
-            handed_over(prefill, decode, number)
+            saved(prefill, number)
+            loaded(decode, number)
         again = promised(decode, request_of("again", tokens(100)), 96)
         pages = first_store(prefill)
         until(lambda: pages.usage().num_waiting == 0, what="that nothing waits")
@@ -246,28 +229,33 @@ def test_what_was_promised_outlives_what_was_handed_over() -> None:
         assert decode.is_right(again[0].token_ids, again[1], 100)
 
 
-def test_a_prompt_that_is_larger_than_the_store_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    with both(options={"host": SMALL}) as engine:
-        for number in range(2):
-            long = request_of(f"long {number}", tokens(4000, first=10_000 * number))
-            blocks = engine.admit(long)
-            for start in range(0, 4000, 400):
-                engine.step([(long, blocks, start, 400)])
-                num_held(engine)
-            engine.finish(long, blocks)
-            engine.free_blocks.extend(blocks)
-        told = [record.getMessage() for record in caplog.records if "a prompt of" in record.getMessage()]
-        assert len(told) == 1
-        assert "the store 'host' holds 1 MiB" in told[0]
-        assert "options.host.size" in told[0]
+@pytest.mark.parametrize(
+    ("count", "size", "said"),
+    [
+        (2, 4000, "MiB, and the store 'host' holds"),
+        (60, 100, "pages were evicted that another engine was to load"),
+    ],
+    ids=["a prompt larger than it", "many that wait"],
+)
+def test_a_store_that_is_too_small_says_so_once(
+    count: int, size: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pair(producer={"options": {"host": SMALL}}, ours={"num_blocks": 300}) as (prefill, _):
+        for number in range(count):
+            prompt = request_of(f"p{number}", tokens(size, first=10_000 * number))
+            blocks = prefill.prefill(prompt, chunk=400)
+            prefill.free_blocks.extend(blocks)
+            num_held(prefill)
+    (told,) = [record.getMessage() for record in caplog.records if said in record.getMessage()]
+    assert "1 MiB" in told and "options.host.size" in told
 
 
 def test_decode_counts_by_source_what_is_not_held_also_where_nothing_is_promised() -> None:
     with pair() as (prefill, decode):
         saved(prefill, 1)
-        until_promised(decode, tokens(100, first=1000), 96)
+        until_promised(decode, prompt_of(1), 96)
         decode.scheduler.get_stats()
-        longer = request_of("longer", [*tokens(100, first=1000), *range(50)])
+        longer = request_of("longer", [*prompt_of(1), *range(50)])
         for _ in range(2):  # an engine without free blocks asks again
             assert decode.matched(longer) == (96, False)
             assert decode.matched(request_of("unknown", tokens(100))) == (0, False)
@@ -300,21 +288,10 @@ def test_what_an_engine_loads_itself_goes_before_what_another_one_has_still_to_l
         saved(engine, 1, **announced)
         for number in range(2, 60):
             saved(engine, number)
-            assert_loads(engine, request_of(f"own {number}", tokens(100, first=1000 * number)), 96)
+            assert_loads(engine, request_of(f"own {number}", prompt_of(number)), 96)
         assert first_store(engine).usage().num_waiting == 6 * 2
         for number in range(2):
-            assert_loads(engine, request_of(f"waits {number}", tokens(100, first=1000 * number)), 96)
-
-
-def test_a_store_that_is_too_small_for_what_waits_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    with pair(producer={"options": {"host": SMALL}}) as (prefill, _):
-        for number in range(60):
-            saved(prefill, number)
-        told = [record.getMessage() for record in caplog.records if "evicted" in record.getMessage()]
-        assert len(told) == 1
-        assert "pages were evicted that another engine was to load" in told[0]
-        assert "1 MiB" in told[0]
-        assert "options.host.size" in told[0]
+            assert_loads(engine, request_of(f"waits {number}", prompt_of(number)), 96)
 
 
 # -- stores that are slow ------------------------------------------------------------------------
@@ -353,37 +330,6 @@ def test_what_is_refused_since_it_is_slow_is_not_promised_until_it_is_tried_agai
 # -- stores that outlive their engines -----------------------------------------------------------
 
 
-def saving_engine(parent: Any, path: str) -> None:
-    """Saves a prompt into the folder, and waits for its death."""
-    with both(**tiers(Path(path))) as engine:
-        engine.prefill(request_of("stored", PROMPT))
-        num_held(engine)
-        until(lambda: num_files(engine) == 6)
-        parent.send("it is on disk")
-        parent.recv(timeout=60)
-
-
-@pytest.mark.full
-def test_pages_on_disk_are_found_after_their_engine_was_killed(
-    tmp_path: Path, fork_server: ForkServer
-) -> None:
-    with peers.nothing_left():
-        with fork_server.start(f"{__file__}:saving_engine", str(tmp_path)) as child:
-            child.recv()
-            os.kill(child.pid, signal.SIGKILL)
-            child.wait()
-        with both(**tiers(tmp_path)) as engine:
-            assert_loads(engine, request_of("a", PROMPT), 96)
-        with FakeEngine(config("consumer", **tiers(tmp_path))) as decode:
-            assert_loads(decode, request_of("b", PROMPT), 96)
-
-
-def test_an_engine_that_saves_into_a_shared_folder_alone_finds_its_pages_there(tmp_path: Path) -> None:
-    with both(stores=["fs"], options={"fs": {"path": str(tmp_path)}}) as engine:
-        engine.prefill(request_of("stored", PROMPT))
-        assert_loads(engine, request_of("a", PROMPT), 96)
-
-
 def test_after_a_reset_an_engine_finds_none_of_its_old_pages_in_a_folder_and_others_do(
     tmp_path: Path,
 ) -> None:
@@ -397,34 +343,6 @@ def test_after_a_reset_an_engine_finds_none_of_its_old_pages_in_a_folder_and_oth
         engine.prefill(request_of("again", PROMPT))
         assert_loads(engine, request_of("b", PROMPT), 96)
         assert_loads(other, request_of("c", PROMPT), 96)
-
-
-def test_another_tenants_salt_is_another_prompt(tmp_path: Path) -> None:
-    with both(**tiers(tmp_path)) as engine:
-        engine.prefill(request_of("stored", PROMPT, extra=b"tenant 1"))
-        until(lambda: num_files(engine) == 6)
-        assert engine.matched(request_of("a", PROMPT, extra=b"tenant 2")) == (0, False)
-        assert engine.matched(request_of("b", PROMPT)) == (0, False)
-        assert_loads(engine, request_of("c", PROMPT, extra=b"tenant 1"), 96)
-
-
-def test_a_page_file_that_was_changed_is_a_miss_counted_and_removed(tmp_path: Path) -> None:
-    given = {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}}
-    with both(**given) as engine:
-        engine.prefill(request_of("stored", PROMPT))
-        assert engine.matched(request_of("there", PROMPT)) == (96, False)
-        engine.scheduler.request_finished(request_of("there", PROMPT), ((),), None)
-        files = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 6000]
-        assert len(files) == 6
-        for path in files:
-            content = bytearray(path.read_bytes())
-            content[-100] ^= 1
-            path.write_bytes(content)
-        prompt = request_of("a", PROMPT)
-        blocks, loaded, report = engine.load(prompt)
-        assert loaded == 96 and report.invalid_block_ids == frozenset(blocks[:6])
-        assert engine.figures()["failures"]["load"] == {"corrupt": 1}
-        assert engine.ask(prompt) == (0, False), "it is computed now"
 
 
 def test_what_a_folder_has_no_room_for_any_more_is_counted(tmp_path: Path) -> None:
@@ -447,7 +365,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_step_longer_than_the_stall_time
 ) -> None:
     answers = threading.Event()
     lookup = {"async_load": in_background, "stall_timeout_s": 0.5}
-    with both(lookup, stores=["fs"], options={"fs": {"path": str(tmp_path)}}) as engine:
+    with both(lookup, **on_disk(tmp_path)) as engine:
         engine.prefill(request_of("saved", PROMPT))
         assert num_held(engine) == 6
         disk = own_store(first_store(engine))
@@ -490,9 +408,7 @@ def test_a_full_disk_is_one_line_a_minute_with_store_folder_and_count(
     monkeypatch.setattr("kvplug_fs.store.FolderStore.write", lambda *_: False)
     with both(stores=names, options={"fs": {"path": str(tmp_path)}}) as engine:
         for number in range(20):
-            prompt = request_of(f"p{number}", tokens(100, first=1000 * number))
-            engine.free_blocks.extend(engine.prefill(prompt))
-            num_held(engine)
+            saved(engine, number)
         num_files(engine) if len(names) > 1 else None
         assert _lines(caplog) == [f"6 pages were not kept by the store 'fs' ({tmp_path}): no_room"]
     assert _lines(caplog)[1:] == [f"114 pages were not kept by the store 'fs' ({tmp_path}): no_room"]
@@ -501,7 +417,7 @@ def test_a_full_disk_is_one_line_a_minute_with_store_folder_and_count(
 def test_loads_that_fail_are_one_line_a_minute_with_store_folder_and_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with both(stores=["fs"], options={"fs": {"path": str(tmp_path)}}) as engine:
+    with both(**on_disk(tmp_path)) as engine:
         engine.prefill(request_of("stored", PROMPT))
         requests = [request_of(f"a{number}", PROMPT) for number in range(5)]
         scheduled = [promised(engine, request, 96) for request in requests]
