@@ -43,11 +43,6 @@ def offer(parent: Parent, contact: str, options: dict[str, Any]) -> None:
         parent.send("offered")
 
 
-def echo(parent: Parent, contact: str, options: dict[str, Any]) -> None:
-    with endpoint(**options).connect(contact) as pipe:
-        pipe.send_tensor(pipe.recv_tensor()).wait(PATIENCE_S)
-
-
 def count(parent: Parent, contact: str, messages: int) -> int:
     """How many bytes so many messages have."""
     with endpoint().connect(contact) as pipe:
