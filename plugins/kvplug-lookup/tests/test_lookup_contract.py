@@ -35,6 +35,8 @@ class TestOverPipes(ConnectorContract):
     @pytest.fixture(autouse=True)
     def _own_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """In the role "both" no pipe is crossed: the store itself answers with a miss."""
+        from lookup_engines import missed  # not in the processes that the kit starts
+
         get = RecordedStore.submit_get
 
         def submit_get(store: RecordedStore, pages: Any, **given: Any) -> GetJob:
@@ -43,7 +45,7 @@ class TestOverPipes(ConnectorContract):
                 inner = inner.store
             if self._how != "fail" or type(inner).__name__ != "HostStore":
                 return get(store, pages, **given)
-            return missed(len(pages.keys), pages.series.format.num_layers)
+            return missed(pages, MissReason.STORE_GONE)
 
         monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
 
@@ -65,19 +67,21 @@ class TestMapped(ConnectorContract):
 
     @pytest.fixture(autouse=True)
     def _loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from lookup_engines import missed  # not in the processes that the kit starts
+
         self._held = threading.Event()
         get = RecordedStore.submit_get
 
         def submit_get(store: RecordedStore, pages: Any, **given: Any) -> GetJob:
-            num_layers = pages.series.format.num_layers
             if self._how == "hold":
-                job = GetJob(len(pages.keys), num_layers, deadline_in(given.get("timeout")))
+                deadline = Deadline.after(given.get("timeout"), 20)
+                job = GetJob(len(pages.keys), pages.series.format.num_layers, deadline)
                 job.on_cancel(lambda: job.set([MissReason.CANCELLED] * job.count))
                 self._held.set()
                 return job
             if self._how:
                 reason = MissReason.CORRUPT if self._how == "corrupt" else MissReason.STORE_GONE
-                return missed(len(pages.keys), num_layers, reason)
+                return missed(pages, reason)
             return get(store, pages, **given)
 
         monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
@@ -92,14 +96,3 @@ class TestMapped(ConnectorContract):
             yield self._held
         finally:
             self._how = ""
-
-
-def missed(count: int, num_layers: int, reason: MissReason = MissReason.STORE_GONE) -> GetJob:
-    """A job that has ended with nothing."""
-    job = GetJob(count, num_layers, deadline_in(None))
-    job.set([reason] * count)
-    return job
-
-
-def deadline_in(timeout: Any) -> Any:
-    return Deadline.after(timeout if isinstance(timeout, float) else None)
