@@ -82,9 +82,10 @@ RANGES = [(0, 12), (0, 5), (2, 10), (4, 5), (3, 9), (1, 12), (5, 5)]
 TABLE = [4, 0, 5, 2]
 
 
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.full)], ids=["some", "all"])
 @EVERY_ORDER
-def test_gather_agrees_with_the_reference_in_every_axis_order(orders: list[str]) -> None:
-    for axes in orders:
+def test_gather_agrees_with_the_reference_in_every_axis_order(orders: list[str], step: int) -> None:
+    for axes in orders[:: step if len(orders) > 24 else 1]:
         check_gather(axes)
 
 
@@ -150,25 +151,6 @@ def test_what_is_scattered_is_gathered_again_from_any_layout(data: st.DataObject
     assert (got_value is None) == (value is None)
     if value is not None:
         assert torch.equal(got_value, value)
-
-
-@pytest.mark.parametrize("size_here", [16, 32])
-@pytest.mark.parametrize("size_there", [16, 32])
-@pytest.mark.parametrize("axes_here", ["KBTHD", "KBHTD", "BHTKD"])
-@pytest.mark.parametrize("axes_there", ["KBTHD", "KBHTD", "BHTKD"])
-@pytest.mark.parametrize(("start", "end"), [(0, 96), (0, 75), (17, 80), (40, 41)])
-def test_kv_is_the_same_after_a_change_of_block_size_and_layout(
-    size_here: int, size_there: int, axes_here: str, axes_there: str, start: int, end: int
-) -> None:
-    here = layout_of(axes_here, T=size_here, B=8, H=3, D=8)
-    there = layout_of(axes_there, T=size_there, B=8, H=3, D=8)
-    source, target = torch.randn(here.shape), torch.zeros(there.shape)
-    table_here, table_there = [5, 1, 7, 0, 3, 6], [2, 4, 0, 6, 1, 7]
-    key, value = gather(source, here, table_here, start, end)
-    scatter(target, there, table_there, start, key, value)
-    got_key, got_value = gather(target, there, table_there, start, end)
-    assert torch.equal(got_key, key) and torch.equal(got_value, value)
-    assert torch.count_nonzero(target) == torch.count_nonzero(key) + torch.count_nonzero(value)
 
 
 @pytest.mark.parametrize(
@@ -349,19 +331,6 @@ def test_tokens_of_no_dimension_are_refused() -> None:
     layout = layout_of("KBTHD")
     with pytest.raises(LayoutError, match="key: expected the shape"):
         scatter(torch.zeros(layout.shape), layout, TABLE, 0, torch.tensor(1.0), torch.tensor(1.0))
-
-
-# -- checking real tensors ---------------------------------------------------------------------
-
-
-def test_the_memory_order_is_checked_by_the_strides_of_a_real_tensor() -> None:
-    nhd = torch.zeros(2, 6, 4, 4, 8)
-    sizes = {"T": 4, "H": 4, "D": 8}
-    KVLayout("KBTHD", sizes).check(nhd)
-    with pytest.raises(LayoutError, match="memory order KBHTD"):
-        KVLayout("KBTHD", sizes).check(nhd.transpose(2, 3))
-    with pytest.raises(LayoutError, match="share memory"):
-        KVLayout("KBTHD", sizes).check(torch.zeros(1, 1, 4, 4, 8).expand(2, 6, 4, 4, 8))
 
 
 # -- permute -----------------------------------------------------------------------------------

@@ -11,55 +11,14 @@ from kvplug import UnsupportedError
 from kvplug.engine import ScheduledRequest, SchedulerConnector, SchedulerOutput, WorkerConnector, WorkerOutput
 
 
-class Scheduler(SchedulerConnector):
-    """Nothing but what every scheduler side must have."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return 0, False
-
-    def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
-        return None
-
-    def build_connector_meta(self, output: SchedulerOutput) -> dict[str, Any]:
-        return {one.request_id: output.block_ids(one.request_id) for one in output.scheduled}
-
-    def request_finished(self, request: Any, block_ids: Any, end: Any) -> tuple[bool, None]:
-        return False, None
-
-    def shutdown(self) -> None:
-        return None
-
-
-class Worker(WorkerConnector):
-    """The same for the worker side."""
-
-    def register_kv_caches(self, kv_caches: Any) -> None:
-        return None
-
-    def start_load_kv(self) -> None:
-        return None
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return None
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any) -> None:
-        return None
-
-    def wait_for_save(self) -> None:
-        return None
-
-    def get_finished(self, finished_request_ids: Any) -> tuple[frozenset[str], frozenset[str]]:
-        return frozenset(), frozenset()
-
-    def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        return frozenset()
-
-    def shutdown(self) -> None:
-        return None
+def least(side: Any) -> Any:
+    """A side with nothing but what every one must have."""
+    methods = {name: lambda self, *given: None for name in side.__abstractmethods__}
+    return type("Least", (side,), methods)()
 
 
 def test_a_connector_that_says_nothing_is_best_effort_and_wants_no_further_step() -> None:
-    side = Scheduler()
+    side = least(SchedulerConnector)
     assert side.requires_kv_delivery is False
     assert side.has_pending_push_work() is False
     assert side.get_finished_count() is None
@@ -70,7 +29,7 @@ def test_a_connector_that_says_nothing_is_best_effort_and_wants_no_further_step(
 
 
 def test_a_worker_side_that_says_nothing_has_nothing_to_report() -> None:
-    side = Worker()
+    side = least(WorkerConnector)
     assert not side.has_connector_metadata()
     side.bind_connector_metadata({})
     assert side.has_connector_metadata()
@@ -80,8 +39,8 @@ def test_a_worker_side_that_says_nothing_has_nothing_to_report() -> None:
 
 
 def test_a_worker_side_that_takes_layers_only_says_so() -> None:
-    with pytest.raises(UnsupportedError, match="Worker does not take cross-layer blocks"):
-        Worker().register_cross_layers_kv_cache(None, None)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="Least does not take cross-layer blocks"):
+        least(WorkerConnector).register_cross_layers_kv_cache(None, None)
 
 
 def plan(block_ids: Any) -> SchedulerOutput:
@@ -91,14 +50,9 @@ def plan(block_ids: Any) -> SchedulerOutput:
 
 def test_block_tables_are_looked_up_by_whoever_wants_them() -> None:
     asked: list[str] = []
-
-    def block_ids(request_id: str) -> tuple[tuple[int, ...], ...]:
-        asked.append(request_id)
-        return ((4, 7),)
-
-    output = plan(block_ids)
+    output = plan(lambda request_id: asked.append(request_id) or ((4, 7),))
     assert asked == []
-    assert Scheduler().build_connector_meta(output) == {"a": ((4, 7),)}
+    assert output.block_ids(output.scheduled[0].request_id) == ((4, 7),)
     assert asked == ["a"]
 
 
