@@ -21,7 +21,8 @@ in_checkout = pytest.mark.skipif(not FRESH_MACHINE.exists(), reason="this is the
 
 def sought(path: Path) -> Iterator[str]:
     """Yield the literal arguments of ``shutil.which`` in a file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)) if ".which(" in text else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "which":
             yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
 
