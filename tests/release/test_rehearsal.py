@@ -28,12 +28,6 @@ def test_the_readmes_lines_install_every_package(rehearse: Any) -> None:
     assert len(named) == len(set(named)) and set(named) == packages | {"numpy"}
 
 
-def test_the_readmes_programs_are_two_ends_of_a_pipe(rehearse: Any) -> None:
-    one, other = rehearse.programs_of_the_readme()
-    assert "listen_pipe" in one and "print(server.contact)" in one and "connect_pipe" in other
-    assert one.count('transport="auto"') == other.count('transport="auto"') == 1
-
-
 @pytest.mark.parametrize(
     ("without", "status", "checks", "said"),
     [
@@ -60,31 +54,3 @@ def test_a_plugin_that_is_broken_or_missing_is_a_fault(
         return
     with pytest.raises(rehearse.ReleaseError, match=said):
         rehearse.check_plugins(tmp_path, {}, tmp_path)
-
-
-def test_an_index_has_what_was_built_and_says_what_was_taken(rehearse: Any, tmp_path: Path) -> None:
-    from urllib.error import HTTPError
-    from urllib.request import urlopen
-
-    dist = tmp_path / "dist"
-    dist.mkdir()
-    for project in rehearse.PROJECTS:
-        stem = rehearse.stem_of(project)
-        for name in (f"{stem}-py3-none-any.whl", f"{stem}.tar.gz"):
-            (dist / name).write_text(name)
-    with rehearse.index_of(dist, tmp_path / "index") as (address, taken):
-        with urlopen(f"{address}kvplug-shm/", timeout=30) as page:  # noqa: S310 - it is on this host
-            links = page.read().decode()
-        assert links.count("<a ") == 2 and "sha256=" in links
-        stem = rehearse.stem_of(ROOT / "plugins" / "kvplug-shm")
-        with urlopen(f"{address}kvplug-shm/{stem}.tar.gz", timeout=30) as file:  # noqa: S310
-            assert file.read().decode() == f"{stem}.tar.gz"
-        assert f"{stem}.tar.gz" in taken and f"{stem}-py3-none-any.whl" not in taken
-        with pytest.raises(HTTPError):
-            urlopen(f"{address}kvplug-sample/", timeout=30)  # noqa: S310
-    (dist / f"{stem}.tar.gz").unlink()
-    with (
-        pytest.raises(rehearse.ReleaseError, match="kvplug-shm: 1 files"),
-        rehearse.index_of(dist, tmp_path / "2"),
-    ):
-        pass
