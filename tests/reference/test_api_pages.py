@@ -9,11 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import attrs
 import doc_reference
 import doc_strings
-import pytest
-from doc_reference import FOLDER, PAGES, Name, Page
+from doc_reference import FOLDER, PAGES, Name
 
 import kvplug
 import kvplug.engine
@@ -48,14 +46,6 @@ def test_every_public_name_is_on_a_page() -> None:
 
 def pages_of(name: Name) -> list[Path]:
     return [FOLDER / page.file for page in PAGES if page.door == name.door]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
-def test_a_name_without_a_section_is_an_error_that_names_it(page: Page) -> None:
-    less = attrs.evolve(page, sections=page.sections[1:])
-    lost = doc_reference.placed()[page.file][page.sections[0].title]
-    with pytest.raises(LookupError, match=re.escape(f"{lost[0].door}.{lost[0].name}, from ")):
-        doc_reference.placed([less if each is page else each for each in PAGES])
 
 
 def test_the_pages_are_those_of_the_docstrings() -> None:
@@ -135,41 +125,3 @@ def test_what_a_docstring_says_is_raised_is_an_error() -> None:
     }
     assert len(said) > 100
     assert not {each for each in said if each[1] not in known}
-
-
-# -- reading the source ------------------------------------------------------------------------------
-
-
-def test_a_raise_in_a_function_within_is_not_its_own() -> None:
-    import ast
-
-    (function,) = ast.parse(
-        "def f():\n    if x:\n        raise errors.BusyError('x')\n    def g():\n        raise ClosedError\n"
-    ).body
-    assert doc_strings.raises_of(function) == {"BusyError"}
-
-
-def test_a_docstring_is_markdown() -> None:
-    text = """One *value*, of ``a``
-    and :meth:`~kvplug.transport.Pipe.send`: <x>.
-
-    - one
-    - two
-
-    Like this::
-
-        value = 1
-
-    >>> 1 + 1
-    2
-
-    Raises:
-        TimeoutError, ClosedError: it is
-            late.
-        The rest as ``send``.
-    """
-    assert doc_strings.markdown(text, lambda name: "#pipe" if name.endswith("Pipe.send") else None) == (
-        "One *value*, of `a`\nand [`send`](#pipe): &lt;x>.\n\n- one\n- two\n\nLike this:\n\n"
-        "```python\nvalue = 1\n```\n\n```pycon\n>>> 1 + 1\n2\n```\n\n"
-        "Raises:\n\n- `TimeoutError`, `ClosedError`: it is late.\n- The rest as `send`."
-    )
