@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplug_testing import ConnectorContract, PipeContract, SinkContract, StoreContract
+from kvplug_testing import PipeContract, SinkContract, StoreContract
 
 
 class TestKeptTransport(PipeContract):
@@ -16,26 +16,6 @@ class TestKeptTransport(PipeContract):
 
 class TestKeptStore(StoreContract):
     store = "kept-store"
-
-
-class TestKeptConnector(ConnectorContract):
-    connector = "kept-folder"
-    injects_into_own = True
-
-    def inject_fault(self, how: str) -> None:
-        """How loads fail."""
-        from kvplug_kept_connector import folder
-
-        def read(path: Path) -> bytes:
-            data = bytearray(path.read_bytes())
-            if how and path.suffix:  # a rank's KV
-                data[-1] ^= 1
-                if how == "fail":
-                    raise OSError("the disk is gone")
-            return bytes(data)
-
-        folder.READ = read
-        self.later(lambda: setattr(folder, "READ", Path.read_bytes))
 
 
 class TestKeptSink(SinkContract):
