@@ -58,7 +58,7 @@ def test_a_document_is_read_from_text_and_from_a_file(
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, str) else "",
 )
-def test_what_is_no_document_is_refused_with_the_reason(read: Any, text: str, reason: str) -> None:
+def test_a_text_in_another_format_is_refused_with_the_reason(read: Any, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         read(text)
 
