@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvplug import Config, ConfigError, PluginError, Registry, StatelessGroup, build_communicator, build_queue
+from kvplug import (
+    Config,
+    ConfigError,
+    PluginError,
+    Registry,
+    StatelessGroup,
+    build_communicator,
+    build_lookup,
+    build_queue,
+)
 from kvplug.transport import Capabilities, Kind, TransportSpec, UnknownTransportError, hookimpl
+from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -45,17 +55,16 @@ def test_auto_considers_no_memory_queue_or_communicator() -> None:
 def test_an_unknown_name_says_what_there_is() -> None:
     with pytest.raises(UnknownTransportError, match="memory"):
         build_queue(Config(queue="memroy"))
+    with pytest.raises(UnknownTransportError, match="memory"):
+        build_lookup(Config(lookup_buffer="memroy"))
     group = StatelessGroup.create("unix:", rank=0, world_size=1)
     with group, pytest.raises(UnknownTransportError, match="memory"):
         build_communicator(Config(communicator="memroy"), group)
 
 
-def test_options_of_a_queue_that_takes_none_are_refused() -> None:
+def test_options_of_a_queue_and_a_device_of_a_communicator_are_refused_where_there_are_none() -> None:
     with pytest.raises(ConfigError, match="spin"):
         build_queue(Config(queue="memory", options={"memory": {"spin": 1}}))
-
-
-def test_a_communicator_is_refused_a_device_that_it_does_not_serve() -> None:
     group = StatelessGroup.create("unix:", rank=0, world_size=1)
     with group, pytest.raises(PluginError, match="moves cpu tensors, and cuda ones are needed"):
         build_communicator(Config(communicator="memory"), group, device="cuda:0")
@@ -82,46 +91,39 @@ def test_where_strangers_reach_it_a_queue_must_authenticate(name: str) -> None:
     build_queue(Config(queue=name), registry=registry)
 
 
+def at_ranks(count: int, call: Callable[[StatelessGroup], Any]) -> list[Any]:
+    """What the call returns at each rank of a group, which are threads."""
+    listener = StatelessGroup.listen("unix:")
+
+    def rank(number: int) -> Any:
+        address = listener if number == 0 else listener.contact
+        with StatelessGroup.create(address, rank=number, world_size=count, timeout=20) as group:
+            found = call(group)
+            group.barrier()
+            return found
+
+    return [each.result(25) for each in [Call(lambda number=number: rank(number)) for number in range(count)]]
+
+
 def test_a_communicator_is_built_by_name_at_every_rank() -> None:
     import torch
 
-    listener = StatelessGroup.listen("unix:")
-    sums: dict[int, Any] = {}
+    def call(group: StatelessGroup) -> Any:
+        config = Config(communicator="memory", timeout_s=20)
+        with build_communicator(config, group, unique_name="tp:0", ranks=[4, 6]) as made:
+            assert (made.rank, made.global_rank) == (group.rank, (4, 6)[group.rank])
+            return made.all_reduce(torch.ones(2) * (group.rank + 1)).tolist()
 
-    def rank(number: int) -> None:
-        address = listener if number == 0 else listener.contact
-        with StatelessGroup.create(address, rank=number, world_size=2, timeout=20) as group:
-            config = Config(communicator="memory", timeout_s=20)
-            with build_communicator(config, group, unique_name="tp:0", ranks=[4, 6]) as made:
-                assert (made.rank, made.global_rank) == (number, (4, 6)[number])
-                sums[number] = made.all_reduce(torch.ones(2) * (number + 1)).tolist()
-                group.barrier()
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sums == {0: [3.0, 3.0], 1: [3.0, 3.0]}
+    assert at_ranks(2, call) == [[3.0, 3.0]] * 2
 
 
 def test_a_queue_comes_from_a_group_and_goes_from_one_rank_to_all_others() -> None:
-    listener = StatelessGroup.listen("unix:")
-    got: dict[int, Any] = {}
+    def call(group: StatelessGroup) -> Any:
+        endpoint = build_queue(Config(queue="memory", timeout_s=20))
+        with endpoint.create_from_process_group(group, writer_rank=1) as queue:
+            assert queue.is_writer is (group.rank == 1)
+            got = queue.broadcast_object("hello" if group.rank == 1 else None)
+            group.barrier()
+            return got
 
-    def rank(number: int) -> None:
-        address = listener if number == 0 else listener.contact
-        with StatelessGroup.create(address, rank=number, world_size=3, timeout=20) as group:
-            endpoint = build_queue(Config(queue="memory", timeout_s=20))
-            queue = endpoint.create_from_process_group(group, writer_rank=1)
-            with queue:
-                assert queue.is_writer is (number == 1)
-                got[number] = queue.broadcast_object("hello" if number == 1 else None)
-                group.barrier()
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == {0: "hello", 1: "hello", 2: "hello"}
+    assert at_ranks(3, call) == ["hello"] * 3

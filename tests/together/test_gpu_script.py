@@ -68,20 +68,6 @@ def test_all_that_is_measured_comes_of_the_fakes_too_and_is_called_no_measuremen
         assert (tmp_path / "gpu.svg").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc) for the fakes")
-def test_so_do_the_parts_whose_children_are_the_same(script: Any, tmp_path: Path) -> None:
-    done = run("--fake", "--only", "pynccl,two-gpus", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    whats = {row["what"] for row in found["rows"] if not row["said"]}
-    assert {
-        "pynccl, one GPU over sockets, into",
-        "pynccl, two GPUs, into",
-        "cuda-ipc, two GPUs, latency",
-    } <= whats
-
-
 @pytest.mark.full
 def test_without_a_gpu_it_says_so_and_a_part_that_is_not_there_is_named(script: Any, tmp_path: Path) -> None:
     import torch
@@ -146,46 +132,3 @@ def test_a_program_that_does_not_end_is_killed_when_its_time_is_up(script: Any) 
         assert said.startswith("here\n")
     assert time.monotonic() - began < 90
     assert script.gpu_programs.bounded([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == (3, "")
-
-
-def test_tests_are_told_by_their_last_line_or_by_how_they_ended(
-    script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends = [(0, "..s\n== 2 passed, 1 skipped in 3.00s ==\n"), (None, "..."), (4, "no such option\n")]
-    monkeypatch.setattr(script.gpu_programs, "bounded", lambda command, limit_s: ends.pop(0))
-    rows = list(script.gpu_programs.tests(setting, 30.0))
-    assert rows[0].said == "2 passed, 1 skipped in 3.00s (tests-cuda-ipc.log)"
-    assert rows[1].said.startswith("not run: pytest was still at it after")
-    assert rows[2].said == "not run: pytest ended with status 4; no such option (tests-pynccl.log)"
-    assert (setting.out / "tests-the-rest.log").read_text() == "..."
-    ends += [(None, "!! KeyboardInterrupt !!\n5 passed in 3.00s\n")] * 3
-    said = [row.said for row in script.gpu_programs.tests(setting, 30.0)]
-    assert said[0] == "not all of them: 5 passed in 3.00s (tests-cuda-ipc.log)"
-    for paths in script.gpu_programs.TESTS.values():
-        assert all((BENCHMARKS.parent / path).exists() for path in paths)
-
-
-def test_the_first_token_is_told_with_the_transfer_and_without(
-    script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = {"prompt_tokens": 1022, "transport": "cuda-ipc", "transfer_s": 0.004}
-    row |= {"ttft_s": 0.02, "ttft_recompute_s": 0.05, "ratio": 2.5}
-    said = "a warning {of} something\n" + json.dumps({"rows": [row], "facts": {}}, indent=1) + "\n"
-    monkeypatch.setattr(script.gpu_programs, "bounded", lambda command, limit_s: (0, said))
-    whole, recomputed = script.gpu_programs.first_token(setting, 30.0)
-    assert (whole.us, whole.said) == (20_000, "cuda-ipc, transfer 4.0 ms")
-    assert (recomputed.us, recomputed.said) == (50_000, "2.50x of that with it")
-    monkeypatch.setattr(script.gpu_programs, "bounded", lambda command, limit_s: (1, "the demo failed\n"))
-    with pytest.raises(OSError, match="ended with status 1; see first-token"):
-        list(script.gpu_programs.first_token(setting, 30.0))
-
-
-def test_ends_on_two_gpus_are_measured_where_there_are_two(script: Any, setting: Any) -> None:
-    (row,) = script.gpu_parts.two_gpus(script.attrs.evolve(setting, gpus=1), 30.0)
-    assert row.said == "not run: one GPU is here"
-    between = script.gpu_parts._pipe(
-        script.attrs.evolve(setting, gpus=2), "cuda-ipc", devices=("cuda:0", "cuda:1")
-    )
-    assert [between.device(rank) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
-    assert between.burst_bytes == 4 << 30
-    assert between.link == "kvplug_bench.transports:PipeLink"

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import hmac
 import itertools
-import logging
 import os
 import random
 import signal
@@ -250,35 +249,6 @@ def test_engines_find_each_other_and_a_dead_one_is_not_dialled_after_its_lease(
     made.check("a", "c")
 
 
-@pytest.mark.timeout(90)
-def test_an_address_at_which_this_engine_answers_itself_is_no_other_engine(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As 127.0.0.1 of another network namespace is."""
-    given = config_of("mine", url, 2.0, f"unix:@kvplug-members-{os.getpid()}-{next(_addresses)}")
-    factory = Registry.from_env().get(Kind.DIRECTORY, url.partition(":")[0])
-    directory = factory.load_factory()(DirectoryContext(options=factory.load_options()(), url=url))
-    with caplog.at_level(logging.INFO), FakeEngine(given) as engine:
-        other = Announcement(
-            engine_id="other",
-            epoch="1",
-            rank=0,
-            num_workers=1,
-            contact=engine.worker.contact,
-            role="both",
-            model=engine.scheduler._engines._model,
-        )
-        engine.scheduler.wait_until_ready(20)  # of its own worker
-        directory.announce(other.name, other.to_bytes(None), 30)
-        said = "the announcement 'other/0' does not count: its address is this engine's own"
-        waits.until(lambda: said in caplog.text, 20, "a warning")
-        time.sleep(4)
-        assert not [each for _, each in engine.scheduler._engines._followed.values() if each.is_connected]
-    directory.close()
-    assert caplog.text.count(said) == 1
-    assert "no agreement with" not in caplog.text, "it has dialled itself"
-
-
 def serve_etcd(parent: Parent, address: str, folder: str, program: str) -> None:
     """A directory on a host, until the test ends."""
     url = f"http://{address}"
@@ -426,13 +396,15 @@ def has_left_nothing(footprint: dict[str, int], num_peers: int) -> bool:
     )
 
 
-@pytest.mark.full
-@pytest.mark.timeout(400)
-def test_twelve_engines_come_and_go_for_a_minute(fleet: Callable[..., Fleet]) -> None:
-    run_for(fleet(3.0, num_prompts=60, limit_s=390), 60, 12, stopped_s=60)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_fifty_engines_come_and_go_for_ten_minutes(fleet: Callable[..., Fleet]) -> None:
-    run_for(fleet(10.0, num_prompts=200, limit_s=1490), 600, 50, stopped_s=60)
+@pytest.mark.parametrize(
+    ("num_engines", "seconds", "lease_s", "num_prompts"),
+    [
+        pytest.param(12, 60, 3.0, 60, marks=(pytest.mark.full, pytest.mark.timeout(400))),
+        pytest.param(50, 600, 10.0, 200, marks=(pytest.mark.slow, pytest.mark.timeout(1500))),
+    ],
+)
+def test_engines_come_and_go(
+    fleet: Callable[..., Fleet], num_engines: int, seconds: float, lease_s: float, num_prompts: int
+) -> None:
+    made = fleet(lease_s, num_prompts=num_prompts, limit_s=seconds * 1.5 + 300)
+    run_for(made, seconds, num_engines, stopped_s=60)

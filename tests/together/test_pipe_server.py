@@ -15,7 +15,6 @@ import torch
 from kvplug import (
     ClosedError,
     Config,
-    ConfigError,
     HandshakeError,
     KvplugError,
     PeerGoneError,
@@ -56,6 +55,24 @@ def agree_only(parent: peers.Parent, contact: str) -> None:
     link = ControlPeers(_link_settings(_resolve(CONFIG, None), None), connect=contact).connect(0, "pipe")
     parent.send(str(link.agreement.transports["cpu"].chosen))
     parent.recv()
+
+
+def joined(server: PipeServer, config: Config = CONFIG) -> tuple[Pipe, Pipe]:
+    """The server's end of a new pipe, and the client's."""
+    joining = Call(lambda: connect_pipe(config, server.contact))
+    return server.accept(), joining.result()
+
+
+def counted(caplog: pytest.LogCaptureFixture, name: str = "cpu", **more: Any) -> Config:
+    """A config whose pipes a sink counts, in the log."""
+    caplog.set_level(logging.INFO, "kvplug.metrics.sinks")
+    return attrs.evolve(CONFIG, transport=name, sinks=("log",), **more)
+
+
+def received(caplog: pytest.LogCaptureFixture) -> str:
+    """What the sink has logged of messages received."""
+    (line,) = (message for message in caplog.messages if " recv: " in message)
+    return line
 
 
 def accepted(server: PipeServer, count: int) -> list[Pipe]:
@@ -155,18 +172,12 @@ def test_an_end_that_cannot_join_a_pipe_says_so_and_the_other_one_does_not_wait(
 
 
 def test_the_sinks_of_a_config_are_told_of_plain_pipes_until_the_last_is_closed(caplog) -> None:
-    counted = attrs.evolve(CONFIG, sinks=("log",), engine_id="theirs")
-    caplog.set_level(logging.INFO, "kvplug.metrics.sinks")
-    with listen_pipe(counted, "unix:") as server:
-        joining = Call(lambda: connect_pipe(CONFIG, server.contact))
-        theirs = server.accept()
-        ours = joining.result()
+    with listen_pipe(counted(caplog, engine_id="theirs"), "unix:") as server:
+        theirs, ours = joined(server)
     ours.send_tensor(torch.zeros(1000, dtype=torch.uint8))
     theirs.recv_tensor()
     theirs.close()
-    lines = [message for message in caplog.messages if " recv: " in message]
-    assert len(lines) == 1
-    assert "side=pipe" in lines[0] and "engine_id=theirs recv: 1 done" in lines[0]
+    assert "side=pipe" in received(caplog) and "engine_id=theirs recv: 1 done" in received(caplog)
     ours.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "kvplug-metrics"]
 
@@ -187,11 +198,6 @@ def test_what_a_plain_pipe_does_not_do_is_refused(given: dict[str, Any], said: s
             make(config, "unix:")
 
 
-def test_pipes_between_ranks_have_no_sinks() -> None:
-    with pytest.raises(ConfigError, match="sinks: pipes between the ranks of a group are not counted"):
-        build_pipe_endpoint(attrs.evolve(CONFIG, sinks=("log",)))
-
-
 def test_a_dict_is_no_config() -> None:
     for make in (listen_pipe, connect_pipe, build_pipe_endpoint):
         with pytest.raises(TypeError, match=r"config is a dict, not a kvplug.Config; Config.from_dict\("):
@@ -200,12 +206,9 @@ def test_a_dict_is_no_config() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "shm"])
 def test_a_peer_that_closes_is_no_failure_and_one_that_is_killed_is(name: str, fork_server, caplog) -> None:
-    counted = attrs.evolve(CONFIG, transport=name, sinks=("log",))
-    caplog.set_level(logging.INFO, "kvplug.metrics.sinks")
-    with listen_pipe(counted, "unix:") as server:
+    with listen_pipe(counted(caplog, name), "unix:") as server:
         for number in range(8):
-            joining = Call(lambda: connect_pipe(attrs.evolve(CONFIG, transport=name), server.contact))
-            theirs, ours = server.accept(), joining.result()
+            theirs, ours = joined(server, attrs.evolve(CONFIG, transport=name))
             ours.send_tensor(torch.tensor([number]))
             assert theirs.recv_tensor().tolist() == [number]
             waiting = Call(lambda pipe=theirs: pipe.recv_tensor(timeout=20))
@@ -217,21 +220,16 @@ def test_a_peer_that_closes_is_no_failure_and_one_that_is_killed_is(name: str, f
             client.kill()
             assert not raises(PeerGoneError, lambda: theirs.recv_tensor(timeout=20)).closed
             theirs.close()
-    (line,) = (message for message in caplog.messages if " recv: " in message)
-    assert "recv: 8 done" in line and line.endswith("failed: peer_gone 1")
+    assert "recv: 8 done" in received(caplog) and received(caplog).endswith("failed: peer_gone 1")
 
 
 @pytest.mark.parametrize("name", ["cpu", "shm"])
 def test_a_peer_that_ends_within_a_message_is_a_failure(name: str, caplog) -> None:
-    counted = attrs.evolve(CONFIG, transport=name, sinks=("log",))
-    caplog.set_level(logging.INFO, "kvplug.metrics.sinks")
-    with listen_pipe(counted, "unix:") as server:
-        joining = Call(lambda: connect_pipe(attrs.evolve(CONFIG, transport=name), server.contact))
-        theirs, ours = server.accept(), joining.result()
+    with listen_pipe(counted(caplog, name), "unix:") as server:
+        theirs, ours = joined(server, attrs.evolve(CONFIG, transport=name))
     ours.send_tensor(torch.zeros(256 << 20, dtype=torch.uint8))
     raises(TensorMismatchError, lambda: theirs.recv_tensor(torch.zeros(1)))  # its beginning is here
     ours.abort()
     assert not raises(PeerGoneError, lambda: theirs.recv_tensor(timeout=20)).closed
     theirs.close()
-    (line,) = (message for message in caplog.messages if " recv: " in message)
-    assert line.endswith("failed: peer_gone 1")
+    assert received(caplog).endswith("failed: peer_gone 1")

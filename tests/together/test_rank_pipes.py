@@ -7,10 +7,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-import kvplug
 from kvplug import Config, ConfigError, PluginError, StatelessGroup, build_pipe_endpoint, connect_ranks
-from kvplug.transport import Kind
 from kvplug_testing import peers
+from kvplug_testing.forkserver import ForkServer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,22 +31,33 @@ def rank_of(parent: peers.Parent, address: str, rank: int, transport: str) -> li
 
 
 @pytest.mark.parametrize("transport", ["cpu", pytest.param("shm", marks=pytest.mark.full)])
-def test_every_rank_has_a_pipe_to_every_other(transport: str) -> None:
-    if transport not in {spec.name for spec in kvplug.Registry.from_env().transports(Kind.PIPE)}:
-        pytest.skip(f"{transport} is not installed")
-    address = f"unix:@kvplug-test-ranks-{transport}"
+def test_every_rank_has_a_pipe_to_every_other(transport: str, fork_server: ForkServer) -> None:
+    given = f"unix:@kvplug-test-ranks-{transport}", transport
     with ExitStack() as stack:
         children = [
-            stack.enter_context(peers.start(rank_of, address, rank, transport, timeout_s=50))
+            stack.enter_context(
+                fork_server.start(f"{__file__}:rank_of", given[0], rank, given[1], timeout_s=50)
+            )
             for rank in range(WORLD)
         ]
         assert [child.result(50) for child in children] == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
 
 
-def test_what_ranks_cannot_agree_on_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'auto' was given"):
-        build_pipe_endpoint(Config(transport="auto"))
-    with pytest.raises(ConfigError, match="name one"):
-        build_pipe_endpoint(Config(transport="around", options={"around": {"mark": "x"}}))
-    with pytest.raises(PluginError, match="no pipe can be had"):
-        build_pipe_endpoint(Config(transport="cpu", device="cuda"))
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"transport": "auto"}, ConfigError, "'auto' was given"),
+        ({"transport": "around", "options": {"around": {"mark": "x"}}}, ConfigError, "name one"),
+        ({"transport": "cpu", "device": "cuda"}, PluginError, "no pipe can be had"),
+        (
+            {"transport": "cpu", "sinks": ("log",)},
+            ConfigError,
+            "sinks: pipes between the ranks of a group are",
+        ),
+    ],
+)
+def test_what_ranks_cannot_agree_on_is_refused(
+    given: dict[str, object], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        build_pipe_endpoint(Config(**given))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +55,23 @@ def pair(ours: Config, theirs: Config | None = None) -> tuple[Pipe, Pipe]:
         return joining.result(20), server.accept()
 
 
-class Taking:
-    """Takes everything that comes out of a pipe, in a thread."""
+def take(pipe: Pipe) -> None:
+    """Take everything that comes out of the pipe, until its peer is gone."""
+    out = torch.empty_like(MESSAGE)
+    with suppress(PeerGoneError):
+        while True:
+            pipe.recv_tensor(out, timeout=20)
+    pipe.close()
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        self._call = Call(self._run)
 
-    def _run(self) -> None:
-        out = torch.empty_like(MESSAGE)
-        try:
-            while True:
-                self._pipe.recv_tensor(out, timeout=20)
-        except PeerGoneError:
-            return
-
-    def ends(self) -> None:
-        self._call.result(20)
-        self._pipe.close()
+@contextmanager
+def taken(ours: Config) -> Iterator[Any]:
+    """A pipe whose other end takes everything."""
+    pipe, other = pair(ours)
+    taking = Call(lambda: take(other))
+    yield pipe
+    pipe.close()
+    taking.result(20)
 
 
 @pytest.fixture
@@ -85,9 +85,9 @@ def send(pipe: Pipe, count: int) -> None:
 
 
 def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) -> None:
-    pipe, other = pair(config(rule=SLOW))
-    taking = Taking(other)
-    send(pipe, 40)
+    with taken(config(rule=SLOW)) as pipe:
+        send(pipe, 40)
+        snapshot = pipe._stats.snapshot()
     (text,) = warned()
     for part in (
         r"the pipe 'cpu' to .*pid \d+.* carries 0\.0\d+ GB/s \(\d+ MiB in .* s\)",
@@ -98,38 +98,30 @@ def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) ->
         "this is said once",
     ):
         assert re.search(part, text), text
-    counted: Any = pipe
-    assert counted._stats.snapshot()["slow_paths"] == {"cpu": 1}
-    assert not counted._stats.snapshot()["failures"]
-    pipe.close()
-    taking.ends()
+    assert (snapshot["slow_paths"], snapshot["failures"]) == ({"cpu": 1}, {})
+    with taken(config(rule=SLOW, slow_path="off")) as pipe:
+        send(pipe, 25)
+    assert len(warned()) == 1, "switched off, nothing is said"
 
 
 def test_a_path_that_was_fast_and_is_not_any_more_is_told(warned: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(slow_path.SlowPathAlarm, "_claim", lambda self: Cost(latency_us=1e3, gb_per_s=1e-3))
-    pipe, other = pair(config(rule=f"{SLOW} after={60 * MIB}"))
-    taking = Taking(other)
-    send(pipe, 55)
+    with taken(config(rule=f"{SLOW} after={60 * MIB}")) as pipe:
+        send(pipe, 55)
     (text,) = warned()
     assert re.search(r"less than a fifth of the [\d.]+ GB/s that it carried before", text), text
-    pipe.close()
-    taking.ends()
 
 
 def test_refusing_ends_the_pipe_with_what_was_measured(warned: Any) -> None:
-    pipe, other = pair(config(rule=SLOW, slow_path="refuse"))
-    taking = Taking(other)
-    with pytest.raises(
-        SlowPathError, match=r"carries 0\.0\d+ GB/s .*claims\. Likely: .*'shm'.*slow_path = \"off\""
-    ):
-        send(pipe, 40)
-    with pytest.raises(SlowPathError):
-        pipe.recv_tensor(timeout=0)
-    assert pipe.closed and not warned()
-    counted: Any = pipe
-    snapshot = counted._stats.snapshot()
-    assert (snapshot["slow_paths"], snapshot["failures"]) == ({"cpu": 1}, {"send": {"slow": 1}})
-    taking.ends()
+    with taken(config(rule=SLOW, slow_path="refuse")) as pipe:
+        said = r"carries 0\.0\d+ GB/s .*claims\. Likely: .*'shm'.*slow_path = \"off\""
+        with pytest.raises(SlowPathError, match=said):
+            send(pipe, 40)
+        with pytest.raises(SlowPathError):
+            pipe.recv_tensor(timeout=0)
+        assert pipe.closed and not warned()
+        snapshot = pipe._stats.snapshot()
+        assert (snapshot["slow_paths"], snapshot["failures"]) == ({"cpu": 1}, {"send": {"slow": 1}})
 
 
 @pytest.mark.parametrize("transport", ["cpu", "shm"])
@@ -166,17 +158,8 @@ def test_a_transport_that_cannot_report_on_its_path_is_no_worse_for_it(
     assert "cannot say how fast its path is" in text
 
 
-def test_switched_off_nothing_is_told(warned: Any) -> None:
-    pipe, other = pair(config(rule=SLOW, slow_path="off"))
-    taking = Taking(other)
-    send(pipe, 25)
-    assert not warned()
-    pipe.close()
-    taking.ends()
-
-
 def take_all(parent: peers.Parent, contact: str, transport: str) -> None:
-    Taking(connect_pipe(config(transport), contact)).ends()
+    take(connect_pipe(config(transport), contact))
 
 
 @pytest.mark.timing

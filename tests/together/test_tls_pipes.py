@@ -137,14 +137,6 @@ def test_a_lookup_buffer_is_read_over_tls(tls: dict[str, Any], fork_server) -> N
         holder.send("done")
 
 
-def test_a_config_without_tls_is_refused_by_name(tls: dict[str, Any]) -> None:
-    with (
-        listen_pipe(config(tls), "127.0.0.1:0") as server,
-        pytest.raises(AuthenticationError, match="set tls_cert, tls_key and tls_ca"),
-    ):
-        connect_pipe(config(without(tls)), server.contact)
-
-
 def queue(tls: dict[str, Any]) -> QueueEndpoint:
     """Of readers that the writer's memory does not reach."""
     return build_queue(Config.from_dict({"queue": "shm", "timeout_s": 20, **tls}), local_reader_ranks=())
