@@ -35,7 +35,7 @@ from kvplug_testing.waits import Call, raises, until
 pytestmark = pytest.mark.timeout(60)
 
 CONFIG = Config(transport="cpu", timeout_s=20, connect_timeout_s=20)
-CLIENTS = 24
+CLIENTS = 12
 
 
 def send_one(parent: peers.Parent, contact: str, number: int) -> None:
