@@ -93,35 +93,35 @@ ROWS = [
 COLUMNS = ("OPTION", "TYPE", "UNIT", "DEFAULT", "")
 
 
-def drawn(rows: Any, columns: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("COLUMNS", str(room))
-    terminal = Terminal()
-    with contextlib.redirect_stdout(terminal):
-        table.show_table(columns, rows, "a title")
-    return click.unstyle(terminal.getvalue()).splitlines()
+@pytest.fixture
+def drawn(printed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lines of the table at a terminal of so many columns."""
+
+    def draw(room: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(room))
+        return list(
+            printed(click.Command("table", callback=lambda: table.show_table(COLUMNS, ROWS, "a title")))
+        )
+
+    return draw
 
 
 @pytest.mark.parametrize("room", [60, 80, 100, 140, 400])
-def test_a_table_is_as_wide_as_the_terminal_and_loses_no_word(
-    room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = drawn(ROWS, COLUMNS, room, monkeypatch)
+def test_a_table_is_as_wide_as_the_terminal_and_loses_no_word(room: int, drawn: Any) -> None:
+    lines = drawn(room)
     assert max(map(len, lines)) <= room
-    words = " ".join(lines).split()
-    for row in ROWS:
-        for cell in row:
-            assert all(words.count(word) >= 1 for word in cell.split()), cell
+    words = set(" ".join(lines).split())
+    assert not {word for row in ROWS for cell in row for word in cell.split()} - words
     assert lines[0] == "a title"
 
 
-def test_cells_that_would_be_too_narrow_to_be_read_make_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = drawn(ROWS, COLUMNS, 60, monkeypatch)
-    assert lines[1:4] == [
+def test_cells_that_would_be_too_narrow_to_be_read_make_paragraphs(drawn: Any) -> None:
+    assert drawn(60)[1:4] == [
         "max_in_flight_bytes",
         "  TYPE     whole number, at least 1",
         "  UNIT     bytes",
     ]
-    assert drawn(ROWS, COLUMNS, 400, monkeypatch)[1].split() == ["OPTION", "TYPE", "UNIT", "DEFAULT"]
+    assert drawn(400)[1].split() == ["OPTION", "TYPE", "UNIT", "DEFAULT"]
 
 
 # -- texts of others -----------------------------------------------------------------------------------
@@ -233,9 +233,7 @@ def test_texts_of_peers_are_printable_in_every_command(printed: Any, monkeypatch
 
 def completed(site: Any, *words: str) -> list[str]:
     """What bash is told when the last of the words is to be completed."""
-    done = site.run(
-        "-c",
-        "from kvplug.cli.main import main; main()",
+    done = site.kvplug(
         _KVPLUG_COMPLETE="bash_complete",
         COMP_WORDS=" ".join(("kvplug", *words)),
         COMP_CWORD=str(len(words)),
@@ -244,45 +242,31 @@ def completed(site: Any, *words: str) -> list[str]:
     return [line.partition(",")[2] for line in done.stdout.splitlines()]
 
 
-BIRDS = """\
-from kvplug.engine import CommandSpec
-from kvplug.transport import StoreSpec, TransportSpec, hookimpl
-KVPLUG_API = (1, 0)
-
-@hookimpl
-def kvplug_transports():
-    return [TransportSpec(kind="pipe", name="pigeon", factory="kvplug_birds.heavy:Endpoint", summary="Air")]
-
-@hookimpl
-def kvplug_stores():
-    return [StoreSpec(name="nest", factory="kvplug_birds.heavy:Store")]
-
-@hookimpl
-def kvplug_commands():
-    return [CommandSpec(name="coo", target="kvplug_birds.heavy:coo", summary="Make a sound")]
-"""
-
-
-def test_the_shell_completes_commands_options_names_keys_and_files(site: Any) -> None:
-    site.add("birds", BIRDS, files={"heavy.py": "raise SystemExit('its code is loaded')"})
-    assert {"coo", "config"} <= {*completed(site, "co")}
-    assert completed(site, "list", "pi") == ["pigeon"]
-    assert completed(site, "list", "bir") == ["birds"]
-    assert completed(site, "list", "--options", "ne") == ["nest"]
-    assert completed(site, "list", "--kind", "sto") == ["store"]
-    assert completed(site, "list", "--o") == ["--options"]
-    assert "nest" in completed(site, "store", "serve", "")
-    assert "pigeon" not in completed(site, "store", "serve", "")
-    assert completed(site, "config", "show", "slow") == ["slow_path="]
-    done = site.run(
-        "-c", "from kvplug.cli.main import main; main()", _KVPLUG_COMPLETE="bash_complete",
-        COMP_WORDS="kvplug config check a", COMP_CWORD="3",
-    )  # fmt: skip
-    assert done.stdout.splitlines() == ["file,a"]
+@pytest.mark.parametrize(
+    ("words", "some", "only"),
+    [
+        (("co",), {"coo", "config"}, False),
+        (("list", "pap"), {"paper"}, True),
+        (("list", "bir"), {"birds"}, True),
+        (("list", "--options", "ne"), {"nest"}, True),
+        (("list", "--kind", "sto"), {"store"}, True),
+        (("list", "--o"), {"--options"}, True),
+        (("store", "serve", ""), {"nest"}, False),
+        (("config", "show", "slow"), {"slow_path="}, True),
+        (("config", "check", "a"), {"a"}, True),  # a file: the shell looks for it
+    ],
+)
+def test_the_shell_completes_commands_options_names_keys_and_files(
+    birds: Any, words: tuple[str, ...], some: set[str], only: bool
+) -> None:
+    found = {*completed(birds, *words)}
+    assert found == some if only else found >= some
+    assert "carrier-pigeon" not in found, "it is neither a store nor begins so"
+    assert not (birds.package / "heavy.py.loaded").exists()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_a_script(site: Any, shell: str) -> None:
-    done = site.run("-c", "from kvplug.cli.main import main; main()", _KVPLUG_COMPLETE=f"{shell}_source")
+    done = site.kvplug(_KVPLUG_COMPLETE=f"{shell}_source")
     assert done.returncode == 0, done.stderr
     assert "_KVPLUG_COMPLETE" in done.stdout and "kvplug" in done.stdout

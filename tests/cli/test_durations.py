@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from functools import cache
 
 import click
 import pytest
@@ -15,38 +17,42 @@ from kvplug.cli.main import program
 WRONG = ("nan", "inf", "-inf", "-1", "1e999", "1e12", "", "soon", "3 weeks", "0x10")
 
 
-def options(command: click.Command, ctx: click.Context, path: str) -> Iterator[tuple[str, click.Parameter]]:
+def options(
+    command: click.Command, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Parameter]]:
     for each in command.params:
         yield path, each
     if isinstance(command, click.Group):
-        for name in command.list_commands(ctx):
+        for name in command.list_commands(ctx := click.Context(command)):
             below = command.get_command(ctx, name)
             assert below is not None
-            yield from options(below, click.Context(below, parent=ctx), f"{path} {name}")
+            yield from options(below, (*path, name))
 
 
-def every_option() -> list[tuple[str, click.Parameter]]:
-    ctx = click.Context(program)
-    return list(options(program, ctx, "kvplug"))
-
-
-def is_time(option: click.Parameter) -> bool:
-    return isinstance(option.type, FuncParamType) and isinstance(option.type.func, Duration)
+@cache
+def every_option() -> list[tuple[tuple[str, ...], click.Parameter]]:
+    return list(options(program))
 
 
 def test_no_option_of_a_command_is_any_float() -> None:
-    found = [f"{path} {each.name}" for path, each in every_option() if isinstance(each.type, FloatParamType)]
+    found = [(path, each.name) for path, each in every_option() if isinstance(each.type, FloatParamType)]
     assert not found, "give them the type kvplug.Duration: these accept nan"
 
 
-def test_each_time_refuses_what_no_call_can_wait_for() -> None:
-    times = [(path, each) for path, each in every_option() if is_time(each)]
-    assert "kvplug doctor" in {path for path, _ in times}
-    for path, each in times:
-        for wrong in WRONG:
-            done = CliRunner().invoke(program, [*path.split()[1:], f"{each.opts[0]}={wrong}"])
-            assert done.exit_code == 2, (path, wrong, done.output)
-            assert f"{wrong!r} was given; expected is a time " in done.output, (path, wrong)
+def test_each_time_is_a_duration_which_refuses_what_no_call_can_wait_for() -> None:
+    paths = {
+        path
+        for path, each in every_option()
+        if isinstance(each.type, FuncParamType) and isinstance(each.type.func, Duration)
+    }
+    assert ("doctor",) in paths
+    for wrong in WRONG:
+        with pytest.raises(
+            click.BadParameter, match=f"{re.escape(repr(wrong))} was given; expected is a time "
+        ):
+            Duration()(wrong)
+    done = CliRunner().invoke(program, ["doctor", "--timeout=nan"])
+    assert done.exit_code == 2 and "'nan' was given; expected is a time " in done.output
 
 
 @pytest.mark.parametrize(

@@ -85,14 +85,6 @@ def test_what_is_generated_passes_its_own_tests(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", COMMANDS)
-def test_what_is_generated_passes_its_own_tests_at_the_default_level(what: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    judge(generate(what, tmp_path), level="quick")
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("what", COMMANDS)
 def test_what_is_generated_passes_its_own_tox(what: str, tmp_path: Path) -> None:
