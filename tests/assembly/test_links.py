@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -20,6 +22,7 @@ from kvplug.negotiation.handshake.exchange import identity_of
 from kvplug.net.trust.channel import Channel
 from kvplug.transport import Credentials, Listener, dial
 from kvplug_testing import waits
+from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -33,31 +36,12 @@ def settings(**more: Any) -> LinkSettings:
 def no_threads_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    until = time.monotonic() + 3
-    while left := [t.name for t in set(threading.enumerate()) - before if t.name.startswith("kvplug-")]:
-        assert time.monotonic() < until, f"threads left behind: {left}"
-        time.sleep(0.01)
 
+    def left() -> list[str]:
+        new = set(threading.enumerate()) - before
+        return [thread.name for thread in new if thread.name.startswith("kvplug-")]
 
-def ends_with(expected: type[BaseException], call: Any) -> threading.Thread:
-    """A thread in which the call is to raise that."""
-    outcome: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as e:
-            outcome.append(e)
-
-    class Checked(threading.Thread):
-        def join(self, timeout: float | None = None) -> None:
-            super().join(timeout)
-            assert not self.is_alive() and isinstance(outcome[0], expected), outcome
-
-    thread = Checked(target=run, daemon=True)
-    thread.start()
-    time.sleep(0.2)
-    return thread
+    waits.until(lambda: not left(), 3, "the end of all threads")
 
 
 def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
@@ -72,21 +56,19 @@ def test_closing_ends_the_handshake_of_one_who_says_nothing() -> None:
     silent.close()
 
 
-def test_closing_wakes_who_dials_somebody_that_never_comes() -> None:
-    peers = ControlPeers(settings(), connect="unix:@kvplug-test-links-no-listener")
-    waiting = ends_with(ClosedError, lambda: peers.connect(0, "x"))
-    peers.close()
-    waiting.join(1)
-
-
-def test_closing_wakes_who_shakes_hands_with_somebody_silent() -> None:
+@pytest.mark.parametrize("is_silent", [False, True], ids=["nobody listens", "a silent one listens"])
+def test_closing_wakes_who_connects(is_silent: bool) -> None:
+    """While it dials somebody that never comes, and in the handshake with somebody silent."""
     with Listener.open("unix:", Credentials(), CONTROL) as listener:
-        peers = ControlPeers(settings(), connect=listener.contact)
-        waiting = ends_with(ClosedError, lambda: peers.connect(0, "x"))
-        accepted = listener.accept(5)
+        contact = listener.contact if is_silent else "unix:@kvplug-test-links-no-listener"
+        peers = ControlPeers(settings(), connect=contact)
+        waiting = Call(lambda: peers.connect(0, "x"))
+        accepted = listener.accept(5) if is_silent else None
+        time.sleep(0.2)
         peers.close()
-        waiting.join(1)
-        accepted.close()
+        waiting.raised(ClosedError, within=1)
+        if accepted is not None:
+            accepted.close()
 
 
 def test_closed_peers_neither_dial_nor_listen() -> None:
@@ -152,44 +134,34 @@ def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up() -> None:
 
 def test_closing_a_link_ends_the_opening_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     both = settings()
-    opened = threading.Event()
+    opened, ended = threading.Event(), threading.Event()
 
     class NobodyComes:
         contact = "x"
 
-        def __init__(self) -> None:
-            self.closed = threading.Event()
-
         def accept(self, timeout: Any = None) -> Any:
             opened.set()
-            if not self.closed.wait(10):
+            if not ended.wait(10):
                 raise AssertionError("it was not closed")
             raise ClosedError("closed")
 
         def close(self) -> None:
-            self.closed.set()
+            ended.set()
 
-    endpoint = type("Endpoint", (), {"listen": lambda self: NobodyComes()})()
+    endpoint = SimpleNamespace(listen=NobodyComes)
     monkeypatch.setattr(LinkSettings, "pipe_endpoint", lambda *_: endpoint)
-    peers = ControlPeers(both, listen="unix:")
-    listener = peers.listen()
-    dialler = ControlPeers(both, connect=listener.contact)
-    theirs: list[Any] = []
-    thread = threading.Thread(target=lambda: theirs.append(listener.accept(5)), daemon=True)
-    thread.start()
-    monkeypatch.setattr(
-        "kvplug.negotiation.handshake.agreement._transports", lambda *_: ({"cpu": Chosen()}, [])
-    )
-    ours = dialler.connect(0, "x", 5)
-    thread.join(5)
-    waiting = ends_with(ClosedError, lambda: theirs[0].open_pipe("p"))
-    assert opened.wait(2)
-    theirs[0].close()
-    waiting.join(1)
-    ours.close()
-    dialler.close()
-    peers.close()
-
-
-class Chosen:
-    chosen = "odd"
+    odd = SimpleNamespace(chosen="odd")
+    monkeypatch.setattr("kvplug.negotiation.handshake.agreement._transports", lambda *_: ({"cpu": odd}, []))
+    with ExitStack() as stack:
+        peers = ControlPeers(both, listen="unix:")
+        stack.callback(peers.close)
+        listener = peers.listen()
+        dialler = ControlPeers(both, connect=listener.contact)
+        stack.callback(dialler.close)
+        accepting = Call(lambda: listener.accept(5))
+        stack.callback(dialler.connect(0, "x", 5).close)
+        theirs = accepting.result(5)
+        waiting = Call(lambda: theirs.open_pipe("p"))
+        assert opened.wait(2)
+        theirs.close()
+        waiting.raised(ClosedError, within=1)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 
-from kvplug import Registry
-from kvplug.assembly.registry import PluginInfo, PluginStatus
+from kvplug import PluginError, Registry
 from kvplug.assembly.registry.check import name_faults, own_part
 from kvplug.assembly.registry.packages import PACKAGES
 from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec, UnknownConnectorError
@@ -108,25 +108,20 @@ def test_the_packages_of_names_are_those_of_the_plugins() -> None:
     }
 
 
-def test_a_name_belongs_to_its_kind() -> None:
-    pipe, queue = transport("shm"), transport("shm", "queue")
-    registry = filled(shm=[pipe, queue])
-    assert registry.get(Kind.PIPE, "shm") == pipe
-    assert registry.get(Kind.QUEUE, "shm") == queue
+def test_a_name_belongs_to_its_kind_and_every_kind_is_collected() -> None:
+    specs = {
+        Kind.PIPE: transport("shm"),
+        Kind.QUEUE: transport("shm", "queue"),
+        Kind.CONNECTOR: ConnectorSpec(name="shm", factory="a:b", worker_factory="a:c"),
+        Kind.SINK: SinkSpec(name="shm", factory="a:b"),
+        Kind.COMMAND: CommandSpec(name="shm", target="a:b"),
+    }
+    registry = filled(all=[*specs.values()])
+    assert {kind: registry.get(kind, "shm") for kind in specs} == specs
+    assert registry.transports(Kind.PIPE) == (specs[Kind.PIPE],)
+    assert len(registry.plugins[0].specs) == 5
     with pytest.raises(UnknownTransportError):
         registry.get(Kind.COMMUNICATOR, "shm")
-
-
-def test_every_kind_of_offer_is_collected() -> None:
-    connector = ConnectorSpec(name="c", factory="a:b", worker_factory="a:c")
-    sink = SinkSpec(name="s", factory="a:b")
-    command = CommandSpec(name="do", target="a:b")
-    registry = filled(all=[transport("t"), connector, sink, command])
-    assert registry.get(Kind.CONNECTOR, "c") == connector
-    assert registry.get(Kind.SINK, "s") == sink
-    assert registry.get(Kind.COMMAND, "do") == command
-    assert [spec.name for spec in registry.transports(Kind.PIPE)] == ["t"]
-    assert len(registry.plugins[0].specs) == 4
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
@@ -137,21 +132,6 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         "no transport named 'cuda_ipc'; did you mean 'cuda-ipc'?\n  known: cpu, cuda-ipc"
     )
     assert isinstance(caught.value, LookupError)
-
-
-def test_an_unknown_name_repeats_what_did_not_load() -> None:
-    registry = filled(one=[transport("cpu")])
-    registry._keep(
-        PluginInfo(
-            name="rdma",
-            distribution="kvplug-rdma",
-            version="0.3",
-            status=PluginStatus.BROKEN,
-            reason="ImportError: no libibverbs",
-        )
-    )
-    with pytest.raises(UnknownTransportError, match=r"broken: rdma \(kvplug-rdma 0.3\): ImportError"):
-        registry.get(Kind.PIPE, "rdma")
 
 
 @pytest.mark.parametrize(
@@ -181,18 +161,14 @@ def test_a_second_owner_of_a_name_is_refused_whole() -> None:
     assert [spec.name for spec in registry.transports(Kind.PIPE)] == ["own"]
 
 
-def test_the_full_name_chooses_between_two_owners() -> None:
-    mine, yours = transport("cpu", summary="mine"), transport("cpu", summary="yours")
-    registry = filled(a=[mine], b=[yours])
+def test_the_full_name_chooses_between_two_owners_and_may_name_the_only_one() -> None:
+    mine, yours, own = transport("cpu", summary="mine"), transport("cpu", summary="yours"), transport("own")
+    registry = filled(a=[mine, own], b=[yours])
     assert registry.get(Kind.PIPE, "kvplug-a:cpu") == mine
     assert registry.get(Kind.PIPE, "Kvplug_B:cpu") == yours
+    assert registry.get(Kind.PIPE, "kvplug-a:own") == registry.get(Kind.PIPE, "own") == own
     with pytest.raises(UnknownTransportError, match="no transport named 'kvplug-c:cpu'"):
         registry.get(Kind.PIPE, "kvplug-c:cpu")
-
-
-def test_the_full_name_of_the_only_owner_is_its_name_too() -> None:
-    registry = filled(a=[transport("cpu")])
-    assert registry.get(Kind.PIPE, "kvplug-a:cpu") == registry.get(Kind.PIPE, "cpu")
 
 
 def test_two_owners_in_one_distribution_can_only_be_told_apart_by_disabling_one() -> None:
@@ -210,82 +186,34 @@ def test_a_plugin_that_is_refused_leaves_nothing_behind() -> None:
     for _ in range(2):  # the second time pluggy must not say "already registered"
         with pytest.raises(PluginLoadError, match="twice"):
             registry.register(bad, name="bad")
-    assert registry.plugins == ()
-    assert registry.transports(Kind.PIPE) == ()
-
-
-def test_an_object_without_hooks_is_no_plugin() -> None:
     with pytest.raises(PluginLoadError, match="implements no hook"):
-        Registry().register(SimpleNamespace(), name="nothing")
+        registry.register(SimpleNamespace(), name="nothing")
+    assert registry.plugins == registry.transports(Kind.PIPE) == ()
 
 
-def test_a_transport_spec_is_for_transports() -> None:
-    from kvplug import PluginError
-
-    with pytest.raises(PluginError, match="ConnectorSpec"):
-        transport("x", "connector")
-    with pytest.raises(PluginError, match="SinkSpec"):
-        transport("x", "sink")
+@pytest.mark.parametrize(("kind", "spec"), [("connector", "ConnectorSpec"), ("sink", "SinkSpec")])
+def test_a_transport_spec_is_for_transports(kind: str, spec: str) -> None:
+    with pytest.raises(PluginError, match=spec):
+        transport("x", kind)
 
 
 # -- faults of names and options, all at once ------------------------------------------------------
 
 
-@attrs.frozen(kw_only=True)
-class Choices:
-    """Options of the pipe in the tests below."""
-
-    lanes: int = 2
-
-
-@attrs.frozen(kw_only=True)
-class Other:
-    """Options of something else of that name."""
-
-    depth: int = 2
-
-
-@pytest.fixture
-def with_options(monkeypatch: pytest.MonkeyPatch) -> Registry:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "light_choices", SimpleNamespace(Choices=Choices, Other=Other))  # type: ignore[arg-type]
-    return filled(
-        one=[transport("cpu", options="light_choices:Choices"), transport("plain")],
-        two=[ConnectorSpec(name="lookup", factory="a:b", worker_factory="a:c")],
+def test_things_of_one_name_each_take_their_own_from_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, queue = (
+        attrs.make_class("Options", {key: attrs.field(default=2, type=int)}) for key in ("lanes", "depth")
     )
-
-
-def test_names_and_options_without_faults_are_none(with_options: Registry) -> None:
-    names = {"connector": "lookup", "transport": "auto", "integrity": "xxh3_64"}
-    assert name_faults(with_options, names, {"cpu": {"lanes": "4"}}) == ()
-
-
-def test_every_fault_of_names_and_options_is_told_at_once(with_options: Registry) -> None:
-    names = {"connector": "lokup", "transport": "cup", "integrity": "xxh3"}
-    options = {"cpu": {"lane": 1, "lanes": "x"}, "plain": {"a": 1}, "cqu": {"a": 1}}
-    text = "\n".join(name_faults(with_options, names, options))
-    for part in (
-        "connector: no connector named 'lokup'; did you mean 'lookup'?",
-        "transport: no transport named 'cup'; did you mean 'cpu'?",
-        "integrity: 'xxh3' was given; allowed is auto, off, xxh3_64 or xxh3_128; did you mean 'xxh3_64'?",
-        "options.cpu.lane: not a known key; did you mean 'lanes'?",
-        "options.cpu.lanes: 'x' was given; allowed is a whole number",
-        "options.plain: the pipe 'plain' takes no options",
-        "options.cqu: nothing of that name is installed; did you mean 'cpu'?",
-    ):
-        assert part in text
-
-
-def test_things_of_one_name_each_take_their_own_from_its_table(with_options: Registry) -> None:
+    monkeypatch.setitem(sys.modules, "light_choices", SimpleNamespace(Pipe=pipe, Queue=queue))  # type: ignore[arg-type]
     connector = ConnectorSpec(name="cpu", factory="a:b", worker_factory="a:c")
-    with_options.register(
-        offering(connector, transport("cpu", "queue", options="light_choices:Other")), name="x"
+    registry = filled(
+        one=[transport("cpu", options="light_choices:Pipe")],
+        two=[connector, transport("cpu", "queue", options="light_choices:Queue")],
     )
-    assert name_faults(with_options, {}, {"cpu": {"lanes": 4, "depth": 1}}) == ()
-    faults = name_faults(with_options, {}, {"cpu": {"lanes": 4, "dept": 1}})
+    assert name_faults(registry, {}, {"cpu": {"lanes": 4, "depth": 1}}) == ()
+    faults = name_faults(registry, {}, {"cpu": {"lanes": 4, "dept": 1}})
     assert len(faults) == 3 and all("dept" in fault or "takes no options" in fault for fault in faults)
-    assert own_part(with_options, connector, {"lanes": 4, "odd": 1}) == {"odd": 1}
+    assert own_part(registry, connector, {"lanes": 4, "odd": 1}) == {"odd": 1}
 
 
 def test_options_that_cannot_be_loaded_are_a_fault() -> None:
