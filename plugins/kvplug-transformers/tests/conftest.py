@@ -1,24 +1,16 @@
-"""Tiny models, and a fake connector that keeps KV in a dict."""
+"""Tiny models, and a connector that keeps KV in a dict.
+
+transformers takes seconds to import, so only fixtures import it, and tests with models run in one process.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging
 
 from kvplug.engine import (
     BlockIds,
@@ -29,104 +21,98 @@ from kvplug.engine import (
     SchedulerConnector,
     SchedulerOutput,
     WorkerConnector,
-    WorkerOutput,
     gather,
     scatter,
 )
-from kvplug_transformers.engine.engine import Engine
-from kvplug_transformers.engine.options import EngineOptions, cache_config
-from kvplug_transformers.model.facts import describe
 
-torch.set_num_threads(1)
-logging.set_verbosity_error()
+if TYPE_CHECKING:
+    from torch import Tensor
 
-VOCABULARY = 128
+    from kvplug_transformers.engine.engine import Engine
+    from kvplug_transformers.engine.sequence import Sequence
+
+SMALL = {
+    "vocab_size": 128,
+    "initializer_range": 0.2,  # with the usual 0.02 every argmax is the same token
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            marks = [mark.name for mark in item.iter_markers()]
+            if item.path.parent == Path(__file__).parent and "full" not in marks:
+                item.add_marker(pytest.mark.xdist_group("transformers"))
 
 
 @pytest.fixture(scope="session")
-def llama() -> LlamaForCausalLM:
-    # With the usual initializer_range of 0.02 every argmax is the same token.
+def models():
+    """The module transformers, quiet, and torch with one thread."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+@pytest.fixture(scope="session")
+def llama(models):
+    import torch
+
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = models.LlamaConfig(
+        **SMALL,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=VOCABULARY,
         max_position_embeddings=512,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    return LlamaForCausalLM(config).eval()
+    return models.LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="session")
-def gpt2() -> GPT2LMHeadModel:
+def gpt2(models):
+    import torch
+
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_embd=64,
-        n_layer=3,
-        n_head=4,
-        vocab_size=VOCABULARY,
-        n_positions=512,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(config).eval()
-
-
-def generate(model: Any, prompt: list[int], count: int, stop: int | None = None) -> list[int]:
-    """The tokens that transformers itself generates. Without the mask it would mask tokens equal to the
-    pad token.
-    """
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
-        generation_config=GenerationConfig(
-            do_sample=False, max_new_tokens=count, eos_token_id=stop, pad_token_id=0
-        ),
-    )
-    return output[0, len(prompt) :].tolist()
+    config = models.GPT2Config(**SMALL, n_embd=64, n_layer=3, n_head=4, n_positions=512)
+    return models.GPT2LMHeadModel(config).eval()
 
 
 @pytest.fixture(scope="session")
-def tiny(llama, tmp_path_factory) -> Callable[[str], Path]:
+def tiny(models, llama, tmp_path_factory) -> Callable[..., Path]:
     """``tiny(name)``: a folder with a model and a tokenizer of a hundred words. Weights differ by name."""
+    import torch
+    from tokenizers import Tokenizer, models as tokenizers, pre_tokenizers
 
     def make(name: str, **changes: int) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        config = type(llama.config)(**{**llama.config.to_dict(), **changes})
         torch.manual_seed(sum(name.encode()))
-        LlamaForCausalLM(config).save_pretrained(folder)
+        models.LlamaForCausalLM(models.LlamaConfig(**{**llama.config.to_dict(), **changes})).save_pretrained(
+            folder
+        )
         words = {f"w{number}": number for number in range(100)} | {"?": 100}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+        tokenizer = Tokenizer(tokenizers.WordLevel(words, unk_token="?"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
+        models.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
         return folder
 
     return make
 
 
-@pytest.fixture(scope="session")
-def alone() -> Callable[..., list[int]]:
-    """``alone(model, prompt, count)``: the tokens of the model running alone."""
-    return generate
-
-
-@pytest.fixture
-def random_prompt() -> Callable[[int], list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    return lambda length: torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
+# -- a connector -------------------------------------------------------------------------------------
 
 
 class KVTable:
-    """The state that two engines share: prompts and their KV, as lists of (key, value) for each layer."""
+    """What engines share: the KV of whole prompts, as (key, value) of each layer."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[bytes, tuple[int, ...]], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.entries: dict[tuple[bytes, tuple[int, ...]], list[tuple[Tensor, Tensor]]] = {}
         self.calls: list[str] = []
         self.bad_tokens: set[int] = set()
         """Tokens at these positions fail to load."""
@@ -134,53 +120,57 @@ class KVTable:
         """How many times a match is answered with "ask again"."""
         self.steps_to_load = 3
         """The number of steps that an asynchronous load takes."""
-        self.lock = threading.Lock()
+        self.scheduler: TableScheduler
+        """Of the newest engine, as is the worker."""
+        self.worker: TableWorker
 
     def match(self, extra: bytes, tokens: tuple[int, ...]) -> int:
         def common(held: tuple[int, ...]) -> int:
-            count = 0
-            for ours, theirs in zip(tokens, held, strict=False):
-                if ours != theirs:
-                    break
-                count += 1
-            return count
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, held, strict=False)))
 
         return max((common(held) for its, held in self.entries if its == extra), default=0)
 
-    def take(self, extra: bytes, tokens: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        for (its, held), layers in self.entries.items():
-            if its == extra and held[: len(tokens)] == tokens:
-                return layers
-        raise LookupError("it is gone")
+    def take(self, extra: bytes, tokens: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+        found = (
+            kv for (its, held), kv in self.entries.items() if (its, held[: len(tokens)]) == (extra, tokens)
+        )
+        return next(found)
 
 
+def notes(names: str, prefix: str = "") -> Callable[[type], type]:
+    """A class decorator: calls of these methods are noted in the table."""
+
+    def noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any) -> Any:
+            self.table.calls.append(prefix + name)
+            return method(self, *args)
+
+        return call
+
+    def decorate(kind: type) -> type:
+        for name in names.split():
+            setattr(kind, name, noting(name, getattr(kind, name)))
+        return kind
+
+    return decorate
+
+
+@notes(
+    "set_xfer_handshake_metadata get_finished_count on_new_request get_num_new_matched_tokens"
+    " update_state_after_alloc build_connector_meta update_connector_output request_finished take_events"
+)
 class TableScheduler(SchedulerConnector):
     def __init__(self, table: KVTable, cache: KVCacheConfig, *, saves: bool, in_background: bool) -> None:
         self.table, self.saves, self.in_background = table, saves, in_background
         self.block_size = cache.groups[0].block_size
         self.requests: dict[str, Request] = {}
-        self.loads: list[dict[str, Any]] = []
+        self.loads: list[tuple[Request, int, tuple[int, ...]]] = []
         self.ends: dict[str, RequestEnd] = {}
         self.closed = 0
-
-    def _note(self, call: str) -> None:
-        self.table.calls.append(call)
-
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
-        self._note("set_xfer_handshake_metadata")
-
-    def get_finished_count(self) -> int | None:
-        self._note("get_finished_count")
-        return None
-
-    def on_new_request(self, request: Request) -> None:
-        self._note("on_new_request")
-        self.requests[request.request_id] = request
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._note("get_num_new_matched_tokens")
         if self.table.not_yet:
             self.table.not_yet -= 1
             return None, False
@@ -192,184 +182,184 @@ class TableScheduler(SchedulerConnector):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        self._note("update_state_after_alloc")
         self.requests[request.request_id] = request
         if num_external_tokens:
-            self.loads.append(
-                {
-                    "id": request.request_id,
-                    "extra": request.extra,
-                    "tokens": request.token_ids[:num_external_tokens],
-                    "blocks": block_ids[0],
-                }
-            )
+            self.loads.append((request, num_external_tokens, block_ids[0]))
 
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
-        self._note("build_connector_meta")
         saves = []
         for one in output.scheduled if self.saves else ():
-            request = self.requests[one.request_id]
-            end = min(one.num_computed_tokens + one.num_scheduled_tokens, request.num_prompt_tokens)
-            if one.num_computed_tokens < end:
-                saves.append(
-                    {
-                        "id": one.request_id,
-                        "extra": request.extra,
-                        "tokens": request.token_ids[: request.num_prompt_tokens],
-                        "blocks": output.block_ids(one.request_id)[0],
-                        "end": end,
-                    }
-                )
+            request, computed = self.requests[one.request_id], one.num_computed_tokens
+            if computed < request.num_prompt_tokens <= computed + one.num_scheduled_tokens:
+                saves.append((request, output.block_ids(one.request_id)[0]))
         loads, self.loads = self.loads, []
         return {"loads": loads, "saves": saves, "in_background": self.in_background}
-
-    def update_connector_output(self, output: WorkerOutput) -> None:
-        self._note("update_connector_output")
 
     def request_finished(
         self, request: Request, block_ids: BlockIds, end: RequestEnd
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._note("request_finished")
         assert request.request_id not in self.ends, "request_finished comes once"
         self.ends[request.request_id] = end
         return False, {"ended": end.value}
-
-    def take_events(self) -> tuple[()]:
-        self._note("take_events")
-        return ()
 
     def shutdown(self) -> None:
         self.closed += 1
 
 
+@notes(
+    "register_kv_caches get_handshake_metadata handle_preemptions bind_connector_metadata start_load_kv"
+    " wait_for_layer_load save_kv_layer wait_for_save get_finished get_block_ids_with_load_errors get_stats"
+    " build_worker_metadata clear_connector_metadata"
+)
+@notes("take_events", "worker.")
 class TableWorker(WorkerConnector):
     def __init__(self, table: KVTable, cache: KVCacheConfig) -> None:
         super().__init__()
-        self.table, self.group = table, cache.groups[0]
-        self.layout = self.group.layout
-        self.caches: dict[str, torch.Tensor] = {}
+        self.table, self.group, self.layout = table, cache.groups[0], cache.groups[0].layout
+        self.caches: dict[str, Tensor] = {}
         self.preempted: set[str] = set()
         self.under_way: dict[str, list[Any]] = {}
-        self.received: set[str] = set()
+        """Steps until the load of a request ends, and the load."""
         self.invalid: set[int] = set()
         self.closed = 0
 
-    def _note(self, call: str) -> None:
-        self.table.calls.append(call)
-
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        self._note("register_kv_caches")
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         assert tuple(kv_caches) == self.group.layer_names
         for tensor in kv_caches.values():
             self.layout.check(tensor)
         self.caches = dict(kv_caches)
 
-    def get_handshake_metadata(self) -> Plain:
-        self._note("get_handshake_metadata")
-        return None
-
     def handle_preemptions(self, request_ids: frozenset[str]) -> None:
-        self._note("handle_preemptions")
         self.preempted |= request_ids
 
-    def bind_connector_metadata(self, metadata: Plain) -> None:
-        self._note("bind_connector_metadata")
-        super().bind_connector_metadata(metadata)
-
-    def clear_connector_metadata(self) -> None:
-        self._note("clear_connector_metadata")
-        super().clear_connector_metadata()
-
     def start_load_kv(self) -> None:
-        self._note("start_load_kv")
-        assert isinstance(self._metadata, dict)
         if self._metadata["in_background"]:
             for load in self._metadata["loads"]:
-                self.under_way[load["id"]] = [self.table.steps_to_load, load]
+                self.under_way[load[0].request_id] = [self.table.steps_to_load, load]
 
-    def _load(self, load: dict[str, Any], layer: int) -> None:
-        key, value = self.table.take(load["extra"], load["tokens"])[layer]
+    def _load(self, load: tuple[Request, int, tuple[int, ...]], layers: Iterable[str]) -> None:
+        request, num_tokens, blocks = load
+        held = self.table.take(request.extra, request.token_ids[:num_tokens])
         size = self.layout.block_size
-        for index in range(len(load["tokens"]) // size):
-            span = range(index * size, (index + 1) * size)
-            if self.table.bad_tokens.intersection(span):
-                self.invalid.add(load["blocks"][index])
-                continue
-            cache = self.caches[self.group.layer_names[layer]]
-            part = slice(span.start, span.stop)
-            scatter(cache, self.layout, load["blocks"], span.start, key[part], value[part])
+        for name in layers:
+            key, value = held[self.group.layer_names.index(name)]
+            for start in range(0, num_tokens, size):
+                part = slice(start, start + size)
+                if self.table.bad_tokens.intersection(range(start, start + size)):
+                    self.invalid.add(blocks[start // size])
+                else:
+                    scatter(self.caches[name], self.layout, blocks, start, key[part], value[part])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._note("wait_for_layer_load")
-        assert isinstance(self._metadata, dict)
         if not self._metadata["in_background"]:
             for load in self._metadata["loads"]:
-                self._load(load, self.group.layer_names.index(layer_name))
+                self._load(load, [layer_name])
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor) -> None:
-        self._note("save_kv_layer")
-        assert isinstance(self._metadata, dict)
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
         assert kv_layer.data_ptr() == self.caches[layer_name].data_ptr()
-        for save in self._metadata["saves"]:
-            if save["end"] == len(save["tokens"]):
-                entry = self.table.entries.setdefault((save["extra"], save["tokens"]), [])
-                assert len(entry) in (self.group.layer_names.index(layer_name), len(self.caches))
-                if len(entry) < len(self.caches):
-                    entry.append(gather(kv_layer, self.layout, save["blocks"], 0, save["end"]))
+        layer = self.group.layer_names.index(layer_name)
+        for request, blocks in self._metadata["saves"]:
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            entry = self.table.entries.setdefault((request.extra, prompt), [])
+            assert len(entry) in (layer, len(self.caches))
+            if len(entry) == layer:
+                entry.append(gather(kv_layer, self.layout, blocks, 0, len(prompt)))
 
     def wait_for_save(self) -> None:
-        self._note("wait_for_save")
+        pass
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-        self._note("get_finished")
-        received = set()
-        for request_id, item in list(self.under_way.items()):
+        for item in self.under_way.values():
             item[0] -= 1
-            if item[0] <= 0:
-                for layer in range(len(self.caches)):
-                    self._load(item[1], layer)
-                received.add(request_id)
-                del self.under_way[request_id]
+        received = {request_id for request_id, (left, _) in self.under_way.items() if left <= 0}
+        for request_id in received:
+            self._load(self.under_way.pop(request_id)[1], self.caches)
         return frozenset(), frozenset(received)
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        self._note("get_block_ids_with_load_errors")
         invalid, self.invalid = self.invalid, set()
         return frozenset(invalid)
-
-    def get_stats(self) -> None:
-        self._note("get_stats")
-
-    def take_events(self) -> tuple[()]:
-        self._note("worker.take_events")
-        return ()
-
-    def build_worker_metadata(self) -> Plain:
-        self._note("build_worker_metadata")
-        return None
 
     def shutdown(self) -> None:
         self.closed += 1
 
 
-@pytest.fixture
-def table() -> KVTable:
-    return KVTable()
+class Rig:
+    """A model, engines that run it, and the table that their connectors share."""
 
+    def __init__(self, model: Any) -> None:
+        import torch
 
-@pytest.fixture
-def engine_on(table: KVTable) -> Callable[..., Engine]:
-    """``engine_on(model, saves=…, in_background=…, **options)``: an engine whose connector is the table's."""
+        self.model = model
+        self.table = KVTable()
+        self._random = torch.Generator().manual_seed(7)
 
-    def make(model: Any, *, saves: bool = False, in_background: bool = False, **options: Any) -> Engine:
-        facts, wanted = describe(model), EngineOptions(**options)
-        cache = cache_config(facts, wanted)
-        return Engine(
-            model,
-            wanted,
-            facts=facts,
-            scheduler_connector=TableScheduler(table, cache, saves=saves, in_background=in_background),
-            worker_connector=TableWorker(table, cache),
+    def prompt(self, length: int) -> list[int]:
+        import torch
+
+        vocabulary = self.model.config.vocab_size
+        return torch.randint(0, vocabulary, (length,), generator=self._random).tolist()
+
+    def alone(self, prompt: list[int], count: int, stop: int | None = None) -> list[int]:
+        """The tokens that transformers itself generates."""
+        import torch
+        from transformers import GenerationConfig
+
+        output = self.model.generate(
+            torch.tensor([prompt]),
+            # Without it, tokens equal to the pad token would be masked.
+            attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
+            generation_config=GenerationConfig(
+                do_sample=False, max_new_tokens=count, eos_token_id=stop, pad_token_id=0
+            ),
         )
+        return output[0, len(prompt) :].tolist()
 
-    return make
+    def expect(self, *sequences: Sequence) -> None:
+        """Their tokens are those of the model running alone."""
+        outputs = [sequence.output for sequence in sequences]
+        assert outputs == [self.alone(list(one.prompt), one.max_new_tokens) for one in sequences]
+
+    def engine(
+        self,
+        *,
+        saves: bool = False,
+        in_background: bool | None = None,
+        worker: Callable[..., TableWorker] = TableWorker,
+        **options: Any,
+    ) -> Engine:
+        """An engine. With ``saves`` or ``in_background``, it has a connector to the table, whose
+        worker side ``worker`` makes.
+        """
+        from kvplug_transformers.engine.engine import Engine
+        from kvplug_transformers.engine.options import EngineOptions, cache_config
+        from kvplug_transformers.model.facts import describe
+
+        wanted, table = EngineOptions(**options), self.table
+        if not saves and in_background is None:
+            return Engine(self.model, wanted)
+        facts = describe(self.model)
+        cache = cache_config(facts, wanted)
+        table.scheduler = TableScheduler(table, cache, saves=saves, in_background=bool(in_background))
+        table.worker = worker(table, cache)
+        sides = {"scheduler_connector": table.scheduler, "worker_connector": table.worker}
+        return Engine(self.model, wanted, facts=facts, **sides)
+
+    def run(self, engine: Engine, prompts: Iterable[list[int]], count: int) -> list[Sequence]:
+        """Generate ``count`` tokens for each prompt."""
+        sequences = [engine.add(prompt, max_new_tokens=count) for prompt in prompts]
+        list(engine.run())
+        return sequences
+
+    def prefill(self, *prompts: list[int], **options: Any) -> None:
+        """Put the KV of these prompts into the table."""
+        engine = self.engine(saves=True, **options)
+        self.run(engine, prompts, 1)
+        engine.settle(timeout=5)
+        self.table.calls.clear()
+
+
+@pytest.fixture
+def rig(models, request: pytest.FixtureRequest) -> Rig:
+    """A rig of the model "llama", or of the one that an indirect parameter names."""
+    return Rig(request.getfixturevalue(getattr(request, "param", "llama")))

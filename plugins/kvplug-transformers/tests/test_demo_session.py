@@ -1,4 +1,4 @@
-"""The parent's patience with its workers, and what it does with those that do not listen."""
+"""The parent's patience with its workers, and what it does with those that do not answer."""
 
 from __future__ import annotations
 
@@ -8,28 +8,36 @@ import os
 import signal
 import sys
 import time
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
+from kvplug import Config, KvplugError
+from kvplug.engine import Side
 from kvplug_testing.peers import nothing_left
 from kvplug_transformers.demo import session as module
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.runs import decode_and_compare
 from kvplug_transformers.demo.session import DECODE, PREFILL, Session, WorkerSilentError
 from kvplug_transformers.demo.settings import DemoSettings
+from kvplug_transformers.demo.worker import DemoWorker
 
 pytestmark = pytest.mark.timeout(60)
 
 SILENT = [sys.executable, "-c", "import time; time.sleep(60)"]
-SPEAKING = """
+REPORTING = """
 import json, sys, time
-for number in range(8):
+for number in range(int(sys.argv[1])):
     print(json.dumps({"event": "progress", "done": number, "total": 8}), flush=True)
-    time.sleep(0.4)
+    time.sleep(float(sys.argv[2]))
 print(json.dumps({"event": "prefilled", "seconds": 1.0}), flush=True)
 sys.stdin.read()
 """
+
+
+def reporting(times: int, pause_s: float = 0.4) -> list[str]:
+    return [sys.executable, "-c", REPORTING, str(times), str(pause_s)]
 
 
 @pytest.fixture
@@ -37,10 +45,9 @@ def session():
     """``session(prefill=argv, …)``: these programs, started; a second and a half of patience."""
     opened = []
 
-    def open_(**programs: list[str]) -> Session:
-        opened.append(Session(Display(quiet=True), programs, patience_s=1.5))
-        for name in programs:
-            opened[0].start(name)
+    def open_(patience_s: float = 1.5, **programs: list[str]) -> Session:
+        opened.append(Session(Display(quiet=True), programs, patience_s=patience_s))
+        opened[0].pids = {name: opened[0].start(name).pid for name in programs}
         return opened[0]
 
     with nothing_left():
@@ -51,41 +58,40 @@ def session():
         assert time.monotonic() - began < 5
 
 
-def test_a_worker_that_reports_nothing_is_named_and_what_to_do_is_said(session):
-    said = r"the prefill process has reported nothing for \d s; .*longer with --patience"
-    with pytest.raises(WorkerSilentError, match=said):
+def test_a_worker_that_reports_nothing_is_named_with_the_option_that_helps(session):
+    why = r"the prefill process has reported nothing for \d s; .*longer with --patience"
+    with pytest.raises(WorkerSilentError, match=why):
         session(prefill=SILENT).wait_for((PREFILL, "loaded"))
 
 
-def test_where_one_is_stopped_that_one_is_named(session):
+def test_a_stopped_worker_is_named_first(session):
     both = session(decode=SILENT, prefill=SILENT)
-    os.kill(both._children[PREFILL].pid, signal.SIGSTOP)
+    os.kill(both.pids[PREFILL], signal.SIGSTOP)
     with pytest.raises(WorkerSilentError, match=r"the prefill process .* and is stopped"):
         both.wait_for((DECODE, "loaded"), (PREFILL, "loaded"))
 
 
-def test_a_worker_that_goes_on_reporting_has_all_the_time_it_wants(session):
-    (said,) = session(prefill=[sys.executable, "-c", SPEAKING]).wait_for((PREFILL, "prefilled"))
-    assert said["seconds"] == 1.0
+def test_a_worker_that_continues_to_report_has_all_the_time_that_it_needs(session):
+    (event,) = session(prefill=reporting(8)).wait_for((PREFILL, "prefilled"))
+    assert event["seconds"] == 1.0
 
 
-def test_the_hours_in_which_the_parent_itself_was_stopped_do_not_count(session, monkeypatch):
-    one = session(prefill=[sys.executable, "-c", SPEAKING.replace("range(8)", "range(2)")])
+def test_hours_in_which_the_parent_itself_was_stopped_do_not_count(session, monkeypatch):
+    one = session(patience_s=8.0, prefill=reporting(1, pause_s=1.5))
     hours = itertools.count(0, 3600)
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(hours))
-    one._patience_s = 8.0
-    one.wait_for((PREFILL, "prefilled"))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(module.time, "monotonic", lambda: next(hours))
+        one.wait_for((PREFILL, "prefilled"))
 
 
-def test_a_command_to_a_worker_that_does_not_read_stops_nobody(session):
+def test_a_command_to_a_worker_that_does_not_read_blocks_nothing(session):
     one = session(prefill=SILENT)
     began = time.monotonic()
     one.send(PREFILL, "encode", prompt="x" * 1_000_000)
     assert time.monotonic() - began < 4
 
 
-def test_a_character_that_the_terminal_does_not_have_ends_nothing(monkeypatch):
+def test_a_character_that_the_terminal_lacks_ends_nothing(monkeypatch):
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
     with Display() as display:
@@ -94,8 +100,19 @@ def test_a_character_that_the_terminal_does_not_have_ends_nothing(monkeypatch):
     assert stdout.buffer.getvalue() == b"gr?n"
 
 
+def test_what_a_model_generates_and_a_worker_reports_is_printed_without_control_characters(capfd):
+    evil = "\x1b[31m\x07\x9b\r\x00"
+    with Display() as display:
+        display.show(DECODE, {"event": "text", "text": f"def f():\n\treturn {evil}"})
+        display.end_of_text()
+        display.note(f"a note{evil}")
+    out, err = capfd.readouterr()
+    assert out.startswith("def f():\n\treturn ") and "a note" in err
+    assert (out + err).replace("\n", "").replace("\t", "").isprintable()
+
+
 class Answered:
-    """A session whose workers have answered all that is asked."""
+    """A session whose workers have answered every command."""
 
     lost: ClassVar = {}
     answers: ClassVar = {
@@ -130,12 +147,49 @@ def test_the_floor_of_the_time_to_the_first_token_is_never_above_it():
     assert (report.ttft_s, report.ttft_floor_s) == (0.3, 0.3)
 
 
-def test_what_a_model_generates_and_a_worker_reports_is_printed_without_control_characters(capfd):
-    evil = "\x1b[31m\x07\x9b\r\x00"
-    with Display() as display:
-        display.show(DECODE, {"event": "text", "text": f"def f():\n\treturn {evil}"})
-        display.end_of_text()
-        display.note(f"a note{evil}")
-    out, err = capfd.readouterr()
-    assert out.startswith("def f():\n\treturn ") and "a note" in err
-    assert (out + err).replace("\n", "").replace("\t", "").isprintable()
+# -- a worker ----------------------------------------------------------------------------------------
+
+
+class Commanded:
+    """The parent of a worker: it has sent these commands, and keeps the events."""
+
+    def __init__(self, *commands: dict[str, Any]) -> None:
+        self._commands = commands
+        self.events: list[str] = []
+
+    def commands(self):
+        return iter(self._commands)
+
+    def send(self, event: str, **values: Any) -> None:
+        self.events.append(event)
+
+
+@pytest.mark.parametrize(("device", "steps"), [("cpu", []), ("cuda", ["warming", "warming"])])
+def test_a_gpu_computes_once_before_anything_is_measured(llama, tmp_path, monkeypatch, device, steps):
+    def build(*_: Any, **__: Any) -> None:
+        raise KvplugError("the connector is built after that")
+
+    monkeypatch.setattr(type(llama), "device", SimpleNamespace(type=device))
+    loaded = SimpleNamespace(model=llama)
+    monkeypatch.setattr("kvplug_transformers.model.load.load", lambda folder: loaded)
+    monkeypatch.setattr("kvplug_transformers.demo.worker.build_connector", build)
+    settings = {"config": None, "overrides": {}, "block_size": 16, "layout": None}
+    parent = Commanded(
+        {"op": "start", "role": "producer", "model": str(tmp_path), "threads": 1, "settings": settings},
+        {"op": "open", "num_tokens": 300, "listen": None, "connect": None, "corrupt": False},
+    )
+    assert DemoWorker(parent).run() == 1
+    assert parent.events == ["loaded", *steps, "error"]
+
+
+def test_between_two_kinds_of_device_the_transport_for_cpu_tensors_is_reported():
+    agreement = SimpleNamespace(
+        transports={"cpu": SimpleNamespace(chosen="shm", candidates=())},
+        checksum=None,
+        converts=("device: ours cuda, theirs cpu",),
+    )
+    worker = DemoWorker(Commanded())
+    worker._config = Config(device="cuda")  # which no command sets where there is no such device
+    worker._connectors[Side.WORKER] = SimpleNamespace(link=SimpleNamespace(agreement=agreement))
+    reasons = ["integrity: off", "device: ours cuda, theirs cpu"]
+    assert worker._choice() == {"transport": "shm", "reasons": reasons}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from kvplug_testing.waits import until
 from kvplug_transformers.model import bundled
 from kvplug_transformers.model.cache import cache_folder, folder_for, is_complete, make_once, sweep
 
@@ -31,61 +29,50 @@ make_once(Path(sys.argv[1]), make)
 """
 
 
-def start_maker(folder: Path, log: Path, seconds: float) -> subprocess.Popen[bytes]:
+def start_maker(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
+    """A process that makes the folder in this time, and first writes its pid into ``log``."""
+    log = folder.parent / "log"
     return subprocess.Popen([sys.executable, "-c", MAKER, str(folder), str(log), str(seconds)])
 
 
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not appear"
-        time.sleep(0.01)
-
-
 def test_two_processes_at_once_make_it_once(tmp_path):
-    folder, log = tmp_path / "model", tmp_path / "log"
-    makers = [start_maker(folder, log, 0.5) for _ in range(2)]
+    folder = tmp_path / "model"
+    makers = [start_maker(folder, 0.5) for _ in range(2)]
     assert [maker.wait(timeout=30) for maker in makers] == [0, 0]
-    assert len(log.read_text().split()) == 1
+    assert len((tmp_path / "log").read_text().split()) == 1
     assert is_complete(folder)
 
 
-def test_a_maker_that_is_killed_leaves_nothing_that_looks_whole(tmp_path):
-    folder, log = tmp_path / "model", tmp_path / "log"
-    maker = start_maker(folder, log, 60)
-    wait_for(log)
-    os.kill(maker.pid, signal.SIGKILL)
-    maker.wait(timeout=30)
-    assert not folder.exists()
-    assert start_maker(folder, log, 0).wait(timeout=30) == 0
-    assert is_complete(folder)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.lock", "log", "model"]
-
-
-def test_what_a_killed_maker_left_is_swept_away_but_not_from_under_one_at_work(tmp_path):
-    folder, log = tmp_path / "model", tmp_path / "log"
+@pytest.mark.parametrize("sweeps", [False, True])
+def test_a_maker_that_is_killed_leaves_nothing_that_looks_whole_or_stays(tmp_path, sweeps):
+    """The files of one at work are not swept away."""
+    folder = tmp_path / "model"
     sweep(folder)  # nothing was ever begun
-    maker = start_maker(folder, log, 60)
-    wait_for(log)
+    maker = start_maker(folder, 60)
+    until((tmp_path / "log").exists)
     sweep(folder)
     assert len(list(tmp_path.glob(".model.tmp-*"))) == 1
     maker.kill()
     maker.wait(timeout=30)
-    sweep(folder)
+    assert not folder.exists()
+    if sweeps:
+        sweep(folder)
+    else:
+        assert start_maker(folder, 0).wait(timeout=30) == 0
+        assert is_complete(folder)
     assert list(tmp_path.glob(".model.tmp-*")) == []
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: (folder / "weights").unlink(),
-        lambda folder: (folder / "weights").write_bytes(b"short"),
-        lambda folder: (folder / "weights").write_bytes(b"x" * 10),
-        lambda folder: (folder / "manifest.json").write_text("{"),
-        lambda folder: (folder / "manifest.json").write_text('{"files": {}}'),
-        lambda folder: (folder / "manifest.json").unlink(),
+        ("weights", None),
+        ("weights", "short"),
+        ("weights", "x" * 10),
+        ("manifest.json", None),
+        ("manifest.json", "{"),
+        ("manifest.json", '{"files": {}}'),
     ],
-    ids=["lost", "cut", "flipped", "no-json", "empty-manifest", "no-manifest"],
 )
 def test_a_damaged_folder_is_made_again(tmp_path, damage):
     folder = tmp_path / "model"
@@ -98,7 +85,11 @@ def test_a_damaged_folder_is_made_again(tmp_path, damage):
     make_once(folder, make)
     make_once(folder, make)
     assert len(made) == 1
-    damage(folder)
+    name, content = damage
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
     assert not is_complete(folder)
     make_once(folder, make)
     assert len(made) == 2
@@ -121,14 +112,15 @@ def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path):
 
 
 def test_where_the_cache_is(monkeypatch):
-    monkeypatch.setenv("KVPLUG_CACHE", "/a")
-    assert cache_folder() == Path("/a")
-    monkeypatch.delenv("KVPLUG_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_folder() == Path("/b/kvplug")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/c")
-    assert cache_folder() == Path("/c/.cache/kvplug")
+    for name in ("XDG_CACHE_HOME", "KVPLUG_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value, folder in (
+        ("HOME", "/c", "/c/.cache/kvplug"),
+        ("XDG_CACHE_HOME", "/b", "/b/kvplug"),
+        ("KVPLUG_CACHE", "/a", "/a"),
+    ):
+        monkeypatch.setenv(name, value)
+        assert cache_folder() == Path(folder)
 
 
 def test_another_file_has_another_folder(tmp_path):

@@ -5,5 +5,5 @@ from __future__ import annotations
 from kvplug_testing import check_plugin
 
 
-def test_it_keeps_the_laws_of_plugins() -> None:
+def test_it_keeps_the_laws_of_plugins():
     assert check_plugin("transformers") == ()
