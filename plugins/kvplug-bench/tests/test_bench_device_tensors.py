@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from kvplug_bench import pipes, worker
-from kvplug_bench.device import CpuDevice, burst_bytes, open_device
+from kvplug_bench.device import CpuDevice, open_device
 from kvplug_bench.links import Link, UnavailableError
 from kvplug_bench.stopwatch import BURSTS, Stopwatch
 
@@ -52,64 +53,54 @@ class End(Link):
     def close(self) -> None: ...
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``noted(module)``: what is noted there, the clock's start and stop too."""
+def test_a_copy_is_timed_until_the_device_has_made_it(monkeypatch):
+    events: list[Any] = []
 
-    def make(module: Any, events: list[str]) -> None:
-        class Watch(Stopwatch):
-            def start(self) -> None:
-                events.append("start")
-                super().start()
+    class Watch(Stopwatch):
+        def start(self) -> None:
+            events.append("start")
+            super().start()
 
-            def stop(self) -> None:
-                super().stop()
-                events.append("stop")
+        def stop(self) -> None:
+            super().stop()
+            events.append("stop")
 
-        monkeypatch.setattr(module, "Stopwatch", Watch)
-
-    return make
-
-
-def test_a_copy_is_timed_until_the_device_has_made_it(noted: Any) -> None:
-    events: list[str] = []
-    noted(worker, events)
-    figures = worker._copy({"bulk": [("into", 4 * KIB)], "burst_bytes": 8 * KIB}, Noted(events))
+    monkeypatch.setattr(worker, "Stopwatch", Watch)
+    monkeypatch.setattr(worker, "open_device", lambda name: Noted(events))
+    task = {**TASK, "kind": "copy", "device": "cpu", "bulk": [("into", 4 * KIB)]}
+    worker.take_part(SimpleNamespace(send=events.append), task)
+    kind, figures = events.pop()
     assert events == ["synchronize", "start", "synchronize", "stop"] * BURSTS
-    assert list(figures) == ["into 4096"]
+    assert (kind, list(figures)) == (worker.FIGURES, ["into 4096"])
 
 
-def test_a_receiver_answers_when_its_device_has_the_messages() -> None:
+def measured(**task: Any) -> tuple[dict[str, Any], list[str], list[str]]:
+    """What the sender of a pipe has measured, and the events of both ends."""
     sender, receiver = list[str](), list[str]()
     one, other = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
-    task = {**TASK, "small": []}
-    far = threading.Thread(
-        target=pipes.run_sender, args=(End(one, other, sender), task, Noted(sender)), daemon=True
-    )
+    theirs = End(other, one, receiver), TASK | task, Noted(receiver)
+    far = threading.Thread(target=pipes.run_receiver, args=theirs, daemon=True)
     far.start()
-    pipes.run_receiver(End(other, one, receiver), task, Noted(receiver))
+    figures = pipes.run_sender(End(one, other, sender), TASK | task, Noted(sender))
     far.join(30)
     assert not far.is_alive()
+    return figures, sender, receiver
+
+
+def test_a_receiver_answers_when_its_device_has_the_messages():
+    _, sender, receiver = measured(small=[])
     burst = ["received 4096"] * 2
     assert receiver == ["synchronize", "send 64", *burst, "synchronize", "send 64"] * (2 * BURSTS)
     assert sender == ["synchronize", "received 64", "send 4096", "send 4096", "received 64"] * (2 * BURSTS)
 
 
-def test_the_message_of_a_latency_has_the_size_that_was_asked_for() -> None:
-    events = list[str]()
-    one, other = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
-    task = {**TASK, "bulk": [], "small": ["latency"]}
-    far = threading.Thread(
-        target=pipes.run_receiver, args=(End(other, one, []), task, Noted([])), daemon=True
-    )
-    far.start()
-    figures = pipes.run_sender(End(one, other, events), task, Noted(events))
-    far.join(30)
+def test_the_message_of_a_latency_has_the_size_that_was_asked_for():
+    figures, sender, _ = measured(bulk=[], small=["latency"])
     assert len(figures["latency"]["seconds"]) == pipes.TRIPS
-    assert events == ["synchronize", *["send 1024", "received 1024"] * (pipes.WARM_TRIPS + pipes.TRIPS)]
+    assert sender == ["synchronize", *["send 1024", "received 1024"] * (pipes.WARM_TRIPS + pipes.TRIPS)]
 
 
-def test_a_device_that_cannot_be_measured_says_why() -> None:
+def test_a_device_that_cannot_be_measured_says_why():
     assert open_device("cpu").name == "cpu"
     with pytest.raises(UnavailableError, match="device 'cuda:99' cannot be used on this machine"):
         open_device("cuda:99")
@@ -117,12 +108,8 @@ def test_a_device_that_cannot_be_measured_says_why() -> None:
         open_device("npu:1")
 
 
-def test_what_is_timed_together_on_a_gpu_is_more() -> None:
-    assert burst_bytes("cuda:1") > burst_bytes("cpu")
-
-
 @pytest.mark.gpu
-def test_on_a_gpu_the_clock_stops_when_the_kernels_have_ended() -> None:
+def test_on_a_gpu_the_clock_stops_when_the_kernels_have_ended():
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU here")
     where = open_device("cuda")

@@ -10,16 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplug_bench.candidate import MEMCPY, Candidate, baseline
-from kvplug_bench.rounds import Figures, Outcome, Plan, measure_once, run_rounds
+from kvplug_bench.rounds import Figures, Plan, measure_once, run_rounds
 from kvplug_testing.peers import nothing_left
+from kvplug_testing.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
@@ -74,7 +75,7 @@ class Socket(Link):
 
 
 @pytest.fixture
-def links(tmp_path: Path) -> Any:
+def links(tmp_path: Path):
     (tmp_path / "own_links.py").write_text(LINKS)
 
     def make(how: str) -> Candidate:
@@ -88,7 +89,7 @@ def by_op(figures: list[Figures]) -> dict[tuple[str, int], Figures]:
     return {(each.op, each.nbytes): each for each in figures}
 
 
-def test_a_pipe_is_measured_in_every_op(links: Any) -> None:
+def test_a_pipe_is_measured_in_every_op(links):
     with nothing_left():
         found = by_op(measure_once(links("well"), PLAN))
     sizes = [(op, nbytes) for op in ("into", "alone", "owned") for nbytes in (64, 64 * KIB)]
@@ -103,7 +104,7 @@ def test_a_pipe_is_measured_in_every_op(links: Any) -> None:
     assert woken.idle_cpu_percent is not None
 
 
-def test_a_copy_is_made_by_one_process() -> None:
+def test_a_copy_is_made_by_one_process():
     found = measure_once(MEMCPY, PLAN)
     sizes = [(op, nbytes) for op in ("into", "alone") for nbytes in (64, 64 * KIB)]
     assert [(each.op, each.nbytes) for each in found] == sizes
@@ -112,7 +113,7 @@ def test_a_copy_is_made_by_one_process() -> None:
 
 @pytest.mark.parametrize("name", ["gloo", "zmq"])
 @pytest.mark.parametrize("kind", ["pipe", "queue"])
-def test_a_baseline_is_measured_or_says_what_it_lacks(name: str, kind: str) -> None:
+def test_a_baseline_is_measured_or_says_what_it_lacks(name, kind):
     (candidate,) = baseline(name, {kind})
     (outcome,) = run_rounds([candidate], Plan(sizes=(64 * KIB,), rounds=1, readers=2, idle_s=0))
     if outcome.skipped_because:
@@ -123,100 +124,68 @@ def test_a_baseline_is_measured_or_says_what_it_lacks(name: str, kind: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
-    [("unavailable", "it is night"), ("lacking", "a_module_that_is_not_there is not installed")],
+    ("how", "has_failed", "why"),
+    [
+        ("unavailable", False, "it is night"),
+        ("lacking", False, "a_module_that_is_not_there is not installed"),
+        ("dying", True, "failed: the cat came"),
+        ("changing", True, "the content of 64 bytes was changed on its way"),
+        ("misspelt", True, "has no attribute 'Glue'"),
+    ],
 )
-def test_what_cannot_work_here_says_why_and_is_no_failure(links: Any, how: str, reason: str) -> None:
-    with nothing_left():
-        (outcome,) = run_rounds([links(how)], PLAN)
-    assert (outcome.skipped_because, outcome.failed, outcome.rounds) == (reason, False, [])
-
-
-def failed(candidate: Candidate) -> Outcome:
+def test_what_cannot_work_here_or_fails_has_its_reason(links, how, has_failed, why):
+    candidate = links(how)
+    if how == "misspelt":
+        candidate = attrs.evolve(candidate, link="kvplug_bench.gloo:Glue")
     with nothing_left():
         (outcome,) = run_rounds([candidate], PLAN)
-    assert outcome.failed
-    assert outcome.skipped_because.startswith("failed: ")
-    return outcome
-
-
-def test_a_process_that_dies_is_told_with_its_last_words(links: Any) -> None:
-    outcome = failed(links("dying"))
-    assert "killed by SIGKILL" in outcome.last_output
-    assert outcome.skipped_because == "failed: the cat came"
-
-
-def test_content_that_is_changed_on_its_way_is_a_failure(links: Any) -> None:
-    assert "the content of 64 bytes was changed on its way" in failed(links("changing")).skipped_because
-
-
-def test_a_link_that_is_misspelt_says_so() -> None:
-    nearly = Candidate(name="gloo", kind="pipe", link="kvplug_bench.gloo:Glue")
-    (outcome,) = run_rounds([nearly], PLAN)
-    assert outcome.skipped_because.endswith("has no attribute 'Glue'")
+    assert (outcome.failed, outcome.rounds) == (has_failed, [])
+    assert outcome.skipped_because.startswith("failed: ") == has_failed
+    assert why in outcome.skipped_because
+    assert ("killed by SIGKILL" in outcome.last_output) == (how == "dying")
 
 
 # -- the program -----------------------------------------------------------------------------------
 
 
-def bench(site: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(site: Any, arguments: str, *more: str) -> Any:
     """Each of its processes imports torch, which takes long where others are at work."""
-    done: subprocess.CompletedProcess[str] = site.kvplug("bench", *arguments, timeout_s=LONGEST_S)
-    return done
+    return site.kvplug("bench", *arguments.split(), *more, "--rounds", "1", timeout_s=LONGEST_S)
 
 
-def test_a_device_that_is_not_here_is_a_row_that_says_so(site: Any) -> None:
-    arguments = ["--transport", "pipe:memory", "--baseline", "memcpy", "--device", "cuda:99", "--rounds", "1"]
-    done = bench(site, *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    rows = {row["name"]: row["skipped_because"] for row in json.loads(done.stdout)}
-    assert rows["memory"] == "moves cpu tensors, and cuda ones are needed"
-    assert "device 'cuda:99' cannot be used on this machine" in rows["memcpy"]
-
-
-def test_rows_for_programs_have_every_figure_and_nothing_else(site: Any) -> None:
-    pytest.importorskip("kvplug_cpu", reason="kvplug-cpu is not installed")
-    arguments = ["--transport", "cpu,pipe:memory", "--baseline", "memcpy", "--sizes", "64KiB"]
-    done = bench(site, *arguments, "--rounds", "1", "--idle", "100ms", "--json")
+def rows(site: Any, arguments: str, *more: str) -> list[dict[str, Any]]:
+    done = bench(site, f"{arguments} --json", *more)
     assert (done.returncode, done.stderr) == (0, "")
-    rows = json.loads(done.stdout)
-    assert {tuple(row) for row in rows} == {
-        (
-            *("name", "kind", "op", "bytes", "gb_per_s", "latency_us_p50", "latency_us_p99"),
-            *("cpu_s_per_gb", "idle_cpu_percent", "skipped_because"),
-        )
-    }
-    measured = [(row["name"], row["op"], row["bytes"]) for row in rows if not row["skipped_because"]]
-    assert measured == [
-        ("cpu", "into", 64 * KIB),
-        ("cpu", "alone", 64 * KIB),
-        ("cpu", "owned", 64 * KIB),
-        ("cpu", "latency", 64),
-        ("cpu", "wake", 64),
-        ("memcpy", "into", 64 * KIB),
-        ("memcpy", "alone", 64 * KIB),
+    return list(json.loads(done.stdout))
+
+
+def test_a_device_that_is_not_here_is_a_row_that_says_so(site):
+    found = rows(site, "--transport pipe:memory --baseline memcpy --device cuda:99")
+    skipped = {row["name"]: row["skipped_because"] for row in found}
+    assert skipped["memory"] == "moves cpu tensors, and cuda ones are needed"
+    assert "device 'cuda:99' cannot be used on this machine" in skipped["memcpy"]
+
+
+def test_rows_for_programs_have_every_figure_and_nothing_else(site):
+    pytest.importorskip("kvplug_cpu", reason="kvplug-cpu is not installed")
+    found = rows(site, "--transport cpu,pipe:memory --baseline memcpy --sizes 64KiB --idle 100ms")
+    keys = "name kind op bytes gb_per_s latency_us_p50 latency_us_p99 cpu_s_per_gb idle_cpu_percent"
+    assert {" ".join(row) for row in found} == {f"{keys} skipped_because"}
+    assert [" ".join(map(str, list(row.values())[:4])) for row in found if not row["skipped_because"]] == [
+        *(f"cpu pipe {op} {64 * KIB}" for op in ("into", "alone", "owned")),
+        "cpu pipe latency 64",
+        "cpu pipe wake 64",
+        *(f"memcpy copy {op} {64 * KIB}" for op in ("into", "alone")),
     ]
-    skipped = {(row["name"], row["kind"]): row["skipped_because"] for row in rows if row["skipped_because"]}
+    skipped = {(row["name"], row["kind"]): row["skipped_because"] for row in found if row["skipped_because"]}
     assert skipped == {("memory", "pipe"): "its two ends can be connected within one process only"}
 
 
-def test_a_pipe_around_another_is_measured_with_what_it_adds(site: Any) -> None:
-    pytest.importorskip("kvplug_cpu", reason="kvplug-cpu is not installed")
-    arguments = ["--transport", "pipe:around", "--baseline", "", "--sizes", "64KiB", "--idle", "0", "--json"]
-    options = ["options.around.inner=cpu", "options.around.mark=x"]
-    done = bench(site, *arguments, "--rounds", "1", *options)
-    assert done.returncode == 0, done.stderr
-    assert [row["op"] for row in json.loads(done.stdout)] == ["into", "alone", "owned", "latency"]
-
-
-def test_a_queue_is_measured_with_its_readers(site: Any) -> None:
+def test_a_queue_is_measured_with_its_readers(site):
     pytest.importorskip("kvplug_shm", reason="kvplug-shm is not installed")
-    arguments = ["--transport", "queue:shm", "--baseline", "", "--sizes", "4KiB,64KiB", "--rounds", "1"]
-    arguments += ["--readers", "2", "--chunk-bytes", "4KiB", "--chunks", "4", "--idle", "50ms", "--json"]
-    done = bench(site, *arguments)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert [(row["op"], row["bytes"], row["skipped_because"]) for row in rows] == [
+    arguments = "--sizes 4KiB,64KiB --readers 2 --chunk-bytes 4KiB --chunks 4 --idle 50ms"
+    found = rows(site, f"--transport queue:shm {arguments}", "--baseline", "")
+    assert [(row["op"], row["bytes"], row["skipped_because"]) for row in found] == [
         ("kept", 4 * KIB, ""),
         ("kept", 64 * KIB, ""),
         ("looked", 4 * KIB, ""),
@@ -224,13 +193,11 @@ def test_a_queue_is_measured_with_its_readers(site: Any) -> None:
         ("wake", 4 * KIB, ""),
         ("looked", 64 * KIB, "larger than one of its chunks, 4 KiB"),
     ]
-    assert rows[3]["latency_us_p50"] > 0
-    assert rows[3]["idle_cpu_percent"] is not None
+    assert found[4]["latency_us_p50"] > 0
+    assert found[4]["idle_cpu_percent"] is not None
 
 
-@pytest.fixture
-def own_pipe(site: Any) -> Any:
-    """A pipe whose ends say something and die."""
+def test_a_failure_is_reported_and_the_others_are_shown(site):
     source = (
         "from kvplug.transport import TransportSpec, hookimpl\nKVPLUG_API = (1, 0)\n"
         "@hookimpl\ndef kvplug_transports():\n"
@@ -240,12 +207,7 @@ def own_pipe(site: Any) -> Any:
         "import os, sys\ndef cat(context):\n    print('meow', file=sys.stderr, flush=True)\n    os._exit(3)\n"
     )
     site.add("cat", source, files={"pipe.py": code})
-    return site
-
-
-def test_a_failure_is_told_and_the_others_are_shown(own_pipe: Any) -> None:
-    arguments = ["--transport", "cat", "--baseline", "memcpy", "--sizes", "64KiB", "--rounds", "1"]
-    done = bench(own_pipe, *arguments)
+    done = bench(site, "--transport cat --baseline memcpy --sizes 64KiB")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[0].split()[:4] == ["NAME", "KIND", "OP", "SIZE"]
@@ -301,20 +263,10 @@ def session(leader: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_whatever_ends_it_no_process_is_left(
-    started: tuple[subprocess.Popen[bytes], bytearray], ending: signal.Signals, code: int
-) -> None:
+def test_whatever_ends_it_no_process_is_left(started, ending, code):
     child, seen = started
-    limit = time.monotonic() + LONGEST_S
-    while b"gloo" not in seen:
-        assert time.monotonic() < limit
-        time.sleep(0.05)
-    while len(session(child.pid)) < 3:
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    until(lambda: b"gloo" in seen and len(session(child.pid)) >= 3, LONGEST_S)
     child.send_signal(ending)
-    assert child.wait(limit - time.monotonic()) == code
-    while left := session(child.pid):
-        assert time.monotonic() < limit, left
-        time.sleep(0.05)
+    assert child.wait(LONGEST_S) == code
+    until(lambda: not session(child.pid), LONGEST_S)
     assert b"round 1: gloo" in seen
