@@ -24,10 +24,9 @@ from fs import machine, quartiles
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "plugins/kvplug-vllm/tests"))
 
-from engines import Engine, engine, transfer_config  # noqa: E402
+from vllm_engines import Engine, engine, transfer_config  # noqa: E402
 
 PORT = 29655
-INSIDE = f"{HERE.parents[1] / 'plugins/kvplug-vllm/tests/inside.py'}:reset_prefix_cache"
 SETTINGS = {"max_model_len": 2048}
 
 
@@ -49,7 +48,7 @@ def candidates(folder: Path) -> dict[str, dict[str, Any] | None]:
 def first_token(name: str, its: Engine, prompt: list[int]) -> tuple[float, int]:
     """Seconds, and how many of the tokens were not computed."""
     if name != "in vLLM's cache":
-        assert its.ask("call", where=INSIDE), f"{name} does not forget vLLM's own cache"
+        assert its.call("inside:reset_prefix_cache"), f"{name} does not forget vLLM's own cache"
     began = time.perf_counter()
     answer = its.one(prompt, max_tokens=1)
     return time.perf_counter() - began, answer.num_cached

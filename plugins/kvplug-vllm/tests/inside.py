@@ -43,8 +43,23 @@ def register_twice() -> None:
     register()
 
 
-def reset_prefix_cache(llm: Any) -> bool:
-    return bool(llm.reset_prefix_cache())
+def reset_prefix_cache(llm: Any, **how: bool) -> bool:
+    return bool(llm.reset_prefix_cache(**how))
+
+
+def change_weights(llm: Any) -> None:
+    """To other norms, which make other keys and values of every token in every layer; or back."""
+
+    def change(model: Any) -> None:
+        model.is_changed = not getattr(model, "is_changed", False)
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.data[::2] *= 2 if model.is_changed else 0.5
+
+    llm.apply_model(change)
+
+
+def connector_wants_a_step(llm: Any) -> bool:
+    return bool(llm.llm_engine.engine_core.engine_core.scheduler.connector.has_pending_push_work())
 
 
 def counter(llm: Any, name: str) -> float:

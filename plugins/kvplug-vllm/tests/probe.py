@@ -1,4 +1,4 @@
-"""A connector that moves nothing and says what a test tells it to: installed as a stranger's plugin.
+"""A connector that moves nothing and does what a test orders: installed as a stranger's plugin.
 
 Tests copy this file into a folder of its own with metadata, as the module ``kvplug_probe``, so that every
 process of an engine finds it by its entry point. Orders and facts are files in the folder that its options
@@ -42,7 +42,7 @@ HANDSHAKE = {
     "nested": [[], [None, True, [b"\x00", {"deep": [1, {2: b"two"}]}]]],
     3: "a key that is a number",
 }
-"""What each worker says at start, beside its rank."""
+"""The handshake metadata of each worker, beside its rank."""
 
 
 @hookimpl
@@ -53,7 +53,7 @@ def kvplug_connectors() -> list[ConnectorSpec]:
             factory="kvplug_probe:ProbeScheduler",
             worker_factory="kvplug_probe:ProbeWorker",
             options="kvplug_probe:ProbeOptions",
-            summary="Says what it is told to",
+            summary="Does what a test orders",
         )
     ]
 
@@ -62,8 +62,7 @@ def kvplug_connectors() -> list[ConnectorSpec]:
 class ProbeOptions:
     """Options of the connector "probe"."""
 
-    folder: str = option(help="Where orders lie and facts are put.")
-    handshake: bool = option(default=True, help="Whether the workers have something to say at start.")
+    folder: str = option(help="The folder of orders and facts.")
 
 
 class Folder:
@@ -84,46 +83,39 @@ class Folder:
         return decode((self.path / name).read_bytes())
 
     def take(self, name: str) -> Any:
-        """What lies there, which then lies there no more; ``None`` if nothing does."""
+        """Remove and return the value; ``None`` if there is none."""
         if not self.has(name):
             return None
         value = self.read(name)
-        self.remove(name)
+        (self.path / name).unlink()
         return value
 
-    def remove(self, name: str) -> None:
-        (self.path / name).unlink()
-
     @contextlib.contextmanager
-    def told(self, order: str) -> Iterator[None]:
-        """While the block runs, the order lies there."""
-        self.put(order)
+    def ordered(self, name: str) -> Iterator[None]:
+        """While the block runs, there is this order."""
+        self.put(name)
         try:
             yield
         finally:
-            self.remove(order)
+            self.take(name)
 
 
-def config(folder: Folder, **options: Any) -> dict[str, Any]:
+def config(folder: Folder) -> dict[str, Any]:
     """A kv-transfer-config for the connector "probe"."""
+    options = {"probe": {"folder": str(folder.path)}}
     return {
         "kv_connector": "KvplugConnector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "connector": "probe",
-            "options": {"probe": {"folder": str(folder.path), **options}},
-        },
+        "kv_connector_extra_config": {"connector": "probe", "options": options},
     }
 
 
 class ProbeScheduler(SchedulerConnector):
-    """Offers tokens where it is told to, and keeps the blocks of every request while it is told to."""
+    """Keeps the blocks of every request while it is ordered to."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._folder = Folder(context.options.folder)
         self._folder.put("scheduler pid", os.getpid())
-        self._loads: dict[str, tuple[int, ...]] = {}
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Plain]) -> None:
         self._folder.put("handshake", dict(metadata))
@@ -131,22 +123,16 @@ class ProbeScheduler(SchedulerConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        offered = self._folder.read("offer") if self._folder.has("offer") else 0
-        new = offered - num_computed_tokens
-        return (new, True) if new > 0 else (0, False)
+        return 0, False
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        if num_external_tokens:
-            self._loads[request.request_id] = block_ids[0]
-            self._folder.remove("offer")  # to one request, once
-            self._folder.put("loading", request.request_id)
+        pass
 
     def build_connector_meta(self, output: SchedulerOutput) -> Plain:
         self._folder.put("step", output.step)
-        loads, self._loads = self._loads, {}
-        return {"loads": loads}
+        return None
 
     def update_connector_output(self, output: WorkerOutput) -> None:
         for request_id in sorted(output.finished_sending):
@@ -156,37 +142,29 @@ class ProbeScheduler(SchedulerConnector):
         self, request: Request, block_ids: BlockIds, end: RequestEnd
     ) -> tuple[bool, dict[str, Any] | None]:
         keeps = self._folder.has("keep")
-        self._folder.put("finished", [request.request_id, str(end), keeps])
-        return keeps, {"request": request.request_id}
+        self._folder.put("finished", [request.request_id, keeps])
+        return keeps, None
 
     def has_pending_push_work(self) -> bool:
         return self._folder.has("pending")
 
     def shutdown(self) -> None:
-        self._folder.put("scheduler shut down")
+        pass
 
 
 class ProbeWorker(WorkerConnector):
-    """Names requests as it is told to. What it loads is rubbish, and so it says that the load has failed."""
+    """Names requests as it is ordered to."""
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__()
         self._folder = Folder(context.options.folder)
         self._rank = context.parallelism.worker_rank
-        self._says = context.options.handshake
-        self._loading: dict[str, list[int]] = {}
-        self._failed: frozenset[int] = frozenset()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         pass
 
     def get_handshake_metadata(self) -> Plain:
-        return {**HANDSHAKE, "rank": self._rank, "pid": os.getpid()} if self._says else None
-
-    def bind_connector_metadata(self, metadata: Plain) -> None:
-        super().bind_connector_metadata(metadata)
-        assert isinstance(metadata, Mapping)
-        self._loading |= metadata["loads"]
+        return {**HANDSHAKE, "rank": self._rank, "pid": os.getpid()}
 
     def start_load_kv(self) -> None:
         pass
@@ -201,15 +179,10 @@ class ProbeWorker(WorkerConnector):
         pass
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-        sent = frozenset(self._folder.take(f"say sent {self._rank}") or ())
-        received = frozenset(self._folder.take(f"say received {self._rank}") or ())
-        for request_id in received & self._loading.keys():
-            self._failed |= frozenset(self._loading.pop(request_id))
-        return sent, received
+        return frozenset(self._folder.take(f"name sent {self._rank}") or ()), frozenset()
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        failed, self._failed = self._failed, frozenset()
-        return failed
+        return frozenset()
 
     def shutdown(self) -> None:
-        self._folder.put(f"worker {self._rank} shut down")
+        pass

@@ -10,25 +10,27 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from kvplug_testing import peers
+from kvplug_testing.waits import until
 
 HOST = "127.0.0.1"
 WAIT_S = 60.0
 """For what takes a moment, unless the machine is busy."""
 LIFE_S = 300.0
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What the proxy of vLLM's tests for its NIXL connector sends."""
 STANDIN = f"{Path(__file__).parent}/standin.py:serve"
-
-
-def until(holds: Callable[[], Any], what: str) -> None:
-    limit = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < limit, f"it did not come to this: {what}"
-        time.sleep(0.05)
 
 
 class Standin:
@@ -121,7 +123,7 @@ class Proxy:
                 return bool(self.status)
             return False
 
-        until(answers, "the proxy listens")
+        until(answers, WAIT_S, "the proxy's answer")
 
     def __enter__(self) -> Self:
         return self

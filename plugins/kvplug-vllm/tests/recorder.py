@@ -73,6 +73,7 @@ class Recorder:
         self.in_background: dict[str, bool] = {}
         self.loading: dict[str, int] = {}
         """Requests whose load was planned: steps until it is reported."""
+        self.layers: dict[str, int] = {}
         self.worker: Any = None
         """The worker side that is wrapped."""
 
@@ -83,7 +84,7 @@ class Recorder:
         if isinstance(wrapped, WorkerSide):
             self.worker = built
         wrapped.loads = config.role is not Role.PRODUCER
-        wrapped.layers = {name: at for at, name in enumerate(arguments["cache"].groups[0].layer_names)}
+        self.layers = {name: at for at, name in enumerate(arguments["cache"].groups[0].layer_names)}
         return wrapped
 
     def begin(self) -> None:
@@ -117,35 +118,75 @@ class Recorder:
         return found
 
 
-def _wrapping(base: type) -> type:
-    """A subclass that passes every call of the ABC on to what it wraps, and notes it."""
-
-    def passing(name: str) -> Callable[..., Any]:
-        def passes(self: Any, *arguments: Any) -> Any:
-            return self.note(name, *arguments)
-
-        return passes
-
-    names = [
-        name for name, what in vars(base).items() if inspect.isfunction(what) and not name.startswith("_")
-    ]
-    return type(base)(f"Wrapped{base.__name__}", (base,), {name: passing(name) for name in names})
+GIVEN: dict[str, Callable[..., dict[str, Any]]] = {
+    "set_xfer_handshake_metadata": lambda recorder, metadata: {"ranks": sorted(metadata)},
+    "update_state_after_alloc": lambda recorder, request, block_ids, num_external: {
+        "num_external": num_external,
+        "num_blocks": len(block_ids[0]),
+    },
+    "build_connector_meta": lambda recorder, output: {
+        "scheduled": [
+            [recorder.name(one.request_id), one.num_computed_tokens, one.num_scheduled_tokens]
+            for one in output.scheduled
+        ],
+        "preempted": recorder.requests(output.preempted_request_ids),
+        "finished": recorder.requests(output.finished_request_ids),
+    },
+    "update_connector_output": lambda recorder, output: {
+        "sending": recorder.requests(output.finished_sending),
+        "receiving": recorder.requests(output.finished_recving),
+        "invalid": recorder.blocks(output.invalid_block_ids),
+    },
+    "request_finished": lambda recorder, request, block_ids, end: {
+        "end": str(end),
+        "num_blocks": len(block_ids[0]),
+    },
+    "register_kv_caches": lambda recorder, kv_caches: {"num_layers": len(kv_caches)},
+    "handle_preemptions": lambda recorder, request_ids: {"preempted": recorder.requests(request_ids)},
+    "wait_for_layer_load": lambda recorder, layer_name: {"layer": recorder.layers[layer_name]},
+    "save_kv_layer": lambda recorder, layer_name, kv_layer: {"layer": recorder.layers[layer_name]},
+}
+"""What is noted of a call's arguments, beside its request."""
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "request_finished": lambda recorder, answer: answer[0],
+    "has_pending_push_work": lambda recorder, answer: answer,
+    "get_finished_count": lambda recorder, answer: answer,
+    "get_block_ids_with_load_errors": lambda recorder, answer: recorder.blocks(answer),
+}
+"""What is noted of its answer."""
 
 
 class _Wrapped:
     recorder: Recorder
     loads: bool
-    layers: dict[str, int]
     side: str
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self.inner = inner
 
-    def note(self, method: str, *arguments: Any, request: str = "", **given: Any) -> Any:
-        answer = getattr(self.inner, method)(*arguments)
-        self.recorder.note(self.side, method, request, given, None)
+    def noted(self, method: str, *arguments: Any, called: str = "") -> Any:
+        """Pass a call of ``called``, which is noted as ``method``."""
+        answer, recorder = getattr(self.inner, called or method)(*arguments), self.recorder
+        given, request = GIVEN[method](recorder, *arguments) if method in GIVEN else {}, ""
+        if arguments and isinstance(arguments[0], Request):
+            given["num_tokens"] = len(arguments[0].token_ids)
+            request = recorder.name(arguments[0].request_id)
+        shown = ANSWERS[method](recorder, answer) if method in ANSWERS else None
+        recorder.note(self.side, method, request, given, shown)
         return answer
+
+
+def _wrapping(base: type) -> type:
+    """A subclass that passes every call of the ABC on to what it wraps, and notes it."""
+
+    def passing(name: str) -> Callable[..., Any]:
+        return lambda self, *arguments: self.noted(name, *arguments)
+
+    names = [
+        name for name, what in vars(base).items() if inspect.isfunction(what) and not name.startswith("_")
+    ]
+    return type(base)(f"Wrapped{base.__name__}", (base,), {name: passing(name) for name in names})
 
 
 class SchedulerSide(_Wrapped, _wrapping(SchedulerConnector)):  # type: ignore[misc]
@@ -160,12 +201,6 @@ class SchedulerSide(_Wrapped, _wrapping(SchedulerConnector)):  # type: ignore[mi
     @property
     def requires_kv_delivery(self) -> bool:
         return bool(self.inner.requires_kv_delivery)
-
-    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
-        self.note("set_xfer_handshake_metadata", metadata, ranks=sorted(metadata))
-
-    def on_new_request(self, request: Request) -> None:
-        self._about("on_new_request", request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -193,72 +228,21 @@ class SchedulerSide(_Wrapped, _wrapping(SchedulerConnector)):  # type: ignore[mi
         if num_external_tokens and self.recorder.in_background[request.request_id]:
             self.recorder.loading[request.request_id] = STEPS_TO_LOAD
         self.recorder.tables(request.request_id, block_ids)
-        self._about(
-            "update_state_after_alloc",
-            request,
-            block_ids,
-            num_external_tokens,
-            num_external=num_external_tokens,
-            num_blocks=len(block_ids[0]),
-        )
+        super().update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, output: Any) -> Any:
         self.recorder.planned += 1
         for one in output.scheduled:
             self.recorder.tables(one.request_id, output.block_ids(one.request_id))
-        return self.note(
-            "build_connector_meta",
-            output,
-            scheduled=[
-                [self.recorder.name(one.request_id), one.num_computed_tokens, one.num_scheduled_tokens]
-                for one in output.scheduled
-            ],
-            preempted=self.recorder.requests(output.preempted_request_ids),
-            finished=self.recorder.requests(output.finished_request_ids),
-        )
-
-    def update_connector_output(self, output: Any) -> None:
-        self.note(
-            "update_connector_output",
-            output,
-            sending=self.recorder.requests(output.finished_sending),
-            receiving=self.recorder.requests(output.finished_recving),
-            invalid=self.recorder.blocks(output.invalid_block_ids),
-        )
+        return super().build_connector_meta(output)
 
     def get_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
         """Not recorded: a question for vLLM's figures, after which nothing is different."""
         return self.inner.get_hit_sources(request, num_external_tokens)
 
-    def request_finished(self, request: Request, block_ids: BlockIds, end: Any) -> Any:
-        return self._about(
-            "request_finished", request, block_ids, end, end=str(end), num_blocks=len(block_ids[0])
-        )
-
-    def request_finished_all_groups(self, request: Request, block_ids: BlockIds, end: Any) -> Any:
+    def request_finished_all_groups(self, *arguments: Any) -> Any:
         """Recorded as ``request_finished``: a replay calls the one that its connector has."""
-        answer = self.inner.request_finished_all_groups(request, block_ids, end)
-        return self._noted("request_finished", request, answer, end=str(end), num_blocks=len(block_ids[0]))
-
-    def _about(self, method: str, request: Request, *arguments: Any, **given: Any) -> Any:
-        return self._noted(method, request, getattr(self.inner, method)(request, *arguments), **given)
-
-    def _noted(self, method: str, request: Request, answer: Any, **given: Any) -> Any:
-        given = {"num_tokens": len(request.token_ids), **given}
-        kept = answer[0] if isinstance(answer, tuple) else None
-        self.recorder.note(self.side, method, self.recorder.name(request.request_id), given, kept)
-        return answer
-
-    def has_pending_push_work(self) -> bool:
-        return self._asked("has_pending_push_work")
-
-    def get_finished_count(self) -> Any:
-        return self._asked("get_finished_count")
-
-    def _asked(self, method: str) -> Any:
-        answer = getattr(self.inner, method)()
-        self.recorder.note(self.side, method, "", {}, answer)
-        return answer
+        return self.noted("request_finished", *arguments, called="request_finished_all_groups")
 
 
 class WorkerSide(_Wrapped, _wrapping(WorkerConnector)):  # type: ignore[misc]
@@ -266,28 +250,19 @@ class WorkerSide(_Wrapped, _wrapping(WorkerConnector)):  # type: ignore[misc]
 
     side = "worker"
 
-    def register_kv_caches(self, kv_caches: Any) -> None:
-        self.note("register_kv_caches", kv_caches, num_layers=len(kv_caches))
-
     def handle_preemptions(self, request_ids: frozenset[str]) -> None:
         self.recorder.running += 1
-        self.note("handle_preemptions", request_ids, preempted=self.recorder.requests(request_ids))
+        super().handle_preemptions(request_ids)
         self.recorder.running -= 1
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         self.recorder.running += 1
-        self.note("bind_connector_metadata", metadata)
+        super().bind_connector_metadata(metadata)
 
     def has_connector_metadata(self) -> bool:
         """True, so that a recording has the calls of every layer."""
         self.recorder.note(self.side, "has_connector_metadata", "", {}, True)
         return True
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self.note("wait_for_layer_load", layer_name, layer=self.layers[layer_name])
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any) -> None:
-        self.note("save_kv_layer", layer_name, kv_layer, layer=self.layers[layer_name])
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> Any:
         loading = self.recorder.loading
@@ -310,12 +285,5 @@ class WorkerSide(_Wrapped, _wrapping(WorkerConnector)):  # type: ignore[misc]
         self.recorder.note(self.side, "get_finished", "", given, answer)
         return sent, received
 
-    def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        failed: frozenset[int] = self.inner.get_block_ids_with_load_errors()
-        blocks = self.recorder.blocks(failed)
-        self.recorder.note(self.side, "get_block_ids_with_load_errors", "", {}, blocks)
-        return failed
-
     def get_stats(self) -> None:
-        self.inner.get_stats()
-        self.recorder.note(self.side, "get_stats", "", {}, None)
+        super().get_stats()

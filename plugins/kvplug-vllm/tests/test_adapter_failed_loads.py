@@ -23,7 +23,7 @@ def fails(it: Any, request_id: str, prompt: list[int] = PROMPT) -> None:
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True], ids=["step by step", "ahead"])
-def test_a_failed_load_is_computed(plans_ahead: bool, made: Any) -> None:
+def test_a_failed_load_is_computed(plans_ahead, made):
     it = made(plans_ahead=plans_ahead)
     fails(it, "a")
     told = [it.engine.step(token=WRONG)]  # which loads; nothing of it may be seen
@@ -32,7 +32,7 @@ def test_a_failed_load_is_computed(plans_ahead: bool, made: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_step_under_way_does_not_use_what_failed(policy: str, made: Any) -> None:
+def test_a_step_under_way_does_not_use_what_failed(policy, made):
     """vLLM plans the next step before it hears of the load, and delivers what that step computes."""
     it = made(policy, plans_ahead=True)
     fails(it, "a")
@@ -49,7 +49,7 @@ def test_a_step_under_way_does_not_use_what_failed(policy: str, made: Any) -> No
     assert told == [{}, {}, {"a": [RIGHT]}]
 
 
-def test_who_has_the_same_prompt_does_not_share_a_load_that_may_fail(made: Any) -> None:
+def test_who_has_the_same_prompt_does_not_share_a_load_that_may_fail(made):
     it = made(plans_ahead=True)
     fails(it, "a")
     loading = it.engine.plan()
@@ -60,7 +60,7 @@ def test_who_has_the_same_prompt_does_not_share_a_load_that_may_fail(made: Any) 
     assert it.engine.report(beside, it.engine.run(beside, RIGHT)) == {"b": [RIGHT]}
 
 
-def test_a_load_that_succeeds_is_used_in_the_step_after_it(made: Any) -> None:
+def test_a_load_that_succeeds_is_used_in_the_step_after_it(made):
     it = made(plans_ahead=True)
     it.decides.offers["a"] = 96
     it.engine.add("a", PROMPT)
@@ -73,7 +73,7 @@ def test_a_load_that_succeeds_is_used_in_the_step_after_it(made: Any) -> None:
     assert it.engine.report(plan, it.engine.run(plan, RIGHT)) == {"a": [RIGHT]}
 
 
-def test_a_load_settles_where_vllm_has_not_bound_its_pool_of_blocks(made: Any) -> None:
+def test_a_load_settles_where_vllm_has_not_bound_its_pool_of_blocks(made):
     """Blocks of a load that failed in its step could not be evicted, and vLLM would serve them to others."""
     it = made()
     it.engine.scheduler.connector._scheduler.bind_block_pool(None)
@@ -87,39 +87,28 @@ def test_a_load_settles_where_vllm_has_not_bound_its_pool_of_blocks(made: Any) -
     assert "a" in it.engine.step(RIGHT)
 
 
-def test_step_by_step_a_load_is_part_of_its_step(made: Any) -> None:
-    it = made()
-    it.decides.offers["a"] = 96
-    it.engine.add("a", PROMPT)
-    assert it.engine.step(RIGHT) == {"a": [RIGHT]}
-    assert it.moves.calls == ["bind", "start", "layer", "layer", "save"]
-
-
+@pytest.mark.parametrize("is_reported", [False, True], ids=["before the report", "after the report"])
 @pytest.mark.parametrize("plans_ahead", [False, True], ids=["step by step", "ahead"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_what_an_aborted_request_left_is_not_cached(policy: str, plans_ahead: bool, made: Any) -> None:
+def test_an_aborted_request_leaves_nothing_of_a_failed_load_in_the_cache(
+    policy, plans_ahead, is_reported, made
+):
     it = made(policy, plans_ahead=plans_ahead)
     fails(it, "a")
     plan = it.engine.plan()
     output = it.engine.run(plan, WRONG)
-    it.engine.abort("a")  # vLLM looks for aborts before it hears of the step
-    it.engine.report(plan, output)
-    assert it.engine.scheduler.requests == {}
+    if is_reported:
+        it.engine.report(plan, output)
+        it.engine.abort("a")  # before it computes what failed
+    else:
+        it.engine.abort("a")  # vLLM looks for aborts before it takes the report of the step
+        it.engine.report(plan, output)
+        assert it.engine.scheduler.requests == {}
     it.engine.add("b", PROMPT)
     assert it.engine.computed(it.engine.plan()) == {"b": 0}
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_one_that_is_aborted_before_it_computes_what_failed_leaves_nothing(policy: str, made: Any) -> None:
-    it = made(policy)
-    fails(it, "a")
-    it.engine.step(WRONG)
-    it.engine.abort("a")
-    it.engine.add("b", PROMPT)
-    assert it.engine.computed(it.engine.plan()) == {"b": 0}
-
-
-def test_who_has_the_same_prompt_waits_until_the_load_is_known_to_have_failed(made: Any) -> None:
+def test_who_has_the_same_prompt_waits_until_the_load_is_known_to_have_failed(made):
     """vLLM would let one of them compute it for all, and that one may be aborted before."""
     it = made()
     fails(it, "a")
@@ -133,18 +122,19 @@ def test_who_has_the_same_prompt_waits_until_the_load_is_known_to_have_failed(ma
     assert it.engine.report(plan, it.engine.run(plan, RIGHT)) == {"b": [RIGHT]}
 
 
-def test_who_has_the_same_prompt_shares_a_load_that_succeeded(made: Any) -> None:
+def test_a_load_that_succeeds_is_part_of_its_step_and_shared_from_then_on(made):
     it = made()
     it.decides.offers["a"] = 96
     it.engine.add("a", PROMPT)
     it.engine.add("b", PROMPT)
     assert it.engine.step(RIGHT) == {"a": [RIGHT]}
+    assert it.moves.calls == ["bind", "start", "layer", "layer", "save"]
     plan = it.engine.plan()
     assert it.engine.computed(plan) == {"b": 96}
     assert it.engine.report(plan, it.engine.run(plan, RIGHT)) == {"a": [RIGHT], "b": [RIGHT]}
 
 
-def test_who_shares_only_what_was_cached_before_does_not_wait(made: Any) -> None:
+def test_who_shares_only_what_was_cached_before_does_not_wait(made):
     it = made()
     it.engine.add("first", PROMPT[:40], max_tokens=1)
     it.engine.step()
@@ -154,38 +144,28 @@ def test_who_shares_only_what_was_cached_before_does_not_wait(made: Any) -> None
     assert it.engine.computed(it.engine.plan()) == {"a": 96, "b": 32, "c": 0}
 
 
-def test_what_an_aborted_request_loaded_stays_cached(made: Any) -> None:
-    it = made()
-    it.decides.offers["a"] = 96
-    it.engine.add("a", PROMPT)
-    fails(it, "other", [token + 1000 for token in PROMPT])
-    plan = it.engine.plan()
-    output = it.engine.run(plan, RIGHT)
-    it.engine.abort("a")
-    it.engine.report(plan, output)
-    it.engine.add("b", PROMPT)
-    assert it.engine.computed(it.engine.plan()) == {"b": 96}
-
-
-def test_what_was_cached_before_a_load_failed_stays_cached(made: Any) -> None:
+def test_what_was_loaded_or_cached_before_a_load_failed_stays_cached(made):
     it = made()
     it.engine.add("first", PROMPT[:40], max_tokens=1)
     it.engine.step()
+    loaded = [token + 1000 for token in PROMPT]
+    it.decides.offers["b"] = 96
+    it.engine.add("b", loaded)
     fails(it, "a")
     plan = it.engine.plan()
     output = it.engine.run(plan, WRONG)
-    it.engine.abort("a")
+    for name in ("a", "b"):
+        it.engine.abort(name)
     it.engine.report(plan, output)
-    it.engine.add("b", PROMPT)
-    assert it.engine.computed(it.engine.plan()) == {"b": 32}
+    it.engine.add("c", PROMPT)
+    it.engine.add("d", loaded)
+    assert it.engine.computed(it.engine.plan()) == {"c": 32, "d": 96}
 
 
 @pytest.mark.parametrize("window", [None, 64], ids=["one group", "a window"])
 @pytest.mark.parametrize("in_background", [False, True], ids=["in its step", "in the background"])
 @pytest.mark.parametrize("plans_ahead", [False, True], ids=["step by step", "ahead"])
-def test_what_the_connector_refuses_to_load_is_computed(
-    plans_ahead: bool, in_background: bool, window: int | None, made: Any
-) -> None:
+def test_what_the_connector_refuses_to_load_is_computed(plans_ahead, in_background, window, made):
     """An error of ``update_state_after_alloc`` would end vLLM's engine."""
     it = made(plans_ahead=plans_ahead, window=window)
     it.decides.in_background = in_background
@@ -199,16 +179,9 @@ def test_what_the_connector_refuses_to_load_is_computed(
     it.decides.offers["a"] = 96
     it.engine.add("a", PROMPT)
     it.engine.add("b", [token + 5000 for token in PROMPT])
-    told = [it.engine.step(token=WRONG), *(it.engine.step(token=RIGHT) for _ in range(3))]
+    plan = it.engine.plan()
+    assert it.engine.scheduler.connector.get_kv_connector_stats().data["failures"] == {"load": {"other": 1}}
+    told = [it.engine.report(plan, it.engine.run(plan, WRONG))]
+    told += [it.engine.step(token=RIGHT) for _ in range(3)]
     assert {token for step in told for token in step.get("a", ())} == {RIGHT}
     assert all("b" in step for step in told), "the other request is delayed"
-
-
-def test_what_the_connector_refuses_to_load_is_counted(made: Any) -> None:
-    it = made()
-    it.decides.offers["a"] = 96
-    it.decides.update_state_after_alloc = lambda *_: 1 // 0
-    it.engine.add("a", PROMPT)
-    it.engine.plan()
-    stats = it.engine.scheduler.connector.get_kv_connector_stats()
-    assert stats.data["failures"] == {"load": {"other": 1}}

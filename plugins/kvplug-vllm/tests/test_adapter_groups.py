@@ -27,7 +27,7 @@ RIGHT, WRONG = 7, 666
 
 
 @pytest.fixture(params=[False, True], ids=["in its step", "in the background"])
-def it(request: pytest.FixtureRequest, made: Any) -> Any:
+def it(request: pytest.FixtureRequest, made):
     it = made(window=WINDOW)
     it.decides.in_background = request.param
     return it
@@ -40,7 +40,7 @@ def begin(it: Any, request_id: str, *, fails: bool = False) -> None:
     it.engine.add(request_id, PROMPT)
 
 
-def test_a_load_is_waited_for_and_has_the_blocks_that_are_needed(it: Any) -> None:
+def test_a_load_is_waited_for_and_has_the_blocks_that_are_needed(it):
     begin(it, "a")
     assert it.engine.step(WRONG) == {}, "it waits for its load, whether that is in the background or not"
     windowed, full = it.decides.tables["a"]
@@ -54,7 +54,7 @@ def test_a_load_is_waited_for_and_has_the_blocks_that_are_needed(it: Any) -> Non
 
 @pytest.mark.parametrize("plans_ahead", [False, True], ids=["step by step", "ahead"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_failed_load_is_told_by_its_request(policy: str, plans_ahead: bool, made: Any) -> None:
+def test_a_failed_load_is_told_by_its_request(policy, plans_ahead, made):
     it = made(policy, plans_ahead=plans_ahead, window=WINDOW)
     begin(it, "a", fails=True)
     told = it.engine.step(WRONG)
@@ -71,7 +71,7 @@ def test_a_failed_load_is_told_by_its_request(policy: str, plans_ahead: bool, ma
     assert it.engine.report(plan, it.engine.run(plan, RIGHT)) == {"a": [RIGHT]}
 
 
-def test_a_load_that_fails_is_not_another_requests(it: Any) -> None:
+def test_a_load_that_fails_is_not_another_requests(it):
     begin(it, "a", fails=True)
     it.decides.offers["b"] = OFFERED
     it.engine.add("b", [token + 1000 for token in PROMPT])
@@ -80,7 +80,7 @@ def test_a_load_that_fails_is_not_another_requests(it: Any) -> None:
     assert it.engine.computed(plan) == {"a": 0, "b": OFFERED}
 
 
-def test_what_an_aborted_request_left_is_not_cached(it: Any) -> None:
+def test_what_an_aborted_request_left_is_not_cached(it):
     begin(it, "a", fails=True)
     plan = it.engine.plan()
     it.engine.abort("a")
@@ -97,13 +97,13 @@ def test_what_an_aborted_request_left_is_not_cached(it: Any) -> None:
     assert it.engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > free
 
 
-def test_a_connector_for_one_group_is_refused_with_what_to_do(made: Any, monkeypatch: Any) -> None:
+def test_a_connector_for_one_group_is_refused_with_what_to_do(made, monkeypatch):
     monkeypatch.setattr("kvplug_lookup.connector.scheduler.LookupScheduler.supports_hma", False)
     with pytest.raises(Exception, match=r"'lookup' serves one KV cache group .* --disable-hybrid-kv-cache"):
         made(window=WINDOW)
 
 
-def test_hints_are_counted_as_ignored(made: Any) -> None:
+def test_hints_are_counted_as_ignored(made):
     hints = pytest.importorskip("vllm.v1.kv_hints")
     it = made()
     actions = [hints.KvHintAction(f"{kind}", kind, "1", {}) for kind in ("fetch", "pin", "fetch")]

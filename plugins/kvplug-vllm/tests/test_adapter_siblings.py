@@ -13,7 +13,7 @@ ONE, OTHER = 5001, 5002
 
 
 @pytest.fixture
-def it(made: Any) -> Any:
+def it(made):
     return made("recompute", ONE, OTHER)
 
 
@@ -21,7 +21,7 @@ def named(outputs: list[Any], how: str) -> list[str]:
     return [name for output in outputs for name in getattr(output, how)]
 
 
-def test_blocks_that_both_keep_are_freed_when_both_have_named_them(it: Any) -> None:
+def test_blocks_that_both_keep_are_freed_when_both_have_named_them(it):
     (one, one_moves), (other, other_moves) = it.child(ONE), it.child(OTHER)
     one.keeps = other.keeps = True
     it.engine.add("a", PROMPT, max_tokens=1)
@@ -37,7 +37,7 @@ def test_blocks_that_both_keep_are_freed_when_both_have_named_them(it: Any) -> N
 
 @pytest.mark.parametrize("loader_keeps", [False, True])
 @pytest.mark.parametrize("loader_first", [False, True])
-def test_what_one_loads_no_other_can_keep(loader_keeps: bool, loader_first: bool, it: Any) -> None:
+def test_what_one_loads_no_other_can_keep(loader_keeps, loader_first, it):
     """vLLM frees at the first name and dies of the second one."""
     (one, one_moves), (other, other_moves) = it.child(ONE), it.child(OTHER)
     one.offers["a"] = 96
@@ -56,7 +56,7 @@ def test_what_one_loads_no_other_can_keep(loader_keeps: bool, loader_first: bool
     assert (named(one.heard, "finished_recving"), named(other.heard, "finished_recving")) == (["a"], [])
 
 
-def test_a_request_that_waited_for_one_may_be_kept_by_another_when_it_has_run(it: Any) -> None:
+def test_a_request_that_waited_for_one_may_be_kept_by_another_when_it_has_run(it):
     (one, _), (other, other_moves) = it.child(ONE), it.child(OTHER)
     one.offers["a"] = 96
     one.in_background = other.keeps = True
@@ -69,7 +69,7 @@ def test_a_request_that_waited_for_one_may_be_kept_by_another_when_it_has_run(it
     assert named(other.heard, "finished_sending") == ["a"]
 
 
-def test_each_hears_what_its_own_workers_say_at_start(it: Any) -> None:
+def test_each_hears_what_its_own_workers_say_at_start(it):
     """vLLM hands the metadata of the first child that has any to all of them."""
     (one, one_moves), (other, other_moves) = it.child(ONE), it.child(OTHER)
     other_moves.says = {"of": "the other"}
@@ -80,7 +80,7 @@ def test_each_hears_what_its_own_workers_say_at_start(it: Any) -> None:
         assert [one.metadata, other.metadata] == heard
 
 
-def test_the_first_that_offers_something_loads_it(it: Any) -> None:
+def test_the_first_that_offers_something_loads_it(it):
     (one, _), (other, _) = it.child(ONE), it.child(OTHER)
     one.offers["a"] = other.offers["a"] = 64
     other.in_background = True
@@ -91,7 +91,7 @@ def test_the_first_that_offers_something_loads_it(it: Any) -> None:
     assert other.offers == {"a": 64}, "it was not told to load"
 
 
-def test_whoever_shares_a_load_under_way_waits_whichever_child_found_it(it: Any) -> None:
+def test_whoever_shares_a_load_under_way_waits_whichever_child_found_it(it):
     (_, _), (other, other_moves) = it.child(ONE), it.child(OTHER)
     other.offers["a"] = 96
     other_moves.fails.add("a")
@@ -103,7 +103,7 @@ def test_whoever_shares_a_load_under_way_waits_whichever_child_found_it(it: Any)
     assert it.engine.computed(it.engine.plan()) == {"b": 0}
 
 
-def test_a_child_can_tell_that_another_one_loads_within_the_step(it: Any) -> None:
+def test_a_child_can_tell_that_another_one_loads_within_the_step(it):
     """It is asked about every prompt, and hears of every failure: so it knows what it must not save."""
     (one, one_moves), (other, _) = it.child(ONE), it.child(OTHER)
     one.offers["a"] = 96
@@ -117,7 +117,7 @@ def test_a_child_can_tell_that_another_one_loads_within_the_step(it: Any) -> Non
     assert it.engine.plan().scheduled_cached_reqs.num_computed_tokens == [0], "which computes all of it"
 
 
-def test_a_child_can_tell_that_another_one_has_loaded_in_the_background(it: Any) -> None:
+def test_a_child_can_tell_that_another_one_has_loaded_in_the_background(it):
     (one, _), (other, _) = it.child(ONE), it.child(OTHER)
     one.offers["a"] = 96
     one.in_background = True

@@ -78,7 +78,7 @@ def side() -> WorkerSide:
     return WorkerSide(Noting(), CACHE, which="it")
 
 
-def test_every_call_comes_outside_inference_mode(side: WorkerSide) -> None:
+def test_every_call_comes_outside_inference_mode(side):
     """A tensor that a connector makes in inference mode could never be written to by its threads."""
     connector: Any = side.connector
     newly_pending = NewlyPending(held=frozenset({"sent"}), loading=frozenset({"received"}))
@@ -103,7 +103,7 @@ def test_every_call_comes_outside_inference_mode(side: WorkerSide) -> None:
     assert connector.called == dict.fromkeys({*ASKED, "take_events"} - not_vllms, False)
 
 
-def test_a_cache_that_was_made_in_inference_mode_can_be_written_by_threads(side: WorkerSide) -> None:
+def test_a_cache_that_was_made_in_inference_mode_can_be_written_by_threads(side):
     connector: Any = side.connector
     with torch.inference_mode():
         theirs = caches()
@@ -123,7 +123,7 @@ def test_a_cache_that_was_made_in_inference_mode_can_be_written_by_threads(side:
     LAYOUT.check(connector.caches["two"])
 
 
-def test_a_view_into_a_larger_tensor_stays_one(side: WorkerSide) -> None:
+def test_a_view_into_a_larger_tensor_stays_one(side):
     connector: Any = side.connector
     with torch.inference_mode():
         packed = torch.zeros(4, 2, 8, 2, 6)  # two layers in each block
@@ -133,26 +133,15 @@ def test_a_view_into_a_larger_tensor_stays_one(side: WorkerSide) -> None:
     assert (packed[:, 0].sum(), packed[:, 1].sum()) == (0, packed[:, 1].numel())
 
 
-def test_layers_that_use_anothers_cache_are_none_of_the_connectors(side: WorkerSide) -> None:
-    connector: Any = side.connector
-    side.register_kv_caches(caches())
-    assert connector.caches.keys() == {"one", "two"}
-    side.wait_for_layer_load("three")
-    side.save_kv_layer("three")
-    assert connector.called.keys() == {"register_kv_caches"}
-
-
-def test_a_layer_that_was_promised_and_has_no_cache_is_named(side: WorkerSide) -> None:
-    with pytest.raises(LayoutError, match="no cache for two"):
-        side.register_kv_caches({"one": caches()["one"]})
-
-
-def test_before_there_is_a_cache_nothing_is_saved(side: WorkerSide) -> None:
-    """vLLM runs its model once to see how much memory that takes."""
+def test_only_layers_that_have_a_cache_of_their_own_reach_the_connector(side):
+    """vLLM runs its model once without a cache, to see how much memory that takes; layers may share one."""
     side.save_kv_layer("one")
     assert side.connector.called == {}
-
-
-def test_without_preemptions_the_connector_is_not_troubled(side: WorkerSide) -> None:
-    side.handle_preemptions(KvplugMetadata(plan={}))
-    assert side.connector.called == {}
+    with pytest.raises(LayoutError, match="no cache for two"):
+        side.register_kv_caches({"one": caches()["one"]})
+    side.register_kv_caches(caches())
+    assert side.connector.caches.keys() == {"one", "two"}
+    side.wait_for_layer_load("three")
+    side.save_kv_layer("three")
+    side.handle_preemptions(KvplugMetadata(plan={}))  # there are none
+    assert side.connector.called.keys() == {"register_kv_caches"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,6 +16,7 @@ import pytest
 import vllm
 
 from kvplug_testing import call_traces
+from vllm_engines import transfer_config
 
 NAME = "vllm-0.32"
 pytestmark = [
@@ -26,8 +26,6 @@ pytestmark = [
         reason=f"the order is recorded of {NAME}, and this is {vllm.__version__}",
     ),
 ]
-RECORDER = f"{Path(__file__).parent}/recorder.py"
-FAULTS = f"{Path(__file__).parent}/faults.py"
 BLOCK_SIZE, NUM_LAYERS = 32, 2
 SIZE = {
     "block_size": BLOCK_SIZE,
@@ -47,9 +45,8 @@ FEW = {"max_tokens": 3, "ignore_eos": True}
 class Recording:
     """One engine after the other, and what it was asked, written down."""
 
-    def __init__(self, start: Callable[..., Any], config_for: Callable[..., Any], port: int) -> None:
+    def __init__(self, start: Callable[..., Any], port: int) -> None:
         self._start = start
-        self._config_for = config_for
         self._port = port
         self.runs: dict[str, call_traces.TracedRun] = {}
 
@@ -57,18 +54,18 @@ class Recording:
     def engine(
         self, role: str, *, is_async: bool = False, policy: str = "recompute", setup: Any = (), **more: Any
     ) -> Iterator[Runs]:
-        config = self._config_for(
+        config = transfer_config(
             f"kv_{role}",
             self._port,
             kv_load_failure_policy=policy,
             weights="dummy",
             options={"lookup": {"async_load": is_async}},
         )
-        setups = [*([setup] if isinstance(setup, str) else setup), f"{RECORDER}:record"]
+        setups = [*([setup] if isinstance(setup, str) else setup), "recorder:record"]
         with self._start(config, setup=setups, **(SIZE | more)) as engine:
             runs = Runs(engine, {"role": role, "is_async": is_async})
             yield runs
-            at_end = engine.ask("call", where=f"{RECORDER}:end_engine")
+            at_end = engine.call("recorder:end_engine")
         for facts in runs.found:
             last = facts["calls"][-1][0]
             facts["calls"] += [[last, *rest] for _, *rest in at_end]
@@ -87,15 +84,15 @@ class Runs:
     def run(self, name: str, about: str, *prompts: call_traces.Prompt) -> Iterator[Any]:
         named = {f"r{at}": attrs.asdict(prompt) for at, prompt in enumerate(prompts)}
         self.engine.ask("step", times=2)  # what came before is over
-        self.engine.ask("call", where=f"{RECORDER}:begin")
+        self.engine.call("recorder:begin")
         yield self.engine
         self.engine.ask("step")  # the worker side is told who has ended
-        calls = self.engine.ask("call", where=f"{RECORDER}:end")
+        calls = self.engine.call("recorder:end")
         self.found.append({"name": name, "about": about, **self._facts, "prompts": named, "calls": calls})
 
 
 @pytest.fixture(scope="module")
-def asked(prompts: Any) -> dict[str, list[int]]:
+def asked(prompts) -> dict[str, list[int]]:
     """Prompts that differ from the first token on."""
     text, found, at = prompts[1500], {}, 0
     for name, length in LENGTHS.items():
@@ -105,9 +102,9 @@ def asked(prompts: Any) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(start: Any, config_for: Any, free_port: Any, asked: Any) -> call_traces.CallTraces:
-    recording = Recording(start, config_for, free_port())
-    with recording.engine("producer", setup=f"{FAULTS}:switchable", num_gpu_blocks_override=64) as prefill:
+def recorded(start, free_port, asked) -> call_traces.CallTraces:
+    recording = Recording(start, free_port())
+    with recording.engine("producer", setup="faults:switchable", num_gpu_blocks_override=64) as prefill:
         stored = [asked["two"], asked["half"][:96], asked["five"], asked["five more"]]
         prefill.engine.generate(stored, max_tokens=1)
         with prefill.run(
@@ -130,7 +127,7 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
     spoilt = attrs.evolve(five, spoilt=True)
 
     def spoil(is_on: bool) -> None:
-        prefill.ask("call", where=f"{FAULTS}:switch", corrupt=is_on)
+        prefill.call("faults:switch", corrupt=is_on)
 
     def record_failure(decode: Runs, name: str, about: str) -> None:
         # Pages that were wrong once are gone, so each failure has its own.
@@ -179,14 +176,14 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
         ) as engine:
             request_id = engine.ask("begin", prompt=asked["five"], max_tokens=3)
             engine.ask("step", times=2)
-            engine.ask("call", where=f"{RECORDER}:wait_for_loads")
+            engine.call("recorder:wait_for_loads")
             engine.ask("abort", request_id=request_id)
             engine.ask("step", times=STEPS_TO_LOAD)
         assert engine.state()["requests"] == []
     with recording.engine(
         "consumer",
         policy="fail",
-        setup=[f"{FAULTS}:schedule_ahead", f"{FAULTS}:load_in_steps"],
+        setup=["faults:schedule_ahead", "faults:load_in_steps"],
         async_scheduling=True,
         enable_prefix_caching=False,
     ) as decode:
@@ -212,9 +209,7 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
         )
 
 
-def test_the_recorded_order_is_that_of_vllm(
-    recorded: call_traces.CallTraces, pytestconfig: pytest.Config, tmp_path: Path
-) -> None:
+def test_the_recorded_order_is_that_of_vllm(recorded, pytestconfig, tmp_path):
     text = call_traces.to_text(recorded)
     if pytestconfig.getoption("--record-order"):
         (pytestconfig.rootpath / f"plugins/kvplug-testing/kvplug_testing/call_traces/{NAME}.json").write_text(

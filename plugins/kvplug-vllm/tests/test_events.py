@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+
+from kvplug_testing.waits import until
+from vllm_engines import transfer_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -42,10 +43,13 @@ def replayed(address: str) -> list[Any]:
 
 
 def replayed_when(address: str, fits: Callable[[list[Any]], bool]) -> list[Any]:
-    limit = time.monotonic() + WAIT_S
-    while not fits(events := replayed(address)):
-        assert time.monotonic() < limit, f"{address} has published {events}"
-        time.sleep(0.1)
+    events: list[Any] = []
+
+    def have_come() -> bool:
+        events[:] = replayed(address)
+        return fits(events)
+
+    until(have_come, WAIT_S, f"these events at {address}")
     return events
 
 
@@ -64,15 +68,13 @@ def stored(events: list[Any]) -> dict[Any, BlockStored]:
     }
 
 
-def test_blocks_are_published_under_the_hashes_that_vllm_publishes(
-    start: Any, config_for: Any, prompts: Any, port: int, tmp_path: Path
-) -> None:
+def test_blocks_are_published_under_the_hashes_that_vllm_publishes(start, prompts, port, tmp_path):
     ours, theirs = f"ipc://{tmp_path}/ours-replay", f"ipc://{tmp_path}/theirs-replay"
     lookup = {"events": f"ipc://{tmp_path}/ours", "events_replay": ours}
     # Room for 300 tokens and not for 700 more: the first pages are evicted.
     host = {"size": "48 MiB", "segment_bytes": "4 MiB"}
     with start(
-        config_for("kv_both", port, options={"lookup": lookup, "host": host}),
+        transfer_config("kv_both", port, options={"lookup": lookup, "host": host}),
         block_size=BLOCK,
         events={
             "enable_kv_cache_events": True,

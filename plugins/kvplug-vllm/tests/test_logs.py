@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,47 +18,40 @@ pytestmark = pytest.mark.smoke
 NAMES = ("vllm", "kvplug", "kvplug_vllm", "some_plugin", "some_module")
 
 
-class Plugin:
-    @hookimpl
-    def kvplug_sinks(self) -> list[SinkSpec]:
-        return [SinkSpec(name="some", factory="some_plugin.sinks:Sink")]
-
-    @hookimpl
-    def kvplug_commands(self) -> list[CommandSpec]:
-        return [CommandSpec(name="some", target="some_module:command")]
-
-
 @pytest.fixture
 def registry() -> Registry:
+    sink, command = (
+        SinkSpec(name="some", factory="some_plugin.sinks:Sink"),
+        CommandSpec(name="some", target="some_module:run"),
+    )
+    plugin = SimpleNamespace(
+        kvplug_sinks=hookimpl(lambda: [sink], specname="kvplug_sinks"),
+        kvplug_commands=hookimpl(lambda: [command], specname="kvplug_commands"),
+    )
     registry = Registry()
-    registry.register(Plugin(), name="some")
+    registry.register(plugin, name="some")
     return registry
 
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What vLLM's handler prints."""
+    """What vLLM's handler prints, at INFO."""
     shown: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            shown.append(f"{record.name}: {record.getMessage()}")
-
-    before = {name: vars(logging.getLogger(name)).copy() for name in NAMES}
-    for name in NAMES:
-        logger = logging.getLogger(name)
+    loggers = [logging.getLogger(name) for name in NAMES]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
         logger.handlers, logger.propagate = [], True
         logger.setLevel(logging.NOTSET)
-    logging.getLogger("vllm").handlers = [Handler()]
-    logging.getLogger("vllm").setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(f"{record.name}: {record.getMessage()}")  # type: ignore[method-assign]
+    loggers[0].handlers = [handler]
+    loggers[0].setLevel(logging.INFO)
     yield shown
-    for name, state in before.items():
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = state["handlers"], state["propagate"]
-        logger.setLevel(state["level"])
+    for logger, (logger.handlers, logger.propagate, level) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
-def test_the_core_and_every_plugin_log_where_vllm_does(registry: Registry, lines: Any) -> None:
+def test_the_core_and_every_plugin_log_where_vllm_does(registry, lines):
     join_vllm(registry)
     join_vllm(registry)  # the second side of one process
     names = ("kvplug.assembly.peers", "kvplug_vllm.worker", "some_plugin.deep.down", "some_module")
@@ -68,7 +61,7 @@ def test_the_core_and_every_plugin_log_where_vllm_does(registry: Registry, lines
     assert lines == [f"{name}: hello" for name in names]
 
 
-def test_a_logger_that_was_set_up_is_left_alone(registry: Registry, lines: Any) -> None:
+def test_a_logger_that_was_set_up_is_not_changed(registry, lines):
     logging.getLogger("some_plugin").setLevel(logging.ERROR)
     logging.getLogger("kvplug").handlers = [logging.NullHandler()]
     join_vllm(registry)
@@ -77,7 +70,7 @@ def test_a_logger_that_was_set_up_is_left_alone(registry: Registry, lines: Any) 
     assert lines == []
 
 
-def test_where_vllm_leaves_logging_alone_so_does_kvplug(registry: Registry, lines: Any) -> None:
+def test_where_vllm_has_not_set_up_logging_neither_does_kvplug(registry, lines):
     logging.getLogger("vllm").handlers = []
     join_vllm(registry)
     assert logging.getLogger("kvplug").propagate

@@ -6,17 +6,17 @@ with no connector configured either (``sync_and_gather_intermediate_tensors``: i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from kvplug_testing.waits import until
+from vllm_engines import MULTIPROCESS, group, runs, transfer_config
+
 pytestmark = pytest.mark.timeout(900)
 
-INSIDE = f"{Path(__file__).parent}/inside.py"
 BLOCK_SIZE = 32
 KINDS: dict[str, dict[str, Any]] = {
     "a core": {},
@@ -29,7 +29,7 @@ may let one of the engines wait for a minute."""
 
 
 @pytest.fixture(scope="session")
-def faulty_worker(install_plugin: Any) -> Any:
+def faulty_worker(install_plugin):
     """The plugin of faulty_worker.py; the file ``corrupt`` in its folder is its switch."""
     return install_plugin("faulty_worker")
 
@@ -53,90 +53,60 @@ class Kind:
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def kind(request: Any, start: Any, random_llama: str, multiprocess: Any) -> Kind:
-    return Kind(start, random_llama, multiprocess, KINDS[request.param])
+def kind(request, start, random_model) -> Kind:
+    return Kind(start, random_model("llama"), MULTIPROCESS, KINDS[request.param])
 
 
 @pytest.fixture(scope="module")
-def said(kind: Kind, prompts: Any) -> list[tuple[int, ...]]:
+def said(kind: Kind, prompts) -> list[tuple[int, ...]]:
     """What one engine of this kind alone says to each prompt."""
     with kind.start() as alone:
         return [answer.tokens for answer in alone.generate(list(prompts.values()))]
 
 
 @pytest.fixture(scope="module")
-def port(kind: Kind, free_port: Any) -> int:
+def shared_port(kind: Kind, free_port) -> int:
     """The first of as many as there are workers."""
     return int(free_port())
 
 
 @pytest.fixture(scope="module")
-def prefill(kind: Kind, said: Any, config_for: Any, port: int, faulty_worker: Any) -> Iterator[Any]:
-    with kind.start(config_for("kv_producer", port), PYTHONPATH=faulty_worker.pythonpath) as engine:
+def prefill(kind: Kind, said, shared_port, faulty_worker) -> Iterator[Any]:
+    with kind.start(
+        transfer_config("kv_producer", shared_port), PYTHONPATH=faulty_worker.pythonpath
+    ) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["layer by layer", "in the background"])
-def decode(request: Any, kind: Kind, prefill: Any, config_for: Any, port: int) -> Iterator[Any]:
+def decode(request, kind: Kind, prefill, shared_port) -> Iterator[Any]:
     options = {"lookup": {"async_load": request.param}}
-    config = config_for("kv_consumer", port, kv_load_failure_policy="recompute", options=options)
+    config = transfer_config("kv_consumer", shared_port, kv_load_failure_policy="recompute", options=options)
     with kind.start(config) as engine:
-        children = psutil.Process(engine.peer.pid).children(recursive=True)
-        running = [process for process in children if not is_trackers(process)]
+        running = [each for each in group(engine.peer.pid) if each.pid != engine.peer.pid]
+        # Python's own lives as long as the process that asks for the stop.
+        running = [each for each in running if "resource_tracker" not in " ".join(each.cmdline())]
         assert len(running) >= kind.num_processes
         yield engine
-        engine.ask("call", where=f"{INSIDE}:shut_down")
-        limit = time.monotonic() + WAIT_S
-        while alive := [process for process in running if is_alive(process)]:
-            assert time.monotonic() < limit, f"it was stopped, and these go on: {[*map(command, alive)]}"
-            time.sleep(0.1)
+        engine.call("inside:shut_down")
+        until(lambda: not any(map(runs, running)), WAIT_S, f"the end of {running}")
 
 
-def is_trackers(process: psutil.Process) -> bool:
-    """Python's own: it lives as long as the process that it belongs to, which here asks for the stop."""
-    return "resource_tracker" in command(process)
-
-
-def command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return ""
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """A process that is not waited for yet has ended as well."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def count(engine: Any, what: str, op: str) -> float:
-    """Of kvplug's counters, over all workers."""
-    series = {
-        name: value for name, value in engine.metrics().items() if name.startswith(f"kvplug_{what}_total{{")
-    }
-    return sum(value for name, value in series.items() if f"op={op}" in name)
-
-
-def test_tokens_are_those_of_an_engine_of_as_many_processes_alone(
-    kind: Kind, prefill: Any, decode: Any, prompts: Any, said: Any
-) -> None:
+def test_tokens_are_those_of_an_engine_of_as_many_processes_alone(kind, prefill, decode, prompts, said):
     asked = list(prompts.values())
     salt = str(decode.peer.pid)
     assert [answer.tokens for answer in prefill.generate(asked, salt=salt)] == said
     answers = decode.generate(asked, salt=salt)
     assert [answer.tokens for answer in answers] == said
     assert [answer.num_cached for answer in answers] == [(len(prompt) - 1) // 32 * 32 for prompt in asked]
-    assert count(decode, "transfers", "load") == len(asked) * kind.num_workers
+    assert decode.count("transfers", "op=load") == len(asked) * kind.num_workers
 
 
 def test_unknown_weights_are_the_same_in_all_processes_of_one_start_and_not_after_a_restart(
-    kind: Kind, config_for: Any, free_port: Any, prompts: Any, tmp_path: Path
-) -> None:
+    kind, free_port, prompts, tmp_path
+):
     options = {"fs": {"path": str(tmp_path)}}
-    config = config_for("kv_both", free_port(), engine_id="restarts", stores=["fs"], options=options)
+    config = transfer_config("kv_both", free_port(), engine_id="restarts", stores=["fs"], options=options)
     prompt = max(prompts.values(), key=len)
     for _ in range(2):
         with kind.start(config, {"load_format": "dummy", "enable_prefix_caching": False}) as engine:
@@ -144,31 +114,31 @@ def test_unknown_weights_are_the_same_in_all_processes_of_one_start_and_not_afte
             assert engine.one(prompt).num_cached == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_each_worker_listens_on_a_port_of_its_own(kind: Kind, prefill: Any, port: int) -> None:
+def test_each_worker_listens_on_a_port_of_its_own(kind, prefill, shared_port):
     listening = {}
     for process in psutil.Process(prefill.peer.pid).children(recursive=True):
         for connection in process.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN:
                 listening[connection.laddr.port] = process.pid
-    ports = range(port, port + kind.num_workers)
+    ports = range(shared_port, shared_port + kind.num_workers)
     assert len({listening[each] for each in ports}) == kind.num_workers
 
 
 def test_what_fails_to_load_at_one_worker_is_computed_by_all(
-    kind: Kind, prefill: Any, decode: Any, prompts: Any, said: Any, faulty_worker: Any
-) -> None:
+    kind, prefill, decode, prompts, said, faulty_worker
+):
     if kind.num_workers == 1:
         pytest.skip("it has one worker")
     asked = list(prompts.values())
     salt = f"failed, {decode.peer.pid}"
     prefill.generate(asked, max_tokens=1, salt=salt)
-    loads = count(decode, "transfers", "load")
+    loads = decode.count("transfers", "op=load")
     switch = faulty_worker.folder / "corrupt"
     switch.touch()
     answers = decode.generate(asked, salt=salt)
     switch.unlink()
     assert [answer.tokens for answer in answers] == said
     assert {answer.finish_reason for answer in answers} == {"length"}
-    assert count(decode, "transfer_failures", "load") == len(asked), "at the one"
-    assert count(decode, "transfers", "load") - loads == len(asked), "at the other"
+    assert decode.count("transfer_failures", "op=load") == len(asked), "at the one"
+    assert decode.count("transfers", "op=load") - loads == len(asked), "at the other"
     assert [answer.tokens for answer in decode.generate(asked, salt=salt)] == said

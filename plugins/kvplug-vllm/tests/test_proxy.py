@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from kvplug_testing.waits import until
+from proxied import REMOTE_DECODE, WAIT_S, Proxy, setup
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.smoke]
 
 QUICK = {"health-interval-s": "0.2", "health-timeout-s": "1"}
@@ -21,19 +24,12 @@ LATE = {"health-interval-s": "1000", "health-timeout-s": "20"}
 """Only the check at the start: the rest is found out by requests."""
 ASKED = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 16, "temperature": 0}
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "prefill-0", "remote_block_ids": [[3, 4]]}
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What the proxy of vLLM's tests for its NIXL connector sends."""
 
 
-def pieces(answer: http.client.HTTPResponse) -> list[str]:
-    return [line.decode().strip() for line in answer if line.strip()]
+def stream(proxy: Proxy) -> Any:
+    """A request for a stream. Its connection is closed at the end of a ``with`` block."""
+    body = json.dumps(ASKED | {"stream": True}).encode()
+    return contextlib.closing(proxy.open("POST", "/v1/completions", body))
 
 
 # -- prefill, then decode --------------------------------------------------------------------------
@@ -50,10 +46,8 @@ def pieces(answer: http.client.HTTPResponse) -> list[str]:
         ),
     ],
 )
-def test_a_request_goes_to_prefill_for_one_token_and_to_decode_with_what_that_answers(
-    path: str, more: dict[str, Any], length: dict[str, Any], proxied: Any
-) -> None:
-    with proxied.setup(1, 1, LATE) as (proxy, (prefill,), (decode,)):
+def test_a_request_goes_to_prefill_for_one_token_and_to_decode_with_what_that_answers(path, more, length):
+    with setup(1, 1, LATE) as (proxy, (prefill,), (decode,)):
         prefill.behave(params=PARAMS)
         body = {**ASKED, **more, "kv_transfer_params": {"of the client's": 1}}
         headers = {"Authorization": "Bearer key", "X-data-parallel-rank": "1", "Connection": "close, X-Hop"}
@@ -73,8 +67,8 @@ def test_a_request_goes_to_prefill_for_one_token_and_to_decode_with_what_that_an
         assert "X-Hop" not in seen["headers"]
 
 
-def test_without_parameters_decode_gets_the_bytes_of_the_client(proxied: Any) -> None:
-    with proxied.setup(1, 1, LATE) as (proxy, _, (decode,)):
+def test_without_parameters_decode_gets_the_bytes_of_the_client():
+    with setup(1, 1, LATE) as (proxy, _, (decode,)):
         raw = b'{ "stream":false, "seed": 12345678901234567890123, "max_tokens" :2}'
         assert proxy.ask(raw)[0] == 200
         assert decode.seen[0]["raw"].encode() == raw
@@ -85,12 +79,10 @@ def test_without_parameters_decode_gets_the_bytes_of_the_client(proxied: Any) ->
         assert proxy.ask(path="/v1/models") == (200, {"data": [{"id": "demo"}]})
 
 
-def test_a_stream_arrives_piece_by_piece_and_in_order(proxied: Any) -> None:
-    with proxied.setup(1, 1, LATE) as (proxy, _, (decode,)):
+def test_a_stream_arrives_piece_by_piece_and_in_order():
+    with setup(1, 1, LATE) as (proxy, _, (decode,)):
         decode.behave(holds=True, pieces=4)
-        with contextlib.closing(
-            proxy.open("POST", "/v1/completions", json.dumps(ASKED | {"stream": True}).encode())
-        ) as asked:
+        with stream(proxy) as asked:
             answer = asked.getresponse()
             assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
             for number in range(4):  # the next one is not sent before this one has come
@@ -99,16 +91,14 @@ def test_a_stream_arrives_piece_by_piece_and_in_order(proxied: Any) -> None:
             assert answer.read() == b""
 
 
-def test_requests_are_spread_over_all_servers(proxied: Any) -> None:
-    with proxied.setup(2, 2, LATE) as (proxy, prefill, decode):
+def test_requests_are_spread_over_all_servers():
+    with setup(2, 2, LATE) as (proxy, prefill, decode):
         for _ in range(6):
             assert proxy.ask(ASKED)[0] == 200
         assert [len(standin.seen) for standin in prefill + decode] == [3, 3, 3, 3]
         # One that is busy gets less.
         decode[0].behave(holds=True)
-        with contextlib.closing(
-            proxy.open("POST", "/v1/completions", json.dumps(ASKED | {"stream": True}).encode())
-        ) as asked:
+        with stream(proxy) as asked:
             answer = asked.getresponse()
             answer.readline()
             busy = [len(standin.seen) for standin in decode].index(4)
@@ -117,7 +107,7 @@ def test_requests_are_spread_over_all_servers(proxied: Any) -> None:
             assert [len(decode[busy].seen), len(decode[1 - busy].seen)] == [4, 5]
             for _ in range(2):
                 decode[busy].go_on()
-            pieces(answer)
+            answer.read()
         status = proxy.status
     assert status["requests"] == {"served": 9, "failed": 0, "aborted": 0, "refused": 0}
     assert status["prefills_skipped"] == {}
@@ -128,30 +118,29 @@ def test_requests_are_spread_over_all_servers(proxied: Any) -> None:
 # -- clients that go ---------------------------------------------------------------------------------
 
 
-def test_a_client_that_hangs_up_ends_the_request_at_decode(proxied: Any) -> None:
-    with proxied.setup(1, 1, LATE) as (proxy, _, (decode,)):
+def test_a_client_that_hangs_up_ends_the_request_at_decode():
+    with setup(1, 1, LATE) as (proxy, _, (decode,)):
         decode.behave(holds=True, pieces=1000)
-        asked = proxy.open("POST", "/v1/completions", json.dumps(ASKED | {"stream": True}).encode())
-        asked.getresponse().readline()
-        asked.close()
-        proxied.until(lambda: proxy.status["decode"][0]["outstanding"] == 0, "the request has ended")
+        with stream(proxy) as asked:
+            asked.getresponse().readline()
+        until(lambda: proxy.status["decode"][0]["outstanding"] == 0, WAIT_S, "the request has ended")
 
         def ended() -> bool:
             decode.go_on()
             return bool(decode.seen[0]["aborted"])
 
-        proxied.until(ended, "decode's connection is closed")
+        until(ended, WAIT_S, "decode's connection is closed")
         assert proxy.status["requests"]["aborted"] == 1
         assert "Traceback" not in proxy.log
 
 
-def test_a_client_that_hangs_up_during_prefill_is_not_decoded(proxied: Any) -> None:
-    with proxied.setup(1, 1, LATE) as (proxy, (prefill,), (decode,)):
+def test_a_client_that_hangs_up_during_prefill_is_not_decoded():
+    with setup(1, 1, LATE) as (proxy, (prefill,), (decode,)):
         prefill.behave(delay_s=1.0)
         asked = proxy.open("POST", "/v1/completions", json.dumps(ASKED).encode())
-        proxied.until(lambda: prefill.seen, "prefill has the request")
+        until(lambda: prefill.seen, WAIT_S, "prefill has the request")
         asked.close()
-        proxied.until(lambda: proxy.status["requests"]["aborted"], "the proxy has seen it")
+        until(lambda: proxy.status["requests"]["aborted"], WAIT_S, "the proxy has seen it")
         assert proxy.ask(ASKED | {"max_tokens": 7})[0] == 200
         assert [json.loads(seen["raw"])["max_tokens"] for seen in decode.seen] == [7]
 
@@ -174,9 +163,9 @@ FAILURES: dict[str, tuple[Callable[[Any], None], dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_a_prefill_that_fails_is_left_out_and_counted(kind: str, proxied: Any) -> None:
+def test_a_prefill_that_fails_is_left_out_and_counted(kind):
     fail, options, reason = FAILURES[kind]
-    with proxied.setup(1, 1, options) as (proxy, (prefill,), (decode,)):
+    with setup(1, 1, options) as (proxy, (prefill,), (decode,)):
         prefill.behave(params=PARAMS)
         fail(prefill)
         status, _ = proxy.ask(ASKED)
@@ -189,8 +178,8 @@ def test_a_prefill_that_fails_is_left_out_and_counted(kind: str, proxied: Any) -
         assert prefill.url in proxy.log
 
 
-def test_the_next_prefill_server_is_asked_if_one_is_gone(proxied: Any) -> None:
-    with proxied.setup(2, 1, LATE) as (proxy, prefill, (decode,)):
+def test_the_next_prefill_server_is_asked_if_one_is_gone():
+    with setup(2, 1, LATE) as (proxy, prefill, (decode,)):
         prefill[1].behave(params=PARAMS)
         prefill[0].peer.kill()
         assert proxy.ask(ASKED)[0] == 200
@@ -203,12 +192,12 @@ def test_the_next_prefill_server_is_asked_if_one_is_gone(proxied: Any) -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["killed", "stopped"])
-def test_a_decode_server_that_is_down_is_passed_over(is_stopped: bool, proxied: Any) -> None:
-    with proxied.setup(1, 2, QUICK if is_stopped else LATE) as (proxy, _, decode):
+def test_a_decode_server_that_is_down_is_passed_over(is_stopped):
+    with setup(1, 2, QUICK if is_stopped else LATE) as (proxy, _, decode):
         decode[0].behave(delay_s=3600)
         if is_stopped:  # with a request that waits there, and nothing has been answered
             asked = proxy.open("POST", "/v1/completions", json.dumps(ASKED).encode())
-            proxied.until(lambda: decode[0].seen, "the first server has it")
+            until(lambda: decode[0].seen, WAIT_S, "the first server has it")
             decode[0].peer.stop()
             with contextlib.closing(asked):
                 assert json.loads(asked.getresponse().read())["who"] == decode[1].peer.pid
@@ -222,12 +211,11 @@ def test_a_decode_server_that_is_down_is_passed_over(is_stopped: bool, proxied: 
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["killed", "stopped"])
-def test_a_stream_that_breaks_off_has_an_error_and_no_end(is_stopped: bool, proxied: Any) -> None:
-    with proxied.setup(1, 2, QUICK) as (proxy, _, decode):
+def test_a_stream_that_breaks_off_has_an_error_and_no_end(is_stopped):
+    with setup(1, 2, QUICK) as (proxy, _, decode):
         for standin in decode:
             standin.behave(holds=True)
-        asked = proxy.open("POST", "/v1/completions", json.dumps(ASKED | {"stream": True}).encode())
-        with contextlib.closing(asked):
+        with stream(proxy) as asked:
             answer = asked.getresponse()
             assert answer.readline() + answer.readline() == b"data: 0\n\n"
             (one,) = [standin for standin in decode if standin.seen]
@@ -241,8 +229,8 @@ def test_a_stream_that_breaks_off_has_an_error_and_no_end(is_stopped: bool, prox
         assert "Traceback" not in proxy.log
 
 
-def test_without_a_decode_server_the_answer_says_so(proxied: Any) -> None:
-    with proxied.setup(1, 1, LATE) as (proxy, _, (decode,)):
+def test_without_a_decode_server_the_answer_says_so():
+    with setup(1, 1, LATE) as (proxy, _, (decode,)):
         assert proxy.ask(path="/health") == (200, {"status": "ok"})
         decode.peer.kill()
         status, said = proxy.ask(ASKED)
@@ -264,17 +252,17 @@ OUT: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
 
 
 @pytest.mark.parametrize("how", OUT)
-def test_checks_take_servers_out_and_in_again(how: str, proxied: Any) -> None:
+def test_checks_take_servers_out_and_in_again(how):
     take_out, take_in = OUT[how]
-    with proxied.setup(1, 1, QUICK) as (proxy, (prefill,), (decode,)):
+    with setup(1, 1, QUICK) as (proxy, (prefill,), (decode,)):
         for server in (prefill, decode):
             take_out(server)
-            proxied.until(lambda server=server: not proxy.is_up(server), "it is out")
+            until(lambda server=server: not proxy.is_up(server), WAIT_S, "it is out")
         assert proxy.ask(ASKED)[0] == 503
         assert all(each["problem"] for role in ("prefill", "decode") for each in proxy.status[role])
         for server in (prefill, decode):
             take_in(server)
-            proxied.until(lambda server=server: proxy.is_up(server), "it is in again")
+            until(lambda server=server: proxy.is_up(server), WAIT_S, "it is in again")
         assert proxy.ask(ASKED)[0] == 200
         assert len(prefill.seen) == 1
         assert proxy.status["prefills_skipped"] == {"no server is up": 1}
@@ -299,8 +287,8 @@ def test_checks_take_servers_out_and_in_again(how: str, proxied: Any) -> None:
     ],
     ids=["no JSON", "no text", "a deep list", "deep", "a list", "large"],
 )
-def test_a_wrong_body_is_refused(body: bytes, status: int, words: str, proxied: Any) -> None:
-    with proxied.setup(1, 1, LATE | {"max-body-mib": "0.125"}) as (proxy, (prefill,), (decode,)):
+def test_a_wrong_body_is_refused(body, status, words):
+    with setup(1, 1, LATE | {"max-body-mib": "0.125"}) as (proxy, (prefill,), (decode,)):
         code, said = proxy.ask(body)
         assert code == status
         assert said["error"]["code"] == status
@@ -310,10 +298,10 @@ def test_a_wrong_body_is_refused(body: bytes, status: int, words: str, proxied: 
         assert proxy.ask(ASKED)[0] == 200
 
 
-def test_a_body_of_ten_million_values_takes_a_few_times_its_bytes(proxied: Any) -> None:
+def test_a_body_of_ten_million_values_takes_a_few_times_its_bytes():
     """Made by Python, the values took 900 MB, and a minute in which nothing else was answered."""
     body = b'{"prompt": [' + b"[]," * 10_000_000 + b"[]]}"
-    with proxied.setup(1, 1, LATE) as (proxy, (prefill,), (decode,)):
+    with setup(1, 1, LATE) as (proxy, (prefill,), (decode,)):
         prefill.peer.close()  # both would make the values
         decode.peer.close()
         before = proxy.most_memory
@@ -338,9 +326,7 @@ GOOD = ["--prefill", "http://127.0.0.1:8100", "--decode", "http://[::1]:8200/"]
         ([*GOOD, "--prefill-timeout-s", "nan"], "'nan' was given; expected is a number above 0"),
     ],
 )
-def test_a_wrong_command_line_is_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_refused(arguments, words, capsys):
     from kvplug_vllm.proxy.__main__ import main
 
     with pytest.raises(SystemExit) as e:
@@ -349,7 +335,7 @@ def test_a_wrong_command_line_is_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_an_error() -> None:
+def test_a_port_that_is_taken_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "kvplug_vllm.proxy", *GOOD, "--port", str(port)]

@@ -53,7 +53,7 @@ def module_like(*, lacks: str = "") -> Any:
     )
 
 
-def test_the_adapter_has_the_signatures_of_0_33() -> None:
+def test_the_adapter_has_the_signatures_of_0_33():
     base.require(module_like(), "0.33.0")
     assert base.unknown_names(module_like().KVConnectorBase_V1) == []
     for name, parameters in NEWEST.items():
@@ -62,7 +62,7 @@ def test_the_adapter_has_the_signatures_of_0_33() -> None:
             assert parameters_of(getattr(KvplugConnector, name)) == parameters, name
 
 
-def test_the_adapter_has_the_signatures_of_the_installed_release() -> None:
+def test_the_adapter_has_the_signatures_of_the_installed_release():
     theirs = vllm_base.KVConnectorBase_V1
     for name, ours in vars(KvplugConnector).items():
         if not name.startswith("_") and name in vars(theirs) and not isinstance(ours, property):
@@ -72,7 +72,7 @@ def test_the_adapter_has_the_signatures_of_the_installed_release() -> None:
 @pytest.mark.parametrize(
     "name", ["bind_gpu_block_pool", "requires_kv_delivery", "on_new_request", "KVConnectorWorkerMetadata"]
 )
-def test_a_release_that_lacks_what_the_adapter_needs_is_refused_with_what_was_found(name: str) -> None:
+def test_a_release_that_lacks_what_the_adapter_needs_is_refused_with_what_was_found(name):
     with pytest.raises(UnsupportedError) as e:
         base.require(module_like(lacks=name), "0.18.1")
     text = str(e.value)
@@ -81,22 +81,18 @@ def test_a_release_that_lacks_what_the_adapter_needs_is_refused_with_what_was_fo
     assert "tested with vLLM 0.27.1, 0.28.0," in text and "install one of them" in text
 
 
-def test_a_release_with_another_constructor_is_refused() -> None:
-    module = module_like()
-
+def test_a_release_with_another_base_class_or_none_is_refused():
     def init(self: Any, vllm_config: Any, role: Any) -> None: ...
 
+    module = module_like()
     module.KVConnectorBase_V1.__init__ = init
     with pytest.raises(UnsupportedError, match=r"but \(vllm_config, role\)"):
         base.require(module, "0.20.0")
-
-
-def test_a_release_without_a_base_class_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="it has no KVConnectorBase_V1"):
         base.require(SimpleNamespace(), "0.8.0")
 
 
-def test_a_release_that_requires_more_is_refused_and_names_it() -> None:
+def test_a_release_that_requires_more_is_refused_and_names_it():
     with pytest.raises(UnsupportedError, match=rf"vLLM {vllm.__version__} requires renew, shrink"):
         base.require_implemented(type("Connector", (), {"__abstractmethods__": {"shrink", "renew"}}))
     base.require_implemented(KvplugConnector)
@@ -105,35 +101,19 @@ def test_a_release_that_requires_more_is_refused_and_names_it() -> None:
 # -- memory order, where vLLM does not declare it -----------------------------------------------------
 
 
-@pytest.fixture
-def undeclared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_layout_is_declared_the_adapter_requires_the_order_that_it_assumes(monkeypatch):
     monkeypatch.setattr(cache, "declares_layout", lambda: False)
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
-
-
-@pytest.mark.parametrize(
-    ("axes", "name", "order"),
-    [(None, "HND", "BHTD"), ("BHTKD", "HND", "BHTD"), ("BTHKD", "NHD", "BTHD")],
-)
-@pytest.mark.usefixtures("undeclared")
-def test_the_adapter_requires_the_order_that_it_assumes(axes: str | None, name: str, order: str) -> None:
-    assert cache.layout_to_require(axes) == name
-    assert cache.order_of(SimpleNamespace(), lambda: axes) == order
-
-
-@pytest.mark.usefixtures("undeclared")
-def test_the_variable_overrides_the_order_as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
-    assert cache.order_of(SimpleNamespace(), lambda: None) == "BTHD"
-
-
-@pytest.mark.usefixtures("undeclared")
-def test_a_layout_that_older_releases_lack_is_refused() -> None:
+    for axes, name, order in ((None, "HND", "BHTD"), ("BHTKD", "HND", "BHTD"), ("BTHKD", "NHD", "BTHD")):
+        assert cache.layout_to_require(axes) == name
+        assert cache.order_of(SimpleNamespace(), lambda axes=axes: axes) == order
     with pytest.raises(ConfigError, match=r"'HBTKD', and vLLM has BHTKD, BTHKD"):
         cache.layout_to_require("HBTKD")
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
+    assert cache.order_of(SimpleNamespace(), lambda: None) == "BTHD", "the variable counts, as in vLLM"
 
 
-def test_all_groups_are_moved_where_vllm_names_none() -> None:
+def test_all_groups_are_moved_where_vllm_names_none():
     assert cache.groups_of(SimpleNamespace(kv_cache_groups=["a", "b"])) == ["a", "b"]
     assert cache.groups_of(SimpleNamespace(kv_cache_groups=["a", "b"], transfer_groups=["a"])) == ["a"]
 
@@ -186,7 +166,7 @@ class Scheduled:
         )
 
 
-def test_tables_that_vllm_does_not_offer_are_kept() -> None:
+def test_tables_that_vllm_does_not_offer_are_kept():
     scheduled, kept = Scheduled(), tables.KeptTables()
     for number in range(300):
         plan = scheduled.step(number)
@@ -199,7 +179,7 @@ def test_tables_that_vllm_does_not_offer_are_kept() -> None:
     assert set(kept._tables) == set(scheduled.tables), "and those of requests that ended are forgotten"
 
 
-def test_a_name_that_ends_and_comes_again_in_one_step_is_another_request() -> None:
+def test_a_name_that_ends_and_comes_again_in_one_step_is_another_request():
     kept = tables.KeptTables()
     nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
     for block in (1, 2):
@@ -213,7 +193,7 @@ def test_a_name_that_ends_and_comes_again_in_one_step_is_another_request() -> No
         assert kept.of(plan)("a") == ((block,),)
 
 
-def test_tables_that_vllm_offers_are_read() -> None:
+def test_tables_that_vllm_offers_are_read():
     state = SimpleNamespace(get_block_ids={"a": ([1, 2], [3])}.get)
     lookup = tables.offered_by_method(SimpleNamespace(kv_connector_block_state=state))
     assert lookup("a") == ((1, 2), (3,))
@@ -224,7 +204,7 @@ def test_tables_that_vllm_offers_are_read() -> None:
 # -- events -------------------------------------------------------------------------------------------
 
 
-def test_an_owner_that_vllms_events_cannot_name_is_logged_once(caplog: Any) -> None:
+def test_an_owner_that_vllms_events_cannot_name_is_logged_once(caplog):
     def without(**fields: Any) -> Any:
         return fields
 

@@ -46,11 +46,7 @@ def media(identifier: str, offset: int) -> Any:
     )
 
 
-def test_a_request_of_tokens_has_no_extra() -> None:
-    assert extra_of(request_of()) == b""
-
-
-def test_whatever_decides_the_kv_makes_another_extra() -> None:
+def test_whatever_decides_the_kv_makes_another_extra():
     embeds = torch.arange(12, dtype=torch.float32).view(3, 4)
     different = [
         request_of(),
@@ -68,12 +64,13 @@ def test_whatever_decides_the_kv_makes_another_extra() -> None:
         request_of(prompt_embeds=embeds, prompt_is_token_ids=[False, False, True]),
     ]
     extras = [extra_of(request) for request in different]
+    assert extras[0] == b""
     for (one, ours), (other, theirs) in itertools.combinations(enumerate(extras), 2):
         assert ours != theirs, (one, other)
     assert extras == [extra_of(request) for request in different]
 
 
-def test_a_request_is_translated_anew_when_it_has_grown_or_lost_its_blocks() -> None:
+def test_a_request_is_translated_anew_when_it_has_grown_or_lost_its_blocks():
     requests, theirs = Requests(), request_of()
     first = requests[theirs]
     assert (first.token_ids, first.num_prompt_tokens, first.generation) == ((5, 6, 7), 3, 0)
@@ -87,31 +84,33 @@ def test_a_request_is_translated_anew_when_it_has_grown_or_lost_its_blocks() -> 
     assert requests[theirs] is not grown
 
 
-def adapter_in(folder: Path, weight: float = 1.0, alpha: int = 16) -> LoRARequest:
+def adapter_in(folder: Path, weight: float = 1.0) -> LoRARequest:
     folder.mkdir(exist_ok=True)
     save_file({"lora_A": torch.full((4, 4), weight)}, folder / "adapter_model.safetensors")
-    config = {"r": 4, "lora_alpha": alpha, "base_model_name_or_path": str(folder)}
+    config = {"r": 4, "lora_alpha": 16, "base_model_name_or_path": str(folder)}
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return LoRARequest("mine", 1, str(folder))
 
 
-def test_an_adapter_is_known_by_its_weights_beside_its_name(tmp_path: Path) -> None:
+def test_an_adapter_is_known_by_its_weights_beside_its_name(tmp_path):
     """Two servers can have two adapters of one name, or one of them the last version of it."""
-    one, copy = adapter_in(tmp_path / "one"), adapter_in(tmp_path / "copy")
-    extra = extra_of(request_of(lora_request=one))
-    assert extra == extra_of(request_of(lora_request=copy)), "wherever it is kept"
-    others = [adapter_in(tmp_path / "other", weight=2.0), adapter_in(tmp_path / "scaled", alpha=32)]
+
+    def extra(adapter: LoRARequest) -> bytes:
+        return extra_of(request_of(lora_request=adapter))
+
+    one = adapter_in(tmp_path / "one")
+    before = extra(one)
+    assert before == extra(adapter_in(tmp_path / "copy")), "wherever it is kept"
     (tmp_path / "other format").mkdir()
-    others.append(LoRARequest("mine", 1, str(tmp_path / "other format")))
-    extras = [extra_of(request_of(lora_request=other)) for other in others]
-    assert len({extra, *extras}) == 4
+    others = [adapter_in(tmp_path / "other", 2.0), LoRARequest("mine", 1, str(tmp_path / "other format"))]
+    assert len({before, *map(extra, others)}) == 3
     later = time.time_ns() + 10**9
-    adapter_in(tmp_path / "one", weight=3.0)
+    adapter_in(tmp_path / "one", 3.0)
     os.utime(tmp_path / "one" / "adapter_model.safetensors", ns=(later, later))
-    assert extra_of(request_of(lora_request=one)) != extra, "loaded again, in place"
+    assert extra(one) != before, "loaded again, in place"
 
 
-def test_a_session_has_the_media_of_every_turn() -> None:
+def test_a_session_has_the_media_of_every_turn():
     """vLLM extends a streaming session's request in place: its prompt, and the pictures in it."""
     sessions = [request_of(mm_features=[media("cat", 0)], resumable=True) for _ in range(2)]
     requests = [Requests() for _ in sessions]
@@ -136,7 +135,7 @@ def test_a_session_has_the_media_of_every_turn() -> None:
     assert one.extra == extra_of(sessions[0])
 
 
-def test_parameters_of_the_client_are_handed_on() -> None:
+def test_parameters_of_the_client_are_handed_on():
     params = {"do_remote_prefill": True}
     sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
     assert Requests()[request_of(sampling_params=sampling)].params == params
@@ -153,7 +152,7 @@ def test_parameters_of_the_client_are_handed_on() -> None:
         (RequestStatus.FINISHED_ERROR, RequestEnd.FAILED),
     ],
 )
-def test_how_a_request_ended(status: Any, end: RequestEnd) -> None:
+def test_how_a_request_ended(status, end):
     request = request_of()
     request.status = status
     assert end_of(request) is end

@@ -9,55 +9,45 @@ from __future__ import annotations
 
 import itertools
 import signal
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from typing import Any
 
 import pytest
+
+from kvplug_testing.waits import until
+from vllm_engines import transfer_config
+from vllm_servers import Server, new_salt
 
 pytestmark = pytest.mark.timeout(900)
 
 WAIT_S = 120.0
 """For what takes a second, unless the machine is busy."""
-START_S = 300.0
-DEATHS = [signal.SIGTERM, signal.SIGKILL]
+ROLES = ("producer", "consumer")
 
 
 class Pair:
     """A producer's and a consumer's API server that meet on one port."""
 
-    def __init__(self, start: Callable[[str], Any], meeting: int) -> None:
+    def __init__(self, start: Callable[[str], Server], meeting: int) -> None:
         self.meeting = meeting
-        self._start = start
-        self._servers = {role: start(role) for role in ("producer", "consumer")}
+        self.start = start
+        self.servers = {role: start(role) for role in ROLES}
 
-    def __getitem__(self, role: str) -> Any:
-        self._servers[role].wait_until_ready()
-        return self._servers[role]
-
-    def replace(self, role: str) -> None:
-        self._servers[role] = self._start(role)
+    def __getitem__(self, role: str) -> Server:
+        self.servers[role].wait_until_ready()
+        return self.servers[role]
 
 
 @pytest.fixture(scope="module")
-def pair(model: str, servers: Any, config_for: Any, free_port: Any) -> Iterator[Pair]:
+def pair(model: str, free_port) -> Iterator[Pair]:
     meeting = free_port()
     with ExitStack() as stack:
 
-        def start(role: str) -> Any:
-            config = config_for(f"kv_{role}", meeting, kv_load_failure_policy="recompute")
-            return stack.enter_context(servers.Server(model, config, free_port(), START_S))
+        def start(role: str) -> Server:
+            config = transfer_config(f"kv_{role}", meeting, kv_load_failure_policy="recompute")
+            return stack.enter_context(Server(model, config, free_port()))
 
         yield Pair(start, meeting)
-
-
-def until(holds: Callable[[], Any], what: str, instead: Callable[[], Any] = lambda: "") -> None:
-    limit = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < limit, f"it did not come to this: {what} {instead()}"
-        time.sleep(0.1)
 
 
 def loads(pair: Pair, prompt: list[int], tokens: tuple[int, ...]) -> None:
@@ -65,12 +55,12 @@ def loads(pair: Pair, prompt: list[int], tokens: tuple[int, ...]) -> None:
     before = pair["consumer"].transfers("load")
 
     def loaded() -> bool:
-        salt = uuid.uuid4().hex  # or the consumer would have it itself
-        assert pair["producer"].complete(prompt, max_tokens=1, salt=salt) == tokens[:1]
-        assert pair["consumer"].complete(prompt, salt=salt) == tokens
+        salt = new_salt()  # or the consumer would have it itself
+        assert pair["producer"].complete(prompt, max_tokens=1, salt=salt).tokens == tokens[:1]
+        assert pair["consumer"].complete(prompt, salt=salt).tokens == tokens
         return bool(pair["consumer"].transfers("load") > before)
 
-    until(loaded, "the consumer loads what the producer has saved")
+    until(loaded, WAIT_S, "a load of what the producer has saved")
 
 
 def dies(pair: Pair, role: str, how: signal.Signals, prompt: list[int], tokens: tuple[int, ...]) -> None:
@@ -84,43 +74,29 @@ def dies(pair: Pair, role: str, how: signal.Signals, prompt: list[int], tokens: 
         assert sum(itertools.islice(answer, 2), ()) == tokens[:2]
         server.send_signal(how)
         if how is signal.SIGKILL:
-            until(lambda: not server.runs, "it is killed")
+            until(lambda: not server.runs, WAIT_S, "its death")
         else:
-            until(lambda: len(held.left()) <= 2, "only the front end and its helper are left:", held.left)
+            until(lambda: len(held.left()) <= 2, WAIT_S, "the end of all but the front end and its helper")
     if how is signal.SIGKILL:
         server.reap()
-    until(lambda: not server.runs, "it has ended")
-    until(lambda: not held.left(), "nothing is left:", held.left)
-    pair.replace(role)
+    until(lambda: not server.runs, WAIT_S, "its end")
+    until(lambda: not held.left(), WAIT_S, "the end of what it held")
+    pair.servers[role] = pair.start(role)
 
 
-@pytest.mark.parametrize("how", DEATHS, ids=lambda number: number.name)
-def test_a_consumer_serves_on_without_its_producer_and_finds_the_next_one(
-    how: signal.Signals, pair: Pair, prompts: Any, alone: Any
-) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("role", ROLES)
+def test_a_server_serves_on_without_its_peer_and_finds_the_next_one(role, how, pair, prompts, alone):
+    other = "consumer" if role == "producer" else "producer"
     loads(pair, prompts[300], alone[300])
-    pair["producer"].complete(prompts[700], max_tokens=1, salt="stored, and never loaded")
-    with closing(pair["consumer"].stream(prompts[100], max_tokens=200)) as answer:
+    never_loaded = new_salt()
+    pair["producer"].complete(prompts[700], max_tokens=1, salt=never_loaded)
+    with closing(pair[other].stream(prompts[100], max_tokens=200)) as answer:
         tokens = next(answer)
-        dies(pair, "producer", how, prompts[300], alone[300])
+        dies(pair, role, how, prompts[300], alone[300])
         tokens += sum(answer, ())
     assert len(tokens) == 200
     assert tokens[:16] == alone[100]
-    assert pair["consumer"].complete(prompts[700], salt="stored, and never loaded") == alone[700]
-    assert pair["consumer"].complete(prompts[300], salt=uuid.uuid4().hex) == alone[300]
-    loads(pair, prompts[300], alone[300])
-
-
-@pytest.mark.parametrize("how", DEATHS, ids=lambda number: number.name)
-def test_a_producer_serves_on_without_its_consumer_and_serves_the_next_one(
-    how: signal.Signals, pair: Pair, prompts: Any, alone: Any
-) -> None:
-    loads(pair, prompts[300], alone[300])
-    with closing(pair["producer"].stream(prompts[100], max_tokens=200)) as answer:
-        tokens = next(answer)
-        dies(pair, "consumer", how, prompts[300], alone[300])
-        tokens += sum(answer, ())
-    assert len(tokens) == 200
-    assert tokens[:16] == alone[100]
-    assert pair["producer"].complete(prompts[700], salt=uuid.uuid4().hex) == alone[700]
+    assert pair[other].complete(prompts[700], salt=never_loaded).tokens == alone[700]
+    assert pair[other].complete(prompts[300], salt=new_salt()).tokens == alone[300]
     loads(pair, prompts[300], alone[300])

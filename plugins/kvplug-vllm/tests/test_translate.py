@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import ConfigError, UnsupportedError
+from kvplug import Config, ConfigError, UnsupportedError
 from kvplug.engine import KVLayout, LayoutError
 
 with warnings.catch_warnings():
@@ -111,7 +111,7 @@ def transfer(**more: Any) -> KVTransferConfig:
 # -- the configuration ------------------------------------------------------------------------------
 
 
-def test_the_extra_config_is_kvplugs_own() -> None:
+def test_the_extra_config_is_kvplugs_own():
     extra = {"connector": "lookup", "transport": "cpu", "host": "127.0.0.1", "port": 29555}
     config = config_of(vllm_config(transfer=transfer(**extra, buffer_size="1 GiB")))
     assert (config.connector, config.transport, config.role) == ("lookup", "cpu", "producer")
@@ -119,46 +119,30 @@ def test_the_extra_config_is_kvplugs_own() -> None:
     assert config.failure_policy == "fail", "vLLM's default, which vLLM applies"
 
 
-def test_every_fault_of_the_extra_config_is_told_at_once() -> None:
+def test_every_fault_of_the_extra_config_is_reported_at_once():
+    given = {"conector": "lookup", "port": "many", "failure_policy": "recompute"}
     with pytest.raises(ConfigError) as e:
-        config_of(vllm_config(transfer=transfer(conector="lookup", port="many")))
-    assert len(e.value.faults) == 2
-    assert "conector" in str(e.value)
+        config_of(vllm_config(transfer=transfer(**given)))
+    assert len(e.value.faults) == 3
     assert "did you mean 'connector'" in str(e.value)
+    assert re.search(r"failure_policy: .* by kv_load_failure_policy beside it", str(e.value))
 
 
-def test_a_failure_policy_of_kvplugs_own_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"failure_policy: .* by kv_load_failure_policy beside it"):
-        config_of(vllm_config(transfer=transfer(failure_policy="recompute")))
-
-
-def test_each_data_parallel_rank_takes_ports_of_its_own() -> None:
-    parallel = {"data_parallel_index": 3, "world_size": 2}
-    config = config_of(vllm_config(transfer=transfer(port=5000), parallel=parallel))
-    assert (config.port, config.port_offset) == (5000, 6)
-    assert config.control_address(1) == "127.0.0.1:5007"
-
-
-@pytest.mark.parametrize(("num_producers", "num_consumers"), [(3, 1), (1, 2), (2, 2)])
-def test_each_rank_of_a_consumer_looks_for_every_rank_of_a_producer(
-    num_producers: int, num_consumers: int
-) -> None:
-    """Whatever their numbers: what each producer's rank listens at, each consumer's rank has as a peer."""
-    listening = [
-        config_of(
-            vllm_config(transfer=transfer(port=5000), parallel={"data_parallel_index": rank, "world_size": 2})
-        ).control_address()
-        for rank in range(num_producers)
-    ]
-    assert listening == [f"127.0.0.1:{5000 + 2 * rank}" for rank in range(num_producers)]
-    for rank in range(num_consumers):
+def test_each_data_parallel_rank_takes_ports_of_its_own_which_consumers_name_as_peers():
+    def config(rank: int, **extra: Any) -> Config:
         parallel = {"data_parallel_index": rank, "world_size": 2}
-        consumer = config_of(vllm_config(transfer=transfer(peers=listening), parallel=parallel))
-        assert consumer.peer_addresses == tuple(listening)
+        return config_of(vllm_config(transfer=transfer(**extra), parallel=parallel))
+
+    producers = [config(rank, port=5000) for rank in range(3)]
+    assert producers[2].control_address(1) == "127.0.0.1:5005"
+    addresses = [producer.control_address() for producer in producers]
+    assert addresses == ["127.0.0.1:5000", "127.0.0.1:5002", "127.0.0.1:5004"]
+    for rank in (0, 3):
+        assert config(rank, peers=addresses).peer_addresses == tuple(addresses)
 
 
 @pytest.mark.parametrize(
-    ("role", "peers", "rank", "said"),
+    ("role", "peers", "rank", "line"),
     [
         ("kv_consumer", [], 0, ""),
         ("kv_consumer", [], 2, 'WARNING data-parallel rank 2 has no "peers" .* at 127.0.0.1:5002; name'),
@@ -167,30 +151,31 @@ def test_each_rank_of_a_consumer_looks_for_every_rank_of_a_producer(
         ("kv_producer", [], 2, "INFO data-parallel rank 2 listens at 127.0.0.1:5002; consumers name"),
     ],
 )
-def test_a_data_parallel_rank_says_where_it_is_or_that_it_sees_one_rank_only(
-    role: str, peers: list[str], rank: int, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = KVTransferConfig(
-        kv_connector="KvplugConnector",
-        kv_role=role,
-        kv_connector_extra_config={"host": "127.0.0.1", "port": 5000, "peers": peers},
-    )
+def test_a_data_parallel_rank_logs_where_it_is_or_that_it_looks_for_one_rank_only(
+    role, peers, rank, line, caplog
+):
+    given = transfer(host="127.0.0.1", port=5000, peers=peers)
+    given.kv_role = role
     config = config_of(vllm_config(transfer=given, parallel={"data_parallel_index": rank}))
     caplog.set_level("INFO", "kvplug_vllm")
     log_address_of(rank, config)
     lines = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
-    assert len(lines) == bool(said)
-    assert re.match(said, "".join(lines))
+    assert len(lines) == bool(line)
+    assert re.match(line, "".join(lines))
 
 
 @pytest.mark.parametrize(
     ("batches", "second_runner", "wanted"), [(1, False, True), (2, False, False), (1, True, False)]
 )
-def test_vllm_goes_back_only_step_by_step_and_with_its_first_runner(
-    batches: int, second_runner: bool, wanted: bool
-) -> None:
+def test_vllm_rewinds_only_step_by_step_and_with_its_first_runner(batches, second_runner, wanted):
     config = SimpleNamespace(max_concurrent_batches=batches, use_v2_model_runner=second_runner)
-    assert can_rewind(config) is wanted  # type: ignore[arg-type]
+    assert can_rewind(config) is wanted
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+def test_vllm_replays_whole_steps_with_full_graphs_only(mode):
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    assert replays_steps(config) is ("FULL" in mode.name)
 
 
 # -- cache and layout ---------------------------------------------------------------------------------
@@ -208,14 +193,14 @@ def test_vllm_goes_back_only_step_by_step_and_with_its_first_runner(
     ],
 )
 @NEEDS_LAYOUTS
-def test_the_layout_is_the_declared_one(layout: str, axes: str) -> None:
+def test_the_layout_is_the_declared_one(layout, axes):
     (group,) = cache_of(vllm_config(), cache_config(layout=layout)).groups
     assert group.layout.axes == axes
     assert group.layout.sizes == {"K": 2, "B": 7, "T": 32, "H": 3, "D": 64}
     assert group.layer_names == ("model.layers.0.attn", "model.layers.01.attn")
 
 
-def test_latent_attention_has_one_vector_per_token() -> None:
+def test_latent_attention_has_one_vector_per_token():
     (group,) = cache_of(vllm_config(), cache_config(LATENT)).groups
     assert (group.layout.axes, group.layout.sizes) == ("BTD", {"B": 7, "T": 64, "D": 576})
     model = model_of(vllm_config(), cache_config(LATENT))
@@ -223,7 +208,7 @@ def test_latent_attention_has_one_vector_per_token() -> None:
 
 
 @NEEDS_LAYOUTS
-def test_tensors_come_in_the_order_of_memory_and_their_strides_are_checked() -> None:
+def test_tensors_come_in_the_order_of_memory_and_their_strides_are_checked():
     memory = torch.arange(7 * 32 * 3 * 128, dtype=torch.float32)
     heads_inside = memory.view(7, 32, 3, 128).permute(0, 2, 1, 3)  # logical [B, H, N, C], LBNHC in memory
     layout = cache_of(vllm_config(), cache_config(layout="LBNHC")).groups[0].layout
@@ -236,48 +221,37 @@ def test_tensors_come_in_the_order_of_memory_and_their_strides_are_checked() -> 
         wrong.check(in_memory_order(heads_inside, wrong))
 
 
-def test_blocks_that_a_kernel_cuts_are_refused_with_what_to_change() -> None:
+def test_blocks_that_a_kernel_cuts_are_refused_with_what_to_change():
     layout = KVLayout("BHTKD", {"B": 7, "T": 32, "H": 3, "D": 64})
     with pytest.raises(LayoutError, match=r"14 blocks where its scheduler counts 7: .* --block-size"):
         in_memory_order(torch.zeros(14, 3, 16, 128), layout)
 
 
-def test_elsewhere_than_on_cpus_the_block_format_names_the_release_and_the_kernel() -> None:
-    class Backend:
-        @staticmethod
-        def get_name() -> str:
-            return "SOME_ATTN"
+def layer(backend: str, **more: Any) -> Any:
+    """A layer in a worker's process, with the kernel of this name."""
+    return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), **more)
 
-    layer = SimpleNamespace(get_attn_backend=lambda: Backend)
-    config = vllm_config(layers={"model.layers.0.attn": layer})
-    (group,) = cache_of(config, cache_config()).groups
-    assert group.layout.block_format == f"vllm {'.'.join(vllm.__version__.split('.')[:2])} SOME_ATTN"
+
+def block_format(spec: Any, backend: str = "CPU_ATTN") -> str:
+    layers = {"model.layers.0.attn": layer(backend)}
+    config = vllm_config(layers=layers, model={"dtype": spec.dtype})
+    (group,) = cache_of(config, cache_config(spec)).groups
+    return group.layout.block_format
+
+
+def test_elsewhere_than_on_cpus_the_block_format_names_the_release_and_the_kernel():
+    release = ".".join(vllm.__version__.split(".")[:2])
+    assert block_format(FULL, "SOME_ATTN") == f"vllm {release} SOME_ATTN"
     (group,) = cache_of(vllm_config(), cache_config()).groups
     assert group.layout.block_format == "vllm", "the scheduler's process knows no kernel"
 
 
-class CPUBackend:
-    @staticmethod
-    def get_name() -> str:
-        return "CPU_ATTN"
-
-
-def cpu_config(dtype: torch.dtype) -> Any:
-    layer = SimpleNamespace(get_attn_backend=lambda: CPUBackend)
-    return vllm_config(layers={"model.layers.0.attn": layer}, model={"dtype": dtype})
-
-
-def block_format(dtype: torch.dtype, spec: Any) -> str:
-    (group,) = cache_of(cpu_config(dtype), cache_config(spec)).groups
-    return group.layout.block_format
-
-
-def test_on_cpus_the_block_format_is_what_the_kernel_writes_whatever_the_release(monkeypatch: Any) -> None:
-    ours = block_format(torch.float32, FULL)
+def test_on_cpus_the_block_format_is_what_the_kernel_writes_whatever_the_release(monkeypatch):
+    ours = block_format(FULL)
     isa = _get_attn_isa(torch.float32, 32, 64, "auto")
     assert ours.startswith(f"vllm CPU_ATTN {isa} ")
     monkeypatch.setattr(vllm, "__version__", "9.9.9")
-    assert block_format(torch.float32, FULL) == ours
+    assert block_format(FULL) == ours
     if isa == "vec" and torch.cpu._is_avx512_supported():
         assert ours == "vllm CPU_ATTN vec c2907f93fa48591f", "of all releases from 0.27.1 to 0.32.0"
 
@@ -287,103 +261,27 @@ def test_on_cpus_the_block_format_is_what_the_kernel_writes_whatever_the_release
 
     write_before = vllm._custom_ops.cpu_attn_reshape_and_cache
     monkeypatch.setattr("vllm._custom_ops.cpu_attn_reshape_and_cache", write)
-    assert block_format(torch.float32, FULL) != ours, "a kernel with another order under the same shape"
+    assert block_format(FULL) != ours, "a kernel with another order under the same shape"
 
 
-def test_the_block_format_tells_dtypes_and_sizes_apart() -> None:
+def test_the_block_format_differs_for_other_dtypes_and_sizes():
     specs = [
-        FullAttentionSpec(block_size=tokens, num_kv_heads=3, head_size=size, dtype=dtype)
+        dataclasses.replace(FULL, block_size=tokens, head_size=size, head_size_v=size, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         for tokens in (32, 64)
         for size in (64, 128)
     ]
-    assert len({block_format(spec.dtype, spec) for spec in specs}) == len(specs)
+    assert len(set(map(block_format, specs))) == len(specs)
 
 
 @pytest.mark.parametrize(
     "where",
     ["vllm.v1.attention.backends.cpu_attn._get_attn_isa", "vllm._custom_ops.cpu_attn_reshape_and_cache"],
 )
-def test_a_release_that_says_it_elsewhere_is_refused_with_what_to_do(where: str, monkeypatch: Any) -> None:
+def test_a_release_whose_kernel_is_called_otherwise_is_refused_with_what_to_do(where, monkeypatch):
     monkeypatch.delattr(where)
     with pytest.raises(UnsupportedError, match=rf"{where.rpartition('.')[2]}.*is tested with vLLM 0.27.1, "):
-        block_format(torch.float32, FULL)
-
-
-def quantised() -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=32,
-        num_kv_heads=3,
-        head_size=64,
-        dtype=torch.uint8,
-        kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
-    )
-
-
-@pytest.mark.parametrize(
-    ("spec", "why"),
-    [
-        (
-            MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,)),
-            "MambaSpec: a recurrent state is overwritten by every token",
-        ),
-        (
-            ChunkedLocalAttentionSpec(
-                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, attention_chunk_size=64
-            ),
-            "ChunkedLocalAttentionSpec: blocks of earlier chunks are freed",
-        ),
-        (
-            dataclasses.replace(quantised(), kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD),
-            "INT8_PER_TOKEN_HEAD is not moved: its scales differ from token to token",
-        ),
-        (
-            FullAttentionSpec(
-                block_size=32, num_kv_heads=3, head_size=64, head_size_v=32, dtype=torch.float32
-            ),
-            "keys have 64 elements per head and values 32",
-        ),
-        (
-            FullAttentionSpec(
-                block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, attention_chunk_size=64
-            ),
-            "not plain keys and values",
-        ),
-    ],
-    ids=["mamba", "chunks with blocks of their own", "scales per token", "unequal", "chunks"],
-)
-def test_what_cannot_be_moved_is_refused_by_name(spec: Any, why: str) -> None:
-    with pytest.raises(UnsupportedError, match=why):
-        cache_of(vllm_config(), cache_config(spec))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("tokens_per_state", 4), ("compress_ratio", 4), ("num_head_slots", 4), ("state_content_bytes", 584)],
-)
-def test_what_a_release_calls_blocks_of_another_content_is_refused(name: str, value: int) -> None:
-    fields = FullAttentionSpec.__dataclass_fields__ | MLAAttentionSpec.__dataclass_fields__
-    if name not in fields:
-        pytest.skip(f"vLLM {vllm.__version__} has no {name}")
-    with pytest.raises(UnsupportedError, match=f"MLAAttentionSpec with {name} {value}: .*not plain keys"):
-        cache_of(vllm_config(), cache_config(dataclasses.replace(LATENT, **{name: value})))
-
-
-def test_sparse_latent_attention_is_refused_by_name() -> None:
-    sparse = SimpleNamespace(**{**vars(LATENT), "topk_buffer_width": 2048})  # a field of 0.33
-    assert extras_of(LATENT) == ""
-    assert extras_of(sparse) == "topk_buffer_width 2048"
-
-
-def test_a_cache_that_vllm_may_unmap_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="without --enable-sleep-mode"):
-        cache_of(vllm_config(model={"enable_sleep_mode": True}), cache_config())
-
-
-@NEEDS_LAYOUTS
-def test_a_cache_that_does_not_say_how_it_lies_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_cache_layout is None"):
-        cache_of(vllm_config(), cache_config(layout=None))
+        block_format(FULL)
 
 
 # -- several groups -----------------------------------------------------------------------------------
@@ -403,7 +301,7 @@ def groups_of_specs(*specs: Any, **more: Any) -> KVCacheConfig:
     return cache
 
 
-def test_layers_of_several_groups_are_named_in_the_order_of_the_model() -> None:
+def test_layers_of_several_groups_are_named_in_the_order_of_the_model():
     given = groups_of_specs(SLIDING, FULL)
     cache = cache_of(vllm_config(), given)
     assert [group.window for group in cache.groups] == [128, None]
@@ -414,108 +312,127 @@ def test_layers_of_several_groups_are_named_in_the_order_of_the_model() -> None:
     assert model_of(vllm_config(), given).window == 128
 
 
-@pytest.mark.parametrize(
-    ("other", "why"),
-    [
-        (
-            dataclasses.replace(FULL, head_size=128, head_size_v=128),
-            "blocks of the model's KV cache groups differ",
-        ),
-        (dataclasses.replace(FULL, dtype=torch.float16), "blocks of the model's KV cache groups differ"),
-        (MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,)), "MambaSpec: "),
-    ],
-    ids=["sizes", "dtypes", "mamba"],
+# -- what is refused ----------------------------------------------------------------------------------
+
+QUANTISED = dataclasses.replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+BY_TOKEN = dataclasses.replace(QUANTISED, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
+MAMBA = MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,))
+CHUNKS = ChunkedLocalAttentionSpec(
+    block_size=32, num_kv_heads=3, head_size=64, dtype=torch.float32, attention_chunk_size=64
 )
-def test_groups_that_cannot_be_moved_together_are_refused_by_name(other: Any, why: str) -> None:
+WIDE = dataclasses.replace(FULL, head_size=128, head_size_v=128)
+
+
+@pytest.mark.parametrize(
+    ("specs", "why"),
+    [
+        ([MAMBA], "MambaSpec: a recurrent state is overwritten by every token"),
+        ([CHUNKS], "ChunkedLocalAttentionSpec: blocks of earlier chunks are freed"),
+        ([BY_TOKEN], "INT8_PER_TOKEN_HEAD is not moved: its scales differ from token to token"),
+        (
+            [dataclasses.replace(FULL, head_size_v=32)],
+            "keys have 64 elements per head and values 32",
+        ),
+        ([dataclasses.replace(FULL, attention_chunk_size=64)], "not plain keys and values"),
+        ([SLIDING, WIDE], "blocks of the model's KV cache groups differ"),
+        ([SLIDING, dataclasses.replace(FULL, dtype=torch.float16)], "KV cache groups differ"),
+        ([SLIDING, MAMBA], "MambaSpec: "),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_by_name(specs, why):
     with pytest.raises(UnsupportedError, match=why):
-        cache_of(vllm_config(), groups_of_specs(SLIDING, other))
+        cache_of(vllm_config(), groups_of_specs(*specs))
 
 
-def test_drafts_beside_a_window_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens_per_state", 4), ("compress_ratio", 4), ("num_head_slots", 4), ("state_content_bytes", 584)],
+)
+def test_blocks_that_a_release_gives_another_content_are_refused(name, value):
+    if name not in MLAAttentionSpec.__dataclass_fields__:
+        pytest.skip(f"vLLM {vllm.__version__} has no {name}")
+    with pytest.raises(UnsupportedError, match=f"MLAAttentionSpec with {name} {value}: .*not plain keys"):
+        cache_of(vllm_config(), cache_config(dataclasses.replace(LATENT, **{name: value})))
+
+
+def test_sparse_latent_attention_is_refused_by_name():
+    sparse = SimpleNamespace(**{**vars(LATENT), "topk_buffer_width": 2048})  # a field of 0.33
+    assert extras_of(LATENT) == ""
+    assert extras_of(sparse) == "topk_buffer_width 2048"
+
+
+def test_settings_of_the_cache_that_cannot_be_served_are_refused():
     with pytest.raises(UnsupportedError, match=r"a draft model .* --disable-hybrid-kv-cache-manager"):
         cache_of(vllm_config(), groups_of_specs(SLIDING, FULL, is_eagle_group=True))
-
-
-# -- quantised caches ---------------------------------------------------------------------------------
-
-
-def quantised_format(k_scale: float = 1.0, v_scale: float = 1.0, cache_dtype: str = "fp8") -> tuple[str, str]:
-    """The block format and the model's quantisation, in a worker with these scales."""
-
-    class Backend:
-        @staticmethod
-        def get_name() -> str:
-            return "SOME_ATTN"
-
-    layer = SimpleNamespace(
-        get_attn_backend=lambda: Backend, _k_scale=torch.tensor(k_scale), _v_scale=torch.tensor(v_scale)
-    )
-    config = vllm_config(layers={"model.layers.0.attn": layer, "model.layers.01.attn": layer})
-    config.cache_config.cache_dtype = cache_dtype
-    cache = cache_config(quantised())
-    (group,) = cache_of(config, cache).groups
-    return group.layout.block_format, model_of(config, cache).quantisation
-
-
-def test_pages_of_other_scales_are_pages_of_another_format() -> None:
-    ours, quantisation = quantised_format()
-    assert quantisation == "fp8_e4m3"
-    assert quantised_format(cache_dtype="fp8_e4m3") == (ours, quantisation)
-    assert quantised_format(cache_dtype="fp8_e5m2") == (ours, "fp8_e5m2")
-    formats = {quantised_format(*scales)[0] for scales in [(1.0, 1.0), (0.5, 1.0), (1.0, 0.5)]}
-    assert len(formats) == 3
-    (group,) = cache_of(vllm_config(), cache_config(quantised())).groups
-    assert group.layout.block_format == "vllm", "the scheduler's process has no layers"
-    assert model_of(vllm_config(), cache_config()).quantisation == ""
-
-
-def test_scales_that_a_server_calculates_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="without --enable-sleep-mode"):
+        cache_of(vllm_config(model={"enable_sleep_mode": True}), cache_config())
     config = vllm_config()
     config.cache_config.calculate_kv_scales = True
     with pytest.raises(UnsupportedError, match="--calculate-kv-scales"):
-        cache_of(config, cache_config(quantised()))
+        cache_of(config, cache_config(QUANTISED))
     cache_of(config, cache_config())  # without a quantised cache it does nothing
 
 
-def test_layouts_that_vllm_lacks_are_refused() -> None:
+def test_layouts_that_vllm_lacks_or_does_not_declare_are_refused():
     assert layout_to_require("BTHKD") == ("LBNHC" if declares_layout() else "NHD")
     with pytest.raises(ConfigError, match="KBTHD"):
         layout_to_require("KBTHD")
+    if declares_layout():
+        with pytest.raises(ConfigError, match="kv_cache_layout is None"):
+            cache_of(vllm_config(), cache_config(layout=None))
+
+
+def test_pages_of_other_scales_are_pages_of_another_format():
+    def quantised(k_scale: float = 1.0, v_scale: float = 1.0, cache_dtype: str = "fp8") -> tuple[str, str]:
+        """The block format and the model's quantisation, in a worker with these scales."""
+        scales = {"_k_scale": torch.tensor(k_scale), "_v_scale": torch.tensor(v_scale)}
+        layers = dict.fromkeys(("model.layers.0.attn", "model.layers.01.attn"), layer("SOME_ATTN", **scales))
+        config = vllm_config(layers=layers)
+        config.cache_config.cache_dtype = cache_dtype
+        (group,) = cache_of(config, cache_config(QUANTISED)).groups
+        return group.layout.block_format, model_of(config, cache_config(QUANTISED)).quantisation
+
+    ours, quantisation = quantised()
+    assert quantisation == "fp8_e4m3"
+    assert quantised(cache_dtype="fp8_e4m3") == (ours, quantisation)
+    assert quantised(cache_dtype="fp8_e5m2") == (ours, "fp8_e5m2")
+    assert len({quantised(*scales)[0] for scales in [(1.0, 1.0), (0.5, 1.0), (1.0, 0.5)]}) == 3
+    (group,) = cache_of(vllm_config(), cache_config(QUANTISED)).groups
+    assert group.layout.block_format == "vllm", "the scheduler's process has no layers"
+    assert model_of(vllm_config(), cache_config()).quantisation == ""
 
 
 # -- model and parallelism ----------------------------------------------------------------------------
 
 
-def test_the_model_is_described_by_what_decides_its_kv() -> None:
+def test_the_model_is_described_by_what_decides_its_kv():
     model = model_of(vllm_config(), cache_config())
     assert (model.num_layers, model.num_kv_heads, model.head_size, model.dtype) == (30, 6, 64, "float32")
     assert "rope_theta" in model.rope
     assert model.window is None
-    assert model.weights == "", "of a model that is not here nothing is known"
+    assert model.weights == "", "nothing is known of a model that is not here"
+    longer = model_of(vllm_config(model={"max_model_len": 1 << 20}), cache_config())
+    assert longer == model, "the maximal length makes no difference to most models"
 
 
-def phi3(**more: Any) -> Any:
+def test_factors_that_vllm_chooses_by_its_maximal_length_make_a_difference():
+    """A "longrope" of vLLM's turns all keys by the long factors if any sequence could need them."""
     from transformers import Phi3Config
     from vllm.transformers_utils.config import patch_rope_parameters
 
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
-    config = Phi3Config(
+    phi3 = Phi3Config(
         hidden_size=256,
         num_attention_heads=4,
         max_position_embeddings=131072,
         original_max_position_embeddings=4096,
         rope_parameters={**scaling, "rope_theta": 1e4, "original_max_position_embeddings": 4096},
     )
-    patch_rope_parameters(config)
-    return {"hf_text_config": config, **more}
-
-
-def test_factors_that_vllm_chooses_by_its_maximal_length_are_told_apart() -> None:
-    """A "longrope" of vLLM's turns all keys by the long factors if any sequence could need them."""
+    patch_rope_parameters(phi3)
 
     def rope(max_model_len: int, given: int | None = None) -> str:
-        model = phi3(max_model_len=max_model_len, original_max_model_len=given or max_model_len)
-        return model_of(vllm_config(model=model), cache_config()).rope
+        lengths = {"max_model_len": max_model_len, "original_max_model_len": given or max_model_len}
+        return model_of(vllm_config(model={"hf_text_config": phi3, **lengths}), cache_config()).rope
 
     assert rope(2048) == rope(4096)
     assert rope(4097) == rope(131072)
@@ -524,15 +441,7 @@ def test_factors_that_vllm_chooses_by_its_maximal_length_are_told_apart() -> Non
     assert rope(4096)[:60] != rope(4097)[:60], "and a refusal shows it, though there are many factors"
 
 
-def test_the_maximal_length_makes_no_difference_to_other_models() -> None:
-    ropes = {
-        model_of(vllm_config(model={"max_model_len": length}), cache_config()).rope
-        for length in (64, 1 << 20)
-    }
-    assert len(ropes) == 1
-
-
-def test_where_a_worker_stands() -> None:
+def test_where_a_worker_stands():
     parallel = {"rank": 5, "world_size": 8, "tensor_parallel_size": 4}
     found = parallelism_of(vllm_config(parallel=parallel))
     assert (found.worker_rank, found.num_workers) == (5, 8)
@@ -540,25 +449,19 @@ def test_where_a_worker_stands() -> None:
     assert (found.first_layer, found.end_layer) == (10, 20)
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_tokens_split_over_ranks_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{name} is 2"):
-        parallelism_of(vllm_config(parallel={name: 2}))
+LAUNCHED = {"distributed_executor_backend": "external_launcher"}
 
 
-def test_reports_that_come_twice_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="with enable_fault_tolerance vLLM repeats"):
-        parallelism_of(vllm_config(parallel={"enable_fault_tolerance": True}))
-
-
-@pytest.mark.parametrize("mode", CUDAGraphMode)
-def test_vllm_replays_whole_steps_with_full_graphs_only(mode: CUDAGraphMode) -> None:
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-    assert replays_steps(config) is ("FULL" in mode.name)  # type: ignore[arg-type]
-
-
-def test_ranks_that_schedule_by_themselves_are_refused() -> None:
-    launched = {"distributed_executor_backend": "external_launcher"}
-    assert parallelism_of(vllm_config(parallel=launched)).num_workers == 1
-    with pytest.raises(UnsupportedError, match="external launcher"):
-        parallelism_of(vllm_config(parallel={**launched, "world_size": 2}))
+@pytest.mark.parametrize(
+    ("parallel", "why"),
+    [
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2"),
+        ({"enable_fault_tolerance": True}, "with enable_fault_tolerance vLLM repeats"),
+        ({**LAUNCHED, "world_size": 2}, "external launcher"),
+    ],
+)
+def test_ranks_that_cannot_be_served_are_refused(parallel, why):
+    assert parallelism_of(vllm_config(parallel=LAUNCHED)).num_workers == 1
+    with pytest.raises(UnsupportedError, match=why):
+        parallelism_of(vllm_config(parallel=parallel))

@@ -9,39 +9,30 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import vllm
 
+from vllm_engines import transfer_config
+
 pytestmark = pytest.mark.timeout(1200)
 
-HERE = Path(__file__).parent
-VERSION = f"{HERE}/inside.py:version"
-SMALL = {"block_size": 32}
 
-
-@pytest.fixture(scope="module")
-def other(pytestconfig: pytest.Config) -> dict[str, str]:
-    """The environment of an engine of the other release."""
+@pytest.mark.parametrize("old_role", ["kv_producer", "kv_consumer"])
+def test_tokens_are_those_of_one_engine_alone(old_role, pytestconfig, start, prompts, alone, port):
     folder = pytestconfig.getoption("other_vllm")
     if not folder:
         pytest.skip("no other release of vLLM is given (--other-vllm FOLDER)")
     assert (Path(folder) / "vllm").is_dir(), f"{folder} has no vLLM"
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))}
+    other = {"PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))}
 
+    def begin(role: str):
+        env = other if role == old_role else {}
+        return start(transfer_config(role, port), env=env, block_size=32)
 
-@pytest.mark.parametrize("old_role", ["kv_producer", "kv_consumer"])
-def test_tokens_are_those_of_one_engine_alone(
-    old_role: str, other: dict[str, str], start: Any, config_for: Any, prompts: Any, alone: Any, port: int
-) -> None:
-    is_old_prefill = old_role == "kv_producer"
-    with (
-        start(config_for("kv_producer", port), env=other if is_old_prefill else {}, **SMALL) as prefill,
-        start(config_for("kv_consumer", port), env={} if is_old_prefill else other, **SMALL) as decode,
-    ):
-        old, new = (prefill, decode) if is_old_prefill else (decode, prefill)
-        assert new.ask("call", where=VERSION) == vllm.__version__ != old.ask("call", where=VERSION)
+    with begin("kv_producer") as prefill, begin("kv_consumer") as decode:
+        old, new = (prefill, decode) if old_role == "kv_producer" else (decode, prefill)
+        assert new.call("inside:version") == vllm.__version__ != old.call("inside:version")
         for length, prompt in prompts.items():
             assert prefill.one(prompt, max_tokens=1).tokens == alone[length][:1]
             answer = decode.one(prompt)

@@ -47,7 +47,7 @@ def saved(folder: Path, *parts: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def test_a_draft_models_weights_count_too(tmp_path: Path) -> None:
+def test_a_draft_models_weights_count_too(tmp_path):
     folder, one = saved(tmp_path / "whole", TENSORS), saved(tmp_path / "one", {"a": torch.ones(2)})
     other = saved(tmp_path / "other", {"a": torch.zeros(2)})
     found = {fingerprint(folder), *(fingerprint(folder, draft=each) for each in (one, other))}
@@ -55,7 +55,7 @@ def test_a_draft_models_weights_count_too(tmp_path: Path) -> None:
     assert fingerprint(folder, draft=tmp_path / "nothing") == "", "one of the two is not known"
 
 
-def test_an_adapter_that_cannot_be_read_is_of_this_engine_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_that_cannot_be_read_is_of_this_engine_only(caplog):
     found = fingerprint_of_adapter("/no/such/adapter")
     assert fingerprint_of_adapter("/no/such/adapter") == found != "/no/such/adapter"
     assert [record.getMessage()[:61] for record in caplog.records] == [
@@ -64,7 +64,7 @@ def test_an_adapter_that_cannot_be_read_is_of_this_engine_only(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "pt", "npcache", "tensorizer", "a later one"])
-def test_what_is_no_safetensors_is_not_known(tmp_path: Path, load_format: str) -> None:
+def test_what_is_no_safetensors_is_not_known(tmp_path, load_format):
     folder = saved(tmp_path / "whole", TENSORS)
     assert fingerprint(folder, load_format=load_format) == ""
     assert fingerprint(tmp_path / "nothing") == ""
@@ -72,7 +72,7 @@ def test_what_is_no_safetensors_is_not_known(tmp_path: Path, load_format: str) -
     assert fingerprint(tmp_path / "empty") == ""
 
 
-def test_what_lies_beside_a_model_makes_no_difference(tmp_path: Path) -> None:
+def test_what_lies_beside_a_model_makes_no_difference(tmp_path):
     """An index says which files are the model's; those of an adapter, or of an older revision, are not."""
     plain = saved(tmp_path / "plain", TENSORS)
     beside = saved(tmp_path / "beside", TENSORS, {"old": torch.ones(2)})
@@ -83,7 +83,7 @@ def test_what_lies_beside_a_model_makes_no_difference(tmp_path: Path) -> None:
     assert fingerprint(beside) == fingerprint(plain)
 
 
-def test_of_two_copies_the_one_that_is_loaded_counts(tmp_path: Path) -> None:
+def test_of_two_copies_the_one_that_is_loaded_counts(tmp_path):
     """Mistral's models come twice, under two sets of names; vLLM prefers Mistral's own."""
     theirs = {f"layers.{name}": tensor for name, tensor in TENSORS.items()}
     both, only = saved(tmp_path / "both", TENSORS), saved(tmp_path / "only", theirs)
@@ -95,7 +95,7 @@ def test_of_two_copies_the_one_that_is_loaded_counts(tmp_path: Path) -> None:
     assert fingerprint(saved(tmp_path / "none", TENSORS), "mistral") == ""
 
 
-def test_weights_that_are_quantised_when_loaded_are_others(tmp_path: Path) -> None:
+def test_weights_that_are_quantised_when_loaded_are_others(tmp_path):
     folder = saved(tmp_path / "whole", TENSORS)
     plain, online = fingerprint(folder), fingerprint(folder, quantization="fp8")
     assert len({plain, online, fingerprint(folder, quantization="int8")}) == 3
@@ -107,13 +107,13 @@ def test_weights_that_are_quantised_when_loaded_are_others(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0[]"], ids=["empty", "noise", "a list"]
 )
-def test_files_that_cannot_be_read_are_not_compared(content: bytes, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_not_compared(content, tmp_path):
     folder = saved(tmp_path / "whole", TENSORS)
     (folder / "model-1.safetensors").write_bytes(content)
     assert fingerprint(folder) == ""
 
 
-def test_a_checkpoint_in_the_cache_of_the_hub_is_found(tmp_path: Path) -> None:
+def test_a_checkpoint_in_the_cache_of_the_hub_is_found(tmp_path):
     """As huggingface_hub lays it out: links into its blobs, and which revision "main" is."""
     repo = tmp_path / "models--some--model"
     blobs = saved_to(repo / "blobs")

@@ -13,9 +13,9 @@ import contextlib
 import functools
 import gc
 import os
-import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -49,7 +49,6 @@ class Answer:
     tokens: tuple[int, ...]
     num_cached: int
     finish_reason: str
-    params: Mapping[str, Any] | None = None
 
 
 class Engine:
@@ -74,9 +73,21 @@ class Engine:
     def one(self, prompt: Sequence[int], **more: Any) -> Answer:
         return self.generate([prompt], **more)[0]
 
-    def metrics(self) -> dict[str, float]:
-        """Series of kvplug's in the engine's Prometheus registry: name and labels to value."""
-        return dict(self.ask("metrics"))
+    def count(self, what: str, *labels: str) -> float:
+        """The sum of kvplug's counters ``kvplug_<what>_total`` with these labels, such as "op=load"."""
+        return sum(
+            value
+            for name, value in self.ask("metrics").items()
+            if name.startswith(f"kvplug_{what}_total{{") and all(label in name for label in labels)
+        )
+
+    def counter(self, name: str) -> float:
+        """One of vLLM's own counters."""
+        return float(self.call("inside:counter", name=name))
+
+    def call(self, where: str, **arguments: Any) -> Any:
+        """Call ``"file:function"``, of a file in this folder, with the engine in its process."""
+        return self.ask("call", where=where, **arguments)
 
     def state(self) -> dict[str, Any]:
         """What the scheduler holds: requests, has_requests, used_blocks."""
@@ -104,8 +115,8 @@ def engine(
     """A vLLM engine. ``transfer``: its kv-transfer-config. ``settings``: more arguments of ``LLM``, and
     ``events``: its kv-events-config.
 
-    ``setup``: ``"file.py:function"``, one or several in a list, called in the process before the engine is
-    made, to put faults and recorders in place.
+    ``setup``: ``"file:function"``, of a file in this folder, one or several in a list, called in the process
+    before the engine is made, to put faults and recorders in place.
     """
     environment = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(env or {})}
     if settings.get("enforce_eager", True):
@@ -123,23 +134,31 @@ def engine(
             kill_group(peer.pid)
 
 
-def kill_group(leader: int) -> list[int]:
-    """Kill what is left of the process group that a process leads, or led; returns the pids."""
-    pids = group(leader)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return pids
+def kill_group(leader: int) -> None:
+    """Kill what is left of the process group that a process leads, or led."""
+    for process in group(leader):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-def group(leader: int) -> list[int]:
-    """Pids of the processes in a group, whatever their parents are by now; no zombies."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+def group(leader: int) -> list[psutil.Process]:
+    """The processes of a group, whatever their parents are by now; no zombies."""
+    return [process for process in psutil.process_iter() if _group_of(process) == leader and runs(process)]
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; a zombie has."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _group_of(process: psutil.Process) -> int:
+    try:
+        return os.getpgid(process.pid)
+    except OSError:
+        return -1
 
 
 def transfer_config(role: str, port: int, **extra: Any) -> dict[str, Any]:
@@ -175,8 +194,7 @@ def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) ->
     os.setpgid(0, 0)
     warnings.simplefilter("ignore")
     for setup in setups:
-        path, _, name = setup.rpartition(":")
-        getattr(_module(path), name)()
+        _function(setup)()
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
@@ -248,7 +266,6 @@ class _Orders:
                 list(output.outputs[0].token_ids),
                 output.num_cached_tokens or 0,
                 output.outputs[0].finish_reason,
-                output.kv_transfer_params,
             ]
             for output in outputs
         ]
@@ -312,10 +329,12 @@ class _Orders:
     def utility(self, method: str, arguments: list[Any]) -> Any:
         return self._llm.llm_engine.engine_core.call_utility(method, *arguments)
 
+    def counter(self, name: str) -> float:
+        """One of vLLM's own counters."""
+        return float(self.call("inside:counter", name=name))
+
     def call(self, where: str, **arguments: Any) -> Any:
-        """A function of a file, with the engine; of the setup's file, as the setup left it."""
-        path, _, name = where.rpartition(":")
-        return getattr(_module(path), name)(self._llm, **arguments)
+        return _function(where)(self._llm, **arguments)
 
     def pid(self) -> int:
         return os.getpid()
@@ -326,11 +345,18 @@ class _Orders:
         gc.collect()
 
 
+def _function(where: str) -> Any:
+    """A function of a file in this folder, as the setups have left that file."""
+    file, _, name = where.partition(":")
+    return getattr(_module(file), name)
+
+
 @functools.cache
-def _module(path: str) -> Any:
+def _module(name: str) -> Any:
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location("engine_functions", path)
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"functions_of_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

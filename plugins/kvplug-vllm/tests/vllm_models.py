@@ -1,4 +1,4 @@
-"""Small models of random weights for the tests, written as checkpoints that vLLM loads.
+"""Small models of random weights for the tests, written as checkpoints that vLLM and SGLang load.
 
 They answer in milliseconds, and whatever is wrong with their KV soon shows: what they say depends on every
 token, and means nothing.
@@ -24,7 +24,7 @@ LATENT, ROPE, NOPE, VALUE = 512, 64, 32, 32
 """Of latent attention: vLLM's kernel for CPUs takes this size of a latent and of its rotated part only."""
 
 
-def write_random_llama(folder: Path, *, like: str, **more: Any) -> None:
+def write_random_llama(folder: Path, *, like: str, seed: int = 0, **more: Any) -> None:
     """A Llama, with the tokenizer and the vocabulary of the model ``like``. Its heads divide by two.
 
     ``more``: further keys of its config.
@@ -41,7 +41,7 @@ def write_random_llama(folder: Path, *, like: str, **more: Any) -> None:
         "num_key_value_heads": KV_HEADS,
         **more,
     }
-    _write(folder, like, config, attention)
+    _write(folder, like, config, attention, seed)
 
 
 def write_random_sliding(folder: Path, *, like: str) -> None:
@@ -85,6 +85,7 @@ def _write(
     like: str,
     config: Mapping[str, Any],
     attention: Mapping[str, tuple[int, ...]],
+    seed: int = 0,
 ) -> None:
     theirs = json.loads((Path(like) / "config.json").read_text())
     usual: dict[str, Any] = {
@@ -103,18 +104,7 @@ def _write(
     (folder / "config.json").write_text(json.dumps({**usual, **config}))
     for file in Path(like).glob("tokenizer*"):
         shutil.copy(file, folder)
-    random = torch.Generator().manual_seed(0)
-    shapes = _shapes(theirs["vocab_size"], attention)
-    if not config.get("tie_word_embeddings", True):
-        shapes["lm_head.weight"] = (theirs["vocab_size"], WIDTH)
-    tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=random) * SPREAD
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _shapes(vocabulary: int, attention: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    random = torch.Generator().manual_seed(seed)
     layer = {
         **attention,
         "mlp.gate_proj.weight": (INNER, WIDTH),
@@ -123,8 +113,15 @@ def _shapes(vocabulary: int, attention: Mapping[str, tuple[int, ...]]) -> dict[s
         "input_layernorm.weight": (WIDTH,),
         "post_attention_layernorm.weight": (WIDTH,),
     }
-    return {
-        "model.embed_tokens.weight": (vocabulary, WIDTH),
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (theirs["vocab_size"], WIDTH),
         "model.norm.weight": (WIDTH,),
         **{f"model.layers.{at}.{name}": shape for at in range(LAYERS) for name, shape in layer.items()},
     }
+    if not config.get("tie_word_embeddings", True):
+        shapes["lm_head.weight"] = (theirs["vocab_size"], WIDTH)
+    tensors = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=random) * SPREAD
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,15 +20,9 @@ import attrs
 import psutil
 
 from kvplug_testing.peers import abstract_sockets
+from kvplug_testing.waits import DeadlineError, until
+from vllm_engines import HOST, QUIET, group, runs
 
-HOST = "127.0.0.1"
-QUIET = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",  # it would report home
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 BOOT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the process that runs the tests is killed
@@ -40,7 +35,13 @@ SETTINGS = {
     "max-model-len": 2048,
     "block-size": 32,
 }
-"""The engine's own, as for the engines of engines.py."""
+"""The engine's own, as for the engines of vllm_engines.py."""
+CACHED = {**SETTINGS, "enable-prompt-tokens-details": True, "num-gpu-blocks-override": 192}
+"""With the number of cached tokens in each answer."""
+QUIET_CORES = {"OMP_NUM_THREADS": "1"}
+"""Environment of servers that share the cores."""
+REQUEST_S = 300.0
+"""For what takes seconds, unless the machine is busy."""
 
 
 @attrs.frozen
@@ -57,7 +58,7 @@ class Holdings:
         """Processes that run, and names that are there, still."""
         sockets = Path("/proc/net/unix").read_text(errors="replace")
         names = [name for name in self.names if f" {name}\n" in sockets or Path(name).exists()]
-        return [*filter(_runs, self.processes), *names]
+        return [*filter(runs, self.processes), *names]
 
 
 class Server:
@@ -68,10 +69,12 @@ class Server:
         model: str,
         transfer: Mapping[str, Any],
         port: int,
-        deadline_s: float,
         settings: Mapping[str, Any] = SETTINGS,
+        *,
+        deadline_s: float = 600.0,
         **env: str,
     ) -> None:
+        """``settings``: the options of its command line. ``deadline_s``: for its start."""
         self.port = port
         self._model = model
         self._deadline_s = deadline_s
@@ -86,12 +89,16 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **QUIET, **env},
-            process_group=0,  # not a session: see engines.py
+            process_group=0,  # not a session: see vllm_engines.py
         )
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
 
     @property
     def log(self) -> str:
@@ -103,16 +110,27 @@ class Server:
         return self._process.poll() is None
 
     def wait_until_ready(self) -> None:
-        self._until(self._answers, "answer")
+        def answers() -> bool:
+            assert self.runs, f"the server has ended; it wrote:\n{self.log}"
+            try:
+                with self.request("GET", "/health") as answer:
+                    return answer.status == 200
+            except OSError:
+                time.sleep(0.1)
+                return False
 
-    def complete(self, prompt: list[int], *, max_tokens: int = 16, salt: str = "") -> tuple[int, ...]:
-        """The tokens of a greedy answer."""
-        answer = json.loads(self._post(prompt, max_tokens=max_tokens, salt=salt).read())
-        return tuple(answer["choices"][0]["token_ids"])
+        try:
+            until(answers, self._deadline_s, "the server's answer")
+        except DeadlineError as e:
+            raise AssertionError(f"it wrote:\n{self.log}") from e
 
-    def stream(self, prompt: list[int], *, max_tokens: int, salt: str = "") -> Iterator[tuple[int, ...]]:
-        """The same, token by token. Ends, or raises, where the server does."""
-        with self._post(prompt, max_tokens=max_tokens, salt=salt, stream=True) as answer:
+    def complete(self, prompt: Sequence[int], **more: Any) -> Answer:
+        """A greedy answer."""
+        return answer_of(json.loads(self._post(prompt, **more).read()))
+
+    def stream(self, prompt: Sequence[int], **more: Any) -> Iterator[tuple[int, ...]]:
+        """The tokens of one, one by one. Ends, or raises, where the server does."""
+        with self._post(prompt, stream=True, **more) as answer:
             for line in answer:
                 word = line.strip().removeprefix(b"data: ")
                 if word and word != b"[DONE]":
@@ -121,12 +139,12 @@ class Server:
 
     def post(self, path: str) -> int:
         """The status of the answer to a request without a body."""
-        with self._request("POST", path) as answer:
+        with self.request("POST", path) as answer:
             return answer.status
 
     def transfers(self, op: str) -> float:
         """How many operations of kvplug's have succeeded, by its Prometheus metrics."""
-        lines = self._request("GET", "/metrics").read().decode().splitlines()
+        lines = self.request("GET", "/metrics").read().decode().splitlines()
         series = [line for line in lines if line.startswith("kvplug_transfers_total{")]
         return sum(float(line.rpartition(" ")[2]) for line in series if f'op="{op}"' in line)
 
@@ -175,54 +193,86 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answers(self) -> bool:
-        try:
-            with self._request("GET", "/health") as answer:
-                return answer.status == 200
-        except OSError:
-            return False
-
     def _post(
-        self, prompt: list[int], *, max_tokens: int, salt: str, stream: bool = False
+        self, prompt: Sequence[int], *, rank: int | None = None, **more: Any
     ) -> http.client.HTTPResponse:
-        asked = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        asked |= {"return_token_ids": True, "ignore_eos": True, "stream": stream}
-        asked |= {"cache_salt": salt} if salt else {}
-        answer = self._request("POST", "/v1/completions", json.dumps(asked))
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        answer = self.request("POST", "/v1/completions", completion(self._model, prompt, **more), **headers)
         if answer.status != 200:
             raise AssertionError(f"{answer.status} {answer.read()!r}\n{self.log}")
         return answer
 
-    def _request(self, method: str, path: str, body: str | None = None) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=self._deadline_s)
-        connection.request(method, path, body, {"Content-Type": "application/json", "Connection": "close"})
-        return connection.getresponse()
-
-    def _until(self, holds: Callable[[], bool], what: str) -> None:
-        limit = time.monotonic() + self._deadline_s
-        while not holds():
-            if not self.runs or time.monotonic() > limit:
-                raise AssertionError(f"the server did not {what}; it wrote:\n{self.log}")
-            time.sleep(0.1)
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
+        return request(self.port, method, path, body, **headers)
 
 
-def group(leader: int) -> list[psutil.Process]:
-    """The processes of a group, whatever their parents are by now; no zombies."""
-    return [process for process in psutil.process_iter() if _group_of(process) == leader and _runs(process)]
+@contextlib.contextmanager
+def started(
+    model: str,
+    configs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    free_port: Callable[[], int],
+    **env: str,
+) -> Iterator[tuple[Server, ...]]:
+    """A server for each kv-transfer-config and its settings. All start at once, and are ready."""
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(Server(model, transfer, free_port(), settings, **env))
+            for transfer, settings in configs
+        ]
+        for server in servers:
+            server.wait_until_ready()
+        yield tuple(servers)
 
 
-def _group_of(process: psutil.Process) -> int:
-    try:
-        return os.getpgid(process.pid)
-    except OSError:
-        return -1
+@attrs.frozen
+class Answer:
+    """What a server, or the proxy, answered to a prompt."""
+
+    tokens: tuple[int, ...]
+    num_cached: int
+    params: Mapping[str, Any] | None
 
 
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+def answer_of(said: Mapping[str, Any]) -> Answer:
+    (choice,), details = said["choices"], (said.get("usage") or {}).get("prompt_tokens_details") or {}
+    tokens, params = tuple(choice.get("token_ids") or ()), said.get("kv_transfer_params")
+    return Answer(tokens, int(details.get("cached_tokens", 0)), params)
+
+
+def completion(model: str, prompt: Sequence[int], *, salt: str = "", **more: Any) -> dict[str, Any]:
+    """The body of a request for a greedy answer."""
+    asked = {"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    return {**asked, "return_token_ids": True, **({"cache_salt": salt} if salt else {}), **more}
+
+
+def request(port: int, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(HOST, port, timeout=REQUEST_S)
+    raw = None if body is None else json.dumps(body)
+    connection.request(
+        method, path, raw, {"Content-Type": "application/json", "Connection": "close", **headers}
+    )
+    return connection.getresponse()
+
+
+def new_salt() -> str:
+    """One with which no engine has cached anything."""
+    return uuid.uuid4().hex
+
+
+def until_loaded(ask: Callable[[], Any], tokens: tuple[int, ...]) -> int:
+    """Ask until an answer is made with loaded KV: the engines may not have met. All answers are right.
+
+    Returns how many tokens were loaded.
+    """
+    answers: list[Any] = []
+
+    def is_loaded() -> bool:
+        answers.append(ask())
+        assert answers[-1].tokens == tokens
+        return answers[-1].num_cached > 0
+
+    until(is_loaded, REQUEST_S, "an answer with loaded KV")
+    return int(answers[-1].num_cached)
 
 
 def _listens(connection: Any) -> bool:
