@@ -55,14 +55,11 @@ def make(stack: ExitStack) -> Callable[..., Any]:
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
     from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_class
 
+    from lmcache_programs import description
+
     def made(**params: Any) -> Any:
-        described = {
-            "type": "plugin",
-            "module_path": "kvplug_lmcache.adapter",
-            "class_name": "KvplugL2Adapter",
-            "adapter_params": {"weights": "those of this test", **params},
-        }
-        adapter = create_l2_adapter(get_l2_adapter_config_class("plugin").from_dict(described))
+        config = get_l2_adapter_config_class("plugin").from_dict(description(**params))
+        adapter = create_l2_adapter(config)
         stack.callback(adapter.close)
         return adapter
 

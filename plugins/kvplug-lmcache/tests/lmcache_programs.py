@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,18 +14,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from redis_server import free_port
+
 LMCACHE = str(Path(sys.executable).parent / "lmcache")
 
 
+def description(**params: Any) -> dict[str, Any]:
+    """What LMCache makes an adapter of, with these ``adapter_params``."""
+    return {
+        "type": "plugin",
+        "module_path": "kvplug_lmcache.adapter",
+        "class_name": "KvplugL2Adapter",
+        "adapter_params": {"weights": "those of this test", **params},
+    }
+
+
 def adapter(params: dict[str, Any]) -> str:
-    return json.dumps(
-        {
-            "type": "plugin",
-            "module_path": "kvplug_lmcache.adapter",
-            "class_name": "KvplugL2Adapter",
-            "adapter_params": {"weights": "those of this test", **params},
-        }
-    )
+    return json.dumps(description(**params))
 
 
 def run(*arguments: str, within: float = 200) -> str:
@@ -34,12 +38,6 @@ def run(*arguments: str, within: float = 200) -> str:
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     return said
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 @contextmanager

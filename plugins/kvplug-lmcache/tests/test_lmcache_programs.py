@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from lmcache_programs import adapter, ask, run, served, status
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["host", "fs", "redis"])
-def test_the_verifier_of_lmcache_passes(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_verifier_of_lmcache_passes(name, tmp_path, request):
     options: dict[str, Any] = {"host": {"size": "256 MiB"}, "fs": {"path": str(tmp_path / "pages")}}
     if name == "redis":
         options = {"redis": {"address": request.getfixturevalue("redis").address}}
@@ -31,7 +30,7 @@ def test_the_verifier_of_lmcache_passes(name: str, tmp_path: Path, request: pyte
 
 
 @pytest.mark.timeout(600)
-def test_a_fresh_server_finds_the_chunks_of_the_first(tmp_path: Path) -> None:
+def test_a_fresh_server_finds_the_chunks_of_the_first(tmp_path):
     params = {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path / "pages")}}}
     with served(params, tmp_path / "first.log") as first:
         hits, before = ask(first)
@@ -51,7 +50,7 @@ def test_a_fresh_server_finds_the_chunks_of_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_server_goes_on_while_its_store_is_stopped_and_when_it_dies(redis: Any, tmp_path: Path) -> None:
+def test_a_server_goes_on_while_its_store_is_stopped_and_when_it_dies(redis, tmp_path):
     params = {"stores": ["redis"], "options": {"redis": {"address": redis.address}}, "timeout_s": 1}
     with served(params, tmp_path / "log") as ports:
         assert ask(ports)[0] == ["0/2", "2/2"] * 2
