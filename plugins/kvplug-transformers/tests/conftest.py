@@ -5,7 +5,8 @@ transformers takes seconds to import, so only fixtures import it, and tests with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence as ManyOf
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -284,6 +285,26 @@ class TableWorker(WorkerConnector):
         self.closed += 1
 
 
+def generate(model: Any, prompt: ManyOf[int], count: int, stop: int | None = None) -> list[int]:
+    """The tokens of transformers itself."""
+    import torch
+    from transformers import GenerationConfig
+
+    output = model.generate(
+        torch.tensor([prompt]),
+        # Without it, tokens equal to the pad token would be masked.
+        attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
+        generation_config=GenerationConfig(
+            do_sample=False, max_new_tokens=count, eos_token_id=stop, pad_token_id=0
+        ),
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+generate_once = cache(generate)
+"""Tests have many prompts in common."""
+
+
 class Rig:
     """A model, engines that run it, and the table that their connectors share."""
 
@@ -293,6 +314,7 @@ class Rig:
         self.model = model
         self.table = KVTable()
         self._random = torch.Generator().manual_seed(7)
+        self.alone = partial(generate, model)
 
     def prompt(self, length: int) -> list[int]:
         import torch
@@ -300,25 +322,10 @@ class Rig:
         vocabulary = self.model.config.vocab_size
         return torch.randint(0, vocabulary, (length,), generator=self._random).tolist()
 
-    def alone(self, prompt: list[int], count: int, stop: int | None = None) -> list[int]:
-        """The tokens that transformers itself generates."""
-        import torch
-        from transformers import GenerationConfig
-
-        output = self.model.generate(
-            torch.tensor([prompt]),
-            # Without it, tokens equal to the pad token would be masked.
-            attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
-            generation_config=GenerationConfig(
-                do_sample=False, max_new_tokens=count, eos_token_id=stop, pad_token_id=0
-            ),
-        )
-        return output[0, len(prompt) :].tolist()
-
     def expect(self, *sequences: Sequence) -> None:
         """Their tokens are those of the model running alone."""
         outputs = [sequence.output for sequence in sequences]
-        assert outputs == [self.alone(list(one.prompt), one.max_new_tokens) for one in sequences]
+        assert outputs == [generate_once(self.model, one.prompt, one.max_new_tokens) for one in sequences]
 
     def engine(
         self,

@@ -24,7 +24,8 @@ LENGTHS = (5, 40, 77, 16)
 )
 def test_several_requests_at_once_get_the_tokens_of_the_model_alone(rig, options):
     engine = rig.engine(**options)
-    sequences = [engine.add(rig.prompt(length), max_new_tokens=10) for length in LENGTHS]
+    lengths = LENGTHS[:2] if options.get("max_tokens_per_step") == 1 else LENGTHS
+    sequences = [engine.add(rig.prompt(length), max_new_tokens=10) for length in lengths]
     tokens = list(engine.run())
     rig.expect(*sequences)
     for sequence in sequences:

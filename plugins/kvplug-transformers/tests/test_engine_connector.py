@@ -308,7 +308,9 @@ def test_both_sides_of_a_connector_are_given_and_shut_down(rig):
 # -- everything at once ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.full) for n in range(6, 12))]
+)
 def test_whatever_happens_no_block_has_two_owners_and_the_tokens_are_right(rig, seed):
     """Random requests, aborts, failures and too little memory; the owners of blocks after each plan."""
     chance = random.Random(seed)
