@@ -83,13 +83,13 @@ def interrupt_each_lock(parent: peers.Parent, folder: str) -> int:
     raise AssertionError
 
 
-def test_no_lock_stays_taken_wherever_an_interrupt_comes(tmp_path: Path) -> None:
+def test_no_lock_stays_taken_wherever_an_interrupt_comes(tmp_path):
     (tmp_path / "nothing.py").write_text(MEASURE_NOTHING)
     with peers.start(interrupt_each_lock, str(tmp_path), timeout_s=LIMIT_S) as child:
         assert child.result(LIMIT_S) > LOCKS
 
 
-def test_a_process_that_has_just_been_started_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_just_been_started_is_ended(monkeypatch):
     started = []
 
     def start_and_interrupt(*args: Any, **more: Any) -> MeasuringProcess:
