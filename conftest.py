@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kvplug
+from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.site import Site
 
@@ -129,6 +131,37 @@ def core_server() -> Iterator[Callable[[], ForkServer]]:
             return made
 
         yield server
+
+
+@pytest.fixture(scope="session")
+def output_of() -> Callable[..., str]:
+    """Runs a program in a fresh interpreter, which nothing measures, and returns what it prints. It has to
+    succeed, and to leave its stderr empty. Other arguments are those of ``subprocess.run``."""
+
+    def run(program: str, *arguments: str, env: Mapping[str, str] | None = None, **given: Any) -> str:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            env=kept if env is None else env,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            **given,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Fails a test that leaves a descriptor, a thread, a process or a name behind in this process."""
+    gc.collect()
+    with peers.nothing_left():
+        yield
+        gc.collect()
 
 
 @pytest.fixture
