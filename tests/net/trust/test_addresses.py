@@ -14,7 +14,7 @@ from kvplug.config.addresses import (
     parse_server,
 )
 from kvplug.errors import ConfigError, KvplugError, PeerGoneError, WireError
-from kvplug.net.trust.addresses import generated_name, is_loopback, resolve
+from kvplug.net.trust.addresses import is_loopback, resolve
 
 TOKEN = "A" * 32
 
@@ -84,15 +84,6 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
     assert parse_address(str(address)) == address
 
 
-@given(st.text(max_size=60).map(lambda t: "tcp://127.0.0.1:1?token=" + t) | st.text(max_size=600))
-def test_any_text_is_a_contact_or_a_wire_error(text: str) -> None:
-    try:
-        contact = parse_contact(text)
-    except WireError:
-        return
-    assert parse_contact(contact.reveal()) == contact
-
-
 def test_a_contact_hides_its_token_unless_it_is_asked_to_reveal_it() -> None:
     contact = ListenerContact(TcpAddress("127.0.0.1", 80), TOKEN)
     assert parse_contact(contact.reveal()) == contact
@@ -103,12 +94,13 @@ def test_a_contact_hides_its_token_unless_it_is_asked_to_reveal_it() -> None:
 @pytest.mark.parametrize(
     "text",
     [f"127.0.0.1:80?token={TOKEN}&x=1", "127.0.0.1:80?token=short", f"unix:@a?token={TOKEN}", "127.0.0.1:0",
-     "unix:", f"nonsense?token={TOKEN}"],
+     "unix:", f"nonsense?token={TOKEN}", f"tcp://127.0.0.1:5&token={TOKEN}", f"127.0.0.1:5/token{TOKEN}",
+     f"tcp://[::1]5#token={TOKEN}"],
 )  # fmt: skip
-def test_a_bad_contact_is_refused_without_showing_a_token(text: str) -> None:
+def test_a_bad_contact_is_refused_and_not_even_the_traceback_shows_its_token(text: str) -> None:
     with pytest.raises(WireError) as caught:
         parse_contact(text)
-    assert TOKEN not in str(caught.value)
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -128,18 +120,3 @@ def test_an_unknown_host_is_a_peer_that_is_not_there() -> None:
         resolve(TcpAddress("no-such-host.invalid", 1))
     with pytest.raises(KvplugError):
         resolve(TcpAddress("a" * 300 + ".invalid", 1))
-
-
-def test_generated_names_are_valid_and_differ() -> None:
-    names = {generated_name() for _ in range(20)}
-    assert len(names) == 20
-    for name in names:
-        assert parse_address(f"unix:@{name}") == UnixAddress(name)
-
-
-@pytest.mark.parametrize("text", ["tcp://127.0.0.1:5&token=", "127.0.0.1:5/", "tcp://[::1]5#token="])
-def test_not_even_the_traceback_of_a_bad_contact_shows_its_token(text: str) -> None:
-    token = "verysecrettokenverysecrettoken"
-    with pytest.raises(WireError) as caught:
-        parse_contact(text + token)
-    assert token not in "".join(traceback.format_exception(caught.value))

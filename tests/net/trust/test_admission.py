@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 from hypothesis import given, strategies as st
@@ -67,6 +68,13 @@ def test_an_origin_whose_connections_fail_waits_and_another_one_does_not() -> No
 
 def test_origins_that_were_never_seen_again_are_forgotten() -> None:
     admission = Admission[int](max_unproven=8)
-    for number in range(5000):
+    for number in range(200):
         admission.failed(f"host {number}", float(number))
-    assert len(admission._failures) <= 1024
+    tracemalloc.start()
+    try:
+        for number in range(200, 30_000):
+            admission.failed(f"host {number}", float(number))
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 1 << 20, "the failures of 30,000 origins take five times as much"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -31,30 +31,14 @@ from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.trust.listener import Listener, dial
 from kvplug.net.wire import values
-from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, encode_header
+from kvplug.net.wire.frames import FrameKind, encode_header
+from kvplug_testing import peers
+from kvplug_testing.contract.forked_child import in_forked_child
+from kvplug_testing.waits import Call
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
 ELSEWHERE = PeerIdentity(pid=1, host="elsewhere", label="peer")
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
-    until = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.005)
-    return True
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    gc.collect()
-    fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    yield
-    gc.collect()
-    assert eventually(lambda: threading.active_count() <= threads)
-    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds), "descriptors were left open"
 
 
 @pytest.fixture
@@ -87,10 +71,9 @@ def test_values_arrive_in_order_with_their_types(pair: tuple[Channel, Channel]) 
     sent = [None, 1, "x", b"y", (1, [2.5, {"k": {3}}]), b"z" * 1_000_000]
     for value in sent[:-1]:
         a.send(value)
-    thread = threading.Thread(target=a.send, args=(sent[-1],))
-    thread.start()
+    sending = Call(lambda: a.send(sent[-1]))
     assert [b.recv() for _ in sent] == sent
-    thread.join(5)
+    sending.result(5)
     b.send("back")
     assert a.recv() == "back"
     assert a.peer.pid == os.getpid()
@@ -113,30 +96,31 @@ def test_a_recv_in_vain_loses_nothing(raw: tuple[Channel, socket.socket]) -> Non
 
 def test_a_send_that_could_not_begin_sent_nothing(raw: tuple[Channel, socket.socket]) -> None:
     channel, peer = raw
-    while channel.unsent == 0:
-        try:
+    with contextlib.suppress(TimeoutError):
+        while True:
             channel.send(b"x" * 50_000, 0.01)
-        except TimeoutError:
-            break
     begun = channel.unsent
     with pytest.raises(TimeoutError, match="did not read"):
         channel.send("never", 0.05)
     assert channel.unsent == begun
-    received = bytearray()
-
-    def drain() -> None:
-        while chunk := peer.recv(1 << 20):
-            received.extend(chunk)
-
-    thread = threading.Thread(target=drain)
-    thread.start()
+    draining = Call(lambda: b"".join(iter(lambda: peer.recv(1 << 20), b"")))
     channel.flush()
     assert channel.unsent == 0
     channel.send("last")
     channel.close()
-    thread.join(5)
-    one = frame(b"x" * 50_000)
-    assert bytes(received) == one * ((len(received) - 1) // len(one)) + frame("last")
+    received, one = draining.result(5), frame(b"x" * 50_000)
+    assert received == one * ((len(received) - 1) // len(one)) + frame("last")
+
+
+def test_a_send_of_which_nothing_went_out_is_not_begun(raw: tuple[Channel, socket.socket]) -> None:
+    channel, _ = raw
+    for size in (1 << 16, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                channel.socket().send(bytes(size))
+    with pytest.raises(TimeoutError, match="did not read"):
+        channel.send("never", 0.05)
+    assert channel.unsent == 0
 
 
 def test_what_is_not_carried_or_too_large_is_refused_before_a_byte_is_sent(
@@ -168,22 +152,12 @@ def test_garbage_breaks_the_channel_in_both_directions(
 ) -> None:
     channel, peer = raw
     peer.sendall(garbage)
-    with pytest.raises(WireError, match="channel is broken"):
-        channel.recv()
-    with pytest.raises(WireError, match="channel is broken"):
-        channel.recv()
-    with pytest.raises(WireError, match="channel is broken"):
-        channel.send("x")
-
-
-def test_a_length_out_of_bounds_allocates_nothing(raw: tuple[Channel, socket.socket]) -> None:
-    channel, peer = raw
-    peer.sendall(encode_header(FrameKind.VALUE, 1 << 40))
     tracemalloc.start()
     try:
-        with pytest.raises(WireError):
-            channel.recv()
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        for call in (channel.recv, channel.recv, lambda: channel.send("x")):
+            with pytest.raises(WireError, match="channel is broken"):
+                call()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20, "a length out of bounds took memory"
     finally:
         tracemalloc.stop()
 
@@ -202,157 +176,125 @@ def test_the_peers_end_is_told_after_what_had_wholly_arrived(raw: tuple[Channel,
 
 def test_close_wakes_a_blocked_receiver_and_a_blocked_sender(raw: tuple[Channel, socket.socket]) -> None:
     channel, _ = raw
-    woken: list[Exception] = []
-
-    def blocked(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except ClosedError as e:
-            woken.append(e)
-
-    calls: list[Callable[[], object]] = [
-        lambda: channel.recv(None),
-        lambda: channel.send(b"x" * (8 << 20), None),
-    ]
-    threads = [threading.Thread(target=blocked, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.2)
+    calls = [Call(lambda: channel.recv(None)), Call(lambda: channel.send(b"x" * (8 << 20), None))]
+    assert all(call.is_blocked(0.1) for call in calls)
     channel.close()
-    for thread in threads:
-        thread.join(5)
-    assert len(woken) == 2
+    for call in calls:
+        call.raised(ClosedError, 5)
     channel.close()
     assert channel.closed and channel.fileno() == -1
-    for call in (channel.recv, lambda: channel.send(1), channel.flush):
+    for late in (channel.recv, lambda: channel.send(1), channel.flush):
         with pytest.raises(ClosedError):
-            call()
+            late()
 
 
 def test_a_second_receiver_is_busy_and_senders_take_turns(pair: tuple[Channel, Channel]) -> None:
     a, b = pair
-    thread = threading.Thread(target=lambda: b.recv(5))
-    thread.start()
-    time.sleep(0.1)
+    receiving = Call(lambda: b.recv(5))
+    assert receiving.is_blocked(0.1)
     with pytest.raises(BusyError):
         b.recv(0)
     a.send("let go")
-    thread.join(5)
-    senders = [threading.Thread(target=a.send, args=((i, b"x" * 300_000),)) for i in range(8)]
+    receiving.result(5)
+    senders = [Call(lambda i=i: a.send((i, b"x" * 300_000))) for i in range(8)]  # type: ignore[misc]
+    assert sorted(b.recv()[0] for _ in senders) == list(range(8))
     for sender in senders:
-        sender.start()
-    got = sorted(b.recv()[0] for _ in senders)
-    for sender in senders:
-        sender.join(5)
-    assert got == list(range(8))
+        sender.result(5)
 
 
-CHILD = """
-import os, sys, time
-from kvplug.net.trust.channel import Channel
-from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.listener import dial
-channel = Channel(dial(sys.argv[1], Credentials(), "test", 10))
-channel.send("here")
-"""
+def lives(parent: peers.Parent, contact: str, *values: int) -> None:
+    """The process at the other end: it sends what it is given, then answers the first value that comes."""
+    channel = Channel(dial(contact, Credentials(), "test", 10))
+    for value in ("here", *values):
+        channel.send(value)
+    if not values:
+        parent.send(channel.recv(None))
+        channel.send("again")
+        parent.recv()
 
 
-def start(program: str, address: str = "unix:") -> tuple[subprocess.Popen[bytes], Channel]:
+def dies_before_its_child(parent: peers.Parent, contact: str, reading: int) -> None:
+    """It hands its socket on to a child, which lives as long as somebody can write into that pipe."""
+    channel = Channel(dial(contact, Credentials(), "test", 10))
+    program = "import sys; sys.stdin.read()"
+    subprocess.Popen([sys.executable, "-c", program], pass_fds=[channel.fileno()], stdin=reading)
+    channel.send("here")
+    parent.recv(None)
+
+
+@contextlib.contextmanager
+def started(
+    what: Callable[..., None], *given: int, address: str = "unix:", **more: Any
+) -> Iterator[tuple[peers.Peer, Channel]]:
     with Listener.open(address, Credentials(), "test") as listener:
-        child = subprocess.Popen([sys.executable, "-c", CHILD + program, listener.contact])
+        child = peers.start(what, listener.contact, *given, **more)
         channel = Channel(listener.accept(20), timeout_s=10)
-    assert channel.recv() == "here"
-    return child, channel
+    with child, channel:
+        assert channel.recv() == "here"
+        yield child, channel
+
+
+def is_gone_at_once(channel: Channel, match: str | None = None) -> None:
+    began = time.monotonic()
+    with pytest.raises(PeerGoneError, match=match):
+        channel.recv(30)
+    with pytest.raises(PeerGoneError):
+        channel.send("x")
+    assert time.monotonic() - began < 15, "it waited for its timeout"
 
 
 @pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
 def test_a_killed_peer_wakes_who_waits_for_it(address: str) -> None:
-    child, channel = start("time.sleep(60)", address)
-    killer = threading.Timer(0.2, os.kill, (child.pid, signal.SIGKILL))
-    killer.start()
-    began = time.monotonic()
-    with pytest.raises(PeerGoneError, match=f"pid {child.pid}"):
-        channel.recv(30)
-    assert time.monotonic() - began < 15, "it waited for its timeout"
-    with pytest.raises(PeerGoneError):
-        channel.send("x")
-    channel.close()
-    child.wait(10)
-    killer.join()
+    with started(lives, address=address) as (child, channel):
+        waiting = Call(lambda: is_gone_at_once(channel, f"pid {child.pid}"))
+        assert waiting.is_blocked(0.1)
+        child.kill()
+        waiting.result()
 
 
 def test_a_stopped_peer_is_alive() -> None:
-    child, channel = start("channel.recv(); channel.send('again')")
-    os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError):
-        channel.recv(0.5)
-    channel.send("wake up")
-    os.kill(child.pid, signal.SIGCONT)
-    assert channel.recv() == "again"
-    channel.close()
-    child.wait(10)
+    with started(lives) as (child, channel):
+        child.stop()
+        with pytest.raises(TimeoutError):
+            channel.recv(0.5)
+        channel.send("wake up")
+        child.cont()
+        assert channel.recv() == "again"
+        assert child.recv() == "wake up"
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd on this platform")
 def test_a_peer_whose_child_keeps_the_socket_open_is_dead_all_the_same() -> None:
-    program = """
-import subprocess
-keep = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"],
-                        pass_fds=[channel.fileno()], stdin=int(sys.argv[2]) if len(sys.argv) > 2 else None)
-channel.send(keep.pid)
-time.sleep(60)
-"""
-    read_end, write_end = os.pipe()
-    with Listener.open("unix:", Credentials(), "test") as listener:
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD + program, listener.contact, str(read_end)], pass_fds=[read_end]
-        )
-        channel = Channel(listener.accept(20), timeout_s=10)
-    os.close(read_end)
+    reading, writing = os.pipe()
     try:
-        assert channel.recv() == "here"
-        assert isinstance(channel.recv(), int)
-        os.kill(child.pid, signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(PeerGoneError):
-            channel.recv(30)
-        with pytest.raises(PeerGoneError):
-            channel.send("x")
-        assert time.monotonic() - began < 15, "it waited for its timeout"
+        with started(dies_before_its_child, reading, pass_fds=[reading]) as (child, channel):
+            child.kill()
+            is_gone_at_once(channel)
     finally:
-        os.close(write_end)  # the grandchild ends
-        channel.close()
-        child.wait(10)
+        os.close(reading)
+        os.close(writing)  # the grandchild ends
 
 
 def test_what_a_peer_said_before_it_died_is_still_received() -> None:
-    child, channel = start("[channel.send(i) for i in range(100)]; os._exit(0)")
-    child.wait(10)
-    assert [channel.recv() for _ in range(100)] == list(range(100))
-    with pytest.raises(PeerGoneError):
-        channel.recv()
-    channel.close()
+    with started(lives, *range(100)) as (child, channel):
+        child.result()
+        assert [channel.recv() for _ in range(100)] == list(range(100))
+        with pytest.raises(PeerGoneError):
+            channel.recv()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_channel_in_a_forked_child_is_closed_and_the_parents_is_not(
     pair: tuple[Channel, Channel],
 ) -> None:
     a, b = pair
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            for call in (a.recv, lambda: b.send(1)):
-                try:
-                    call()
-                except ClosedError:
-                    status = 0
-                else:
-                    status = 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def look() -> str:
+        for call in (a.recv, lambda: b.send(1)):
+            with pytest.raises(ClosedError):
+                call()
+        return ""
+
+    assert not in_forked_child(look)
     a.send("still here")
     assert b.recv() == "still here"
 
@@ -374,23 +316,16 @@ def when_it_waits(handler: Callable[[], None], call: Callable[[], object]) -> ob
 
 def test_a_signals_handler_cannot_send_in_the_middle_of_a_value(raw: tuple[Channel, socket.socket]) -> None:
     channel, theirs = raw
-    told: list[object] = []
+    reading: list[Call] = []
+    whole = frame(b"x" * (4 << 20))
 
     def send() -> None:
-        try:
+        with pytest.raises(BusyError):
             channel.send("in between", timeout=30)
-        except BusyError as e:
-            told.append(e)
-        reading.start()
+        reading.append(Call(lambda: theirs.recv(len(whole), socket.MSG_WAITALL)))
 
-    received = bytearray()
-    value = b"x" * (4 << 20)
-    size = HEADER_SIZE + len(values.encode(value))
-    reading = threading.Thread(target=lambda: received.extend(theirs.recv(size, socket.MSG_WAITALL)))
-    assert when_it_waits(send, lambda: channel.send(value)) is None
-    reading.join(30)
-    assert len(told) == 1
-    assert values.decode(bytes(received[HEADER_SIZE:])) == value
+    assert when_it_waits(send, lambda: channel.send(b"x" * (4 << 20))) is None
+    assert reading[0].result() == whole
 
 
 @pytest.mark.parametrize("verb", ["send", "recv"])

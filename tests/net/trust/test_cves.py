@@ -16,24 +16,26 @@ payloads are pickles that would create a file.
 
 from __future__ import annotations
 
-import ast
 import os
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import kvplug
 from kvplug.errors import InsecureAddressError, PeerGoneError, WireError
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials, Secret
-from kvplug.net.trust.listener import Connection, Listener, dial
+from kvplug.net.trust.listener import Listener, dial
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.transport.group.client import PURPOSE
 from kvplug.transport.group.group import StatelessGroup
+from kvplug_testing import peers
+from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(60)
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="no /proc/net")
@@ -46,43 +48,40 @@ def evil(path: Path) -> bytes:
     return f"cbuiltins\nopen\n(V{path}\nVw\ntR.".encode()
 
 
-def listening_inodes() -> dict[str, str]:
-    """Inode of every listening TCP socket of this host -> its local address, as the kernel prints it."""
-    found = {}
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/self/net/{table}", encoding="utf-8") as f:
-            for fields in map(str.split, f.readlines()[1:]):
-                if fields[3] == "0A":
-                    found[fields[9]] = fields[1]
-    return found
-
-
 def ours() -> list[str]:
-    """Local addresses that this process listens on."""
-    table = listening_inodes()
-    mine = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:
-            continue
-        inode = target.removeprefix("socket:[").removesuffix("]")
-        if inode in table:
-            mine.append(table[inode])
-    return mine
+    """Local addresses that this process listens on over TCP, as the kernel prints them."""
+    held = {each.partition(" -> ")[2] for each in peers.Resources.of().descriptors}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text(encoding="utf-8").splitlines()[1:]
+    ]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held]
 
 
 LOOPBACK = "0100007F" if sys.byteorder == "little" else "7F000001"
 
 
+@pytest.fixture
+def two() -> Iterator[Callable[[str], tuple[Listener, StatelessGroup, StatelessGroup]]]:
+    """Makes a group of two ranks at an address."""
+    with ExitStack() as stack:
+
+        def make(address: str) -> tuple[Listener, StatelessGroup, StatelessGroup]:
+            listener = StatelessGroup.listen(address)
+            zero = Call(lambda: StatelessGroup.create(listener, rank=0, world_size=2, timeout=20))
+            one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20)
+            stack.callback(one.close)
+            stack.callback(zero.result().close)
+            return listener, zero.result(), one
+
+        yield make
+
+
 @needs_proc
-def test_cve_2025_47277_the_store_listens_on_the_interface_it_was_given_and_on_no_other() -> None:
+def test_cve_2025_47277_the_store_listens_on_the_interface_it_was_given_and_on_no_other(two: Any) -> None:
     before = ours()
-    listener = StatelessGroup.listen("127.0.0.1:0")
-    with ThreadPoolExecutor(1) as pool:
-        zero = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2, timeout=20)
-        one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20)
-        group = zero.result()
+    listener, group, one = two("127.0.0.1:0")
     one.set("k", 1)
     assert group.get("k") == 1
     opened = [address for address in ours() if address not in before]
@@ -102,8 +101,6 @@ def test_cve_2025_47277_a_store_on_one_host_needs_no_port_at_all() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
 def test_cve_2025_29783_and_32444_nothing_binds_to_every_interface_unasked(address: str) -> None:
-    with pytest.raises(InsecureAddressError):
-        Listener.open(address, Credentials(), "pipe")
     with pytest.raises(InsecureAddressError):
         StatelessGroup.listen(address)
 
@@ -140,27 +137,22 @@ def test_cve_2024_11041_a_pickle_from_a_proven_peer_is_not_a_value(tmp_path: Pat
     assert not marker.exists()
 
 
-def test_cve_2025_32444_a_pickle_inside_a_value_stays_the_bytes_it_is(tmp_path: Path) -> None:
+def test_cve_2025_32444_a_pickle_inside_a_value_stays_the_bytes_it_is(two: Any, tmp_path: Path) -> None:
     marker = tmp_path / "executed"
-    listener = StatelessGroup.listen("unix:")
-    with ThreadPoolExecutor(1) as pool:
-        zero = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2, timeout=20)
-        one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20)
-        group = zero.result()
+    listener, group, one = two("unix:")
     one.set("k", evil(marker))
     assert group.get("k") == evil(marker)
-    raw: Connection = dial(listener.contact, Credentials(), PURPOSE, 5)
-    attacker = Channel(raw)
-    attacker.send(("ask", evil(marker)))
-    with pytest.raises(PeerGoneError):
-        attacker.recv(5)
+    with Channel(dial(listener.contact, Credentials(), PURPOSE, 5)) as attacker:
+        attacker.send(("ask", evil(marker)))
+        with pytest.raises(PeerGoneError):
+            attacker.recv(5)
     # A member that writes what is no value under a key: its readers get an error, and nothing runs.
-    one._access.ask(("set", "raw", evil(marker)))
+    with Channel(dial(listener.contact, Credentials(), PURPOSE, 5)) as member:
+        for request in (("ask", 1), ("set", "raw", evil(marker))):
+            member.send(request)
+            assert member.recv(5)[0] == "ok"
     with pytest.raises(WireError):
         group.get("raw")
-    attacker.close()
-    one.close()
-    group.close()
     assert not marker.exists()
 
 
@@ -170,31 +162,3 @@ def test_cve_2025_29783_the_decoder_executes_nothing(tmp_path: Path) -> None:
         values.decode(evil(marker))
     assert values.decode(values.encode(evil(marker))) == evil(marker)
     assert not marker.exists()
-
-
-def test_no_module_of_the_core_can_unpickle_or_evaluate() -> None:
-    root = Path(kvplug.__file__).parent
-    banned_modules = {
-        "pickle",
-        "_pickle",
-        "cPickle",
-        "marshal",
-        "shelve",
-        "dill",
-        "cloudpickle",
-        "multiprocessing",
-    }
-    banned_calls = {"eval", "exec", "compile", "__import__"}
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name.split(".")[0] for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [(node.module or "").split(".")[0]]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                if node.func.id in banned_calls:
-                    found.append(f"{path.relative_to(root)}:{node.lineno}: {node.func.id}()")
-            found += [f"{path.relative_to(root)}:{node.lineno}: {n}" for n in names if n in banned_modules]  # type: ignore[attr-defined]
-    assert not found

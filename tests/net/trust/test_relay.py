@@ -13,6 +13,8 @@ import pytest
 from kvplug.errors import TransportError
 from kvplug.net.trust import relay as relay_module
 from kvplug.net.trust.relay import Relay
+from kvplug_testing.contract.forked_child import in_forked_child
+from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(60)
 LARGE = os.urandom(1 << 20) * 8
@@ -44,10 +46,7 @@ def ends() -> Iterator[Ends]:
 
 def received(sock: socket.socket) -> bytes:
     """Everything until the end."""
-    found = bytearray()
-    while data := sock.recv(1 << 16):
-        found += data
-    return bytes(found)
+    return b"".join(iter(lambda: sock.recv(1 << 16), b""))
 
 
 def fill(sock: socket.socket) -> None:
@@ -64,19 +63,15 @@ def fill(sock: socket.socket) -> None:
 
 
 def test_everything_arrives_both_ways_and_each_end_ends_on_its_own(ends: Ends) -> None:
-    got: dict[str, bytes] = {}
+    def talk(sock: socket.socket, said: bytes) -> bytes:
+        sending = Call(lambda: (sock.sendall(said), sock.shutdown(socket.SHUT_WR)))
+        got = received(sock)
+        sending.result(30)
+        return got
 
-    def talk(name: str, sock: socket.socket, said: bytes) -> None:
-        sending = threading.Thread(target=lambda: (sock.sendall(said), sock.shutdown(socket.SHUT_WR)))
-        sending.start()
-        got[name] = received(sock)
-        sending.join(30)
-
-    user = threading.Thread(target=talk, args=("user", ends.user, LARGE))
-    user.start()
-    talk("peer", ends.peer, LARGE[::-1])
-    user.join(30)
-    assert got == {"user": LARGE[::-1], "peer": LARGE}
+    user = Call(lambda: talk(ends.user, LARGE))
+    assert talk(ends.peer, LARGE[::-1]) == LARGE
+    assert user.result(30) == LARGE[::-1]
     assert ends.relay.join(30)
 
 
@@ -93,11 +88,10 @@ def test_an_end_of_one_side_leaves_the_other_direction_open(ends: Ends) -> None:
 
 
 def test_what_was_sent_before_the_near_end_closed_still_arrives(ends: Ends) -> None:
-    sending = threading.Thread(target=lambda: (ends.user.sendall(LARGE), ends.user.close()))
-    sending.start()
+    sending = Call(lambda: (ends.user.sendall(LARGE), ends.user.close()))
     ends.peer.sendall(b"never read")
     assert received(ends.peer) == LARGE
-    sending.join(30)
+    sending.result(30)
     assert ends.relay.join(30)
 
 
@@ -132,10 +126,7 @@ def test_aborting_waits_for_no_peer(ends: Ends) -> None:
 
 
 def test_a_forked_child_holds_neither_socket(ends: Ends) -> None:
-    pid = os.fork()
-    if not pid:
-        os._exit(0 if ends.far.fileno() == ends.near.fileno() == -1 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert in_forked_child(lambda: f"{ends.far.fileno()} {ends.near.fileno()}") == "-1 -1"
     ends.user.sendall(b"the parent's goes on")
     assert ends.peer.recv(100) == b"the parent's goes on"
 

@@ -19,6 +19,7 @@ from kvplug.net.trust import socket_path
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener, dial
 from kvplug_testing import peers
+from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(60)
@@ -117,10 +118,7 @@ def test_a_folder_that_is_missing_or_locked_is_named(path: Path, monkeypatch: py
 
 def test_a_forked_child_leaves_the_file_to_its_parent(path: Path) -> None:
     with Listener.open(address_of(path), OPEN, "test") as listener:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if listener.closed and path.exists() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert in_forked_child(lambda: f"{listener.closed} {path.exists()}") == "True True"
         meet(listener, listener.contact)
 
 
