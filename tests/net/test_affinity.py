@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvplug import Config, ConfigError, Registry
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.net.affinity import format_cpus, parse_cpus
 
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="a thread is bound to one of several CPUs")
 ALL, ONE, OTHER = CPUS, CPUS[:1], CPUS[1:2]
+Told = Callable[..., Any]
 
 TELL = f"""
 import json, os, sys, threading
@@ -42,56 +47,51 @@ def tell(**what):
 """
 
 
-def told(program: str, *, bound: list[int] | None = None, folder: Path | None = None) -> dict[str, list[int]]:
-    """What a program prints that begins with ``TELL``. ``bound``: as taskset would."""
-    command = [sys.executable, "-c", TELL + program]
-    if folder is not None:  # multiprocessing imports the program again in its children
-        path = folder / "program.py"
-        path.write_text(TELL + program)
-        command = [sys.executable, str(path)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        preexec_fn=None if bound is None else lambda: os.sched_setaffinity(0, bound),
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[int]] = json.loads(done.stdout)
-    return found
+@pytest.fixture
+def told(output_of: Callable[..., str]) -> Told:
+    """Runs a program after ``TELL``, and returns what it tells."""
+    return lambda program, **given: json.loads(output_of(TELL + program, **given))
 
 
-def test_a_thread_has_the_cpus_that_the_program_had_before_its_main_thread_was_bound() -> None:
-    found = told(
-        """
+OF_LIBRARY = """
+from kvplug.transport import thread_cpus
+os.sched_setaffinity(0, ONE)
+found = []
+with thread_cpus():
+    thread = threading.Thread(target=lambda: found.append(cpus()))
+    thread.start()
+    thread.join()
+tell(thread=found[0], main=cpus())
+"""
+PROGRAMS = {
+    "it was bound after the import": """
 import kvplug.transport
 kvplug.transport.BackgroundThread  # imports it
 os.sched_setaffinity(0, ONE)
 tell(thread=in_thread(), main=cpus())
-"""
-    )
-    assert found == {"thread": ALL, "main": ONE}
-
-
-def test_a_thread_has_the_cpus_of_all_threads_of_a_program_whose_main_thread_was_bound_before() -> None:
-    found = told(
-        """
+""",
+    "it was bound before, and has a thread of before": """
 ended = threading.Event()
-threading.Thread(target=ended.wait, daemon=True).start()  # before, as one that an engine has
+threading.Thread(target=ended.wait, daemon=True).start()  # as one that an engine has
 os.sched_setaffinity(0, ONE)
 tell(thread=in_thread(), main=cpus())
 ended.set()
-"""
-    )
-    assert found == {"thread": ALL, "main": ONE}
+""",
+    "the thread is a library's": OF_LIBRARY,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_thread_has_the_cpus_that_the_program_had_before_its_main_thread_was_bound(
+    program: str, told: Told
+) -> None:
+    assert told(program) == {"thread": ALL, "main": ONE}
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_worker_that_its_engine_has_bound_takes_the_cpus_of_the_engine(method: str, tmp_path: Path) -> None:
     """As vLLM's workers, which OpenMP binds before they import anything of kvplug's."""
-    found = told(
-        f"""
+    program = f"""
 def work(pipe):
     os.sched_setaffinity(0, ONE)
     pipe.send([in_thread(), cpus()])
@@ -105,18 +105,19 @@ if __name__ == "__main__":
     thread, main = ours.recv()
     worker.join()
     tell(thread=thread, main=main)
-""",
-        folder=tmp_path,
-    )
-    assert found == {"thread": ALL, "main": ONE}
+"""
+    path = tmp_path / "program.py"  # multiprocessing imports it again in its children
+    path.write_text(TELL + program)
+    found = subprocess.run([sys.executable, str(path)], capture_output=True, check=True, timeout=60)
+    assert json.loads(found.stdout) == {"thread": ALL, "main": ONE}
 
 
-def test_a_program_that_was_restricted_from_outside_stays_within_that() -> None:
-    found = told("tell(thread=in_thread(), main=cpus())", bound=ONE)
-    assert found == {"thread": ONE, "main": ONE}
+def test_a_program_that_was_restricted_from_outside_stays_within_that(told: Told) -> None:
+    bound = {"preexec_fn": lambda: os.sched_setaffinity(0, ONE)}  # as taskset would
+    assert told("tell(thread=in_thread(), main=cpus())", **bound) == {"thread": ONE, "main": ONE}
 
 
-def test_a_config_may_say_which_cpus() -> None:
+def test_a_config_may_say_which_cpus(told: Told) -> None:
     found = told(
         f"""
 import kvplug.net.affinity
@@ -129,35 +130,10 @@ tell(**said)
 
 
 def test_cpus_that_the_process_may_not_use_are_refused_by_name() -> None:
-    found = told(
-        """
-try:
-    configured(thread_cpus="9000-9002")
-except Exception as e:
-    tell(error=f"{type(e).__name__}: {e}", main=cpus())
-"""
-    )
-    error, main = found["error"], found["main"]
-    assert "ConfigError" in error
-    assert "thread_cpus: '9000-9002' was given" in error
-    assert f"it may use {format_cpus(frozenset(ALL))}" in error
-    assert main == ALL
-
-
-def test_threads_of_a_library_have_the_same_and_the_caller_keeps_its_own() -> None:
-    found = told(
-        """
-from kvplug.transport import thread_cpus
-os.sched_setaffinity(0, ONE)
-found = []
-with thread_cpus():
-    thread = threading.Thread(target=lambda: found.append(cpus()))
-    thread.start()
-    thread.join()
-tell(library=found[0], main=cpus())
-"""
-    )
-    assert found == {"library": ALL, "main": ONE}
+    with pytest.raises(ConfigError) as refused:
+        ResolvedConfig.to_build(Config.from_dict({"thread_cpus": "9000-9002"}), Registry())
+    assert "thread_cpus: '9000-9002' was given" in str(refused.value)
+    assert f"it may use {format_cpus(frozenset(ALL))}" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,18 +36,11 @@ print(json.dumps(found))
 """
 
 
-def told(**variables: str) -> Any:
+@pytest.fixture
+def told(output_of: Callable[..., str]) -> Callable[..., Any]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**kept, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    kept |= {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    return lambda **variables: json.loads(output_of(PROGRAM, env={**kept, **variables}))
 
 
 @pytest.mark.full
@@ -60,7 +52,9 @@ def told(**variables: str) -> Any:
     ],
     ids=lambda variables: next(iter(variables), ""),
 )
-def test_a_thread_that_copies_keeps_its_cpus_where_openmp_binds_threads(variables: dict[str, str]) -> None:
+def test_a_thread_that_copies_keeps_its_cpus_where_openmp_binds_threads(
+    variables: dict[str, str], told: Any
+) -> None:
     found = told(**variables)
     assert found["main"] == {"cpus": CPUS[:1], "threads": 2}, "OpenMP has bound the program's main thread"
     assert found["ours"] == {"cpus": CPUS[:2], "threads": 1}
@@ -68,6 +62,6 @@ def test_a_thread_that_copies_keeps_its_cpus_where_openmp_binds_threads(variable
 
 
 @pytest.mark.full
-def test_a_thread_copies_with_others_where_openmp_binds_none() -> None:
+def test_a_thread_copies_with_others_where_openmp_binds_none(told: Any) -> None:
     found = told()
     assert found["main"] == found["ours"] == {"cpus": CPUS, "threads": 2}

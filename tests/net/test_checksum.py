@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-import subprocess
 import sys
 from array import array
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
@@ -56,7 +56,7 @@ def test_one_flipped_bit_is_found(data: bytes, at: st.DataObject, name: str) -> 
     flipped = bytearray(data)
     flipped[bit // 8] ^= 1 << bit % 8
     verify(name, digest(name, data), data, what="the entry")
-    with pytest.raises(IntegrityError, match="the entry was corrupted"):
+    with pytest.raises(IntegrityError):
         verify(name, digest(name, data), flipped, what="the entry")
 
 
@@ -87,7 +87,6 @@ def test_without_xxhash_nothing_is_available_and_a_digest_says_why(monkeypatch: 
         digest("xxh3_64", b"")
 
 
-def test_xxhash_is_imported_only_to_hash() -> None:
+def test_xxhash_is_imported_only_to_hash(output_of: Callable[..., str]) -> None:
     code = "import sys, kvplug.net.checksum as c; c.available(); print('xxhash' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert found.stdout.strip() == "False", found.stderr
+    assert output_of(code) == "False\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -115,12 +116,10 @@ def test_what_ended_otherwise_stays_what_it_is(kind: type[KvplugError]) -> None:
 def test_an_error_that_names_it_passes_as_it_is() -> None:
     error = ResourceExhaustedError("no room", resource="space")
     assert exhaustion_of(error, "connecting a pipe") is error
-    with pytest.raises(ResourceExhaustedError) as caught, NamedExhaustion("connecting a pipe"):
-        raise error
-    assert caught.value is error and error.__cause__ is None
-    with pytest.raises(ResourceExhaustedError) as caught:
-        raise_if_exhausted(error, "connecting a pipe")
-    assert caught.value is error and error.__cause__ is None
+    for wrap in (NamedExhaustion("connecting a pipe"), contextlib.nullcontext()):
+        with pytest.raises(ResourceExhaustedError) as caught, wrap:
+            raise_if_exhausted(error, "connecting a pipe")
+        assert caught.value is error and error.__cause__ is None
 
 
 def test_it_decorates_a_function_and_nests() -> None:

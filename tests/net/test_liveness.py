@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,26 +18,16 @@ from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError
 from kvplug.net import liveness
 from kvplug.net.liveness import Heartbeat, watch
 from kvplug.net.trust.identity import PeerIdentity, decode_identity, encode_identity, this_process
+from kvplug_testing import peers
+from kvplug_testing.contract.forked_child import in_forked_child
+from kvplug_testing.waits import until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd on this platform")
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
-    until = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def watcher_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "kvplug liveness"]
-
-
-def open_fds() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
 
 
 class Gone:
@@ -67,58 +58,71 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     theirs.close()
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    before = len(open_fds())
-    yield
-    assert eventually(lambda: not watcher_threads())
-    assert eventually(lambda: len(open_fds()) <= before + 2), "descriptors were left open"
+@pytest.fixture
+def gone() -> Gone:
+    return Gone()
+
+
+class Poller:
+    """The watcher's epoll set; ``polled`` may change what it reports, ``unregister`` what is called then."""
+
+    def __init__(self) -> None:
+        self.inner = select_epoll()
+        self.registered: list[int] = []
+        self.polled: Callable[[list[tuple[int, int]]], None] = lambda events: None
+        self.unregistering: Callable[[], None] = lambda: None
+        self.close, self.modify = self.inner.close, self.inner.modify
+
+    def register(self, fd: int, mask: int) -> None:
+        self.registered.append(fd)
+        self.inner.register(fd, mask)
+
+    def unregister(self, fd: int) -> None:
+        self.unregistering()
+        self.inner.unregister(fd)
+
+    def poll(self, timeout: float = -1) -> list[tuple[int, int]]:
+        events = self.inner.poll(timeout)
+        if timeout:  # else under the lock, with which no other thread comes in
+            self.polled(events)
+        return events
+
+
+select_epoll = getattr(select, "epoll", None)
+
+
+@pytest.fixture
+def poller(monkeypatch: pytest.MonkeyPatch) -> Poller:
+    if select_epoll is None:
+        pytest.skip("no epoll on this platform")
+    made = Poller()
+    monkeypatch.setattr(select, "epoll", lambda: made)
+    return made
 
 
 @needs_pidfd
-def test_a_killed_process_is_noticed_at_once_even_before_it_is_reaped(
-    sleeper: subprocess.Popen[bytes],
+def test_a_stopped_process_is_alive_and_a_killed_one_is_noticed_at_once_even_before_it_is_reaped(
+    sleeper: subprocess.Popen[bytes], gone: Gone
 ) -> None:
-    gone = Gone()
     pidfd = os.pidfd_open(sleeper.pid)
     w = watch(pidfd=pidfd, on_gone=gone)
-    os.close(pidfd)
-    os.kill(sleeper.pid, signal.SIGKILL)
-    assert gone.event.wait(5)
-    assert gone.reasons == ["its process ended"] and w.reason == "its process ended"
-    w.close()
-    assert gone.reasons == ["its process ended"]
-
-
-@needs_pidfd
-def test_a_stopped_process_is_alive(sleeper: subprocess.Popen[bytes]) -> None:
-    gone = Gone()
-    pidfd = os.pidfd_open(sleeper.pid)
-    w = watch(pidfd=pidfd, on_gone=gone)
-    os.close(pidfd)
     os.kill(sleeper.pid, signal.SIGSTOP)
     assert not gone.event.wait(0.5)
     os.kill(sleeper.pid, signal.SIGKILL)
     assert gone.event.wait(5)
+    assert w.reason == "its process ended"
     w.close()
-
-
-@needs_pidfd
-def test_a_process_that_ended_before_the_watch_is_reported_too() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    pidfd = os.pidfd_open(process.pid)
-    process.wait(10)
-    gone = Gone()
-    watch(pidfd=pidfd, on_gone=gone)
+    assert gone.reasons == ["its process ended"]
+    late = Gone()
+    watch(pidfd=pidfd, on_gone=late)
     os.close(pidfd)
-    assert gone.event.wait(5)
+    assert late.event.wait(5), "it had ended before it was watched"
 
 
 def test_a_hung_up_socket_is_noticed_and_what_had_arrived_can_still_be_read(
-    pair: tuple[socket.socket, socket.socket],
+    pair: tuple[socket.socket, socket.socket], gone: Gone
 ) -> None:
     ours, theirs = pair
-    gone = Gone()
     watch(sock=ours, on_gone=gone)
     theirs.sendall(b"last words")
     assert not gone.event.wait(0.1), "data is not death"
@@ -128,8 +132,7 @@ def test_a_hung_up_socket_is_noticed_and_what_had_arrived_can_still_be_read(
     assert ours.recv(100) == b"last words"
 
 
-def test_silence_beyond_the_timeout_is_death(pair: tuple[socket.socket, socket.socket]) -> None:
-    gone = Gone()
+def test_silence_beyond_the_timeout_is_death(pair: tuple[socket.socket, socket.socket], gone: Gone) -> None:
     began = time.monotonic()
     watch(heartbeat=Heartbeat(pair[0], interval_s=0.05, timeout_s=0.4), on_gone=gone)
     assert gone.event.wait(5)
@@ -137,8 +140,9 @@ def test_silence_beyond_the_timeout_is_death(pair: tuple[socket.socket, socket.s
     assert gone.reasons[0].startswith("silent for 0.")
 
 
-def test_two_ends_that_beat_keep_each_other_alive(pair: tuple[socket.socket, socket.socket]) -> None:
-    gone = Gone()
+def test_two_ends_that_beat_keep_each_other_alive(
+    pair: tuple[socket.socket, socket.socket], gone: Gone
+) -> None:
     watches = [watch(heartbeat=Heartbeat(s, interval_s=0.05, timeout_s=0.3), on_gone=gone) for s in pair]
     assert not gone.event.wait(1.0)
     for w in watches:
@@ -146,56 +150,38 @@ def test_two_ends_that_beat_keep_each_other_alive(pair: tuple[socket.socket, soc
 
 
 def test_a_heartbeat_whose_other_end_closes_does_not_wait_for_the_silence(
-    pair: tuple[socket.socket, socket.socket],
+    pair: tuple[socket.socket, socket.socket], gone: Gone
 ) -> None:
-    gone = Gone()
     watch(heartbeat=Heartbeat(pair[0], interval_s=1, timeout_s=30), on_gone=gone)
     pair[1].close()
     assert gone.event.wait(5)
     assert gone.reasons == ["it closed the connection"]
 
 
-def test_our_own_stop_is_not_taken_for_the_peers_silence(tmp_path: object) -> None:
+def watches(parent: peers.Parent, fd: int) -> list[str]:
+    said: list[str] = []
+    watch(heartbeat=Heartbeat(socket.socket(fileno=fd), interval_s=0.05, timeout_s=0.6), on_gone=said.append)
+    parent.send("ready")
+    parent.recv()
+    return said
+
+
+def test_our_own_stop_is_not_taken_for_the_peers_silence(pair: tuple[socket.socket, socket.socket]) -> None:
     """A process that was stopped for longer than the timeout finds the beats waiting for it."""
-    program = """
-import os, signal, socket, sys, time
-from kvplug.net.liveness import Heartbeat, watch
-peer, ours = socket.socket(fileno=int(sys.argv[1])), None
-said = []
-watch(heartbeat=Heartbeat(peer, interval_s=0.05, timeout_s=0.6), on_gone=said.append)
-print("ready", flush=True)
-sys.stdin.readline()
-print(said, flush=True)
-"""
-    ours, theirs = socket.socketpair()
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    theirs.close()
-    w = watch(heartbeat=Heartbeat(ours, interval_s=0.05, timeout_s=30), on_gone=lambda reason: None)
-    try:
-        assert child.stdout and child.stdin
-        assert child.stdout.readline() == "ready\n"
-        os.kill(child.pid, signal.SIGSTOP)
+    ours, theirs = pair
+    w = watch(heartbeat=Heartbeat(ours, interval_s=0.05, timeout_s=30), on_gone=print)
+    with peers.start(watches, theirs.fileno(), pass_fds=[theirs.fileno()]) as child:
+        assert child.recv() == "ready"
+        child.stop()
         time.sleep(1.2)
-        os.kill(child.pid, signal.SIGCONT)
+        child.cont()
         time.sleep(0.3)
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "[]\n"
-    finally:
-        child.kill()
-        child.communicate()
-        w.close()
-        ours.close()
+        child.send("enough")
+        assert child.result() == []
+    w.close()
 
 
-def test_a_closed_watch_never_calls_back(pair: tuple[socket.socket, socket.socket]) -> None:
-    gone = Gone()
+def test_a_closed_watch_never_calls_back(pair: tuple[socket.socket, socket.socket], gone: Gone) -> None:
     w = watch(sock=pair[0], on_gone=gone)
     w.close()
     w.close()
@@ -219,27 +205,25 @@ def test_a_callback_may_watch_and_close_and_may_fail(
     pair[1].close()
     assert second.event.wait(5)
     a.close()
-    assert eventually(lambda: "a callback of the liveness watcher failed" in caplog.text)
+    until(lambda: "a callback of the liveness watcher failed" in caplog.text)
 
 
-def test_one_thread_serves_many_watches_and_ends_with_the_last() -> None:
+def test_one_thread_serves_many_watches_and_ends_with_the_last(gone: Gone) -> None:
     pairs = [socket.socketpair() for _ in range(50)]
-    gone = Gone()
     watches = [watch(sock=a, on_gone=gone) for a, _ in pairs]
     assert len(watcher_threads()) == 1
     for _, b in pairs[:25]:
         b.close()
-    assert eventually(lambda: len(gone.reasons) == 25)
+    until(lambda: len(gone.reasons) == 25)
     for w in watches:
         w.close()
-    assert eventually(lambda: not watcher_threads())
+    until(lambda: not watcher_threads())
     for pair in pairs:
         for s in pair:
             s.close()
 
 
-def test_a_socket_closed_under_its_watch_does_not_hurt_who_gets_its_number() -> None:
-    gone = Gone()
+def test_a_socket_closed_under_its_watch_does_not_hurt_who_gets_its_number(gone: Gone) -> None:
     a, b = socket.socketpair()
     number = a.fileno()
     stale = watch(sock=a, on_gone=gone)
@@ -255,41 +239,35 @@ def test_a_socket_closed_under_its_watch_does_not_hurt_who_gets_its_number() -> 
     c.close()
 
 
+@needs_pidfd
 def test_the_death_of_one_is_not_taken_for_that_of_whoever_got_its_number(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    sleeper: subprocess.Popen[bytes], poller: Poller
 ) -> None:
-    if not hasattr(os, "pidfd_open"):
-        pytest.skip("no pidfd on this platform")
     dies = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     assert dies.stdin is not None
     gone, alive = Gone(), Gone()
     dying, living = os.pidfd_open(dies.pid), os.pidfd_open(sleeper.pid)
+    keeps_the_loop = watch(pidfd=living, on_gone=Gone())
     old = watch(pidfd=dying, on_gone=gone)
-    loop = liveness._loop
-    assert loop is not None
+    number = poller.registered[-1]
     new: list[liveness.Watch] = []
     fillers: list[int] = []
-    poll = loop.poll
 
-    def slow(pause: float | None) -> list[int]:
-        events = poll(pause)
-        if old._pidfd in events and not new:  # other threads come in before the watcher can act on it
-            while (filler := os.dup(living)) < old._pidfd:
-                fillers.append(filler)  # so that its number is the next one
+    def others_come_in(events: list[tuple[int, int]]) -> None:
+        """Before the watcher can act on the death, the number is another watch's."""
+        if number in dict(events) and not new:
+            while (filler := os.dup(living)) < number:
+                fillers.append(filler)  # so that the number is the next one
             os.close(filler)
             old.close()
             new.append(watch(pidfd=living, on_gone=alive))
-        return events
 
-    keeps_the_loop = watch(pidfd=living, on_gone=Gone())
+    poller.polled = others_come_in
     try:
-        monkeypatch.setattr(loop, "poll", slow)
-        keeps_the_loop.close()
-        keeps_the_loop = watch(pidfd=living, on_gone=Gone())  # it wakes the loop, which looks again
         dies.stdin.close()
         dies.wait(10)
-        assert eventually(lambda: bool(new))
-        assert new[0]._pidfd == old._pidfd, "the test is about a number that is used again"
+        until(lambda: new)
+        assert poller.registered[-1] == number, "the test is about a number that is used again"
         assert not alive.event.wait(0.3)
     finally:
         for each in (old, keeps_the_loop, *new):
@@ -299,32 +277,28 @@ def test_the_death_of_one_is_not_taken_for_that_of_whoever_got_its_number(
 
 
 def test_a_watch_that_gets_no_thread_does_not_spoil_the_next(
-    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[socket.socket, socket.socket], gone: Gone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_threads(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    before = open_fds()
-    gone = Gone()
+    before = peers.Resources.of()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_threads)
         with pytest.raises(ResourceExhaustedError, match="no more threads"):
             watch(sock=pair[0], on_gone=gone)
-    assert open_fds() == before
+    assert not peers.Resources.of().beyond(before)
     watching = watch(sock=pair[0], on_gone=gone)
     pair[1].close()
     assert gone.event.wait(2)
     watching.close()
 
 
-def test_a_socket_is_watched_once_at_a_time(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_what_cannot_be_watched_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
     w = watch(sock=pair[0], on_gone=Gone())
     with pytest.raises(ValueError, match="watched already"):
         watch(sock=pair[0], on_gone=Gone())
     w.close()
-
-
-def test_bad_arguments_are_refused(pair: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(ValueError, match="nothing to watch"):
         watch(on_gone=Gone())
     with pytest.raises(ValueError, match="more than 0"):
@@ -336,33 +310,27 @@ def test_bad_arguments_are_refused(pair: tuple[socket.socket, socket.socket]) ->
         watch(sock=pair[0], on_gone=Gone())
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_starts_its_own_watcher_and_leaves_the_parents_alone(
-    pair: tuple[socket.socket, socket.socket],
+    pair: tuple[socket.socket, socket.socket], gone: Gone
 ) -> None:
-    parents = Gone()
-    w = watch(sock=pair[0], on_gone=parents)
-    pid = os.fork()
-    if pid == 0:  # no assertion may escape from the child
-        status = 1
-        try:
-            w.close()
-            a, b = socket.socketpair()
-            childs = Gone()
-            watch(sock=a, on_gone=childs)
-            b.close()
-            status = 0 if childs.event.wait(5) and not parents.reasons else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert not parents.event.is_set()
+    w = watch(sock=pair[0], on_gone=gone)
+
+    def look() -> str:
+        w.close()
+        a, b = socket.socketpair()
+        childs = Gone()
+        watch(sock=a, on_gone=childs)
+        b.close()
+        return f"{childs.event.wait(5)} {gone.reasons}"
+
+    assert in_forked_child(look) == "True []"
+    assert not gone.event.is_set()
     pair[1].close()
-    assert parents.event.wait(5), "the parent's epoll set was changed by the child"
+    assert gone.event.wait(5), "the parent's epoll set was changed by the child"
 
 
-@needs_pidfd
 def test_a_signals_handler_may_end_the_watch_that_its_thread_is_ending(
-    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[socket.socket, socket.socket], poller: Poller
 ) -> None:
     watched = watch(sock=pair[0], on_gone=print)
     ended = threading.Event()
@@ -371,20 +339,13 @@ def test_a_signals_handler_may_end_the_watch_that_its_thread_is_ending(
         watched.close()
         ended.set()
 
-    remove = liveness._Loop.remove
-
-    def interrupted(loop: liveness._Loop, old: liveness.Watch) -> None:
-        signal.raise_signal(signal.SIGUSR1)
-        remove(loop, old)
-
-    monkeypatch.setattr(liveness._Loop, "remove", interrupted)
+    poller.unregistering = lambda: signal.raise_signal(signal.SIGUSR1)
     before = signal.signal(signal.SIGUSR1, close_again)
     try:
         watched.close()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert ended.is_set()
-    assert eventually(lambda: not watcher_threads())
 
 
 def test_an_identity_opens_the_right_process_and_no_other(sleeper: subprocess.Popen[bytes]) -> None:

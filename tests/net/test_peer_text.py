@@ -12,7 +12,7 @@ from kvplug.net.peer_text import MAX_PEER_TEXT, peer_text
 ESCAPES = "\x1b]0;owned\x07\x1b[2J"
 
 
-@given(st.text(max_size=3000), st.integers(2, 1500))
+@given(st.text(max_size=300), st.integers(2, 150))
 def test_any_text_becomes_one_printable_line(text: str, most: int) -> None:
     line = peer_text(text, most)
     assert len(line) <= most

@@ -73,23 +73,14 @@ called.begun.wait()
 
 def left(program: str, *, flags: tuple[str, ...] = (), before: str = "") -> tuple[Any, ...]:
     """A program's exit code and words; its stderr has to be empty."""
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", before + BEGINNING + program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = ran(before + BEGINNING + program, *flags)
     assert not done.stderr, done.stderr
     return done.returncode, *done.stdout.split()
 
 
-def test_a_thread_at_work_is_ended_and_waited_for() -> None:
-    assert left(WORKS + "sys.exit(7)") == (7, "ended")
-
-
-def test_a_call_of_the_programs_own_thread_is_ended_and_waited_for() -> None:
-    assert left(CALLED + "sys.exit(7)") == (7, "left")
+def ran(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(("after", "said"), [("", ("left", "goes", "on")), ("hold_at_exit()", ("left",))])
@@ -189,38 +180,23 @@ if pid:
 
 
 def test_after_the_wait_no_thread_is_started() -> None:
-    program = """
+    early = """
 import atexit
 
 def late():
     try:
         BackgroundThread(print, name="kvplug late", stop=print).start()
     except RuntimeError as e:
-        import os
-        os.write(1, b"refused" if "interpreter shutdown" in str(e) else str(e).encode())
+        out("refused" if "interpreter shutdown" in str(e) else str(e))
 
 atexit.register(late)  # what is registered before kvplug is imported runs last
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program + BEGINNING + WORKS],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ended refused", "")
+    assert left(WORKS, before=early) == (0, "ended", "refused")
 
 
 def test_an_end_that_fails_is_logged_and_the_others_are_ended() -> None:
-    program = 'BackgroundThread(begun.wait, name="kvplug fails", stop=lambda: 1 / 0).start()\n'
-    program = (
-        BEGINNING
-        + WORKS.replace("begun.wait()", program.replace("begun.wait", "wanted.wait"))
-        + "sys.exit(7)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    fails = 'BackgroundThread(wanted.wait, name="kvplug fails", stop=lambda: 1 / 0).start()\n'
+    done = ran(BEGINNING + WORKS.replace("begun.wait()", fails) + "sys.exit(7)")
     assert (done.returncode, done.stdout) == (7, "ended ")
     assert "a thread of kvplug could not be ended at exit" in done.stderr
     assert "ZeroDivisionError" in done.stderr

@@ -7,7 +7,6 @@ import fcntl
 import os
 import resource
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from kvplug.transport import (
     send_fds,
 )
 from kvplug_testing import peers
+from kvplug_testing.waits import Call
 
 SIZE = 64 << 10
 PURPOSE = "pipe-shm"
@@ -36,25 +36,13 @@ def soon() -> Deadline:
     return Deadline.after(20)
 
 
-@contextlib.contextmanager
-def connected() -> Iterator[tuple[Connection, Connection]]:
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
     """Both ends of a proven connection of this process."""
     with Listener.open("unix:", Credentials(), PURPOSE) as listener:
         ours = dial(listener.contact, Credentials(), PURPOSE, 10)
         with ours, listener.accept(10) as theirs:
             yield ours, theirs
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Connection, Connection]]:
-    with connected() as ends:
-        yield ends
-
-
-@pytest.fixture
-def own_pair() -> Iterator[tuple[Connection, Connection]]:
-    with connected() as ends:
-        yield ends
 
 
 @pytest.fixture
@@ -75,120 +63,92 @@ def descriptors() -> set[str]:
         return {each.name for each in found}
 
 
-def same(one: int, other: int) -> bool:
-    return os.path.sameopenfile(one, other)
-
-
 def close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
-def test_what_goes_along_arrives(pair: Any, files: list[int], count: int) -> None:
+def test_what_goes_along_arrives_and_what_follows_stays_in_the_stream(
+    pair: Any, files: list[int], count: int
+) -> None:
     ours, theirs = pair
-    sending = files[:count]
-    send_fds(ours, b"hello", sending, soon())
-    data, fds = recv_fds(theirs, 5, 4, soon())
-    try:
-        assert data == b"hello"
-        assert len(fds) == count
-        for sent, come in zip(sending, fds, strict=True):
-            assert sent != come and same(sent, come)
-            assert fcntl.fcntl(come, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-    finally:
-        close_all(fds)
+    for _ in range(2):
+        send_fds(ours, b"hello", files[:count], soon())
+        ours.sock.sendall(b"between")
+    for _ in range(2):
+        data, fds = recv_fds(theirs, 5, 4, soon())
+        try:
+            assert data == b"hello"
+            assert len(fds) == count
+            for sent, come in zip(files, fds, strict=False):
+                assert sent != come and os.path.sameopenfile(sent, come)
+                assert fcntl.fcntl(come, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        finally:
+            close_all(fds)
+        assert theirs.sock.recv(7, socket.MSG_WAITALL) == b"between"
     assert ours.sock.gettimeout() is None and theirs.sock.gettimeout() is None
-
-
-def test_what_follows_stays_in_the_stream(pair: Any, files: list[int]) -> None:
-    ours, theirs = pair
-    send_fds(ours, b"one", files[:1], soon())
-    ours.sock.sendall(b"between")
-    send_fds(ours, b"two", files[1:2], soon())
-    data, fds = recv_fds(theirs, 3, 1, soon())
-    close_all(fds)
-    assert (data, len(fds)) == (b"one", 1)
-    assert theirs.sock.recv(7, socket.MSG_WAITALL) == b"between"
-    data, fds = recv_fds(theirs, 3, 1, soon())
-    close_all(fds)
-    assert (data, len(fds)) == (b"two", 1)
 
 
 def test_data_that_comes_in_pieces_is_put_together(pair: Any, files: list[int]) -> None:
     ours, theirs = pair
-    came: list[Any] = []
-    reader = threading.Thread(target=lambda: came.append(recv_fds(theirs, 6, 2, soon())))
-    reader.start()
-    ours.sock.sendall(b"a")
-    time.sleep(0.01)
-    send_fds(ours, b"bc", files[:1], soon())
-    time.sleep(0.01)
-    send_fds(ours, b"d", files[1:2], soon())
-    ours.sock.sendall(b"ef")
-    reader.join(20)
-    [(data, fds)] = came
-    close_all(fds)
-    assert (data, len(fds)) == (b"abcdef", 2)
+    reading = Call(lambda: recv_fds(theirs, 6, 2, soon()))
+    for data, fds in ((b"a", []), (b"bc", files[:1]), (b"d", files[1:2]), (b"ef", [])):
+        send_fds(ours, data, fds, soon())
+        time.sleep(0.01)
+    data, came = reading.result()
+    close_all(came)
+    assert (data, len(came)) == (b"abcdef", 2)
 
 
 def test_more_data_than_a_socket_holds_is_sent_with_its_descriptors_once(pair: Any, files: list[int]) -> None:
     ours, theirs = pair
     much = os.urandom(4 << 20)
-    sender = threading.Thread(target=send_fds, args=(ours, much, files[:1], soon()))
-    sender.start()
+    sending = Call(lambda: send_fds(ours, much, files[:1], soon()))
     data, fds = recv_fds(theirs, len(much), 4, soon())
-    sender.join(20)
+    sending.result()
     close_all(fds)
     assert data == much
     assert len(fds) == 1
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize(("sent", "wanted"), [(1, 0), (2, 1), (3, 1), (3, 2), (4, 1)])
-def test_too_many_are_refused_and_all_closed(own_pair: Any, files: list[int], sent: int, wanted: int) -> None:
-    ours, theirs = own_pair
+def test_too_many_are_refused_and_all_closed(
+    pair: Any, files: list[int], sent: int, wanted: int, pieces: int
+) -> None:
+    ours, theirs = pair
     before = descriptors()
-    send_fds(ours, b"x", files[:sent], soon())
+    for piece in range(pieces):
+        send_fds(ours, b"x", files[piece:sent:pieces], soon())
     with pytest.raises(WireError, match=f"more than {wanted} descriptors"):
-        recv_fds(theirs, 1, wanted, soon())
+        recv_fds(theirs, pieces, wanted, soon())
     assert descriptors() == before
 
 
-def test_too_many_in_several_pieces_are_refused_and_all_closed(own_pair: Any, files: list[int]) -> None:
-    ours, theirs = own_pair
-    before = descriptors()
-    for fd in files[:3]:
-        send_fds(ours, b"x", [fd], soon())
-    with pytest.raises(WireError, match="more than 2 descriptors"):
-        recv_fds(theirs, 3, 2, soon())
-    assert descriptors() == before
-
-
-def test_a_peer_that_hangs_up_half_way_leaves_nothing(own_pair: Any, files: list[int]) -> None:
-    ours, theirs = own_pair
+def test_a_peer_that_hangs_up_half_way_leaves_nothing(pair: Any, files: list[int]) -> None:
+    ours, theirs = pair
     send_fds(ours, b"ha", files[:2], soon())
     ours.close()
     before = descriptors()
-    with pytest.raises(PeerGoneError):
-        recv_fds(theirs, 4, 2, soon())
-    assert descriptors() == before
-    with pytest.raises(PeerGoneError):
-        recv_fds(theirs, 4, 2, soon())
-    with pytest.raises(PeerGoneError):
-        send_fds(theirs, b"hello", files[:1], soon())
+    for call in (
+        *[lambda: recv_fds(theirs, 4, 2, soon())] * 2,
+        lambda: send_fds(theirs, b"hello", files[:1], soon()),
+    ):
+        with pytest.raises(PeerGoneError):
+            call()
+        assert descriptors() == before
 
 
-def test_a_peer_that_says_too_little_costs_no_more_than_the_deadline(own_pair: Any, files: list[int]) -> None:
-    ours, theirs = own_pair
+def test_a_peer_that_says_too_little_or_reads_nothing_costs_no_more_than_the_deadline(
+    pair: Any, files: list[int]
+) -> None:
+    ours, theirs = pair
     before = descriptors()
     send_fds(ours, b"ha", files[:2], soon())
     with pytest.raises(TimeoutError):
         recv_fds(theirs, 4, 2, Deadline.after(0.05))
     assert descriptors() == before
-
-
-def test_a_peer_that_reads_nothing_costs_no_more_than_the_deadline(own_pair: Any, files: list[int]) -> None:
-    ours, _ = own_pair
     with pytest.raises(TimeoutError):
         send_fds(ours, bytes(16 << 20), files[:1], Deadline.after(0.05))
 
@@ -198,35 +158,38 @@ def test_descriptors_need_bytes_to_go_with(pair: Any, files: list[int]) -> None:
         send_fds(pair[0], b"", files[:1], soon())
 
 
-def taking(parent: peers.Parent, contact: str, spare: int) -> Any:
-    """Take two descriptors where there is room for ``spare``."""
-    with dial(contact, Credentials(), PURPOSE, 10) as connection:
-        before = descriptors()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = [os.dup(0) for _ in range(spare + 1)]
-        close_all(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
-        try:
-            _, fds = recv_fds(connection, 4, 2, soon())
-            text = f"{len(fds)} came"
-            close_all(fds)
-        except ResourceExhaustedError as e:
-            text = str(e)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return [text, descriptors() == before]
+def taking(parent: peers.Parent, contact: str) -> Any:
+    """Take two descriptors three times, where there is room for none, for one, and for both of them."""
+    said = []
+    for spare in range(3):
+        with dial(contact, Credentials(), PURPOSE, 10) as connection:
+            before = descriptors()
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            free = [os.dup(0) for _ in range(spare + 1)]
+            close_all(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
+            try:
+                _, fds = recv_fds(connection, 4, 2, soon())
+                said.append(f"{len(fds)} came")
+                close_all(fds)
+            except ResourceExhaustedError as e:
+                said.append(str(e))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert descriptors() == before, said
+    return said
 
 
-@pytest.mark.parametrize("spare", [0, 1, 2])
-def test_who_can_hold_no_more_says_so_and_keeps_none(files: list[int], spare: int) -> None:
+def test_who_can_hold_no_more_says_so_and_keeps_none(files: list[int]) -> None:
     with (
         Listener.open("unix:", Credentials(), PURPOSE) as listener,
-        peers.start(taking, listener.contact, spare) as child,
-        listener.accept(20) as connection,
+        peers.start(taking, listener.contact) as child,
     ):
-        send_fds(connection, b"four", files[:2], soon())
-        text, clean = child.result()
-    assert clean
-    assert ("2 came" if spare == 2 else "RLIMIT_NOFILE is ") in text
+        for _ in range(3):
+            with listener.accept(20) as connection:
+                send_fds(connection, b"four", files[:2], soon())
+                connection.sock.recv(1)  # until it has hung up
+        *refused, taken = child.result()
+    assert all("RLIMIT_NOFILE is " in text for text in refused) and taken == "2 came"
 
 
 def writing(parent: peers.Parent, contact: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,33 +16,36 @@ from kvplug.errors import CapacityError
 from kvplug.net.memory import room
 from kvplug.net.memory.room import check_room, free_memory, memory_limit
 
+PERIODS = itertools.count()
+
 
 @pytest.fixture(autouse=True)
-def _nothing_kept() -> Iterator[None]:
-    room._of_machine.cache_clear()
-    yield
-    room._of_machine.cache_clear()
+def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the limits is in another period, for which they are read anew."""
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: 1000.0 * next(PERIODS)))
 
 
-def write(root: Path, **files: str) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+@pytest.fixture
+def grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, str]], None]:
+    """Puts the process into control groups: its own line, and the files of all groups."""
 
+    def put(own: str, files: dict[str, str]) -> None:
+        (tmp_path / "own").write_text(own)
+        for name, text in files.items():
+            path = tmp_path / "fs" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        monkeypatch.setattr(room, "_GROUP", tmp_path / "own")
+        monkeypatch.setattr(room, "_GROUPS", tmp_path / "fs")
+        monkeypatch.setattr(room, "_MEMINFO", tmp_path / "fs" / "meminfo")
 
-def grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]) -> None:
-    write(tmp_path, own=own)
-    write(tmp_path / "fs", **files)
-    monkeypatch.setattr(room, "_GROUP", tmp_path / "own")
-    monkeypatch.setattr(room, "_GROUPS", tmp_path / "fs")
+    return put
 
 
 def test_the_limit_is_at_most_the_machines_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = room.os.sysconf("SC_PHYS_PAGES") * room.os.sysconf("SC_PAGE_SIZE")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < memory_limit() <= whole
     monkeypatch.setattr(room, "_GROUP", tmp_path / "there is none")
-    room._of_machine.cache_clear()
     assert memory_limit() <= whole
 
 
@@ -53,10 +60,14 @@ def test_the_limit_is_at_most_the_machines_memory(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_the_limits_of_all_control_groups_around_it_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], limit: int
+    grouped: Any, own: str, files: dict[str, str], limit: int
 ) -> None:
-    grouped(tmp_path, monkeypatch, own, files)
+    grouped(own, files)
     assert memory_limit() == limit
+
+
+FILES_1 = {"memory.usage_in_bytes": "2097152", "memory.stat": "inactive_file 9\ntotal_inactive_file 1048576"}
+FILES_2 = {"memory.current": "2097152", "memory.stat": "file 9\ninactive_file 1048576"}
 
 
 @pytest.mark.parametrize(
@@ -64,34 +75,19 @@ def test_the_limits_of_all_control_groups_around_it_count(
     [
         ("0::/a/b", {"a/memory.max": "4194304", "a/memory.current": "3145728", "a/b/memory.max": "max"}),
         ("0::/a/b", {"a/b/memory.max": "2097152", "a/b/memory.current": "1048576", "a/memory.max": "max"}),
-        (
-            "0::/a",
-            {
-                "a/memory.max": "2097152",
-                "a/memory.current": "2097152",
-                "a/memory.stat": "file 9\ninactive_file 1048576",
-            },
-        ),
+        ("0::/a", {"a/memory.max": "2097152"} | {f"a/{name}": text for name, text in FILES_2.items()}),
         (
             "4:memory:/x",
-            {
-                "memory/x/memory.limit_in_bytes": "2097152",
-                "memory/x/memory.usage_in_bytes": "2097152",
-                "memory/x/memory.stat": "inactive_file 9\ntotal_inactive_file 1048576",
-            },
+            {"memory/x/memory.limit_in_bytes": "2097152"}
+            | {f"memory/x/{name}": text for name, text in FILES_1.items()},
         ),
+        ("0::/", {"meminfo": "MemTotal: 9000 kB\nMemAvailable:   1024 kB\n"}),
     ],
 )
-def test_memory_is_free_that_no_group_around_it_has_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]
+def test_memory_is_free_that_no_group_around_it_and_no_other_program_has_used(
+    grouped: Any, own: str, files: dict[str, str]
 ) -> None:
-    grouped(tmp_path, monkeypatch, own, files)
-    assert free_memory() == 1 << 20
-
-
-def test_memory_that_other_programs_use_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grouped(tmp_path, monkeypatch, "0::/", {"meminfo": "MemTotal: 9000 kB\nMemAvailable:   1024 kB\n"})
-    monkeypatch.setattr(room, "_MEMINFO", tmp_path / "fs" / "meminfo")
+    grouped(own, files)
     assert free_memory() == 1 << 20
 
 
@@ -107,17 +103,13 @@ def test_limits_of_the_process_count_at_once() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, old)
 
 
-def test_more_than_there_can_be_is_refused_with_the_limit() -> None:
+def test_more_than_there_can_be_is_refused_with_the_limit_which_an_explicit_one_replaces() -> None:
     check_room(memory_limit(), "a message")
     with pytest.raises(
         CapacityError, match=f"a message has {1 << 60} bytes, and this process can have at most"
     ):
         check_room(1 << 60, "a message")
-
-
-def test_an_explicit_limit_takes_the_place_of_the_machines() -> None:
     check_room(1 << 60, "a message", 1 << 60)
-    check_room(1000, "a message", 1000)
     with pytest.raises(CapacityError, match=r"at most 1000 \(max_message_bytes\)"):
         check_room(1001, "a message", 1000)
 
