@@ -68,18 +68,12 @@ def outcome(local: list[Offer], remote: list[Offer], required: Requirements, nam
     return found.chosen, found.protocol, [(it.name, it.chosen) for it in found.candidates]
 
 
-@given(OFFERS, OFFERS, REQUIRED, NAMES, NAMES)
-def test_both_ends_come_to_the_same(
-    a: list[Offer], b: list[Offer], required: Requirements, x: str, y: str
-) -> None:
-    assert outcome(a, b, required, (x, y)) == outcome(b, a, required, (y, x))
-
-
 @given(OFFERS, OFFERS, REQUIRED, NAMES, NAMES, st.randoms())
-def test_the_order_of_offers_plays_no_part(
+def test_both_ends_come_to_the_same_in_whatever_order_their_offers_are(
     a: list[Offer], b: list[Offer], required: Requirements, x: str, y: str, rng: Any
 ) -> None:
     before = outcome(a, b, required, (x, y))
+    assert before == outcome(b, a, required, (y, x))
     rng.shuffle(a)
     rng.shuffle(b)
     assert outcome(a, b, required, (x, y)) == before
@@ -122,13 +116,6 @@ def test_auto_takes_the_cheapest_and_says_by_how_much() -> None:
     )
 
 
-def test_a_strangers_transport_with_a_lower_cost_is_taken_without_a_change_here() -> None:
-    stranger = offer("warp", us=1, gb=100, domain="anything")
-    found = select([NET, LOCAL, stranger], [NET, LOCAL, stranger], HERE)
-    assert found.chosen == "warp"
-    assert select([NET, LOCAL, stranger], [NET, LOCAL], HERE).chosen == "local"
-
-
 def test_the_dearer_end_counts() -> None:
     boastful = offer("boast", us=0.1, gb=1000, cross_host=True)
     honest = offer("boast", us=500, gb=1, cross_host=True)
@@ -136,13 +123,10 @@ def test_the_dearer_end_counts() -> None:
     assert select([NET, boastful], [NET, boastful], HERE).chosen == "boast"
 
 
-def test_the_size_of_the_message_decides_between_latency_and_throughput() -> None:
+def test_the_size_of_the_message_decides_between_latency_and_throughput_and_names_between_equals() -> None:
     quick, wide = offer("quick", us=1, gb=1), offer("wide", us=100, gb=10)
     assert select([quick, wide], [quick, wide], HERE, nbytes=64).chosen == "quick"
     assert select([quick, wide], [quick, wide], HERE, nbytes=64 << 20).chosen == "wide"
-
-
-def test_equal_costs_go_by_name() -> None:
     twins = [offer("b"), offer("a")]
     assert select(twins, twins, HERE).chosen == "a"
 
@@ -221,9 +205,5 @@ def test_what_is_only_for_those_who_name_it_is_no_candidate_of_auto() -> None:
     with pytest.raises(HandshakeError) as refused:
         select([fake], [fake], HERE)
     assert "fake" not in str(refused.value)
-
-
-@pytest.mark.parametrize("requested", [("fake", "auto"), ("auto", "fake"), ("fake", "fake")])
-def test_who_names_it_gets_it(requested: tuple[str, str]) -> None:
-    fake = offer("fake", auto=False)
-    assert select([NET, fake], [NET, fake], HERE, requested).chosen == "fake"
+    for requested in (("fake", "auto"), ("auto", "fake"), ("fake", "fake")):
+        assert select([NET, fake], [NET, fake], HERE, requested).chosen == "fake"

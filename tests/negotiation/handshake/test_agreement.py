@@ -140,14 +140,11 @@ def outcome(ours: Hello, theirs: Hello) -> Any:
 
 
 @given(HELLOS, HELLOS)
-def test_both_ends_agree_on_the_same_or_refuse_over_the_same_fields(a: Hello, b: Hello) -> None:
-    assert outcome(a, b) == outcome(b, a)
-
-
-@given(HELLOS, HELLOS)
-def test_it_is_pure(a: Hello, b: Hello) -> None:
+def test_both_ends_agree_on_the_same_or_refuse_over_the_same_fields_and_change_nothing(
+    a: Hello, b: Hello
+) -> None:
     before = copy.deepcopy((a, b))
-    assert outcome(a, b) == outcome(a, b)
+    assert outcome(a, b) == outcome(b, a) == outcome(a, b)
     assert (a, b) == before
 
 
@@ -257,14 +254,11 @@ def test_all_differing_fields_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])
-def test_two_of_one_role_are_refused(role: str) -> None:
+def test_two_of_one_role_are_refused_and_both_works_with_anything(role: str) -> None:
     ours, theirs = changed(OURS, role=role), changed(THEIRS, role=role)
     assert refused(ours, theirs)[0].startswith(f"role: both sides are {role}s; set the role of one to ")
-
-
-@pytest.mark.parametrize("role", ["producer", "consumer", "both"])
-def test_both_works_with_anything(role: str) -> None:
-    assert agree(changed(OURS, role="both"), changed(THEIRS, role=role))
+    for other in (theirs, changed(THEIRS, role="both")):
+        assert agree(changed(OURS, role="both"), other)
 
 
 def test_where_no_kv_crosses_roles_and_transports_play_no_part_and_facts_do() -> None:
@@ -310,8 +304,9 @@ def test_weights_that_differ_or_are_unknown_are_refused(ours: str, theirs: str) 
 
 
 def test_what_is_informative_may_differ() -> None:
-    theirs = changed(THEIRS, rank=3, world_size=4, epoch="x", versions={"x": "9"}, name="n")
-    assert agree(OURS, theirs).remote is theirs
+    theirs = changed(THEIRS, rank=3, world_size=4, epoch="x", versions={"x": "9"}, name="n", wire=(1, 7))
+    found = agree(OURS, theirs)
+    assert found.remote is theirs and found.wire_minor == 0, "the lower minor version is spoken"
 
 
 def test_blocks_in_a_kernels_own_order_go_only_where_all_is_equal() -> None:
@@ -344,10 +339,6 @@ def test_block_size_and_layout_may_differ_and_are_converted() -> None:
         "block_size: ours 16, theirs 32",
         "layout: ours KBTHD, theirs KBHTD",
     )
-
-
-def test_the_lower_minor_version_is_spoken() -> None:
-    assert agree(OURS, changed(THEIRS, wire=(1, 7))).wire_minor == 0
 
 
 def test_the_purpose_is_that_of_whoever_dialled() -> None:
@@ -430,11 +421,3 @@ def test_a_name_in_either_config_is_honoured_and_two_names_conflict() -> None:
     assert agree(named, OURS).transports["cpu"].chosen == "net"
     other = changed(OURS, requested_transport="local")
     assert refused(other, named)[0].startswith("transport: ours 'local', theirs 'net'; name the same one")
-
-
-def test_a_strangers_cheaper_transport_is_chosen_by_auto() -> None:
-    stranger = Offer(name="warp", capabilities=Capabilities(cost=Cost(latency_us=1, gb_per_s=500)))
-    ours, theirs = (changed(it, transports=(*it.transports, stranger)) for it in (OURS, THEIRS))
-    found = agree(ours, theirs).transports["cpu"]
-    assert found.chosen == "warp" and {it.name for it in found.candidates} == {"warp", "net", "local", "gpu"}
-    assert agree(ours, THEIRS).transports["cpu"].chosen == "local"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
 
-from kvplug.errors import HandshakeError, PeerGoneError, TimeoutError
+from kvplug.errors import HandshakeError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.negotiation.handshake.agreement import Agreement, agree
 from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import EngineFacts, Hello
@@ -20,6 +18,7 @@ from kvplug.net.deadline import Deadline
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire.values import decode, encode
 from kvplug.transport.capabilities import Capabilities
+from kvplug_testing.waits import Call
 
 OURS = Hello(
     engine=EngineFacts(
@@ -74,44 +73,26 @@ def channels() -> tuple[MemoryChannel, MemoryChannel]:
     return MemoryChannel("them", first, second), MemoryChannel("us", second, first)
 
 
-def together(*calls: Callable[[], Agreement]) -> list[Agreement | BaseException]:
-    """Run both at once; what each returned or raised."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(i: int) -> None:
-        try:
-            results[i] = calls[i]()
-        except BaseException as e:
-            results[i] = e
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    return results
+def together(ours: Hello, theirs: Hello) -> list[Agreement | KvplugError]:
+    """What both ends of one exchange returned or raised."""
+    here, there = channels()
+    calls = [
+        Call(lambda: exchange(here, ours, timeout=10)),
+        Call(lambda: exchange(there, theirs, timeout=10)),
+    ]
+    return [call.outcome() for call in calls]
 
 
 def test_both_ends_get_the_agreement_that_the_pure_function_gives() -> None:
-    here, there = channels()
-    ours, theirs = together(
-        lambda: exchange(here, OURS, timeout=10), lambda: exchange(there, THEIRS, timeout=10)
-    )
-    assert ours == agree(OURS, THEIRS)
-    assert theirs == agree(THEIRS, OURS)
+    assert together(OURS, THEIRS) == [agree(OURS, THEIRS), agree(THEIRS, OURS)]
 
 
 def test_both_ends_raise_for_the_same_reasons() -> None:
-    here, there = channels()
     wrong = changed(THEIRS, role="producer", tensor_parallel_size=2)
-    ours, theirs = together(
-        lambda: exchange(here, OURS, timeout=10), lambda: exchange(there, wrong, timeout=10)
-    )
-    assert isinstance(ours, HandshakeError) and isinstance(theirs, HandshakeError)
-    assert [it.partition(":")[0] for it in ours.reasons] == ["role", "tensor_parallel_size"]
-    assert [it.partition(":")[0] for it in theirs.reasons] == ["role", "tensor_parallel_size"]
-    assert "them" in str(ours) and "us" in str(theirs)
+    for error, peer in zip(together(OURS, wrong), ("them", "us"), strict=True):
+        assert isinstance(error, HandshakeError)
+        assert [it.partition(":")[0] for it in error.reasons] == ["role", "tensor_parallel_size"]
+        assert peer in str(error)
 
 
 def scripted(*replies: Any) -> MemoryChannel:
@@ -130,15 +111,17 @@ def test_what_only_the_peer_refuses_is_raised_here_in_its_words() -> None:
     assert "by the peer" in str(refusal.value)
 
 
-@pytest.mark.parametrize("verdict", [{"refused": []}, {"refused": 5}, {"refused": [None]}])
-def test_a_refusal_without_reasons_is_a_refusal(verdict: Any) -> None:
-    with pytest.raises(HandshakeError, match="gave no reason"):
-        exchange(scripted({"hello": THEIRS.to_plain()}, verdict), OURS, timeout=5)
-
-
-@pytest.mark.parametrize("verdict", [None, 5, {}, {"agreed": {}}, [1]])
-def test_another_result_from_the_same_facts_is_refused(verdict: Any) -> None:
-    with pytest.raises(HandshakeError, match="same version of kvplug"):
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [
+        *((verdict, "gave no reason") for verdict in ({"refused": []}, {"refused": 5}, {"refused": [None]})),
+        *((verdict, "same version of kvplug") for verdict in (None, 5, {}, {"agreed": {}}, [1])),
+    ],
+)
+def test_a_refusal_without_reasons_and_another_result_of_the_same_facts_are_refused(
+    verdict: Any, words: str
+) -> None:
+    with pytest.raises(HandshakeError, match=words):
         exchange(scripted({"hello": THEIRS.to_plain()}, verdict), OURS, timeout=5)
 
 

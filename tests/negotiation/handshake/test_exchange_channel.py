@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
 import sys
-import textwrap
-import threading
-import time
 from collections.abc import Iterator
+from typing import Any
 
+import attrs
 import pytest
 
 from kvplug.errors import HandshakeError, PeerGoneError, TimeoutError
@@ -19,9 +18,10 @@ from kvplug.negotiation.select import Offer
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.identity import this_process
-from kvplug.net.trust.listener import Listener
-from kvplug.net.wire.values import encode
+from kvplug.net.trust.listener import Listener, dial
 from kvplug.transport.capabilities import Capabilities
+from kvplug_testing import peers
+from kvplug_testing.waits import Call
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -40,100 +40,54 @@ OURS = Hello(
     identity=this_process("parent"),
 )
 
-CHILD = textwrap.dedent(
-    """
-    import sys, time
-    import attrs
-    from kvplug.errors import HandshakeError
-    from kvplug.negotiation.handshake.exchange import exchange
-    from kvplug.negotiation.handshake.hello import Hello
-    from kvplug.net.trust.channel import Channel
-    from kvplug.net.trust.credentials import Credentials
-    from kvplug.net.trust.identity import this_process
-    from kvplug.net.trust.listener import dial
-    from kvplug.net.wire.values import decode
-
-    what = sys.argv[1]
-    lines = sys.stdin.buffer
-    contact = lines.readline().decode().strip()
-    hello = Hello.from_plain(decode(lines.read()))
-    engine = attrs.evolve(hello.engine, role="consumer", block_size=32)
-    channel = Channel(dial(contact, Credentials(), "test", 20, label="child"))
-    if what == "stay silent":
-        print("here", flush=True)
-        time.sleep(60)
-    if what == "differ":
-        engine = attrs.evolve(engine, layout="BTD", role="producer")
-    hello = attrs.evolve(hello, engine=engine, identity=this_process("child"))
-    try:
-        found = exchange(channel, hello, timeout=20)
-        print(found.transports["cpu"].chosen, found.checksum, *found.converts, sep="|", flush=True)
-    except HandshakeError as e:
-        print("refused", *(reason.partition(":")[0] for reason in e.reasons), sep="|", flush=True)
-    channel.close()
-    """
-)
+THEIRS = attrs.evolve(OURS.engine, role="consumer", block_size=32)
 
 
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    opened = Listener.open("unix:", Credentials(), "test")
-    try:
-        yield opened
-    finally:
-        opened.close()
+def meets(parent: peers.Parent, contact: str, change: dict[str, Any], silent: bool) -> list[str]:
+    """The process at the other end: what came of its handshake."""
+    with Channel(dial(contact, Credentials(), "test", 20, label="child")) as channel:
+        if silent:
+            parent.send("here")
+            parent.recv()
+        hello = attrs.evolve(OURS, engine=attrs.evolve(THEIRS, **change), identity=this_process("child"))
+        try:
+            found = exchange(channel, hello, timeout=20)
+        except HandshakeError as e:
+            return ["refused", *(reason.partition(":")[0] for reason in e.reasons)]
+        return [found.transports["cpu"].chosen, str(found.checksum), *found.converts]
 
 
-class Child:
-    """A real process that dials the listener and does what it is told."""
-
-    def __init__(self, what: str, listener: Listener, hello: Hello = OURS) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(listener.contact.encode() + b"\n" + encode(hello.to_plain()))
-        self.process.stdin.close()
-
-    def line(self) -> list[str]:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().decode().strip().split("|")
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+@contextlib.contextmanager
+def met(*, silent: bool = False, **change: Any) -> Iterator[tuple[peers.Peer, Channel]]:
+    with (
+        Listener.open("unix:", Credentials(), "test") as listener,
+        peers.start(meets, listener.contact, change, silent) as child,
+        Channel(listener.accept(20)) as channel,
+    ):
+        yield child, channel
 
 
-def test_two_processes_agree(listener: Listener) -> None:
-    with Child("agree", listener) as child, Channel(listener.accept(20)) as channel:
+def test_two_processes_agree() -> None:
+    with met() as (child, channel):
         found = exchange(channel, OURS, timeout=20)
-        assert found.remote.identity.label == "child" and found.remote.identity.pid == child.process.pid
+        assert found.remote.identity.label == "child" and found.remote.identity.pid == child.pid
         assert found.converts == ("block_size: ours 16, theirs 32",)
-        assert child.line() == ["net", "xxh3_64", "block_size: ours 32, theirs 16"]
+        assert child.result() == ["net", "xxh3_64", "block_size: ours 32, theirs 16"]
 
 
-def test_two_processes_refuse_for_the_same_reasons_and_name_each_other(listener: Listener) -> None:
-    with Child("differ", listener) as child, Channel(listener.accept(20)) as channel:
-        with pytest.raises(HandshakeError, match=f"pid {child.process.pid}") as refusal:
+def test_two_processes_refuse_for_the_same_reasons_and_name_each_other() -> None:
+    with met(layout="BTD", role="producer") as (child, channel):
+        with pytest.raises(HandshakeError, match=f"pid {child.pid}") as refusal:
             exchange(channel, OURS, timeout=20)
-        assert child.line() == ["refused", *(it.partition(":")[0] for it in refusal.value.reasons)]
-        assert child.line() == [""]
+        assert child.result() == ["refused", *(it.partition(":")[0] for it in refusal.value.reasons)]
 
 
-def test_a_peer_that_says_nothing_is_a_timeout_and_one_that_is_killed_is_gone(listener: Listener) -> None:
-    with Child("stay silent", listener) as child, Channel(listener.accept(20)) as channel:
-        assert child.line() == ["here"]
+def test_a_peer_that_says_nothing_is_a_timeout_and_one_that_is_killed_is_gone() -> None:
+    with met(silent=True) as (child, channel):
+        assert child.recv() == "here"
         with pytest.raises(TimeoutError):
             exchange(channel, OURS, timeout=0.2)
-        killer = threading.Timer(0.2, child.process.kill)
-        killer.start()
-        started = time.monotonic()
-        with pytest.raises(PeerGoneError):
-            exchange(channel, OURS, timeout=30)
-        killer.join()
-        assert time.monotonic() - started < 10
+        waiting = Call(lambda: exchange(channel, OURS, timeout=30))
+        assert waiting.is_blocked(0.1)
+        child.kill()
+        waiting.raised(PeerGoneError, 10)
