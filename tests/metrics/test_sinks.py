@@ -11,6 +11,7 @@ import pytest
 
 from kvplug.metrics.sinks import HookSink, LogSink, Reporter, Sink
 from kvplug.metrics.stats import StatsSnapshot, TransferStats
+from kvplug_testing.waits import until
 
 
 class Kept(Sink):
@@ -73,12 +74,14 @@ def test_a_hook_is_called_with_what_every_sink_gets() -> None:
 def test_a_reporter_hands_over_what_is_new_and_only_that() -> None:
     stats, sink = TransferStats(), Kept()
     reporter = Reporter(stats, [sink], {"side": "worker"}, interval_s=1000)
+    assert len(threads()) == 1
     one_load(stats)
     reporter.emit()
     reporter.emit()
     one_load(stats)
     reporter.close()
-    assert len(sink.seen) == 2
+    reporter.close()
+    assert threads() == [] and len(sink.seen) == 2
     for snapshot, labels in sink.seen:
         assert snapshot["ops"]["load"]["count"] == 1 and labels == {"side": "worker"}
 
@@ -91,16 +94,6 @@ def test_a_reporter_emits_by_itself_at_each_interval() -> None:
         one_load(stats)
         assert sink.arrived.acquire(timeout=20)
     reporter.close()
-
-
-def test_a_reporter_ends_its_thread_and_emits_the_rest_when_it_is_closed() -> None:
-    stats, sink = TransferStats(), Kept()
-    reporter = Reporter(stats, [sink], interval_s=1000)
-    assert len(threads()) == 1
-    one_load(stats)
-    reporter.close()
-    reporter.close()
-    assert threads() == [] and len(sink.seen) == 1
 
 
 def test_sinks_that_are_owned_are_closed_after_the_last_figures_and_the_others_are_not(
@@ -149,9 +142,7 @@ def test_a_sink_that_hangs_does_not_hang_the_close(
     reporter.close()
     assert "hangs" in caplog.text
     leave.set()
-    for thread in threading.enumerate():
-        if thread.name == "kvplug-metrics":
-            thread.join(20)  # it is no other test's affair
+    until(lambda: not threads())
 
 
 def test_a_reporter_without_sinks_has_no_thread() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 from kvplug import errors
 from kvplug.metrics.reasons import Op, Reason, reason_of
 from kvplug.metrics.stats import BOUNDS_S, StatsReader, TransferStats
+from kvplug_testing.waits import Call
 
 FIGURES = {"count": 1, "bytes": 1, "tokens": 0, "seconds": 0.0, "buckets": [0] * (len(BOUNDS_S) + 1)}
 
@@ -39,46 +40,36 @@ def counted(calls: list[Any], stats: TransferStats | None = None) -> TransferSta
     return stats
 
 
-def test_a_new_one_has_counted_nothing() -> None:
+def test_what_is_recorded_is_added_up_by_operation_and_failures_by_reason() -> None:
     stats = TransferStats()
     assert stats.snapshot() == {"ops": {}, "failures": {}}
     assert stats.take() is None
-
-
-def test_what_is_recorded_is_added_up_by_operation() -> None:
-    stats = TransferStats()
     stats.record("load", 1000, 0.25, tokens=16)
     stats.record("load", 500, 0.5, tokens=8)
     stats.record("match")
-    found = stats.snapshot()["ops"]
-    assert found.keys() == {"load", "match"}
-    assert {name: found["load"][name] for name in ("count", "bytes", "tokens", "seconds")} == {
-        "count": 2, "bytes": 1500, "tokens": 24, "seconds": 0.75,
+    for reason in ("expired", "refused", "corrupt", "transport", "corrupt"):
+        stats.fail("load", reason)
+    stats.fail("save", "no_room")
+    stats.merge(stats)  # also with itself
+    found = stats.snapshot()
+    assert found["ops"].keys() == {"load", "match"}
+    assert {name: found["ops"]["load"][name] for name in ("count", "bytes", "tokens", "seconds")} == {
+        "count": 4, "bytes": 3000, "tokens": 48, "seconds": 1.5,
     }  # fmt: skip
+    assert found["failures"] == {
+        "load": {"expired": 2, "refused": 2, "corrupt": 4, "transport": 2},
+        "save": {"no_room": 2},
+    }
 
 
 @pytest.mark.parametrize("bound", range(len(BOUNDS_S)))
 def test_a_duration_falls_into_the_bucket_of_the_first_bound_not_below_it(bound: int) -> None:
+    assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
     stats = TransferStats()
     stats.record("send", 0, BOUNDS_S[bound])
     stats.record("send", 0, BOUNDS_S[bound] * 1.0001)
     buckets = stats.snapshot()["ops"]["send"]["buckets"]
     assert buckets[bound] == 1 and buckets[bound + 1] == 1 and sum(buckets) == 2
-
-
-def test_the_bounds_rise() -> None:
-    assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
-
-
-def test_failures_are_counted_by_operation_and_reason() -> None:
-    stats = TransferStats()
-    for reason in ("expired", "refused", "corrupt", "transport", "corrupt"):
-        stats.fail("load", reason)
-    stats.fail("save", "no_room")
-    assert stats.snapshot()["failures"] == {
-        "load": {"expired": 1, "refused": 1, "corrupt": 2, "transport": 1},
-        "save": {"no_room": 1},
-    }
 
 
 def test_names_that_are_not_known_never_make_a_new_series() -> None:
@@ -118,12 +109,6 @@ def test_merged_stats_are_those_of_one_that_counted_everything(
     one.merge(other.snapshot() if as_snapshot else other)
     assert one.snapshot() == counted(calls).snapshot()
     assert other.snapshot() == before
-
-
-def test_stats_can_be_merged_with_themselves() -> None:
-    stats = counted([(Op.SEND, 8, 1.0, 0)])
-    stats.merge(stats)
-    assert stats.snapshot()["ops"]["send"]["bytes"] == 16
 
 
 @given(batches=st.lists(CALLS, max_size=5))
@@ -207,14 +192,11 @@ def test_nothing_is_lost_when_many_threads_count_and_one_looks() -> None:
             stats.record("send", 3, 0.5, tokens=1)
             stats.fail("recv", "timeout")
 
-    looker = threading.Thread(target=look)
-    counters = [threading.Thread(target=count) for _ in range(4)]
-    for thread in (looker, *counters):
-        thread.start()
-    for thread in counters:
-        thread.join(60)
+    looker, counters = Call(look), [Call(count) for _ in range(4)]
+    for counter in counters:
+        counter.result(60)
     done.set()
-    looker.join(60)
+    looker.result(60)
     for found in (stats.snapshot(), taken.snapshot()):
         assert found["ops"]["send"]["count"] == sum(found["ops"]["send"]["buckets"]) == 20_000
         assert found["ops"]["send"]["bytes"] == 60_000

@@ -12,9 +12,10 @@ from kvplug import ClosedError
 from kvplug.metrics import path_rate, store_rate
 from kvplug.metrics.path_rate import Finding
 from kvplug.metrics.store_rate import MeasuredStore, StoreOp, StoreWatch
-from kvplug.transport import BlockingStore, MissReason, Presence, PutReason
+from kvplug.transport import MissReason, Presence, PutReason
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
+from kvplug_testing.memory.store import PlaceEnd
 from kvplug_testing.named_pages import NamedPages
 
 MIB = 1 << 20
@@ -95,8 +96,11 @@ def test_pages_of_another_size_are_compared_with_their_own_kind_and_few_kinds_ar
     store.move("get", 0.02, 100, page=16 << 10)
     assert not store.told
     for size in range(100):
-        store.move("get", 1.0, 1, page=MIB + size)
-    assert len(store.watch._rates) == store_rate._MOST_RATES
+        store.move("get", 1.0, 40, page=MIB + size)
+    store.move("get", 0.01, 100, page=MIB + 99)
+    assert not store.told, "a store of so many sizes is not measured"
+    store.move("get", 0.01, 100, page=MIB)
+    assert store.told
 
 
 def test_requests_that_end_early_or_find_little_are_not_measured() -> None:
@@ -115,35 +119,27 @@ def test_requests_that_end_early_or_find_little_are_not_measured() -> None:
 PAGES = NamedPages(MIB)
 
 
-class Throttled(BlockingStore):
+class Throttled(PlaceEnd):
     num_threads = 2
-    is_shared = False
 
     def __init__(self) -> None:
-        self.pages: dict[bytes, bytes] = {}
+        super().__init__("", 1 << 30)
         self.seconds_per_page = {"get": 0.0, "put": 0.0}
         self.calls = 0
 
-    def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
         self.calls += 1
-        return [key in self.pages for key in keys]
+        return super().has(keys)
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         self.calls += 1
         time.sleep(self.seconds_per_page["get"])
-        if (page := self.pages.get(key)) is None:
-            return None
-        at = 0
-        for each in into:
-            each[:] = page[at : at + len(each)]
-            at += len(each)
-        return len(page)
+        return super().read(key, into)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
         self.calls += 1
         time.sleep(self.seconds_per_page["put"])
-        self.pages.setdefault(key, b"".join(page))
-        return True
+        return super().write(key, page)
 
 
 @pytest.fixture
@@ -189,16 +185,22 @@ def test_a_slow_store_that_is_refused_is_a_miss_for_a_while(
     assert store.submit_lookup(keys).wait(5) == [Presence.HELD] * 2 and told == ["get"]
 
 
+@pytest.mark.usefixtures("slow_soon")
 def test_a_refused_put_gives_back_its_memory_and_its_keys_and_a_closed_store_says_so(throttled: Any) -> None:
     inner, store, told = throttled
-    store._watch._directions["put"].found = "finding"
-    store._watch.due = True
     given_up: list[Any] = []
     store.store.withdraw = given_up.append
     store.store.free = given_up.append
-    request = PAGES.request(store, "a")
-    assert store.submit_put(request).wait(5) == [PutReason.SLOW]
-    assert given_up == [request.keys, request.memory] and told == ["put"] and not inner.calls
+    for number in range(8):
+        assert PAGES.put(store, f"quick {number}", f"quicker {number}") == [None, None]
+    inner.seconds_per_page["put"] = 0.3
+    for number in range(20):
+        request = PAGES.request(store, f"slow {number}", f"slower {number}")
+        if (found := store.submit_put(request).wait(5)) != [None, None]:
+            break
+        calls = inner.calls
+    assert found == [PutReason.SLOW] * 2 and told == ["put"] and inner.calls == calls
+    assert given_up == [request.keys, request.memory]
     store.close()
     with pytest.raises(ClosedError):
         store.submit_put(request)
