@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,36 +26,20 @@ from kvplug.errors import (
     UnsupportedError,
     WireError,
 )
-from kvplug.net.deadline import Deadline
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener, dial
+from kvplug.net.wire import values
 from kvplug.transport.group import server
 from kvplug.transport.group.client import PURPOSE
 from kvplug.transport.group.group import StatelessGroup
+from kvplug_testing import peers
+from kvplug_testing.contract.forked_child import in_forked_child
+from kvplug_testing.waits import Call
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("nothing_left")]
 
 SECRET = Credentials(Secret("the secret of these tests"))
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
-    until = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.005)
-    return True
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    gc.collect()
-    fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    yield
-    gc.collect()
-    assert eventually(lambda: threading.active_count() <= threads), threading.enumerate()
-    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds), "descriptors were left open"
 
 
 def in_threads(
@@ -84,6 +64,21 @@ def in_threads(
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(run, rank) for rank in range(world_size)]
     return [future.result() for future in futures]
+
+
+Pair = tuple[StatelessGroup, StatelessGroup, str]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Both ranks of a group, and its contact."""
+    listener = StatelessGroup.listen("unix:")
+    zero = Call(lambda: StatelessGroup.create(listener, rank=0, world_size=2, timeout=20))
+    with (
+        StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20) as one,
+        zero.result() as group,
+    ):
+        yield group, one, listener.contact
 
 
 @pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0"])
@@ -112,27 +107,20 @@ def test_ranks_exchange_values(address: str, credentials: Credentials | None) ->
     in_threads(4, work, address, credentials)
 
 
-@pytest.mark.full
-def test_a_thousand_rounds_leave_nothing_in_the_store() -> None:
-    held: list[int] = []
+def test_many_rounds_leave_nothing_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "kvplug.transport.group.store.MAX_BYTES", 20 * 2048
+    )  # of which each value takes 1 KiB
 
     def work(group: StatelessGroup) -> None:
-        for i in range(1000):
+        for i in range(100):
             group.barrier()
             assert group.all_gather(i) == [i, i]
             assert group.broadcast(i, i % 2) == i
             group.send(i, 1 - group.rank)
             assert group.recv(1 - group.rank) == i
-        if group.rank == 0:
-            store = group._access._server.store  # type: ignore[attr-defined]
-            eventually(lambda: store.num_entries == 0)
-            held.append(store.num_entries)
-            group.send("checked", 1)
-        else:
-            group.recv(0)
 
     in_threads(2, work)
-    assert held == [0]
 
 
 def test_a_group_of_one_needs_nobody_and_listens_nowhere() -> None:
@@ -199,23 +187,12 @@ def test_a_timeout_names_who_is_missing_and_the_call_can_be_made_again() -> None
 
 def test_who_did_not_come_is_named_by_rank_zero_and_by_the_others() -> None:
     listener = StatelessGroup.listen("unix:")
-    errors: dict[int, Exception] = {}
-
-    def run(rank: int) -> None:
-        where = listener if rank == 0 else listener.contact
-        try:
-            StatelessGroup.create(where, rank=rank, world_size=3, timeout=0.8)
-        except (TimeoutError, PeerGoneError) as e:
-            errors[rank] = e
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert isinstance(errors[0], TimeoutError)
-    assert "missing rank 2 (never came)" in str(errors[0])
-    assert "missing rank 2 (never came)" in str(errors[1])
+    calls = [
+        Call(lambda rank=rank, at=at: StatelessGroup.create(at, rank=rank, world_size=3, timeout=0.8))  # type: ignore[misc]
+        for rank, at in enumerate((listener, listener.contact))
+    ]
+    assert "missing rank 2 (never came)" in str(calls[0].raised(TimeoutError, 10))
+    assert "missing rank 2 (never came)" in str(calls[1].raised((TimeoutError, PeerGoneError), 10))  # type: ignore[arg-type]
 
 
 def test_when_rank_zero_never_comes_the_address_is_named() -> None:
@@ -227,20 +204,16 @@ def test_ranks_that_do_not_fit_are_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"rank must be in 0\.\.1"):
         StatelessGroup.create("unix:", rank=2, world_size=2)
     listener = StatelessGroup.listen("unix:")
-    with ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2, timeout=10)
-        with pytest.raises(WireError, match="says 3, rank 0 says 2"):
-            StatelessGroup.create(listener.contact, rank=1, world_size=3, timeout=5)
-        one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=5)
+    zero = Call(lambda: StatelessGroup.create(listener, rank=0, world_size=2, timeout=10))
+    with pytest.raises(WireError, match="says 3, rank 0 says 2"):
+        StatelessGroup.create(listener.contact, rank=1, world_size=3, timeout=5)
+    with StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=5), zero.result() as group:
         with pytest.raises(WireError, match="rank 1 is taken"):
             StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=5)
-        group = zero.result()
         with pytest.raises(ConfigError, match="another rank"):
             group.send("x", 0)
         with pytest.raises(ConfigError, match="a rank"):
             group.broadcast("x", 2)
-        one.close()
-        group.close()
     with pytest.raises(ConfigError, match="give it the contact"):
         StatelessGroup.create(listener, rank=1, world_size=2)
 
@@ -335,31 +308,18 @@ def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
             channel.close()
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        ([], 1),
-        ({"a": 1},),
-        (None,),
-        ("take", "send", 0, 5, 0.0),
-        7,
-        (),
-        ("set", "k" * 600, b""),
-    ],
-    ids=repr,
-)
-def test_a_request_that_is_none_is_refused_and_the_connection_goes_on(request_: Any) -> None:
-    listener = StatelessGroup.listen("unix:")
-    with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2)
-        with StatelessGroup.create(listener.contact, rank=1, world_size=2) as there, joining.result(30):
-            remote: Any = there._access
-            assert remote.ask(("set", "key", b"value")) == ("ok", None)
-            with remote._connection(Deadline.after(30.0)) as channel:
-                channel.send(request_)
-                status, text = channel.recv(30.0)
-            assert status in ("refused", "timeout", "gone"), text
-            assert there._ask("delete", "key") is True
+def test_a_request_that_is_none_is_refused_and_the_connection_goes_on(pair: Pair) -> None:
+    zero, one, contact = pair
+    with Channel(dial(contact, Credentials(), PURPOSE, 10), timeout_s=30) as channel:
+        channel.send(("ask", 1))
+        assert channel.recv()[0] == "ok"
+        for request in (([], 1), ({"a": 1},), (None,), ("take", "send", 0, 5, 0.0), 7, ()):
+            channel.send(request)
+            status, text = channel.recv()
+            assert status in ("refused", "timeout"), text
+        channel.send(("set", "key", values.encode(5)))
+        assert channel.recv() == ("ok", None)
+    assert zero.get("key") == one.get("key") == 5
 
 
 @pytest.mark.parametrize(
@@ -391,155 +351,106 @@ def test_an_answer_of_rank_zero_is_checked(verb: str, args: tuple[Any, ...], ans
         getattr(group, verb)(*args)
 
 
-def test_closing_wakes_who_waits_and_later_calls_are_refused() -> None:
-    listener = StatelessGroup.listen("unix:")
-    with ThreadPoolExecutor(3) as pool:
-        zero = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2, timeout=10)
-        one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=10)
-        group = zero.result()
-        waits = [pool.submit(g.get, "never", 30) for g in (one, group)]
-        time.sleep(0.2)
-        one.close()
-        with pytest.raises(ClosedError):
-            waits[0].result(5)
-        with pytest.raises(PeerGoneError, match=r"rank 1 .* has left"):
-            group.barrier(30)
-        group.close()
-        with pytest.raises(ClosedError):
-            waits[1].result(5)
-    for g in (one, group):
+def test_closing_wakes_who_waits_and_later_calls_are_refused(pair: Pair) -> None:
+    zero, one, _ = pair
+    waits = [Call(lambda g=g: g.get("never", 30)) for g in (one, zero)]  # type: ignore[misc]
+    assert all(wait.is_blocked(0.1) for wait in waits)
+    one.close()
+    waits[0].raised(ClosedError, 5)
+    with pytest.raises(PeerGoneError, match=r"rank 1 .* has left"):
+        zero.barrier(30)
+    zero.close()
+    waits[1].raised(ClosedError, 5)
+    for g in (one, zero):
         g.close()
         assert g.closed and "closed" in repr(g)
         with pytest.raises(ClosedError):
             g.set("k", 1)
 
 
+def test_a_group_in_a_forked_child_is_closed_and_the_parents_is_not(pair: Pair) -> None:
+    zero, one, _ = pair
+
+    def look() -> str:
+        for g in (zero, one):
+            with pytest.raises(ClosedError):
+                g.set("k", 1)
+        return ""
+
+    assert not in_forked_child(look)
+    one.set("k", 2)
+    assert zero.get("k") == 2
+
+
 # -- real processes --------------------------------------------------------------------------------
 
-RANK = """
-import sys, time, os
-from kvplug.errors import *
-from kvplug.transport.group.group import StatelessGroup
-contact, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-group = StatelessGroup.create(contact, rank=rank, world_size=world_size, timeout=30, timeout_s=20)
-print("met", flush=True)
-def said(call, *args):
-    began = time.monotonic()
+
+def member(parent: peers.Parent, contact: str, rank: int, world_size: int, verb: str) -> str:
+    """A rank of a group, which makes one call when it is told to; and what that raises."""
+    group = StatelessGroup.create(contact, rank=rank, world_size=world_size, timeout=30, timeout_s=20)
+    parent.send("met")
     try:
-        print("result", call(*args), flush=True)
-    except KvplugError as e:
-        print(type(e).__name__, f"{time.monotonic() - began:.2f}", e, flush=True)
-"""
+        if verb:
+            getattr(group, verb)(*(["never"] if verb == "get" else []), 20)
+        parent.recv()
+    except PeerGoneError as e:
+        return f"{e}"
+    return ""
 
 
-def spawn(program: str, contact: str, rank: int, world_size: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", RANK + program, contact, str(rank), str(world_size)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+@contextlib.contextmanager
+def members(contact: str, world_size: int, **verbs: str) -> Iterator[list[peers.Peer]]:
+    """Processes that are the ranks of these verbs: ``rank_1="barrier"``."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(peers.start(member, contact, int(name[-1]), world_size, verb))
+            for name, verb in verbs.items()
+        ]
 
 
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+def killed_soon(child: peers.Peer) -> Call:
+    return Call(lambda: (time.sleep(0.2), child.kill()))
 
 
 def test_ranks_are_processes_and_a_killed_one_is_named_at_once() -> None:
     listener = StatelessGroup.listen("unix:")
-    sleeper = spawn("time.sleep(60)", listener.contact, 1, 3)
-    waiter = spawn("said(group.barrier, 20)", listener.contact, 2, 3)
-    try:
-        group = StatelessGroup.create(listener, rank=0, world_size=3, timeout=30)
-        assert line(sleeper) == line(waiter) == "met"
-        os.kill(sleeper.pid, signal.SIGSTOP)
+    with (
+        members(listener.contact, 3, rank_1="", rank_2="barrier") as (sleeper, waiter),
+        StatelessGroup.create(listener, rank=0, world_size=3, timeout=30) as group,
+    ):
+        assert sleeper.recv() == waiter.recv() == "met"
+        sleeper.stop()
         with pytest.raises(TimeoutError, match=f"rank 1, pid {sleeper.pid}"):
             group.recv(1, 0.3)  # stopped is not dead
-        killer = threading.Timer(0.2, os.kill, (sleeper.pid, signal.SIGKILL))
-        killer.start()
+        killer = killed_soon(sleeper)
         began = time.monotonic()
         with pytest.raises(PeerGoneError, match=f"rank 1, pid {sleeper.pid}.* is gone"):
             group.barrier(20)
         assert time.monotonic() - began < 3
-        error = line(waiter)
-        assert error.startswith("PeerGoneError") and f"pid {sleeper.pid}" in error
-        killer.join()
-        group.close()
-    finally:
-        for child in (sleeper, waiter):
-            child.kill()
-            child.communicate()
+        assert f"pid {sleeper.pid}" in waiter.result()
+        killer.result()
 
 
-def test_the_end_of_rank_zero_is_the_end_for_all() -> None:
-    program = "time.sleep(60)"
+def test_the_end_of_rank_zero_is_the_end_for_all_and_while_it_is_stopped_calls_run_out_of_time() -> None:
     with StatelessGroup.listen("unix:") as placeholder:
         contact = placeholder.contact
-    zero = spawn(program, contact, 0, 3)
-    two = spawn("said(group.get, 'never', 20)", contact, 2, 3)
-    try:
-        group = StatelessGroup.create(contact, rank=1, world_size=3, timeout=30)
-        assert line(zero) == line(two) == "met"
-        killer = threading.Timer(0.2, os.kill, (zero.pid, signal.SIGKILL))
-        killer.start()
+    with (
+        members(contact, 3, rank_0="", rank_2="get") as (zero, two),
+        StatelessGroup.create(contact, rank=1, world_size=3, timeout=30) as group,
+    ):
+        assert zero.recv() == two.recv() == "met"
+        zero.stop()
+        with pytest.raises(TimeoutError, match=rf"rank 0 \(rank 0, pid {zero.pid}\).* did not answer"):
+            group.get("k", 0.1)
+        zero.cont()
+        group.set("k", 1)
+        assert group.get("k") == 1
+        killer = killed_soon(zero)
         began = time.monotonic()
         with pytest.raises(PeerGoneError, match=rf"rank 0 \(rank 0, pid {zero.pid}\)"):
             group.barrier(20)
         assert time.monotonic() - began < 3
-        assert line(two).startswith("PeerGoneError")
+        assert two.result()
         with pytest.raises(PeerGoneError):
             group.set("k", 1)
-        killer.join()
-        group.close()
-    finally:
-        for child in (zero, two):
-            child.kill()
-            child.communicate()
-
-
-def test_a_stopped_rank_zero_is_a_timeout_that_says_who_does_not_answer() -> None:
-    with StatelessGroup.listen("unix:") as placeholder:
-        contact = placeholder.contact
-    zero = spawn("time.sleep(60)", contact, 0, 2)
-    try:
-        group = StatelessGroup.create(contact, rank=1, world_size=2, timeout=30)
-        assert line(zero) == "met"
-        os.kill(zero.pid, signal.SIGSTOP)
-        with pytest.raises(TimeoutError, match=rf"rank 0 \(rank 0, pid {zero.pid}\).* did not answer"):
-            group.get("k", 0.1)
-        os.kill(zero.pid, signal.SIGCONT)
-        group.set("k", 1)
-        assert group.get("k") == 1
-        group.close()
-    finally:
-        zero.kill()
-        zero.communicate()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_group_in_a_forked_child_is_closed_and_the_parents_is_not() -> None:
-    listener = StatelessGroup.listen("unix:")
-    with ThreadPoolExecutor(1) as pool:
-        zero = pool.submit(StatelessGroup.create, listener, rank=0, world_size=2, timeout=10)
-        one = StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=10)
-        group = zero.result()
-    pid = os.fork()
-    if pid == 0:
-        status = 0
-        try:
-            for g in (group, one):
-                try:
-                    g.set("k", 1)
-                    status = 1
-                except ClosedError:
-                    pass
-        except BaseException:
-            status = 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    one.set("k", 2)
-    assert group.get("k") == 2
-    one.close()
-    group.close()
+        killer.result()

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from kvplug import StatelessGroup, UnsupportedError, group_from_process_group
 from kvplug.transport import WireError
+from kvplug_testing.groups import local_groups
 
 
 @pytest.fixture
 def groups() -> Iterator[list[StatelessGroup]]:
-    listener = StatelessGroup.listen("unix:")
-
-    def one(rank: int) -> StatelessGroup:
-        return StatelessGroup.create(
-            listener.contact if rank else listener, rank=rank, world_size=3, timeout=30.0
-        )
-
-    with ThreadPoolExecutor(3) as pool, ExitStack() as stack:
-        made = list(pool.map(one, range(3)))
-        for group in made:
-            stack.callback(group.abort)
-        yield made
+    with local_groups(30.0) as make:
+        yield make(3)
 
 
 def at_all(groups: list[StatelessGroup], do: Callable[[StatelessGroup], Any]) -> list[Any]:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +16,7 @@ from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.pipes import connect_ranks
 from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
 
 class PlainPipe(Pipe):
@@ -77,18 +72,6 @@ class PlainEndpoint(PipeEndpoint):
 class DeafEndpoint(PlainEndpoint):
     def listen(self) -> PipeListener:
         raise TransportError("no room to listen")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    gc.collect()
-    fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    yield
-    gc.collect()
-    until = time.monotonic() + 5
-    while threading.active_count() > threads or len(os.listdir("/proc/self/fd")) > fds:
-        assert time.monotonic() < until, threading.enumerate()
-        time.sleep(0.01)
 
 
 def in_threads(world_size: int, work: Any) -> list[Any]:

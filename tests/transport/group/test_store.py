@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from kvplug.errors import WireError
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.transport.group.store import Store
+from kvplug_testing.waits import Call
 
 
 def identity(rank: int) -> PeerIdentity:
@@ -71,15 +70,11 @@ def test_a_round_names_who_is_missing_and_can_be_gone_on_with(store: Store) -> N
 def test_a_rank_that_is_gone_ends_the_waits_for_it_and_takes_its_letters_along(store: Store) -> None:
     ask(store, 1, "post", "send", 0, [2], b"never read")
     ask(store, 2, "post", "send", 0, [1], b"last words")
-    answers = []
-    thread = threading.Thread(
-        target=lambda: answers.append(store.answer(1, ("collect", "barrier 0", b"", None)))
-    )
-    thread.start()
-    time.sleep(0.05)
+    waiting = Call(lambda: store.answer(1, ("collect", "barrier 0", b"", None)))
+    assert waiting.is_blocked(0.05)
     store.part(2, "is gone")
-    thread.join(5)
-    assert answers[0][0] == "gone" and "rank 2 (worker 2, pid 102) is gone" in answers[0][1]
+    status, text = waiting.result(5)
+    assert status == "gone" and "rank 2 (worker 2, pid 102) is gone" in text
     assert ask(store, 1, "take", "send", 0, 2, 0) == b"last words"
     ask(store, 1, "taken", "send", 0, 2)
     assert store.answer(1, ("take", "send", 1, 2, None))[0] == "gone"
@@ -123,40 +118,21 @@ def test_only_the_process_that_joined_may_ask_as_that_rank(store: Store) -> None
     assert not store.is_member(1, identity(1))
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [None, 7, (), ("set",), ("set", 1, b""), ("set", "", b""), ("set", "k" * 513, b""), ("get", "k", "soon"),
-     ("get", "k", -1), ("get", "k", float("nan")), ("nonsense", 1), ("set", "k", "text"),
-     ("post", "s", 0, 1, b""), ("post", "s", 0, [[]], b""), ["set", "k", b""], ("__class__",)],
-)  # fmt: skip
-def test_a_request_of_another_form_is_refused_and_changes_nothing(store: Store, request_: Any) -> None:
-    status, text = store.answer(1, request_)
-    if request_ == ["set", "k", b""]:
-        return  # a list of the right form is as good as a tuple
-    assert status == "refused" and isinstance(text, str)
-    assert store.num_entries == 0
-
-
 def test_closing_tells_who_waits_what_was_missing(store: Store) -> None:
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(store.answer(1, ("collect", "b", b"", None))))
-    thread.start()
-    time.sleep(0.05)
+    waiting = Call(lambda: store.answer(1, ("collect", "b", b"", None)))
+    assert waiting.is_blocked(0.05)
     store.close()
-    thread.join(5)
-    assert answers[0][0] == "gone" and "still missing rank 0" in answers[0][1]
+    status, text = waiting.result(5)
+    assert status == "gone" and "still missing rank 0" in text
 
 
 def test_draining_waits_for_what_others_have_not_fetched_and_not_for_ever(store: Store) -> None:
     ask(store, 0, "post", "send", 0, [1], b"x")
     assert store.drain(Deadline.after(0.05)) is False
-    done = []
-    thread = threading.Thread(target=lambda: done.append(store.drain(Deadline.after(5))))
-    thread.start()
-    time.sleep(0.05)
+    draining = Call(lambda: store.drain(Deadline.after(5)))
+    assert draining.is_blocked(0.05)
     ask(store, 1, "taken", "send", 0, 0)
-    thread.join(5)
-    assert done == [True]
+    assert draining.result(5) is True
 
 
 # -- what a rank may make rank 0 hold --------------------------------------------------------------
@@ -205,26 +181,31 @@ def test_room_is_there_again_when_values_were_taken_and_deleted(little: Store) -
     assert little.nbytes == 0
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
+REQUESTS: list[Any] = [
+    *(None, 7, (), "set", ("nonsense", 1), ("__class__",), ([], 1), ({"a": 1},)),
+    *(
+        ("set",),
+        ("set", "k"),
+        ("set", 1, b""),
         ("set", "", b""),
         ("set", "k" * 513, b""),
-        ("post", "k" * 513, 0, [2], b""),
-        ("collect", "k" * 513, b"", 0),
-        ("get", "k", "x" * 100_000),
-        ("get", "k", -1),
-        ("get", "k", float("nan")),
-        ("take", "send", 0, 1, []),
-        ("add", "k", 2**64),
-        ("post", "send", 0, ["x"], b""),
-        ("set", "k"),
-        ("set", 7, b""),
-        "set",
-        None,
-    ],
-)
-def test_a_request_that_cannot_be_is_refused_in_few_words(store: Store, request_: Any) -> None:
+        ("set", "k", "text"),
+    ),
+    *(("get", "k", "soon"), ("get", "k", "x" * 100_000), ("get", "k", -1), ("get", "k", float("nan"))),
+    *(("post", "s", 0, 1, b""), ("post", "s", 0, [[]], b""), ("post", "s", 0, ["x"], b"")),
+    *(("post", "k" * 513, 0, [2], b""), ("collect", "k" * 513, b"", 0)),
+    *(("take", "send", 0, 1, []), ("add", "k", 2**64)),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: repr(request)[:30])
+def test_a_request_that_cannot_be_is_refused_in_few_words_and_changes_nothing(
+    store: Store, request_: Any
+) -> None:
     status, text = store.answer(1, request_)
     assert status == "refused" and len(text) < 500
     assert store.num_entries == 0
+
+
+def test_a_list_of_the_right_form_is_as_good_as_a_tuple(store: Store) -> None:
+    assert store.answer(1, ["set", "k", b""]) == ("ok", None)
