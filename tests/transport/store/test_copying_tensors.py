@@ -1,10 +1,12 @@
-"""The compiled copies (pages.c) do what Python does, bit by bit, and find what it finds."""
+"""Pages are copied bit by bit. The compiled copies (pages.c) do what Python does, and find what it finds."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
+import itertools
+import random
 from array import array
+from importlib.util import module_from_spec
 from typing import Any
 
 import pytest
@@ -19,11 +21,15 @@ from kvplug.transport import (
     PageBuffers,
     PageFormat,
     PageMemory,
+    PagePieces,
+    PageReading,
     PageRows,
     PageSeal,
+    PageViews,
     Part,
     Series,
     opaque_format,
+    pieces_format,
 )
 from kvplug.transport.store.copying import library as native, rows as copying
 
@@ -197,23 +203,155 @@ def test_rows_are_filled_layer_by_layer(order: str, is_native: bool) -> None:
         filling.fill(range(LAYERS, LAYERS + 1))
 
 
+@compiled
 @pytest.mark.parametrize("broken", ["built from another source", "no hash"])
 def test_what_cannot_be_used_is_said_once_and_python_takes_its_place(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if native.library() is None:
-        pytest.skip("there are no compiled copies here")
+    spec = native.__spec__
+    assert spec is not None and spec.loader is not None
+    fresh = module_from_spec(spec)  # which has loaded nothing yet
+    spec.loader.exec_module(fresh)
     if broken == "no hash":
         monkeypatch.setattr(native.importlib, "import_module", lambda name: ctypes)
     else:
         monkeypatch.setattr(native.zlib, "crc32", lambda data: 1)
-    native._loaded.cache_clear()
-    native._say_once.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert native.library() is None
-            assert native.library() is None
-        assert len(caplog.records) == 1
-        assert "using Python instead" in caplog.text
-    finally:
-        native._loaded.cache_clear()
+    assert fresh.library() is None
+    assert fresh.library() is None
+    assert len(caplog.records) == 1
+    assert "using Python instead" in caplog.text
+
+
+# -- of Python alone, against copies token by token ------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["KBTHD", "BHTKD", "KBHTD", "BKTHD"])
+@given(
+    block_size=st.sampled_from([2, 4, 6]),
+    page_tokens=st.sampled_from([2, 3, 4, 8]),
+    dtype=st.sampled_from([torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn]),
+    start=st.integers(0, 2),
+    count=st.integers(1, 3),
+    gap=st.sampled_from([0, 5]),
+    clip=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_pages_leave_a_cache_and_come_back_bit_by_bit(
+    order, block_size, page_tokens, dtype, start, count, gap, clip, seed
+) -> None:
+    torch.manual_seed(seed)
+    first = start * page_tokens
+    end = first + count * page_tokens
+    blocks = torch.randperm(BLOCKS)[: -(-end // block_size)].tolist()
+    if len(blocks) * block_size < end:
+        return
+    form, source = form_of(page_tokens, dtype), caches(block_size, order, dtype)
+    target = caches(block_size, order, dtype)
+    step = form.nbytes + gap
+    offsets = [index * step for index in range(count)]
+    if gap and count == 3:  # not evenly spaced
+        offsets = [offsets[2], offsets[0], offsets[1]]
+    rows = PageRows(memoryview(bytearray(count * step)), offsets, form.nbytes)
+    PageBlocks(form, source, blocks, first, count).gather(0, rows)
+    other = blocks[::-1]
+    before = [[part.clone() for part in layer] for layer in target]
+    writable = range(first + 1, end - 1) if clip else range(first, end)
+    into = PageBlocks(form, target, other, first, count, writable=writable)
+    into.scatter(0, rows.columns(0, form.layer_nbytes), range(1))  # layer by layer
+    into.scatter(0, rows.columns(form.layer_nbytes, form.nbytes), range(1, LAYERS))
+    for layer, part, token in itertools.product(range(LAYERS), range(2), range(len(blocks) * block_size)):
+        here, there = ((at[token // block_size], token % block_size) for at in (blocks, other))
+        wanted = source[layer][part][here] if token in writable else before[layer][part][there]
+        found = target[layer][part][there]
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), (layer, part, token)
+    layout = source[0][0][blocks[first // block_size], first % block_size].contiguous()
+    assert bytes(rows.row(0)[: layout.nbytes]) == layout.view(torch.uint8).numpy().tobytes()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_copied() -> None:
+    form, views = form_of(4, torch.float16), caches(4, "KBTHD", torch.float16)
+    for blocks in ([0], [0, 0], [0, BLOCKS], [-1, 0], [0.5, 1]):
+        with pytest.raises(LayoutError):
+            PageBlocks(form, views, blocks, 0, 2)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError):
+        PageBlocks(form, views[:2], [0], 0, 1)
+    pages = PageBlocks(form, views, [0, 1], 0, 2)
+    rows = PageBuffers.empty(form, 2).rows()
+    for first, part, layers in (
+        (1, rows, None),
+        (0, rows.columns(0, 8), None),
+        (0, rows, range(1, 4)),
+        (0, rows, range(1)),
+    ):
+        with pytest.raises(LayoutError):
+            pages.gather(first, part, layers)
+    with pytest.raises(LayoutError):
+        PageRows(memoryview(bytearray(8)), [0, 5], 4)
+    with pytest.raises(LayoutError):
+        PageBuffers(opaque_format(8), PageRows.dense(memoryview(bytearray(8)), 2, 4))
+
+
+def test_rows_that_are_evenly_spaced_are_one_tensor_over_the_same_memory() -> None:
+    rows = PageRows(memoryview(bytearray(range(20))), [2, 7, 12], 4)
+    tensor = rows.as_tensor()
+    assert tensor.tolist() == [[2, 3, 4, 5], [7, 8, 9, 10], [12, 13, 14, 15]]
+    tensor[1, 1] = 99
+    assert rows.row(1)[1] == 99
+    assert PageRows(rows.buffer, [2, 7, 13], 4).as_tensor() is None
+    assert PageRows(rows.buffer, [7, 2], 4).as_tensor() is None
+
+
+# -- pages that lie anywhere in memory, whole or in pieces -----------------------------------------------
+
+
+@pytest.mark.parametrize("is_native", [pytest.param(True, marks=compiled), False])
+@pytest.mark.parametrize("lie", ["evenly spaced", "anywhere", "whole"])
+@given(
+    sizes=st.lists(st.sampled_from([1, 7, 64, 4097]), min_size=1, max_size=4),
+    repeats=st.sampled_from([1, 3, 40]),
+    count=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_pages_leave_their_pieces_and_come_back_with_checksums(
+    is_native: bool, lie: str, sizes: list[int], repeats: int, count: int, seed: int
+) -> None:
+    chance = random.Random(seed)
+    sizes = sizes[:1] if lie == "whole" else sizes * repeats
+    form = opaque_format(sizes[0]) if lie == "whole" else pieces_format(sizes)
+    series = Series(form, seal=SEAL.id)
+
+    def memory() -> tuple[list[list[memoryview]], PageMemory]:
+        """As an engine has it: for each piece a buffer with the pieces of all pages, in or out of order."""
+        step, pages = max(sizes), [list[memoryview]() for _ in range(count)]
+        for size in sizes:
+            buffer = memoryview(bytearray(step * count))
+            order = chance.sample(range(count), count) if lie != "evenly spaced" else range(count)
+            for page, at in zip(pages, order, strict=True):
+                page.append(buffer[at * step :][:size])
+        whole = PageViews(form, [page[0] for page in pages]) if lie == "whole" else PagePieces(pages)
+        return pages, whole
+
+    (source, from_memory), (target, into_memory) = memory(), memory()
+    for page in source:
+        for piece in page:
+            piece[:] = chance.randbytes(len(piece))
+    rows = PageRows.dense(memoryview(bytearray(count * form.nbytes)), count, form.nbytes)
+    checksums = copying.PageSaving(SEAL, from_memory, native=is_native).save(0, rows)
+    assert [bytes(rows.row(index)) for index in range(count)] == [b"".join(page) for page in source]
+    reading = PageReading(SEAL, into_memory, native=is_native)
+    for index in range(count):
+        header = SEAL.header(series, b"", rows.row(index), checksums[index])
+        assert reading.load(index, header, rows.row(index)) is None
+    assert target == source
+
+
+def test_pages_that_make_no_format_are_refused() -> None:
+    piece = memoryview(bytearray(8))
+    with pytest.raises(LayoutError, match="at least one page"):
+        PagePieces([])
+    with pytest.raises(LayoutError, match=r"same lengths; got \[8, 8\] and \[8, 4\]"):
+        PagePieces([(piece, piece), (piece, piece[:4])])
+    with pytest.raises(LayoutError, match="contiguous bytes"):
+        PagePieces([(piece[::2],)])
+    with pytest.raises(LayoutError, match="65 pieces"):
+        pieces_format([*[1] * 64, 2])

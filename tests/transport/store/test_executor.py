@@ -1,10 +1,13 @@
-"""The executor that makes a store of blocking calls: deadlines, turns, back-off, ends."""
+"""The executor that makes a store of blocking calls: turns, back-off, and what a failed call means.
+
+What every store must do is judged by the conformance kit with the store "memory", which this executor runs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
-import os
 import threading
 import time
 import weakref
@@ -13,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 import pytest
 
-from kvplug.errors import ClosedError, TimeoutError, UnsupportedError
+from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
 from kvplug.transport.store import page_calls
 from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.executor import ExecutedStore
@@ -38,11 +41,28 @@ class InDict(BlockingStore):
         self.pages: dict[bytes, bytes] = {}
         self.calls: list[tuple[str, bytes]] = []
         self.gate: Callable[[str, bytes], None] = lambda call, key: None
-        self.closed = False
+        self.opened = threading.Event()
+        """What :meth:`held_up` waits for."""
 
     def _enter(self, call: str, key: bytes) -> None:
         self.calls.append((call, key))
         self.gate(call, key)
+
+    @contextlib.contextmanager
+    def held_up(self, keys: Sequence[bytes] = (), call: str = "") -> Iterator[None]:
+        """Calls (of that name) for these keys return when the block ends or :attr:`opened` is set."""
+
+        def wait(name: str, key: bytes) -> None:
+            if call in ("", name) and (not keys or key in keys):
+                self.opened.wait(20)
+
+        self.opened.clear()
+        self.gate = wait
+        try:
+            yield
+        finally:
+            self.opened.set()
+            self.gate = lambda call, key: None
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         self._enter("has", keys[0])
@@ -70,9 +90,6 @@ class InDict(BlockingStore):
         for key in keys:
             self.pages.pop(key, None)
 
-    def close(self) -> None:
-        self.closed = True
-
 
 @pytest.fixture
 def inner() -> InDict:
@@ -81,10 +98,9 @@ def inner() -> InDict:
 
 @pytest.fixture
 def store(inner: InDict) -> Iterator[ExecutedStore]:
-    made = ExecutedStore(inner, name="dict", seal=SEAL, timeout_s=10.0)
-    yield made
-    inner.gate = lambda call, key: None
-    made.abort()
+    with ExecutedStore(inner, name="dict", seal=SEAL, timeout_s=10.0) as made:
+        yield made
+        inner.gate = lambda call, key: None
 
 
 def request(*names: str, fill: str = "") -> PageRequest:
@@ -97,17 +113,22 @@ def request(*names: str, fill: str = "") -> PageRequest:
     return PageRequest(series=SERIES, keys=keys, identities=identities, memory=memory)
 
 
+def failing(error: Exception, *names: str, calls: Sequence[str] = ()) -> Callable[[str, bytes], None]:
+    """A gate at which these calls (all) of these pages (all) fail."""
+    keys = request(*names).keys
+
+    def gate(call: str, key: bytes) -> None:
+        if (not calls or call in calls) and (not names or key in keys):
+            raise error
+
+    return gate
+
+
+LOST = OSError(errno.EIO, "input/output error")
+
+
 def content(pages: PageRequest) -> list[bytes]:
     return [bytes(pages.memory.rows().row(index)[:1]) for index in range(len(pages.keys))]
-
-
-def test_what_was_put_is_found_and_got(store: ExecutedStore) -> None:
-    assert store.submit_put(request("a", "b", fill="x")).wait(5) == [None, None]
-    wanted = request("a", "c", "b")
-    assert store.submit_lookup(wanted.keys).wait(5) == [Presence.HELD, Presence.ABSENT, Presence.HELD]
-    job = store.submit_get(wanted)
-    assert job.wait(5) == [None, MissReason.ABSENT, None]
-    assert job.settled and job.num_layers_ready == 1 and content(wanted) == [b"x", b"\0", b"x"]
 
 
 def test_a_store_that_was_closed_keeps_no_memory_of_its_callers(store: ExecutedStore) -> None:
@@ -120,106 +141,6 @@ def test_a_store_that_was_closed_keeps_no_memory_of_its_callers(store: ExecutedS
     del job
     gc.collect()
     assert memory() is None
-
-
-def test_no_keys_are_no_call(store: ExecutedStore, inner: InDict) -> None:
-    empty = request()
-    for job in (
-        store.submit_lookup(()),
-        store.submit_put(empty),
-        store.submit_get(empty),
-        store.submit_remove(()),
-    ):
-        assert job.done and job.wait() == []
-    store.touch(())
-    assert not inner.calls
-
-
-@pytest.mark.parametrize("at", [0, 5, 30, -1])
-def test_a_wrong_page_is_a_miss_and_makes_room_for_a_right_one(
-    store: ExecutedStore, inner: InDict, at: int
-) -> None:
-    pages = request("a", fill="x")
-    store.submit_put(pages).wait(5)
-    page = bytearray(inner.pages[pages.keys[0]])
-    page[at] ^= 1
-    inner.pages[pages.keys[0]] = bytes(page)
-    (reason,) = store.submit_get(request("a")).wait(5)
-    assert reason in (MissReason.FORMAT, MissReason.IDENTITY, MissReason.CORRUPT)
-    assert not inner.pages
-
-
-@pytest.mark.parametrize(
-    "change", [lambda page: page[:-1], lambda page: page[:20], lambda page: page + b"x", lambda page: b""]
-)
-def test_a_page_of_the_wrong_length_is_a_miss(store: ExecutedStore, inner: InDict, change) -> None:
-    pages = request("a", fill="x")
-    store.submit_put(pages).wait(5)
-    inner.pages[pages.keys[0]] = change(inner.pages[pages.keys[0]])
-    (reason,) = store.submit_get(request("a")).wait(5)
-    assert reason in (MissReason.CORRUPT, MissReason.FORMAT)
-
-
-def test_a_job_ends_at_its_deadline_and_its_memory_is_not_touched_after_it(
-    store: ExecutedStore, inner: InDict
-) -> None:
-    store.submit_put(request("a", "b", fill="x")).wait(5)
-    opened = threading.Event()
-    inner.gate = lambda call, key: call != "read" or (opened.wait(20) and None)
-    wanted = request("a", "b", "c", fill="?")
-    job = store.submit_get(wanted, timeout=0.2)
-    assert job.wait(5) == [MissReason.TIMEOUT] * 3
-    assert job.settled
-    opened.set()
-    until(lambda: not store._busy)
-    assert content(wanted) == [b"?"] * 3
-
-
-class HeldMemory(PageBuffers):
-    """Memory whose copies of the first page begin, and end when :attr:`go_on` is set."""
-
-    def __init__(self, pages: PageRequest) -> None:
-        super().__init__(SERIES.format, pages.memory.rows())
-        self.began, self.go_on = threading.Event(), threading.Event()
-
-    def _hold(self, first: int) -> None:
-        if not first:
-            self.began.set()
-            self.go_on.wait(20)
-
-    def gather(self, first, rows, layers=None) -> None:
-        self._hold(first)
-        super().gather(first, rows, layers)
-
-    def scatter(self, first, rows, layers=None) -> None:
-        self._hold(first)
-        super().scatter(first, rows, layers)
-
-    def places(self, first, count):
-        return None  # compiled code would not be held
-
-
-def held(*names: str, fill: str = "") -> tuple[PageRequest, HeldMemory]:
-    pages = request(*names, fill=fill)
-    memory = HeldMemory(pages)
-    return attrs.evolve(pages, memory=memory), memory
-
-
-@pytest.mark.parametrize("end", ["timeout", "cancel"])
-def test_a_job_that_ends_during_a_copy_is_settled_when_the_copy_has_ended(
-    store: ExecutedStore, end: str
-) -> None:
-    store.submit_put(request("a", fill="x")).wait(5)
-    wanted, memory = held("a", fill="?")
-    job = store.submit_get(wanted, timeout=0.1 if end == "timeout" else 10)
-    assert memory.began.wait(5)
-    if end == "cancel":
-        job.cancel()
-    assert job.wait(5) == [MissReason.TIMEOUT if end == "timeout" else MissReason.CANCELLED]
-    assert not job.settled and not job.wait_settled(0.05)
-    assert store.submit_lookup(wanted.keys).wait(5) == [Presence.HELD], "others are not held up"
-    memory.go_on.set()
-    assert job.wait_settled(5)
 
 
 def test_memory_that_cannot_be_used_is_no_fault_of_the_store(store: ExecutedStore) -> None:
@@ -238,63 +159,46 @@ def test_memory_that_cannot_be_used_is_no_fault_of_the_store(store: ExecutedStor
 
 
 def test_calls_that_never_return_do_not_hold_up_other_jobs_for_ever(inner: InDict) -> None:
-    store = ExecutedStore(inner, name="dict", seal=SEAL, timeout_s=0.2)
-    opened = threading.Event()
     stuck = request("a", "b")
-    inner.gate = lambda call, key: key in stuck.keys and opened.wait(20) and None
-    try:
+    with ExecutedStore(inner, name="dict", seal=SEAL, timeout_s=0.2) as store, inner.held_up(stuck.keys):
         assert store.submit_get(stuck).wait(5) == [MissReason.TIMEOUT] * 2
-        until(lambda: len(store._busy) == 2)
+        until(lambda: len(inner.calls) == 2)
         time.sleep(0.25)  # longer than the default deadline: the threads count as stuck
         assert store.submit_lookup(request("c").keys).wait(5) == [Presence.ABSENT]
         assert ("has", request("c").keys[0]) in inner.calls
-    finally:
-        opened.set()
-        store.abort()
 
 
 def test_jobs_take_turns_page_by_page_and_lookups_go_first(inner: InDict) -> None:
     store = ExecutedStore(inner, name="dict", seal=SEAL, num_threads=1)
-    opened, first = threading.Event(), request("first")
-    inner.gate = lambda call, key: key in first.keys and opened.wait(20) and None
-    try:
+    first = request("first")
+    with store, inner.held_up(first.keys):
         jobs = [store.submit_get(first)]
         until(lambda: inner.calls)
         long, short = request(*"abcdefgh"), request(*"xy")
         jobs += [store.submit_get(long), store.submit_get(short)]
         look = store.submit_lookup(request("z").keys)
-        opened.set()
+        inner.opened.set()
         for job in jobs:
             job.wait(5)
         order = [key for call, key in inner.calls[1:] if call == "read" or key == request("z").keys[0]]
         assert look.done and order[0] == request("z").keys[0]
         assert order[1:5] == [long.keys[0], short.keys[0], long.keys[1], short.keys[1]]
-    finally:
-        opened.set()
-        store.abort()
 
 
-def test_a_cancelled_job_ends_at_once_and_asks_for_no_further_page(
-    store: ExecutedStore, inner: InDict
-) -> None:
-    opened = threading.Event()
-    inner.gate = lambda call, key: opened.wait(20) and None
-    job = store.submit_get(request(*"abcdef"))
-    until(lambda: len(inner.calls) == 2)
-    job.cancel()
-    assert job.wait(1) == [MissReason.CANCELLED] * 6
-    opened.set()
-    until(lambda: not store._busy)
-    assert [call for call, _ in inner.calls].count("read") == 2
+def test_a_cancelled_job_asks_for_no_further_page(store: ExecutedStore, inner: InDict) -> None:
+    with inner.held_up():
+        job = store.submit_get(request(*"abcdef"))
+        until(lambda: len(inner.calls) == 2)
+        job.cancel()
+        assert job.wait(1) == [MissReason.CANCELLED] * 6
+    assert store.submit_get(request("g")).wait(5) == [MissReason.ABSENT]
+    assert [call for call, _ in inner.calls].count("read") == 3
 
 
 def test_a_store_that_fails_is_a_miss_and_is_tried_again_after_a_while(
     store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(call: str, key: bytes) -> None:
-        raise ConnectionError("no route to it")
-
-    inner.gate = fail
+    inner.gate = failing(ConnectionError("no route to it"))
     wanted = request("a")
     assert store.submit_get(wanted).wait(5) == [MissReason.STORE_GONE]
     assert store.submit_get(wanted).wait(5) == [MissReason.STORE_GONE]
@@ -304,12 +208,16 @@ def test_a_store_that_fails_is_a_miss_and_is_tried_again_after_a_while(
     inner.gate = lambda call, key: None
     until(lambda: store.submit_get(wanted).wait(5) == [MissReason.ABSENT])
     assert store.submit_put(wanted).wait(5) == [None]
-    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1 and "no route to it" in warnings[0].getMessage()
+    (warning,) = warnings_in(caplog)
+    assert "no route to it" in warning
 
 
 def test_after_one_failure_the_next_request_is_tried_at_once(store: ExecutedStore, inner: InDict) -> None:
+    both_inside = threading.Barrier(2)
+
     def fail(call: str, key: bytes) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_inside.wait(1)
         raise ConnectionError("reset")
 
     inner.gate = fail
@@ -337,17 +245,6 @@ def test_a_page_that_alone_is_lost_has_its_reason_and_the_store_is_not_taken_for
     assert not caplog.records
 
 
-def unreadable(*names: str, calls: tuple[str, ...] = ("read",)) -> Callable[[str, bytes], None]:
-    """A gate at which these calls of these pages fail."""
-    keys = request(*names).keys
-
-    def gate(call: str, key: bytes) -> None:
-        if call in calls and key in keys:
-            raise OSError(errno.EIO, "input/output error", key.hex())
-
-    return gate
-
-
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
@@ -357,12 +254,11 @@ def test_a_page_that_cannot_be_read_is_missed_alone_and_not_promised_until_it_is
 ) -> None:
     pages = request("a", "b", "c", fill="x")
     store.submit_put(pages).wait(5)
-    inner.gate = unreadable("b", "c")
+    inner.gate = failing(LOST, "b", "c", calls=["read"])
     for expected in (MissReason.UNREADABLE, MissReason.UNREADABLE):
         assert store.submit_get(request("a", "b", "c")).wait(5) == [None, expected, expected]
         assert store.submit_lookup(pages.keys).wait(5) == [Presence.HELD, Presence.ABSENT, Presence.ABSENT]
         assert store.submit_put(request("b", fill="y")).wait(5) == [PutReason.UNREADABLE]
-    assert len(warnings_in(caplog)) == 2, "one line for each cause"
     inner.gate = lambda call, key: None
     assert store.submit_lookup(pages.keys).wait(5)[1] == Presence.ABSENT
     again = request("b", fill="y")
@@ -377,7 +273,7 @@ def test_a_page_that_another_process_has_replaced_is_promised_again_after_a_whil
     monkeypatch.setattr(page_calls, "_RETRY_S", 0.1)
     pages = request("a", fill="x")
     store.submit_put(pages).wait(5)
-    inner.gate = unreadable("a")
+    inner.gate = failing(LOST, "a", calls=["read"])
     assert store.submit_get(pages).wait(5) == [MissReason.UNREADABLE]
     time.sleep(0.15)
     assert store.submit_lookup(pages.keys).wait(5) == [Presence.ABSENT]
@@ -406,7 +302,7 @@ def test_a_key_that_cannot_be_looked_up_hides_no_other(store: ExecutedStore, inn
 def test_a_key_that_cannot_be_removed_leaves_no_other(store: ExecutedStore, inner: InDict) -> None:
     pages = request("a", "b", "c", fill="x")
     store.submit_put(pages).wait(5)
-    inner.gate = unreadable("a", calls=("remove",))
+    inner.gate = failing(LOST, "a", calls=["remove"])
     assert store.submit_remove(pages.keys).wait(5) == [False, True, True]
     assert list(inner.pages) == [pages.keys[0]]
     assert store.submit_lookup(pages.keys[:1]).wait(5) == [Presence.HELD], "it is not taken for gone"
@@ -433,10 +329,7 @@ def test_an_error_while_the_store_answers_for_no_other_key_is_its_loss(
 ) -> None:
     store.submit_put(request("a", fill="x")).wait(5)
 
-    def gate(call: str, key: bytes) -> None:
-        raise OSError(errno.ESTALE, "stale file handle")
-
-    inner.gate = gate
+    inner.gate = failing(OSError(errno.ESTALE, "stale file handle"))
     assert store.submit_get(request("a")).wait(5) == [MissReason.STORE_GONE]
     inner.gate = lambda call, key: None
     until(lambda: store.submit_get(request("a")).wait(5) == [None])
@@ -465,53 +358,30 @@ def test_a_write_that_fails_is_of_its_page_and_a_full_disk_is_no_room(
         (OSError(errno.ENOSPC, "no space left on device"), PutReason.NO_ROOM),
         (OSError(errno.ETIMEDOUT, "timed out"), PutReason.TIMEOUT),
     ):
-        bad = request("bad").keys[0]
-
-        def gate(call: str, key: bytes, error: Exception = error, bad: bytes = bad) -> None:
-            if call == "write" and key == bad:
-                raise error
-
-        inner.gate = gate
+        inner.gate = failing(error, "bad", calls=["write"])
         for _ in range(2):
             assert store.submit_put(request("a", "bad", "b", fill="x")).wait(5) == [None, reason, None]
     assert len(warnings_in(caplog)) == 3
 
 
-def test_room_and_permission_are_results_not_failures(store: ExecutedStore, inner: InDict) -> None:
-    inner.write = lambda key, page: False  # type: ignore[method-assign]
-    assert store.submit_put(request("a")).wait(5) == [PutReason.NO_ROOM]
-
-    def refuse(key: bytes, page: object) -> bool:
-        raise PermissionError("read-only file system")
-
-    inner.write = refuse  # type: ignore[method-assign]
-    assert store.submit_put(request("a")).wait(5) == [PutReason.READ_ONLY]
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (CapacityError("a page as large as that"), PutReason.TOO_LARGE),
+        (PermissionError("read-only file system"), PutReason.READ_ONLY),
+        (None, PutReason.NO_ROOM),
+    ],
+)
+def test_room_and_permission_are_results_not_failures(
+    store: ExecutedStore, inner: InDict, error: Exception | None, reason: PutReason
+) -> None:
+    if error is None:
+        inner.write = lambda key, page: False  # type: ignore[method-assign]
+    else:
+        inner.gate = failing(error, calls=["write"])
+    for _ in range(3):
+        assert store.submit_put(request("a")).wait(5) == [reason]
     assert store.submit_lookup(request("a").keys).wait(5) == [Presence.ABSENT]
-
-
-class Clearable(InDict):
-    def clear(self) -> None:
-        self.pages.clear()
-
-
-@pytest.mark.parametrize("what", ["keys", "all"])
-def test_a_put_that_has_not_written_yet_does_not_bring_back_what_was_removed(what: str) -> None:
-    inner = Clearable()
-    store = ExecutedStore(inner, name="dict", seal=SEAL)
-    pages, memory = held("a", "b", fill="x")
-    try:
-        job = store.submit_put(pages)
-        assert memory.began.wait(5)
-        until(lambda: inner.pages)
-        removal = store.submit_remove(pages.keys[:1] if what == "keys" else None)
-        assert removal.wait(5) == [True]
-        memory.go_on.set()
-        assert job.wait(5) == [PutReason.CANCELLED, None]
-        assert set(inner.pages) == (set(pages.keys[1:]) if what == "keys" else set())
-        assert store.submit_put(request("a", fill="y")).wait(5) == [None], "a later put counts"
-    finally:
-        memory.go_on.set()
-        store.abort()
 
 
 @pytest.mark.parametrize("timeout", [10.0, 0.1])
@@ -519,17 +389,15 @@ def test_a_write_under_way_is_undone_before_a_removal_is_done(
     store: ExecutedStore, inner: InDict, timeout: float
 ) -> None:
     """With a timeout of 0.1 s the put is over when the page is removed, and its write is not."""
-    opened = threading.Event()
-    inner.gate = lambda call, key: call != "write" or (opened.wait(20) and None)
-    put = store.submit_put(request("a", fill="x"), timeout=timeout)
-    until(lambda: inner.calls)
-    if timeout < 1:
-        assert put.wait(5) == [PutReason.TIMEOUT]
-    removal = store.submit_remove(request("a").keys)
-    until(lambda: ("remove", request("a").keys[0]) in inner.calls)
-    with pytest.raises(TimeoutError):
-        removal.wait(0.05)
-    opened.set()
+    with inner.held_up(call="write"):
+        put = store.submit_put(request("a", fill="x"), timeout=timeout)
+        until(lambda: inner.calls)
+        if timeout < 1:
+            assert put.wait(5) == [PutReason.TIMEOUT]
+        removal = store.submit_remove(request("a").keys)
+        until(lambda: ("remove", request("a").keys[0]) in inner.calls)
+        with pytest.raises(TimeoutError):
+            removal.wait(0.05)
     assert removal.wait(5) == [True] and not inner.pages
     assert put.wait(5) == [PutReason.TIMEOUT if timeout < 1 else PutReason.CANCELLED]
 
@@ -556,10 +424,7 @@ def test_a_write_that_cannot_be_undone_fails_the_removal(store: ExecutedStore, i
 def test_a_store_that_cannot_remove_says_so_and_is_not_taken_for_gone(
     store: ExecutedStore, inner: InDict, error: Exception
 ) -> None:
-    def refuse(keys: Sequence[bytes]) -> None:
-        raise error
-
-    inner.remove = refuse  # type: ignore[method-assign]
+    inner.gate = failing(error, calls=["remove"])
     assert store.submit_remove(request("a").keys).wait(5) == [False]
     assert store.submit_put(request("a")).wait(5) == [None]
     inner.pages[request("a").keys[0]] = b"wrong"
@@ -568,80 +433,12 @@ def test_a_store_that_cannot_remove_says_so_and_is_not_taken_for_gone(
     assert store.submit_put(request("a")).wait(5) == [PutReason.UNREADABLE]
 
 
-def test_closing_finishes_puts_and_ends_the_rest(store: ExecutedStore, inner: InDict) -> None:
-    opened = threading.Event()
-    inner.gate = lambda call, key: opened.wait(20) and None
-    put, get = store.submit_put(request(*"abc", fill="x")), store.submit_get(request(*"abc"))
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    assert get.wait(5) == [MissReason.CLOSED] * 3
-    assert not put.done and store.is_lost
-    opened.set()
-    closing.join(5)
-    assert put.wait(5) == [None] * 3 and len(inner.pages) == 3 and inner.closed
-    for call in (
-        lambda: store.submit_get(request("a")),
-        lambda: store.submit_lookup([]),
-        lambda: store.touch([]),
-        store.usage,
-    ):
-        with pytest.raises(ClosedError):
-            call()
-    store.close()
-    store.abort()
-
-
-def test_a_put_that_does_not_end_holds_a_close_until_its_timeout(store: ExecutedStore, inner: InDict) -> None:
-    opened = threading.Event()
-    inner.gate = lambda call, key: opened.wait(1) and None
-    put = store.submit_put(request(*"abcdef"))
-    store.close(timeout=0.1)
-    assert put.wait(1)[-1] is PutReason.CLOSED
-
-
-def test_waiting_has_a_deadline_of_its_own(store: ExecutedStore, inner: InDict) -> None:
-    opened = threading.Event()
-    inner.gate = lambda call, key: opened.wait(20) and None
-    job = store.submit_get(request("a"))
-    with pytest.raises(TimeoutError):
-        job.wait(0.05)
-    with pytest.raises(TimeoutError):
-        job.wait_for_layer(0, 0.05)
-    assert not job.wait_settled(0.05)
-    opened.set()
-    job.wait_for_layer(0, 5)
-    assert job.wait_settled(5)
-
-
 def test_a_store_says_what_it_cannot_do(store: ExecutedStore) -> None:
-    with pytest.raises(UnsupportedError):
-        store.submit_remove(None)
-    with pytest.raises(UnsupportedError):
-        store.keys(SERIES)
-    with pytest.raises(UnsupportedError):
-        store.subscribe(print)
+    calls = (lambda: store.submit_remove(None), lambda: store.keys(SERIES), lambda: store.subscribe(print))
+    for call in calls:
+        with pytest.raises(UnsupportedError):
+            call()
     assert not store.has_events
-
-
-def test_in_a_forked_child_the_store_is_closed_and_its_jobs_have_ended(
-    store: ExecutedStore, inner: InDict
-) -> None:
-    opened = threading.Event()
-    inner.gate = lambda call, key: opened.wait(20) and None
-    job = store.submit_get(request("a"))
-    until(lambda: inner.calls)
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            with pytest.raises(ClosedError):
-                store.submit_get(request("a"))
-            code = 0 if job.wait(1) == [MissReason.CLOSED] and job.settled else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    opened.set()
-    assert job.wait(5) == [MissReason.ABSENT]
 
 
 def test_a_store_that_stops_answering_in_the_middle_of_a_lookup_is_gone() -> None:

@@ -30,19 +30,6 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def test_events_are_numbered_from_one_without_a_hole() -> None:
-    log = PageEventLog("e")
-    assert log.position == ("e", 0)
-    events = [
-        log.declared(SERIES, [key(1)], 2.0),
-        log.stored(SERIES, [key(1)]),
-        log.removed(SERIES, [key(1)], PageRemoval.EVICTED),
-        log.cleared(),
-    ]
-    assert [event.seq for event in events] == [1, 2, 3, 4]
-    assert log.position == ("e", 4)
-
-
 def test_two_stores_have_different_epochs() -> None:
     assert PageEventLog().epoch != PageEventLog().epoch
 
@@ -56,19 +43,6 @@ def test_a_snapshot_has_a_header_and_everything_that_is_held_and_expected() -> N
         PagesStored(epoch="one", seq=1, series=SERIES, keys=(key(1), key(2))),
         PagesDeclared(epoch="one", seq=1, series=SERIES, keys=(key(3),), for_s=1.5),
     ]
-
-
-def test_a_follower_is_ready_with_the_last_event_of_the_snapshot() -> None:
-    log, follower = PageEventLog("one"), PageFollower()
-    assert not follower.accept(log.stored(SERIES, [key(1)]))
-    assert not follower.ready
-    ready = []
-    for event in log.snapshot({SERIES: [key(1)]}, [(SERIES, [key(2)], 1.0)]):
-        assert follower.accept(event)
-        ready.append(follower.ready)
-    assert ready == [False, False, True]
-    assert follower.accept(log.cleared())
-    assert follower.ready
 
 
 @pytest.mark.parametrize("which", ["live", "removed", "cleared"])

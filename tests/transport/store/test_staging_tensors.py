@@ -49,7 +49,11 @@ def test_memory_goes_to_those_that_wait_in_the_order_of_coming() -> None:
     memory = PinnedMemory(4096)
     memory.prepare(CPU)
     told: list[int] = []
-    memory.listen(lambda: told.append(memory.largest()))
+
+    def listener() -> None:
+        told.append(memory.largest())
+
+    memory.listen(listener)
     first = memory.take(4096, "first")
     assert first is not None
     assert memory.take(4096, "second") is None
@@ -58,10 +62,14 @@ def test_memory_goes_to_those_that_wait_in_the_order_of_coming() -> None:
     assert told == [0], "there is some, and it is spoken for"
     assert memory.take(256) is None
     assert memory.take(256, "third") is None
-    assert memory.take(4096, "second") is not None
+    second = memory.take(4096, "second")
+    assert second is not None
     memory.forget("third")
     assert memory.take(1) is None
     assert memory.largest() == 0
+    memory.ignore(listener)
+    memory.give_back(second)
+    assert told == [0, 0]
 
 
 def test_pages_in_host_memory_are_those_in_rows_whatever_their_parts() -> None:
@@ -171,13 +179,18 @@ def test_a_large_load_is_not_held_up_by_small_ones_that_come_later(staged: Any) 
         assert job.wait(waits.patience_s) == [None]
 
 
-def test_a_request_that_comes_as_the_store_is_closed_ends_and_settles(staged: Any) -> None:
+def test_a_request_that_comes_as_the_store_is_closed_ends_and_settles(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, pages, cache = staged
-    assert store.submit_get(pages.request(cache.blocks())).wait(waits.patience_s) == [None] * 6
-    lane = store._lane("simulated:0", transfers.Get)
-    store.abort()
-    late = GetJob(6, 3, Deadline.after(20.0))
-    store._add(transfers.Get(store.store, late, pages.request(cache.blocks()), lane, 6))
+    most_in = StagedPages.most_in
+
+    def close_meanwhile(*given: Any) -> int:
+        store.abort()
+        return most_in(*given)
+
+    monkeypatch.setattr(StagedPages, "most_in", close_meanwhile)
+    late = store.submit_get(pages.request(cache.blocks()))
     assert late.wait(waits.patience_s) == [MissReason.CLOSED] * 6
     assert late.wait_settled(waits.patience_s)
 
@@ -213,16 +226,33 @@ def test_pages_leave_a_gpu_and_come_back_in_the_order_of_its_streams(busy: bool)
         child.result(60.0)
 
 
+class Listened(PinnedMemory):
+    """Memory that knows who listens to it."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.listeners: list[Any] = []
+
+    def listen(self, listener: Any) -> None:
+        super().listen(listener)
+        self.listeners.append(listener)
+
+    def ignore(self, listener: Any) -> None:
+        super().ignore(listener)
+        self.listeners.remove(listener)
+
+
 def test_a_load_that_is_given_up_does_not_keep_its_turn(staged: Any) -> None:
     inner, pages, cache = staged
-    memory = PinnedMemory(StagedPages.nbytes_of(pages.form, 2) * 4)
+    memory = Listened(StagedPages.nbytes_of(pages.form, 2) * 4)
     store = StagedStore(inner, memory=memory)
     with simulated.stalled():  # so that memory is not given back
         first = [store.submit_get(pages.request(cache.blocks())) for _ in range(2)]
         waits.until(lambda: memory.largest() == 0, what="a load that waits for memory")
         for job in first:
             job.cancel()
-        waits.until(lambda: not memory._waiting)
     assert all(job.wait_settled(waits.patience_s) for job in first)
+    waits.until(lambda: memory.largest() == memory.nbytes, what="that nobody waits for memory any more")
+    assert memory.listeners
     store.abort()
-    assert memory._listeners == []
+    assert not memory.listeners
