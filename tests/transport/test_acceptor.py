@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from kvplug.net.trust.listener import Connection, Listener, dial
 from kvplug.net.wire.frames import HEADER_SIZE
 from kvplug.transport.acceptor import Acceptor, PipeAcceptor
 from kvplug_testing import peers
+from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -105,8 +106,7 @@ def test_one_that_fails_is_closed_with_a_warning_and_the_next_comes_in(
     with Plain(opened) as acceptor:
         with came(opened, b"x") as bad, came(opened, b"p"):
             assert is_hung_up(bad)
-            pipe: Any = acceptor.accept()
-            pipe.abort()
+            acceptor.accept().abort()
         until(lambda: "was not completed: it said nothing of use" in caplog.text)
         assert not any(record.exc_info for record in caplog.records)  # the peer's fault, not ours
 
@@ -151,48 +151,43 @@ def test_a_pipe_that_nobody_has_accepted_is_aborted(opened: Listener, made: str)
                 acceptor.accept()
 
 
-def test_closing_ends_a_wait(opened: Listener) -> None:
-    acceptor = Plain(opened)
-    timer = threading.Timer(0.1, acceptor.close)
-    timer.start()
-    with pytest.raises(ClosedError):
-        acceptor.accept()
-    timer.join()
+@pytest.fixture
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[str]]:
+    """Has so many threads of a name not start; returns the names of those."""
+
+    def refuse(name: str, count: int) -> list[str]:
+        start, refused = threading.Thread.start, list[str]()
+
+        def once(self: threading.Thread) -> None:
+            if self.name == name and len(refused) < count:
+                refused.append(self.name)
+                raise RuntimeError("can't start new thread")
+            start(self)
+
+        monkeypatch.setattr(threading.Thread, "start", once)
+        return refused
+
+    return refuse
 
 
-def test_without_a_thread_for_the_first_there_is_no_listener(
-    opened: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(TransportError, match="needs a thread"):
-            Plain(opened)
+def test_without_a_thread_for_the_first_there_is_no_listener(opened: Listener, no_thread: Any) -> None:
+    no_thread("kvplug-plain-listen", 1)
+    with pytest.raises(TransportError, match="needs a thread"):
+        Plain(opened)
     assert opened.closed
 
 
 def test_without_a_thread_for_one_the_next_comes_in(
-    opened: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: Listener, no_thread: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start, refused = threading.Thread.start, list[str]()
-
-    def once(self: threading.Thread) -> None:
-        if self.name == "kvplug-plain-join" and not refused:
-            refused.append(self.name)
-            raise RuntimeError("can't start new thread")
-        start(self)
-
     with Plain(opened) as acceptor:
-        monkeypatch.setattr(threading.Thread, "start", once)
+        refused = no_thread("kvplug-plain-join", 1)
         with came(opened) as unlucky:
             with pytest.raises(ResourceExhaustedError, match="threads"):
                 raise_if_declined(unlucky, unlucky.sock.recv(HEADER_SIZE), Deadline.after(PATIENCE_S))
             assert is_hung_up(unlucky)
         with came(opened, b"p"):
-            pipe: Any = acceptor.accept()
-            pipe.abort()
+            acceptor.accept().abort()
     assert refused
     assert "can't start new thread" in caplog.text
 
@@ -208,8 +203,7 @@ def test_no_more_are_served_at_once_than_a_bound_and_the_others_come_in(
         second.sock.sendall(b"x")
         until(lambda: num_joining() == 1)
         with came(opened, b"p"):
-            pipe: Any = acceptor.accept()
-            pipe.abort()
+            acceptor.accept().abort()
     assert "was dropped: 2 join" in caplog.text
 
 
@@ -223,29 +217,20 @@ def test_no_more_pipes_wait_to_be_accepted_than_a_bound(
             until(lambda: len(acceptor.made) == 3)
             assert acceptor.made[2].aborted.wait(PATIENCE_S)
         for _ in range(2):
-            pipe: Any = acceptor.accept()
-            pipe.abort()
+            acceptor.accept().abort()
     assert "were not accepted yet" in caplog.text
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_holds_nothing_of_those_that_are_served(opened: Listener) -> None:
     with Plain(opened) as acceptor, came(opened) as silent:
         until(lambda: acceptor.served)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                closed = False
-                try:
-                    acceptor.accept(1)
-                except ClosedError:
-                    closed = True
-                code = 0 if closed and acceptor.served[0].fileno() == -1 else 2
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def look() -> str:
+            with pytest.raises(ClosedError):
+                acceptor.accept(1)
+            return f"{acceptor.served[0].fileno()}"
+
+        assert in_forked_child(look) == "-1"
         acceptor.close()
         assert is_hung_up(silent)
 

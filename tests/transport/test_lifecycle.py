@@ -6,6 +6,7 @@ import threading
 
 from kvplug.errors import ClosedError, PeerGoneError, TransportError
 from kvplug.transport import Lifecycle
+from kvplug_testing.waits import Call
 
 
 def test_what_lives_is_neither_closed_nor_ended() -> None:
@@ -48,27 +49,30 @@ def test_closing_goes_before_every_other_reason() -> None:
     assert str(error) == "the pipe to a peer is closed"
 
 
+class Held(str):
+    """A reason at which whoever looks, with the lock, is held up."""
+
+    go_on = threading.Event()
+
+    def __bool__(self) -> bool:
+        return self.go_on.wait(20)
+
+
 def test_a_forked_child_learns_that_it_is_its_parents_though_the_lock_is_taken() -> None:
     lifecycle = Lifecycle("the pipe to a peer")
-    with lifecycle._lock:
-        lifecycle.after_fork()
-        assert lifecycle.closed
-        assert not lifecycle.close("is closed")
-        assert isinstance(lifecycle.error(), ClosedError)
-        assert "forked" in str(lifecycle.error())
+    lifecycle.fail(Held("nonsense came"))
+    inside = Call(lambda: lifecycle.fail("again"))
+    assert inside.is_blocked(0.1)
+    Call(lifecycle.after_fork).result(5)
+    assert lifecycle.closed
+    assert Call(lambda: lifecycle.close("is closed")).result(5) is False
+    assert isinstance(lifecycle.error(), ClosedError)
+    assert "forked" in str(lifecycle.error())
+    Held.go_on.set()
+    inside.result(5)
 
 
 def test_of_many_who_close_it_one_has() -> None:
-    lifecycle, won = Lifecycle("the pipe to a peer"), []
-    go = threading.Barrier(8)
-
-    def close() -> None:
-        go.wait(10)
-        won.append(lifecycle.close("is closed"))
-
-    threads = [threading.Thread(target=close) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(won) == [False] * 7 + [True]
+    lifecycle, go = Lifecycle("the pipe to a peer"), threading.Barrier(8)
+    calls = [Call(lambda: (go.wait(10), lifecycle.close("is closed"))[1]) for _ in range(8)]
+    assert sorted(call.result() for call in calls) == [False] * 7 + [True]

@@ -5,7 +5,6 @@ where there is no torch.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -24,10 +23,8 @@ from kvplug import (
 from kvplug.net.wire import decode, encode
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
-    CancelledError,
     Credentials,
     Deadline,
-    MessageQueue,
     QueueContext,
     QueueHandle,
     Reader,
@@ -35,7 +32,9 @@ from kvplug.transport import (
     Wait,
     WireError,
 )
+from kvplug_testing.groups import local_groups
 from kvplug_testing.memory.queue import MemoryQueueEndpoint, _rings
+from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -120,30 +119,6 @@ def test_a_wait_sleeps_until_what_comes_first() -> None:
     assert 0 < (pause(3.0, 60.0, cancel=threading.Event()) or 0) < 0.1
 
 
-def test_a_wait_that_is_over_names_what_and_whom() -> None:
-    wait = Wait("room", lambda: "reader rank 1", Deadline.after(0))
-    with pytest.raises(TimeoutError, match="for room: reader rank 1; nothing has changed"):
-        wait.pause()
-
-
-def test_a_wait_that_was_cancelled_says_so_first() -> None:
-    cancel = threading.Event()
-    cancel.set()
-    with pytest.raises(CancelledError) as caught:
-        Wait("room", str, Deadline.after(0), cancel=cancel).pause()
-    assert isinstance(caught.value, RuntimeError)
-
-
-def test_a_long_wait_warns_at_each_interval_once(caplog: pytest.LogCaptureFixture) -> None:
-    wait = Wait("room", lambda: "reader rank 1", Deadline.after(None), 0.001)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            threading.Event().wait(0.02)
-            assert 0 <= (wait.pause() or 0) <= 0.001
-    assert len(caplog.records) == 3
-    assert "still waiting for room" in caplog.text and "reader rank 1" in caplog.text
-
-
 # -- without torch ---------------------------------------------------------------------------------
 
 
@@ -170,7 +145,7 @@ def test_the_context_says_who_is_near() -> None:
     assert (handle.reader_ranks, handle.local_reader_ranks) == ((0, 1, 2), (0, 2))
 
 
-@pytest.mark.parametrize("ranks", [[0, 0], [-1], ["0"], [True]])
+@pytest.mark.parametrize("ranks", [[-1], ["0"], [True]])
 def test_ranks_that_are_none_are_refused(ranks: Sequence[Any]) -> None:
     with pytest.raises(ConfigError, match="reader_ranks must be whole numbers, each once"):
         endpoint().create(ranks)
@@ -199,34 +174,15 @@ class Unspeakable(MemoryQueueEndpoint):
         return attrs.evolve(super().handle_of(ring), data={"what": object()})
 
 
-def in_a_group(kind: type[MemoryQueueEndpoint], writer_rank: int = 2) -> dict[int, Any]:
+def in_a_group(kind: type[MemoryQueueEndpoint], writer_rank: int = 2) -> list[Any]:
     """What three ranks have made, or what was raised there."""
-    listener = StatelessGroup.listen("unix:")
-    made: dict[int, MessageQueue | Exception] = {}
-
-    def rank(number: int) -> None:
-        address = listener.contact if number else listener
-        with StatelessGroup.create(address, rank=number, world_size=3, timeout=WITHIN_S) as group:
-            end = kind(QueueContext(options=None, credentials=Credentials(), timeout_s=WITHIN_S))
-            try:
-                made[number] = end.create_from_process_group(group, writer_rank=writer_rank)
-            except Exception as e:
-                made[number] = e
-            group.barrier()
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
-
-
-def test_a_group_makes_a_queue_at_all_ranks() -> None:
-    queues = in_a_group(MemoryQueueEndpoint)
-    assert [queues[number].rank for number in range(3)] == [0, 1, None]
-    for queue in queues.values():
-        queue.close()
+    end = kind(QueueContext(options=None, credentials=Credentials(), timeout_s=WITHIN_S))
+    with local_groups(WITHIN_S) as make:
+        calls = [
+            Call(lambda group=group: end.create_from_process_group(group, writer_rank=writer_rank))  # type: ignore[misc]
+            for group in make(3)
+        ]
+        return [call.outcome(WITHIN_S) for call in calls]
 
 
 @pytest.mark.parametrize(
@@ -251,9 +207,9 @@ def test_where_one_rank_cannot_all_are_told_which_and_why_and_nothing_is_left(
     kind: type[MemoryQueueEndpoint], words: str, where: int, cause: type[Exception]
 ) -> None:
     made = in_a_group(kind)
-    assert [type(made[number]) for number in range(3)] == [TransportError] * 3
-    assert all(words in str(each) for each in made.values())
-    causes = [type(made[number].__cause__) for number in range(3)]
+    assert [type(each) for each in made] == [TransportError] * 3
+    assert all(words in str(each) for each in made)
+    causes = [type(each.__cause__) for each in made]
     assert causes == [cause if number == where else type(None) for number in range(3)]
     assert not _rings
 

@@ -84,21 +84,22 @@ def test_a_misspelt_target_is_told_with_what_it_is_and_the_nearest(spec: Any, lo
     assert text.endswith(MEANT)
 
 
-def test_a_target_of_the_wrong_sort_is_told_with_what_it_is() -> None:
-    assert load(pipe(factory="spec_subject:seven"), "load_factory") == (
-        "the factory of the pipe 'mine': spec_subject:seven is not callable"
-    )
-    assert load(pipe(options="spec_subject:describe"), "load_options") == (
-        "the options of the pipe 'mine': spec_subject:describe is not an attrs class"
-    )
+WRONG = {
+    "is not callable": (pipe(factory="spec_subject:seven"), "load_factory", "factory"),
+    "is not an attrs class": (pipe(options="spec_subject:describe"), "load_options", "options"),
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_a_target_of_the_wrong_sort_is_told_with_what_it_is(why: str) -> None:
+    spec, loader, what = WRONG[why]
+    target = getattr(spec, what)
+    assert load(spec, loader) == f"the {what} of the pipe 'mine': {target} {why}"
 
 
 def test_a_module_that_is_not_there_has_no_nearest_name() -> None:
     text = load(pipe(factory="nowhere.at_all:Endpoint"), "load_factory")
-    assert text == (
-        "the factory of the pipe 'mine': cannot load nowhere.at_all:Endpoint:"
-        " ModuleNotFoundError: No module named 'nowhere'"
-    )
+    assert text.endswith(": ModuleNotFoundError: No module named 'nowhere'")
 
 
 def test_the_cause_stays_chained() -> None:

@@ -5,7 +5,6 @@ That no other place takes them as they are is checked by ``tests/architecture/te
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from kvplug.transport.group.from_process_group import _contact
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.pipes import connect_ranks
 from kvplug.transport.queue.endpoint import _agreed
+from kvplug_testing.waits import Call
 
 ODD = "no room\n\x1b[2J\x1b]0;root\x07\N{RIGHT-TO-LEFT OVERRIDE}" + "x" * 100_000
 LONGEST = 3000
@@ -186,18 +186,11 @@ def test_what_is_no_number_of_tokens_is_a_wire_error(tokens: Any) -> None:
 
 def test_of_a_rank_that_joins_a_group() -> None:
     listener = StatelessGroup.listen("unix:")
-    errors: list[BaseException] = []
-
-    def late() -> None:
-        try:
-            StatelessGroup.create(listener, rank=0, world_size=2, timeout=20, label=ODD[:90])
-        except BaseException as e:
-            errors.append(e)
-
-    thread = threading.Thread(target=late, daemon=True)
-    thread.start()
-    with StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20) as group:
-        with pytest.raises(KvplugError, match="rank 0") as caught:
-            group.recv(0, timeout=0.1)
-        check(str(caught.value))
-    thread.join(20)
+    odd = Call(lambda: StatelessGroup.create(listener, rank=0, world_size=2, timeout=20, label=ODD[:90]))
+    with (
+        StatelessGroup.create(listener.contact, rank=1, world_size=2, timeout=20) as group,
+        odd.result(),
+        pytest.raises(KvplugError, match="rank 0") as caught,
+    ):
+        group.recv(0, timeout=0.1)
+    check(str(caught.value))

@@ -31,19 +31,17 @@ def test_a_signals_handler_may_end_the_transfer_that_its_thread_waits_for(
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_transfer_that_a_thread_is_ending_has_failed_in_a_forked_child() -> None:
-    transfer = Transfer(10)
-    inside, go_on = threading.Event(), threading.Event()
+def test_a_transfer_whose_lock_a_thread_has_has_failed_in_a_forked_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transfer, event = Transfer(10), threading.Event
+    inside, go_on = event(), event()
 
-    def end() -> None:  # as in finish(), before it is done
-        with transfer._lock:
+    def held_up() -> threading.Event:  # in wait(), with the transfer's lock
+        if threading.current_thread() is waiting:
             inside.set()
-            go_on.wait()
-        transfer.finish()
-
-    thread = threading.Thread(target=end)
-    thread.start()
-    inside.wait()
+            go_on.wait(20)
+        return event()
 
     def look() -> str:
         called: list[Transfer] = []
@@ -54,11 +52,16 @@ def test_a_transfer_that_a_thread_is_ending_has_failed_in_a_forked_child() -> No
             return "" if transfer.done() and called == [transfer] and transfer.error() is e else "not ended"
         return "it succeeded"
 
+    waiting = threading.Thread(target=transfer.wait, args=(20,))
+    monkeypatch.setattr(threading, "Event", held_up)
+    waiting.start()
+    assert inside.wait(20)
     try:
         assert not (wrong := in_forked_child(look)), f"in a forked child {wrong}"
     finally:
         go_on.set()
-        thread.join()
+        transfer.finish()
+        waiting.join()
     assert transfer.done()
     assert transfer.error() is None
 
