@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -200,21 +199,6 @@ def test_blocks_go_to_the_pipe_inside_and_are_counted_with_their_bytes(
     assert inside.calls == [("send", [4, 1, 2], 2.0), ("recv", [3], print, 1.0)]
     counted = stats.snapshot()["ops"]
     assert (counted["send"]["bytes"], counted["recv"]["bytes"]) == (2 * 3 * 8 * 5 * 2, 2 * 8 * 5 * 2)
-
-
-def test_transfers_that_end_in_other_threads_are_all_counted(
-    inside: Inside, pipe: RecordedPipe, stats: TransferStats
-) -> None:
-    transfers = []
-    for _ in range(50):
-        inside.transfer = Transfer(1)
-        transfers.append(pipe.send_tensor(Sized(1)))  # type: ignore[arg-type]
-    threads = [threading.Thread(target=transfer.finish) for transfer in transfers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert stats.snapshot()["ops"]["send"]["count"] == 50
 
 
 def test_leaving_the_with_block_closes_or_aborts_the_pipe_inside(

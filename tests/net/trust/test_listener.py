@@ -6,8 +6,8 @@ import contextlib
 import logging
 import os
 import random
+import resource
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -56,13 +56,16 @@ def refusals_become(listener: Listener, **expected: int) -> None:
 
 def stranger(listener: Listener) -> socket.socket:
     """A raw connection that knows nothing."""
-    address = parse_contact(listener.contact).address
-    if listener.address.startswith("unix:"):
+    assert str(parse_contact(listener.contact).address) == listener.address
+    return stranger_at(listener.address)
+
+
+def stranger_at(address: str) -> socket.socket:
+    if address.startswith("unix:@"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect("\0" + listener.address.removeprefix("unix:@"))
+        sock.connect("\0" + address.removeprefix("unix:@"))
         return sock
-    host, port = listener.address.rsplit(":", 1)
-    assert str(address) == listener.address
+    host, port = address.rsplit(":", 1)
     return socket.create_connection((host.strip("[]"), int(port)))
 
 
@@ -424,142 +427,120 @@ def test_descriptors_are_not_inherited_by_programs_that_are_started() -> None:
 
 # -- another user of this host ---------------------------------------------------------------------
 
-NOBODY = 65534
-AS_NOBODY = """
-import encodings.idna, encodings.ascii, encodings.latin_1, os, socket, sys
-socket.getaddrinfo('127.0.0.1', 1); ''.encode('idna')
-os.setgid(65534); os.setuid(65534)
-from kvplug.errors import KvplugError
-from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.listener import Listener, dial
-def attempt(contact):
-    try:
-        dial(contact, Credentials(), "test", 5)
-        print("in", flush=True)
-    except KvplugError as e:
-        print(type(e).__name__, e, flush=True)
-"""
 needs_root = pytest.mark.skipif(
     not sys.platform.startswith("linux") or os.geteuid() != 0, reason="becoming another user takes root"
 )
 
 
-def as_nobody(program: str, *argv: str) -> subprocess.Popen[str]:
-    # Import everything before the process changes its user: the other user may not be able to read our files.
-    path = ";".join(f"sys.path.append({p!r})" for p in sys.path if p)
-    preload = "import sys;" + path + ";import kvplug.net.trust.listener, kvplug.net.trust.credentials\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", preload + AS_NOBODY + program, *argv],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def become_nobody() -> None:
+    """In a child. It has imported everything: the other user may not be able to read our files."""
+    "".encode("idna")
+    os.setgid(65534)
+    os.setuid(65534)
 
 
 @needs_root
-@pytest.mark.parametrize("checks_us", [True, False], ids=["honest", "liar"])
+@pytest.mark.parametrize("is_honest", [True, False], ids=["honest", "liar"])
 @pytest.mark.parametrize("address", ["unix:", "127.0.0.1:0", "[::1]:0"])
-def test_another_user_of_this_host_is_a_stranger(address: str, checks_us: bool) -> None:
+def test_another_user_of_this_host_is_a_stranger(address: str, is_honest: bool) -> None:
     """Also one that skips its own check of the listener, and talks the protocol well."""
-    lie = "import kvplug.net.trust.connection as c; c._attest_listener = lambda sock, target: None\n"
     with Listener.open(address, OPEN, "test") as listener:
-        child = as_nobody(("" if checks_us else lie) + "attempt(sys.argv[1])", listener.address)
-        said = child.communicate(timeout=30)[0]
-        assert said.startswith("AuthenticationError") and "another user" in said
-        if not checks_us:
+
+        def attempt() -> str:
+            become_nobody()
+            if not is_honest:
+                patch = pytest.MonkeyPatch()
+                patch.setattr("kvplug.net.trust.connection._attest_listener", lambda sock, target: None)
+            with pytest.raises(AuthenticationError) as refused:
+                dial(listener.address, OPEN, "test", 5)
+            return str(refused.value)
+
+        assert "another user" in in_forked_child(attempt)
+        if not is_honest:
             refusals_become(listener, other_user=1)
         with pytest.raises(TimeoutError):
             listener.accept(0.05)
+
+
+def squats(parent: peers.Parent, address: str) -> dict[str, int]:
+    become_nobody()
+    with Listener.open(address, OPEN, "test") as listener:
+        parent.send(listener.address)
+        parent.recv()
+        return listener.refusals
 
 
 @needs_root
 @pytest.mark.parametrize("address", ["unix:@kvplug-squatted", "127.0.0.1:0"])
 def test_a_listener_of_another_user_is_not_talked_to(address: str) -> None:
     """Any user can bind an abstract name or a port first."""
-    program = """
-listener = Listener.open(sys.argv[1], Credentials(), "test")
-print(listener.address, flush=True)
-sys.stdin.read()
-print(listener.refusals)
-"""
-    child = as_nobody(program, address)
-    assert child.stdout is not None
-    where = child.stdout.readline().strip()
-    with pytest.raises(AuthenticationError, match="another user"):
-        dial(where, OPEN, "test", 5)
-    said = child.communicate(timeout=30)[0]
-    assert "no secret" not in said
+    with peers.start(squats, address) as child:
+        where = child.recv()
+        with pytest.raises(AuthenticationError, match="another user"):
+            dial(where, OPEN, "test", 5)
+        child.send("enough")
+        assert "no secret" not in child.result()
 
 
 @needs_root
 def test_a_socket_its_owner_has_closed_vouches_for_nobody() -> None:
     """The kernel shows orphaned sockets as root's: a stranger must not become root by hanging up."""
-    program = """
-import socket
-from kvplug.net.trust.challenge import ClientChallenge, Mode
-host, port = sys.argv[1].rsplit(":", 1)
-for _ in range(50):
-    s = socket.create_connection((host, int(port)))
-    s.sendall(ClientChallenge("test", Mode.SAME_USER, b"", b"", lambda: None, "").opening())
-    s.close()
-print("done")
-"""
     with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
-        assert "done" in as_nobody(program, listener.address).communicate(timeout=30)[0]
+
+        def hang_up() -> str:
+            become_nobody()
+            for _ in range(50):
+                with stranger(listener) as s:
+                    s.sendall(ClientChallenge("test", Mode.SAME_USER, b"", b"", print, "").opening())
+            return "done"
+
+        assert in_forked_child(hang_up) == "done"
         until(lambda: sum(listener.refusals.values()) == 50)
         assert set(listener.refusals) <= {"other user", "unknown user", "left"}
         with pytest.raises(TimeoutError):
             listener.accept(0)
 
 
-FLOOD = """
-where = sys.argv[1]
-held = []
-for _ in range(200):
-    if where.startswith("unix:@"):
-        s = socket.socket(socket.AF_UNIX)
-        s.connect("\\0" + where.removeprefix("unix:@"))
-    else:
-        host, port = where.rsplit(":", 1)
-        s = socket.create_connection((host.strip("[]"), int(port)))
-    try:
-        s.sendall(b"KVPT")
-    except OSError:  # refused already
-        pass
-    held.append(s)
-print("done", flush=True)
-sys.stdin.read()
-"""
-"""200 connections that are silent, and held."""
+def floods(parent: peers.Parent, address: str) -> None:
+    """200 connections that are silent, and held."""
+    become_nobody()
+    with ExitStack() as stack:
+        for _ in range(200):
+            s = stack.enter_context(stranger_at(address))
+            with contextlib.suppress(OSError):  # refused already
+                s.sendall(b"KVPT")
+        parent.send("done")
+        parent.recv()
 
 
 @needs_root
 @pytest.mark.parametrize(
     ("address", "credentials"),
-    [("127.0.0.1:0", OPEN), ("[::1]:0", OPEN), ("127.0.0.1:0", SECRET), ("unix:", SECRET)],
-    ids=["loopback", "IPv6 loopback", "loopback, a secret", "Unix socket, a secret"],
+    [
+        ("127.0.0.1:0", OPEN),
+        ("[::1]:0", OPEN),
+        ("127.0.0.1:0", SECRET),
+        ("unix:", SECRET),
+        ("unix:", OPEN),
+    ],
+    ids=["loopback", "IPv6 loopback", "loopback, a secret", "Unix socket, a secret", "Unix socket"],
 )
 def test_another_user_who_floods_is_rated_and_delays_no_client(
     address: str, credentials: Credentials
 ) -> None:
-    """One of ours is admitted while they hold their places."""
-    with Listener.open(address, credentials, "test") as listener:
-        child = as_nobody(FLOOD, listener.address)
-        assert child.stdout is not None and child.stdout.readline() == "done\n"
+    """One of ours is admitted meanwhile. At a Unix socket without a secret they have no places at all."""
+    with (
+        Listener.open(address, credentials, "test") as listener,
+        peers.start(floods, listener.address) as child,
+    ):
+        assert child.recv() == "done"
         meet(listener, credentials, contact=listener.address).close()
-        # 48 hold places, 64 more were dropped for newer ones, and the rest was not looked at.
-        until(lambda: listener.refusals.get("crowded", 0) >= 200 - 48 - 1)
-        child.communicate(timeout=30)
-
-
-@needs_root
-def test_another_user_gets_no_place_at_a_unix_socket_without_a_secret() -> None:
-    with Listener.open("unix:", OPEN, "test") as listener:
-        child = as_nobody(FLOOD, listener.address)
-        assert child.stdout is not None and child.stdout.readline() == "done\n"
-        refusals_become(listener, other_user=200)
-        meet(listener).close()
-        child.communicate(timeout=30)
+        if (address, credentials) == ("unix:", OPEN):
+            refusals_become(listener, other_user=200)
+        else:  # 48 hold places, 64 more were dropped for newer ones, and the rest was not looked at
+            until(lambda: listener.refusals.get("crowded", 0) >= 200 - 48 - 1)
+        child.send("enough")
+        child.result()
 
 
 def test_an_address_that_floods_is_rated_and_delays_no_client() -> None:
@@ -713,30 +694,21 @@ for address, listener in zip(addresses, listeners):
 
 @needs_linux
 def test_a_listener_out_of_descriptors_comes_back_when_there_are_some() -> None:
-    program = """
-import os, resource, sys
-from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.listener import Listener
-listener = Listener.open("unix:", Credentials(), "test")
-room = max(map(int, os.listdir("/proc/self/fd"))) + 4
-resource.setrlimit(resource.RLIMIT_NOFILE, (room, room))
-print(listener.address, flush=True)
-connection = listener.accept(30)
-print(connection.sock.recv(10), flush=True)
-"""
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        where = child.stdout.readline().strip()
+    with peers.start(has_few_descriptors) as child:
+        where = child.recv()
         with ExitStack() as stack:
             for _ in range(30):
-                s = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                s.connect("\0" + where.removeprefix("unix:@"))
+                stack.enter_context(stranger_at(where))
             time.sleep(0.5)
         with dial_until(where, OPEN, "test", Deadline.after(20)) as ours:
             ours.sock.sendall(b"ping")
-            assert child.stdout.readline().strip() == "b'ping'"
-        assert child.wait(10) == 0
-    finally:
-        child.kill()
-        child.communicate()
+            assert child.result() == b"ping"
+
+
+def has_few_descriptors(parent: peers.Parent) -> bytes:
+    listener = Listener.open("unix:", OPEN, "test")
+    room = max(map(int, os.listdir("/proc/self/fd"))) + 4
+    resource.setrlimit(resource.RLIMIT_NOFILE, (room, room))
+    parent.send(listener.address)
+    with listener.accept(30) as connection:
+        return connection.sock.recv(10)

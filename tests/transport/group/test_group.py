@@ -220,8 +220,6 @@ def test_ranks_that_do_not_fit_are_refused_with_the_reason() -> None:
 
 def test_addresses_and_secrets_are_checked_as_everywhere() -> None:
     with pytest.raises(InsecureAddressError):
-        StatelessGroup.create("0.0.0.0:0", rank=0, world_size=2)
-    with pytest.raises(InsecureAddressError):
         StatelessGroup.create("192.0.2.1:29555", rank=1, world_size=2)
     with StatelessGroup.listen("127.0.0.1:0", SECRET) as listener:
         with pytest.raises(AddressInUseError):
