@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 from prerequisites import ETCD
-
 from servers import ServerProcess, free_port
 
 

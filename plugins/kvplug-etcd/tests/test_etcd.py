@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import certificates
 
 from etcd_server import EtcdServer
 from kvplug import ConfigError
@@ -17,7 +18,6 @@ from kvplug_etcd.directory import EtcdDirectory
 from kvplug_etcd.gateway import Gateway
 from kvplug_etcd.options import EtcdOptions
 from kvplug_testing import check_plugin
-from servers import certificates
 
 
 @pytest.fixture(scope="module")

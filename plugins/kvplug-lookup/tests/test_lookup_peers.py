@@ -167,8 +167,8 @@ def test_a_request_that_waits_in_vain_for_the_answer_of_a_stopped_peer_is_counte
 @pytest.mark.parametrize("do", ["flip", "drop", "duplicate", "swap"])
 def test_pages_that_arrive_wrong_are_never_taken_for_the_right_ones(do: str) -> None:
     given = {"options": {"host": {"map": False}}, "transport": "cpu"}
-    plan = Plan(rules=[Rule(do=do, message=1, min_bytes=4096)])
-    wrapped = {"wrap_pipe": lambda pipe: FaultyPipe(pipe, plan)}
+    rules = [Rule.parsed(f"{do} message=1 min_bytes=4096")]
+    wrapped = {"wrap_pipe": lambda pipe: FaultyPipe(pipe, rules)}
     with pair(producer=given, consumer=given, ours=wrapped) as (prefill, decode):
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from servers import ServerProcess, free_port, listens, stopped
 
 from kvplug_mooncake.probe import probe
-from servers import ServerProcess, free_port, listens, stopped
 
 __all__ = ["Pool", "free_port", "listens", "stopped"]
 

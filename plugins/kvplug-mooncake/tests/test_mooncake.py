@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from servers import free_port, listens, stopped
 
 from kvplug import ConfigError
 from kvplug.transport import (
@@ -31,7 +32,6 @@ from kvplug_mooncake.protocol import MARK, Get, Outcome, Put
 from kvplug_testing import check_plugin, peers, waits
 from mooncake_pages import PAGES, build, die_with_a_store, got, inside, process_of, put, request
 from mooncake_pool import Pool
-from servers import free_port, listens, stopped
 
 NAMES = [f"page {number}" for number in range(24)]
 SECRET = "0123456789abcdef0123456789abcdef"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import stopped
 
 import nixl_pages
 from kvplug import ConfigError
@@ -26,7 +27,6 @@ from kvplug_testing import check_plugin, waits
 from kvplug_testing.named_pages import own_store
 from nixl_pages import PAGE, got, held, put, request
 from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
-from servers import stopped
 
 pytestmark = pytest.mark.skipif(not probing.probe().viable, reason=probing.probe().reason or "NIXL is here")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import valkey
+from servers import certificates, free_port
 
 import redis_pages
 from kvplug import ConfigError
@@ -24,7 +25,6 @@ from kvplug_redis.values import HEAD_BYTES, Head, Names
 from kvplug_testing import check_plugin, peers, waits
 from redis_pages import PAGES, PIECE, before_piece, dying_writer, got, put, request
 from redis_server import RedisServer
-from servers import certificates, free_port
 
 README = Path(__file__).parents[1] / "README.md"
 READ_ONLY = "-@all +client|setname +strlen +get +hlen +select"
