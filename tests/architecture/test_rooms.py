@@ -1,11 +1,8 @@
-"""The shape of the tree: rooms are nouns of a size that can be read."""
+"""The shape of the tree: what every package has, and which versions are said where."""
 
 from __future__ import annotations
 
-import ast
-import io
 import os
-import tokenize
 import tomllib
 from pathlib import Path
 
@@ -14,13 +11,9 @@ import pytest
 import kvplug
 
 ROOT = Path(__file__).parents[2]
-MAX_LINES = 400  # of code (blank lines, comments and docstrings are free); think of splitting from 300 on
-NOT_NOUNS = {"util", "utils", "common", "helper", "helpers", "misc"}
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
-PACKAGES = [ROOT / "kvplug", *(plugin / plugin.name.replace("-", "_") for plugin in PLUGINS)]
 BY_MODULE_PATH = {"kvplug-lmcache"}  # no entry point: the engine is told the module of the class
 TOOLS = {"kvplug-testing", "kvplug-bench"}  # ours, and released with the core: no example of a plugin
-MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 
 def name(path: Path) -> str:
@@ -29,30 +22,6 @@ def name(path: Path) -> str:
 
 def project(folder: Path) -> dict:
     return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-
-
-def lines_of_code(source: str) -> int:
-    """Lines that hold something else than white space, a comment or a docstring."""
-    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    lines = {
-        line
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in nothing and token.string
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    return len(lines)
-
-
-def test_a_module_is_short_enough_to_be_read() -> None:
-    lines = {name(path): lines_of_code(path.read_text()) for path in MODULES}
-    assert not {path: number for path, number in lines.items() if number > MAX_LINES}, "split these by noun"
-
-
-def test_a_room_is_called_by_what_it_is_about() -> None:
-    assert not [path for path in MODULES if NOT_NOUNS & {*path.relative_to(ROOT).with_suffix("").parts}]
 
 
 @pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="the wheel is tested under tox only")
