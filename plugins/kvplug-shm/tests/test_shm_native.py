@@ -247,7 +247,8 @@ def test_blocks_and_bytes_go_through_a_ring_that_is_smaller(row: tuple[int, ...]
     assert None not in spans
     moved(message, spans)
     assert_same(message, got if flat == "target" else receiving.gathered())
-    assert not target[[each for each in range(12) if each not in here]].any()
+    untouched = [each for each in range(12) if each not in here]
+    assert not target[untouched].any()
 
 
 def test_rows_in_many_axes_are_not_described() -> None:
