@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -89,18 +89,25 @@ def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "PinnedMemory", lambda _: PinnedMemory(4 * PAGE_BYTES))
 
 
+@contextmanager
+def saving(**given: Any) -> Iterator[tuple[FakeEngine, Any, Any, ExitStack]]:
+    """An engine, a request whose pages a step saves, its blocks, and the stall of the device, which has read
+    none of them."""
+    with on_device(**given) as engine, ExitStack() as stall:
+        prompt = request_of("a", PROMPT)
+        blocks = engine.admit(prompt)
+        planned = engine.plan([(prompt, blocks, 0, 100)])
+        stall.enter_context(simulated.stalled())
+        engine.hear(engine.execute(planned, compute=False))
+        yield engine, prompt, blocks, stall
+
+
 def test_blocks_of_a_request_that_has_ended_are_kept_until_all_its_pages_are_read(
     little_staging: None,
 ) -> None:
-    with on_device() as engine, ExitStack() as stall:
-        prompt, other = request_of("a", PROMPT), request_of("b", range(5000, 5010))
-        blocks = engine.admit(prompt)
-        engine.cache.free(blocks)
-        stall.enter_context(simulated.stalled())
-        planned = engine.plan([(prompt, blocks, 0, 100)])
-        engine.execute(planned, compute=False)
-        engine.compute(prompt.token_ids, blocks, 0, 0)
+    with saving() as (engine, prompt, blocks, stall):
         assert engine.finish(prompt, blocks) == (True, None)
+        other = request_of("b", range(5000, 5010))
         theirs = engine.admit(other)
         for _ in range(3):
             report = Call(lambda: engine.step([(other, theirs, 0, 10)], compute=False)).result()
@@ -118,12 +125,7 @@ def test_blocks_of_a_request_that_has_ended_are_kept_until_all_its_pages_are_rea
 def test_pages_that_wait_are_given_up_before_their_blocks_are_anothers(
     how: str, little_staging: None
 ) -> None:
-    with on_device() as engine, ExitStack() as stall:
-        prompt = request_of("a", PROMPT)
-        blocks = engine.admit(prompt)
-        planned = engine.plan([(prompt, blocks, 0, 100)])
-        stall.enter_context(simulated.stalled())
-        engine.hear(engine.execute(planned, compute=False))
+    with saving() as (engine, prompt, blocks, stall):
         if how == "aborted":
             assert engine.finish(prompt, blocks, RequestEnd.ABORTED)[0]
         planned = engine.plan([], preempted=frozenset({"a"} if how == "preempted" else ()))
@@ -145,12 +147,7 @@ def test_pages_that_wait_are_given_up_before_their_blocks_are_anothers(
 def test_a_device_that_is_busy_for_longer_than_a_save_may_take_ends_no_engine(
     how: str, little_staging: None
 ) -> None:
-    with on_device(lookup={"save_timeout_s": 0.2}) as engine, ExitStack() as stall:
-        prompt = request_of("a", PROMPT)
-        blocks = engine.admit(prompt)
-        planned = engine.plan([(prompt, blocks, 0, 100)])
-        stall.enter_context(simulated.stalled())
-        engine.hear(engine.execute(planned, compute=False))
+    with saving(lookup={"save_timeout_s": 0.2}) as (engine, prompt, blocks, stall):
         if how == "aborted":
             engine.finish(prompt, blocks, RequestEnd.ABORTED)
         if how == "reset":
@@ -163,11 +160,7 @@ def test_a_device_that_is_busy_for_longer_than_a_save_may_take_ends_no_engine(
 
 
 def test_pages_that_find_no_staging_memory_in_time_are_counted(little_staging: None) -> None:
-    with on_device(lookup={"save_timeout_s": 0.2}) as engine, simulated.stalled():
-        prompt = request_of("a", PROMPT)
-        blocks = engine.admit(prompt)
-        planned = engine.plan([(prompt, blocks, 0, 100)])
-        engine.hear(engine.execute(planned, compute=False))
+    with saving(lookup={"save_timeout_s": 0.2}) as (engine, *_):
         num_held(engine)
         assert failures(engine, "save") == {"timeout": 4, "no_memory": 2}
 

@@ -141,8 +141,16 @@ class IndexAgainstList(RuleBasedStateMachine):
         super().__init__()
         self.index, self.model, self.next_id, self.gone = TokenIndex(), Model(), 0, []
 
-    @rule(tokens=TOKENS, extra=EXTRA)
-    def insert(self, tokens, extra):
+    def key(self, data):
+        """New tokens, or those of an entry."""
+        held = sorted(self.model.entries)
+        if held and data.draw(st.booleans()):
+            return self.model.entries[data.draw(st.sampled_from(held))]
+        return data.draw(TOKENS), data.draw(EXTRA)
+
+    @rule(data=st.data())
+    def insert(self, data):
+        tokens, extra = self.key(data)
         self.index.insert(self.next_id, tokens, extra)
         self.model.entries[self.next_id] = (tokens, extra)
         self.next_id += 1
@@ -176,8 +184,9 @@ class IndexAgainstList(RuleBasedStateMachine):
         self.index.resume(entry_id)
         self.model.suspended.discard(entry_id)
 
-    @rule(query=TOKENS, extra=EXTRA)
-    def ask(self, query, extra):
+    @rule(data=st.data())
+    def ask(self, data):
+        query, extra = self.key(data)
         longest = self.model.match(query, extra)
         assert self.index.match(query, extra) == longest
         assert self.index.oldest_match(query, extra) == self.model.oldest_match(query, extra)
