@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from prerequisites import ETCD
-from servers import ServerProcess, free_port
+from server_process import ServerProcess, free_port
 
 
 class EtcdServer(ServerProcess):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import certificates
+from server_process import certificates
 
 from etcd_server import EtcdServer
 from kvplug import ConfigError

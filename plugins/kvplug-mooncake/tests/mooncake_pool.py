@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from servers import ServerProcess, free_port, listens, stopped
+from server_process import ServerProcess, free_port, listens, stopped
 
 from kvplug_mooncake.probe import probe
 

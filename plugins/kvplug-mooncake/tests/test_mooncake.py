@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from servers import free_port, listens, stopped
+from server_process import free_port, listens, stopped
 
 from kvplug import ConfigError
 from kvplug.transport import (
@@ -30,8 +30,8 @@ from kvplug_mooncake.landing import LateError
 from kvplug_mooncake.probe import probe
 from kvplug_mooncake.protocol import MARK, Get, Outcome, Put
 from kvplug_testing import check_plugin, peers, waits
-from mooncake_pages import PAGES, build, die_with_a_store, got, inside, process_of, put, request
 from mooncake_pool import Pool
+from mooncake_stores import PAGES, build, die_with_a_store, got, inside, process_of, put, request
 
 NAMES = [f"page {number}" for number in range(24)]
 SECRET = "0123456789abcdef0123456789abcdef"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from servers import ServerProcess, free_port
+from server_process import ServerProcess, free_port
 
 __all__ = ["ACCESS_KEY", "BUCKET", "SECRET_KEY", "S3Server", "free_port"]
 

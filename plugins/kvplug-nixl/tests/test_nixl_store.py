@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import stopped
+from server_process import stopped
 
 import nixl_pages
 from kvplug import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from prerequisites import REDIS
-from servers import ServerProcess, free_port
+from server_process import ServerProcess, free_port
 
 __all__ = ["RedisServer", "free_port"]
 

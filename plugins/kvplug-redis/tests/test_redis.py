@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import valkey
-from servers import certificates, free_port
+from server_process import certificates, free_port
 
 import redis_pages
 from kvplug import ConfigError
