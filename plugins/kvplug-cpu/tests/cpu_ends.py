@@ -11,8 +11,10 @@ from kvplug_cpu.endpoint import CpuEndpoint
 from kvplug_cpu.join import CONTROL, PURPOSE, Join
 from kvplug_cpu.message import Content, parts
 from kvplug_cpu.options import CpuOptions
+from kvplug_testing.resources import Resources
 
 OF_CONTEXT = ("credentials", "device", "heartbeat_timeout_s", "host")
+MIB = 1 << 20
 
 
 def make_endpoint(socket: str = "unix", **given: Any) -> CpuEndpoint:
@@ -20,6 +22,11 @@ def make_endpoint(socket: str = "unix", **given: Any) -> CpuEndpoint:
     context = {key: given.pop(key) for key in OF_CONTEXT if key in given}
     usual = {"credentials": Credentials(), "timeout_s": 20.0, "heartbeat_timeout_s": 10.0}
     return CpuEndpoint(PipeContext(options=CpuOptions(socket=socket, **given), **{**usual, **context}))
+
+
+def num_sockets() -> int:
+    """Sockets that this process has open."""
+    return sum("socket:" in each for each in Resources.of().descriptors)
 
 
 def guest(contact: str) -> Connection:

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
-from kvplug import KvplugError, PeerGoneError, StatelessGroup, TimeoutError, TransportError, UnsupportedError
-from kvplug.transport import CommunicatorContext, Credentials, Mesh, TensorMismatchError
+import cpu_ranks
+from communicator_ranks import at_all
+from kvplug import PeerGoneError, StatelessGroup, TimeoutError, TransportError, UnsupportedError
+from kvplug.transport import Mesh, TensorMismatchError
 from kvplug_cpu.communicator import CpuCommunicator
 
 Make = Callable[..., list[CpuCommunicator]]
 PATIENCE_S = 30.0
-
-
-def at_all(ends: Sequence[Any], do: Callable[[Any], Any]) -> list[Any]:
-    """What each call returned, or the error of ours that it raised."""
-
-    def one(end: Any) -> Any:
-        try:
-            return do(end)
-        except KvplugError as e:
-            return e
-
-    with ThreadPoolExecutor(len(ends)) as pool:
-        return list(pool.map(one, ends))
 
 
 @pytest.fixture
@@ -41,19 +28,17 @@ def communicators(groups: Callable[[int], list[StatelessGroup]]) -> Iterator[Mak
         def make(
             world_size: int, of: Callable[[int], dict[str, Any]] = lambda _: {}
         ) -> list[CpuCommunicator]:
-            def one(group: StatelessGroup) -> CpuCommunicator:
-                usual = {"options": None, "credentials": Credentials(), "group": group}
-                return CpuCommunicator(
-                    CommunicatorContext(**{**usual, "timeout_s": PATIENCE_S, **of(group.rank)})
-                )
-
-            made = at_all(groups(world_size), one)
+            made = at_all(groups(world_size), lambda group: cpu_ranks.make(group, **of(group.rank)))
             for each in made:
                 assert isinstance(each, CpuCommunicator), each
                 stack.callback(each.destroy)
             return made
 
         yield make
+
+
+def total(end: CpuCommunicator) -> float:
+    return end.all_reduce(torch.ones(1)).item()
 
 
 # -- who leaves ------------------------------------------------------------------------------------
@@ -84,44 +69,33 @@ def test_a_rank_that_leaves_when_it_is_done_spoils_nothing_for_those_who_are_slo
 
 def test_a_rank_that_has_left_is_missed_by_the_next_collective_and_by_no_others(communicators: Make) -> None:
     made = communicators(3)
-    assert at_all(made, lambda end: end.all_reduce(torch.ones(1)).item()) == [3.0] * 3
+    assert at_all(made, total) == [3.0] * 3
     made[2].destroy()
 
     def pass_on(end: CpuCommunicator) -> Any:
         return end.recv((2,), torch.float32, 0).tolist() if end.rank else end.send(torch.ones(2), 1)
 
     assert at_all(made[:2], pass_on) == [None, [1.0, 1.0]]
-    for error in at_all(made[:2], lambda end: end.all_reduce(torch.ones(1))):
+    for error in at_all(made[:2], total):
         assert isinstance(error, PeerGoneError)
         assert "rank 2" in str(error)
 
 
-def test_who_leaves_in_the_middle_is_missed(communicators: Make) -> None:
-    made = communicators(2)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(made[0].all_reduce, torch.ones(1))
-        time.sleep(0.2)
-        assert not waiting.done()
-        made[1].destroy()
-        with pytest.raises(PeerGoneError, match="rank 1 is gone"):
-            waiting.result(PATIENCE_S)
-
-
 def test_a_call_that_waited_for_nobody_sees_that_the_one_before_it_broke_the_communicator(
-    communicators: Make,
+    communicators: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = communicators(2)[0]
-    lock = made._busy
+    check, looks = CpuCommunicator._check_usable, 0
 
-    class Late:
-        def acquire(self, blocking: bool) -> bool:
-            made._broken = "TimeoutError: rank 1 did not come"
-            return lock.acquire(blocking)
+    def look(self: CpuCommunicator) -> None:
+        nonlocal looks
+        check(self)
+        looks += 1
+        if looks == 1:  # between two looks of the call below another one fails
+            with pytest.raises(TimeoutError):
+                made.all_reduce(torch.ones(1), timeout=0.1)
 
-        def release(self) -> None:
-            lock.release()
-
-    made._busy = Late()  # type: ignore[assignment]
+    monkeypatch.setattr(CpuCommunicator, "_check_usable", look)
     with pytest.raises(TransportError, match=r"since one failed .*rank 1 did not come"):
         made.all_reduce(torch.ones(1), timeout=None)
 
@@ -129,28 +103,24 @@ def test_a_call_that_waited_for_nobody_sees_that_the_one_before_it_broke_the_com
 # -- who does something else -----------------------------------------------------------------------
 
 
+def sends_or_sums(end: CpuCommunicator) -> Any:
+    return end.all_reduce(torch.ones(2)) if end.rank else end.send(torch.ones(2), 1)
+
+
 def test_all_hear_at_once_that_one_sends_where_the_others_sum(communicators: Make) -> None:
     made = communicators(3)
-
-    def call(end: CpuCommunicator) -> Any:
-        return end.all_reduce(torch.ones(2)) if end.rank else end.send(torch.ones(2), 1)
-
-    found = at_all(made, call)
+    found = at_all(made, sends_or_sums)
     assert isinstance(found[0], TensorMismatchError), found
     assert isinstance(found[2], TransportError) and not isinstance(found[2], TimeoutError), found
     assert "rank 0" in str(found[2])
-    for error in at_all(made, lambda end: end.all_reduce(torch.ones(2))):
+    for error in at_all(made, total):
         assert isinstance(error, TransportError), found
 
 
 def test_two_ranks_that_do_different_things_are_both_refused_and_go_on(communicators: Make) -> None:
     made = communicators(2)
-
-    def call(end: CpuCommunicator) -> Any:
-        return end.all_reduce(torch.ones(2)) if end.rank else end.send(torch.ones(2), 1)
-
-    assert {type(error) for error in at_all(made, call)} == {TensorMismatchError}
-    assert at_all(made, lambda end: end.all_reduce(torch.ones(1)).item()) == [2.0, 2.0]
+    assert {type(error) for error in at_all(made, sends_or_sums)} == {TensorMismatchError}
+    assert at_all(made, total) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("differ", ["all2all_backend", "data_parallel_size"])
@@ -163,44 +133,40 @@ def test_ranks_that_would_exchange_tokens_in_different_ways_are_refused(
     }
     usual = {"unique_name": "ep", "data_parallel_size": 4}
     made = communicators(4, lambda rank: {**usual, differ: values[differ][rank]})
-
-    def call(end: CpuCommunicator) -> Any:
-        return end.dispatch_router_logits(torch.ones(2, 4), torch.ones(2, 3))
-
-    for error in at_all(made, call):
+    for error in at_all(made, lambda end: end.dispatch_router_logits(torch.ones(2, 4), torch.ones(2, 3))):
         assert isinstance(error, TensorMismatchError)
         assert f"{differ} {values[differ][0]}" in str(error)
-    assert at_all(made, lambda end: end.all_reduce(torch.ones(1)).item()) == [4.0] * 4
+    assert at_all(made, total) == [4.0] * 4
 
 
-def test_both_ways_of_exchange_leave_autograd_aside(communicators: Make) -> None:
-    for backend in ("naive", "allgather_reducescatter"):
-        of = {"unique_name": "ep", "data_parallel_size": 2, "all2all_backend": backend}
-        made = communicators(2, lambda _, of=of: of)  # type: ignore[misc]
+@pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])
+def test_both_ways_of_exchange_leave_autograd_aside(communicators: Make, backend: str) -> None:
+    made = communicators(
+        2, lambda _: {"unique_name": "ep", "data_parallel_size": 2, "all2all_backend": backend}
+    )
 
-        def call(end: CpuCommunicator) -> Any:
-            hidden = torch.ones(2, 4, requires_grad=True)
-            return end.dispatch_router_logits(hidden * 2, torch.ones(2, 3))[0].requires_grad
+    def call(end: CpuCommunicator) -> Any:
+        hidden = torch.ones(2, 4, requires_grad=True)
+        return end.dispatch_router_logits(hidden * 2, torch.ones(2, 3))[0].requires_grad
 
-        assert at_all(made, call) == [False, False], backend
-
-
-# -- tensors that are none of the kind -------------------------------------------------------------
+    assert at_all(made, call) == [False, False]
 
 
-@pytest.mark.parametrize("method", ["all_reduce", "broadcast"])
-def test_a_tensor_whose_elements_share_their_memory_is_not_filled(communicators: Make, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "wrong", "words"),
+    [
+        ("all_reduce", torch.ones(1).expand(3), "clone()"),
+        ("broadcast", torch.ones(1).expand(3), "clone()"),
+        ("all_reduce", torch.ones(3).numpy(), "a dense torch.Tensor is needed"),
+        ("all_reduce", torch.ones(3).to_sparse(), "a dense torch.Tensor is needed"),
+    ],
+    ids=["shared", "shared at a broadcast", "array", "sparse"],
+)
+def test_what_cannot_be_filled_is_refused_before_anything_is_begun(
+    communicators: Make, method: str, wrong: Any, words: str
+) -> None:
     made = communicators(2)
-    for error in at_all(made, lambda end: getattr(end, method)(torch.ones(1).expand(3))):
+    for error in at_all(made, lambda end: getattr(end, method)(wrong)):
         assert isinstance(error, UnsupportedError)
-        assert "clone()" in str(error)
+        assert words in str(error)
     assert at_all(made, lambda end: end.all_gather(torch.ones(1).expand(2)).tolist()) == [[1.0] * 4] * 2
-
-
-def test_arrays_and_sparse_tensors_are_refused_before_anything_is_begun(communicators: Make) -> None:
-    made = communicators(2)
-    for wrong in (torch.ones(3).numpy(), torch.ones(3).to_sparse()):
-        for error in at_all(made, lambda end, wrong=wrong: end.all_reduce(wrong)):  # type: ignore[misc]
-            assert isinstance(error, UnsupportedError)
-            assert "a dense torch.Tensor is needed" in str(error)
-    assert at_all(made, lambda end: end.all_reduce(torch.ones(1)).item()) == [2.0, 2.0]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
+from cpu_ends import make_endpoint
+from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
 from kvplug.net.wire import encode
 from kvplug.transport import Deadline, Mesh, WireError
 from kvplug_testing.comparison import assert_same
@@ -29,11 +30,11 @@ def within(seconds: float | None) -> Deadline:
 
 
 @pytest.fixture
-def pipes(endpoint: Any) -> list[dict[int, Any]]:
+def pipes() -> list[dict[int, Any]]:
     """Of three ranks: to each other one."""
     pipes: list[dict[int, Any]] = [{}, {}, {}]
     for low, high in ((0, 1), (0, 2), (1, 2)):
-        end = endpoint()
+        end = make_endpoint()
         with end.listen() as listener:
             pipes[high][low] = end.connect(listener.contact)
             pipes[low][high] = listener.accept()
@@ -56,42 +57,20 @@ def announce(pipe: Any, news: Any) -> None:
     pipe.send_tensor(torch.frombuffer(bytearray(encode(news)), dtype=torch.uint8))
 
 
-def test_calls_are_heard_from_each_rank_in_order(meshes: list[Mesh]) -> None:
-    for number in range(2):
-        for rank in (1, 2):
-            meshes[rank].send({0: {"call": number, "rank": rank}}, within(SOON))
-    for number in range(2):
-        found = meshes[0].recv([1, 2], within(SOON))
-        assert found == {rank: {"call": number, "rank": rank} for rank in (1, 2)}
+# -- calls and tensors -----------------------------------------------------------------------------
 
 
-def test_who_says_nothing_is_named_and_who_has_spoken_is_not(meshes: list[Mesh]) -> None:
-    meshes[2].send({0: {"call": 1}}, within(SOON))
-    with pytest.raises(TimeoutError, match="rank 1 did not come in time") as caught:
-        meshes[0].recv([1, 2], within(AT_ONCE))
-    assert "rank 2" not in str(caught.value)
-
-
-def test_a_tensor_that_came_while_another_rank_was_waited_for_is_not_lost(meshes: list[Mesh]) -> None:
-    sent = torch.arange(5.0)
+def test_only_ranks_that_have_said_nothing_are_named_and_what_came_meanwhile_is_not_lost(
+    meshes: list[Mesh],
+) -> None:
+    sent, got = torch.arange(5.0), torch.empty(5)
     meshes[1].send({0: {"call": "send"}}, within(SOON))
     meshes[1].exchange([(sent, 0)], [], within(SOON))
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="rank 2 did not come in time") as caught:
         meshes[0].recv([1, 2], within(AT_ONCE))
-    got = torch.empty(5)
+    assert "rank 1" not in str(caught.value)
     meshes[0].exchange([], [(got, 1)], within(SOON))
     assert_same(sent, got)
-
-
-def test_many_tensors_go_both_ways_at_once(meshes: list[Mesh], pipes: Any) -> None:
-    large = torch.arange(1 << 20)
-    sends = [(large + number, 1) for number in range(3)]
-    transfers = [pipes[0][1].send_tensor(tensor) for tensor, _ in sends]
-    got = [torch.empty_like(large) for _ in sends]
-    meshes[1].exchange([], [(tensor, 0) for tensor in got], within(SOON))
-    for transfer in transfers:
-        transfer.wait(SOON)
-    assert all(torch.equal(tensor, sent) for tensor, (sent, _) in zip(got, sends, strict=True))
 
 
 def test_who_leaves_an_exchange_does_not_cut_off_those_who_are_in_it(meshes: list[Mesh]) -> None:
@@ -105,16 +84,38 @@ def test_who_leaves_an_exchange_does_not_cut_off_those_who_are_in_it(meshes: lis
     assert_same(large, got)
 
 
-@pytest.mark.parametrize("kind", [TimeoutError, PeerGoneError, TransportError])
-def test_why_a_rank_gave_up_is_raised_at_the_others_in_its_kind(meshes: list[Mesh], kind: type) -> None:
-    meshes[1].give_up(kind("rank 2 did not come"))
+def test_a_tensor_is_no_call(meshes: list[Mesh]) -> None:
+    meshes[1].exchange([(torch.ones(2), 0)], [], within(SOON))
+    with pytest.raises(WireError):
+        meshes[0].recv([1], within(SOON))
+
+
+# -- news ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("why", "kind", "text"),
+    [
+        (TimeoutError("rank 2 did not come"), TimeoutError, "rank 2 did not come"),
+        (PeerGoneError("rank 2 is gone"), PeerGoneError, "rank 2 is gone"),
+        (TransportError("it broke"), TransportError, "it broke"),
+        (KeyError("no such page"), TransportError, "'no such page'"),
+        (MemoryError(), ResourceExhaustedError, ".*memory"),
+    ],
+    ids=repr,
+)
+def test_why_a_rank_gave_up_is_raised_at_the_others_in_its_kind(
+    meshes: list[Mesh], why: Exception, kind: type[Exception], text: str
+) -> None:
+    meshes[1].give_up(why)
     for call in (
         lambda: meshes[0].check(),
         lambda: meshes[0].recv([2], within(SOON)),
         lambda: meshes[0].recv([1], within(SOON)),
     ):
-        with pytest.raises(kind, match="rank 1 has given up: rank 2 did not come"):
+        with pytest.raises(kind, match=f"rank 1 has given up: {text}") as caught:
             call()
+        assert getattr(caught.value, "resource", "memory") == "memory"
 
 
 def test_why_a_rank_gave_up_is_one_printable_line(meshes: list[Mesh], pipes: Any) -> None:
@@ -134,19 +135,6 @@ def test_news_that_cannot_be_are_no_crash(meshes: list[Mesh], pipes: Any, news: 
             meshes[0].check()
         meshes[1].abort()
         meshes[0].recv([1], within(SOON))
-
-
-def test_an_error_of_another_kind_is_a_transports(meshes: list[Mesh]) -> None:
-    meshes[1].give_up(KeyError("no such page"))
-    with pytest.raises(TransportError, match="rank 1 has given up: 'no such page'"):
-        meshes[0].check()
-
-
-def test_what_a_rank_lacks_is_named_at_the_others(meshes: list[Mesh]) -> None:
-    meshes[1].give_up(MemoryError())
-    with pytest.raises(ResourceExhaustedError, match=r"rank 1 has given up: .*memory") as caught:
-        meshes[0].check()
-    assert caught.value.resource == "memory"
 
 
 def test_news_come_instead_of_a_tensor_that_was_announced(meshes: list[Mesh]) -> None:
@@ -186,73 +174,52 @@ def test_a_rank_that_is_gone_is_named_whoever_is_waited_for(meshes: list[Mesh]) 
             call()
 
 
-def test_after_its_own_end_everything_is_closed(meshes: list[Mesh]) -> None:
-    meshes[0].abort()
-    with pytest.raises(ClosedError):
-        meshes[0].recv([1], within(SOON))
-    with pytest.raises(ClosedError):
-        meshes[0].send({1: {}}, within(SOON))
-    with pytest.raises(ClosedError):
-        meshes[0].check()
+# -- whose fault it is -----------------------------------------------------------------------------
+
+LATE, BROKEN, OWN = (
+    TimeoutError("too late"),
+    TransportError("a connection broke"),
+    OwnError("the device failed"),
+)
 
 
-def test_a_tensor_is_no_call(meshes: list[Mesh]) -> None:
-    meshes[1].exchange([(torch.ones(2), 0)], [], within(SOON))
-    with pytest.raises(WireError):
-        meshes[0].recv([1], within(SOON))
-
-
-def test_calls_that_are_compared_come_in_the_order_of_ranks(meshes: list[Mesh]) -> None:
-    with ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(mesh.compare, {"rank": rank}, within(SOON)) for rank, mesh in enumerate(meshes)]
-        assert [call.result(SOON) for call in calls] == [[{"rank": rank} for rank in range(3)]] * 3
-
-
-def test_a_library_that_is_late_or_fails_is_judged_by_who_answers(meshes: list[Mesh]) -> None:
-    meshes[1].give_up()
-    with (
-        pytest.raises(TimeoutError, match="rank 2 began a collective, did not go on, and does not answer"),
-        meshes[0].diagnose(),
-    ):
-        raise TimeoutError("too late")
-
-
-def test_only_ranks_that_take_part_are_to_blame(meshes: list[Mesh]) -> None:
-    meshes[1].give_up()
-    with pytest.raises(TimeoutError, match="too late"), meshes[0].diagnose([1]):
-        raise TimeoutError("too late")
-
-
-def test_a_rank_that_is_gone_is_why_the_library_failed(meshes: list[Mesh]) -> None:
-    meshes[2].abort()
-    with pytest.raises(PeerGoneError, match="rank 2 is gone"), meshes[0].diagnose():
-        raise TransportError("a connection broke")
-
-
-def test_whoever_knows_why_the_library_failed_tells_the_others_at_once(meshes: list[Mesh]) -> None:
-    meshes[0].give_up()
-    meshes[2].give_up()
-    with pytest.raises(TimeoutError, match="too late; every rank is there"), meshes[1].diagnose():
-        raise TimeoutError("too late")
-    meshes[1].give_up(TransportError("said once is said"))
-    with pytest.raises(TimeoutError, match="rank 1 has given up: too late"):
-        meshes[2].silent(within(SOON), reason_wanted=True)
-
-
-def test_an_error_of_a_ranks_own_is_raised_whatever_others_take_for_the_reason(meshes: list[Mesh]) -> None:
-    meshes[1].give_up(TransportError("rank 0 failed"))
-    with pytest.raises(OwnError, match="the device failed"), meshes[0].diagnose(own=(OwnError,)):
-        raise OwnError("the device failed")
-
-
-def test_nobody_who_is_silent_is_blamed_for_an_error_of_a_ranks_own(meshes: list[Mesh]) -> None:
-    with pytest.raises(OwnError, match="the device failed"), meshes[0].diagnose(own=(OwnError,)):
-        raise OwnError("the device failed")
-    with pytest.raises(TransportError, match="rank 0 has given up: the device failed"):
-        meshes[2].silent(within(SOON), reason_wanted=True)
-
-
-def test_a_rank_that_is_gone_may_be_behind_an_error_of_ones_own(meshes: list[Mesh]) -> None:
-    meshes[2].abort()
-    with pytest.raises(PeerGoneError, match="rank 2 is gone"), meshes[0].diagnose(own=(OwnError,)):
-        raise OwnError("a connection broke")
+@pytest.mark.parametrize(
+    ("others", "among", "error", "kind", "text"),
+    [
+        (
+            ["stops"],
+            None,
+            LATE,
+            TimeoutError,
+            "rank 2 began a collective, did not go on, and does not answer",
+        ),
+        (["stops"], [1], LATE, TimeoutError, "too late"),
+        (["stops", "stops"], None, LATE, TimeoutError, "too late; every rank is there"),
+        (["", "leaves"], None, BROKEN, PeerGoneError, "rank 2 is gone"),
+        (["fails"], None, OWN, OwnError, "the device failed"),
+        ([], None, OWN, OwnError, "the device failed"),
+        (["", "leaves"], None, OWN, PeerGoneError, "rank 2 is gone"),
+    ],
+)
+def test_a_failure_of_the_library_is_judged_by_who_answers_and_the_others_get_the_verdict_at_once(
+    meshes: list[Mesh],
+    others: list[str],
+    among: list[int] | None,
+    error: TransportError,
+    kind: type[TransportError],
+    text: str,
+) -> None:
+    for mesh, does in zip(meshes[1:], others, strict=False):
+        match does:
+            case "stops":
+                mesh.give_up()
+            case "fails":
+                mesh.give_up(TransportError("rank 0 failed"))
+            case "leaves":
+                mesh.abort()
+    with pytest.raises(kind, match=text), meshes[0].diagnose(among, own=(OwnError,)):
+        raise error
+    meshes[0].give_up(TransportError("only the first reason counts"))
+    told = meshes[1 if "leaves" in others else 2]
+    with pytest.raises(KvplugError, match=f"rank 0 has given up: {text}|rank 2 is gone|rank 0 failed"):
+        told.silent(within(SOON), reason_wanted=True)
