@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,19 +14,18 @@ import torch
 
 import pynccl_group as ends
 from kvplug import ClosedError, ConfigError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
-from kvplug.transport import TensorMismatchError, WireError
+from kvplug.transport import WireError
 from kvplug_lab.gpu import fake
 from kvplug_lab.gpu.pynccl import HostDevice
-from kvplug_pynccl.communicator.bootstrap import RankHello, agree
+from kvplug_pynccl.communicator.bootstrap import agree
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.communicator.memory import Part, are_contiguous
 from kvplug_pynccl.communicator.side_channel import SideChannelEndpoint
+from kvplug_pynccl.nccl.library import Library
 from kvplug_testing.comparison import assert_filled
+from kvplug_testing.waits import until
 
-ENDS = Path(__file__).with_name("pynccl_group.py")
-groups, local_ranks = ends.groups, ends.local_ranks
-at_all, make, context_of = ends.at_all, ends.make, ends.context_of
-threads, PATIENCE_S = ends.threads, ends.PATIENCE_S
+at_all, adds, sums, PATIENCE_S = ends.at_all, ends.adds, ends.sums, ends.PATIENCE_S
 SIZE = 1 << 12
 
 
@@ -33,39 +33,25 @@ SIZE = 1 << 12
 
 
 @pytest.fixture
-def streams(controls: Any) -> Iterator[Callable[[int], list[fake.Stream]]]:
-    """What stands for the current stream of each rank's caller."""
-    made: list[fake.Stream] = []
+def ahead(fake_path: str, controls: Any, local_ranks: Any) -> Iterator[Callable[..., Any]]:
+    """Communicators of a group that run ahead, and what stands for the current streams of their callers."""
+    with ExitStack() as stack:
 
-    def start(count: int) -> list[fake.Stream]:
-        made.extend(controls.stream() for _ in range(count))
-        return made
+        def start(world_size: int, run_ahead: int = 8) -> tuple[list[Any], list[fake.Stream]]:
+            callers = [controls.stream() for _ in range(world_size)]
+            for caller in callers:
+                stack.callback(caller.close)
+            made = local_ranks(
+                world_size,
+                lambda rank: {"device": HostDevice(fake_path, callers[rank])},
+                run_ahead=run_ahead,
+            )
+            for one in made:
+                assert isinstance(one, PyncclCommunicator), one
+                stack.callback(one.destroy)
+            return made, callers
 
-    yield start
-    for stream in made:
-        stream.close()
-
-
-@pytest.fixture
-def ahead(fake_path: str, groups: Any, streams: Any) -> Iterator[Callable[..., Any]]:
-    """Communicators of a group that run ahead, and their callers' streams."""
-    made: list[Any] = []
-
-    def start(world_size: int, run_ahead: int = 8, **given: Any) -> tuple[list[Any], list[fake.Stream]]:
-        callers = streams(world_size)
-        found = at_all(
-            groups(world_size),
-            lambda group: make(
-                group, fake_path, HostDevice(fake_path, callers[group.rank]), run_ahead=run_ahead, **given
-            ),
-        )
-        assert all(isinstance(each, PyncclCommunicator) for each in found), found
-        made.extend(found)
-        return found, callers
-
-    yield start
-    for one in made:
-        one.destroy()
+        yield start
 
 
 def copied(stream: fake.Stream, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -99,143 +85,127 @@ def test_calls_return_before_the_device_is_done_and_everything_keeps_its_order(
             assert_filled(total, each[number])
 
 
-def test_no_more_are_left_in_flight_than_the_option_says(ahead: Any, controls: Any) -> None:
+def test_no_more_are_left_in_flight_than_the_option_says_and_synchronize_has_its_own_deadline(
+    ahead: Any, controls: Any
+) -> None:
     made, _ = ahead(2, run_ahead=2)
+    others, _ = ahead(2)
     controls.set(hold=1)
     for _ in range(2):
-        assert at_all(made, lambda one: one.all_reduce(torch.ones(4), timeout=PATIENCE_S).shape) == [(4,)] * 2
+        assert [each.shape for each in at_all(made, lambda one: adds(one, None))] == [(4,)] * 2
     with pytest.raises(TimeoutError):
-        made[0].all_reduce(torch.ones(4), timeout=0.3)
+        adds(made[0], 0.3)
+    at_all(others, lambda one: adds(one, None))
+    with pytest.raises(TimeoutError):
+        others[0].synchronize(timeout=0.2)
     controls.set(hold=0)
 
 
-def test_what_is_left_in_flight_ends_at_its_deadline_without_another_call(ahead: Any, controls: Any) -> None:
+def test_what_is_left_in_flight_ends_at_its_deadline_without_another_call(ahead: Any) -> None:
     made, callers = ahead(3)
-    made[0].all_reduce(torch.ones(4), timeout=0.4)
-    made[2].all_reduce(torch.ones(4), timeout=0.4)
+    for rank in (0, 2):
+        adds(made[rank], 0.4)
     for rank in (0, 2):
         assert callers[rank].synchronize(PATIENCE_S), "the caller's stream hangs"
     for rank in (0, 2):
         with pytest.raises(TimeoutError, match="rank 1"):
             made[rank].synchronize(timeout=PATIENCE_S)
         with pytest.raises(TransportError, match="make another"):
-            made[rank].all_reduce(torch.ones(4))
+            adds(made[rank])
     with pytest.raises((TimeoutError, TransportError)):
-        made[1].all_reduce(torch.ones(4), timeout=PATIENCE_S)
+        adds(made[1])
         made[1].synchronize(timeout=PATIENCE_S)
 
 
 def test_a_rank_that_leaves_an_operation_in_flight_is_named_by_the_next_call(ahead: Any) -> None:
     made, callers = ahead(2)
-    made[0].all_reduce(torch.ones(4), timeout=None)
+    adds(made[0], None)
     made[1].destroy()
     assert callers[0].synchronize(PATIENCE_S)
     with pytest.raises(PeerGoneError, match="rank 1"):
-        made[0].all_reduce(torch.ones(4), timeout=PATIENCE_S)
-
-
-def test_synchronize_has_a_deadline_of_its_own(ahead: Any, controls: Any) -> None:
-    made, _ = ahead(2)
-    controls.set(hold=1)
-    at_all(made, lambda one: one.all_reduce(torch.ones(4), timeout=None))
-    with pytest.raises(TimeoutError):
-        made[0].synchronize(timeout=0.2)
-    controls.set(hold=0)
+        adds(made[0])
 
 
 def test_the_thread_is_there_only_for_what_is_left_and_ends_with_its_communicator(
-    ahead: Any, local_ranks: Any
+    ahead: Any, local_ranks: Any, controls: Any
 ) -> None:
+    def watches() -> bool:
+        return "kvplug-pynccl-watch" in {thread.name for thread in threading.enumerate()}
+
     plain = local_ranks(2)
-    at_all(plain, lambda one: one.all_reduce(torch.ones(4)))
-    assert "kvplug-pynccl-watch" not in threads()
+    at_all(plain, adds)
+    assert at_all(plain, lambda one: one.synchronize(timeout=0)) == [None, None]  # nothing is left
+    assert not watches()
     made, _ = ahead(2)
-    at_all(made, lambda one: one.all_reduce(torch.ones(4)))
+    controls.set(hold=1)
+    at_all(made, adds)
+    assert watches()
+    controls.set(hold=0)
     for one in made:
-        one.synchronize(timeout=PATIENCE_S)
         one.destroy()
-    for thread in [one._inflight._thread for one in made]:
-        if thread is not None:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
-
-
-def test_without_running_ahead_there_is_nothing_to_synchronize(local_ranks: Any, controls: Any) -> None:
-    made = local_ranks(2)
-    at_all(made, lambda one: one.all_reduce(torch.ones(4)))
-    assert at_all(made, lambda one: one.synchronize(timeout=0)) == [None, None]
+    until(lambda: not watches())
 
 
 # -- sleep -------------------------------------------------------------------------------------------
 
 
-def test_asleep_nccl_gives_its_memory_back_where_it_can(local_ranks: Any) -> None:
+def test_asleep_nccl_gives_its_memory_back_where_it_can(
+    local_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("comm_suspend", "comm_resume"):
+        function = getattr(Library, name)
+        monkeypatch.setattr(Library, name, lambda *a, n=name, f=function: (asked.append(n), f(*a))[1])
     made = local_ranks(2)
-    for one in made:
-        one.suspend()
-    comm = made[0]._inflight._comm
-    with pytest.raises(Exception, match="suspended"):
-        comm.launch(lambda handle: made[0]._nccl.all_reduce(0, 0, 1, 7, 0, handle, 0))
-    for one in made:
-        one.destroy()
+    for method in ("suspend", "resume"):
+        assert at_all(made, lambda one, method=method: getattr(one, method)()) == [None, None]
+        assert asked == [f"comm_{method}"] * 2
+        asked.clear()
+    assert sums(made) == [[3, 3]] * 2
 
 
 def test_an_nccl_that_cannot_says_so_and_sleeps(
-    groups: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    old_path: str, local_ranks: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old = fake.OLD_NCCL.build(tmp_path)
-    made = at_all(groups(2), lambda group: make(group, old))
+    made = local_ranks(2, path=old_path)
     with caplog.at_level(logging.WARNING):
         for one in made:
             one.suspend()
     assert "keeps its memory meanwhile: 2.29.7 and later release it" in caplog.text
     with pytest.raises(TransportError, match="resume"):
-        made[0].all_reduce(torch.ones(2))
+        adds(made[0])
     assert at_all(made, lambda one: one.resume()) == [None, None]
-    found = at_all(made, lambda one: one.all_reduce(torch.ones(2), timeout=PATIENCE_S).tolist())
-    assert found == [[2.0, 2.0]] * 2
-    for one in made:
-        one.destroy()
+    assert sums(made) == [[3, 3]] * 2
 
 
 # -- what is refused ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int16, torch.float8_e4m3fn, torch.complex64, torch.uint16]
-)
-def test_what_nccl_does_not_add_up_is_refused_by_name_and_moved(local_ranks: Any, dtype: torch.dtype) -> None:
+def test_unsigned_integers_are_added_up_where_nccl_does_it_and_others_refused_by_name(
+    local_ranks: Any,
+) -> None:
     made = local_ranks(2)
-    for one in made:
+    for dtype in (torch.uint32, torch.uint64):
+        found = at_all(made, lambda one: one.all_reduce(torch.tensor([2, 3]).to(dtype), timeout=PATIENCE_S))  # noqa: B023
+        assert [each.to(torch.int64).tolist() for each in found] == [[4, 6]] * 2
+    for dtype in (torch.int16, torch.uint16):
         for method in ("all_reduce", "reduce_scatter"):
             with pytest.raises(UnsupportedError, match=str(dtype).removeprefix("torch.")):
-                getattr(one, method)(torch.zeros(4, dtype=dtype))
-    bits = [torch.arange(rank, rank + 16, dtype=torch.uint8) % 2 for rank in range(2)]
-    given = [each.view(dtype) for each in bits]
-    found = at_all(made, lambda one: one.all_gather(given[one.rank], timeout=PATIENCE_S))
-    assert [each.view(torch.uint8).tolist() for each in found] == [torch.cat(bits).tolist()] * 2
+                getattr(made[0], method)(torch.zeros(4, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64])
-def test_unsigned_integers_are_added_up(local_ranks: Any, dtype: torch.dtype) -> None:
+def test_a_graph_that_is_being_captured_is_refused(local_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = local_ranks(2)
-    given = [torch.tensor([2, 3], dtype=torch.int64).to(dtype) for _ in range(2)]
-    found = at_all(made, lambda one: one.all_reduce(given[one.rank], timeout=PATIENCE_S))
-    assert [each.to(torch.int64).tolist() for each in found] == [[4, 6]] * 2
-
-
-def test_a_graph_that_is_being_captured_is_refused(local_ranks: Any) -> None:
-    made = local_ranks(2)
-    for one in made:
-        one._gpu.capturing = True
-        with pytest.raises(UnsupportedError, match="CUDA graph"):
-            one.all_reduce(torch.ones(2))
-        one._gpu.capturing = False
-    assert at_all(made, lambda one: one.all_reduce(torch.ones(1), timeout=PATIENCE_S).item()) == [2.0] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(HostDevice, "is_capturing", lambda _: True)
+        for one in made:
+            with pytest.raises(UnsupportedError, match="CUDA graph"):
+                adds(one)
+    assert sums(made) == [[3, 3]] * 2
 
 
 def test_another_device_than_a_gpu_is_refused(groups: Any) -> None:
-    context = context_of(groups(1)[0], "")
+    context = ends.context_of(groups(1)[0], "")
     with pytest.raises(ConfigError, match="'pynccl' moves CUDA tensors, and the device is 'cpu'"):
         PyncclCommunicator(context)
 
@@ -243,7 +213,7 @@ def test_another_device_than_a_gpu_is_refused(groups: Any) -> None:
 def test_one_rank_alone_loads_and_opens_nothing(groups: Any, fake_path: str) -> None:
     group, device = groups(1)[0], HostDevice(fake_path)
     before = set(os.listdir("/proc/self/fd"))
-    with make(group, "/nowhere", device) as one:
+    with ends.make(group, "/nowhere", device) as one:
         assert set(os.listdir("/proc/self/fd")) == before
         given = torch.arange(3)
         assert one.all_reduce(given) is given
@@ -254,20 +224,12 @@ def test_one_rank_alone_loads_and_opens_nothing(groups: Any, fake_path: str) -> 
         one.all_reduce(given)
 
 
-def test_where_ranks_compare_what_does_not_fit_never_reaches_nccl(local_ranks: Any, controls: Any) -> None:
-    made = local_ranks(2, check_order=True)
-    done = controls.get("operations")
-    found = at_all(made, lambda one: one.all_reduce(torch.ones(2 + one.rank), timeout=PATIENCE_S))
-    assert all(isinstance(each, TensorMismatchError) for each in found), found
-    assert controls.get("operations") == done
-
-
 # -- its parts ---------------------------------------------------------------------------------------
 
 
 def hello(number: int, **given: Any) -> dict[str, Any]:
     usual = {"rank": number, "world_size": 2, "nccl": 23203, "check_order": False, "gpu": ""}
-    return {**usual, "id": b"" if number else bytes(128), **given}
+    return {**usual, "id": b"" if number else bytes(range(128)), **given}
 
 
 @pytest.mark.parametrize(
@@ -281,16 +243,14 @@ def hello(number: int, **given: Any) -> dict[str, Any]:
         ({"gpu": None}, WireError, "does not start"),
     ],
 )
-def test_ranks_that_do_not_agree_are_quoted(second: dict[str, Any], kind: type, words: str) -> None:
-    with pytest.raises(kind, match=words):
-        agree([hello(0), hello(1, **second)])
-
-
-def test_ranks_that_agree_have_rank_0s_id() -> None:
-    unique_id, hellos = agree([hello(0, id=bytes(range(128))), hello(1)])
+def test_ranks_that_agree_have_rank_0s_id_and_others_are_quoted(
+    second: dict[str, Any], kind: type, words: str
+) -> None:
+    unique_id, hellos = agree([hello(0), hello(1)])
     assert bytes(unique_id) == bytes(range(128))
     assert [each.rank for each in hellos] == [0, 1]
-    assert isinstance(hellos[0], RankHello)
+    with pytest.raises(kind, match=words):
+        agree([hello(0), hello(1, **second)])
 
 
 def test_parts_are_one_if_they_follow_each_other_in_one_size() -> None:
@@ -302,25 +262,17 @@ def test_parts_are_one_if_they_follow_each_other_in_one_size() -> None:
 
 
 def test_a_side_channel_carries_bytes_and_nothing_else(groups: Any) -> None:
-    end = SideChannelEndpoint(context_of(groups(1)[0], ""))
-    listener = end.listen()
-    one = end.connect(listener.contact)
-    other = listener.accept(PATIENCE_S)
-    listener.close()
+    end = SideChannelEndpoint(ends.context_of(groups(1)[0], ""))
+    with end.listen() as listener:
+        one, other = end.connect(listener.contact), listener.accept(PATIENCE_S)
     with one, other:
         for message in (None, torch.arange(5, dtype=torch.uint8)):
             assert one.send_tensor(message, timeout=PATIENCE_S).done()
             got = other.recv_tensor(timeout=PATIENCE_S)
             assert got is None if message is None else torch.equal(got, message)
-        with pytest.raises(UnsupportedError, match="bytes in a flat tensor"):
-            one.send_tensor(torch.ones(2))
-        with pytest.raises(UnsupportedError, match="into memory"):
-            one.recv_tensor(torch.ones(2))
-        with pytest.raises(TimeoutError):
-            one.recv_tensor(timeout=0)
-        assert one.peer
-        assert "SideChannel to" in repr(one)
+        for call in (lambda: one.send_tensor(torch.ones(2)), lambda: one.recv_tensor(torch.ones(2))):
+            with pytest.raises(UnsupportedError, match=r"bytes in a flat tensor|into memory"):
+                call()
         other.abort()
         with pytest.raises(PeerGoneError):
             one.recv_tensor(timeout=PATIENCE_S)
-    assert one.closed

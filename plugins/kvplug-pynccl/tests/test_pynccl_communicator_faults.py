@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import pynccl_group as ends
-from kvplug import ConfigError, PeerGoneError, TimeoutError, TransportError
+from communicator_ranks import check_joiners, check_survivors, go
+from kvplug import ConfigError, KvplugError, TimeoutError, TransportError
+from kvplug.transport import Mesh
 from kvplug_lab.gpu.fake import GPU_VARIABLE
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.nccl.abi import Result
@@ -21,90 +23,53 @@ from kvplug_testing.waits import until
 
 pytestmark = pytest.mark.full
 
-ENDS = Path(__file__).with_name("pynccl_group.py")
-groups, local_ranks, remote_ranks = ends.groups, ends.local_ranks, ends.remote_ranks
-at_all, carry = ends.at_all, ends.carry
-PATIENCE_S, STOP, KILL = ends.PATIENCE_S, ends.STOP, ends.KILL
-METHODS = [
-    "all_reduce",
-    "all_gather",
-    "all_gatherv",
-    "reduce_scatter",
-    "reduce_scatterv",
-    "batch_isend_irecv",
-]
-
-
-def sums(made: list[Any]) -> list[Any]:
-    return at_all(
-        made, lambda one: one.all_reduce(torch.full((2,), one.rank + 1), timeout=PATIENCE_S).tolist()
-    )
-
-
-def struck(children: list[Any], kind: str, how: Any = None) -> None:
-    """The last rank is struck in the call; the others say so, by its number, and go on without it."""
-    for child in children:
-        assert child.recv() == "ready"
-    for child in children:
-        child.send("go")
-    if how is not None:
-        how()
-    for child in children[:-1]:
-        name, text = child.recv(timeout=PATIENCE_S)
-        assert name == kind, text
-        assert f"rank {len(children) - 1}" in text, text
-    carry(children[:-1])
-    total = sum(range(1, len(children)))
-    for child in children[:-1]:
-        assert child.result(timeout=PATIENCE_S) == [total] * 3
-    children[-1].kill()
+ENDS = ends.__file__
+at_all, adds, sums, PATIENCE_S = ends.at_all, ends.adds, ends.sums, ends.PATIENCE_S
+STOP, KILL = int(signal.SIGSTOP), int(signal.SIGKILL)
+DIES, HANGS, SEES, BLIND = {"exit_after": 0}, {"hold": 1}, int(Result.REMOTE_ERROR), 0
 
 
 # -- ranks that die or stop --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_rank_that_is_killed_inside_a_collective_is_named_and_the_others_go_on(
-    remote_ranks: Any, method: str
-) -> None:
-    children = remote_ranks(
-        "survivor", 3, method, PATIENCE_S, {"exit_after": 0}, {}, int(Result.REMOTE_ERROR)
-    )
-    struck(children, "PeerGoneError")
-
-
-@pytest.mark.parametrize("options", [{"check_order": True}, {"run_ahead": 4}, {}], ids=str)
-def test_without_a_deadline_and_where_nccl_sees_nothing_a_death_is_heard(
-    remote_ranks: Any, options: dict[str, Any]
-) -> None:
-    children = remote_ranks("survivor", 4, "all_reduce", None, {"exit_after": 0}, options, 0)
-    struck(children, "PeerGoneError")
-
-
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "fault", "timeout", "options", "nccl"),
     [
-        ("all_reduce", {}),
-        ("all_gatherv", {}),
-        ("batch_isend_irecv", {}),
-        ("all_reduce", {"check_order": True}),
-        ("all_reduce", {"run_ahead": 4}),
+        *(
+            (method, DIES, PATIENCE_S, {}, SEES)
+            for method in ("all_reduce", "all_gatherv", "reduce_scatterv", "batch_isend_irecv")
+        ),
+        # Without a deadline, and where NCCL sees nothing.
+        ("all_reduce", DIES, None, {"check_order": True}, BLIND),
+        ("all_reduce", DIES, None, {"run_ahead": 4}, BLIND),
+        ("all_reduce", DIES, None, {}, BLIND),
+        ("all_gatherv", HANGS, 2.0, {}, BLIND),
+        ("batch_isend_irecv", HANGS, 2.0, {}, BLIND),
+        ("all_reduce", HANGS, 2.0, {"check_order": True}, BLIND),
+        ("all_reduce", HANGS, 2.0, {"run_ahead": 4}, BLIND),
     ],
     ids=str,
 )
-def test_a_rank_that_is_stopped_inside_a_collective_is_named_at_the_deadline(
-    remote_ranks: Any, method: str, options: dict[str, Any]
+def test_a_rank_that_is_killed_or_stopped_inside_a_collective_is_named_and_the_others_go_on(
+    ranks: Any,
+    fake_path: str,
+    method: str,
+    fault: dict[str, int],
+    timeout: float | None,
+    options: dict[str, Any],
+    nccl: int,
 ) -> None:
-    children = remote_ranks("survivor", 3, method, 2.0, {"hold": 1}, options, 0)
-    struck(children, "TimeoutError", lambda: (time.sleep(0.5), children[-1].stop()))
+    given = {"path": fake_path, "faults": {"peer_result": nccl}, **options}
+    children = ranks("survivor", ENDS, 3, given, method, timeout, [fake_path, fault])
+    if fault is DIES:
+        check_survivors(children, "PeerGoneError")
+    else:
+        check_survivors(children, "TimeoutError", lambda: (time.sleep(0.5), children[-1].stop()))
 
 
-def test_a_rank_that_dies_during_a_call_it_takes_no_part_in_is_named(remote_ranks: Any) -> None:
-    children = remote_ranks("bystander", 3)
-    for child in children:
-        assert child.recv() == "ready"
-    for child in children:
-        child.send("go")
+def test_a_rank_that_dies_during_a_call_it_takes_no_part_in_is_named(ranks: Any, fake_path: str) -> None:
+    children = ranks("bystander", ENDS, 3, fake_path)
+    go(children)
     children[2].kill()
     name, text = children[0].result(timeout=PATIENCE_S)
     assert name == "PeerGoneError"
@@ -112,24 +77,19 @@ def test_a_rank_that_dies_during_a_call_it_takes_no_part_in_is_named(remote_rank
 
 
 @pytest.mark.parametrize(
-    ("fault", "late", "kinds"),
+    ("fault", "when", "kinds"),
     [
-        (STOP, False, ["TimeoutError"]),
-        (STOP, True, ["TimeoutError"]),
-        (KILL, False, ["TimeoutError", "PeerGoneError"]),
-        (KILL, True, ["PeerGoneError"]),
+        (STOP, "pipes", ["TimeoutError"]),
+        (STOP, "nccl", ["TimeoutError"]),
+        (KILL, "pipes", ["TimeoutError", "PeerGoneError"]),
+        (KILL, "nccl", ["PeerGoneError"]),
     ],
 )
 def test_a_rank_that_is_struck_while_the_ranks_meet_is_named(
-    remote_ranks: Any, fault: int, late: bool, kinds: list[str]
+    ranks: Any, fake_path: str, fault: int, when: str, kinds: list[str]
 ) -> None:
-    children = remote_ranks("joiner", 3, PATIENCE_S if kinds == ["PeerGoneError"] else 3.0, fault, late)
-    assert children[-1].recv() == "struck"
-    for child in children[:-1]:
-        name, text = child.recv(timeout=PATIENCE_S)
-        assert name in kinds, text
-        assert "rank 2" in text
-    children[-1].kill()
+    given = {"path": fake_path, "timeout_s": PATIENCE_S if kinds == ["PeerGoneError"] else 3.0}
+    check_joiners(ranks("joiner", ENDS, 3, given, fault, when, 2), 2, kinds)
 
 
 def test_only_the_rank_that_was_to_send_is_to_blame(local_ranks: Any) -> None:
@@ -140,14 +100,16 @@ def test_only_the_rank_that_was_to_send_is_to_blame(local_ranks: Any) -> None:
     assert "rank 2" not in str(caught.value)
     for one in made[1:]:
         with pytest.raises(TimeoutError, match="rank 0 has given up"):
-            one.all_reduce(torch.ones(2), timeout=PATIENCE_S)
+            adds(one)
 
 
 # -- NCCL --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("result", [Result.INTERNAL_ERROR, Result.UNHANDLED_CUDA_ERROR, Result.SYSTEM_ERROR])
-@pytest.mark.parametrize("run_ahead", [0, 3])
+@pytest.mark.parametrize(
+    ("result", "run_ahead"),
+    [(Result.INTERNAL_ERROR, 0), (Result.UNHANDLED_CUDA_ERROR, 3), (Result.SYSTEM_ERROR, 3)],
+)
 def test_an_asynchronous_error_is_raised_with_nccls_message_and_new_communicators_work(
     local_ranks: Any, controls: Any, result: Result, run_ahead: int
 ) -> None:
@@ -156,7 +118,7 @@ def test_an_asynchronous_error_is_raised_with_nccls_message_and_new_communicator
 
     def call(one: Any) -> None:
         for _ in range(100):
-            one.all_reduce(torch.ones(4), timeout=PATIENCE_S)
+            adds(one)
             one.synchronize(timeout=PATIENCE_S)
 
     found = at_all(made, call)
@@ -164,38 +126,46 @@ def test_an_asynchronous_error_is_raised_with_nccls_message_and_new_communicator
     assert all("asked to fail" in str(each) for each in found), found
     for one in made:
         with pytest.raises(TransportError, match="make another"):
-            one.all_reduce(torch.ones(4))
+            adds(one)
     controls.set(fail_after=-1)
     until(lambda: controls.get("communicators") == 0)
     assert sums(local_ranks(2)) == [[3, 3]] * 2
 
 
-@pytest.mark.parametrize("result", [Result.INTERNAL_ERROR, Result.UNHANDLED_CUDA_ERROR, Result.SYSTEM_ERROR])
-def test_an_error_of_this_rank_is_not_blamed_on_one_that_is_slow(
-    local_ranks: Any, controls: Any, result: Result
+def interrupted(self: Mesh) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "why", [Result.INTERNAL_ERROR, Result.UNHANDLED_CUDA_ERROR, Result.SYSTEM_ERROR, "refused", "Ctrl-C"]
+)
+def test_an_error_of_this_rank_is_not_blamed_on_one_that_is_slow_and_which_gets_the_reason(
+    local_ranks: Any, controls: Any, monkeypatch: pytest.MonkeyPatch, why: Any
 ) -> None:
-    made = local_ranks(2, check_order=False)
-    controls.set(fail_after=controls.get("operations"), fail_result=result)
-    with pytest.raises(TransportError, match="asked to fail"):
-        made[0].all_reduce(torch.ones(2), timeout=PATIENCE_S)
-    with pytest.raises(TransportError, match=r"rank 0 has given up.*asked to fail"):
-        made[1].all_reduce(torch.ones(2), timeout=PATIENCE_S)
-
-
-def test_what_nccl_refuses_is_not_another_ranks_fault(local_ranks: Any, controls: Any) -> None:
     made = local_ranks(2)
-    controls.set(call_result=Result.INVALID_ARGUMENT)
-    with pytest.raises(NcclInvalidArgumentError):
-        made[0].all_reduce(torch.ones(2), timeout=PATIENCE_S)
+    kind: type[BaseException] = TransportError
+    words = "asked to fail"
+    match why:
+        case "refused":
+            controls.set(call_result=Result.INVALID_ARGUMENT)
+            kind, words = NcclInvalidArgumentError, ""
+        case "Ctrl-C":
+            monkeypatch.setattr(Mesh, "check", interrupted)
+            kind, words = KeyboardInterrupt, ""
+        case _:
+            controls.set(fail_after=controls.get("operations"), fail_result=why)
+    with pytest.raises(kind, match=words or None):
+        adds(made[0])
+    monkeypatch.undo()
     controls.set(call_result=0)
-    with pytest.raises(TransportError, match="rank 0 has given up"):
-        made[1].all_reduce(torch.ones(2), timeout=PATIENCE_S)
+    with pytest.raises(TransportError, match=f"rank 0 has given up.*{words}"):
+        adds(made[1])
 
 
 def test_devices_that_hang_are_given_up_at_the_deadline(local_ranks: Any, controls: Any) -> None:
     made = local_ranks(3)
     controls.set(hang_after=controls.get("operations"))
-    found = at_all(made, lambda one: one.all_reduce(torch.ones(4), timeout=0.5))
+    found = at_all(made, lambda one: adds(one, 0.5))
     assert all(isinstance(each, TimeoutError) for each in found), found
     assert any("all_reduce did not end in time" in str(each) for each in found)
     controls.set(hang_after=-1)
@@ -207,7 +177,7 @@ def test_an_abort_that_hangs_delays_no_call_for_long(local_ranks: Any, controls:
     made = local_ranks(2)
     controls.set(hold=1, abort_hangs=1)
     with caplog.at_level(logging.ERROR):
-        found = at_all(made, lambda one: one.all_reduce(torch.ones(4), timeout=0.3))
+        found = at_all(made, lambda one: adds(one, 0.3))
     assert all(isinstance(each, TimeoutError) for each in found), found
     assert "it may still write" in caplog.text
     for one in made:
@@ -233,67 +203,34 @@ def test_memory_of_a_call_that_ran_out_of_time_is_the_callers_again(local_ranks:
 # -- the start ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("faults", "each", "kinds", "words"),
+    [
+        ({"init_hangs": 1}, {"timeout_s": 1.0}, TimeoutError, ""),
+        ({"init_result": Result.UNHANDLED_CUDA_ERROR}, {}, TransportError, "ncclUnhandledCudaError"),
+        ({}, {"library": "/nowhere/libnccl.so.2"}, TransportError, "/nowhere/libnccl.so.2"),
+        # The slower rank hears it from the other one.
+        ({}, {"check_order": True}, (ConfigError, TransportError), "rank 0 has False, rank 1 has True"),
+    ],
+    ids=["hangs", "fails", "no library", "disagree"],
+)
+def test_a_start_that_fails_at_one_rank_fails_at_all_with_the_reason_and_the_next_one_works(
+    local_ranks: Any, controls: Any, faults: dict[str, int], each: dict[str, Any], kinds: Any, words: str
+) -> None:
+    controls.set(**faults)
+    for error in local_ranks(2, lambda rank: each if rank or "timeout_s" in each else {}):
+        assert isinstance(error, KvplugError) and isinstance(error, kinds), error
+        assert words in str(error)
+    controls.reset()
+    until(lambda: controls.get("communicators") == 0)
+    assert sums(local_ranks(2)) == [[3, 3]] * 2
+
+
 def test_two_ranks_on_one_gpu_are_named_with_the_gpu(
     local_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(GPU_VARIABLE, "7")
     monkeypatch.setattr(HostDevice, "identity", "GPU-7")
-    found = local_ranks(2)
-    for each in found:
+    for each in local_ranks(2):
         assert isinstance(each, NcclInvalidUsageError), each
         assert "rank 0 and rank 1 have the same GPU (GPU-7), and each rank needs one of its own" in str(each)
-
-
-def test_a_start_that_never_ends_is_given_up(local_ranks: Any, controls: Any) -> None:
-    controls.set(init_hangs=1)
-    for each in local_ranks(2, timeout_s=1.0):
-        assert isinstance(each, TimeoutError), each
-    controls.set(init_hangs=0)
-    until(lambda: controls.get("communicators") == 0)
-    assert sums(local_ranks(2)) == [[3, 3]] * 2
-
-
-def test_a_rank_without_nccl_tells_the_others_at_once(local_ranks: Any) -> None:
-    found = local_ranks(3, lambda rank: {"library": "/nowhere/libnccl.so.2"} if rank == 1 else {})
-    assert all(isinstance(each, TransportError) for each in found), found
-    assert all("/nowhere/libnccl.so.2" in str(each) for each in found), found
-    assert all("rank 1 has given up" in str(found[rank]) for rank in (0, 2)), found
-
-
-def test_ranks_that_do_not_agree_on_comparing_are_refused_everywhere(local_ranks: Any) -> None:
-    found = local_ranks(2, lambda rank: {"check_order": rank == 1})
-    assert any(isinstance(each, ConfigError) for each in found), found
-    for each in found:  # the slower rank hears it from the other one
-        assert isinstance(each, (ConfigError, TransportError)), each
-        assert "rank 0 has False, rank 1 has True" in str(each)
-
-
-def test_an_nccl_that_fails_to_start_is_quoted_everywhere(local_ranks: Any, controls: Any) -> None:
-    controls.set(init_result=Result.UNHANDLED_CUDA_ERROR)
-    for each in local_ranks(2):
-        assert isinstance(each, TransportError), each
-        assert "ncclUnhandledCudaError" in str(each)
-
-
-def test_a_rank_that_comes_late_gets_an_error_and_no_result(local_ranks: Any) -> None:
-    made = local_ranks(2)
-    with pytest.raises(TimeoutError, match="rank 1"):
-        made[0].broadcast(torch.ones(1 << 20), 1, timeout=0.3)
-    with pytest.raises((TimeoutError, PeerGoneError)):
-        made[1].broadcast(torch.ones(1 << 20), 1, timeout=PATIENCE_S)
-
-
-def test_a_call_that_is_interrupted_is_given_up_at_all_ranks(
-    local_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = local_ranks(2)
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(made[0]._mesh, "check", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        made[0].all_reduce(torch.ones(2), timeout=PATIENCE_S)
-    assert made[0]._inflight._comm.is_aborted
-    with pytest.raises(TransportError, match="rank 0 has given up"):
-        made[1].all_reduce(torch.ones(2), timeout=PATIENCE_S)

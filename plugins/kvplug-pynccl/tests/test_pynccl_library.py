@@ -1,17 +1,15 @@
-"""NCCL is loaded and asked, and what cannot be used is named."""
+"""NCCL is looked for, loaded and asked, and what cannot be used is named."""
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +17,14 @@ import pytest
 import pynccl_ranks as ranks
 from kvplug import UnsupportedError
 from kvplug_lab.gpu import fake
+from kvplug_pynccl.nccl import places as places_module
 from kvplug_pynccl.nccl.abi import HEADER, Config, Properties, Result, UniqueId, Version
-from kvplug_pynccl.nccl.errors import (
-    NcclError,
-    NcclLibraryError,
-)
+from kvplug_pynccl.nccl.errors import NcclError, NcclLibraryError
 from kvplug_pynccl.nccl.library import Library, load
-from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE
+from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, Place, places
 from kvplug_pynccl.nccl.prototypes import MIN_VERSION, OPTIONAL, PROTOTYPES
 from kvplug_testing import peers
+from kvplug_testing.resources import Resources
 
 
 def packaged() -> str:
@@ -36,10 +33,6 @@ def packaged() -> str:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-real = pytest.mark.skipif(not packaged(), reason=f"{PACKAGE} is not installed")
-compiled = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc)")
 
 
 @pytest.fixture(autouse=True)
@@ -52,19 +45,10 @@ def _nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def listening() -> list[str]:
     """The TCP addresses, in the kernel's hexadecimal, on which this process listens."""
-    own = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            own.add(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            continue  # the one that lists the folder
-    found = []
-    for kind in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                found.append(fields[1])
-    return found
+    own = {each.partition(" -> ")[2] for each in Resources.of().descriptors}
+    tables = (Path(f"/proc/self/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables for line in table.splitlines()]
+    return [each[1] for each in lines if each[3] == "0A" and f"socket:[{each[9]}]" in own]
 
 
 def ask_the_real_one(parent: peers.Parent, when: str) -> dict[str, Any]:
@@ -75,30 +59,27 @@ def ask_the_real_one(parent: peers.Parent, when: str) -> dict[str, Any]:
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     got: dict[str, Any] = {"version": str(nccl.version), "path": nccl.path, "before": listening()}
     got["texts"] = [nccl.get_error_string(result) for result in (*Result, 99)]
-    one = bytes(nccl.get_unique_id())
+    one = nccl.get_unique_id()
     os.environ["NCCL_SOCKET_IFNAME"] = "nothing-has-this-name"  # it was read, and is not read again
-    other = bytes(nccl.get_unique_id())
-    got["ids"] = [len(one), len(other), one != other]
+    got["ids differ"] = bytes(one) != bytes(nccl.get_unique_id())
     got["listening"] = listening()
     got["has"] = [name for name in PROTOTYPES if nccl.has(name)]
     got["torch"] = "torch" in sys.modules
-    try:
-        nccl.comm_init_rank(1, UniqueId.of(one), 0)
-    except NcclError as e:
-        got["start"] = [type(e).__name__, str(e)]
-    try:
-        nccl.comm_init_rank_config(1, UniqueId.of(one), 5, nccl.config(blocking=0))
-    except NcclError as e:
-        got["start non-blocking"] = [type(e).__name__, str(e)]
-    try:
-        nccl.comm_count(0)
-    except NcclError as e:
-        got["no communicator"] = [type(e).__name__, str(e)]
+    got["errors"] = []
+    for call in (
+        lambda: nccl.comm_init_rank(1, one, 0),
+        lambda: nccl.comm_init_rank_config(1, one, 5, nccl.config(blocking=0)),
+        lambda: nccl.comm_count(0),
+    ):
+        try:
+            call()
+        except NcclError as e:
+            got["errors"].append([type(e).__name__, str(e)])
     got["empty group"] = [int(nccl.group_start()), int(nccl.group_end())]
     return got
 
 
-@real
+@pytest.mark.skipif(not packaged(), reason=f"{PACKAGE} is not installed")
 @pytest.mark.parametrize("when", ["before it starts", "before it is loaded", "before the first id"])
 def test_the_real_library_answers_and_listens_where_it_is_told_to(when: str) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "", VARIABLE: "", "NCCL_DEBUG": "WARN"}
@@ -107,8 +88,7 @@ def test_the_real_library_answers_and_listens_where_it_is_told_to(when: str) -> 
     with peers.start(ask_the_real_one, when, env=environment, timeout_s=120.0) as child:
         got = child.result(120.0)
     assert got["version"] == packaged() and SONAME in got["path"]
-    assert got["ids"] == [128, 128, True]
-    assert got["before"] == []
+    assert got["ids differ"] and got["before"] == []
     assert len(got["listening"]) == 2  # one for each id
     loopback = re.compile(r"0100007F:[0-9A-F]{4}|00000000000000000000000001000000:[0-9A-F]{4}")
     assert all(loopback.fullmatch(address) for address in got["listening"])
@@ -116,98 +96,63 @@ def test_the_real_library_answers_and_listens_where_it_is_told_to(when: str) -> 
     assert "remote process" in got["texts"][Result.REMOTE_ERROR]
     assert "unknown" in got["texts"][-1]
     version = Version(*(int(part) for part in got["version"].split(".")[:3]))
-    absent = {name for name, since in OPTIONAL.items() if version < since}
-    assert {*got["has"]} == {*PROTOTYPES} - absent
+    assert {*got["has"]} == {*PROTOTYPES} - {name for name, since in OPTIONAL.items() if version < since}
     assert got["torch"] is False
-    for what in ("start", "start non-blocking"):
-        kind, text = got[what]
-        assert kind in ("NcclCudaError", "NcclInvalidArgumentError") and "NCCL says: " in text
-    assert got["no communicator"][0] == "NcclInvalidArgumentError"
+    *starts, [kind, _] = got["errors"]
+    for start, text in starts:
+        assert start in ("NcclCudaError", "NcclInvalidArgumentError") and "NCCL says: " in text
+    assert len(starts) == 2 and kind == "NcclInvalidArgumentError"
     assert got["empty group"] == [0, 0]
 
 
 # -- what cannot be used ---------------------------------------------------------------------------------
 
 
-def not_there(folder: Path) -> str:
-    return str(folder / "libnccl.so.2")
-
-
-def a_folder(folder: Path) -> str:
-    return str(folder)
-
-
-def a_text(folder: Path) -> str:
-    path = folder / "libnccl.so.2"
-    path.write_text("not a library")
-    return str(path)
-
-
-def half_of_one(folder: Path) -> str:
-    return beginning(4000, folder)
-
-
-def its_first_bytes(folder: Path) -> str:
-    return beginning(100, folder)
-
-
-@functools.cache
-def built() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        return Path(fake.NCCL.build(Path(folder))).read_bytes()
-
-
-def beginning(nbytes: int, folder: Path) -> str:
-    path = folder / "libnccl.so.2"
-    path.write_bytes(built()[:nbytes])
-    return str(path)
-
-
-def another_library(folder: Path) -> str:
-    return made_of("int something(void) { return 1; }", folder)
-
-
-def only_a_version(folder: Path) -> str:
-    return made_of("int ncclGetVersion(int *version) { *version = 22005; return 0; }", folder)
-
-
-def no_version(folder: Path) -> str:
-    return made_of("int ncclGetVersion(int *version) { *version = 0; return 3; }", folder)
-
-
-def made_of(code: str, folder: Path) -> str:
-    source, path = folder / "made.c", folder / "libnccl.so.2"
-    source.write_text(code)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(path), str(source)], check=True, timeout=60)
-    return str(path)
-
-
-@compiled
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("content", "says"),
     [
-        (not_there, "cannot be loaded"),
-        (a_folder, "cannot be loaded"),
-        (a_text, "cannot be loaded.*(invalid ELF header|file too short)"),
-        (half_of_one, "is incomplete: [0-9]+ bytes are missing at its end"),
-        (its_first_bytes, "is incomplete|cannot be loaded"),
-        (another_library, "is not NCCL: it lacks ncclGetErrorString, .*, \\.\\.\\."),
-        (no_version, "does not tell its version: ncclGetVersion gave 3"),
-        (only_a_version, "is NCCL 2.20.5, and lacks ncclGetErrorString, .*, \\.\\.\\."),
+        (None, "cannot be loaded"),
+        (b"not a library", "cannot be loaded.*(invalid ELF header|file too short)"),
+        (4000, "is incomplete: [0-9]+ bytes are missing at its end"),
+        (100, "is incomplete|cannot be loaded"),
+        ("int something(void) { return 1; }", "is not NCCL: it lacks ncclGetErrorString, .*, \\.\\.\\."),
+        (
+            "int ncclGetVersion(int *version) { *version = 0; return 3; }",
+            "does not tell its version: ncclGetVersion gave 3",
+        ),
+        (
+            "int ncclGetVersion(int *version) { *version = 22005; return 0; }",
+            "is NCCL 2.20.5, and lacks ncclGetErrorString, .*, \\.\\.\\.",
+        ),
     ],
-    ids=lambda each: getattr(each, "__name__", None),
+    ids=[
+        "not there",
+        "a text",
+        "the first 4000 bytes",
+        "the first 100",
+        "another",
+        "no version",
+        "too little",
+    ],
 )
-@pytest.mark.parametrize("how", ["given", "variable"])
 def test_what_was_named_and_is_no_nccl_is_refused(
-    make: Callable[[Path], str], says: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: Any, says: str, fake_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make(tmp_path)
-    if how == "variable":
-        monkeypatch.setenv(VARIABLE, path)
-    with pytest.raises(NcclLibraryError, match=says) as caught:
-        load(path if how == "given" else "")
-    assert path in str(caught.value)
-    assert (VARIABLE in str(caught.value)) is (how == "variable")
+    """``content``: bytes, how many bytes of the fake, or code."""
+    path = tmp_path / SONAME
+    if isinstance(content, str):
+        (tmp_path / "made.c").write_text(content)
+        command = ["cc", "-shared", "-fPIC", "-o", str(path), str(tmp_path / "made.c")]
+        subprocess.run(command, check=True, timeout=60)
+    elif content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else Path(fake_path).read_bytes()[:content])
+    with pytest.raises(NcclLibraryError, match=says) as given:
+        load(str(path))
+    monkeypatch.setenv(VARIABLE, str(path))
+    with pytest.raises(NcclLibraryError, match=says) as named:
+        load()
+    assert str(path) in str(given.value) and str(path) in str(named.value)
+    assert VARIABLE in str(named.value) and VARIABLE not in str(given.value)
 
 
 def test_one_that_is_too_old_is_refused(fake_path: str, controls: fake.Controls) -> None:
@@ -218,15 +163,12 @@ def test_one_that_is_too_old_is_refused(fake_path: str, controls: fake.Controls)
     assert load(fake_path).version == MIN_VERSION
 
 
-@compiled
-def test_what_an_older_one_does_not_have_is_told_when_it_is_called(tmp_path: Path) -> None:
-    path = fake.OLD_NCCL.build(tmp_path)
-    controls = fake.Controls(path)
+def test_what_an_older_one_does_not_have_is_told_when_it_is_called(old_path: str) -> None:
+    controls = fake.Controls(old_path)
     controls.set(version=22005)
-    nccl = load(path)
-    assert [name for name in PROTOTYPES if not nccl.has(name)] == [
-        name for name in PROTOTYPES if name in OPTIONAL
-    ]
+    nccl = load(old_path)
+    controls.reset()
+    assert {name for name in PROTOTYPES if not nccl.has(name)} == {*OPTIONAL}
     for call in (
         lambda: nccl.comm_suspend(0),
         lambda: nccl.comm_resume(0),
@@ -236,8 +178,7 @@ def test_what_an_older_one_does_not_have_is_told_when_it_is_called(tmp_path: Pat
     ):
         with pytest.raises(UnsupportedError, match=r"came with NCCL 2\.2\d\.\d, and .* is NCCL 2\.20\.5"):
             call()
-    me = ranks.Rank(path, bytes(nccl.get_unique_id()), 1, 0)
-    assert me.settled() == Result.SUCCESS
+    (me,) = ranks.near(nccl)
     assert nccl.config().version == 22005  # of the two the older
     me.end()
 
@@ -245,31 +186,107 @@ def test_what_an_older_one_does_not_have_is_told_when_it_is_called(tmp_path: Pat
 # -- values ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [(2708, "2.7.8"), (2804, "2.8.4"), (20906, "2.9.6"), (22005, "2.20.5"), (23203, "2.32.3")],
-)
-def test_a_version_is_read_from_its_code_and_written_again(code: int, text: str) -> None:
-    assert str(Version.of(code)) == text
-    assert Version.of(code).code == code
+def test_a_version_is_read_from_its_code_and_written_again() -> None:
+    for code, text in ((2708, "2.7.8"), (20906, "2.9.6"), (22005, "2.20.5"), (23203, "2.32.3")):
+        assert str(Version.of(code)) == text
+        assert Version.of(code).code == code
 
 
-def test_a_config_takes_what_the_structure_has() -> None:
+def test_structures_have_the_fields_and_sizes_that_the_library_knows(nccl: Library) -> None:
     config = Config(blocking=0, commName=b"kv", minCTAs=2)
     assert (config.blocking, config.commName, config.minCTAs) == (0, b"kv", 2)
     with pytest.raises(TypeError, match=r"ncclConfig_t has no bloking; it has blocking, "):
         Config(bloking=0)
     with pytest.raises(TypeError, match="has no magic"):
         Config(magic=1)
-
-
-def test_properties_are_asked_for_in_a_version_that_the_library_knows() -> None:
     assert Properties(version=Version(2, 29, 7)).version == 22907
     assert Properties(version=Version(9, 0, 0)).version == HEADER.code
-
-
-def test_a_unique_id_has_128_bytes(nccl: Library) -> None:
     data = bytes(nccl.get_unique_id())
     assert bytes(UniqueId.of(data)) == data
     with pytest.raises(ValueError, match="has 128 bytes, these are 127"):
         UniqueId.of(data[1:])
+
+
+# -- places ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a PyTorch, where there is neither a package nor a library in this process."""
+
+    def absent(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    torch = tmp_path / "site" / "torch"
+    torch.mkdir(parents=True)
+    spec = SimpleNamespace(submodule_search_locations=[str(torch)])
+    monkeypatch.setattr(places_module.importlib.metadata, "distribution", absent)
+    monkeypatch.setattr(places_module.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(places_module, "_mapped", lambda: Place("this process", missing="none is there"))
+    return torch
+
+
+def test_what_is_given_is_the_only_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/of/the/variable")
+    assert [each.path for each in places("/given")] == ["/given"]
+    assert [each.path for each in places()] == ["/of/the/variable"]
+    monkeypatch.setenv(VARIABLE, "")  # as if it were not set
+    assert len([*places()]) > 1
+
+
+def test_torchs_own_is_found_where_its_wheels_have_it_and_one_that_cannot_be_loaded_is_passed_over(
+    torch_folder: Path, fake_path: str
+) -> None:
+    inside, beside = torch_folder / "lib", torch_folder.parent / "nvidia" / "nccl" / "lib"
+    for folder in (inside, beside):
+        folder.mkdir(parents=True)
+    (inside / SONAME).write_bytes(b"no library")
+    shutil.copy(fake_path, beside / SONAME)
+    found = [each.path for each in places() if each.path]
+    assert found == [str(inside / SONAME), str(beside / SONAME), SONAME]
+    assert load().path == str(beside / SONAME)
+
+
+def test_without_torch_and_without_proc_the_system_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(places_module, "Path", lambda name: tmp_path / "absent")
+    monkeypatch.setattr(places_module.importlib.util, "find_spec", lambda name: None)
+    _, loaded, torch, system = places()
+    assert loaded.missing.startswith("it cannot be read: ") and torch.missing == "PyTorch is not installed"
+    assert system.path == SONAME
+
+
+def test_what_is_loaded_already_is_found(nccl: Library) -> None:
+    found = next(each for each in places() if each.what == "what this process has loaded")
+    assert not found.missing and Path(found.path).name.startswith("libnccl")
+
+
+NOWHERE = "libnccl-that-is-not-there.so.2"
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ((), f"the package {PACKAGE}: it is not installed"),
+        (None, f"the package {PACKAGE} 2.32.3: it has no {NOWHERE}"),
+        (["nvidia/nccl.h"], f"the package {PACKAGE} 2.32.3: it has no {NOWHERE}"),
+        ([f"nvidia/{NOWHERE}"], f"the package {PACKAGE} 2.32.3: /none/nvidia/{NOWHERE} is not there"),
+    ],
+)
+def test_where_there_is_none_the_error_says_where_it_was_looked_for(
+    files: Any, missing: str, torch_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if files != ():
+        paths = files and [importlib.metadata.PackagePath(file) for file in files]
+        package = SimpleNamespace(
+            version="2.32.3", files=paths, locate_file=lambda file: Path("/none") / file
+        )
+        monkeypatch.setattr(places_module.importlib.metadata, "distribution", lambda name: package)
+    monkeypatch.setattr(places_module, "SONAME", NOWHERE)
+    with pytest.raises(NcclLibraryError) as caught:
+        load()
+    text = str(caught.value)
+    assert f"install {PACKAGE}" in text and VARIABLE in text and missing in text
+    assert str(torch_folder / "lib") in text and str(torch_folder.parent / "nvidia") in text
+    assert f"the system's loader: {NOWHERE} cannot be loaded" in text

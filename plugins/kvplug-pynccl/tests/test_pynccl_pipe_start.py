@@ -1,11 +1,9 @@
-"""The start of a pipe "pynccl" that hangs, fails or is left by its peer."""
+"""The start of a pipe "pynccl": what is refused, and NCCL that hangs, fails or is left by its peer."""
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,25 +11,27 @@ import pytest
 import torch
 
 import pynccl_ends as ends
-from kvplug import ResourceExhaustedError, TimeoutError, TransportError
+from device_pipes import CHILD
+from kvplug import ConfigError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import Credentials, dial, this_process
 from kvplug_lab.gpu.fake import GPU_VARIABLE, NCCL
+from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl import interface
 from kvplug_pynccl.nccl.abi import Result
-from kvplug_pynccl.nccl.errors import NcclError
+from kvplug_pynccl.nccl.errors import NcclError, NcclLibraryError
+from kvplug_pynccl.nccl.places import places
 from kvplug_pynccl.pipe import join
 from kvplug_pynccl.pipe.contact import PyncclContact
+from kvplug_pynccl.pipe.content import check_out, content_of
+from kvplug_pynccl.pipe.frames import Announcement, Frame, FrameType
 from kvplug_testing import peers
 from kvplug_testing.waits import Call, until
-
-ENDS = Path(__file__).with_name("pynccl_ends.py")
-local_pair = ends.local_pair
 
 PATIENCE_S = ends.PATIENCE_S
 
 
 def test_a_start_that_hangs_ends_at_the_deadline_and_the_listener_goes_on(
-    fake_path: str, local_pair: Any, controls: Any
+    fake_path: str, controls: Any, pipe_pairs: Any
 ) -> None:
     end = ends.endpoint(fake_path)
     with end.listen() as listener:
@@ -39,7 +39,6 @@ def test_a_start_that_hangs_ends_at_the_deadline_and_the_listener_goes_on(
         with pytest.raises(TimeoutError, match="start of NCCL"):
             end.connect(listener.contact, timeout=0.5)
         controls.set(init_hangs=0)
-        until(lambda: controls.get("communicators") == 0)
         connecting = Call(lambda: end.connect(listener.contact))
         with listener.accept() as one, connecting.result() as other:
             other.send_tensor(torch.arange(5))
@@ -47,32 +46,52 @@ def test_a_start_that_hangs_ends_at_the_deadline_and_the_listener_goes_on(
 
 
 @pytest.mark.full
-def test_a_start_that_fails_says_at_both_ends_why(fake_path: str, controls: Any, caplog: Any) -> None:
+@pytest.mark.parametrize(
+    ("faults", "words", "here"),
+    [
+        ({"init_result": Result.INTERNAL_ERROR}, ["NcclInternalError: "], "ncclInternalError"),
+        ({"version": 22105}, ["2.21.5", "2.32.3", "same release"], "same release"),
+        ({"init_hangs": 1}, None, "was not completed"),
+    ],
+    ids=["fails", "of another release", "is killed"],
+)
+def test_when_the_start_fails_at_one_end_both_know_why_and_nothing_is_left(
+    fake_path: str,
+    controls: Any,
+    pipe_pairs: Any,
+    caplog: Any,
+    faults: dict[str, int],
+    words: list[str] | None,
+    here: str,
+) -> None:
     end = ends.endpoint(fake_path)
     with (
         end.listen() as listener,
         peers.start(
-            f"{ENDS}:connects",
-            *(fake_path, listener.contact),
-            env=NCCL.environment(init_result=Result.INTERNAL_ERROR),
+            f"{CHILD}connects",
+            *(listener.contact, ends.__file__, fake_path),
+            env=NCCL.environment(**faults),
             timeout_s=PATIENCE_S,
         ) as child,
     ):
-        assert child.result(PATIENCE_S).startswith("NcclInternalError: ")
+        if words is None:
+            until(lambda: controls.get("communicators") == 1)
+            child.kill()
+        else:
+            said = child.result(PATIENCE_S)
+            assert all(word in said for word in words)
         until(lambda: "was not completed" in caplog.text)
-    assert "ncclInternalError" in caplog.text
-    until(lambda: controls.get("communicators") == 0)
+        assert here in caplog.text
 
 
 def test_two_ranks_on_one_gpu_get_an_error_that_says_so(
-    fake_path: str, controls: Any, monkeypatch: pytest.MonkeyPatch
+    fake_path: str, pipe_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(GPU_VARIABLE, "0")
     end = ends.endpoint(fake_path)
     with end.listen() as listener, pytest.raises(TransportError, match="same GPU") as raised:
         end.connect(listener.contact)
     assert isinstance(raised.value, NcclError) or "ncclInvalidUsage" in str(raised.value)
-    until(lambda: controls.get("communicators") == 0)
 
 
 @pytest.mark.parametrize("where", ["boot_id", "net_ns"])
@@ -93,84 +112,88 @@ def test_a_peer_elsewhere_gets_an_error_that_nccl_listens_on_loopback_only(
     interface.check_reach(this_process())
 
 
-@pytest.mark.full
-def test_ends_with_two_releases_of_nccl_get_an_error_that_names_both(fake_path: str, controls: Any) -> None:
-    end = ends.endpoint(fake_path)
-    with (
-        end.listen() as listener,
-        peers.start(
-            f"{ENDS}:connects",
-            *(fake_path, listener.contact),
-            env=NCCL.environment(version=22105),
-            timeout_s=PATIENCE_S,
-        ) as child,
-    ):
-        said = child.result(PATIENCE_S)
-    assert "2.21.5" in said and "2.32.3" in said and "same release" in said
-
-
-@pytest.mark.full
-def test_a_peer_that_is_killed_while_nccl_starts_is_gone(fake_path: str, controls: Any) -> None:
-    end = ends.endpoint(fake_path)
-    with (
-        end.listen() as listener,
-        peers.start(
-            f"{ENDS}:connects",
-            *(fake_path, listener.contact),
-            env=NCCL.environment(init_hangs=1),
-            timeout_s=PATIENCE_S,
-        ) as child,
-    ):
-        until(lambda: controls.get("communicators") == 1)
-        child.kill()
-        until(lambda: controls.get("communicators") == 0)
-
-
-@pytest.mark.parametrize("then", ["hangs up", "says why", "lies"])
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        (None, "hung up"),
+        (join.Join(step=join.Step.FAILED, reason="its GPU fell off\n\x1b[2J"), "its GPU fell off"),
+        (join.Join(step=join.Step.READY), "does not join"),
+    ],
+    ids=["hangs up", "says why", "lies"],
+)
 def test_an_end_that_was_ready_first_and_then_fails_is_noticed_while_nccl_starts(
-    fake_path: str, controls: Any, nccl: Any, caplog: Any, then: str
+    fake_path: str, controls: Any, pipe_pairs: Any, nccl: Any, caplog: Any, then: join.Join | None, words: str
 ) -> None:
-    end = ends.endpoint(fake_path)
     with (
-        end.listen() as listener,
+        ends.endpoint(fake_path).listen() as listener,
         dial(PyncclContact.parse(listener.contact).reachable()[0], Credentials(), join.PURPOSE) as connection,
     ):
         connection.sock.sendall(join.Join(step=join.Step.HELLO, version=nccl.version.code).pack())
         until(lambda: controls.get("communicators") == 1)
         connection.sock.sendall(join.Join(step=join.Step.READY).pack())
-        if then == "hangs up":
+        if then is None:
             connection.sock.shutdown(socket.SHUT_WR)
-        elif then == "says why":
-            connection.sock.sendall(
-                join.Join(step=join.Step.FAILED, reason="its GPU fell off\n\x1b[2J").pack()
-            )
         else:
-            connection.sock.sendall(join.Join(step=join.Step.READY).pack())
+            connection.sock.sendall(then.pack())
         until(lambda: "was not completed" in caplog.text)
-        until(lambda: controls.get("communicators") == 0)
-    said = {
-        "hangs up": "hung up",
-        "says why": "its GPU fell off",
-        "lies": "does not join",
-    }
-    assert said[then] in caplog.text
+    assert words in caplog.text
 
 
-def test_a_pipe_that_finds_no_thread_leaves_nothing(
-    fake_path: str, controls: Any, monkeypatch: pytest.MonkeyPatch
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_nccl_itself_without_a_gpu_is_an_error_of_its_own_and_the_process_goes_on(
+    fake_path: str, local_pair: Any
 ) -> None:
-    end = ends.endpoint(fake_path)
-    start = threading.Thread.start
-
-    def started(thread: threading.Thread) -> None:
-        if thread.name == "kvplug-pynccl-pipe":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
+    place = next(places())
+    if place.missing:
+        pytest.skip(f"{place.what}: {place.missing}")
+    end = ends.endpoint(place.path, device=HostDevice(fake_path))
     with end.listen() as listener:
-        descriptors = len(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(threading.Thread, "start", started)
-        with pytest.raises(ResourceExhaustedError, match="threads"):
-            end.connect(listener.contact)
-        until(lambda: controls.get("communicators") == 0)
-        until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+        for _ in range(2):
+            with pytest.raises(TransportError, match="there is no GPU"):
+                end.connect(listener.contact)
+    one, other = local_pair()
+    one.send_tensor(None)
+    assert other.recv_tensor() is None
+
+
+def test_a_library_that_is_not_there_is_named(fake_path: str) -> None:
+    with pytest.raises(NcclLibraryError, match="/nowhere/libnccl"):
+        ends.endpoint("/nowhere/libnccl.so.2", device=HostDevice(fake_path))
+
+
+def test_a_cpu_tensor_on_a_pipe_of_gpus_is_refused_by_name_or_staged(fake_path: str) -> None:
+    class Gpu(HostDevice):
+        name = "cuda:0"
+
+        def owns(self, tensor: Any) -> bool:
+            return False
+
+    gpu, tensor = Gpu(fake_path), torch.rand(50)
+    with pytest.raises(UnsupportedError, match="stage_cpu_tensors"):
+        content_of(tensor, gpu, stage=False, copy_bytes=0)
+    content = content_of(tensor, gpu, stage=True, copy_bytes=0)
+    assert content.owned and content.memory is not None and content.memory.piece_bytes == 200
+    meta = Announcement.unpack(Frame(FrameType.ANNOUNCE, 0, b"\x01\x00" + content.prefix)).meta
+    with pytest.raises(UnsupportedError, match="stage_cpu_tensors"):
+        check_out(tensor, meta, gpu, stage=False)
+    check_out(tensor, meta, gpu, stage=True)
+
+
+# -- where NCCL listens ---------------------------------------------------------------------------------
+
+
+def test_nccl_is_bound_to_the_interface_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interface.interface_of("127.0.0.1") == interface.interface_of("unix:") == "lo"
+    monkeypatch.delenv(interface.VARIABLE, raising=False)
+    monkeypatch.setattr(interface, "_bound", "")
+    interface.bind_to("127.0.0.1")
+    assert os.environ[interface.VARIABLE] == "=lo"
+    monkeypatch.setenv(interface.VARIABLE, "eth7")
+    interface.bind_to("127.0.0.1")
+    assert os.environ[interface.VARIABLE] == "eth7"
+    for host in ("203.0.113.77", "no.such.host.invalid"):
+        with pytest.raises(ConfigError, match="host"):
+            interface.interface_of(host)

@@ -1,0 +1,450 @@
+"""What the pipes "cuda-ipc" and "pynccl" have in common, over the fakes of their libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from kvplug import (
+    ClosedError,
+    ConfigError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    TransportError,
+    UnsupportedError,
+)
+from kvplug.transport import Blocks, Credentials, PipeContext
+from kvplug_lab.gpu.host import HostStream
+from kvplug_testing import pairs, peers
+from kvplug_testing.comparison import assert_filled, assert_same
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.waits import Call, until
+
+PATIENCE_S = 40.0
+MIB = 1 << 20
+CHILD = f"{__file__}:"
+"""Before the name of a function here that a child is to run."""
+
+
+def noise(nbytes: int = MIB) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+def assert_works(pair: Any) -> None:
+    one, other = pair
+    for source, target in ((one, other), (other, one)):
+        message = noise()
+        source.send_tensor(message)
+        assert_same(message, target.recv_tensor(timeout=PATIENCE_S))
+
+
+# -- ends ------------------------------------------------------------------------------------------------
+
+
+def fixtures_of(ends: str, endpoint: Any, device: Any, *counters: str) -> tuple[Any, Any, Any, Any]:
+    """``pipe_pairs``, ``local_pair``, ``remote_pair`` and ``gated`` for the pipe of the module at ``ends``.
+
+    When all pairs of a test have ended, the ``counters`` of the fake must come to 0.
+    """
+
+    @pytest.fixture
+    def pipe_pairs(controls: Any) -> Iterator[pairs.PipePairs]:
+        with pairs.PipePairs() as found:
+            yield found
+            controls.reset()
+        until(lambda: not any(controls.get(counter) for counter in counters))
+
+    @pytest.fixture
+    def local_pair(fake_path: str, pipe_pairs: pairs.PipePairs) -> Callable[..., Any]:
+        """Makes two connected pipes, both of this process."""
+        return lambda **options: pipe_pairs.local(endpoint(fake_path, **options))
+
+    @pytest.fixture
+    def remote_pair(
+        fake_path: str, pipe_pairs: pairs.PipePairs, fork_server: ForkServer
+    ) -> Callable[..., Any]:
+        """Makes a pipe whose other end is in a child that does ``what``: (pipe, child)."""
+
+        def make(what: str, *args: Any, env: Any = None, **options: Any) -> Any:
+            given = (ends, fake_path, options, what, list(args), env or {})
+            return pipe_pairs.remote(
+                endpoint(fake_path, **options),
+                lambda contact: fork_server.start(
+                    f"{CHILD}remote_end", contact, *given, timeout_s=4 * PATIENCE_S
+                ),
+            )
+
+        return make
+
+    @pytest.fixture
+    def gated(fake_path: str, controls: Any) -> Iterator[SimpleNamespace]:
+        """A device whose caller's stream does nothing between ``shut`` and ``open``."""
+        caller = controls.stream()
+
+        def shut() -> None:
+            controls.set(gate=1)
+            caller.put_gate()
+
+        yield SimpleNamespace(
+            device=device(fake_path, caller),
+            caller=caller,
+            shut=shut,
+            open=lambda: controls.set(gate=0),
+        )
+        caller.close()
+
+    return pipe_pairs, local_pair, remote_pair, gated
+
+
+def module_at(file: str) -> Any:
+    """In a child, which imports only from the folder of the function that it runs."""
+    folder, name = os.path.split(file)
+    sys.path.append(folder)
+    return importlib.import_module(name.removesuffix(".py"))
+
+
+def remote_end(
+    parent: peers.Parent,
+    contact: str,
+    ends: str,
+    path: str,
+    options: Any,
+    what: str,
+    args: Any,
+    env: dict[str, str],
+) -> Any:
+    """In a child: connect, then run ``what``. The fake reads ``env`` when it is loaded, which is in here."""
+    os.environ.update(env)
+    module = module_at(ends)
+    with module.endpoint(path, **options).connect(contact) as pipe:
+        return WHAT.get(what, getattr(module, what, None))(parent, pipe, *args)
+
+
+WHAT: dict[str, Any] = {
+    "echo": pairs.echo,
+    "wait": pairs.wait,
+    "send": pairs.send_ones,
+    "interrupted": partial(pairs.receive_interrupted, timeout=PATIENCE_S),
+}
+
+
+def connects(parent: peers.Parent, contact: str, ends: str, path: str) -> str:
+    """In a child: what becomes of a connection."""
+    return pairs.connect_and_send(module_at(ends).endpoint(path), contact, PATIENCE_S)
+
+
+def mute(parent: peers.Parent, contact: str, ends: str, path: str, heartbeat_s: float) -> None:
+    """In a child that sees no process end: connect, and echo."""
+    pairs.see_no_process_end()
+    end = module_at(ends).endpoint(path, heartbeat_timeout_s=heartbeat_s)
+    with end.connect(contact) as pipe:
+        pairs.echo(parent, pipe)
+
+
+# -- over a fake -----------------------------------------------------------------------------------------
+
+
+class PipesOverAFake:
+    """Tests for a class of a plugin's, whose ``conftest.py`` has the fixtures."""
+
+    ends: ClassVar[Any]
+    """The module of the plugin's ends: ``endpoint``, ``HostDevice``, ``FAKE``, ``LARGE`` and ``content``."""
+    factory: ClassVar[Any]
+    copies: ClassVar[str]
+    """The fake's counter of operations."""
+    exits: ClassVar[tuple[int, ...]] = (0,)
+    """After so many operations a process ends inside the next one."""
+    thread: ClassVar[str]
+    """The name of a thread that a pipe needs."""
+    lies: ClassVar[dict[str, Any]]
+    """What a peer cannot mean."""
+    nonsense: ClassVar[tuple[Any, ...]]
+    """What does not join."""
+
+    def gpu(self, name: str, path: str) -> Any:
+        """The plugin's device of that name."""
+        raise NotImplementedError
+
+    def lie(self, liar: Any, lie: Any) -> None:
+        """Send the other end of a pipe something."""
+        raise NotImplementedError
+
+    def join(self, contact: str, nonsense: Any) -> Any:
+        """A connection that has proved itself, and joins with that: something to be closed."""
+        raise NotImplementedError
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "lie" in metafunc.fixturenames:
+            metafunc.parametrize("lie", list(self.lies.values()), ids=list(self.lies))
+
+    # -- order with the caller's stream ------------------------------------------------------------------
+
+    def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
+        self, local_pair: Any, gated: Any
+    ) -> None:
+        one, other = local_pair(device=gated.device)
+        source, wanted = torch.zeros(100_000), torch.rand(100_000)
+        gated.shut()
+        gated.caller.copy(source.data_ptr(), wanted.data_ptr(), wanted.nbytes)
+        transfer = one.send_tensor(source)
+        receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
+        assert receiving.is_blocked(0.3) and not transfer.done()
+        gated.open()
+        assert_same(wanted, receiving.result())
+        transfer.wait(PATIENCE_S)
+
+    def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
+        self, local_pair: Any, gated: Any
+    ) -> None:
+        one, other = local_pair(device=gated.device)
+        message, out, kept = torch.rand(100_000), torch.rand(100_000), torch.zeros(100_000)
+        before = out.clone()
+        one.send_tensor(message)
+        gated.shut()
+        gated.caller.copy(kept.data_ptr(), out.data_ptr(), out.nbytes)
+        with pytest.raises(TimeoutError):
+            other.recv_tensor(out, timeout=1.2)
+        receiving = Call(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
+        assert receiving.is_blocked(0.2)
+        assert_same(before, out)
+        gated.open()
+        assert receiving.result() is out
+        assert_same(message, out)
+        assert_same(before, kept)
+
+    def test_blocks_that_follow_one_another_go_from_where_they_are_to_where_they_belong(
+        self, local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, other = local_pair()
+        source = [torch.rand(20, 4, 1000) for _ in range(3)]
+        target = [torch.zeros(20, 4, 1000) for _ in range(3)]
+        before = controls.get(self.copies)
+        monkeypatch.setattr(self.ends.HostDevice, "empty", lambda *_: pytest.fail("memory was taken"))
+        transfer = one.send_blocks(source, [5, 6, 7])
+        other.recv_blocks(target, [11, 12, 13])
+        transfer.wait(PATIENCE_S)
+        for sent, got in zip(source, target, strict=True):
+            assert_same(sent[5:8], got[11:14])
+            assert not got[:11].any() and not got[14:].any()
+        assert controls.get(self.copies) - before == 6  # one out and one in for each view
+
+    # -- what is refused ---------------------------------------------------------------------------------
+
+    def test_a_device_that_is_no_gpu_or_not_here_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, fake_path: str
+    ) -> None:
+        refused = [("cpu", "moves CUDA tensors"), ("nowhere", "torch")]
+        if not torch.cuda.is_available():
+            refused.append(("cuda", "needs a GPU"))
+        for device, words in refused:
+            with pytest.raises(ConfigError, match=words):
+                self.factory(PipeContext(options=None, credentials=Credentials(), device=device))
+        for name, value in {"is_available": True, "current_device": 1, "device_count": 2}.items():
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        assert [self.gpu(name, fake_path).name for name in ("cuda", "cuda:0")] == ["cuda:1", "cuda:0"]
+        with pytest.raises(ConfigError, match="there are 2 GPUs"):
+            self.gpu("cuda:2", fake_path)
+
+    def test_a_tensor_of_another_device_is_refused_by_name_and_nothing_is_queued(
+        self, local_pair: Any
+    ) -> None:
+        one, other = local_pair()
+        elsewhere = torch.empty(3, 2, dtype=torch.int64, device="meta")
+        one.send_tensor(torch.arange(6).view(3, 2))
+        for call in (
+            lambda: one.send_tensor(elsewhere),
+            lambda: one.send_blocks([elsewhere], [1]),
+            lambda: other.recv_tensor(elsewhere),
+        ):
+            with pytest.raises(UnsupportedError, match="meta"):
+                call()
+        assert other.recv_tensor().tolist() == [[0, 1], [2, 3], [4, 5]]
+
+    def test_where_there_is_no_memory_for_a_copy_nothing_is_queued(
+        self, local_pair: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: Any) -> Any:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+
+        one, other = local_pair()
+        monkeypatch.setattr(self.ends.content, "dense", full)
+        monkeypatch.setattr(Blocks, "gathered", full)
+        for call in (
+            lambda: one.send_tensor(torch.arange(6).view(2, 3).t()),
+            lambda: one.send_blocks([torch.zeros(5, 10)], [1, 3]),
+        ):
+            with pytest.raises(ResourceExhaustedError, match=r"nothing was queued.*out of memory"):
+                call()
+        one.send_tensor(None)
+        assert other.recv_tensor(timeout=PATIENCE_S) is None
+
+    # -- peers that lie, or do not join ------------------------------------------------------------------
+
+    def test_a_peer_that_sends_what_cannot_be_ends_the_pipe_and_nothing_else(
+        self, local_pair: Any, lie: Any
+    ) -> None:
+        one, other = local_pair()
+        # Where the lie is that messages are there, receiving them would be an answer to it.
+        receiving = None if isinstance(lie, list) else Call(lambda: other.recv_tensor(timeout=None))
+        self.lie(one, lie)
+        if receiving is not None:
+            receiving.raised(TransportError)
+        with pytest.raises(TransportError, match="cannot be"):
+            while True:
+                other.send_tensor(None, timeout=PATIENCE_S)
+                time.sleep(0.001)
+        with pytest.raises(PeerGoneError):
+            while True:
+                one.recv_tensor(timeout=PATIENCE_S)
+        assert_works(local_pair())
+
+    def test_a_connection_that_does_not_join_properly_disturbs_no_other(
+        self, fake_path: str, controls: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        end = self.ends.endpoint(fake_path)
+        with end.listen() as listener, ExitStack() as stack:
+            for nonsense in self.nonsense:
+                stack.enter_context(contextlib.closing(self.join(listener.contact, nonsense)))
+            connecting = Call(lambda: end.connect(listener.contact))
+            with listener.accept() as one, connecting.result() as other:
+                one.send_tensor(torch.arange(2))
+                assert other.recv_tensor().tolist() == [0, 1]
+            until(lambda: caplog.messages)
+        assert all(line.isprintable() and len(line) < 1500 for line in caplog.messages)
+
+    # -- ends --------------------------------------------------------------------------------------------
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("into_out", [False, True])
+    def test_a_sender_that_dies_inside_a_copy_is_gone_for_its_receiver(
+        self, remote_pair: Any, local_pair: Any, into_out: bool
+    ) -> None:
+        large = self.ends.LARGE
+        for after in self.exits:
+            pipe, _ = remote_pair("send", large, env=self.ends.FAKE.environment(exit_after=after))
+            out = torch.zeros(large, dtype=torch.uint8) if into_out else None
+            with pytest.raises(PeerGoneError):
+                pipe.recv_tensor(out, timeout=PATIENCE_S)
+            if out is not None:
+                out.fill_(7)  # the caller's again
+            for call in (
+                lambda: pipe.recv_tensor(timeout=PATIENCE_S),  # noqa: B023
+                lambda: pipe.send_tensor(None),  # noqa: B023
+            ):
+                with pytest.raises(PeerGoneError):
+                    call()
+            assert_works(local_pair())
+            if out is not None:
+                assert_filled(7, out)
+
+    @pytest.mark.full
+    def test_a_receiver_that_dies_inside_a_copy_ends_all_transfers_of_its_sender(
+        self, remote_pair: Any, local_pair: Any
+    ) -> None:
+        for after in self.exits:
+            pipe, _ = remote_pair("echo", env=self.ends.FAKE.environment(exit_after=after))
+            transfers = []
+            with contextlib.suppress(PeerGoneError):  # it may be dead before the last is queued
+                for _ in range(3):
+                    transfers.append(pipe.send_tensor(noise(self.ends.LARGE)))  # noqa: PERF401
+            assert transfers
+            with pytest.raises(PeerGoneError):
+                for transfer in transfers:
+                    transfer.wait(PATIENCE_S)
+            assert all(transfer.done() for transfer in transfers)
+        assert_works(local_pair())
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    @pytest.mark.parametrize("how", ["abort", "death"])
+    def test_a_callback_that_ends_its_thread_keeps_no_memory_and_blocks_no_transfer(
+        self, remote_pair: Any, how: str
+    ) -> None:
+        pipe, child = remote_pair("wait")
+        assert child.recv() == "here"
+        transfers = [pipe.send_tensor(noise(self.ends.LARGE)) for _ in range(3)]
+
+        def leave(_: Any) -> None:
+            raise SystemExit
+
+        transfers[0].add_done_callback(leave)
+        if how == "abort":
+            with contextlib.suppress(SystemExit):  # or a thread of the pipe's meets it
+                pipe.abort()
+        else:
+            child.kill()
+        for transfer in transfers:
+            with pytest.raises((ClosedError, PeerGoneError)):
+                transfer.wait(PATIENCE_S)
+
+    @pytest.mark.full
+    def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
+        self, fake_path: str, controls: Any, fork_server: ForkServer
+    ) -> None:
+        given = (self.ends.__file__, fake_path, 2.0)
+        with (
+            self.ends.endpoint(fake_path, heartbeat_timeout_s=2.0).listen() as listener,
+            fork_server.start(f"{CHILD}mute", listener.contact, *given, timeout_s=2 * PATIENCE_S) as child,
+            listener.accept() as pipe,
+        ):
+            with pytest.raises(TimeoutError):
+                pipe.recv_tensor(timeout=4.0)
+            pipe.send_tensor(torch.arange(4))
+            assert pipe.recv_tensor(timeout=PATIENCE_S).tolist() == [0, 1, 2, 3]
+            child.stop()
+            with pytest.raises(PeerGoneError, match="silent"):
+                pipe.recv_tensor(timeout=PATIENCE_S)
+            child.kill()
+
+    @pytest.mark.parametrize("lacks", ["threads", "streams"])
+    def test_a_pipe_without_threads_or_streams_is_not_made_and_leaves_nothing(
+        self, fake_path: str, pipe_pairs: Any, monkeypatch: pytest.MonkeyPatch, lacks: str
+    ) -> None:
+        streams: list[HostStream] = []
+        closed: list[HostStream] = []
+        make, close, start = self.ends.HostDevice.new_stream, HostStream.close, threading.Thread.start
+
+        def new_stream(device: Any) -> HostStream:
+            if lacks == "streams" and streams:
+                raise TransportError("there are no more streams")
+            streams.append(make(device))
+            return streams[-1]
+
+        def start_thread(thread: threading.Thread) -> None:
+            if lacks == "threads" and thread.name == self.thread:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        def close_stream(stream: HostStream) -> None:
+            closed.append(stream)
+            close(stream)
+
+        monkeypatch.setattr(self.ends.HostDevice, "new_stream", new_stream)
+        monkeypatch.setattr(HostStream, "close", close_stream)
+        monkeypatch.setattr(threading.Thread, "start", start_thread)
+        end = self.ends.endpoint(fake_path)
+        with end.listen() as listener:
+            descriptors = len(os.listdir("/proc/self/fd"))
+            with pytest.raises(TransportError, match=f"threads|more {lacks}"):
+                end.connect(listener.contact)
+            until(lambda: streams and {*closed} == {*streams})
+            until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+
+    @pytest.mark.timing
+    def test_a_pipe_that_has_nothing_to_do_costs_next_to_nothing(self, local_pair: Any) -> None:
+        assert_works(local_pair())
+        before = sum(os.times()[:2])
+        time.sleep(2.0)
+        assert sum(os.times()[:2]) - before < 0.2

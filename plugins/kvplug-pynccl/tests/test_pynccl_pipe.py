@@ -1,0 +1,500 @@
+"""The pipe "pynccl" over the fake NCCL: what it shares with "cuda-ipc", order, and what becomes of memory."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+import pynccl_ends as ends
+from device_pipes import PipesOverAFake, assert_works, noise
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug.metrics.record import RecordedPipe
+from kvplug.metrics.stats import TransferStats
+from kvplug.net.wire.messages import NONE, tensor_prefix
+from kvplug.transport import Credentials, HeartbeatTerms, PeerIdentity, WireError, dial
+from kvplug_lab.gpu.pynccl import HostDevice
+from kvplug_pynccl.device import CudaDevice
+from kvplug_pynccl.nccl.abi import Result
+from kvplug_pynccl.pipe import join, worker
+from kvplug_pynccl.pipe.contact import PyncclContact
+from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
+from kvplug_pynccl.pipe.frames import WINDOW, Announcement, Frame, FrameParser, FrameType
+from kvplug_testing.comparison import assert_filled, assert_same
+from kvplug_testing.waits import Call, until
+
+LARGE, PATIENCE_S = ends.LARGE, ends.PATIENCE_S
+PREFIX = tensor_prefix(torch.float32, torch.Size((10,)), 40)
+HUGE = tensor_prefix(torch.uint8, torch.Size((2**55,)), 2**55)
+
+
+class TestPipeOverTheFake(PipesOverAFake):
+    ends = ends
+    factory = PyncclEndpoint
+    copies = "operations"
+    thread = "kvplug-pynccl-pipe"
+    lies = {  # noqa: RUF012
+        "no frame": b"x" * 16,
+        "a kind that there is not": Frame(FrameType.HEARTBEAT).pack().replace(b"\x04", b"\x09", 1),
+        "a message out of order": Announcement(1, PREFIX, None).pack(),
+        "an announcement that is cut short": Frame(FrameType.ANNOUNCE, 0, b"\x01").pack(),
+        "an announcement without a prefix": Frame(FrameType.ANNOUNCE, 0, b"\x01\x00").pack(),
+        "a prefix that contradicts itself": Announcement(0, PREFIX + b"x", None).pack(),
+        "no pieces": Announcement(0, PREFIX, None, 0).pack(),
+        "pieces that it does not have": Announcement(0, PREFIX, None, 3).pack(),
+        "None in pieces": Announcement(0, NONE, None, 2).pack(),
+        "clear for what was not announced": Frame(FrameType.CLEAR, 0).pack(),
+        "taken what was not announced": Frame(FrameType.TAKEN, 0).pack(),
+        "more than the window": [Announcement(n, NONE, None).pack() for n in range(WINDOW + 1)],
+    }
+    nonsense = (
+        b"",
+        b"x" * 1000,
+        join.Join(step=join.Step.READY).pack(),
+        join.Join(step=join.Step.HELLO, version=7).pack(),
+    )
+
+    def gpu(self, name: str, path: str) -> CudaDevice:
+        return CudaDevice(name)
+
+    def lie(self, liar: Any, lie: Any) -> None:
+        liar._control.send(b"".join(lie) if isinstance(lie, list) else lie)
+
+    def join(self, contact: str, nonsense: Any) -> Any:
+        connection = dial(PyncclContact.parse(contact).reachable()[0], Credentials(), join.PURPOSE)
+        connection.sock.sendall(nonsense)
+        return connection
+
+
+# -- order with the caller's stream ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_receiver_hears_of_a_message_only_when_the_senders_device_has_made_it(
+    local_pair: Any, gated: Any, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    monkeypatch.setattr(worker, "_IDLE_CHECK_S", 3600.0)  # what wakes the sender's thread is the message
+    one, other = local_pair(device=gated.device, copy_bytes=1000 if copied else 0)
+    source, after = torch.arange(250, dtype=torch.float32), torch.arange(5)
+    gated.shut()
+    transfers = [one.send_tensor(message) for message in (source, after, None)]
+    out = torch.zeros_like(source)
+    with pytest.raises(TimeoutError, match="no message has arrived"):
+        other.recv_tensor(out, timeout=1.2)
+    assert not any(transfer.done() for transfer in transfers)
+    gated.open()
+    if copied:
+        for transfer in transfers:
+            transfer.wait(PATIENCE_S)
+    assert other.recv_tensor(out, timeout=PATIENCE_S) is out
+    assert_same(source, out)
+    assert_same(after, other.recv_tensor(timeout=PATIENCE_S))
+    assert other.recv_tensor(timeout=PATIENCE_S) is None
+
+
+def test_a_sender_sends_only_when_the_receivers_device_has_done_with_the_memory(
+    local_pair: Any, gated: Any, calls: list[str]
+) -> None:
+    one, other = local_pair(device=gated.device, copy_bytes=0)
+    source = torch.rand(1000)
+    one.send_tensor(source)
+    gated.shut()
+    out = torch.zeros_like(source)
+    for into, timeout in ((out, 1.2), (None, 0.1)):
+        with pytest.raises(TimeoutError, match="stays"):
+            other.recv_tensor(into, timeout=timeout)
+        out.fill_(7)
+    assert "send" not in calls
+    gated.open()
+    assert_same(source, other.recv_tensor(timeout=PATIENCE_S))
+    assert_filled(7, out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["strided", "blocks"])
+def test_a_copy_behind_what_never_ends_keeps_the_deadline_and_the_message(
+    local_pair: Any, gated: Any, controls: Any, calls: list[str], where: str
+) -> None:
+    one, other = local_pair(device=gated.device)
+    source, memory = torch.rand(2, 3, 5000), torch.zeros(2, 6, 5000)
+
+    def receive(timeout: float) -> None:
+        if where == "strided":
+            other.recv_tensor(memory[:, 1::2], timeout=timeout)
+        else:
+            other.recv_blocks(list(memory), [1, 3, 5], timeout=timeout)
+
+    controls.set(hold=1)
+    one.send_tensor(source)
+    receiving = Call(lambda: receive(4.0))
+    until(lambda: "recv" in calls)
+    gated.shut()
+    controls.set(hold=0)
+    assert "has not ended" in str(receiving.raised(TimeoutError))
+    gated.open()
+    receive(PATIENCE_S)
+    assert_same(source, memory[:, 1::2])
+
+
+def test_a_small_tensor_is_the_callers_again_once_it_was_copied(local_pair: Any) -> None:
+    one, other = local_pair(copy_bytes=1000)
+    small, large = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1001, dtype=torch.uint8)
+    done = [one.send_tensor(tensor).done() for tensor in (small, large)]
+    assert done == [True, False]
+    small.fill_(1)
+    for _ in range(2):
+        assert int(other.recv_tensor(timeout=PATIENCE_S).sum()) == 0
+
+
+def test_a_message_that_an_earlier_call_took_memory_for_is_handed_over_to_the_stream_of_this_one(
+    local_pair: Any, controls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = local_pair()
+    given: list[Any] = []
+    monkeypatch.setattr(HostDevice, "hand_over", lambda _, tensor: given.append(tensor))
+    controls.set(hold=1)
+    one.send_tensor(torch.arange(10))
+    with pytest.raises(TimeoutError):
+        other.recv_tensor(timeout=0.1)
+    assert not given
+    controls.set(hold=0)
+    received = other.recv_tensor(timeout=PATIENCE_S)
+    assert len(given) == 1 and given[0] is received
+
+
+# -- memory that calls and transfers use ---------------------------------------------------------------
+
+
+def test_nothing_is_enqueued_for_a_peer_that_receives_nothing(local_pair: Any, calls: list[str]) -> None:
+    one, _ = local_pair()
+    transfer = one.send_tensor(noise())
+    with pytest.raises(TimeoutError):
+        transfer.wait(0.3)
+    assert not calls
+    one.close(timeout=0)
+    assert transfer.error() is not None
+
+
+def test_a_receive_that_runs_out_of_time_inside_a_transfer_is_gone_on_with(
+    local_pair: Any, controls: Any
+) -> None:
+    one, other = local_pair()
+    message = noise()
+    controls.set(hold=1)
+    one.send_tensor(message)
+    for out in (None, torch.zeros_like(message), None):
+        with pytest.raises(TimeoutError, match="goes on with it"):
+            other.recv_tensor(out, timeout=0.2)
+    controls.set(hold=0)
+    out = torch.zeros_like(message)
+    assert other.recv_tensor(out, timeout=PATIENCE_S) is out
+    assert_same(message, out)
+    assert_works((one, other))
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_memory_of_the_callers_is_taken_back_at_the_deadline_or_its_loss_is_reported(
+    local_pair: Any, controls: Any, hangs: bool
+) -> None:
+    one, other = local_pair()
+    controls.set(hold=1, abort_hangs=hangs)
+    transfer = one.send_tensor(noise(LARGE))
+    out = torch.zeros(LARGE, dtype=torch.uint8)
+    kind, words = (TransportError, "may still be written") if hangs else (TimeoutError, "broken")
+    with pytest.raises(kind, match=words):
+        other.recv_tensor(out, timeout=1.2)
+    out.fill_(9)
+    for _ in range(2):
+        with pytest.raises(TransportError, match="ran out of time"):
+            other.recv_tensor(timeout=PATIENCE_S)
+    with pytest.raises(PeerGoneError):
+        transfer.wait(PATIENCE_S)
+    controls.set(hold=0, abort_hangs=0)
+    until(lambda: controls.get("communicators") == 0)
+    if not hangs:
+        assert_filled(9, out)
+    assert_works(local_pair())
+
+
+def test_ctrl_c_takes_the_callers_memory_back_and_breaks_the_pipe(
+    remote_pair: Any, controls: Any, calls: list[str]
+) -> None:
+    pipe, child = remote_pair("interrupted", LARGE)
+    assert child.recv() == "here"
+    controls.set(hold=1)
+    pipe.send_tensor(noise(LARGE))
+    until(lambda: calls)
+    os.kill(child.pid, signal.SIGINT)
+    assert child.recv(PATIENCE_S) == "struck"
+    controls.set(hold=0)
+    child.send("go")
+    first, second, untouched = child.result(PATIENCE_S)
+    assert first.startswith("KeyboardInterrupt")
+    assert second.startswith("TransportError") and "interrupted" in second
+    assert untouched == "True"
+
+
+def test_what_a_peer_has_taken_before_it_went_is_done_and_not_failed(local_pair: Any) -> None:
+    for _ in range(10):
+        one, other = local_pair()
+        transfer = one.send_tensor(noise(LARGE))
+        other.recv_tensor(timeout=PATIENCE_S)
+        other.abort()
+        transfer.wait(PATIENCE_S)
+        one.abort()
+
+
+# -- how it ends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["close", "close while it waits", "abort", "close untaken", "death"])
+def test_only_a_peer_that_closes_is_no_failure_in_the_metrics(
+    local_pair: Any, remote_pair: Any, how: str
+) -> None:
+    closes = how in ("close", "close while it waits")
+    for _ in range(5 if closes else 1):
+        one, pipe = remote_pair("wait")[::-1] if how == "death" else local_pair()
+        stats = TransferStats()
+        recorded = RecordedPipe(pipe, stats)
+        receive = partial(recorded.recv_tensor, timeout=PATIENCE_S)
+        receiving = Call(receive) if how == "close while it waits" else None
+        assert receiving is None or receiving.is_blocked(0.02)
+        match how:
+            case "death":
+                one.kill()
+            case "abort":
+                one.abort()
+            case "close untaken":
+                one.send_tensor(noise())
+                one.close(0.1)
+            case _:
+                one.close()
+        error: Any = (receiving or Call(receive)).raised(PeerGoneError)
+        assert error.closed is closes
+        assert stats.snapshot()["failures"] == ({} if closes else {"recv": {"peer_gone": 1}})
+
+
+def test_a_callback_of_what_the_peer_took_last_ends_nothing_else(local_pair: Any) -> None:
+    one, other = local_pair()
+
+    def leave(_: Any) -> None:
+        raise SystemExit
+
+    def receive_and_go() -> None:
+        other.recv_tensor(timeout=PATIENCE_S)
+        other.abort()
+
+    one.send_tensor(noise()).add_done_callback(leave)
+    pending = one.send_tensor(noise())
+    Call(receive_and_go).result()
+    with pytest.raises(KvplugError):
+        pending.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("half", ["_outbox", "_inbox", "_control"])
+def test_an_abort_waits_for_no_lock_and_wakes_every_caller_once_it_is_free(
+    local_pair: Any, half: str
+) -> None:
+    # A signal's handler may abort the pipe: its own thread may hold one lock, and the worker another one
+    # while it waits for the first.
+    one, other = local_pair()
+    receiving = Call(lambda: one.recv_tensor(timeout=None))
+    assert receiving.is_blocked(0.1)
+    with getattr(one, half)._lock:
+        Call(one.abort).result(PATIENCE_S)
+        with pytest.raises(ClosedError):
+            one.send_tensor(noise(100))
+    receiving.raised(ClosedError, PATIENCE_S)
+
+    def interrupted() -> None:
+        with getattr(other, half)._lock:
+            other.abort()
+
+    Call(interrupted).result()
+
+
+def test_a_process_that_was_stopped_itself_takes_no_peer_for_silent(
+    remote_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
+    one, _ = remote_pair("echo", heartbeat_timeout_s=PATIENCE_S)
+    step, behind = one._outbox.step, [0.0]
+
+    def stopped_in_here() -> bool:
+        if not behind[0]:
+            one.send_tensor(None)
+            assert select.select([one._control.sock], [], [], PATIENCE_S)[0]  # it is alive, and says so
+            behind[0] = 10 * PATIENCE_S
+        return bool(step())
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + behind[0], sleep=time.sleep)
+    monkeypatch.setattr(worker, "time", clock)
+    monkeypatch.setattr(one._outbox, "step", stopped_in_here)
+    one._control.wake()
+    assert one.recv_tensor(timeout=PATIENCE_S) is None
+
+
+def test_no_patience_of_a_peer_makes_a_pipe_beat_without_end() -> None:
+    settings: Any = SimpleNamespace(heartbeat_timeout_s=10.0)
+    for terms, silence_s in (
+        (HeartbeatTerms(False, 0), 0.05),
+        (HeartbeatTerms(False, 2**32 - 1), 10.0),
+        (HeartbeatTerms(True, 2**32 - 1), None),
+    ):
+        assert join.Join(step=join.Step.ID, terms=terms).silence_s(settings) == silence_s
+
+
+# -- NCCL ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("result", "idle"),
+    [
+        (Result.INTERNAL_ERROR, False),
+        (Result.UNHANDLED_CUDA_ERROR, True),
+        (Result.SYSTEM_ERROR, False),
+        (Result.SYSTEM_ERROR, True),
+    ],
+)
+def test_an_asynchronous_error_breaks_the_pipe_with_nccls_message(
+    local_pair: Any, controls: Any, result: Result, idle: bool
+) -> None:
+    one, other = local_pair()
+    controls.set(fail_after=controls.get("operations") + (2 if idle else 0), fail_result=result)
+    receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
+    one.send_tensor(noise(LARGE))
+    received = receiving.outcome()
+    assert idle or not isinstance(received, torch.Tensor)  # with two operations more it may arrive
+    errors = []
+    for pipe in (one, other):
+        with pytest.raises((TransportError, PeerGoneError)) as raised:
+            for _ in range(200):
+                pipe.recv_tensor(timeout=PATIENCE_S)
+        errors.append(str(raised.value))
+    assert any("asked to fail" in error for error in errors), errors
+    controls.set(fail_after=-1)
+    assert_works(local_pair())
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind"),
+    [
+        ({"fail_after": 0, "fail_result": Result.REMOTE_ERROR}, PeerGoneError),
+        # Of this end, or the other one was faster.
+        ({"call_result": Result.INVALID_ARGUMENT}, (TransportError, PeerGoneError)),
+    ],
+    ids=["remote error", "refused"],
+)
+def test_an_operation_that_nccl_fails_or_refuses_breaks_the_pipe(
+    local_pair: Any, controls: Any, faults: dict[str, int], kind: Any
+) -> None:
+    one, other = local_pair()
+    if "fail_after" in faults:
+        faults = {**faults, "fail_after": controls.get("operations")}
+    controls.set(**faults)
+    transfer = one.send_tensor(noise())
+    for call in (
+        lambda: other.recv_tensor(timeout=PATIENCE_S),
+        lambda: transfer.wait(PATIENCE_S),
+    ):
+        with pytest.raises(kind):
+            call()
+    controls.reset()
+    assert_works(local_pair())
+
+
+@pytest.mark.parametrize(("fault", "how"), [("abort", "death"), ("call", "death"), ("call", "abort")])
+def test_an_abort_or_a_call_of_nccl_that_hangs_blocks_no_caller(
+    remote_pair: Any,
+    local_pair: Any,
+    controls: Any,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    how: str,
+) -> None:
+    monkeypatch.setattr(worker, "_STUCK_S", 0.5)
+    pipe, child = remote_pair("echo" if fault == "call" else "wait")
+    controls.set(**{f"{fault}_hangs": 1})
+    transfers = [pipe.send_tensor(noise()) for _ in range(2)]
+    receiving = Call(lambda: pipe.recv_tensor(timeout=None))
+    if fault == "call":
+        until(lambda: calls)
+    if how == "abort":
+        Call(pipe.abort).result()
+    else:
+        child.kill()
+    assert isinstance(receiving.outcome(), PeerGoneError | ClosedError)
+    for transfer in transfers:
+        with pytest.raises((PeerGoneError, ClosedError)):
+            transfer.wait(PATIENCE_S)
+    Call(pipe.close).result()
+    if fault == "abort":
+        assert_works(local_pair())
+    controls.set(**{f"{fault}_hangs": 0})
+    assert_works(local_pair())
+
+
+# -- peers that lie ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (Frame(FrameType.CLEAR, 1), "cannot be"),
+        (Frame(FrameType.TAKEN, 0), "cannot be"),
+        (Frame(FrameType.CLEAR, 0, PREFIX), r"disagree.*100000.*10.*check_order"),
+        (Frame(FrameType.CLEAR, 0), "cannot be"),
+    ],
+    ids=["clears the next", "has it already", "expects another", "clears what was not announced"],
+)
+def test_a_peer_that_answers_what_cannot_be_to_an_announcement_ends_the_pipe(
+    local_pair: Any, gated: Any, frame: Frame, words: str
+) -> None:
+    one, other = local_pair(device=gated.device)
+    if frame == Frame(FrameType.CLEAR, 0):
+        gated.shut()
+    transfer = one.send_tensor(torch.zeros(100_000))
+    other._control.send(frame.pack())
+    with pytest.raises(TransportError, match=words):
+        transfer.wait(PATIENCE_S)
+    gated.open()
+
+
+def test_memory_is_allocated_for_a_message_only_when_a_call_receives_it(local_pair: Any) -> None:
+    one, other = local_pair()
+    one._control.send(Announcement(0, HUGE, None).pack())
+    for _ in range(2):  # it does not end the pipe
+        with pytest.raises(KvplugError, match="this process can have"):
+            other.recv_tensor(timeout=PATIENCE_S)
+
+
+@given(st.lists(st.binary(max_size=200)))
+def test_whatever_comes_is_frames_or_a_wire_error(chunks: list[bytes]) -> None:
+    frames = FrameParser()
+    try:
+        for chunk in chunks:
+            frames.feed(chunk)
+    except WireError:
+        pass
+    assert len(frames._held) < 2000
+
+
+def test_with_check_order_the_receiver_repeats_what_was_announced(
+    local_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Frame] = []
+    pack = Frame.pack
+    monkeypatch.setattr(Frame, "pack", lambda frame: (sent.append(frame), pack(frame))[1])
+    one, other = local_pair(check_order=True)
+    one.send_tensor(torch.zeros(10))
+    assert other.recv_tensor(timeout=PATIENCE_S).shape == (10,)
+    assert [frame.payload for frame in sent if frame.type is FrameType.CLEAR] == [PREFIX]
