@@ -86,6 +86,26 @@ def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
         child.kill()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callback_that_ends_its_thread_frees_no_memory_that_the_peer_has_mapped(
+    remote_pair: Any, controls: Any
+) -> None:
+    pipe, child = remote_pair("wait")
+    assert child.recv() == "here"
+    transfer = pipe.send_tensor(noise(LARGE))
+
+    def leave(_: Any) -> None:
+        raise SystemExit
+
+    transfer.add_done_callback(leave)
+    child.stop()
+    pipe._channel.socket().shutdown(socket.SHUT_RDWR)  # it lives on without its connection
+    until(transfer.done)
+    time.sleep(0.3)
+    assert controls.get("allocations") == 1
+    child.kill()
+
+
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_both_ends_unmap_before_anything_is_freed(
     remote_pair: Any, controls: Any, fake_path: str, how: str
