@@ -213,16 +213,21 @@ def test_a_store_that_fails_is_a_miss_and_is_tried_again_after_a_while(
 
 
 def test_after_one_failure_the_next_request_is_tried_at_once(store: ExecutedStore, inner: InDict) -> None:
-    both_inside = threading.Barrier(2)
+    """Also if another call was under way at the failure, and fails after it."""
+    both_inside, is_over = threading.Barrier(2), threading.Event()
+    pages = request("a", "b")
 
     def fail(call: str, key: bytes) -> None:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both_inside.wait(1)
+        both_inside.wait(20)
+        if key == pages.keys[1]:
+            is_over.wait(20)
         raise ConnectionError("reset")
 
     inner.gate = fail
-    assert store.submit_get(request(*"abcd")).wait(5) == [MissReason.STORE_GONE] * 4
+    assert store.submit_get(pages).wait(5) == [MissReason.STORE_GONE] * 2
     inner.gate = lambda call, key: None
+    is_over.set()
+    time.sleep(0.05)  # by now the other one has failed, too
     assert store.submit_get(request("a")).wait(5) == [MissReason.ABSENT]
 
 
