@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 _SCRIPT = """
-from kvplug_testing.contract.pipe.footprint import Footprint
+from kvplug_testing.contract.footprint import Footprint
 
 large = b"x" * (8 << 20)  # after one such block glibc takes smaller ones from its heap, and keeps them
 del large

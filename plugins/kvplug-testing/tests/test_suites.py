@@ -10,7 +10,7 @@ import pytest
 from kvplug import ConfigError
 from kvplug.transport import Kind
 from kvplug_testing.contract import suites
-from kvplug_testing.contract.pipe.footprint import Footprint
+from kvplug_testing.contract.footprint import Footprint
 from kvplug_testing.peers import Resources
 
 NOTHING = Resources(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())

@@ -81,7 +81,7 @@ class TestPipeListensOnLoopback(ListensOnLoopback, Pipe):
 
 class TestPipeHearsNoSilence(HearsNoSilence, Pipe):
     breaks = ("ALL-3", "ALL-5")
-    caught_by = "test_every_transfer_and_call_ends_when_the_other_host_vanishes"
+    caught_by = "test_when_the_other_host_vanishes_its_silence_is_a_death_and_idling_is_not"
 
 
 class TestPipeHasNoFault(Pipe):
@@ -102,7 +102,7 @@ class TestQueueStaysOnItsHost(StaysOnItsHost, Queue):
 
 class TestQueueHearsNoSilence(HearsNoSilence, Queue):
     breaks = ("ALL-3", "ALL-5")
-    caught_by = "test_both_ends_are_told_when_the_other_host_vanishes"
+    caught_by = "test_when_the_other_host_vanishes_its_silence_is_a_death_and_idling_is_not"
 
 
 class TestQueueHasNoFault(Queue):

@@ -549,7 +549,7 @@ class TestClosesOnce(MemoryPipe):
         super().close(timeout)
 
 
-@breaks(Mutant, "ALL-1", caught_by="test_ending_wakes_a_receiver_that_is_blocked")
+@breaks(Mutant, "ALL-1", caught_by="test_ending_wakes_a_call_that_is_blocked")
 class TestAbortsInSilence(MemoryPipe):
     """``abort`` does not wake a receiver that is blocked here."""
 

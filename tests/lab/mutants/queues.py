@@ -329,7 +329,7 @@ class TestIgnoresDeadlines(MemoryReader):
         return super().wait(what, waits_for, None, **given)
 
 
-@breaks(Mutant, "ALL-4", caught_by="test_a_wrong_timeout_is_refused_whether_or_not_the_call_has_to_wait")
+@breaks(Mutant, "ALL-4", caught_by="test_a_wrong_timeout_is_a_value_error_and_nothing_else_happens")
 class TestLooksAtTheTimeoutWhereItWaits(MemoryReader):
     """A reader for which a message is there looks at no timeout."""
 
@@ -346,7 +346,7 @@ class TestIgnoresCancel(MemoryReader):
         return super().wait(what, waits_for, timeout, **{**given, "cancel": None})
 
 
-@breaks(Mutant, "ALL-4", caught_by="test_a_writer_waits_as_long_as_it_is_told")
+@breaks(Mutant, "ALL-4", caught_by="test_a_call_that_waits_in_vain_ends_at_its_deadline_and_says_what_for")
 class TestGivesUpTooEarly(MemoryWriter):
     """A writer that finds no room raises at once."""
 
@@ -354,7 +354,12 @@ class TestGivesUpTooEarly(MemoryWriter):
         super()._wait_for_room(min(0.05, timeout) if isinstance(timeout, float) else timeout)
 
 
-@breaks(Mutant, "ALL-4", "QUEUE-5", caught_by="test_a_writer_waits_as_long_as_it_is_told")
+@breaks(
+    Mutant,
+    "ALL-4",
+    "QUEUE-5",
+    caught_by="test_a_call_that_waits_in_vain_ends_at_its_deadline_and_says_what_for",
+)
 class TestSendsWhatTimedOut(MemoryWriter):
     """A message for which there was no room in time is sent all the same."""
 

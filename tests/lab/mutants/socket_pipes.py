@@ -78,7 +78,7 @@ class Mutant(PipeContract):
 @breaks(
     Mutant,
     "ALL-2",
-    caught_by="test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death",
+    caught_by="test_a_child_of_the_dead_process_that_holds_its_descriptors_does_not_hide_its_death",
 )
 class TestSeesOnlyItsSocket(SamplePipe):
     """The peer's process is not watched: while a child of it holds the socket it looks alive."""
@@ -89,7 +89,9 @@ class TestSeesOnlyItsSocket(SamplePipe):
 
 
 @breaks(
-    Mutant, "ALL-2", caught_by="test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed"
+    Mutant,
+    "ALL-2",
+    caught_by="test_a_child_of_the_dead_process_that_holds_its_descriptors_does_not_hide_its_death",
 )
 class TestWakesNobody(SamplePipe):
     """A death is noted for the next call, and a blocked call stays blocked."""
@@ -318,7 +320,11 @@ class TestForgetsTransfersInAForkedChild(SamplePipe):
         return transfer
 
 
-@breaks(Mutant, "ALL-6", caught_by="test_in_a_forked_child_calls_raise_closed_though_a_thread_was_inside_one")
+@breaks(
+    Mutant,
+    "ALL-6",
+    caught_by="test_in_a_forked_child_every_call_raises_closed_though_a_thread_was_inside_one",
+)
 class TestIsBusyInAForkedChild(SamplePipe):
     """In a forked child a thread that is not there still has its turn."""
 
@@ -378,7 +384,7 @@ class TestKeepsEveryMessage(SamplePipe):
         return kept[-1]
 
 
-@breaks(Mutant, "ALL-7", caught_by="test_messages_that_came_and_went_leave_nothing_here_nor_there")
+@breaks(Mutant, "ALL-7", caught_by="test_exchanges_leave_nothing_here_nor_there")
 class TestKeepsEverySource(SamplePipe):
     """What was sent is never let go, though its transfer is done."""
 
@@ -399,9 +405,7 @@ class TestKeepsEveryPipe(SamplePipe):
 # -- the end of the program ------------------------------------------------------------------------
 
 
-@breaks(
-    Mutant, "ALL-8", caught_by="test_a_program_that_leaves_while_its_pipe_is_at_work_ends_with_its_own_code"
-)
+@breaks(Mutant, "ALL-8", caught_by="test_a_program_that_leaves_at_work_ends_with_its_own_code")
 class TestIsAtWorkWhenTheProgramLeaves(SamplePipe):
     """A thread of the pipe is in calls of torch for a while after the end, also when the program leaves."""
 
@@ -420,9 +424,7 @@ class TestIsAtWorkWhenTheProgramLeaves(SamplePipe):
                 ended = time.monotonic()
 
 
-@breaks(
-    Mutant, "ALL-8", caught_by="test_a_program_that_leaves_while_its_pipe_is_at_work_ends_with_its_own_code"
-)
+@breaks(Mutant, "ALL-8", caught_by="test_a_program_that_leaves_at_work_ends_with_its_own_code")
 class TestKeepsTheProgramFromLeaving(SamplePipe):
     """When the program leaves, a thread of the pipe is waited for until the peer has closed."""
 

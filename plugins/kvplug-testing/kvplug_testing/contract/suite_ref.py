@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -49,3 +49,14 @@ def module_at(path: str) -> Any:
     sys.modules[key] = module
     spec.loader.exec_module(module)
     return module
+
+
+def name_of(what: Callable[..., Any]) -> str:
+    """A function of a module's top level as text, for :func:`named` in another process."""
+    return f"{what.__module__}:{what.__qualname__}"
+
+
+def named(name: str) -> Callable[..., Any]:
+    """The function that :func:`name_of` names."""
+    module, _, function = name.rpartition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]

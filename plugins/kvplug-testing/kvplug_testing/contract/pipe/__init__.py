@@ -8,10 +8,9 @@ from kvplug_testing.contract.pipe.connecting import Connecting
 from kvplug_testing.contract.pipe.deadlines import Deadlines
 from kvplug_testing.contract.pipe.endings import Endings
 from kvplug_testing.contract.pipe.endpoints import Endpoints
+from kvplug_testing.contract.pipe.ends import PipeGeneral
 from kvplug_testing.contract.pipe.exhaustion import Exhaustion
 from kvplug_testing.contract.pipe.forks import Forks
-from kvplug_testing.contract.pipe.leaks import Leaks
-from kvplug_testing.contract.pipe.leaving import Leaving
 from kvplug_testing.contract.pipe.lying_peers import LyingPeers
 from kvplug_testing.contract.pipe.order import Order
 from kvplug_testing.contract.pipe.other_host import OtherHost
@@ -42,10 +41,9 @@ class PipeContract(
     Connecting,
     OtherHost,
     Forks,
-    Leaving,
     LyingPeers,
-    Leaks,
     Exhaustion,
+    PipeGeneral,
 ):
     """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.
 

@@ -13,8 +13,8 @@ from kvplug.transport import Pipe
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.footprint import private_bytes
 from kvplug_testing.contract.pipe.content import numbered, tensor_of
-from kvplug_testing.contract.pipe.footprint import private_bytes
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
 from kvplug_testing.waits import Call, raises
 

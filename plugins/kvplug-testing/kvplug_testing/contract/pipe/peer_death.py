@@ -10,33 +10,21 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvplug import PeerGoneError
 from kvplug.transport import Pipe, Transfer
-from kvplug_testing import peers, waits
+from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe import remote
-from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill
+from kvplug_testing.contract.pipe.suite import MIB, PipeSuite
 from kvplug_testing.waits import Call, raises, until
 
 SIZES = (0, 1, 100, 5_000, 70_000, MIB, 3 * MIB, 24 * MIB)
 """Sizes of messages during which a peer is killed: from less than one read to far more than any buffer."""
 CUT_BYTES = 3 * MIB
 """A message size so large that some of many kills interrupt a message."""
-ENDS = ["is killed", "is killed and not reaped", "exits"]
-
-
-def end(child: peers.Peer, how: str) -> None:
-    """End a process that runs :func:`remote.leave`, without closing anything."""
-    if how == "is killed":
-        child.kill()
-    elif how == "is killed and not reaped":
-        os.kill(child.pid, signal.SIGKILL)
-    else:
-        child.send("go")
 
 
 def assert_gone(pipe: Pipe) -> None:
@@ -80,37 +68,6 @@ def assert_ended(transfers: list[Transfer]) -> None:
 
 class PeerDeath(PipeSuite):
     """The process at the other end dies."""
-
-    @law("ALL-2", needs="other_processes")
-    @pytest.mark.parametrize("how", ENDS)
-    def test_a_blocked_receive_wakes_when_the_peer_ends(self, how: str) -> None:
-        pipe, child = self.remote_pipe(remote.leave)
-        child.recv()
-        receiving = Call(partial(pipe.recv_tensor, timeout=None))
-        assert receiving.is_blocked(0.1)
-        end(child, how)
-        receiving.raised(PeerGoneError)
-        assert_gone(pipe)
-        pipe.close()
-
-    @law("ALL-2", needs="other_processes")
-    @pytest.mark.parametrize("how", ENDS)
-    def test_the_next_calls_raise_when_the_peer_ends_while_nobody_calls(self, how: str) -> None:
-        pipe, child = self.remote_pipe(remote.leave)
-        child.recv()
-        end(child, how)
-        assert_gone(pipe)
-
-    @law("ALL-2", "ALL-5", needs="other_processes")
-    def test_a_blocked_send_wakes_and_every_transfer_ends_when_the_peer_is_killed(self) -> None:
-        pipe, child = self.remote_pipe(remote.wait, **self.limited())
-        child.recv()
-        transfers = fill(pipe) if self.limit_option else []
-        sending = Call(lambda: _send_until_gone(pipe, transfers))
-        child.kill()
-        sending.raised(PeerGoneError)
-        assert_ended(transfers)
-        assert_gone(pipe)
 
     @law("ALL-5", needs="other_processes")
     @pytest.mark.parametrize("nbytes", [100, MIB, 24 * MIB])
@@ -197,43 +154,6 @@ class PeerDeath(PipeSuite):
         assert came <= count
         assert_gone(pipe)
 
-    @law("ALL-2", needs="both_ways_and_other_processes")
-    @pytest.mark.parametrize("round_", range(3))
-    def test_a_peer_killed_under_load_both_ways_ends_both_directions(self, round_: int) -> None:
-        pipe, child = self.remote_pipe(remote.both_ways, 1_000_000, 100_000, **self.limited())
-        transfers: list[Transfer] = []
-        sending = Call(lambda: _send_until_gone(pipe, transfers))
-        receiving = Call(lambda: receive_until_gone(pipe, lambda number: remote.size_of(number, 100_000)))
-        time.sleep(0.05 + 0.03 * round_)
-        child.kill()
-        receiving.result()
-        sending.raised(PeerGoneError)
-        assert_ended(transfers)
-
-    @law("ALL-2", needs="other_and_forked_processes")
-    def test_a_child_of_the_dead_peer_that_still_holds_its_descriptors_does_not_hide_its_death(self) -> None:
-        pipe, child = self.remote_pipe(remote.leave_a_child, **self.limited())
-        grandchild = child.recv()
-        self.later(lambda: os.kill(grandchild, signal.SIGKILL))
-        transfers = fill(pipe) if self.limit_option else []
-        receiving = Call(partial(pipe.recv_tensor, timeout=None))
-        sending = Call(lambda: _send_until_gone(pipe, transfers))
-        assert receiving.is_blocked(0.1)
-        child.kill()
-        receiving.raised(PeerGoneError)
-        sending.raised(PeerGoneError)
-        assert_ended(transfers)
-        assert_gone(pipe)
-
 
 def _number_in(count: Path) -> int:
     return int.from_bytes(count.read_bytes(), "little")
-
-
-def _send_until_gone(pipe: Pipe, transfers: list[Any]) -> None:
-    number = len(transfers)
-    while True:
-        message = remote.content(number, remote.size_of(number, LIMIT // 8))
-        transfers.append(pipe.send_tensor(message, timeout=None))
-        number += 1
-        transfers[:-200] = [each for each in transfers[:-200] if not each.done() or each.error()]

@@ -14,7 +14,6 @@ from typing import Any
 from kvplug.transport import Pipe, PipeListener, Transfer
 from kvplug_testing import peers
 from kvplug_testing.comparison import difference
-from kvplug_testing.contract.pipe.footprint import Footprint
 from kvplug_testing.pairs import echo as echo, wait as wait
 from kvplug_testing.peers import Parent
 
@@ -44,53 +43,6 @@ def unlike(message: Any, number: int, nbytes: int) -> str:
 
 
 # -- peers -----------------------------------------------------------------------------------------
-
-
-def leave(parent: Parent, pipe: Pipe) -> None:
-    """Exit on the parent's command, without closing anything."""
-    parent.send("here")
-    parent.recv(None)
-    os._exit(0)
-
-
-def leave_a_child(parent: Parent, pipe: Pipe) -> None:
-    """Leave a process behind that holds every descriptor of this one, and report its pid.
-
-    It calls the C library's ``fork``, which runs no hook of Python, as a library in another language does.
-    """
-    import ctypes
-
-    libc = ctypes.PyDLL(None)
-    pid = libc.fork()
-    if pid == 0:
-        libc.sleep(120)
-        libc._exit(0)
-    parent.send(pid)
-    parent.recv(None)
-
-
-def fork_and_echo(parent: Parent, pipe: Pipe) -> None:
-    """Leave a forked child that does nothing, report its pid, and echo all messages."""
-    import time
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads
-        pid = os.fork()
-    if pid == 0:
-        time.sleep(120)
-        os._exit(0)
-    parent.send(pid)
-    echo(parent, pipe)
-
-
-def echo_and_look(parent: Parent, pipe: Pipe) -> None:
-    """On the parent's command, echo the next message or report this process's resources."""
-    while True:
-        if parent.recv(None) == "echo":
-            pipe.send_tensor(pipe.recv_tensor(timeout=None)).wait()
-        else:
-            parent.send(Footprint.taken().plain())
 
 
 def send(parent: Parent, pipe: Pipe, sizes: list[int]) -> None:
@@ -191,12 +143,8 @@ def accept_one(parent: Parent, listener: PipeListener) -> int:
 
 
 def accept_without_end(parent: Parent, listener: PipeListener) -> None:
-    """Accept peers one after the other and echo. In between, report this process's resources on command."""
+    """On each of the parent's words, accept a peer and echo until it is gone."""
     while True:
-        word = parent.recv(None)
-        if word == "accept":
-            with listener.accept(timeout=None) as pipe:
-                echo(parent, pipe)
-            parent.send("ended")
-        else:
-            parent.send(Footprint.taken().plain())
+        parent.recv(None)
+        with listener.accept(timeout=None) as pipe:
+            echo(parent, pipe)

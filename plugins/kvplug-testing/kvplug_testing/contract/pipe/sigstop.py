@@ -27,36 +27,6 @@ LARGE = 24 * MIB
 class SigStop(PipeSuite):
     """The process at the other end receives SIGSTOP and SIGCONT."""
 
-    @law("ALL-3", needs="other_processes")
-    def test_calls_to_a_stopped_peer_time_out_and_everything_arrives_when_it_goes_on(self) -> None:
-        pipe, child = self.remote_pipe(remote.echo, heartbeat_timeout_s=HEARTBEAT_S)
-        pipe.send_tensor(remote.content(0, 1000))
-        _receive(pipe, 0, 1000)
-        child.stop()
-        pipe.send_tensor(remote.content(1, 1000))
-        for _ in range(3):
-            raises(TimeoutError, partial(pipe.recv_tensor, timeout=HEARTBEAT_S))
-        numbers = range(2, 6)
-        transfers = [pipe.send_tensor(remote.content(n, 100_000)) for n in numbers]
-        child.cont()
-        _receive(pipe, 1, 1000)
-        for number in numbers:
-            _receive(pipe, number, 100_000)
-        for transfer in transfers:
-            transfer.wait(waits.patience_s)
-
-    @law("ALL-3", needs="other_processes")
-    def test_a_call_that_is_blocked_while_the_peer_is_stopped_goes_on_with_it(self) -> None:
-        pipe, child = self.remote_pipe(remote.echo, heartbeat_timeout_s=HEARTBEAT_S)
-        pipe.send_tensor(remote.content(0, 1000))
-        _receive(pipe, 0, 1000)
-        receiving = Call(partial(pipe.recv_tensor, timeout=None))
-        child.stop()
-        pipe.send_tensor(remote.content(1, 1000))
-        assert receiving.is_blocked(3 * HEARTBEAT_S), receiving.error
-        child.cont()
-        assert not (wrong := remote.unlike(receiving.result(), 1, 1000)), wrong
-
     @law("PIPE-3", "ALL-3", needs="bounded_and_other_processes", level="quick")
     @pytest.mark.parametrize("nbytes", [1000, 100_000, 3 * MIB])
     def test_with_the_peer_stopped_no_more_is_taken_than_the_limit_and_nothing_is_lost(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 
 from kvplug import TimeoutError
@@ -13,7 +14,7 @@ from kvplug.transport import Credentials, Kind, Pipe, PipeContext, PipeEndpoint,
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.pipe.content import numbered
-from kvplug_testing.contract.suite_ref import suite_from_ref
+from kvplug_testing.contract.suite_ref import name_of, named, suite_from_ref
 from kvplug_testing.waits import Call
 
 MIB = 1 << 20
@@ -69,6 +70,10 @@ class PipeSuite(Contract):
     def endpoint(self, **options: Any) -> PipeEndpoint:
         return self.make_endpoint(self.context(**options))
 
+    def limited_endpoint(self, **context: Any) -> PipeEndpoint:
+        """An endpoint with a limit of unsent bytes, if there is such an option. ``context``: its fields."""
+        return self.make_endpoint(attrs.evolve(self.context(**self.limited()), **context))
+
     def pair(self, **options: Any) -> PipePair:
         """Two connected pipes in this process, aborted at the end of the test."""
         return self.pair_of(self.endpoint(**options))
@@ -95,7 +100,7 @@ class PipeSuite(Contract):
         return self.pair(**self.limited(limit))
 
     def limited(self, limit: int = LIMIT) -> dict[str, int]:
-        """The option for that limit, as keyword arguments.
+        """The option for that limit, as keyword arguments; nothing if :attr:`limit_option` is empty.
 
         Raises:
             pytest.fail.Exception: there is no such option. The message says what to set.
@@ -105,14 +110,14 @@ class PipeSuite(Contract):
             for name in ("made_options", "context", "endpoint")
         )
         known = [] if self._takes is None else [*option_fields(self._takes)]
-        if not makes_own and self.limit_option not in known:
+        if self.limit_option and not makes_own and self.limit_option not in known:
             there = f"these are: {', '.join(known)}" if known else "it takes none (options_class)"
             pytest.fail(
                 f"{self.called} has no option {self.limit_option!r}, {there}: set `limit_option` to the one"
                 ' that bounds what is unsent, or to "" where there is none',
                 pytrace=False,
             )
-        return {self.limit_option: limit}
+        return {self.limit_option: limit} if self.limit_option else {}
 
     @property
     def a_limit(self) -> str:
@@ -266,19 +271,6 @@ def listening_end(
         return named(what)(parent, listener, *args)
     finally:
         listener.close()
-
-
-def name_of(what: Callable[..., Any]) -> str:
-    """A function of a module's top level as text, for :func:`named` in another process."""
-    return f"{what.__module__}:{what.__qualname__}"
-
-
-def named(name: str) -> Callable[..., Any]:
-    """The function that :func:`name_of` names."""
-    import importlib
-
-    module, _, function = name.rpartition(":")
-    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
 
 
 def received(pipe: Pipe, out: Any = None) -> Any:

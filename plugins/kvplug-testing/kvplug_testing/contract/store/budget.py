@@ -14,7 +14,7 @@ import pytest
 from kvplug.transport import PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.pipe.footprint import Footprint
+from kvplug_testing.contract.footprint import Footprint
 from kvplug_testing.contract.store.pages import MIB, Batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import (
     StoreSuite,

@@ -14,8 +14,8 @@ from kvplug import ClosedError, UnsupportedError
 from kvplug.transport import Job, MissReason, PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.footprint import Footprint
 from kvplug_testing.contract.forked_child import held as descriptors_held, in_forked_child
-from kvplug_testing.contract.pipe.footprint import Footprint
 from kvplug_testing.contract.store.deadlines import SLACK_S, held_request
 from kvplug_testing.contract.store.held_memory import HeldMemory
 from kvplug_testing.contract.store.pages import Batch, sized_format

@@ -1,0 +1,513 @@
+"""The ends of what is judged, here and in other processes, as the general laws see them.
+
+A kind says in one :class:`Ends` how connected ends are made, and in an :class:`End` what can be called of
+each. :mod:`kvplug_testing.contract.general` judges the laws that hold for everything with an end from no more
+than that. A method of an end runs in the process where the end is; a :class:`Handle` calls it from the test.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import functools
+import itertools
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar, Final
+
+import attrs
+
+from kvplug import ClosedError, KvplugError, PeerGoneError
+from kvplug_testing import peers, waits
+from kvplug_testing.contract import leaving
+from kvplug_testing.contract.base import at_host
+from kvplug_testing.contract.footprint import Footprint
+from kvplug_testing.contract.forked_child import in_forked_child
+from kvplug_testing.contract.suite_ref import suite_from_ref
+from kvplug_testing.waits import Call
+
+CHILD_S: Final = 900.0
+"""The time limit of another process: longer than that of any test."""
+CLOSE_S: Final = 0.1
+"""The timeout of a close in tests that do not wait for it."""
+RUN_END: Final = f"{__name__}:run_end"
+_GRANDCHILD_S: Final = 120
+_INTERRUPT_S: Final = 0.3
+
+Calls = Mapping[str, Callable[[float | None], Any]]
+"""Calls by name; the argument is the timeout."""
+
+
+def given(timeout: tuple[float | None, ...]) -> dict[str, Any]:
+    """The keyword argument ``timeout``, or none: then the context's counts."""
+    return {"timeout": timeout[0]} if timeout else {}
+
+
+def fields_of(context: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a transport's context. ``at_host`` stands for those of an end on the host 0 or 1."""
+    given_ = dict(context)
+    host = given_.pop("at_host", None)
+    return given_ if host is None else {**at_host(host), **given_}
+
+
+class End(abc.ABC):
+    """One end, in the process that made it. Arguments and results of methods are plain values."""
+
+    role: str = "end"
+    """Its name, for messages."""
+    gone: type[KvplugError] | None = PeerGoneError
+    """What its calls raise when the process at the other end has died; ``None`` if they go on."""
+    leaves: bool = True
+    """Whether it ends that way for this end, too, when the other end was closed and has not died."""
+    gone_later: type[KvplugError] = PeerGoneError
+    """What they raise after the first one has said so."""
+    awaits: str = ""
+    """What the message of a call that timed out names."""
+    thing: Any = None
+    """The object, if it can be used in a ``with`` block."""
+
+    # -- what a kind says ----------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def calls(self) -> Calls:
+        """The calls that an end which has ended refuses, whatever their timeout."""
+
+    @abc.abstractmethod
+    def blocking(self) -> Calls:
+        """The calls that block for ever after :meth:`clog`, while the other end does nothing.
+
+        A call that succeeds later than its timeout must be one that :meth:`drain` receives.
+        """
+
+    def unclogged(self) -> Sequence[str]:
+        """Those of them that block without :meth:`clog`, too."""
+        return [*self.blocking()]
+
+    def idles(self) -> str:
+        """One of them that blocks though the other end makes its own such call; empty: there is none."""
+        return next(iter(self.unclogged()), "")
+
+    def doomed(self) -> Sequence[str]:
+        """Those of them that raise :attr:`gone`."""
+        return [*self.blocking()]
+
+    def timed(self) -> Calls:
+        """The calls that take a timeout, and refuse a wrong one."""
+        return {**self.blocking(), **self.calls(), "close": self.close}
+
+    @abc.abstractmethod
+    def close(self, timeout: float | None) -> None:
+        """End it as the law says of ``close``."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """End it at once."""
+
+    @abc.abstractmethod
+    def closed(self) -> bool | None:
+        """Whether this end was ended; ``None`` if it cannot be asked."""
+
+    @abc.abstractmethod
+    def part(self, number: int, timeout: float | None, passed: Any = None) -> Any:
+        """This end's part in exchange ``number`` of all ends; checks what it receives.
+
+        ``passed`` is what the part of the previous end has returned, where parts come in turn.
+        """
+
+    def clog(self) -> int:
+        """Send to the other end, which receives nothing, until there is no room. Returns how much that is."""
+        return 0
+
+    def drain(self, count: int) -> None:
+        """Receive so much, which the other end's :meth:`clog` has sent, and check it."""
+        assert not count, f"the {self.role} end receives nothing"
+
+    # -- what tests do with it -----------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "role": self.role,
+            "gone": None if self.gone is None else self.gone.__name__,
+            "leaves": self.leaves,
+            "awaits": self.awaits,
+            "blocking": [*self.blocking()],
+            "unclogged": [*self.unclogged()],
+            "idles": self.idles(),
+            "doomed": [*self.doomed()],
+            "pid": os.getpid(),
+        }
+
+    def wait(self, name: str, *timeout: float | None) -> Any:
+        """Make a blocking call. Without a timeout it is made with the context's."""
+        call: Any = self.blocking()[name]
+        return call(*timeout)
+
+    def end(self, how: str) -> None:
+        if how == "abort":
+            self.abort()
+        else:
+            self.close(CLOSE_S)
+
+    def not_closed(self, *timeouts: float | None) -> str:
+        """The calls that do not raise ``ClosedError``; empty if all do."""
+        wrong = []
+        for timeout in timeouts or (0.5,):
+            for name, call in self.calls().items():
+                try:
+                    wrong.append(f"{name} returned {call(timeout)!r}")
+                except ClosedError:
+                    pass
+                except BaseException as e:
+                    wrong.append(f"{name} raised {e!r}")
+        if self.closed() is False:
+            wrong.append("it does not say that it is closed")
+        return "; ".join(f"{self.role}: {each}" for each in wrong)
+
+    def wrong_timeouts(self, timeout: Any) -> str:
+        """The calls that do not refuse such a timeout with a ``ValueError``; empty if all do."""
+        wrong = []
+        for name, call in self.timed().items():
+            try:
+                wrong.append(f"{name} returned {call(timeout)!r}")
+            except ValueError as e:
+                if isinstance(e, KvplugError) and type(e).__name__ != "ConfigError":
+                    wrong.append(f"{name} blames itself or its peer: {e!r}")
+            except Exception as e:
+                wrong.append(f"{name} raised {e!r}")
+        return "; ".join(f"{self.role}: {each}" for each in wrong)
+
+    def is_gone(self) -> None:
+        """The calls that need the other end raise :attr:`gone`, again and again. Before the death is noticed,
+        one that sends may succeed.
+        """
+        assert self.gone is not None
+        kinds = (self.gone, self.gone_later)
+        for name in self.doomed():
+            limit = time.monotonic() + waits.patience_s
+            for _ in range(2):
+                while not self._says(kinds, name):
+                    assert time.monotonic() < limit, f"{name} never raises {self.gone.__name__}"
+        self.is_still_open()
+
+    def is_still_open(self) -> None:
+        """Only the other end has ended."""
+        assert not self.closed(), f"{self.role}: it says that it was closed here"
+
+    def _says(self, kinds: tuple[type[KvplugError], ...], name: str) -> bool:
+        outcome = Outcome.of(lambda: self.wait(name, waits.patience_s))
+        if outcome.kinds:
+            outcome.raised(name, *kinds)
+            wrong = {"ClosedError", "TimeoutError"} & {*outcome.kinds}
+            assert not wrong, f"{name} of an end whose peer is gone {outcome}"
+        return bool(outcome.kinds)
+
+    def work(self, first: int = 0) -> int:
+        """Take part in exchanges without end. Raises the error that ends it."""
+        for number in itertools.count(first):
+            self.part(number, None)
+        raise AssertionError("unreachable")
+
+    def busy(self, leaves: bool) -> None:
+        """Make calls without end while a program leaves: this one, if it ``leaves``, or the other end's. A
+        thread of one that leaves may drop no tensor: see :mod:`leaving`. Raises the error that ends it.
+        """
+        self.work()
+
+    def look_in_forked_child(self) -> str:
+        """What is wrong with this end in a forked child of its process; empty if nothing is."""
+
+        def look() -> str:
+            found = [self.not_closed()]
+            for end in (partial_close(self), self.abort):
+                end()
+            return "; ".join(each for each in [*found, self.not_closed()] if each)
+
+        return in_forked_child(look)
+
+    def use_in_block(self, error: BaseException | None = None) -> None:
+        with self.thing as thing:
+            assert thing is self.thing, "with does not give the object"
+            if error is not None:
+                raise error
+
+    def fail_in_block(self) -> bool:
+        """Leave a block by an exception, which must come out."""
+        try:
+            self.use_in_block(KeyError("of the test"))
+        except KeyError:
+            return True
+        return False
+
+    def interrupted(self, name: str) -> str:
+        """The error of a blocking call whose thread, the main one, gets SIGINT meanwhile."""
+        main = threading.main_thread().ident
+        assert main is not None and main == threading.get_ident()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+        timer = threading.Timer(_INTERRUPT_S, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        try:
+            self.wait(name, 60 * _INTERRUPT_S)
+        except BaseException as e:
+            return type(e).__name__
+        finally:
+            timer.join()
+        return "nothing"
+
+    def footprint(self) -> dict[str, Any]:
+        return Footprint.taken().plain()
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that its process has used."""
+        return time.process_time()
+
+    def leave_a_child(self, how: str) -> int:
+        """Leave a process behind that does nothing, as ``"python"`` forks one, or as ``"c"`` does, which runs
+        no hook of Python: it holds every descriptor of this process. Returns its pid.
+        """
+        if how == "c":
+            libc = ctypes.PyDLL(None)
+            if (pid := libc.fork()) == 0:
+                libc.sleep(_GRANDCHILD_S)
+                libc._exit(0)
+            return int(pid)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads
+            pid = os.fork()
+        if pid == 0:
+            time.sleep(_GRANDCHILD_S)
+            os._exit(0)
+        return pid
+
+
+def partial_close(end: End) -> Callable[[], None]:
+    return functools.partial(end.close, CLOSE_S)
+
+
+class Ends(abc.ABC):
+    """How the ends of a suite's subject are made, and what the kind's laws allow them."""
+
+    roles: Sequence[str]
+    """The ends of one connection, in the order in which they are made."""
+    in_turn: ClassVar[bool] = False
+    """Whether the parts of an exchange come one after the other, in the order of :attr:`roles`."""
+    breaks_by_timeout: ClassVar[bool] = False
+    """Whether a call that has timed out leaves the end broken, and all later calls say so."""
+
+    has_heartbeat: ClassVar[bool] = False
+    """Whether the context's ``heartbeat_timeout_s`` says when silence of another host counts as its death."""
+
+    def __init__(self, suite: Any) -> None:
+        self.suite = suite
+
+    @abc.abstractmethod
+    def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
+        """Make the ends that are here, connected with those in the child processes: for each role its
+        process, or ``None``. The ends of this process are ended with the test.
+
+        More ends may follow those of the roles, such as a listener. ``context``: what differs from the
+        suite's defaults, ``timeout_s`` or ``heartbeat_timeout_s``.
+        """
+
+    @abc.abstractmethod
+    def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:
+        """In a child process: make the end of this role, connected with those that :meth:`make` makes."""
+
+
+# -- calls of ends from the test -------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """How a call of an end has ended."""
+
+    value: Any = None
+    kinds: Sequence[str] = ()
+    """The names of the error's class and of its bases; empty if it returned."""
+    text: str = ""
+    """The error's message."""
+    took_s: float = 0.0
+    error: BaseException | None = None
+    """The error itself, if it was raised in this process."""
+
+    @classmethod
+    def of(cls, call: Callable[[], Any]) -> Outcome:
+        began = time.monotonic()
+        try:
+            value = call()
+        except BaseException as e:
+            kinds = [kind.__name__ for kind in type(e).__mro__]
+            return cls(kinds=kinds, text=str(e), took_s=time.monotonic() - began, error=e)
+        return cls(value=value, took_s=time.monotonic() - began)
+
+    def __str__(self) -> str:
+        return f"raised {self.kinds[0]}: {self.text}" if self.kinds else f"returned {self.value!r}"
+
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        assert not self.kinds, str(self)
+        return self.value
+
+    def raised(self, what: str, *kinds: type[BaseException] | str) -> Outcome:
+        """Assert that it raised one of these."""
+        names = [kind if isinstance(kind, str) else kind.__name__ for kind in kinds]
+        assert {*names} & {*self.kinds}, f"{' or '.join(names)} was expected of {what}, and it {self}"
+        return self
+
+
+class Pending:
+    """A call that has begun."""
+
+    def __init__(self, what: str, outcome: Callable[[float], Outcome], blocked: Callable[[float], bool]):
+        self._what = what
+        self._outcome = outcome
+        self._kept: Outcome | None = None
+        self.is_blocked = blocked
+        """Whether it is still under way after so many seconds."""
+
+    def outcome(self, within: float | None = None) -> Outcome:
+        if self._kept is None:
+            self._kept = self._outcome(waits.patience_s + 1 if within is None else within)
+        return self._kept
+
+    def result(self, within: float | None = None) -> Any:
+        return self.outcome(within).result()
+
+    def raised(self, *kinds: type[BaseException] | str, within: float | None = None) -> Outcome:
+        return self.outcome(within).raised(self._what, *kinds)
+
+    def check_blocked(self, for_s: float = 0.1) -> Pending:
+        assert self.is_blocked(for_s), f"{self._what} did not wait: it {self.outcome()}"
+        return self
+
+
+class Handle(abc.ABC):
+    """An end, as a test calls it."""
+
+    said: dict[str, Any]
+
+    @abc.abstractmethod
+    def begin(self, method: str, *args: Any) -> Pending:
+        """Begin a call of one of its methods."""
+
+    def run(self, method: str, *args: Any) -> Any:
+        """Call a method, which must return in time."""
+        return self.begin(method, *args).result()
+
+    @property
+    def role(self) -> str:
+        return str(self.said["role"])
+
+    @property
+    def blocking(self) -> list[str]:
+        return list(self.said["blocking"])
+
+    @property
+    def gone(self) -> str | None:
+        gone: str | None = self.said["gone"]
+        return gone
+
+
+class LocalHandle(Handle):
+    """An end of this process. Its calls are made in threads."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+        self.said = end.describe()
+
+    def begin(self, method: str, *args: Any) -> Pending:
+        call = Call(lambda: Outcome.of(lambda: getattr(self.end, method)(*args)))
+        return Pending(f"{method} {args} of the {self.role} end", call.result, call.is_blocked)
+
+    def forks(self) -> str:
+        """:meth:`End.look_in_forked_child`, in this thread."""
+        return self.end.look_in_forked_child()
+
+
+class RemoteHandle(Handle):
+    """An end of another process, which runs :func:`run_end`."""
+
+    def __init__(self, child: peers.Peer, said: dict[str, Any]) -> None:
+        self.child = child
+        self.said = said
+        self._numbers = itertools.count(1)
+        self._heard: dict[int, Outcome] = {}
+
+    def begin(self, method: str, *args: Any) -> Pending:
+        number = next(self._numbers)
+        self.child.send([number, method, list(args)])
+        return Pending(
+            f"{method} {args} of the {self.role} end",
+            functools.partial(self._outcome, number),
+            functools.partial(self._blocked, number),
+        )
+
+    def _outcome(self, number: int, within: float) -> Outcome:
+        limit = time.monotonic() + within
+        while number not in self._heard:
+            self._hear(max(0.0, limit - time.monotonic()))
+        return self._heard.pop(number)
+
+    def _blocked(self, number: int, for_s: float) -> bool:
+        limit = time.monotonic() + for_s
+        while number not in self._heard:
+            if not self.child.poll(max(0.0, limit - time.monotonic())):
+                return True
+            self._hear(0.0)
+        return False
+
+    def _hear(self, within: float) -> None:
+        number, plain = self.child.recv(within)
+        self._heard[number] = Outcome(**plain)
+
+    def run_in_main_thread(self, method: str, *args: Any) -> Any:
+        self.child.send([0, method, list(args)])
+        return self._outcome(0, waits.patience_s + 10).result()
+
+    def forks(self) -> str:
+        return str(self.begin("look_in_forked_child").result(waits.patience_s + 5))
+
+    def leave(self, way: str) -> None:
+        """Leave the program as law ALL-8 says, in one of the ways of :mod:`leaving`."""
+        self.child.send(["leave", way, []])
+        leaving.check_left(self.child)
+
+    def anew(self) -> None:
+        """End this end, and let its process make the next one."""
+        self.child.send(["anew", "", []])
+
+
+def run_end(parent: peers.Parent, suite_ref: dict[str, Any], role: int, context: dict[str, Any]) -> None:
+    """In another process: make an end, and carry out the test's calls, each in a thread."""
+    suite: Any = suite_from_ref(suite_ref)
+    suite.warm_up()
+    while True:
+        with ExitStack() as suite._stack:
+            end = suite.ends().join(parent, role, context)
+            parent.send(["ready", end.describe()])
+            _serve(parent, end)
+
+
+def _serve(parent: peers.Parent, end: End) -> None:
+    def call(number: int, method: str, args: list[Any]) -> None:
+        outcome = Outcome.of(lambda: getattr(end, method)(*args))
+        parent.send([number, attrs.asdict(attrs.evolve(outcome, error=None), recurse=False)])
+
+    while True:
+        match parent.recv(None):
+            case ["leave", str(way), _]:
+                leaving.leave(parent, way, abort=end.abort, close=partial_close(end))
+            case ["exit", *_]:
+                os._exit(0)
+            case ["anew", *_]:
+                end.abort()
+                return
+            case [0, method, args]:
+                call(0, method, args)
+            case [number, method, args]:
+                threading.Thread(target=call, args=(number, method, args), daemon=True).start()

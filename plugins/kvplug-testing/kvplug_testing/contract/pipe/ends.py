@@ -1,0 +1,221 @@
+"""The ends of a pipe, and a listener, for the general laws."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+from kvplug import ClosedError, KvplugError, PeerGoneError
+from kvplug.transport import Pipe, PipeEndpoint, PipeListener, Transfer
+from kvplug_testing import peers, waits
+from kvplug_testing.comparison import assert_same
+from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
+from kvplug_testing.contract.general import General
+from kvplug_testing.contract.pipe import remote
+from kvplug_testing.contract.pipe.content import numbered, tensor_of
+from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received
+from kvplug_testing.waits import until
+
+CLOG_BYTES: Final = MIB // 4
+_SIZES: Final = (MIB, 1, 1000, 0, 3 * MIB)
+"""Bytes of the messages of an exchange, one after the other: at once, and larger than any buffer."""
+_SMALL: Final = 30
+"""Small messages for each large one, while a program leaves."""
+_SMALL_BYTES: Final = 1000
+
+
+class PipeEnd(End):
+    """A pipe. It sends a message and receives the same one back, or does so the other way around."""
+
+    def __init__(self, role: str, pipe: Pipe, *, clogs: bool, both_ways: bool) -> None:
+        import torch
+
+        self.role = role
+        self._both_ways = both_ways
+        self.thing = pipe
+        self._pipe = pipe
+        self._clogs = clogs
+        self._out = torch.empty(CLOG_BYTES, dtype=torch.uint8)  # what has arrived of a clogged pipe fits
+        self._num_clogging = 0
+        self._transfers: list[Transfer] = []
+
+    def calls(self) -> Calls:
+        pipe = self._pipe
+        return {
+            "send_tensor(None)": lambda timeout: pipe.send_tensor(None, timeout=timeout),
+            "send_tensor": lambda timeout: pipe.send_tensor(tensor_of("int8", (3,)), timeout=timeout),
+            **self._receiving(),
+        }
+
+    def _receiving(self) -> dict[str, Callable[..., Any]]:
+        pipe = self._pipe
+        return {
+            "recv_tensor": lambda *timeout: pipe.recv_tensor(**given(timeout)),
+            "recv_tensor(out)": lambda *timeout: pipe.recv_tensor(self._out, **given(timeout)),
+        }
+
+    def blocking(self) -> Calls:
+        return {**self._receiving(), **({"send_tensor": self._send_more} if self._clogs else {})}
+
+    def unclogged(self) -> Sequence[str]:
+        return [*self._receiving()]
+
+    def _send_more(self, *timeout: float | None) -> None:
+        message = numbered(self._num_clogging, LIMIT)
+        self._transfers.append(self._pipe.send_tensor(message, **given(timeout)))
+
+    def part(self, number: int, timeout: float | None, passed: Any = None) -> None:
+        nbytes = _SIZES[number % len(_SIZES)]
+        within = waits.patience_s if timeout is None else timeout
+        if self.role == "connecting":
+            transfer = self._pipe.send_tensor(remote.content(number, nbytes), timeout=timeout)
+            wrong = remote.unlike(self._pipe.recv_tensor(timeout=timeout), number, nbytes)
+        else:
+            message = self._pipe.recv_tensor(timeout=timeout)
+            wrong = remote.unlike(message, number, nbytes)
+            transfer = self._pipe.send_tensor(message, timeout=timeout)
+        assert not wrong, wrong
+        transfer.wait(within)
+
+    def busy(self, leaves: bool) -> None:
+        """Small messages keep the program's threads in calls, and large ones the pipe's. Without both
+        directions only the end that leaves sends.
+        """
+        import torch
+
+        out = torch.empty(_SMALL_BYTES, dtype=torch.uint8) if leaves else None
+        messages = [remote.content(1, _SMALL_BYTES)]
+        if leaves:
+            messages = [_strided(2)] * _SMALL + [_strided(4 * MIB // 512)]
+        receiving = threading.Thread(target=self._receive_all, args=(out,), daemon=True)
+        if self._both_ways or not leaves:
+            receiving.start()
+        if self._both_ways or leaves:
+            for message in itertools.cycle(messages):
+                self._pipe.send_tensor(message, timeout=None)
+        receiving.join()
+        raise ClosedError("the pipe has ended")
+
+    def _receive_all(self, out: Any) -> None:
+        with contextlib.suppress(KvplugError):
+            while True:
+                self._pipe.recv_tensor(out, timeout=None)
+
+    def clog(self) -> int:
+        if self._clogs:
+            self._transfers = fill(self._pipe, CLOG_BYTES)
+            self._num_clogging = len(self._transfers)
+        return self._num_clogging
+
+    def drain(self, count: int) -> None:
+        for number in range(count):
+            assert_same(numbered(number, CLOG_BYTES), received(self._pipe), f"message {number}")
+
+    def is_gone(self) -> None:
+        super().is_gone()
+        for number, transfer in enumerate(self._transfers):
+            until(transfer.done, what=f"the end of transfer {number} of {len(self._transfers)}")
+            assert transfer.error() is None or isinstance(transfer.error(), PeerGoneError), transfer
+
+    def close(self, timeout: float | None) -> None:
+        self._pipe.close(timeout)
+
+    def abort(self) -> None:
+        self._pipe.abort()
+
+    def closed(self) -> bool:
+        assert isinstance(self._pipe.peer, str) and self._pipe.peer.strip(), "peer says nothing"
+        return self._pipe.closed
+
+
+class ListenerEnd(End):
+    """A listener to which nothing connects."""
+
+    role = "listening"
+    gone = None
+
+    def __init__(self, listener: PipeListener) -> None:
+        self._listener = listener
+        self._is_closed = False
+
+    def calls(self) -> Calls:
+        return {"accept": lambda *timeout: self._listener.accept(**given(timeout))}
+
+    blocking = timed = calls
+
+    def close(self, timeout: float | None) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        self._listener.close()
+        self._is_closed = True
+
+    def closed(self) -> bool | None:
+        return self._is_closed or None
+
+    def part(self, number: int, timeout: float | None, passed: Any = None) -> None:
+        """No part."""
+
+
+class PipeEnds(Ends):
+    """A pair of pipes, and a listener beside it."""
+
+    roles: ClassVar[Sequence[str]] = ("accepting", "connecting")
+
+    has_heartbeat = True
+    suite: PipeSuite
+
+    def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
+        first, second = children
+        if first is not None:
+            contact = first.recv()
+            if second is not None:
+                second.send(contact)
+                return [None, None]
+            return [None, self._connect(contact, context)]
+        end = self._endpoint(context)
+        listener = end.listen()
+        self.suite.later(listener.close)
+        if second is not None:
+            second.send(listener.contact)
+            return [self._end(0, self.suite.accept(listener)), None, ListenerEnd(listener)]
+        connected, accepted = self.suite.join(end, listener)
+        return [self._end(0, accepted), self._end(1, connected), ListenerEnd(listener)]
+
+    def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:
+        if role:
+            return self._connect(parent.recv(None), context)
+        listener = self._endpoint(context).listen()
+        parent.send(listener.contact)
+        pipe = self.suite.accept(listener)
+        listener.close()
+        return self._end(0, pipe)
+
+    def _connect(self, contact: str, context: Mapping[str, Any]) -> End:
+        pipe = self._endpoint(context).connect(contact, timeout=waits.patience_s)
+        self.suite.later(pipe.abort)
+        return self._end(1, pipe)
+
+    def _endpoint(self, context: Mapping[str, Any]) -> PipeEndpoint:
+        return self.suite.limited_endpoint(**fields_of(context))
+
+    def _end(self, role: int, pipe: Pipe) -> PipeEnd:
+        return PipeEnd(
+            self.roles[role], pipe, clogs=bool(self.suite.limit_option), both_ways=not self.suite.both_ways
+        )
+
+
+def _strided(rows: int) -> Any:
+    import torch
+
+    return torch.arange(rows * 256, dtype=torch.int16).view(rows, 256).t()
+
+
+class PipeGeneral(PipeSuite, General):
+    """The general laws for pipes."""
+
+    def ends(self) -> PipeEnds:
+        return PipeEnds(self)
