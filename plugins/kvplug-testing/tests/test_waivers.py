@@ -54,11 +54,15 @@ def test_a_waiver_of_another_class_waives_nothing(package: Any) -> None:
 
 
 QUEUE = """
-from kvplug_testing import MessageQueueContract
+from kvplug_testing import MessageQueueContract, law
 
 class TestQueue(MessageQueueContract):
     transport = "memory"
     across_processes = False
+
+    @law("ALL-1")
+    def test_ending_wakes_a_call_that_is_blocked(self):
+        pass
 """
 
 NARROWER = """
@@ -212,12 +216,12 @@ def test_a_waiver_of_what_this_run_leaves_out_is_no_error(package: Any, argument
 
 
 def test_a_name_that_suites_share_is_judged_by_all_of_them(package: Any) -> None:
-    """``[close-abort]`` is a pipe's, and queues have the test without parameters."""
+    """``[abort]`` is a pipe's, and this queue has the test without parameters."""
     (package.folder / "tests" / "test_queue.py").write_text(QUEUE)
     package.waive("""
-        "test_ending_twice_is_ending_once[close-abort]" = "of the pipes in another file"
+        "test_ending_wakes_a_call_that_is_blocked[abort]" = "of the pipes in another file"
     """)
-    done = package.judge("tests/test_queue.py", "-k", "ending_twice")
+    done = package.judge("tests/test_queue.py", "-k", "ending_wakes")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvplug_testing.contract.queue.chunks import Chunks
 from kvplug_testing.contract.queue.crash_points import CrashPoints
 from kvplug_testing.contract.queue.endings import Endings
+from kvplug_testing.contract.queue.ends import QueueGeneral
 from kvplug_testing.contract.queue.exhaustion import Exhaustion
 from kvplug_testing.contract.queue.groups import Groups
 from kvplug_testing.contract.queue.handles import Handles
@@ -29,6 +30,7 @@ class MessageQueueContract(
     CrashPoints,
     LyingPeers,
     Exhaustion,
+    QueueGeneral,
 ):
     """Checks a transport of kind "queue" against the laws ALL and QUEUE.
 

@@ -17,8 +17,6 @@ from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.peers import Parent, Peer
 from kvplug_testing.waits import until
 
-HEARTBEAT_S = 2.0
-"""``heartbeat_timeout_s`` where an end falls silent."""
 _RANKS = {"near": 0, "far": 1}
 
 
@@ -57,28 +55,6 @@ class OtherHost(QueueSuite):
             got = _do(readers["near"], "dequeue")
             assert got == number, f"with a dead reader on another host {got!r} came for {number}"
 
-    @law("ALL-2", needs="another_host")
-    def test_a_writer_that_is_killed_on_another_host_is_gone(self) -> None:
-        writer, readers = self._queue()
-        _do(writer, "enqueue", "first")
-        assert _do(readers["far"], "dequeue") == "first"
-        readers["far"].send(["dequeue"])
-        assert not readers["far"].poll(0.3), "a reader without a message did not wait"
-        writer.kill()
-        _check_gone(readers["far"], "its writer was killed")
-
-    @law("ALL-3", "ALL-5", needs="another_host", level="quick")
-    def test_both_ends_are_told_when_the_other_host_vanishes(self) -> None:
-        writer, readers = self._queue(heartbeat_timeout_s=HEARTBEAT_S)
-        readers["far"].send(["dequeue"])
-        assert not readers["far"].poll(2 * HEARTBEAT_S), "a writer that sends nothing was taken for dead"
-        with self.hosts().apart():
-            _check_gone(readers["far"], "the writer's host is gone")
-            within = HEARTBEAT_S + waits.patience_s
-            until(lambda: _do(writer, "gone") == [_RANKS["far"]], within, "that the reader's host is missed")
-        _do(writer, "enqueue", "on")
-        assert _do(readers["near"], "dequeue") == "on"
-
     def _queue(self, **context: Any) -> tuple[Peer, dict[str, Peer]]:
         """The processes of the writer and of both readers."""
         context["n_reader"] = len(_RANKS)
@@ -107,11 +83,6 @@ def _done(end: Peer) -> Any:
     error, value = end.recv(waits.patience_s + 5)
     assert not error, f"{end!r}: {error}: {value}"
     return value
-
-
-def _check_gone(end: Peer, why: str) -> None:
-    error, value = end.recv(HEARTBEAT_S + waits.patience_s)
-    assert error == "PeerGoneError", f"{why}, and a blocked call gave {error or value!r}"
 
 
 # -- on a host -------------------------------------------------------------------------------------

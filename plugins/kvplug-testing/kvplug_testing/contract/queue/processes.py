@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
 import os
-import threading
 import time
 from typing import Any
 
-import pytest
-
-from kvplug import ConfigError, KvplugError, PeerGoneError, TimeoutError
+from kvplug import ConfigError, PeerGoneError, TimeoutError
 from kvplug.transport import MessageQueue, QueueHandle
 from kvplug_testing import waits
-from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.chunks import read
 from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent, wrong
 from kvplug_testing.contract.queue.waiting import check_named
 from kvplug_testing.peers import Parent
-from kvplug_testing.waits import Call, raises, until
+from kvplug_testing.waits import Call, raises
 
 
 def drain(parent: Parent, reader: MessageQueue, count: int) -> Any:
@@ -81,30 +74,6 @@ def give_chunks(parent: Parent, writer: MessageQueue) -> Any:
         view[:500] = b"h" * 500
         parent.send("half written")
         time.sleep(1000)
-
-
-def leave_at_work(parent: Parent, queue: MessageQueue, way: str) -> None:
-    """Use the queue in a thread of the program, and leave the program meanwhile."""
-    use = _enqueue_all if queue.rank is None else _dequeue_all
-    threading.Thread(target=use, args=(queue,), daemon=True).start()
-    parent.recv(timeout=waits.patience_s)
-    leaving.leave(parent, way, abort=queue.abort, close=queue.close)
-
-
-def _enqueue_all(writer: MessageQueue) -> None:
-    with contextlib.suppress(KvplugError):
-        for value in itertools.cycle(["small"] * 30 + [b"x" * 500_000]):
-            writer.enqueue(value, timeout=None)
-
-
-def _dequeue_all(reader: MessageQueue) -> None:
-    with contextlib.suppress(KvplugError):
-        while True:
-            reader.dequeue(timeout=None)
-
-
-def _has_lost_a_reader(writer: MessageQueue) -> bool:
-    return any(reader.gone for reader in writer.readers)
 
 
 class Processes(QueueSuite):
@@ -190,17 +159,6 @@ class Processes(QueueSuite):
             sent(writer, number)
             assert received(local) == number
 
-    @law("QUEUE-2", needs="other_processes")
-    def test_when_the_last_reader_is_killed_the_writer_hears_it(self) -> None:
-        writer = self.writer(1)
-        child = self.remote_reader(writer, 0, sit)
-        child.recv()
-        fill(writer)
-        call = Call(lambda: writer.enqueue("unread", timeout=waits.patience_s))
-        assert call.is_blocked()
-        child.kill()
-        call.raised(PeerGoneError, waits.patience_s + 1)
-
     @law("ALL-2", "ALL-5", needs="other_processes")
     def test_of_a_writer_that_is_killed_everything_it_had_enqueued_is_received_first(self) -> None:
         handle, child = self.remote_writer(2, give, CHUNKS)
@@ -214,17 +172,6 @@ class Processes(QueueSuite):
             assert not wrong([received(reader) for _ in range(CHUNKS)], range(CHUNKS))
             raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=waits.patience_s))  # type: ignore[misc]
             raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=waits.patience_s))  # type: ignore[misc]
-
-    @law("ALL-2", needs="other_processes")
-    def test_a_reader_that_waits_hears_that_the_writer_was_killed(self) -> None:
-        handle, child = self.remote_writer(1, give, 1)
-        reader = self.attach(handle)
-        self.later(reader.abort)
-        call = Call(lambda: reader.dequeue(timeout=None))
-        assert call.is_blocked()
-        child.kill()
-        error = call.raised(PeerGoneError)
-        assert f"pid {child.pid}" in str(error), f"it does not name the process that died: {error}"
 
     @law("ALL-2", "ALL-5", needs="other_processes")
     def test_of_a_writer_that_is_killed_whole_chunks_are_read_and_half_a_one_never_is(self) -> None:
@@ -284,59 +231,6 @@ class Processes(QueueSuite):
         sent(writer, "after")
         child.send("read")
         assert child.recv() == "after"
-
-    @law("ALL-3", needs="other_processes")
-    def test_a_writer_that_is_stopped_is_alive(self) -> None:
-        handle, child = self.remote_writer(1, give, 1)
-        reader = self.attach(handle)
-        self.later(reader.abort)
-        child.stop()
-        raises(TimeoutError, lambda: reader.dequeue(timeout=0.5))
-        child.cont()
-        child.send("go")
-        assert received(reader) == 0
-
-    @law("ALL-7", needs="other_processes")
-    def test_of_processes_that_were_killed_nothing_stays(self) -> None:
-        for _ in range(2):
-            handle, child = self.remote_writer(1, give, 1)
-            reader = self.attach(handle)
-            child.kill()
-            raises(PeerGoneError, lambda reader=reader: reader.dequeue(timeout=waits.patience_s))  # type: ignore[misc]
-            reader.close()
-            writer = self.writer(1)
-            child = self.remote_reader(writer, 0, sit)
-            child.recv()
-            child.kill()
-            until(
-                functools.partial(_has_lost_a_reader, writer), what="the eviction of a reader that was killed"
-            )
-            writer.close()
-
-    @law("ALL-8", needs="other_and_forked_processes", level="quick")
-    @pytest.mark.parametrize("way", leaving.WAYS)
-    @pytest.mark.parametrize("end", ["writer", "reader"])
-    def test_a_program_that_leaves_while_its_queue_is_at_work_ends_with_its_own_code(
-        self, end: str, way: str
-    ) -> None:
-        if end == "writer":
-            handle, child = self.remote_writer(1, leave_at_work, way)
-            queue = self.attach(handle)
-            self.later(queue.abort)
-        else:
-            queue = self.writer(1)
-            child = self.remote_reader(queue, 0, leave_at_work, way)
-        use = Call(functools.partial(_dequeue_all if end == "writer" else _enqueue_all, queue))
-        assert use.is_blocked(0.1)
-        child.send("leave")
-        leaving.check_left(child)
-        use.result()
-
-    @law("ALL-8", level="full", needs="other_and_forked_processes")
-    @pytest.mark.parametrize("way", leaving.OTHER_WAYS)
-    @pytest.mark.parametrize("end", ["writer", "reader"])
-    def test_so_does_one_that_closed_its_queue_and_a_forked_child(self, end: str, way: str) -> None:
-        self.test_a_program_that_leaves_while_its_queue_is_at_work_ends_with_its_own_code(end, way)
 
     @law("QUEUE-1", needs="other_processes")
     def test_a_handle_whose_writer_was_killed_is_refused_in_time(self) -> None:

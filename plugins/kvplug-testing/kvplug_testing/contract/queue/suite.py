@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +10,7 @@ from kvplug.transport import Credentials, Kind, MessageQueue, QueueContext, Queu
 from kvplug_testing import peers, waits
 from kvplug_testing.comparison import difference
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.suite_ref import suite_from_ref
+from kvplug_testing.contract.suite_ref import name_of, named, suite_from_ref
 from kvplug_testing.waits import Call
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -111,9 +110,10 @@ class QueueSuite(Contract):
         ``what`` is a function at the top level of a file.
         """
         handle = writer.export_handle().as_plain()
-        where = f"{what.__module__}:{what.__qualname__}"
         of_it = (self.suite_ref(), context, handle, rank)
-        return self.start_forked(f"{__name__}:_remote_reader", *of_it, where, list(args), timeout_s=LIFE_S)
+        return self.start_forked(
+            f"{__name__}:_remote_reader", *of_it, name_of(what), list(args), timeout_s=LIFE_S
+        )
 
     def remote_writer(
         self, n_reader: int, what: Callable[..., Any], *args: Any, **context: Any
@@ -121,9 +121,10 @@ class QueueSuite(Contract):
         """A child process with the writer's end that runs ``what(parent, queue, *args)``. Returns its
         handle too.
         """
-        where = f"{what.__module__}:{what.__qualname__}"
         of_it = (self.suite_ref(), {"n_reader": n_reader, **context})
-        child = self.start_forked(f"{__name__}:_remote_writer", *of_it, where, list(args), timeout_s=LIFE_S)
+        child = self.start_forked(
+            f"{__name__}:_remote_writer", *of_it, name_of(what), list(args), timeout_s=LIFE_S
+        )
         return QueueHandle.from_plain(child.recv()), child
 
 
@@ -138,7 +139,7 @@ def _remote_reader(
 ) -> Any:
     suite = suite_from_ref(suite_ref)
     with suite.endpoint(**context).create_from_handle(QueueHandle.from_plain(handle), rank) as queue:
-        return _named(where)(parent, queue, *args)
+        return named(where)(parent, queue, *args)
 
 
 def _remote_writer(
@@ -146,12 +147,7 @@ def _remote_writer(
 ) -> Any:
     with suite_from_ref(suite_ref).endpoint(**context).create() as queue:
         parent.send(queue.export_handle().as_plain())
-        return _named(where)(parent, queue, *args)
-
-
-def _named(where: str) -> Any:
-    module, _, name = where.rpartition(":")
-    return getattr(importlib.import_module(module), name)
+        return named(where)(parent, queue, *args)
 
 
 # -- calls that must end in time ---------------------------------------------------------------

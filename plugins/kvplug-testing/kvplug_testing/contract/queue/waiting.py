@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,10 +16,8 @@ from kvplug import TimeoutError
 from kvplug.transport import BusyError, CancelledError, MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, fill, received, sent
+from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, received, sent
 from kvplug_testing.waits import Call, raises, until
-
-DEADLINE_S = 0.3
 
 
 def acquire_write(queue: MessageQueue, **given: Any) -> None:
@@ -35,55 +30,8 @@ def acquire_read(queue: MessageQueue, **given: Any) -> None:
         pass
 
 
-def in_time(call: Callable[[], Any]) -> TimeoutError:
-    """The ``TimeoutError`` of a call that must wait for :data:`DEADLINE_S`."""
-    made = Call(call)
-    error = made.raised(TimeoutError)
-    took = f"a deadline of {DEADLINE_S} s, and it ended after {made.took_s:.3f} s"
-    assert made.took_s > DEADLINE_S * 0.9, took
-    return error  # type: ignore[return-value]
-
-
 class Waiting(QueueSuite):
     """Calls that block."""
-
-    @law("ALL-4")
-    @pytest.mark.parametrize("verb", ["dequeue", "acquire_read", "broadcast_object", "wait_until_ready"])
-    def test_a_reader_waits_as_long_as_it_is_told(self, verb: str) -> None:
-        writer, readers = self.queue(2)
-        reader = readers[0]
-        calls: dict[str, Callable[[], Any]] = {
-            "dequeue": lambda: reader.dequeue(timeout=DEADLINE_S),
-            "acquire_read": lambda: acquire_read(reader, timeout=DEADLINE_S),
-            "broadcast_object": lambda: reader.broadcast_object(timeout=DEADLINE_S),
-            "wait_until_ready": lambda: reader.wait_until_ready(DEADLINE_S),
-        }
-        assert "writer" in str(in_time(calls[verb])), "it does not name what it waited for"
-        sent(writer, "late")
-        assert received(reader) == "late"
-
-    @law("ALL-4")
-    @pytest.mark.parametrize("verb", ["enqueue", "acquire_write", "broadcast_object", "wait_until_ready"])
-    def test_a_writer_waits_as_long_as_it_is_told(self, verb: str) -> None:
-        writer, (reader,) = self.queue()
-        calls: dict[str, Callable[[], Any]] = {
-            "enqueue": lambda: writer.enqueue("late", timeout=DEADLINE_S),
-            "acquire_write": lambda: acquire_write(writer, timeout=DEADLINE_S),
-            "broadcast_object": lambda: writer.broadcast_object("late", timeout=DEADLINE_S),
-            "wait_until_ready": lambda: writer.wait_until_ready(DEADLINE_S),
-        }
-        held = fill(writer)
-        in_time(calls[verb])
-        got = [received(reader) for _ in range(held)]
-        assert got == list(range(held))
-        raises(TimeoutError, lambda: reader.dequeue(timeout=0.2))
-
-    @law("ALL-4")
-    def test_where_nothing_is_said_the_contexts_time_applies(self) -> None:
-        writer, (reader,) = self.queue(timeout_s=DEADLINE_S)
-        in_time(reader.dequeue)
-        fill(writer)
-        in_time(lambda: writer.enqueue("x"))
 
     @law("ALL-4")
     def test_a_timeout_of_nothing_looks_and_does_not_wait(self) -> None:
@@ -91,40 +39,6 @@ class Waiting(QueueSuite):
         raises(TimeoutError, lambda: reader.dequeue(timeout=0))
         sent(writer, 1)
         until(lambda: _polled(reader) == 1, what="a message that was enqueued")
-
-    @law("ALL-4")
-    @pytest.mark.parametrize("timeout", [-1, -math.inf, math.nan])
-    def test_a_wrong_timeout_is_refused_whether_or_not_the_call_has_to_wait(self, timeout: float) -> None:
-        writer, (reader,) = self.queue()
-        calls: list[Callable[..., Any]] = [
-            partial(writer.enqueue, "refused"),
-            partial(acquire_write, writer),
-            partial(writer.broadcast_object, "refused"),
-            writer.wait_until_ready,
-            writer.close,
-            reader.dequeue,
-            partial(acquire_read, reader),
-            reader.broadcast_object,
-            reader.wait_until_ready,
-            reader.close,
-        ]
-        for call in calls:
-            raises(ValueError, partial(call, timeout=timeout))
-        sent(writer, "first")
-        for call in (reader.dequeue, reader.broadcast_object):
-            raises(ValueError, partial(call, timeout=timeout))
-        assert received(reader) == "first"
-        acquire_write(writer, timeout=waits.patience_s)
-        raises(ValueError, partial(acquire_read, reader, timeout=timeout))
-        acquire_read(reader, timeout=waits.patience_s)
-
-    @law("ALL-4")
-    def test_without_a_deadline_a_call_waits_on(self) -> None:
-        writer, (reader,) = self.queue(timeout_s=0.1)
-        call = Call(lambda: reader.dequeue(timeout=None))
-        assert call.is_blocked(0.5), f"it ended: {call.error!r}"
-        sent(writer, "at last")
-        assert call.result() == "at last"
 
     @law("ALL-4")
     def test_who_cancels_is_heard(self) -> None:

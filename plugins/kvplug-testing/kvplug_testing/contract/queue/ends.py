@@ -1,0 +1,154 @@
+"""The two ends of a queue, for the general laws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from kvplug.transport import MessageQueue, QueueHandle
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
+from kvplug_testing.contract.general import General
+from kvplug_testing.contract.queue.suite import CHUNK, MIB, QueueSuite, fill
+from kvplug_testing.contract.queue.waiting import acquire_read, acquire_write
+
+_SIZES: Final = (MIB, 1, 2 * CHUNK, 1000)
+"""Bytes of the values of exchanges, one after the other: some are larger than a chunk."""
+
+
+class QueueEnd(End):
+    """The writer, or the only reader."""
+
+    def __init__(self, role: str, queue: MessageQueue, most_bytes: int) -> None:
+        self.role = role
+        self.awaits = "reader" if role == "writer" else "writer"
+        self.leaves = role == "reader"  # a reader that left is no error
+        self.thing = queue
+        self._queue = queue
+        self._most_bytes = most_bytes - CHUNK
+        self._num_clogging = 0
+
+    def handle(self) -> dict[str, Any]:
+        """The queue's handle, as plain values."""
+        return self._queue.export_handle().as_plain()
+
+    def calls(self) -> Calls:
+        queue = self._queue
+        found: dict[str, Any] = {
+            "export_handle": lambda timeout: queue.export_handle(),
+            "wait_until_ready": queue.wait_until_ready,
+            "broadcast_object": lambda timeout: queue.broadcast_object(1, timeout),
+        }
+        if queue.is_writer:
+            found["readers"] = lambda timeout: queue.readers
+        return found | self._waiting()
+
+    def _waiting(self) -> dict[str, Any]:
+        queue = self._queue
+        if queue.is_writer:
+            return {
+                "enqueue": lambda *timeout: queue.enqueue(self._num_clogging, *timeout),
+                "acquire_write": lambda *timeout: acquire_write(queue, **given(timeout)),
+            }
+        return {
+            "dequeue": lambda *timeout: queue.dequeue(*timeout),
+            "acquire_read": lambda *timeout: acquire_read(queue, **given(timeout)),
+        }
+
+    def blocking(self) -> Calls:
+        queue = self._queue
+        value = (self._num_clogging,) if queue.is_writer else (None,)
+        return {
+            **self._waiting(),
+            "broadcast_object": lambda *timeout: queue.broadcast_object(*value, *timeout),
+            "wait_until_ready": queue.wait_until_ready,
+        }
+
+    def unclogged(self) -> Sequence[str]:
+        return ["wait_until_ready"] if self._queue.is_writer else [*self.blocking()]
+
+    def idles(self) -> str:
+        return "" if self._queue.is_writer else "dequeue"
+
+    def doomed(self) -> Sequence[str]:
+        """A reader that has died is not waited for to be ready."""
+        return [each for each in self.blocking() if each != "wait_until_ready" or not self._queue.is_writer]
+
+    def timed(self) -> Calls:
+        without = ("export_handle", "readers")
+        return {name: call for name, call in super().timed().items() if name not in without}
+
+    def part(self, number: int, timeout: float | None, passed: Any = None) -> None:
+        value = [number, bytes([number % 251]) * min(_SIZES[number % len(_SIZES)], self._most_bytes)]
+        if self._queue.is_writer:
+            self._queue.enqueue(value, timeout=timeout)
+            return
+        got = self._queue.dequeue(timeout=timeout)
+        assert got == value, f"{repr(got)[:80]} came, and it is not value {number}"
+
+    def clog(self) -> int:
+        if self._queue.is_writer:
+            self._num_clogging = fill(self._queue)
+        return self._num_clogging
+
+    def drain(self, count: int) -> None:
+        got = [self._queue.dequeue(timeout=waits.patience_s) for _ in range(count)]
+        assert got == [*range(count)], f"{got} came, and 0 to {count - 1} were sent"
+
+    def close(self, timeout: float | None) -> None:
+        self._queue.close(timeout)
+
+    def abort(self) -> None:
+        self._queue.abort()
+
+    def closed(self) -> bool:
+        return self._queue.closed
+
+
+class QueueEnds(Ends):
+    """A writer and one reader."""
+
+    roles = ("writer", "reader")
+    has_heartbeat = True
+    suite: QueueSuite
+
+    def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
+        ends: list[End | None] = [None, None]
+        if children[0] is not None:
+            plain = children[0].recv()
+        else:
+            ends[0] = writer = self._write(context)
+            plain = writer.handle()
+        if children[1] is not None:
+            children[1].send(plain)
+        else:
+            ends[1] = self._read(plain, context)
+        return ends
+
+    def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:
+        if role:
+            return self._read(parent.recv(None), context)
+        writer = self._write(context)
+        parent.send(writer.handle())
+        return writer
+
+    def _write(self, context: Mapping[str, Any]) -> QueueEnd:
+        fields = fields_of(context)
+        if "at_host" in context:
+            fields["local_reader_ranks"] = ()
+        return self._end(0, self.suite.writer(1, **fields))
+
+    def _read(self, plain: Any, context: Mapping[str, Any]) -> End:
+        reader = self.suite.attach(QueueHandle.from_plain(plain), **fields_of(context))
+        self.suite.later(reader.abort)
+        return self._end(1, reader)
+
+    def _end(self, role: int, queue: MessageQueue) -> QueueEnd:
+        return QueueEnd(self.roles[role], queue, self.suite.most_bytes)
+
+
+class QueueGeneral(QueueSuite, General):
+    """The general laws for queues."""
+
+    def ends(self) -> QueueEnds:
+        return QueueEnds(self)
