@@ -173,7 +173,7 @@ def test_a_directory_that_fails_changes_nothing_and_is_told_once(
         assert heard.knows("friend")
         assert caplog.text.count("no server") == 2, "once for each of the two"
         directory.error = None
-        waits.until(lambda: "answers again" in caplog.text)
+        waits.until(lambda: "answers again" in caplog.text and not heard.told[-1])
     directory.kept.pop("friend/0")  # its process comes back, and is heard
     waits.until(lambda: heard.knows("friend") and not heard.told[-1])
     assert failures(stats)["peer_gone"] > 0

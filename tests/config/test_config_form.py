@@ -83,6 +83,9 @@ def test_a_missing_role_is_told_when_it_is_needed() -> None:
     assert Config(role=Role.BOTH).require_role() is Role.BOTH
 
 
+NAMES = ("transport", "queue", "lookup_buffer", "communicator", "connector")
+
+
 RIGHT: dict[str, list[tuple[object, object]]] = {
     "buffer_size": [
         *(("1 GiB", 2**30), ("64MiB", 64 * 2**20), ("1.5 KiB", 1536), ("2 kB", 2000), ("4096", 4096)),
@@ -91,7 +94,7 @@ RIGHT: dict[str, list[tuple[object, object]]] = {
     "connect_timeout_s": [("500 ms", 0.5), ("5 min", 300.0), ("2", 2.0), (7, 7.0), ("1 h", 3600)],
     "role": [(given, Role.PRODUCER) for given in ("producer", "kv_producer", Role.PRODUCER)],
     "device": [("zpu_one:3", "zpu_one:3")],  # of a backend outside torch
-    "transport": [("kvplug-cpu:cpu", "kvplug-cpu:cpu")],
+    **{key: [("kvplug-cpu:cpu", "kvplug-cpu:cpu")] for key in NAMES},
     "host": [
         (host, host)
         for host in (
@@ -129,11 +132,7 @@ WRONG: dict[str, dict[object, str]] = {
     "thread_cpus": dict.fromkeys(
         ("none", "0-", "-1", "0 3", "3-1", "0,5-4", "0x1", "1000000"), "was given; "
     ),
-    "connector": {
-        "auto": "a connector is not chosen automatically",
-        "Not A Name": "as `kvplug list` shows it",
-    },
-    "transport": {"Not A Name": "a name as `kvplug list` shows it"},
+    **{key: {"Not A Name": "a name as `kvplug list` shows it"} for key in NAMES},
     "port": {"9" * 5000: "was given", 10**5000: "was given"},
 }
 
@@ -144,6 +143,11 @@ def test_a_wrong_value_is_one_short_fault_of_its_key(key: str) -> None:
     for wrong, said in [*WRONG.get(key, {}).items(), table]:
         (fault,) = faults_of({key: wrong})
         assert fault.startswith(f"{key}: ") and said in fault and len(fault) < 300, fault
+
+
+def test_a_connector_is_not_chosen_automatically() -> None:
+    (fault,) = faults_of({"connector": "auto"})
+    assert "a connector is not chosen automatically" in fault
 
 
 def test_each_wrong_peer_is_named_with_the_other_faults() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from kvplug.engine.leases import LeaseCounts
 
@@ -10,6 +10,7 @@ KEYS = st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=4)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["hold", "release", "wait"]), KEYS), max_size=30))
+@example([("hold", [b"a"]), *[("wait", [b"a"])] * 3, ("hold", [b"a"]), ("release", [b"a"])])
 def test_leases_end_with_their_last_release_or_with_their_time(steps: list[tuple[str, list[bytes]]]) -> None:
     now = 0.0
     counts_of = LeaseCounts(clock=lambda: now)

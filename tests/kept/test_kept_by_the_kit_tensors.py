@@ -54,6 +54,7 @@ def judged(
     done = site.run(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")),
         *("--rootdir", str(ROOT), "--kvplug-level", "brief", "--kvplug-report", "card.json"),
+        *(("--hypothesis-profile", "dev") if laws else ()),
         *(f"--kvplug-law={law}" for law in laws),
         *(*arguments, str(KEPT / "suites.py")),
         timeout_s=timeout_s,

@@ -188,6 +188,9 @@ def unknown(site: Any, name: str) -> list[str]:
 def test_a_plugin_that_nobody_declared_is_told_how_plugins_are_found(site: Any) -> None:
     assert unknown(site, "some-other") == [HINT]
     assert unknown(site, "neer") == []
+    site.add("bad", BROKEN["import"][0])
+    (line,) = unknown(site, "neer")
+    assert line.startswith("broken: bad (kvplug-bad 1.0): ModuleNotFoundError")
 
 
 @pytest.mark.parametrize("group", ["kvplugs", "kv_plug", "KVPLUG", "kvplug.plugins"])
