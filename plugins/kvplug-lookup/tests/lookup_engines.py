@@ -136,8 +136,8 @@ def missed(pages: Any, reason: MissReason = MissReason.ABSENT) -> GetJob:
     return job
 
 
-def said(rank: int, step: int, **given: Any) -> WorkerOutput:
-    """What worker ``rank`` says after a step."""
+def worker_report(rank: int, step: int, **given: Any) -> WorkerOutput:
+    """The report of worker ``rank`` after a step."""
     names = ("failed_loads", "spoilt_saves", "stalled", "slow", "refused", "unreadable", "settled")
     part = {**dict.fromkeys(names, ()), "unsaved": {}, "read_until": 0, "rates": None, "reset": False}
     return WorkerOutput(worker_metadata=({**part, "rank": rank, "step": step, **given},))

@@ -16,7 +16,7 @@ from kvplug_lookup.connector.load_cost import COMPUTE, LoadCostModel, MeasuredCo
 from kvplug_testing import simulated
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call, until
-from lookup_engines import PROMPT, an_address, assert_loads, both, config, pair, said, tokens
+from lookup_engines import PROMPT, an_address, assert_loads, both, config, pair, tokens, worker_report
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -124,7 +124,7 @@ def test_what_costs_too_much_is_not_promised_and_counted() -> None:
 
         def hear(per_loaded: float) -> None:
             costs = {COMPUTE: (0.0, 1e-6), "peer": (0.0, per_loaded)}
-            decode.scheduler.update_connector_output(said(0, 1, rates=costs))
+            decode.scheduler.update_connector_output(worker_report(0, 1, rates=costs))
 
         hear(1e-3)
         assert decode.matched(request_of("a", PROMPT)) == (0, False)

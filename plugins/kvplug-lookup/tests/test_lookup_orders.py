@@ -20,9 +20,9 @@ from lookup_engines import (
     missed,
     num_held,
     promised,
-    said,
     tokens,
     two_workers,
+    worker_report,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -148,9 +148,9 @@ def test_pages_count_as_saved_once_every_worker_has_kept_them(monkeypatch: pytes
         a, b, c = (request_of(name, tokens(100, first=1000 * at)) for at, name in enumerate("abc"))
         blocks = {prompt.request_id: engine.admit(prompt) for prompt in (a, b, c)}
         engine.plan([(prompt, blocks[prompt.request_id], 0, 100) for prompt in (a, b, c)])
-        engine.scheduler.update_connector_output(said(0, 1, read_until=1))
+        engine.scheduler.update_connector_output(worker_report(0, 1, read_until=1))
         assert engine.finish(b, blocks["b"])[0], "the other worker may still read it"
-        engine.scheduler.update_connector_output(said(1, 1, unsaved={"a": 3}, read_until=1))
+        engine.scheduler.update_connector_output(worker_report(1, 1, unsaved={"a": 3}, read_until=1))
         assert not engine.finish(c, blocks["c"])[0]
         planned: Any = engine.plan([(a, blocks["a"], 99, 1)]).metadata
         assert [(save["request_id"], save["first_page"]) for save in planned["saves"]] == [("a", 3)]

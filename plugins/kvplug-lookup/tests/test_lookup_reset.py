@@ -25,9 +25,9 @@ from lookup_engines import (
     num_held,
     pair,
     promised,
-    said,
     tokens,
     two_workers,
+    worker_report,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -136,7 +136,7 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> Non
 
         def reset(step: int, *ranks: int) -> None:
             for rank in ranks:
-                scheduler.update_connector_output(said(rank, step, reset=True))
+                scheduler.update_connector_output(worker_report(rank, step, reset=True))
 
         def found(name: str) -> Any:
             return scheduler.get_num_new_matched_tokens(request_of(name, PROMPT), 0)[0]

@@ -237,7 +237,7 @@ def test_what_was_promised_outlives_what_was_handed_over() -> None:
     ],
     ids=["a prompt larger than it", "many that wait"],
 )
-def test_a_store_that_is_too_small_says_so_once(
+def test_a_store_that_is_too_small_is_warned_of_once(
     count: int, size: int, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pair(producer={"options": {"host": SMALL}}, ours={"num_blocks": 300}) as (prefill, _):

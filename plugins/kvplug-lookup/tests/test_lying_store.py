@@ -56,12 +56,12 @@ class LyingStore:
     def asked(self, verb: str, **given: Any) -> tuple[Call, int]:
         """A call under way for the tokens ASKED, and its number."""
         call = Call(lambda: getattr(self.end, verb)(list(ASKED), **given))
-        return call, self.hear().call
+        return call, self.receive().call
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         return unpack(self.signal.recv_tensor(timeout=5))
 
-    def say(self, *messages: Any) -> None:
+    def answer(self, *messages: Any) -> None:
         for message in messages:
             self.signal.send_tensor(pack(message), timeout=5)
 
@@ -99,7 +99,7 @@ def test_an_entry_of_other_tokens_is_never_handed_out(
     given = {"min_tokens": 3} if verb == "select" else {}
     call, number = store.asked(verb, timeout=5, **given)
     store.send(*layers())
-    store.say(coming(number, **lie))
+    store.answer(coming(number, **lie))
     assert "other tokens" in str(call.raised(WireError))
     assert store.end.is_lost  # so that the store has the entry back
 
@@ -117,17 +117,17 @@ def test_an_entry_that_the_law_allows_is_handed_out(
     store: LyingStore, verb: str, given: dict[str, Any], ids: tuple[int, ...]
 ) -> None:
     call, number = store.asked(verb, timeout=5, **given)
-    store.say(coming(number, ids))
+    store.answer(coming(number, ids))
     store.send(*layers(TensorMeta("float32", (2, len(ids), 2, 4))))
     if verb == "drop_select":
-        store.hear()
-        store.say(Granted(number, True))
+        store.receive()
+        store.answer(Granted(number, True))
     assert call.result().tokens.tolist() == list(ids)
 
 
 def test_a_match_is_never_longer_than_the_query(store: LyingStore) -> None:
     call, number = store.asked("match")
-    store.say(Matched(number, 4))
+    store.answer(Matched(number, 4))
     assert "4 of 3 tokens" in str(call.raised(WireError))
 
 
@@ -151,7 +151,7 @@ def test_memory_is_not_asked_for_before_the_size_is_checked(
     monkeypatch.setattr(torch, "empty", lambda size, **given: taken.append(size) or empty(size, **given))
     given = {"sink": Sink()} if with_sink else {}
     call, number = store.asked("select", timeout=5, **given)
-    store.say(coming(number, key=meta))
+    store.answer(coming(number, key=meta))
     assert "this process can have at most" in str(call.raised(CapacityError))
     assert max(map(np.prod, taken)) < 1000, "more than the store's messages"
 
@@ -173,13 +173,13 @@ def test_an_entry_beyond_the_configs_limit_is_refused_and_the_next_one_comes(
 ) -> None:
     store = LyingStore(joined, max_message_bytes=META.nbytes)
     call, number = store.asked("select", timeout=5)
-    store.say(coming(number, key=parts[0], value=parts[1]))
+    store.answer(coming(number, key=parts[0], value=parts[1]))
     assert f"at most {META.nbytes}" in str(call.raised(CapacityError))
-    assert store.hear() == Cancel(number)
+    assert store.receive() == Cancel(number)
     for meta in parts:
         store.send(*([] if meta is None else layers(meta)))
     call, number = store.asked("select", timeout=5)
-    store.say(coming(number))
+    store.answer(coming(number))
     store.send(*layers())
     assert call.result().key.shape == META.shape
 
@@ -228,7 +228,7 @@ def test_parts_that_cannot_be_are_a_wire_error_in_one_short_line(part: Any) -> N
 
 def test_a_tensor_of_another_shape_than_announced_is_not_received(store: LyingStore) -> None:
     call, number = store.asked("select", timeout=5)
-    store.say(coming(number))
+    store.answer(coming(number))
     store.send(torch.zeros(5, 5))
     assert "another shape or dtype" in str(call.raised(WireError))
     assert store.end.is_lost
@@ -249,7 +249,7 @@ def test_announcements_that_were_not_asked_for_make_no_threads_and_end_the_conne
     before = threading.active_count()
     for number in range(1500):
         try:
-            store.say(coming(number + 10))
+            store.answer(coming(number + 10))
         except PeerGoneError:
             break
     until(lambda: store.end.is_lost)
@@ -271,7 +271,7 @@ def test_an_answer_that_answers_nothing_ends_the_connection(
     store: LyingStore, verb: str, answers: list[Any]
 ) -> None:
     call, _ = store.asked(verb, timeout=5)
-    store.say(*answers)
+    store.answer(*answers)
     assert "answers nothing" in str(call.raised(WireError))
 
 
@@ -280,36 +280,36 @@ def test_entries_of_calls_that_gave_up_are_drained_by_one_thread(store: LyingSto
     for _ in range(40):
         call, number = store.asked("select", timeout=0.02)
         call.raised(TimeoutError)
-        assert store.hear() == Cancel(number)
+        assert store.receive() == Cancel(number)
         numbers.append(number)
     call, number = store.asked("select", timeout=5)
     before = threading.active_count()
-    store.say(*(coming(each) for each in numbers))
+    store.answer(*(coming(each) for each in numbers))
     sent = [store.send(*([*layers()[:1], None] if each % 2 else layers())) for each in numbers]
     until(lambda: all(each.done() for transfers in sent for each in transfers))
     assert threading.active_count() <= before + 1
-    store.say(coming(number))
+    store.answer(coming(number))
     store.send(*layers())
     assert call.result().key[1, 0, 0, 0] == 1
 
 
 def test_a_stores_error_text_is_one_printable_line(store: LyingStore) -> None:
     call, number = store.asked("match")
-    store.say(Failed(number, "No\nSuchError", "all is well\n\x1b[2Jroot logged in\n" + "x" * 10_000))
+    store.answer(Failed(number, "No\nSuchError", "all is well\n\x1b[2Jroot logged in\n" + "x" * 10_000))
     said = str(call.raised(TransportError))
     assert said.isprintable() and len(said) < 1200
 
 
 @pytest.mark.parametrize(("answers", "says"), [([], "last word"), ([False], "back in the store")])
-def test_an_entry_is_the_callers_only_if_the_store_says_so(
+def test_an_entry_is_the_callers_only_if_the_store_confirms_it(
     store: LyingStore, monkeypatch: pytest.MonkeyPatch, answers: list[bool], says: str
 ) -> None:
     monkeypatch.setattr(reach, "_SETTLE_S", 0.05)
     call, number = store.asked("drop_select", timeout=0.3)
-    store.say(coming(number))
+    store.answer(coming(number))
     store.send(*layers())
-    assert store.hear() == Done(number)
-    store.say(*(Granted(number, is_yours) for is_yours in answers))
+    assert store.receive() == Done(number)
+    store.answer(*(Granted(number, is_yours) for is_yours in answers))
     assert says in str(call.raised(TimeoutError))
 
 
@@ -378,7 +378,7 @@ def test_a_time_without_end_is_no_error(joined: Any, entry: Any, timeout: float)
     assert data.recv_tensor(timeout=5) is not None
 
 
-def test_an_entry_whose_taker_says_nothing_in_time_is_back_and_it_is_told_so(
+def test_an_entry_that_was_not_confirmed_in_time_is_back_and_a_late_confirmation_refused(
     joined: Any, entry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_GRACE_S", 0.05)
