@@ -140,7 +140,7 @@ class _Pairs(MemoryEndpoint):
 def suite_around(kind: str, make: Callable[..., Any] | None, **attributes: Any) -> type[Contract]:
     """The suite of a kind for what ``make`` makes, with these attributes.
 
-    Other processes make it again from :attr:`.Contract.attributes`, where a class is the text that names it.
+    Other processes make it again from ``_attributes``, where a class is the text that names it.
     """
     named = attributes.get("options_class")
     if isinstance(named, str):
@@ -153,8 +153,8 @@ def suite_around(kind: str, make: Callable[..., Any] | None, **attributes: Any) 
             made[_METHODS[Kind(kind)]] = lambda self, *arguments: make(*arguments)
         classes = {key: value for key, value in attributes.items() if isinstance(value, type)}
         sources = {key: source_of(value) for key, value in classes.items()}
-        made |= {"made_from": source_of(make), "attributes": attributes | sources}
-        made["around"] = f"{__name__}:{suite_around.__name__}"
+        made |= {"made_from": source_of(make), "_attributes": attributes | sources}
+        made["_around"] = f"{__name__}:{suite_around.__name__}"
         unknown: list[Any] = [each for each in (make, *classes.values()) if not source_of(each)]
         if unknown:
             name = getattr(unknown[0], "__qualname__", unknown[0])

@@ -84,9 +84,9 @@ class Contract:
     """How long resources may remain after they are closed."""
     forks: ClassVar[bool] = True
     """Whether a process that has loaded its library may fork."""
-    attributes: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    _attributes: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """What another process sets of a suite that was made around a function."""
-    around: ClassVar[str] = ""
+    _around: ClassVar[str] = ""
     """What makes that suite, as :func:`.at_source` finds it; empty for the others."""
     one_host: ClassVar[str] = ""
     """Why its ends cannot be on two hosts here although the transport claims `cross_host`: an option, say.
@@ -250,8 +250,8 @@ class Contract:
         return {
             "source": source,
             "kind": cls.kind.value,
-            "around": cls.around,
-            "attributes": dict(cls.attributes),
+            "around": cls._around,
+            "attributes": dict(cls._attributes),
             "transport": self.transport,
             "options": dict(self.options),
         }
