@@ -291,7 +291,7 @@ def partial_close(end: End) -> Callable[[], None]:
 class Ends(abc.ABC):
     """How the ends of a suite's subject are made, and what the kind's laws allow them."""
 
-    roles: Sequence[str]
+    roles: ClassVar[Sequence[str]]
     """The ends of one connection, in the order in which they are made."""
     in_turn: ClassVar[bool] = False
     """Whether the parts of an exchange come one after the other, in the order of :attr:`roles`."""
@@ -395,6 +395,10 @@ class Handle(abc.ABC):
     def begin(self, method: str, *args: Any) -> Pending:
         """Begin a call of one of its methods."""
 
+    @abc.abstractmethod
+    def forks(self) -> str:
+        """:meth:`End.look_in_forked_child`."""
+
     def run(self, method: str, *args: Any) -> Any:
         """Call a method, which must return in time."""
         return self.begin(method, *args).result()
@@ -425,7 +429,7 @@ class LocalHandle(Handle):
         return Pending(f"{method} {args} of the {self.role} end", call.result, call.is_blocked)
 
     def forks(self) -> str:
-        """:meth:`End.look_in_forked_child`, in this thread."""
+        """In this thread."""
         return self.end.look_in_forked_child()
 
 
