@@ -86,7 +86,6 @@ def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
         child.kill()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_callback_that_ends_its_thread_frees_no_memory_that_the_peer_has_mapped(
     remote_pair: Any, controls: Any
 ) -> None:

@@ -367,7 +367,6 @@ class PipesOverAFake:
             assert all(transfer.done() for transfer in transfers)
         assert_works(local_pair())
 
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     @pytest.mark.parametrize("how", ["abort", "death"])
     def test_a_callback_that_ends_its_thread_keeps_no_memory_and_blocks_no_transfer(
         self, remote_pair: Any, how: str

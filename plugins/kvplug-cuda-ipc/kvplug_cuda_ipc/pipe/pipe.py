@@ -226,10 +226,9 @@ class CudaIpcPipe(DuplexPipe):
             self._device.adopt()
             self._read_frames()
         except PeerGoneError as e:
-            try:
+            with contextlib.suppress(SystemExit):  # of a callback; the peer may have this end's memory mapped
                 self._peer_gone(str(e))
-            finally:  # a callback may raise SystemExit, and the peer may have this end's memory mapped
-                self._peer_process.wait_for_end()
+            self._peer_process.wait_for_end()
         except ClosedError:
             pass
         except BaseException as e:
