@@ -200,11 +200,19 @@ def test_a_transport_spec_is_for_transports(kind: str, spec: str) -> None:
 # -- faults of names and options, all at once ------------------------------------------------------
 
 
+@attrs.frozen
+class PipeOptions:
+    lanes: int = 2
+
+
+@attrs.frozen
+class QueueOptions:
+    depth: int = 2
+
+
 def test_things_of_one_name_each_take_their_own_from_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe, queue = (
-        attrs.make_class("Options", {key: attrs.field(default=2, type=int)}) for key in ("lanes", "depth")
-    )
-    monkeypatch.setitem(sys.modules, "light_choices", SimpleNamespace(Pipe=pipe, Queue=queue))  # type: ignore[arg-type]
+    choices: Any = SimpleNamespace(Pipe=PipeOptions, Queue=QueueOptions)
+    monkeypatch.setitem(sys.modules, "light_choices", choices)
     connector = ConnectorSpec(name="cpu", factory="a:b", worker_factory="a:c")
     registry = filled(
         one=[transport("cpu", options="light_choices:Pipe")],
