@@ -42,9 +42,9 @@ class OtherHost(PipeGeneral):
         assert not error, f"the host answers again, and connect gave {error!r}"
 
     def _dial(self, contact: str, timeout: float) -> Any:
-        return self.start_at(1, f"{__name__}:dial", self.suite_ref(), contact, timeout).result(
-            2 * waits.patience_s
-        )
+        return self.start_at(
+            1, f"{__name__}:dial", self.suite_ref(), contact, timeout, timeout_s=CHILD_S
+        ).result(2 * waits.patience_s)
 
 
 def dial(parent: Parent, suite_ref: dict[str, Any], contact: str, timeout: float) -> list[Any]:
