@@ -19,6 +19,8 @@ MOST_KEPT_BYTES = 32 << 20
 """Bytes that allocators may keep, after any number of rounds."""
 MOST_KEPT_OBJECTS = 100
 """Python objects that caches may keep, after any number of rounds."""
+_M_MMAP_THRESHOLD = -3
+"""Of ``malloc.h``."""
 
 
 @attrs.frozen
@@ -98,5 +100,13 @@ def _resident() -> int:
 
 @functools.cache
 def _trim() -> Callable[[int], object]:
-    """glibc's ``malloc_trim``, or a function that does nothing."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+    """glibc's ``malloc_trim``, or a function that does nothing.
+
+    From now on large blocks are mapped one by one. Otherwise glibc keeps megabytes of freed ones at the end
+    of each of its arenas, which are eight for each processor, and does not trim these.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return lambda _: None
+    libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+    return libc.malloc_trim

@@ -450,6 +450,8 @@ class General(Contract):
         waiting = [
             end.begin("wait", name, None).check_blocked() for end in ends if (name := end.said["idles"])
         ]
+        if not waiting:
+            pytest.skip(f"law ALL-4 does not limit the processor time of {self.called}")
         seen = {end.said["pid"]: end for end in ends}
         began, used = time.monotonic(), sum(end.run("cpu_s") for end in seen.values())
         time.sleep(1.0)

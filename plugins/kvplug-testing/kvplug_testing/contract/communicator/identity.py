@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.communicator.collectives import check, tensor_of
 from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite
+from kvplug_testing.contract.communicator.tensors import check, tensor_of
 
 SERVES_EXPERTS = {
     "ep": True,

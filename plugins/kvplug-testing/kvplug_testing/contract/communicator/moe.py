@@ -10,9 +10,9 @@ import pytest
 
 from kvplug.transport import TensorMismatchError
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.communicator.collectives import check, joined, tensor_of
 from kvplug_testing.contract.communicator.refusals import still_works
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks
+from kvplug_testing.contract.communicator.tensors import check, joined, tensor_of
 
 BACKENDS = ("naive", "allgather_reducescatter")
 NUM_EXPERTS = 5

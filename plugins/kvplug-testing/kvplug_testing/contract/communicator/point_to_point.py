@@ -10,9 +10,9 @@ from kvplug.transport import RecvOp, SendOp, TensorMismatchError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import Strided
-from kvplug_testing.contract.communicator.collectives import check, differs, tensor_of
 from kvplug_testing.contract.communicator.refusals import still_works
 from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite, check_raised
+from kvplug_testing.contract.communicator.tensors import check, differs, tensor_of
 
 
 class PointToPoint(CommunicatorSuite):

@@ -12,8 +12,8 @@ from kvplug.transport import RecvOp, SendOp, TensorMismatchError
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import OtherDevice
-from kvplug_testing.contract.communicator.collectives import check, tensor_of, total
 from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite, Ranks, check_raised
+from kvplug_testing.contract.communicator.tensors import check, tensor_of, total
 
 Each = Callable[[int], Sequence[Any]]
 _F32 = "float32"

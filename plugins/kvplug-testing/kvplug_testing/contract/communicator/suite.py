@@ -5,10 +5,6 @@ A test describes each rank's calls in plain values, so that a rank may be a thre
 
 from __future__ import annotations
 
-import abc
-import functools
-import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -19,114 +15,61 @@ import kvplug.transport
 from kvplug import KvplugError, StatelessGroup
 from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator, Kind
 from kvplug_testing import peers, waits
-from kvplug_testing.contract import leaving
-from kvplug_testing.contract.base import Contract, at_host
-from kvplug_testing.contract.communicator.calls import CallOutcome, carried, perform
-from kvplug_testing.contract.suite_ref import suite_from_ref
-from kvplug_testing.waits import Call
+from kvplug_testing.contract import ends
+from kvplug_testing.contract.communicator.calls import CallOutcome, carried
+from kvplug_testing.contract.communicator.ends import CommunicatorEnds
+from kvplug_testing.contract.ends import RUN_END, Handle, LocalHandle, RemoteHandle
+from kvplug_testing.contract.general import General
 
 WORLD = 3
 LIFE_S = 300.0
 """The time limit of a rank's process: longer than any test. The process ends with its test."""
 
 
-class Rank(abc.ABC):
-    """One rank of a group under test."""
+class Rank:
+    """One rank of a group under test, in this process or in one of its own."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, handle: Handle) -> None:
         self.number = number
+        self._handle = handle
 
-    @abc.abstractmethod
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
         """Start the call without waiting for it."""
+        return Pending(self._handle.begin("perform", method, [carried(arg) for arg in args], given))
 
-    @abc.abstractmethod
     def leave(self) -> None:
         """End without telling the other ranks; a process is killed."""
+        if isinstance(self._handle, RemoteHandle):
+            self.child.kill()
+        else:
+            self.made.destroy()
 
     @property
-    def pid(self) -> int:
-        return os.getpid()
+    def made(self) -> DeviceCommunicator:
+        """The communicator, in this process."""
+        assert isinstance(self._handle, LocalHandle)
+        return self._handle.end.thing  # type: ignore[no-any-return]
+
+    @property
+    def child(self) -> peers.Peer:
+        """The process."""
+        assert isinstance(self._handle, RemoteHandle)
+        return self._handle.child
 
 
-@attrs.frozen
 class Pending:
     """A started call of a rank."""
 
-    outcome: Callable[[], CallOutcome]
-    """Waits until the call ends."""
-    is_blocked: Callable[[], bool]
-    """Whether it is still blocked after a short time."""
+    def __init__(self, call: ends.Pending) -> None:
+        self._call = call
+
+    def outcome(self) -> CallOutcome:
+        """Waits until the call ends."""
+        return CallOutcome(**self._call.result(waits.patience_s + 5))
 
     def check_blocked(self, why: str = "") -> None:
-        """Assert that it is blocked."""
-        assert self.is_blocked(), f"it did not wait{why}: {self.outcome()}"
-
-
-class LocalRank(Rank):
-    """A rank that is a thread of this process."""
-
-    def __init__(self, number: int, group: StatelessGroup, made: DeviceCommunicator) -> None:
-        super().__init__(number)
-        self.group, self.made = group, made
-
-    def begin(self, method: str, *args: Any, **given: Any) -> Pending:
-        plain = [carried(arg) for arg in args]
-        call = Call(lambda: perform(self.made, self.number, method, plain, given))
-        return Pending(lambda: call.result(waits.patience_s + 5), lambda: call.is_blocked(0.3))
-
-    def leave(self) -> None:
-        self.made.destroy()
-
-    def end(self) -> None:
-        self.made.destroy()
-        self.group.abort()
-
-
-class RemoteRank(Rank):
-    """A rank that is a process."""
-
-    def __init__(self, number: int, child: peers.Peer) -> None:
-        super().__init__(number)
-        self.child = child
-        self._begun = 0
-        self._heard: dict[int, CallOutcome] = {}
-
-    def begin(self, method: str, *args: Any, **given: Any) -> Pending:
-        plain = [carried(arg) for arg in args]
-        self._begun += 1
-        number = self._begun
-        self.child.send((number, method, plain, given))
-        kept = functools.cache(lambda: self._outcome(number, waits.patience_s + 5))
-        return Pending(kept, lambda: self._is_blocked(number))
-
-    def _outcome(self, number: int, within: float) -> CallOutcome:
-        while number not in self._heard:
-            self._hear(within)
-        return self._heard.pop(number)
-
-    def _is_blocked(self, number: int) -> bool:
-        while number not in self._heard:
-            if not self.child.poll(0.3):
-                return True
-            self._hear(0.0)
-        return False
-
-    def _hear(self, within: float) -> None:
-        heard, plain = self.child.recv(timeout=within)
-        self._heard[heard] = CallOutcome(**plain)
-
-    def leave(self) -> None:
-        self.child.kill()
-
-    def leave_program(self, way: str) -> None:
-        """Leave the process's program as law ALL-8 says, in one of the ways of :mod:`leaving`."""
-        self.child.send(("leave", way))
-        leaving.check_left(self.child)
-
-    @property
-    def pid(self) -> int:
-        return self.child.pid
+        """Assert that it is still blocked after a short time."""
+        assert self._call.is_blocked(0.3), f"it did not wait{why}: {self.outcome()}"
 
 
 @attrs.frozen
@@ -176,7 +119,7 @@ def check_raised(outcome: CallOutcome, *kinds: type[KvplugError]) -> None:
     assert cls is not None and issubclass(cls, kinds), f"{wanted} was expected, and {outcome}"
 
 
-class CommunicatorSuite(Contract):
+class CommunicatorSuite(General):
     """The subject, and how its ranks are made. Authors set the class attributes."""
 
     kind: ClassVar[Kind] = Kind.COMMUNICATOR
@@ -202,58 +145,25 @@ class CommunicatorSuite(Contract):
             CommunicatorContext(options=options, group=group, **{**usual, **context})
         )
 
+    def ends(self) -> CommunicatorEnds:
+        return CommunicatorEnds(self)
+
     def ranks(self, world_size: int = WORLD, **context: Any) -> Ranks:
         """A group of ranks with communicators: threads, or processes with :attr:`ends_are_processes`."""
-        return (
-            self._remote_ranks(world_size, context)
-            if self.ends_are_processes
-            else self._local_ranks(world_size, context)
-        )
-
-    def _local_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
-        listener = StatelessGroup.listen("unix:")
-
-        def make(number: int) -> LocalRank:
-            address = listener.contact if number else listener
-            group = StatelessGroup.create(
-                address,
-                rank=number,
-                world_size=world_size,
-                timeout=waits.patience_s,
-                timeout_s=self.timeout_s,
-            )
-            self.later(group.abort)
-            made = LocalRank(number, group, self.made(group, **context))
-            self.later(made.end)
-            return made
-
-        calls = [Call(lambda number=number: make(number)) for number in range(world_size)]  # type: ignore[misc]
-        return Ranks([call.result(2 * waits.patience_s) for call in calls])
-
-    def _remote_ranks(self, world_size: int, context: dict[str, Any]) -> Ranks:
-        target = f"{__name__}:_run_rank"
-        children = [
-            self.start_forked(target, self.suite_ref(), number, world_size, context, timeout_s=LIFE_S)
-            for number in range(world_size)
-        ]
-        return self._met(children)
+        are_remote = [self.ends_are_processes] * world_size
+        found = self._joined(are_remote, {"world_size": world_size, **context})
+        return Ranks([Rank(number, handle) for number, handle in enumerate(found)])
 
     def ranks_at(self, hosts: Sequence[int]) -> Ranks:
         """A group whose rank n is a process on the host ``hosts[n]``, 0 or 1."""
-        target = f"{__name__}:_run_rank"
+        context = {"world_size": len(hosts)}
         children = [
-            self.start_at(host, target, self.suite_ref(), number, len(hosts), {}, host, timeout_s=LIFE_S)
+            self.start_at(
+                host, RUN_END, self.suite_ref(), number, {**context, "at_host": host}, timeout_s=LIFE_S
+            )
             for number, host in enumerate(hosts)
         ]
-        return self._met(children)
-
-    def _met(self, children: Sequence[peers.Peer]) -> Ranks:
-        contact = children[0].recv()
-        for child in children[1:]:
-            child.send(contact)
-        for child in children:
-            assert child.recv() == "ready"
-        return Ranks([RemoteRank(number, child) for number, child in enumerate(children)])
+        return Ranks([Rank(number, handle) for number, handle in enumerate(self._met(children, context))])
 
     def takes(self, rank: Rank, dtype: str, *, summing: bool = False) -> bool:
         """Whether the transport claims that dtype on the device under test."""
@@ -285,11 +195,6 @@ class CommunicatorSuite(Contract):
         return self._compares[suite_ref]
 
     @property
-    def remote_and_forked_processes(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        return self.remote_processes or self.forked_processes
-
-    @property
     def remote_processes(self) -> str:
         """The reason to skip a test, for ``needs``."""
         return (
@@ -297,42 +202,3 @@ class CommunicatorSuite(Contract):
             if self.ends_are_processes
             else f"the ranks of {self.called} are threads here (ends_are_processes)"
         )
-
-
-def _run_rank(
-    parent: peers.Parent,
-    suite_ref: dict[str, Any],
-    number: int,
-    world_size: int,
-    context: dict[str, Any],
-    host: int | None = None,
-) -> Any:
-    """A rank's process: makes its communicator, and runs each call in a separate thread."""
-    suite = suite_from_ref(suite_ref)
-    there = {} if host is None else at_host(host)
-    credentials = there.get("credentials")
-    if number == 0:
-        address: Any = StatelessGroup.listen(f"{there['host']}:0" if there else "unix:", credentials)
-        parent.send(address.contact)
-    else:
-        address = parent.recv()
-    group = StatelessGroup.create(
-        address,
-        rank=number,
-        world_size=world_size,
-        credentials=credentials,
-        timeout=20.0,
-        timeout_s=suite.timeout_s,
-    )
-    made = suite.made(group, **there, **context)
-    parent.send("ready")
-
-    def call(at: int, method: str, args: list[Any], given: dict[str, Any]) -> None:
-        parent.send((at, attrs.asdict(perform(made, number, method, args, given), recurse=False)))
-
-    while True:
-        match parent.recv(timeout=None):
-            case ("leave", str(way)):
-                leaving.leave(parent, way, abort=made.destroy, close=made.destroy)
-            case asked:
-                threading.Thread(target=call, args=asked, daemon=True).start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from kvplug.transport import MessageQueue, QueueHandle
 from kvplug_testing import peers, waits
@@ -108,7 +108,7 @@ class QueueEnd(End):
 class QueueEnds(Ends):
     """A writer and one reader."""
 
-    roles = ("writer", "reader")
+    roles: ClassVar[Sequence[str]] = ("writer", "reader")
     has_heartbeat = True
     suite: QueueSuite
 
