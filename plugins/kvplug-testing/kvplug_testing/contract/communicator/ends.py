@@ -11,6 +11,7 @@ import attrs
 from kvplug import StatelessGroup, TransportError
 from kvplug.transport import DeviceCommunicator
 from kvplug_testing import peers, waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.communicator.calls import perform
 from kvplug_testing.contract.communicator.tensors import tensor_of
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
@@ -81,9 +82,9 @@ class RankEnd(End):
             received = parts[1 - rank]
         else:
             received = made.recv(_SHAPE, mine.dtype, 1 - rank, timeout=timeout).cpu()
-        assert torch.equal(summed.cpu(), parts[0] + parts[1]), f"exchange {number}: a wrong sum"
-        assert torch.equal(gathered.cpu(), torch.cat(parts)), f"exchange {number}: wrong parts were gathered"
-        assert torch.equal(received, parts[1 - rank]), f"exchange {number}: another tensor was received"
+        assert_same(parts[0] + parts[1], summed.cpu(), f"the sum of exchange {number}")
+        assert_same(torch.cat(parts), gathered.cpu(), f"what exchange {number} gathered")
+        assert_same(parts[1 - rank], received, f"what came in exchange {number}")
 
     def busy(self, leaves: bool) -> None:
         while True:
