@@ -92,13 +92,16 @@ class MeasuringProcess:
             wait_s: how long :meth:`recv` waits.
             env: added to the environment of this process.
             python: the interpreter.
+
+        Raises:
+            EndError: it has ended already. OSError: it cannot be started. Nothing is left then.
         """
-        ours, theirs = socket.socketpair()
-        ours.settimeout(wait_s)
-        self._wire = _Wire(ours)
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         boot = f"from {__name__} import main; main()"
-        with theirs:
+        with contextlib.ExitStack() as stack:
+            ours, theirs = map(stack.enter_context, socket.socketpair())
+            ours.settimeout(wait_s)
+            self._wire = _Wire(ours)
+            self._stderr: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
                 [python, "-P", "-c", boot, str(theirs.fileno()), str(life_s)],
                 stdin=subprocess.DEVNULL,
@@ -106,7 +109,10 @@ class MeasuringProcess:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **env},
             )
-        self._wire.send([target, dict(task)])
+            theirs.close()
+            stack.callback(self.close)
+            self.send([target, dict(task)])
+            stack.pop_all()
 
     @property
     def exit_code(self) -> int | None:

@@ -104,6 +104,11 @@ def test_a_process_that_has_just_been_started_is_ended(monkeypatch):
     assert only.exit_code == -signal.SIGKILL
 
 
+def test_a_process_that_cannot_be_started_leaves_nothing():
+    with peers.nothing_left(), pytest.raises(FileNotFoundError):
+        MeasuringProcess("nothing:measure", {}, life_s=9, wait_s=9, env={}, python="/nowhere/python")
+
+
 def test_it_says_so_and_its_exit_code_is_that_of_a_shell(monkeypatch):
     def interrupt(*_: Any, **__: Any) -> list[Candidate]:
         raise KeyboardInterrupt

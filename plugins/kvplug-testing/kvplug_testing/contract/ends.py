@@ -113,11 +113,8 @@ class End(abc.ABC):
         """Whether this end was ended; ``None`` if it cannot be asked."""
 
     @abc.abstractmethod
-    def part(self, number: int, timeout: float | None, passed: Any = None) -> Any:
-        """This end's part in exchange ``number`` of all ends; checks what it receives.
-
-        ``passed`` is what the part of the previous end has returned, where parts come in turn.
-        """
+    def part(self, number: int, timeout: float | None) -> None:
+        """This end's part in exchange ``number`` of all ends; checks what it receives."""
 
     def clog(self) -> int:
         """Send to the other end, which receives nothing, until there is no room. Returns how much that is."""
@@ -293,8 +290,6 @@ class Ends(abc.ABC):
 
     roles: ClassVar[Sequence[str]]
     """The ends of one connection, in the order in which they are made."""
-    in_turn: ClassVar[bool] = False
-    """Whether the parts of an exchange come one after the other, in the order of :attr:`roles`."""
     breaks_by_timeout: ClassVar[bool] = False
     """Whether a call that has timed out leaves the end broken, and all later calls say so."""
 

@@ -115,11 +115,6 @@ class General(Contract):
 
     def exchange(self, ends: Sequence[Handle], number: int = 0) -> None:
         """One exchange, of which every end checks what it receives."""
-        if self.ends().in_turn:
-            given = None
-            for end in self._partners(ends):
-                given = end.run("part", number, waits.patience_s, given)
-            return
         parts = [end.begin("part", number, waits.patience_s) for end in self._partners(ends)]
         for part in parts:
             part.result()
@@ -344,7 +339,7 @@ class General(Contract):
                     end.begin("wait", name, HEARTBEAT_S).raised(TimeoutError)
                     if kind.breaks_by_timeout:
                         break
-            if not (kind.breaks_by_timeout or kind.in_turn):
+            if not kind.breaks_by_timeout:
                 parts = [(end, end.begin("part", 1, None)) for end in self._partners(ends)]
                 for end, part in parts:
                     if end is not stops and not part.is_blocked(3 * HEARTBEAT_S):
@@ -395,24 +390,24 @@ class General(Contract):
         self._time_out(None, DEADLINE_S, timeout_s=DEADLINE_S)
 
     def _time_out(self, given: float | None, timeout: float, **context: Any) -> None:
+        if self.ends().breaks_by_timeout:
+            for _, end, name in self.each_blocking_call(**context):
+                self._times_out(end, name, given, timeout)
+                end.begin("wait", name, None).raised("TransportError")
+            return
         for ends, end in self.each_end(**context):
             clogged = [0 if each is not end else each.run("clog") for each in ends]
             for name in end.blocking:
                 for _ in range(1 if timeout else 2):  # the second time as well
-                    call = end.begin("wait", name, *(() if given is None else (given,)))
-                    found = call.raised(TimeoutError)
-                    took = f"{name} gave up after {found.took_s:.3f} s of {timeout}"
-                    assert found.took_s >= timeout - _EARLY_S, took
-                    said = f"{name} does not say what it waited for: {found.text!r}"
-                    assert len(found.text) > 10 and end.said["awaits"] in found.text, said
-                    if self.ends().breaks_by_timeout:
-                        break
-                if self.ends().breaks_by_timeout:
-                    later = end.begin("wait", name, None)
-                    later.raised("TransportError")
-                    break
-            else:
-                self.go_on(ends, clogged)
+                    self._times_out(end, name, given, timeout)
+            self.go_on(ends, clogged)
+
+    def _times_out(self, end: Handle, name: str, given: float | None, timeout: float) -> None:
+        found = end.begin("wait", name, *(() if given is None else (given,))).raised(TimeoutError)
+        took = f"{name} gave up after {found.took_s:.3f} s of {timeout}"
+        assert found.took_s >= timeout - _EARLY_S, took
+        said = f"{name} does not say what it waited for: {found.text!r}"
+        assert len(found.text) > 10 and end.said["awaits"] in found.text, said
 
     @law("ALL-4")
     def test_none_waits_on_whatever_the_context_says(self) -> None:
@@ -422,8 +417,6 @@ class General(Contract):
     @law("ALL-4")
     @pytest.mark.parametrize("timeout", _LONGEST)
     def test_what_comes_while_a_call_waits_long_ends_it(self, timeout: float | None) -> None:
-        if self.ends().in_turn:
-            return
         for ends, end in self.each_end():
             if end not in self._partners(ends):
                 continue
@@ -486,8 +479,6 @@ class General(Contract):
             assert not (wrong := end.forks()), wrong
         self.exchange(ends, 1)
         for at, end in enumerate(self._partners(ends)):
-            if self.ends().in_turn:
-                break
             inside = end.begin("part", 2 + at, None)
             inside.is_blocked(_BLOCKED_S)
             for each in [*ends] * 3:
@@ -507,8 +498,6 @@ class General(Contract):
     @law("ALL-6", needs="forked_processes")
     def test_forks_under_load_disturb_no_end(self) -> None:
         ends = self._partners(self.connected())
-        if self.ends().in_turn:
-            return
         working = [end.begin("work") for end in ends]
         for _ in range(5):
             for end, call in zip(ends, working, strict=True):

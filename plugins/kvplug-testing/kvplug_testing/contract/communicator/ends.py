@@ -69,7 +69,7 @@ class RankEnd(End):
     def timed(self) -> Calls:
         return self.blocking()
 
-    def part(self, number: int, timeout: float | None, passed: Any = None) -> None:
+    def part(self, number: int, timeout: float | None) -> None:
         import torch
 
         made, rank = self._made, self._number

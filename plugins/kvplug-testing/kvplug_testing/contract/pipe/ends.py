@@ -67,7 +67,7 @@ class PipeEnd(End):
         message = numbered(self._num_clogging, LIMIT)
         self._transfers.append(self._pipe.send_tensor(message, **given(timeout)))
 
-    def part(self, number: int, timeout: float | None, passed: Any = None) -> None:
+    def part(self, number: int, timeout: float | None) -> None:
         nbytes = _SIZES[number % len(_SIZES)]
         within = waits.patience_s if timeout is None else timeout
         if self.role == "connecting":
@@ -156,7 +156,7 @@ class ListenerEnd(End):
     def closed(self) -> bool | None:
         return self._is_closed or None
 
-    def part(self, number: int, timeout: float | None, passed: Any = None) -> None:
+    def part(self, number: int, timeout: float | None) -> None:
         """No part."""
 
 

@@ -78,7 +78,7 @@ class QueueEnd(End):
         without = ("export_handle", "readers")
         return {name: call for name, call in super().timed().items() if name not in without}
 
-    def part(self, number: int, timeout: float | None, passed: Any = None) -> None:
+    def part(self, number: int, timeout: float | None) -> None:
         value = [number, bytes([number % 251]) * min(_SIZES[number % len(_SIZES)], self._most_bytes)]
         if self._queue.is_writer:
             self._queue.enqueue(value, timeout=timeout)
