@@ -1,4 +1,4 @@
-"""Ranks of a communicator for tests: in threads, or in processes, of which one dies or stops.
+"""Ranks of a communicator for tests, in threads or in processes. A process can be killed or stopped.
 
 A plugin's module has ``make(group, **given)``, ``strike(made, fault)`` for a rank in a call, and
 ``strike_start(when, struck)`` for one that starts.

@@ -64,7 +64,7 @@ class TestPipeOverTheFake(PipesOverAFake):
         "bytes of None": (["piece", NONE, 0, 4],),
         "bytes beyond its memory": (["piece", PREFIX, 4 * MIB - 8, 12],),
         "a prefix that contradicts itself": (["piece", PREFIX + b"x", 0, 12],),
-        "a prefix that is none": (["piece", b"\xff" * 40, 0, 12],),
+        "an invalid prefix": (["piece", b"\xff" * 40, 0, 12],),
         "taken what was not announced": (["taken", 1],),
         "more pieces than may be announced": [["piece", NONE, 0, 0]] * (MAX_PIECES + 1),
     }

@@ -65,13 +65,13 @@ class End(abc.ABC):
     leaves: bool = True
     """Whether it ends that way for this end, too, when the other end was closed and has not died."""
     gone_later: type[KvplugError] = PeerGoneError
-    """What they raise after the first one has said so."""
+    """What they raise after the first one has raised it."""
     awaits: str = ""
     """What the message of a call that timed out names."""
     thing: Any = None
     """The object, if it can be used in a ``with`` block."""
 
-    # -- what a kind says ----------------------------------------------------------------------
+    # -- what a kind defines -------------------------------------------------------------------
 
     @abc.abstractmethod
     def calls(self) -> Calls:
@@ -187,7 +187,7 @@ class End(abc.ABC):
         for name in self.doomed():
             limit = time.monotonic() + waits.patience_s
             for _ in range(2):
-                while not self._says(kinds, name):
+                while not self._raises(kinds, name):
                     assert time.monotonic() < limit, f"{name} never raises {self.gone.__name__}"
         self.is_still_open()
 
@@ -195,7 +195,7 @@ class End(abc.ABC):
         """Only the other end has ended."""
         assert not self.closed(), f"{self.role}: it says that it was closed here"
 
-    def _says(self, kinds: tuple[type[KvplugError], ...], name: str) -> bool:
+    def _raises(self, kinds: tuple[type[KvplugError], ...], name: str) -> bool:
         outcome = Outcome.of(lambda: self.wait(name, waits.patience_s))
         if outcome.kinds:
             outcome.raised(name, *kinds)
@@ -384,7 +384,7 @@ class Pending:
 class Handle(abc.ABC):
     """An end, as a test calls it."""
 
-    said: dict[str, Any]
+    facts: dict[str, Any]
 
     @abc.abstractmethod
     def begin(self, method: str, *args: Any) -> Pending:
@@ -400,15 +400,15 @@ class Handle(abc.ABC):
 
     @property
     def role(self) -> str:
-        return str(self.said["role"])
+        return str(self.facts["role"])
 
     @property
     def blocking(self) -> list[str]:
-        return list(self.said["blocking"])
+        return list(self.facts["blocking"])
 
     @property
     def gone(self) -> str | None:
-        gone: str | None = self.said["gone"]
+        gone: str | None = self.facts["gone"]
         return gone
 
 
@@ -417,7 +417,7 @@ class LocalHandle(Handle):
 
     def __init__(self, end: End) -> None:
         self.end = end
-        self.said = end.describe()
+        self.facts = end.describe()
 
     def begin(self, method: str, *args: Any) -> Pending:
         call = Call(lambda: Outcome.of(lambda: getattr(self.end, method)(*args)))
@@ -431,11 +431,11 @@ class LocalHandle(Handle):
 class RemoteHandle(Handle):
     """An end of another process, which runs :func:`run_end`."""
 
-    def __init__(self, child: peers.Peer, said: dict[str, Any]) -> None:
+    def __init__(self, child: peers.Peer, facts: dict[str, Any]) -> None:
         self.child = child
-        self.said = said
+        self.facts = facts
         self._numbers = itertools.count(1)
-        self._heard: dict[int, Outcome] = {}
+        self._outcomes: dict[int, Outcome] = {}
 
     def begin(self, method: str, *args: Any) -> Pending:
         number = next(self._numbers)
@@ -448,21 +448,21 @@ class RemoteHandle(Handle):
 
     def _outcome(self, number: int, within: float) -> Outcome:
         limit = time.monotonic() + within
-        while number not in self._heard:
-            self._hear(max(0.0, limit - time.monotonic()))
-        return self._heard.pop(number)
+        while number not in self._outcomes:
+            self._receive(max(0.0, limit - time.monotonic()))
+        return self._outcomes.pop(number)
 
     def _blocked(self, number: int, for_s: float) -> bool:
         limit = time.monotonic() + for_s
-        while number not in self._heard:
+        while number not in self._outcomes:
             if not self.child.poll(max(0.0, limit - time.monotonic())):
                 return True
-            self._hear(0.0)
+            self._receive(0.0)
         return False
 
-    def _hear(self, within: float) -> None:
+    def _receive(self, within: float) -> None:
         number, plain = self.child.recv(within)
-        self._heard[number] = Outcome(**plain)
+        self._outcomes[number] = Outcome(**plain)
 
     def run_in_main_thread(self, method: str, *args: Any) -> Any:
         self.child.send([0, method, list(args)])

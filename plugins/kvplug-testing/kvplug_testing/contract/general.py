@@ -96,9 +96,9 @@ class General(Contract):
                 assert end is not None
                 found.append(LocalHandle(end))
             else:
-                word, said = child.recv(2 * waits.patience_s)
+                word, facts = child.recv(2 * waits.patience_s)
                 assert word == "ready"
-                found.append(RemoteHandle(child, said))
+                found.append(RemoteHandle(child, facts))
         return [*found, *(LocalHandle(end) for end in local if end is not None)]
 
     def between_hosts(self, hosts: Sequence[int] = (0, 1), **context: Any) -> list[Handle]:
@@ -233,7 +233,11 @@ class General(Contract):
     @pytest.mark.parametrize("how", HOW)
     def test_when_the_other_end_ends_calls_that_are_blocked_and_later_ones_say_so(self, how: str) -> None:
         for ends, end, name in self.each_blocking_call():
-            if not end.gone or name not in end.said["doomed"] or (how == "close" and not end.said["leaves"]):
+            if (
+                not end.gone
+                or name not in end.facts["doomed"]
+                or (how == "close" and not end.facts["leaves"])
+            ):
                 continue
             waiting = end.begin("wait", name, None).check_blocked()
             for other in self._partners(ends):
@@ -251,8 +255,8 @@ class General(Contract):
         turn.
         """
         with self.scope():
-            said = [(end.gone, end.said["doomed"]) for end in self._partners(self.connected())]
-        for role, (at, (gone, doomed)) in itertools.product(range(len(said)), enumerate(said)):
+            doomed_of = [(end.gone, end.facts["doomed"]) for end in self._partners(self.connected())]
+        for role, (at, (gone, doomed)) in itertools.product(range(len(doomed_of)), enumerate(doomed_of)):
             for name in ("", *doomed[:1], *doomed[1:][-1:]) if gone and at != role else ():
                 with self.scope():
                     ends, there = self.across(role, **context)
@@ -266,7 +270,7 @@ class General(Contract):
         ways = itertools.cycle(DEATHS)
         for dies, end, waiting in self._deaths(heartbeat_timeout_s=HEARTBEAT_S):
             _die(dies, next(ways))
-            _says_so(end, waiting)
+            _raises_gone(end, waiting)
             end.run("close", waits.patience_s)
             assert not (wrong := end.run("not_closed")), wrong
 
@@ -275,7 +279,7 @@ class General(Contract):
         for dies, end, waiting in self._deaths():
             self._leave_a_child(dies, "c")
             dies.child.kill()
-            _says_so(end, waiting)
+            _raises_gone(end, waiting)
 
     @law("ALL-6", "ALL-2", needs="other_and_forked_processes")
     def test_a_forked_child_of_the_other_process_neither_ends_it_nor_hides_its_death(self) -> None:
@@ -285,7 +289,7 @@ class General(Contract):
             forks.child.kill()
             for end in self.others(ends, forks):
                 if end.gone:
-                    _says_so(end, None)
+                    _raises_gone(end, None)
 
     def _leave_a_child(self, end: Handle, how: str) -> None:
         pid = end.run("leave_a_child", how)
@@ -320,12 +324,12 @@ class General(Contract):
         for end in ends:
             end.run("clog")
             waiting.append(
-                end.begin("wait", end.said["doomed"][-1], None).check_blocked() if end.gone else None
+                end.begin("wait", end.facts["doomed"][-1], None).check_blocked() if end.gone else None
             )
         kill()
         for end, call in zip(ends, waiting, strict=True):
             if end.gone:
-                _says_so(end, call)
+                _raises_gone(end, call)
 
     # -- ALL-3 ---------------------------------------------------------------------------------
 
@@ -335,7 +339,7 @@ class General(Contract):
         for ends, stops in self.each_process(heartbeat_timeout_s=HEARTBEAT_S):
             stops.child.stop()
             for end in self.others(ends, stops):
-                for name in end.said["unclogged"] if end.gone else ():
+                for name in end.facts["unclogged"] if end.gone else ():
                     end.begin("wait", name, HEARTBEAT_S).raised(TimeoutError)
                     if kind.breaks_by_timeout:
                         break
@@ -367,7 +371,7 @@ class General(Contract):
         after_s = time.monotonic() - began
         assert after_s > SILENCE_S / 2, f"a silence of {after_s:.2f} s was taken for a death"
         stops.child.cont()
-        while not (found := stops.begin("wait", stops.said["doomed"][0], waits.patience_s).outcome()).kinds:
+        while not (found := stops.begin("wait", stops.facts["doomed"][0], waits.patience_s).outcome()).kinds:
             pass  # what had arrived
         found.raised("an end that was given up", KvplugError)
         assert "TimeoutError" not in found.kinds, f"an end that was given up waits: {found}"
@@ -406,8 +410,8 @@ class General(Contract):
         found = end.begin("wait", name, *(() if given is None else (given,))).raised(TimeoutError)
         took = f"{name} gave up after {found.took_s:.3f} s of {timeout}"
         assert found.took_s >= timeout - _EARLY_S, took
-        said = f"{name} does not say what it waited for: {found.text!r}"
-        assert len(found.text) > 10 and end.said["awaits"] in found.text, said
+        wrong = f"{name} does not say what it waited for: {found.text!r}"
+        assert len(found.text) > 10 and end.facts["awaits"] in found.text, wrong
 
     @law("ALL-4")
     def test_none_waits_on_whatever_the_context_says(self) -> None:
@@ -441,11 +445,11 @@ class General(Contract):
     def test_a_call_that_waits_costs_next_to_no_processor_time(self) -> None:
         ends = self.connected()
         waiting = [
-            end.begin("wait", name, None).check_blocked() for end in ends if (name := end.said["idles"])
+            end.begin("wait", name, None).check_blocked() for end in ends if (name := end.facts["idles"])
         ]
         if not waiting:
             pytest.skip(f"law ALL-4 does not limit the processor time of {self.called}")
-        seen = {end.said["pid"]: end for end in ends}
+        seen = {end.facts["pid"]: end for end in ends}
         began, used = time.monotonic(), sum(end.run("cpu_s") for end in seen.values())
         time.sleep(1.0)
         used = sum(end.run("cpu_s") for end in seen.values()) - used
@@ -457,7 +461,7 @@ class General(Contract):
     @law("ALL-5", needs="other_and_forked_processes", level="quick", timeout_s=120)
     def test_an_interrupt_of_a_blocked_call_leaves_an_end_that_works_or_says_that_it_is_broken(self) -> None:
         for found, there in self.each_process():
-            for name in there.said["unclogged"]:
+            for name in there.facts["unclogged"]:
                 with self.scope():
                     ends, interrupted = self.across(found.index(there))
                     error = interrupted.run_in_main_thread("interrupted", name)
@@ -669,7 +673,7 @@ class General(Contract):
                 call.raised(KvplugError)
 
 
-def _says_so(end: Handle, waiting: Pending | None) -> None:
+def _raises_gone(end: Handle, waiting: Pending | None) -> None:
     """An end whose other end has died raises that in a call that was blocked, and in later ones."""
     if waiting is not None:
         waiting.raised(end.gone or KvplugError)
@@ -691,5 +695,5 @@ def _footprints(ends: Sequence[Handle]) -> dict[int, Footprint]:
     found = {os.getpid(): Footprint.taken()}
     for end in ends:
         if isinstance(end, RemoteHandle):
-            found[end.said["pid"]] = Footprint.from_plain(end.run_in_main_thread("footprint"))
+            found[end.facts["pid"]] = Footprint.from_plain(end.run_in_main_thread("footprint"))
     return found
