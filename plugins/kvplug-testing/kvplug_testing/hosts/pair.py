@@ -51,9 +51,16 @@ class HostPair:
             yield
         finally:
             self._turn(True)
+            for number in range(2):
+                self._call(number, "wait_until_running")
 
     def _turn(self, on: bool) -> None:
-        with self.start(1, f"{__name__}:turn", on, timeout_s=peers.DEFAULT_TIMEOUT_S) as child:
+        self._call(1, "turn", on)
+
+    def _call(self, number: int, function: str, *args: Any) -> None:
+        with self.start(
+            number, f"{__name__}:call", function, *args, timeout_s=peers.DEFAULT_TIMEOUT_S
+        ) as child:
             child.result()
 
     def close(self) -> None:
@@ -90,6 +97,6 @@ class _Host(ForkServer):
             raise NoHostsError(refusal)
 
 
-def turn(parent: peers.Parent, on: bool) -> None:
-    """On a host: turn its end of the link on or off."""
-    link.turn(on)
+def call(parent: peers.Parent, function: str, *args: Any) -> None:
+    """On a host: call a function of :mod:`.link`."""
+    getattr(link, function)(*args)
