@@ -57,7 +57,7 @@ pages: $(INSTALLED)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	.venv/bin/$(RUN_TESTS) -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
-		--hypothesis-profile dev --kvplug-level brief -m "$(QUICK)" $(ELSEWHERE:%=--ignore %) $(ARGS)
+		--hypothesis-profile dev --kvplug-level quick -m "$(QUICK)" $(ELSEWHERE:%=--ignore %) $(ARGS)
 
 test-ci: ENVIRONMENTS = -m ci
 test-ci test-all: $(TOX)

@@ -67,7 +67,7 @@ def _is_beyond_quick(item: pytest.Item) -> bool:
         return True
     law = item.get_closest_marker("kvplug_law")
     has_examples = getattr(getattr(item, "function", None), "is_hypothesis_test", False)
-    return has_examples or (law is not None and law.kwargs["level"] != "brief")
+    return has_examples or (law is not None and law.kwargs["level"] != "quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

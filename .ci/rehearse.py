@@ -269,7 +269,7 @@ def rehearse(dist: Path, cwd: Path) -> None:
             "-c",
             ROOT / "pyproject.toml",
         ]
-        command += ["--rootdir", ROOT, "--kvplug-level", "brief", suites]
+        command += ["--rootdir", ROOT, "--kvplug-level", "quick", suites]
         said = run(python, *command, env=env, cwd=cwd, limit_s=600)
         say(f"the kept plugins keep the laws: {said.strip().splitlines()[-1]}", began)
 

@@ -77,7 +77,7 @@ def test_what_is_generated_passes_its_own_tests(tmp_path: Path) -> None:
     """Each kind in one process at the lowest level, which takes as long as one of them at the default one."""
     pytest.importorskip("torch")
     results = judge(
-        *(generate(what, tmp_path, f"gentle-{what}") for what in BESIDE_IT), timeout=800, level="brief"
+        *(generate(what, tmp_path, f"gentle-{what}") for what in BESIDE_IT), timeout=800, level="quick"
     )
     judged = Counter(result["subject"].rpartition("gentle-")[2] for result in results)
     assert judged.keys() == {*BESIDE_IT} - {"command"}  # which has tests of its own, and no suite

@@ -53,7 +53,7 @@ def judged(
     """A run of the kit, and how many tests had which outcome, by subject."""
     done = site.run(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")),
-        *("--rootdir", str(ROOT), "--kvplug-level", "brief", "--kvplug-report", "card.json"),
+        *("--rootdir", str(ROOT), "--kvplug-level", "quick", "--kvplug-report", "card.json"),
         *(("--hypothesis-profile", "dev") if laws else ()),
         *(f"--kvplug-law={law}" for law in laws),
         *(*arguments, str(KEPT / "suites.py")),

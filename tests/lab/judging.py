@@ -1,7 +1,7 @@
 """Judges mutants: what a file of them contains, how the kit judges it, and which tests have caught a mutant.
 
 A test has caught a mutant when it fails with it, for a reason that is a breach (``mutants/conftest.py``), and
-passes without it in the same process. Tests above quick take long, and need only fail.
+passes without it in the same process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def command(path: Path, report: Path, *names: str, more: tuple[str, ...] = ()) -
     return [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
-        *("--kvplug-level", "full", "--kvplug-report", str(report)),
+        *("--kvplug-level", "long", "--kvplug-report", str(report)),
         *(*more, *judged),
     ]
 
@@ -96,11 +96,9 @@ def failing(name: str, id_: str, card: Scorecard) -> set[str]:
 
 
 def passing(control: str, card: Scorecard) -> set[str]:
-    """The tests that a control has passed, and those above quick, which it does not run."""
+    """The tests that a control has passed."""
     return {
-        result.test
-        for result in card.results
-        if result.suite == control and (result.outcome is Outcome.PASSED or result.reason == "above quick")
+        result.test for result in card.results if result.suite == control and result.outcome is Outcome.PASSED
     }
 
 

@@ -37,7 +37,7 @@ import kvplug_testing
 from kvplug_testing.scorecard import NOT_RUN, Scorecard, from_json
 
 KIT: Final = Path(kvplug_testing.__file__).parent
-LEVELS: Final = ("quick", "full")
+LEVELS: Final = ("quick", "long")
 UNRUN: Final = "..."
 
 Rows = Mapping[tuple[str, str], frozenset[str]]

@@ -37,7 +37,7 @@ MORE_TESTS = """
     def test_that_works_again(self, ready, time):
         Call(self.work).result()
 
-    @law("PIPE-1", level="full")
+    @law("PIPE-1", level="long")
     def test_that_takes_long(self, ready):
         Call(self.work).result()
 
@@ -61,8 +61,8 @@ def test_the_last_result_of_a_mutant_with_the_same_sources_and_level_counts(tmp_
     results.add(mutant="m", level="quick", stamp="2", caught={"ALL-1": ["test_b"]})
     for each in (results, Results(results.path)):
         assert each.rows("quick") == {("m", "ALL-1"): {"test_b"}}
-        assert not each.rows("full")
-        found = [each.has("m", "2", "quick"), each.has("m", "1", "quick"), each.has("m", "2", "full")]
+        assert not each.rows("long")
+        found = [each.has("m", "2", "quick"), each.has("m", "1", "quick"), each.has("m", "2", "long")]
         assert found == [True, False, False]
 
 
@@ -172,7 +172,7 @@ def test_a_run_stores_each_result_and_a_second_one_repeats_only_what_has_changed
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("level", "more"), [("quick", set()), ("full", {"test_that_takes_long"})])
+@pytest.mark.parametrize(("level", "more"), [("quick", set()), ("long", {"test_that_takes_long"})])
 def test_all_tests_up_to_the_level_run_also_on_a_mutant_that_is_caught(
     tmp_path: Path, level: str, more: set[str]
 ) -> None:
@@ -205,7 +205,7 @@ def test_a_mutant_whose_test_was_not_prepared_in_time_has_no_result(tmp_path: Pa
         reason="no breach: in setup: Failed: Timeout (>60.0s) from pytest-timeout.",
     )
     with pytest.raises(NoResultError, match="test_that_works was not prepared in time"):
-        caught_of(made_up(tmp_path), "TestIsWrong", Scorecard(level="full", results=(late,)))
+        caught_of(made_up(tmp_path), "TestIsWrong", Scorecard(level="long", results=(late,)))
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
-_LEVELS = ("brief", "quick", "full", "soak")
+_LEVELS = ("quick", "long")
 _MARKER = "kvplug_law(id, ..., level, needs): a test of kvplug's conformance kit, and the laws that it judges"
 
 
@@ -48,8 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kvplug-level",
         choices=_LEVELS,
         default="quick",
-        help="brief: a minute per transport; quick: less than two minutes (default); full: minutes;"
-        " soak: gigabytes, an hour",
+        help="quick: while you write (default); long: minutes, before a release",
     )
     group.addoption(
         "--kvplug-law",

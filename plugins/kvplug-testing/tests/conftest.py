@@ -28,7 +28,7 @@ class TestMine(Contract):
     def test_that_is_kept(self):
         pass
 
-    @law("PIPE-5", "PIPE-6", level="quick")
+    @law("PIPE-5", "PIPE-6")
     def test_that_is_broken(self):
         assert 1 + 1 == 3, "two and a half came"
 
@@ -36,11 +36,11 @@ class TestMine(Contract):
     def test_of_what_is_not_claimed(self):
         raise AssertionError("it ran")
 
-    @law("ALL-1", level="full")
+    @law("ALL-1", level="long")
     def test_that_takes_longer(self):
         pass
 
-    @law("ALL-4", level="soak")
+    @law("ALL-4", level="long")
     def test_that_takes_for_ever(self):
         pass
 

@@ -62,7 +62,7 @@ if __name__ == "__main__":
             print("broken:", e)
         else:
             print("judged:", *{result.reason or "passed" for result in card.results})
-    card = check_pipe(make_pair, options_class=MemoryPipeOptions, level="brief", laws=["PIPE-7"])
+    card = check_pipe(make_pair, options_class=MemoryPipeOptions, level="quick", laws=["PIPE-7"])
     print("pairs:", *{result.outcome for result in card.results})
 """
 
@@ -81,7 +81,7 @@ def _judged(said: str) -> list[str]:
 
 
 def test_a_program_judges_what_it_makes_and_gets_the_laws_that_are_broken(tmp_path: Path) -> None:
-    said = _said(tmp_path, "brief", "STORE-10")
+    said = _said(tmp_path, "quick", "STORE-10")
     good, nested = _judged(said)
     assert "passed" in good and "passed" in nested
     broken = said.partition("broken: ")[2]
@@ -91,6 +91,6 @@ def test_a_program_judges_what_it_makes_and_gets_the_laws_that_are_broken(tmp_pa
 
 @pytest.mark.full
 def test_other_processes_make_what_is_judged_if_they_can_import_its_maker(tmp_path: Path) -> None:
-    good, nested, *_ = _judged(_said(tmp_path, "quick", "ALL-9"))
+    good, nested, *_ = _judged(_said(tmp_path, "long", "ALL-8"))
     assert good == "judged: passed"
     assert "other processes cannot import <lambda>: put it at the top of a file" in nested

@@ -69,7 +69,7 @@ class TestMine(Contract):
     assert "left behind: descriptors" in then
 
 
-@pytest.mark.parametrize(("level", "number"), [("brief", 3), ("quick", 4), ("full", 5), ("soak", 6)])
+@pytest.mark.parametrize(("level", "number"), [("quick", 4), ("long", 6)])
 def test_a_level_runs_what_is_of_it_and_of_those_below(package: Any, level: str, number: int) -> None:
     assert len(package.outcomes("--kvplug-level", level)) == number
 
@@ -92,13 +92,12 @@ def test_the_terminal_shows_a_table_of_laws(package: Any) -> None:
     assert "kvplug conformance" in done.stdout
     assert "pipe memory, level quick" in done.stdout
     assert "skipped: PIPE-7 test_of_what_is_not_claimed: " in done.stdout
-    assert "  1 more with --kvplug-level full, 1 more with --kvplug-level soak" in done.stdout
+    assert "  2 more with --kvplug-level long" in done.stdout
 
 
 def test_what_is_deselected_is_not_counted_as_of_another_level(package: Any) -> None:
     done = package.judge("-k", "kept or longer")
-    assert "  1 more with --kvplug-level full\n" in done.stdout
-    assert "soak" not in done.stdout
+    assert "  1 more with --kvplug-level long\n" in done.stdout
 
 
 def test_a_report_is_written_as_its_name_ends(package: Any) -> None:
@@ -111,7 +110,7 @@ def test_a_report_is_written_as_its_name_ends(package: Any) -> None:
     assert "kvplug" in plain["versions"]
     assert plain["platform"] in page
     assert plain["date"] in page
-    assert plain["above"] == {"pipe memory": {"full": 1, "soak": 1}}
+    assert plain["above"] == {"pipe memory": {"long": 2}}
     brought = f"kvplug-testing {plain['versions']['kvplug']}"
     assert {each["distribution"] for each in plain["results"]} == {brought}
     assert f"\n{brought}; " in page

@@ -84,13 +84,13 @@ def test_a_page_says_what_was_judged_where_and_when() -> None:
         versions={"python": "3.11.9", "kvplug": "0.1.0"},
         platform="Linux-6.1",
         date="2026-01-02T03:04:05+00:00",
-        above={"pipe sample": {"full": 15}},
+        above={"pipe sample": {"long": 15}},
     )
     page = card.as_markdown()
     assert "python 3.11.9, kvplug 0.1.0; Linux-6.1; 2026-01-02T03:04:05+00:00" in page
     assert "## pipe sample\n\nkvplug-sample 0.3; 0.0 s\n\n| law |" in page
     assert "## pipe mine\n\n0.0 s\n\n| law |" in page
-    assert "15 more with --kvplug-level full" in page
+    assert "15 more with --kvplug-level long" in page
     assert from_json(card.as_json()) == card
 
 

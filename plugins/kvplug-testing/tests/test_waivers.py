@@ -92,7 +92,7 @@ class TestMine(Contract):
     def test_a_dtype(self, dtype):
         assert dtype == "bool"
 
-    @law("PIPE-1", level="soak")
+    @law("PIPE-1", level="long")
     @mark.parametrize("way", ["a::b", "there"])
     def test_that_takes_for_ever(self, way):
         assert False

@@ -4,7 +4,7 @@ The test that the mutant names (``caught_by``) runs first, since the others may 
 ``--every-test-to LEVEL``, a caught mutant runs the others up to that level, too.
 
 A control (``is_control``) has no fault. It runs last, in the same process and with the same ``patience_s``.
-It runs the quick tests that have caught a similar mutant: one with the same first base class.
+It runs the tests that have caught a similar mutant: one with the same first base class.
 """
 
 from __future__ import annotations
@@ -109,8 +109,6 @@ def pytest_runtest_setup(item: Any) -> None:
     if not _is_control(item):
         if _broken(item) <= _caught and not _runs_anyway(item):
             pytest.skip("caught already")
-    elif _level(item) > base.LEVELS.index("quick"):
-        pytest.skip("above quick")
     elif not any(name == item.name and issubclass(cls, item.cls.__base__) for cls, name in _catching):
         pytest.skip("has caught nothing")
 

@@ -29,7 +29,7 @@ from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.laws import LAWS
 
-LEVELS = ("brief", "quick", "full", "soak")
+LEVELS = ("quick", "long")
 TIMEOUT_S = 60.0
 """The default time limit of one test: then all stacks are dumped and the test fails."""
 
@@ -37,7 +37,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def law(
-    id_: str, *more: str, level: str = "brief", needs: str = "", timeout_s: float = TIMEOUT_S
+    id_: str, *more: str, level: str = "quick", needs: str = "", timeout_s: float = TIMEOUT_S
 ) -> Callable[[T], T]:
     """Mark a test with the law that it judges.
 

@@ -29,7 +29,7 @@ from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.limits import LIMITS, Limit, mount_small_disk
 
 SAMPLE: Final = (0, 1, 3, 8)
-"""The numbers that are tried at level quick."""
+"""The numbers that the first test tries."""
 MOST: Final = 400
 """An object that needs more than this is not judged beyond it."""
 _ENOUGH: Final = 3
@@ -122,11 +122,11 @@ class Exhaustion(Contract):
         """A new attempt with this suite's subject. Makes nothing that needs a resource."""
         raise NotImplementedError
 
-    @law("ALL-9", needs="running_out_processes", timeout_s=CHILD_S, level="quick")
+    @law("ALL-9", needs="running_out_processes", timeout_s=CHILD_S, level="long")
     def test_what_runs_out_is_named_nothing_is_left_and_the_next_try_succeeds(self) -> None:
         self._run_out(LIMITS, SAMPLE, is_sample=True)
 
-    @law("ALL-9", level="full", needs="running_out_processes", timeout_s=CHILD_S)
+    @law("ALL-9", level="long", needs="running_out_processes", timeout_s=CHILD_S)
     @pytest.mark.parametrize("limit", LIMITS)
     def test_each_thing_that_is_needed_runs_out_in_turn(self, limit: str) -> None:
         self._run_out([limit], range(MOST), is_sample=False)

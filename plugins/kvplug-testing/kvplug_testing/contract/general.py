@@ -295,7 +295,7 @@ class General(Contract):
         pid = end.run("leave_a_child", how)
         self.later(lambda: os.kill(pid, signal.SIGKILL))
 
-    @law("ALL-2", "ALL-5", needs="other_processes", level="quick")
+    @law("ALL-2", "ALL-5", needs="other_processes", level="long")
     @pytest.mark.parametrize("moment", [0.0, 0.003, 0.03])
     def test_when_a_process_is_killed_at_work_all_ends_say_so_and_nothing_comes_in_part(
         self, moment: float
@@ -354,7 +354,7 @@ class General(Contract):
                 self.exchange(ends, 2)
             stops.child.cont()
 
-    @law("ALL-3", "ALL-5", "ALL-2", needs="heartbeat_and_another_host", level="quick")
+    @law("ALL-3", "ALL-5", "ALL-2", needs="heartbeat_and_another_host", level="long")
     def test_when_the_other_host_vanishes_its_silence_is_a_death_and_idling_is_not(self) -> None:
         ends = self.between_hosts(heartbeat_timeout_s=SILENCE_S)
         time.sleep(2 * SILENCE_S)
@@ -362,7 +362,7 @@ class General(Contract):
         with ExitStack() as stack:
             self._all_say_so(ends, lambda: stack.enter_context(self.hosts().apart()))
 
-    @law("ALL-3", needs="heartbeat_and_another_host", level="quick")
+    @law("ALL-3", needs="heartbeat_and_another_host", level="long")
     def test_a_process_on_another_host_is_dead_when_it_was_stopped_for_so_long_and_knows_it(self) -> None:
         ends = self.between_hosts(heartbeat_timeout_s=SILENCE_S)
         stops: Any = ends[1]
@@ -458,7 +458,7 @@ class General(Contract):
             f"{len(waiting)} calls waited {took:.2f} s and used {used:.2f} s of processor time"
         )
 
-    @law("ALL-5", needs="other_and_forked_processes", level="quick", timeout_s=120)
+    @law("ALL-5", needs="other_and_forked_processes", level="long", timeout_s=120)
     def test_an_interrupt_of_a_blocked_call_leaves_an_end_that_works_or_says_that_it_is_broken(self) -> None:
         for found, there in self.each_process():
             for name in there.facts["unclogged"]:
@@ -491,7 +491,7 @@ class General(Contract):
             for part in [inside, *others]:
                 part.result()
 
-    @law("ALL-6", needs="forked_processes", level="quick")
+    @law("ALL-6", needs="forked_processes", level="long")
     def test_in_a_forked_child_every_call_raises_closed_whatever_blocked_in_the_parent(self) -> None:
         for ends, end, name in self.each_blocking_call():
             inside = end.begin("wait", name, None).check_blocked()
@@ -538,7 +538,7 @@ class General(Contract):
     def test_ends_that_come_and_go_leave_nothing(self) -> None:
         self._come_and_go(_FEW)
 
-    @law("ALL-7", level="full", needs="ends_here", timeout_s=900)
+    @law("ALL-7", level="long", needs="ends_here", timeout_s=900)
     def test_a_thousand_ends_that_come_and_go_leave_nothing(self) -> None:
         self._come_and_go(_MANY)
 
@@ -552,15 +552,8 @@ class General(Contract):
 
         self._leaves_nothing(one, rounds, [])
 
-    @law("ALL-7", needs="other_processes", level="quick", timeout_s=120)
+    @law("ALL-7", needs="other_processes", level="long", timeout_s=120)
     def test_processes_that_end_or_are_killed_leave_nothing(self) -> None:
-        self._processes_come_and_go(_FEW)
-
-    @law("ALL-7", level="full", needs="other_processes", timeout_s=900)
-    def test_three_hundred_processes_that_end_or_are_killed_leave_nothing(self) -> None:
-        self._processes_come_and_go(300)
-
-    def _processes_come_and_go(self, rounds: int) -> None:
         roles = len(self.ends().roles)
 
         def one(number: int) -> None:
@@ -577,9 +570,9 @@ class General(Contract):
                         end.run("is_gone")
                     end.run("end", "close" if number % 5 else "abort")
 
-        self._leaves_nothing(one, rounds, [])
+        self._leaves_nothing(one, _FEW, [])
 
-    @law("ALL-7", needs="other_processes", level="quick")
+    @law("ALL-7", needs="other_processes", level="long")
     def test_exchanges_leave_nothing_here_nor_there(self) -> None:
         """So many that a leak of each is seen, at either end. The ends stay: what one makes when it first has
         to wait ends only with it.
@@ -587,7 +580,7 @@ class General(Contract):
         ends, _ = self.across(0)
         self._leaves_nothing(lambda _: self.exchange(ends), 60, ends, spans=3)
 
-    @law("ALL-7", needs="other_processes", level="quick", timeout_s=120)
+    @law("ALL-7", needs="other_processes", level="long", timeout_s=120)
     def test_ends_that_come_and_go_leave_nothing_at_a_process_that_lives_on(self) -> None:
         for ends, _ in self.each_process():
             children = [end.child if isinstance(end, RemoteHandle) else None for end in self._partners(ends)]
@@ -644,17 +637,17 @@ class General(Contract):
 
     # -- ALL-8 ---------------------------------------------------------------------------------
 
-    @law("ALL-8", needs="other_and_forked_processes", level="quick", timeout_s=120)
+    @law("ALL-8", needs="other_and_forked_processes", level="long", timeout_s=120)
     @pytest.mark.parametrize("way", leaving.WAYS)
     def test_a_program_that_leaves_at_work_ends_with_its_own_code(self, way: str) -> None:
         self._leave(way, at_work=True)
 
-    @law("ALL-8", level="full", needs="other_and_forked_processes", timeout_s=120)
+    @law("ALL-8", level="long", needs="other_and_forked_processes", timeout_s=120)
     @pytest.mark.parametrize("way", leaving.OTHER_WAYS)
     def test_so_does_one_that_closed_its_end_and_a_forked_child(self, way: str) -> None:
         self._leave(way, at_work=True)
 
-    @law("ALL-8", level="full", needs="other_and_forked_processes", timeout_s=120)
+    @law("ALL-8", level="long", needs="other_and_forked_processes", timeout_s=120)
     @pytest.mark.parametrize("way", [*leaving.WAYS, *leaving.OTHER_WAYS])
     def test_so_does_one_whose_end_does_nothing(self, way: str) -> None:
         self._leave(way, at_work=False)

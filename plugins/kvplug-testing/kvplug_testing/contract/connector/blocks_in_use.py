@@ -126,7 +126,7 @@ class BlocksInUse(ConnectorSuite):
         self.shut(decode)
         self._are_free_again(prefill, blocks, keeps, named)
 
-    @law("CONN-4", "CONN-5", "ALL-2", needs="other_processes", level="quick")
+    @law("CONN-4", "CONN-5", "ALL-2", needs="other_processes", level="long")
     @pytest.mark.parametrize("when", ["met", "promised", "loading"])
     def test_blocks_that_were_kept_for_a_consumer_that_is_killed_are_free_again(self, when: str) -> None:
         prefill = self.engine("producer", seed=1)

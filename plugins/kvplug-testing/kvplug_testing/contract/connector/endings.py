@@ -159,7 +159,7 @@ class Endings(ConnectorSuite):
         self._end(decode, is_worker_first=True)
         waiting.end()
 
-    @law("ALL-7", level="full", timeout_s=300)
+    @law("ALL-7", level="long", timeout_s=300)
     def test_engines_that_come_and_go_leave_nothing(self) -> None:
         for number in range(20):
             with self.scope():
@@ -221,7 +221,7 @@ class Endings(ConnectorSuite):
         assert not report.invalid_block_ids, "the peer is back, and what it has does not come"
         assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
 
-    @law("ALL-2", "ALL-5", "ALL-7", needs="other_processes", level="quick")
+    @law("ALL-2", "ALL-5", "ALL-7", needs="other_processes", level="long")
     @pytest.mark.parametrize("when", ["promised", "loading", "half"])
     def test_a_peer_that_is_killed_is_a_reported_failure(self, when: str) -> None:
         config = self.config_of("producer")  # reserves the address

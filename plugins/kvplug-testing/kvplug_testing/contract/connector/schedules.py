@@ -16,7 +16,7 @@ from kvplug_testing.contract.connector.suite import ConnectorSuite
 from kvplug_testing.engine import Arrival, FakeEngine, Schedule, request_of
 from kvplug_testing.waits import Call
 
-QUICK, _FULL = range(2), range(2, 60)
+QUICK, _MANY = range(2), range(2, 60)
 ON_DEVICE: Mapping[str, Any] = MappingProxyType({"device": "simulated", "config": {"device": "simulated"}})
 """The engine's cache, and what its config says of it."""
 
@@ -107,8 +107,8 @@ class Schedules(ConnectorSuite):
     def test_whatever_two_engines_do_what_arrives_is_right(self, seed: int) -> None:
         self._check_pair(seed)
 
-    @law("CONN-2", "CONN-1", "CONN-4", "CONN-5", level="full")
-    @pytest.mark.parametrize("seed", _FULL)
+    @law("CONN-2", "CONN-1", "CONN-4", "CONN-5", level="long")
+    @pytest.mark.parametrize("seed", _MANY)
     def test_whatever_two_engines_do_for_long_what_arrives_is_right(self, seed: int) -> None:
         self._check_pair(seed)
 
@@ -117,8 +117,8 @@ class Schedules(ConnectorSuite):
     def test_whatever_goes_on_beside_a_load_its_blocks_are_its_own(self, seed: int) -> None:
         self._check_pair(1000 + seed, background=True)
 
-    @law("CONN-4", "CONN-5", "CONN-2", "CONN-1", needs="background", level="full")
-    @pytest.mark.parametrize("seed", _FULL)
+    @law("CONN-4", "CONN-5", "CONN-2", "CONN-1", needs="background", level="long")
+    @pytest.mark.parametrize("seed", _MANY)
     def test_whatever_goes_on_for_long_beside_a_load_its_blocks_are_its_own(self, seed: int) -> None:
         self._check_pair(1000 + seed, background=True)
 
@@ -185,8 +185,8 @@ class Schedules(ConnectorSuite):
         with simulated.seeded(seed):
             self._check_pair(7000 + seed, background=not self.background and seed % 2 == 1, **ON_DEVICE)
 
-    @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices", level="full")
-    @pytest.mark.parametrize("seed", _FULL[:16])
+    @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices", level="long")
+    @pytest.mark.parametrize("seed", _MANY[:16])
     def test_whatever_they_do_for_long_on_a_device_what_arrives_is_right(self, seed: int) -> None:
         with simulated.seeded(seed):
             self._check_pair(7000 + seed, background=not self.background and seed % 2 == 1, **ON_DEVICE)
@@ -204,8 +204,8 @@ class Schedules(ConnectorSuite):
     def test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
         self._run_both(5000 + seed, spoils=True)
 
-    @law("CONN-6", "CONN-3", needs="own_faults", level="full")
-    @pytest.mark.parametrize("seed", _FULL)
+    @law("CONN-6", "CONN-3", needs="own_faults", level="long")
+    @pytest.mark.parametrize("seed", _MANY)
     def test_whatever_fails_for_long_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
         self._run_both(5000 + seed, spoils=True)
 
@@ -216,8 +216,8 @@ class Schedules(ConnectorSuite):
     def test_whatever_another_connector_loads_nothing_wrong_is_saved(self, seed: int) -> None:
         self._run_both(9000 + seed, other_loads=True)
 
-    @law("CONN-6", "CONN-3", needs="others_beside_it", level="full")
-    @pytest.mark.parametrize("seed", _FULL)
+    @law("CONN-6", "CONN-3", needs="others_beside_it", level="long")
+    @pytest.mark.parametrize("seed", _MANY)
     def test_whatever_another_connector_loads_for_long_nothing_wrong_is_saved(self, seed: int) -> None:
         self._run_both(9000 + seed, other_loads=True)
 
@@ -249,13 +249,13 @@ class Schedules(ConnectorSuite):
         fresh.submit(*arrivals(chance, "fresh", 8, first=900))
         Call(fresh.run).result(4 * waits.patience_s)
 
-    @law("CONN-7", level="quick")
+    @law("CONN-7", level="long")
     @pytest.mark.parametrize("seed", QUICK)
     def test_whenever_it_is_reset_nothing_old_is_loaded(self, seed: int) -> None:
         self._run_resets(6000 + seed)
 
-    @law("CONN-7", level="full")
-    @pytest.mark.parametrize("seed", _FULL)
+    @law("CONN-7", level="long")
+    @pytest.mark.parametrize("seed", _MANY)
     def test_however_often_it_is_reset_nothing_old_is_loaded(self, seed: int) -> None:
         self._run_resets(6000 + seed)
 

@@ -46,7 +46,7 @@ class Stalls(ConnectorSuite):
             self._skip_unless(is_held.is_set())
         self._is_written_no_more(decode, prompt, blocks)
 
-    @law("CONN-9", "ALL-3", needs="background_and_other_processes", level="quick")
+    @law("CONN-9", "ALL-3", needs="background_and_other_processes", level="long")
     def test_a_background_load_from_a_peer_that_is_stopped_holds_up_no_step(self) -> None:
         child, params = self._producing()
         decode = self.engine("consumer", background=True, **self._impatient())
@@ -58,7 +58,7 @@ class Stalls(ConnectorSuite):
         child.cont()
         self._is_written_no_more(decode, prompt, blocks)
 
-    @law("CONN-9", "ALL-3", needs="stall_limit_and_other_processes", level="quick")
+    @law("CONN-9", "ALL-3", needs="stall_limit_and_other_processes", level="long")
     def test_a_step_waits_for_a_peer_that_is_stopped_for_the_stall_timeout_at_most(self) -> None:
         child, params = self._producing()
         decode = self.engine("consumer", **self._impatient())

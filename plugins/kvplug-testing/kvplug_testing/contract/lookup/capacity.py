@@ -109,7 +109,7 @@ class Capacity(LookupSuite):
     def test_what_was_taken_gives_its_bytes_back(self, end: str) -> None:
         self._fill_and_empty(end, rounds=20)
 
-    @law("LOOKUP-5", "ALL-7", level="full", needs="waits_for_room", timeout_s=300)
+    @law("LOOKUP-5", "ALL-7", level="long", needs="waits_for_room", timeout_s=300)
     @at_both_ends
     def test_what_was_taken_gives_its_bytes_back_a_thousand_times(self, end: str) -> None:
         self._fill_and_empty(end, rounds=1000)

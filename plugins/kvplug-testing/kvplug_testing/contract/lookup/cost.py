@@ -52,7 +52,7 @@ FINDS = {"match": _match, "select": _select, "drop_select": _drop_select}
 class Cost(LookupSuite):
     """Measured at the end that holds the entries, which searches for both ends."""
 
-    @law("LOOKUP-6", timeout_s=120, level="quick")
+    @law("LOOKUP-6", timeout_s=120, level="long")
     def test_finding_does_not_cost_more_where_more_is_held(self) -> None:
         store = self.hold()
         spent: dict[str, list[float]] = {name: [] for name in FINDS}

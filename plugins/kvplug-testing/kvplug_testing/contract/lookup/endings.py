@@ -217,7 +217,7 @@ class Endings(LookupSuite):
 
     # -- forks -----------------------------------------------------------------------------------
 
-    @law("ALL-6", needs="forked_processes", level="quick")
+    @law("ALL-6", needs="forked_processes", level="long")
     @at_both_ends
     def test_in_a_forked_child_it_is_closed_and_the_parents_goes_on(self, end: str) -> None:
         store, buffer = self.ends(end)
@@ -251,7 +251,7 @@ class Endings(LookupSuite):
         for number in range(15):
             self._come_and_go(number)
 
-    @law("ALL-7", level="full", timeout_s=600)
+    @law("ALL-7", level="long", timeout_s=600)
     def test_a_thousand_of_them_leave_no_memory_either(self) -> None:
         for number in range(100):  # the first rounds create everything that is created once
             self._come_and_go(number)

@@ -156,7 +156,7 @@ class Processes(LookupSuite):
         raises(PeerGoneError, lambda: end.match([7]))
         Call(end.close).result()
 
-    @law("ALL-8", needs="other_and_forked_processes", level="quick")
+    @law("ALL-8", needs="other_and_forked_processes", level="long")
     @pytest.mark.parametrize("way", leaving.WAYS)
     @pytest.mark.parametrize("side", ["holding", "remote"])
     def test_a_program_that_leaves_during_a_read_ends_with_its_own_code(self, side: str, way: str) -> None:
@@ -177,7 +177,7 @@ class Processes(LookupSuite):
             reading.result()
             _read.clear()
 
-    @law("ALL-8", level="full", needs="other_and_forked_processes")
+    @law("ALL-8", level="long", needs="other_and_forked_processes")
     @pytest.mark.parametrize("way", leaving.OTHER_WAYS)
     @pytest.mark.parametrize("side", ["holding", "remote"])
     def test_so_does_one_that_closed_its_end_and_a_forked_child(self, side: str, way: str) -> None:

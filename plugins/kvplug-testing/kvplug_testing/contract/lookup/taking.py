@@ -203,7 +203,7 @@ class Taking(LookupSuite):
     def test_callers_that_give_up_just_as_their_entry_comes_lose_none(self, end: str) -> None:
         self._give_up_in_the_nick_of_time(end, rounds=25)
 
-    @law("LOOKUP-4", level="full", timeout_s=300)
+    @law("LOOKUP-4", level="long", timeout_s=300)
     @at_both_ends
     def test_many_callers_that_give_up_just_as_their_entry_comes_lose_none(self, end: str) -> None:
         self._give_up_in_the_nick_of_time(end, rounds=1000)

@@ -29,7 +29,7 @@ _EMPTY_HELD_BYTES = 8
 class Backpressure(PipeSuite):
     """Pairs with a low limit of unsent bytes, without a receiver."""
 
-    @law("PIPE-3", "PIPE-2", needs="a_limit", level="quick")
+    @law("PIPE-3", "PIPE-2", needs="a_limit", level="long")
     @pytest.mark.parametrize("nbytes", [2000, 100_000, MIB, 3 * MIB])
     def test_with_the_receiver_stopped_what_is_held_is_bounded(self, nbytes: int) -> None:
         one, other = self.limited_pair()

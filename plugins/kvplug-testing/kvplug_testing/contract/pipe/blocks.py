@@ -241,7 +241,7 @@ class BlockMessages(PipeSuite):
         send_blocks(one, cache, [2])
         assert_same(expected(cache, [2]), received(other), "something of a refused call was sent")
 
-    @law("PIPE-1", "PIPE-5", needs="other_processes", level="quick")
+    @law("PIPE-1", "PIPE-5", needs="other_processes", level="long")
     def test_blocks_from_another_process_fill_a_cache(self) -> None:
         import torch
 

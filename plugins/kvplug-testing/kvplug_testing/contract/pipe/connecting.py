@@ -41,12 +41,12 @@ class Connecting(PipeSuite):
             pipe.send_tensor(remote.content(1, 1000))
             assert not (wrong := remote.unlike(received(pipe), 1, 1000)), wrong
 
-    @law("END-2", needs="other_processes", level="quick")
+    @law("END-2", needs="other_processes", level="long")
     @pytest.mark.parametrize("way", ["while it connects", "before it is accepted"])
     def test_a_peer_that_is_killed_before_it_is_accepted_stops_nobody_who_comes_after(self, way: str) -> None:
         self._kill_while_connecting(way, rounds=8)
 
-    @law("END-2", level="full", needs="other_processes", timeout_s=600)
+    @law("END-2", level="long", needs="other_processes", timeout_s=600)
     def test_of_hundreds_of_peers_that_are_killed_while_they_connect_none_stops_the_next(self) -> None:
         self._kill_while_connecting("while it connects", rounds=200)
 

@@ -21,7 +21,7 @@ from kvplug_testing.waits import Call
 class Forks(PipeSuite):
     """``os.fork()`` in a process that holds pipes and listeners."""
 
-    @law("ALL-6", "ALL-5", needs="forked_processes", level="quick")
+    @law("ALL-6", "ALL-5", needs="forked_processes", level="long")
     def test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent(self) -> None:
         one, other = self.pair()
         sizes = [40 * MIB, 1000, 2 * MIB]
@@ -53,7 +53,7 @@ class Forks(PipeSuite):
         for call in waiting:
             call.result()
 
-    @law("ALL-6", "ALL-5", needs="forked_processes", level="quick")
+    @law("ALL-6", "ALL-5", needs="forked_processes", level="long")
     def test_no_transfer_is_under_way_in_a_forked_child_also_if_a_thread_was_ending_it(self) -> None:
         if sys.gettrace() is not None:
             pytest.skip("a tracer, such as coverage's, has a lock that a forked child may inherit taken")

@@ -38,12 +38,12 @@ class Order(PipeSuite):
         one, other = self.limited_pair(10_000)
         _load([(one, other)], 2000, _SMALL)
 
-    @law("PIPE-1", level="full", needs="both_ways", timeout_s=300.0)
+    @law("PIPE-1", level="long", needs="both_ways", timeout_s=300.0)
     def test_a_hundred_thousand_messages_arrive_in_order_both_ways_at_once(self) -> None:
         one, other = self.pair()
         _load([(one, other), (other, one)], 100_000, _SMALL, within=250.0)
 
-    @law("PIPE-1", level="full", needs="both_ways", timeout_s=300.0)
+    @law("PIPE-1", level="long", needs="both_ways", timeout_s=300.0)
     def test_a_thousand_large_and_small_messages_arrive_in_order_both_ways_at_once(self) -> None:
         one, other = self.pair()
         _load([(one, other), (other, one)], 1000, _LARGE, within=250.0)

@@ -36,7 +36,7 @@ class OtherHost(PipeGeneral):
         contact = listening.recv()
         with self.hosts().apart():
             took_s, error = self._dial(contact, 1.0)
-            assert error.startswith(("TimeoutError", "PeerGoneError")), f"no host answered; connect gave {error!r}"
+            assert error.startswith(("TimeoutError", "PeerGoneError")), f"no host answered: {error!r}"
             assert took_s < 5.0, f"connect had 1 s, and took {took_s:.1f}"
         _, error = self._dial(contact, waits.patience_s)
         assert not error, f"the host answers again; connect gave {error!r}"

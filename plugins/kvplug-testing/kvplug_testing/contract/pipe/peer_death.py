@@ -99,7 +99,7 @@ class PeerDeath(PipeSuite):
         closing.result()
         assert transfer.done(), "the pipe is closed, and a transfer is still under way"
 
-    @law("ALL-2", needs="other_processes", level="quick")
+    @law("ALL-2", needs="other_processes", level="long")
     @pytest.mark.parametrize("nbytes", SIZES)
     def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received(
         self, nbytes: int, tmp_path: Path
@@ -107,7 +107,7 @@ class PeerDeath(PipeSuite):
         """Kills at many positions in the message, with a receiver that is reading it and without one."""
         self._kill_at_many_places(nbytes, 4, tmp_path / "begun")
 
-    @law("ALL-2", level="full", needs="other_processes", timeout_s=600)
+    @law("ALL-2", level="long", needs="other_processes", timeout_s=600)
     @pytest.mark.parametrize("nbytes", SIZES)
     def test_of_a_message_in_which_the_peer_is_killed_nothing_is_received_at_any_place(
         self, nbytes: int, tmp_path: Path

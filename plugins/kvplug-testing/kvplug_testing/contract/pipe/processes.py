@@ -30,7 +30,7 @@ class Processes(PipeSuite):
             pipe.send_tensor(message)
             assert_same(message, received(pipe))
 
-    @law("PIPE-1", needs="both_ways_and_other_processes", level="quick")
+    @law("PIPE-1", needs="both_ways_and_other_processes", level="long")
     @pytest.mark.parametrize("kind", ["spawned", "forked"])
     def test_order_holds_under_load_both_ways_with_another_process(self, kind: str) -> None:
         count, nbytes = 400, 60_000
@@ -38,7 +38,7 @@ class Processes(PipeSuite):
         pipe, child = start(remote.both_ways, count, nbytes, **self.limited(MIB) if self.limit_option else {})
         self._exchange(pipe, child, count, nbytes)
 
-    @law("PIPE-1", level="full", needs="both_ways_and_other_processes", timeout_s=600)
+    @law("PIPE-1", level="long", needs="both_ways_and_other_processes", timeout_s=600)
     def test_order_holds_for_many_messages_both_ways(self) -> None:
         pipe, child = self.remote_pipe(remote.both_ways, 5_000, 60_000)
         self._exchange(pipe, child, 5_000, 60_000, within=300)

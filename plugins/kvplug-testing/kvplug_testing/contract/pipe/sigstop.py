@@ -27,7 +27,7 @@ LARGE = 24 * MIB
 class SigStop(PipeSuite):
     """The process at the other end receives SIGSTOP and SIGCONT."""
 
-    @law("PIPE-3", "ALL-3", needs="bounded_and_other_processes", level="quick")
+    @law("PIPE-3", "ALL-3", needs="bounded_and_other_processes", level="long")
     @pytest.mark.parametrize("nbytes", [1000, 100_000, 3 * MIB])
     def test_with_the_peer_stopped_no_more_is_taken_than_the_limit_and_nothing_is_lost(
         self, nbytes: int
@@ -53,7 +53,7 @@ class SigStop(PipeSuite):
         for number in range(taken):
             assert_same(numbered(number, nbytes), received(pipe), f"message {number}")
 
-    @law("PIPE-6", "ALL-3", needs="other_processes", level="quick")
+    @law("PIPE-6", "ALL-3", needs="other_processes", level="long")
     @pytest.mark.parametrize("first_out", [False, True])
     @pytest.mark.parametrize("second_out", [False, True])
     def test_a_receive_that_runs_out_of_time_in_a_message_of_a_stopped_peer_is_not_skipped(
@@ -79,7 +79,7 @@ class SigStop(PipeSuite):
         if out is not None and number == 1:
             assert_filled(99, out, "memory was written to after its call had ended")
 
-    @law("PIPE-6", needs="other_processes", level="quick")
+    @law("PIPE-6", needs="other_processes", level="long")
     def test_a_receive_that_runs_out_of_time_again_and_again_is_not_skipped(self) -> None:
         sizes = [LARGE, 1000, LARGE // 2, 2000]
         pipe, child = self.remote_pipe(remote.send, sizes)

@@ -191,7 +191,7 @@ class Tensors(PipeSuite):
             changed = difference(message, received(other))
             assert not changed, f"a refused tensor left something in the stream: {changed}"
 
-    @law("PIPE-1", level="soak", timeout_s=900.0)
+    @law("PIPE-1", level="long", timeout_s=900.0)
     def test_more_than_four_gibibytes_arrive_from_one_mapped_file_in_another(self, tmp_path: Path) -> None:
         import torch
 

@@ -127,7 +127,7 @@ def _end(victim: Peer, delay_s: float) -> None:
 class CrashPoints(QueueSuite):
     """Kills and stops at many moments."""
 
-    @law("ALL-2", "ALL-5", needs="other_processes", level="full", timeout_s=300)
+    @law("ALL-2", "ALL-5", needs="other_processes", level="long", timeout_s=300)
     def test_whenever_the_writer_is_killed_readers_get_what_it_had_enqueued_and_nothing_else(self) -> None:
         for delay_s in delays():
             with self.scope(), tempfile.NamedTemporaryFile() as noted:
@@ -148,7 +148,7 @@ class CrashPoints(QueueSuite):
                     )
                     reader.close()
 
-    @law("QUEUE-2", needs="other_processes", level="full", timeout_s=300)
+    @law("QUEUE-2", needs="other_processes", level="long", timeout_s=300)
     def test_whenever_a_reader_is_killed_the_others_get_everything(self) -> None:
         for delay_s in delays():
             with self.scope():
@@ -166,7 +166,7 @@ class CrashPoints(QueueSuite):
                     assert got == [count, ""], f"killed after {delay_s:.4f} s"
                 writer.close()
 
-    @law("ALL-3", "QUEUE-1", needs="other_processes", level="full", timeout_s=300)
+    @law("ALL-3", "QUEUE-1", needs="other_processes", level="long", timeout_s=300)
     @pytest.mark.parametrize("who", ["reader", "writer"])
     def test_whenever_a_process_is_stopped_it_goes_on_where_it_was(self, who: str) -> None:
         over = threading.Event()

@@ -101,7 +101,7 @@ class Handles(QueueSuite):
 
     # -- a process without free descriptors --------------------------------------------------------
 
-    @law("ALL-5", "ALL-7", needs="other_processes", level="quick")
+    @law("ALL-5", "ALL-7", needs="other_processes", level="long")
     def test_where_no_descriptors_are_left_an_end_is_refused_in_words_and_made_when_there_are(self) -> None:
         writer = self.writer(ROOMS + 2)
         local = self.reader(writer, ROOMS + 1)

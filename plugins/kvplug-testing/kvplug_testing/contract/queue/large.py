@@ -82,11 +82,11 @@ class Large(QueueSuite):
         for reader in readers:
             assert_same(values, all_received(reader, CHUNKS).result(), f"at reader rank {reader.rank}")
 
-    @law("QUEUE-1", level="quick")
+    @law("QUEUE-1", level="long")
     def test_tensors_and_arrays_in_a_value_of_a_mebibyte_reach_every_reader(self) -> None:
         self._cross(MIB, n_reader=2)
 
-    @law("QUEUE-1", level="full", timeout_s=300)
+    @law("QUEUE-1", level="long", timeout_s=300)
     @pytest.mark.parametrize("mib", [4, 16, 64])
     def test_tensors_and_arrays_in_a_value_of_many_mebibytes_reach_every_reader(self, mib: int) -> None:
         if mib * MIB > self.most_bytes:

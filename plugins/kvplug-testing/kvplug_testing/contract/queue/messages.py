@@ -90,7 +90,7 @@ class Messages(QueueSuite):
                 got = received(reader)
                 assert_same(value, got)
 
-    @law("QUEUE-1", level="quick")
+    @law("QUEUE-1", level="long")
     def test_each_reader_gets_thousands_of_messages_once_and_in_order(self) -> None:
         count = 3_000
         writer, readers = self.queue(3)
@@ -101,7 +101,7 @@ class Messages(QueueSuite):
             fault = wrong(call.result(), range(count))
             assert not fault, f"at reader {reader.rank}, {fault}"
 
-    @law("QUEUE-1", level="full", timeout_s=300)
+    @law("QUEUE-1", level="long", timeout_s=300)
     def test_tens_of_thousands_of_messages_arrive_once_and_in_order(self) -> None:
         count = 30_000
         writer, readers = self.queue(2)
@@ -136,7 +136,7 @@ class Messages(QueueSuite):
     def test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost(self) -> None:
         self._pausing(count=2_000, pause_s=1.0)
 
-    @law("QUEUE-1", level="full", timeout_s=300)
+    @law("QUEUE-1", level="long", timeout_s=300)
     def test_a_reader_that_pauses_for_seconds_gets_everything_or_hears_how_many_it_lost(self) -> None:
         self._pausing(count=20_000, pause_s=4.0)
 

@@ -79,7 +79,7 @@ def give_chunks(parent: Parent, writer: MessageQueue) -> Any:
 class Processes(QueueSuite):
     """One queue with ends in several processes."""
 
-    @law("QUEUE-1", needs="other_processes", level="quick")
+    @law("QUEUE-1", needs="other_processes", level="long")
     def test_readers_in_other_processes_get_every_message_in_order(self) -> None:
         count = 2_000
         writer = self.writer(3)

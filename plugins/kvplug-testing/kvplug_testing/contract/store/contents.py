@@ -54,7 +54,7 @@ class Contents(StoreSuite):
         kept(store, back)
         got(first, back)
 
-    @law("STORE-1", level="full")
+    @law("STORE-1", level="long")
     @at_both_ends
     def test_large_pages_come_back(self, end: str) -> None:
         first, store = self.ends(end)

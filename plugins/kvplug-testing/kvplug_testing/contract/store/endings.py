@@ -308,7 +308,7 @@ class Endings(StoreSuite):
     def test_ends_that_come_and_go_leave_nothing(self) -> None:
         self._come_and_go(20)
 
-    @law("ALL-7", level="full", timeout_s=900)
+    @law("ALL-7", level="long", timeout_s=900)
     def test_five_hundred_ends_that_come_and_go_leave_nothing(self) -> None:
         self._come_and_go(500)
 

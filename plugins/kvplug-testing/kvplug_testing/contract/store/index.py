@@ -225,7 +225,7 @@ class WhatIsThere(StoreSuite):
         self._follows(store, stays, pages, more)
         assert len(gone.events) == count, "a listener that had ended its subscription was called"
 
-    @law("STORE-10", level="quick")
+    @law("STORE-10", level="long")
     def test_listeners_that_come_while_pages_come_and_go_miss_nothing(self) -> None:
         store = self.hold(self.budget_bytes)
         self._needs_events(store)

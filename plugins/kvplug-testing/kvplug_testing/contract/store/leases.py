@@ -189,7 +189,7 @@ class Leases(StoreSuite):
             what="that there is room once the leases were released",
         )
 
-    @law("STORE-6", level="quick")
+    @law("STORE-6", level="long")
     def test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read(self) -> None:
         place = self.place(self.budget_bytes)
         store, other = self.open(place), self.other(place)
@@ -233,7 +233,7 @@ class Leases(StoreSuite):
     def test_a_reader_that_is_stopped_for_longer_than_its_lease_gets_no_wrong_byte(self) -> None:
         self._stop_reader(5)
 
-    @law("STORE-5", level="full", needs="other_and_forked_processes", timeout_s=900)
+    @law("STORE-5", level="long", needs="other_and_forked_processes", timeout_s=900)
     def test_a_reader_that_is_stopped_again_and_again_gets_no_wrong_byte(self) -> None:
         self._stop_reader(60)
 

@@ -62,7 +62,7 @@ def _use_in_threads(store: Store, pages: Batch) -> None:
 class Leaving(StoreSuite):
     """Leaving a program with an end of a store."""
 
-    @law("ALL-8", needs="forked_processes", level="quick")
+    @law("ALL-8", needs="forked_processes", level="long")
     @at_both_ends
     @pytest.mark.parametrize("way", WAYS)
     def test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code(
@@ -77,7 +77,7 @@ class Leaving(StoreSuite):
         target = f"{__name__}:leave_at_work"
         check_left(self.start_forked(target, self.suite_ref(), place.plain, end, way))
 
-    @law("ALL-8", level="full", needs="forked_processes")
+    @law("ALL-8", level="long", needs="forked_processes")
     @at_both_ends
     @pytest.mark.parametrize("way", OTHER_WAYS)
     def test_so_does_one_that_closed_its_end_and_a_forked_child(self, way: str, end: str) -> None:

@@ -138,7 +138,7 @@ class Misses(StoreSuite):
         kept(store, pages)
         got(store, pages)
 
-    @law("STORE-1", level="full")
+    @law("STORE-1", level="long")
     def test_each_turned_bit_of_a_header_and_each_length_are_misses(self) -> None:
         store = self.hold()
         pages = self.batch(store, 1, kv_format(2, num_heads=1, head_size=2))

@@ -15,7 +15,7 @@ class Model(StoreSuite):
     def test_random_calls_give_what_a_dict_gives(self, end: str) -> None:
         self._run(end, examples=10, steps=25, shrink=False)
 
-    @law("STORE-1", "STORE-2", "STORE-9", "STORE-10", level="full", timeout_s=900)
+    @law("STORE-1", "STORE-2", "STORE-9", "STORE-10", level="long", timeout_s=900)
     @at_both_ends
     def test_many_random_calls_give_what_a_dict_gives(self, end: str) -> None:
         self._run(end, examples=100, steps=50, shrink=True)

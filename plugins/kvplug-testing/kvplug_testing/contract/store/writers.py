@@ -181,11 +181,11 @@ class Writers(StoreSuite):
         kept(store, pages)
         got(store, pages)
 
-    @law("STORE-2", "ALL-5", needs="other_and_forked_processes", timeout_s=120, level="quick")
+    @law("STORE-2", "ALL-5", needs="other_and_forked_processes", timeout_s=120, level="long")
     def test_writers_that_are_killed_at_any_point_leave_whole_pages(self) -> None:
         self._kill_writers(6)
 
-    @law("STORE-2", "ALL-5", level="full", needs="other_and_forked_processes", timeout_s=900)
+    @law("STORE-2", "ALL-5", level="long", needs="other_and_forked_processes", timeout_s=900)
     def test_a_hundred_writers_that_are_killed_at_any_point_leave_whole_pages(self) -> None:
         self._kill_writers(100)
 
