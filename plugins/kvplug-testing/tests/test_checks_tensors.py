@@ -92,5 +92,5 @@ def test_a_program_judges_what_it_makes_and_gets_the_laws_that_are_broken(tmp_pa
 @pytest.mark.full
 def test_other_processes_make_what_is_judged_if_they_can_import_its_maker(tmp_path: Path) -> None:
     good, nested, *_ = _judged(_said(tmp_path, "long", "ALL-8"))
-    assert good == "judged: passed"
+    assert "passed" in good and "other processes" not in good
     assert "other processes cannot import <lambda>: put it at the top of a file" in nested
