@@ -7,8 +7,8 @@
 Each mutant and its controls run in a process of their own: the tests of the laws that the mutant breaks, up
 to the level, and tests of higher levels until one has caught it. The result of each mutant is added to the
 file at once, as a line; the last line of a mutant counts. A second start judges a mutant only if it has no
-result at this level, or if its file or the kit has changed; suites of other kinds do not count, and changes
-of the core do not either. Tests that did not run, because three others had hung, are listed as "...".
+result at this level, or if its file or the kit has changed; changes of the core do not count. Tests that did
+not run, because three others had hung, are listed as "...".
 
 Exit codes: 0; 1 if no test catches a mutant, or a mutant has no result; 2 for wrong arguments.
 """
@@ -17,18 +17,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,21 +117,10 @@ def differences(old: Rows, new: Rows) -> Iterator[str]:
             yield f"{mutant} is caught by {left} tests of {law}, no longer by {', '.join(sorted(lost))}"
 
 
-@cache
-def _digest(path: Path, mtime_ns: int) -> bytes:
-    return hashlib.sha256(path.read_bytes()).digest()
-
-
-def stamp_of(path: Path, name: str) -> str:
-    """A digest of the mutant's file and of the kit without the suites of other kinds."""
-    bases = judging.mutants(path)[name].__mro__
-    mine = {
-        Path(inspect.getfile(cls)).parent for cls in bases if cls.__module__.startswith("kvplug_testing.")
-    }
-    suites = KIT / "contract"  # in folders, by kind
-    kit = [each for each in sorted(KIT.rglob("*.py")) if each.parent.parent != suites or each.parent in mine]
-    digests = [_digest(each, each.stat().st_mtime_ns) for each in (path, path.with_name("conftest.py"), *kit)]
-    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+def stamp_of(path: Path) -> str:
+    """A digest of a file of mutants, of what judges them, and of the kit."""
+    sources = [path, *sorted(Path(judging.__file__).parent.glob("*.py")), *sorted(KIT.rglob("*.py"))]
+    return hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()[:16]
 
 
 def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
@@ -167,82 +151,59 @@ def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
 # -- the run ---------------------------------------------------------------------------------------
 
 
-class Judging:
-    """A process that judges a mutant."""
+def judged(path: Path, name: str, level: str, deadline_s: float) -> dict[str, list[str]]:
+    """Judge a mutant in a process of its own. Returns the tests that have caught it, by law.
 
-    def __init__(self, path: Path, name: str, level: str) -> None:
-        self.path, self.name = path, name
-        self.stamp = stamp_of(path, name)
-        self.began = time.monotonic()
-        self._folder = tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True)
-        self._report = Path(self._folder.name) / "report.json"
-        self._output = Path(self._folder.name) / "output"
+    Raises:
+        NoResultError: why there is no result.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
+        report = Path(folder) / "report.json"
         names = [name, *judging.controls_of(path, name)]
-        more = ("--every-test-to", level, "--basetemp", f"{self._folder.name}/t")
-        with self._output.open("w") as output:
-            self.process = subprocess.Popen(
-                judging.command(path, self._report, *names, more=more),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=self._folder.name,
+        more = ("--every-test-to", level, "--basetemp", f"{folder}/t")
+        try:
+            done = subprocess.run(
+                judging.command(path, report, *names, more=more),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=deadline_s,
+                check=False,
+                cwd=folder,
                 env=judging.environment(),
-                start_new_session=True,
             )
-
-    @property
-    def took_s(self) -> float:
-        return time.monotonic() - self.began
-
-    def caught(self) -> dict[str, list[str]]:
-        """By law, the tests that have caught the mutant.
-
-        Raises:
-            NoResultError: the process still runs, has written no report, or judged what has changed since.
-        """
-        if self.process.poll() is None:
-            raise NoResultError("it was not judged in time (--deadline)")
-        if not self._report.exists() or self.process.returncode not in (0, 1):
-            end = "\n".join(self._output.read_text(errors="replace").splitlines()[-15:])
-            raise NoResultError(f"exit code {self.process.returncode}, and this output:\n{end}")
-        if stamp_of(self.path, self.name) != self.stamp:
-            raise NoResultError("its file or the kit has changed meanwhile")
-        return caught_of(self.path, self.name, from_json(self._report.read_text()))
-
-    def end(self) -> None:
-        """Kill the process and its children, and delete what it has written."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self._folder.cleanup()
+        except subprocess.TimeoutExpired:
+            raise NoResultError("it was not judged in time (--deadline)") from None
+        if not report.exists() or done.returncode not in (0, 1):
+            end = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+            raise NoResultError(f"exit code {done.returncode}, and this output:\n{end}")
+        return caught_of(path, name, from_json(report.read_text()))
 
 
 def judge_all(
-    chosen: Sequence[tuple[Path, str]], results: Results, *, level: str, jobs: int, deadline_s: float
-) -> None:
-    """Judge the mutants, and store each result; print why there is none."""
-    waiting, running, done = list(chosen[::-1]), list[Judging](), 0
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(Judging(*waiting.pop(), level))
-            time.sleep(0.1)
-            for each in list(running):
-                if each.process.poll() is None and each.took_s <= deadline_s:
-                    continue
-                mutant, done = f"{each.path.stem}.{each.name}", done + 1
-                about = f"[{done}/{len(chosen)}] {mutant}, {each.took_s:.0f} s:"
+    places: Mapping[str, tuple[Path, str]], results: Results, *, level: str, jobs: int, deadline_s: float
+) -> list[str]:
+    """Judge the mutants, and store each result. Returns the mutants without one; prints why."""
+    failed = []
+    with ThreadPoolExecutor(jobs) as pool:
+        began = {
+            pool.submit(judged, path, name, level, deadline_s): (mutant, stamp_of(path))
+            for mutant, (path, name) in places.items()
+        }
+        try:
+            for number, each in enumerate(as_completed(began), 1):
+                mutant, stamp = began[each]
                 try:
-                    caught = each.caught()
-                    results.add(mutant=mutant, level=level, stamp=each.stamp, caught=caught)
+                    caught = each.result()
+                    results.add(mutant=mutant, level=level, stamp=stamp, caught=caught)
                     said = "; ".join(f"{law} by {len({*tests} - {UNRUN})}" for law, tests in caught.items())
                 except NoResultError as e:
+                    failed.append(mutant)
                     said = f"NO RESULT: {e}"
-                print(about, said, file=sys.stderr, flush=True)
-                running.remove(each)
-                each.end()
-    finally:
-        for each in running:
-            each.end()
+                print(f"[{number}/{len(began)}] {mutant}: {said}", file=sys.stderr, flush=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return failed
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -284,54 +245,34 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end this program as an interrupt does, so that its children end, too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def main(arguments: Sequence[str] | None = None, files: Sequence[Path] = judging.FILES) -> int:
     given = options(arguments)
     try:
         results = Results(given.results)
-        if not given.compare:
-            return judged(given, results, files)
-        new = Results(Path(given.names[0])).rows(given.level)
-        for line in differences(results.rows(given.level), new):
-            print(line)
-        return 0 if all(new.values()) else 1
+        if given.compare:
+            new = Results(Path(given.names[0])).rows(given.level)
+            old, failed = results.rows(given.level), []
+        else:
+            mutants = named(given.names, files)
+            waiting = {
+                each: place
+                for each, place in mutants.items()
+                if not results.has(each, stamp_of(place[0]), given.level)
+            }
+            print(f"{len(mutants)} mutants, {len(waiting)} to judge", file=sys.stderr)
+            failed = judge_all(
+                waiting, results, level=given.level, jobs=given.jobs, deadline_s=given.deadline
+            )
+            new = {key: tests for key, tests in results.rows(given.level).items() if key[0] in mutants}
+            old = {}
     except InputError as e:
         print(f"matrix.py: {e}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("matrix.py: interrupted; the same command resumes", file=sys.stderr)
-        return 130
-
-
-def judged(given: argparse.Namespace, results: Results, files: Sequence[Path]) -> int:
-    """Judge the mutants without a result. Returns the exit code."""
-    mutants = named(given.names, files)
-    stamps = {mutant: stamp_of(*place) for mutant, place in mutants.items()}
-
-    def without_result() -> list[str]:
-        return [each for each in mutants if not results.has(each, stamps[each], given.level)]
-
-    waiting = without_result()
-    print(f"{len(mutants)} mutants, {len(waiting)} to judge", file=sys.stderr)
-    with terminated_as_interrupted():
-        places = [mutants[each] for each in waiting]
-        judge_all(places, results, level=given.level, jobs=given.jobs, deadline_s=given.deadline)
-    failed = without_result()
+    for line in differences(old, new):
+        print(line)
     if failed:
         print(f"{len(failed)} mutants have no result: {', '.join(failed)}", file=sys.stderr)
-    rows = {key: tests for key, tests in results.rows(given.level).items() if key[0] in mutants}
-    for line in differences({}, rows):
-        print(line)
-    return 0 if all(rows.values()) and not failed else 1
+    return 0 if all(new.values()) and not failed else 1
 
 
 if __name__ == "__main__":

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -135,13 +130,6 @@ def test_a_wrong_argument_is_an_error_before_anything_is_judged(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["--compare", "one"], ["stores", "--jobs", "0"]])
-def test_arguments_that_do_not_fit_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(arguments)
-    assert error.value.code == 2
-
-
 # -- a whole run -----------------------------------------------------------------------------------
 
 
@@ -218,29 +206,3 @@ def test_a_mutant_that_is_not_judged_in_time_is_named_and_has_no_result(
     assert "NO RESULT: it was not judged in time (--deadline)" in said
     assert "1 mutants have no result: made_up.TestSleeps" in said
     assert results.read_text() == ""
-
-
-@pytest.mark.full
-def test_an_ended_program_ends_its_processes_and_keeps_the_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, results = made_up(tmp_path, SLEEPS), tmp_path / "results"
-    started: list[matrix.Judging] = []
-
-    class Noted(matrix.Judging):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)  # type: ignore[arg-type]
-            started.append(self)
-
-    monkeypatch.setattr(matrix, "Judging", Noted)
-
-    def end() -> None:
-        while len(started) < 2:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=end).start()
-    assert main([str(results), WRONG, "made_up.TestSleeps"], [path]) == 130
-    assert "interrupted; the same command resumes" in capsys.readouterr().err
-    assert [each.process.returncode for each in started] == [1, -signal.SIGKILL]
-    assert [json.loads(line)["mutant"] for line in results.read_text().splitlines()] == [WRONG]
