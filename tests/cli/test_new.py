@@ -101,7 +101,6 @@ def test_it_writes_a_package_and_says_what_to_do_with_it(site: Any) -> None:
     found = tomllib.loads((folder / "pyproject.toml").read_text())
     assert found["project"]["name"] == "kvplug-blue-whale"
     assert found["project"]["entry-points"]["kvplug"] == {"blue-whale": "kvplug_blue_whale.plugin"}
-    assert found["tool"]["kvplug"]["waivers"] == {}
     assert f"KVPLUG_API = {PLUGIN_API}" in (folder / "kvplug_blue_whale" / "plugin.py").read_text()
     every = [path.read_text() for path in folder.rglob("*") if path.is_file()]
     assert not [text for text in every if "{{" in text or "sample" in text]  # nothing of the docs' example

@@ -17,6 +17,14 @@ class TestNixlPipe(PipeContract):
     transport = "nixl"
     options: ClassVar[dict[str, Any]] = {"expected_gb_per_s": 0.0}
     lies = 15
+    waivers: ClassVar[dict[str, str]] = {
+        "test_a_forked_child_holds_none_of_the_descriptors": (
+            "UCX's own descriptors cannot be closed after a fork; kvplug's are"
+        ),
+        "test_a_forked_child_connects_anew_and_the_pipe_it_inherited_stays_its_parents": (
+            "UCX's threads are missing in a forked child; the error says to start it with 'spawn'"
+        ),
+    }
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

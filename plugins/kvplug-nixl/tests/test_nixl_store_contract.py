@@ -26,6 +26,12 @@ class TestNixlObjects(StoreContract):
     store = "nixl"
     place_option = "prefix"
     budget_option = ""
+    waivers: ClassVar[dict[str, str]] = {
+        "test_a_forked_child_holds_none_of_the_descriptors": (
+            "the AWS SDK inside NIXL keeps an event descriptor for each of its connections after a fork; the"
+            " child's are closed when it ends or starts another program"
+        )
+    }
     server: ClassVar[Any]
 
     @pytest.fixture(autouse=True, scope="class")

@@ -13,6 +13,11 @@ from kvplug_testing import DeviceCommunicatorContract
 
 class TestPyncclCommunicator(DeviceCommunicatorContract):
     options_class = PyncclCommunicatorOptions
+    waivers: ClassVar[dict[str, str]] = {
+        "test_a_forked_child_holds_none_of_the_descriptors": (
+            "NCCL's own descriptors cannot be closed after a fork; kvplug's are"
+        )
+    }
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

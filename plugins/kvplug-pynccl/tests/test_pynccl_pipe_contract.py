@@ -15,6 +15,11 @@ from kvplug_testing import PipeContract
 
 class TestPyncclPipe(PipeContract):
     options_class = PyncclPipeOptions
+    waivers: ClassVar[dict[str, str]] = {
+        "test_a_forked_child_holds_none_of_the_descriptors": (
+            "NCCL's own descriptors cannot be closed after a fork; kvplug's are"
+        )
+    }
     lies = 15
 
     @pytest.fixture(autouse=True, scope="class")

@@ -13,16 +13,15 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import ConfigError, KvplugError
+from kvplug import KvplugError
+from kvplug.kit import did_you_mean
 from kvplug_testing import waits
-from kvplug_testing.collected import Collected
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.base import LEVELS, Contract
 from kvplug_testing.hangs import Hangs
 from kvplug_testing.laws import LAWS, PROGRAM, selected
 from kvplug_testing.scorecard import NOT_RUN, Outcome, Result, Scorecard, result_from_plain
 from kvplug_testing.selection import Selection, put_in_order, suite_of
-from kvplug_testing.waivers import Waivers, waivers_for
 
 _NAME = "kvplug_judge"
 _PROPERTY = "kvplug"
@@ -100,28 +99,17 @@ class Reporter:
         """Put the tests in order, and mark the waived ones.
 
         Raises:
-            pytest.UsageError: a test with a law is in no suite, waivers cannot be read, or a waiver names no
-            test.
+            pytest.UsageError: a test with a law is in no suite, or a waiver has no reason or names no test.
         """
-        known: dict[Path, Waivers] = {}
         judged = [item for item in items if item.get_closest_marker("kvplug_law") is not None]
+        for suite in dict.fromkeys(suite_of(item) for item in judged):
+            _check_waivers(suite)
         for item in judged:
-            suite = suite_of(item)
-            reason = self._waivers(item, known).reason(suite.__name__, item.name)
-            if reason:
+            waivers = suite_of(item).waivers
+            if reason := waivers.get(item.name, waivers.get(item.name.partition("[")[0])):
                 # Not strict: pytest would decide before the check for leaks has run.
                 item.add_marker(pytest.mark.xfail(reason=f"{_WAIVED}{reason}", strict=False))
         put_in_order(items)
-        collected = Collected(self._config, judged)
-        for waivers in {each.path: each for each in known.values() if each.reasons}.values():
-            try:
-                faults = collected.faults(waivers)
-            except KvplugError as e:
-                raise pytest.UsageError(f"{waivers.path}: {e}") from e
-            if faults:
-                raise pytest.UsageError(
-                    f"{waivers.path}: tool.kvplug.waivers names no test of the kit: {', '.join(faults)}"
-                )
 
     def select(self, items: list[pytest.Item]) -> None:
         """Deselect tests above the level and of other laws.
@@ -138,15 +126,6 @@ class Reporter:
         if left_out:
             self._config.hook.pytest_deselected(items=left_out)
             items[:] = kept
-
-    def _waivers(self, item: pytest.Item, known: dict[Path, Waivers]) -> Waivers:
-        folder = item.config.invocation_params.dir if item.path == _JUDGED else item.path.parent
-        if folder not in known:
-            try:
-                known[folder] = waivers_for(folder)
-            except ConfigError as e:
-                raise pytest.UsageError(str(e)) from e
-        return known[folder]
 
     # -- during ----------------------------------------------------------------------------------
 
@@ -246,6 +225,17 @@ class Reporter:
                 terminalreporter.write_line(f"`{PROGRAM} ID` prints the law with this id")
         for path in self._reports if exitstatus not in _NOTHING_JUDGED else ():
             terminalreporter.write_line(f"scorecard written to {path}")
+
+
+def _check_waivers(suite: type[Contract]) -> None:
+    tests = [name for name in dir(suite) if name.startswith("test")]
+    for name, reason in suite.waivers.items():
+        function = name.partition("[")[0]
+        if function not in tests:
+            hint = did_you_mean(function, tests)
+            raise pytest.UsageError(f"{suite.__name__}.waivers: there is no test {function}{hint}")
+        if not reason.strip():
+            raise pytest.UsageError(f"{suite.__name__}.waivers: {name} needs a reason in words")
 
 
 def _result(

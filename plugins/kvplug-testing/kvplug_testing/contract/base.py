@@ -88,6 +88,9 @@ class Contract:
     """What another process sets of a suite that was made around a function."""
     _around: ClassVar[str] = ""
     """What makes that suite, as :func:`.at_source` finds it; empty for the others."""
+    waivers: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Tests that the subject cannot pass yet, each with the reason: names with parameters, or without for
+    all of them."""
     one_host: ClassVar[str] = ""
     """Why its ends cannot be on two hosts here although the transport claims `cross_host`: an option, say.
     That claim is not judged then, and the scorecard has this reason."""

@@ -105,13 +105,6 @@ def _by_name(options: Iterable[str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def made_names() -> set[str]:
-    """Names of all classes that :func:`installed` can generate from the installed plugins."""
-    registry = Registry.from_env()
-    offered = {_called(spec.name, suite_of(spec.kind)) for _, spec in registry if spec.kind in _SUITES}
-    return offered | {_called(plugin.name, PluginContract) for plugin in registry.plugins}
-
-
 def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
     """The kinds that have a transport of this name. ``KIND:NAME`` asks for one of them."""
     word, _, name = given.partition(":")
