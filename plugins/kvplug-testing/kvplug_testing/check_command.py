@@ -22,8 +22,7 @@ def check(name: str, timeout_s: float, as_json: bool) -> None:
 
     NAME is that of its entry point. Processes of their own load it. Exits with 1 if something is wrong.
     """
-    from kvplug_testing.contract.plugin import breaches_of, unjudged
-    from kvplug_testing.inspection import inspect_plugin
+    from kvplug_testing.contract.plugin import inspect_plugin
     from kvplug_testing.laws import LAWS
 
     known = {plugin.name for plugin in Registry.from_env().plugins}
@@ -31,7 +30,7 @@ def check(name: str, timeout_s: float, as_json: bool) -> None:
         hint = did_you_mean(name, known) or f"; there are: {', '.join(sorted(known))}"
         raise UnknownNameError(f"no plugin is named {name!r}{hint}")
     found = inspect_plugin(name, timeout_s)
-    breaches, skipped = list(breaches_of(found)), list(unjudged(found))
+    breaches, skipped = found.breaches, list(found.unchecked)
     if as_json:
         wrong = [{"law": each.law, "observed": each.observed} for each in breaches]
         click.echo(json.dumps({"plugin": name, "wrong": wrong, "not_checked": skipped}, indent=2))

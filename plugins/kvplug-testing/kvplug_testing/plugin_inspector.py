@@ -1,6 +1,7 @@
-"""The program that inspects one installed plugin, and records what happens.
+"""The program that inspects one installed plugin: which laws it breaks, and what could not be checked.
 
-It runs in a separate process that has loaded only the plugin and its dependencies.
+It runs in a process that has loaded only the plugin and its dependencies, and writes JSON, a line for each
+fact, so that after a crash the step is known. :mod:`kvplug_testing.contract.plugin` reads them.
 """
 
 from __future__ import annotations
@@ -11,43 +12,221 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any, Final
 
-import attrs
-
-HEAVY: Final = frozenset(
-    {
-        *(
-            "accelerate",
-            "cupy",
-            "cv2",
-            "flash_attn",
-            "flashinfer",
-            "gguf",
-            "jax",
-            "jaxlib",
-            "keras",
-            "lmcache",
-        ),
-        *("matplotlib", "mooncake", "mpi4py", "mxnet", "nixl", "numba", "numpy", "onnxruntime", "openvino"),
-        *("pandas", "polars", "pyarrow", "pycuda", "ray", "scipy", "sglang", "sklearn", "sympy"),
-        *("tensorflow", "tensorrt", "torch", "torchaudio", "torchvision", "transformers", "triton", "ucp"),
-        *("ucxx", "vllm", "xformers", "zmq"),
-    }
-)
+_HEAVY = """
+accelerate cupy cv2 flash_attn flashinfer gguf jax jaxlib keras lmcache matplotlib mooncake mpi4py mxnet nixl
+numba numpy onnxruntime openvino pandas polars pyarrow pycuda ray scipy sglang sklearn sympy tensorflow
+tensorrt torch torchaudio torchvision transformers triton ucp ucxx vllm xformers zmq
+"""
+HEAVY: Final = frozenset(_HEAVY.split())
 """Top-level packages that ``kvplug list`` must not load: slow to import, large, or they open a device."""
 
 _NO_DEVICE = re.compile(r"/dev/(null|zero|full|u?random|tty|ptmx|std(in|out|err)|(shm|pts|fd)(/.*)?)")
-_ERRORS = (Exception, SystemExit)
 
 
 class PluginInspector:
-    """Records each step as one line, so that after a crash the last step is known."""
+    """Inspects the plugin whose entry point is called ``name``, and writes what it finds to a file."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, name: str, path: str) -> None:
+        self._name = name
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - as long as the process lives
         self._opened: list[str] = []
         sys.addaudithook(self._audit)
+
+    def look(self) -> None:
+        """Do what ``kvplug list`` does, and nothing else."""
+        from kvplug import PluginError
+        from kvplug.kit import check_api, discover
+
+        found = discover()
+        mine = [each for each in found if each.name == self._name]
+        if not mine:
+            there = ", ".join(sorted({each.name for each in found})) or "none"
+            what = f"no entry point named {self._name!r} is installed in the group kvplug; there are: {there}"
+            self._breach("PLUGIN-1", "found", what)
+            return
+        modules = {each.module for each in mine}
+        points = [
+            f"{each.distribution}: {each.name} = {each.entry_point.value}"
+            for each in found
+            if each.name == self._name or each.module in modules
+        ]
+        if len(points) > 1:
+            self._breach("PLUGIN-1", "found", f"several entry points lead to it: {'; '.join(points)}")
+        try:
+            check_api(mine[0].module)
+        except PluginError as e:
+            self._breach("PLUGIN-1", "api", str(e))
+            specs = self._specs(mine[0].entry_point.value, is_judged=False)
+        else:
+            specs = self._specs(mine[0].entry_point.value, is_judged=True)
+        if not specs:
+            return
+        self._record(offers=True)
+        for spec in specs:
+            self._look_at(spec)
+        self._readme(mine[0].distribution, specs)
+
+    def use(self) -> None:
+        """Do what a program does that uses each of the names."""
+        for spec in self._specs("", is_judged=False):
+            for what in ("factory", "worker_factory"):
+                if hasattr(spec, what):
+                    with self._used(what, spec, getattr(spec, what)):
+                        _takes(getattr(spec, f"load_{what}")(), 1)
+            if getattr(spec, "client", None) is not None:
+                with self._used("client", spec, spec.client):
+                    _takes(spec.load_client(), 2)
+            if hasattr(spec, "target"):
+                with self._used("command", spec, spec.target):
+                    import click
+
+                    command = spec.load()
+                    if not isinstance(command, click.Command):
+                        raise TypeError(f"{command!r} is not a click command")
+
+    # -- what is looked at -----------------------------------------------------------------------------
+
+    def _specs(self, value: str, *, is_judged: bool) -> tuple[Any, ...]:
+        """The plugin's specs, loaded while all other plugins are blocked."""
+        from kvplug import Registry
+        from kvplug.kit import PluginStatus, discover
+
+        found = discover()
+        blocked = ",".join({each.name for each in found} - {self._name})
+        mine, others = (
+            {_top(each.module) for each in found if (each.name == self._name) is it} for it in (True, False)
+        )
+        before = {_top(module) for module in sys.modules}  # the kit is a plugin too
+        step = f"the entry point ({value})"
+        with self._step(step):
+            registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": blocked})
+        plugin = next(each for each in registry.plugins if each.name == self._name)
+        if is_judged and plugin.status is not PluginStatus.OK:
+            broken = f"it does not load, with all others blocked: {plugin.reason}"
+            self._breach("PLUGIN-1", "loads", broken)
+        for other in sorted((others - mine) & {_top(module) for module in sys.modules} - before):
+            self._breach("PLUGIN-1", "loads", f"{step} loads {other}, which is another plugin")
+        return plugin.specs
+
+    def _look_at(self, spec: Any) -> None:
+        from kvplug.transport import describe_options
+
+        of = _of(spec)
+        if not spec.summary.strip():
+            self._breach("PLUGIN-4", "summaries", f"the {of} has no summary")
+        if getattr(spec, "options", None) is not None:
+            step = f"the options of the {of} ({spec.options})"
+            with self._kept("options", "cannot be read", step):
+                for row in describe_options(spec.load_options()):
+                    if not row.help.strip():
+                        help_ = f"the option {row.name!r} of the {of} has no help"
+                        self._breach("PLUGIN-4", "help", help_)
+        has_domain = self._probe(spec)
+        if hasattr(spec, "capabilities") and not spec.wraps:  # a wrapper has those of the inner transport
+            self._capabilities(spec, has_domain)
+
+    def _probe(self, spec: Any) -> bool:
+        """Whether two hosts are known apart, as far as the probe says."""
+        from kvplug.kit import load_target
+        from kvplug.transport import Probe
+
+        if getattr(spec, "probe", None) is None:
+            return False
+        step = f"the probe of the {_of(spec)} ({spec.probe})"
+        has_domain = True
+        with self._kept("probe", "gives no answer", step):
+            probe = load_target(spec.probe)()
+            if not isinstance(probe, Probe):
+                raise TypeError(f"it returned {probe!r}, not a Probe")
+            if not probe.viable and not probe.reason:
+                self._breach("PLUGIN-3", "probe", f"{step} says that it cannot work here, and not why")
+            has_domain = not probe.viable or bool(probe.domain)
+        return has_domain
+
+    def _capabilities(self, spec: Any, has_domain: bool) -> None:
+        from kvplug.kit import DEVICE_TYPES, UNSTATED, did_you_mean, may_be_device_type
+
+        of, able = _of(spec), spec.capabilities
+        if not able.devices:
+            self._breach("PLUGIN-3", "capabilities", f"the {of} moves tensors of no device")
+        for unknown in sorted({*able.devices} - {*DEVICE_TYPES}):
+            if not may_be_device_type(unknown):
+                hint = f"{did_you_mean(unknown, DEVICE_TYPES)}; there are: {', '.join(DEVICE_TYPES)}"
+                what = f"the {of} moves tensors of {unknown!r}, which is no type of device{hint}"
+                self._breach("PLUGIN-3", "capabilities", what)
+        if able.cost is UNSTATED:
+            hint = "so that auto cannot compare it: Capabilities(cost=Cost(...))"
+            self._breach("PLUGIN-3", "capabilities", f"the {of} states no cost, {hint}")
+        if not able.cross_host and not has_domain:
+            how = "its probe names no domain" if spec.probe else "it has no probe that names one"
+            what = f"the {of} works within one domain (cross_host=False), and {how}"
+            self._breach("PLUGIN-3", "probe", f"{what}: two hosts would be taken for one")
+
+    def _readme(self, distribution: str, specs: tuple[Any, ...]) -> None:
+        headers = metadata.metadata(distribution)
+        payload = getattr(headers, "get_payload", lambda: "")()
+        text = str(headers["Description"] or payload or "")
+        if not text.strip():
+            what = f"the distribution {distribution} has no readme in its metadata"
+            self._breach("PLUGIN-4", "readme", what)
+            return
+        unnamed = [
+            _of(spec) for spec in specs if not re.search(rf"(?<![\w-]){re.escape(spec.name)}(?![\w-])", text)
+        ]
+        if unnamed:
+            what = f"the readme of {distribution} does not name the {', '.join(unnamed)}"
+            self._breach("PLUGIN-4", "readme", what)
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _step(self, step: str) -> Iterator[None]:
+        """Record that a step begins, and what heavy packages and devices it opens."""
+        self._record(begins=step)
+        self._opened.clear()
+        heavy = _heavy()
+        try:
+            yield
+        finally:
+            if loaded := sorted(_heavy() - heavy):
+                self._breach("PLUGIN-2", "weight", f"{step} loads {', '.join(loaded)}")
+            if opened := sorted({*self._opened, *_open_devices()}):
+                self._breach("PLUGIN-2", "devices", f"{step} opens {', '.join(opened)}")
+            self._record(begins="")
+
+    @contextmanager
+    def _kept(self, about: str, failure: str, step: str) -> Iterator[None]:
+        """A step whose error breaks a law."""
+        with self._step(step):
+            try:
+                yield
+            except (Exception, SystemExit) as e:
+                self._breach("PLUGIN-3", about, f"{step} {failure}: {_in_words(e)}")
+
+    @contextmanager
+    def _used(self, what: str, spec: Any, target: str) -> Iterator[None]:
+        """A step that may load whatever it needs; if that is not installed here, it is not checked."""
+        step = f"the {what.replace('_', ' ')} of the {_of(spec)} ({target})"
+        self._record(begins=step)
+        try:
+            yield
+        except (Exception, SystemExit) as e:
+            missing = _missing(e)
+            if missing in HEAVY:
+                self._record(unchecked=f"{step} was not loaded: {missing} is not installed here")
+            else:
+                self._breach("PLUGIN-3", "factories", f"{step} is not what the spec says: {_in_words(e)}")
+        self._record(begins="")
+
+    def _breach(self, law: str, about: str, observed: str) -> None:
+        self._record(breach=[law, about, observed])
+
+    def _record(self, **facts: Any) -> None:
+        self._file.write(json.dumps(facts) + "\n")
+        self._file.flush()
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and arguments and isinstance(arguments[0], (str, bytes)):
@@ -55,28 +234,9 @@ class PluginInspector:
             if path.startswith("/dev/") and not _NO_DEVICE.fullmatch(path):
                 self._opened.append(path)
 
-    def record(self, **facts: Any) -> None:
-        self._file.write(json.dumps(facts) + "\n")
-        self._file.flush()
 
-    @contextmanager
-    def step(self, what: str, of: str, target: str) -> Iterator[dict[str, Any]]:
-        """A context around one step. An error in it is recorded as the result."""
-        named = {"what": what, "of": of, "target": target}
-        self.record(begins=named)
-        self._opened.clear()
-        heavy, answer = _heavy(), dict[str, Any]()
-        error = missing = ""
-        try:
-            yield answer
-        except _ERRORS as e:
-            error, missing = _in_words(e), _missing(e)
-        opened = {*self._opened, *_open_devices()}
-        self.record(
-            step=named
-            | {"error": error, "missing": missing, "answer": answer}
-            | {"heavy": sorted(_heavy() - heavy), "devices": sorted(opened)}
-        )
+def _of(spec: Any) -> str:
+    return f"{spec.kind.replace('_', ' ')} {spec.name}"
 
 
 def _heavy() -> set[str]:
@@ -110,111 +270,9 @@ def _missing(error: BaseException | None) -> str:
     """The missing package at the start of a chain of errors."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:
-            return error.name.partition(".")[0]
+            return _top(error.name)
         error = error.__cause__ or error.__context__
     return ""
-
-
-def _look(inspector: PluginInspector, name: str) -> None:
-    """Do what ``kvplug list`` does, and nothing else."""
-    from kvplug import PluginError
-    from kvplug.kit import check_api, discover
-
-    found = discover()
-    mine = [each for each in found if each.name == name]
-    modules = {each.module for each in mine}
-    inspector.record(
-        installed=sorted({each.name for each in found}),
-        entry_points=[
-            f"{each.distribution}: {each.name} = {each.entry_point.value}"
-            for each in found
-            if each.name == name or each.module in modules
-        ],
-        distribution=mine[0].distribution if mine else "",
-    )
-    if not mine:
-        return
-    try:
-        check_api(mine[0].module)
-    except PluginError as e:
-        inspector.record(api_fault=str(e))
-    inspector.record(readme=_readme(mine[0].distribution))
-    specs = _specs(inspector, name, mine[0].entry_point.value)
-    inspector.record(offers=[_offer(spec) for spec in specs])
-    for spec in specs:
-        _look_at(inspector, spec)
-
-
-def _use(inspector: PluginInspector, name: str) -> None:
-    """Do what a program does that uses each of the names."""
-    for spec in _specs(inspector, name, ""):
-        of = f"{spec.kind.replace('_', ' ')} {spec.name}"
-        for what in ("factory", "worker_factory"):
-            if hasattr(spec, what):
-                with inspector.step(what, of, getattr(spec, what)):
-                    _takes(getattr(spec, f"load_{what}")(), 1)
-        if getattr(spec, "client", None) is not None:
-            with inspector.step("client", of, spec.client):
-                _takes(spec.load_client(), 2)
-        if hasattr(spec, "target"):
-            with inspector.step("command", of, spec.target):
-                import click
-
-                command = spec.load()
-                if not isinstance(command, click.Command):
-                    raise TypeError(f"{command!r} is not a click command")
-
-
-def _specs(inspector: PluginInspector, name: str, value: str) -> tuple[Any, ...]:
-    """The plugin's specs, loaded while all other plugins are blocked."""
-    from kvplug import Registry
-    from kvplug.kit import PluginStatus, discover
-
-    found = discover()
-    blocked = ",".join({each.name for each in found} - {name})
-    mine, others = (
-        {_top(each.module) for each in found if (each.name == name) is it} for it in (True, False)
-    )
-    before = {_top(module) for module in sys.modules}  # the kit is a plugin too
-    with inspector.step("entry point", "", value) as answer:
-        registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": blocked})
-        plugin = next(each for each in registry.plugins if each.name == name)
-        if plugin.status is not PluginStatus.OK:
-            answer["broken"] = plugin.reason
-        answer["others"] = sorted((others - mine) & {_top(module) for module in sys.modules} - before)
-    return plugin.specs
-
-
-def _offer(spec: Any) -> dict[str, Any]:
-    from kvplug.kit import UNSTATED
-
-    plain = {"of": f"{spec.kind.replace('_', ' ')} {spec.name}", "name": spec.name, "summary": spec.summary}
-    if not hasattr(spec, "capabilities") or spec.wraps:  # a wrapper has those of the inner transport
-        return plain
-    able = spec.capabilities
-    return plain | {
-        "devices": sorted(able.devices),
-        "cross_host": able.cross_host,
-        "probe": spec.probe,
-        "cost_stated": able.cost is not UNSTATED,
-    }
-
-
-def _look_at(inspector: PluginInspector, spec: Any) -> None:
-    from kvplug.kit import load_target
-    from kvplug.transport import Probe, describe_options
-
-    of = f"{spec.kind.replace('_', ' ')} {spec.name}"
-    if getattr(spec, "options", None) is not None:
-        with inspector.step("options", of, spec.options) as answer:
-            rows = describe_options(spec.load_options())
-            answer["unexplained"] = [row.name for row in rows if not row.help.strip()]
-    if getattr(spec, "probe", None) is not None:
-        with inspector.step("probe", of, spec.probe) as answer:
-            probe = load_target(spec.probe)()
-            if not isinstance(probe, Probe):
-                raise TypeError(f"it returned {probe!r}, not a Probe")
-            answer |= attrs.asdict(probe)
 
 
 def _takes(factory: Callable[..., Any], count: int) -> None:
@@ -230,20 +288,8 @@ def _takes(factory: Callable[..., Any], count: int) -> None:
     signature.bind(*[object()] * count)
 
 
-def _readme(distribution: str) -> str:
-    from importlib import metadata
-
-    headers = metadata.metadata(distribution)
-    payload = getattr(headers, "get_payload", lambda: "")()
-    return str(headers["Description"] or payload or "")
-
-
-def main(mode: str, name: str, path: str) -> None:
-    """The program."""
-    inspector = PluginInspector(path)
-    {"look": _look, "use": _use}[mode](inspector, name)
-    inspector.record(end=True)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    mode, *arguments = sys.argv[1:]
+    inspector = PluginInspector(*arguments)
+    {"look": inspector.look, "use": inspector.use}[mode]()
+    inspector._record(end=True)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from functools import cache
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 import attrs
 import pytest
 
-from kvplug.kit import DEVICE_TYPES, did_you_mean, discover, may_be_device_type
-from kvplug_testing import waits
+from kvplug.kit import discover
+from kvplug_testing import plugin_inspector, waits
 from kvplug_testing.contract.base import Contract, law
-from kvplug_testing.inspection import USED, Inspection, inspect_plugin
 from kvplug_testing.laws import LAWS
-from kvplug_testing.plugin_inspector import HEAVY
+from kvplug_testing.peers import end_of
 
 
 @attrs.frozen
@@ -29,6 +32,18 @@ class Breach:
 
     def __str__(self) -> str:
         return f"law {LAWS[self.law]}: {self.observed}"
+
+
+@attrs.frozen
+class Inspection:
+    """What :mod:`kvplug_testing.plugin_inspector` has found."""
+
+    breaches: tuple[Breach, ...]
+    """By law."""
+    unchecked: tuple[str, ...]
+    """A sentence for each step that was skipped because a heavy library is not installed."""
+    offers: bool
+    """Whether anything that the plugin offers could be loaded."""
 
 
 def check_plugin(name: str) -> tuple[str, ...]:
@@ -46,142 +61,53 @@ def check_plugin(name: str) -> tuple[str, ...]:
             observation, followed by the text of these laws.
     """
     found = inspect_plugin(name, waits.patience_s)
-    breaches = tuple(breaches_of(found))
-    if breaches:
-        lines = "".join(f"\n  - {breach}" for breach in breaches)
-        laws = "\n".join(LAWS[id_].quoted for id_ in dict.fromkeys(breach.law for breach in breaches))
-        raise AssertionError(f"the plugin {name!r} breaks {_counted(len(breaches))}:{lines}\n\n{laws}")
-    return tuple(unjudged(found))
+    if found.breaches:
+        lines = "".join(f"\n  - {breach}" for breach in found.breaches)
+        laws = "\n".join(LAWS[id_].quoted for id_ in dict.fromkeys(breach.law for breach in found.breaches))
+        raise AssertionError(f"the plugin {name!r} breaks {_counted(len(found.breaches))}:{lines}\n\n{laws}")
+    return found.unchecked
 
 
 def _counted(number: int) -> str:
     return "a law" if number == 1 else f"laws in {number} places"
 
 
-# -- breaches --------------------------------------------------------------------------------------
+def inspect_plugin(name: str, timeout_s: float) -> Inspection:
+    """Inspect the plugin whose entry point is called ``name``, in two processes: the first loads what
+    ``kvplug list`` loads, the second what is used.
+
+    ``timeout_s`` is the time limit of each process, in seconds.
+    """
+    looked = _run("look", name, timeout_s)
+    if not looked.offers or any(each.about == "whole" for each in looked.breaches):
+        return looked
+    used = _run("use", name, timeout_s)
+    found = [*looked.breaches, *(each for each in used.breaches if each.about in ("factories", "whole"))]
+    return Inspection(tuple(sorted(found, key=lambda each: each.law)), used.unchecked, offers=True)
 
 
-def breaches_of(found: Inspection) -> Iterator[Breach]:
-    """All breaches of an inspected plugin."""
-    yield from _being_found(found)
-    yield from _light_to_load(found)
-    yield from _claims(found)
-    yield from _documented(found)
-
-
-def unjudged(found: Inspection) -> Iterator[str]:
-    """A sentence for each step that was skipped because a heavy library is not installed."""
-    for step in found.of(*USED):
-        if step.missing in HEAVY:
-            yield f"{step} was not loaded: {step.missing} is not installed here"
-
-
-def _being_found(found: Inspection) -> Iterator[Breach]:
-    if not found.distribution:
-        there = ", ".join(found.installed) or "none"
-        yield Breach(
-            "PLUGIN-1",
-            "found",
-            f"no entry point named {found.name!r} is installed in the group kvplug; there are: {there}",
-        )
-        if found.cut_short:
-            yield Breach("PLUGIN-1", "found", found.cut_short)
-        return
-    if len(found.entry_points) > 1:
-        yield Breach("PLUGIN-1", "found", f"several entry points lead to it: {'; '.join(found.entry_points)}")
-    if found.api_fault:
-        yield Breach("PLUGIN-1", "api", found.api_fault)
-    for step in found.of("entry point"):
-        broken = step.answer.get("broken", "") or step.error
-        if broken and not found.api_fault:
-            yield Breach("PLUGIN-1", "loads", f"it does not load, with all others blocked: {broken}")
-        for other in step.answer.get("others", ()):
-            yield Breach("PLUGIN-1", "loads", f"{step} loads {other}, which is another plugin")
-    if found.cut_short and not found.offers:
-        yield Breach("PLUGIN-1", "loads", found.cut_short)
-
-
-def _light_to_load(found: Inspection) -> Iterator[Breach]:
-    for step in found.of("entry point", "options", "probe"):
-        if step.heavy:
-            yield Breach("PLUGIN-2", "weight", f"{step} loads {', '.join(step.heavy)}")
-        if step.devices:
-            yield Breach("PLUGIN-2", "devices", f"{step} opens {', '.join(step.devices)}")
-
-
-def _claims(found: Inspection) -> Iterator[Breach]:
-    for step in found.of("options"):
-        if step.error:
-            yield Breach("PLUGIN-3", "options", f"{step} cannot be read: {step.error}")
-    for step in found.of("probe"):
-        if step.error:
-            yield Breach("PLUGIN-3", "probe", f"{step} gives no answer: {step.error}")
-        elif not step.answer["viable"] and not step.answer["reason"]:
-            yield Breach("PLUGIN-3", "probe", f"{step} says that it cannot work here, and not why")
-    for offer in found.offers:
-        if "devices" in offer:
-            yield from _capabilities(found, offer)
-    for step in found.of(*USED):
-        if step.error and step.missing not in HEAVY:
-            yield Breach("PLUGIN-3", "factories", f"{step} is not what the spec says: {step.error}")
-    if found.cut_short and found.offers:
-        yield Breach("PLUGIN-3", "whole", found.cut_short)
-
-
-def _capabilities(found: Inspection, offer: Mapping[str, Any]) -> Iterator[Breach]:
-    if not offer["devices"]:
-        yield Breach("PLUGIN-3", "capabilities", f"the {offer['of']} moves tensors of no device")
-    for unknown in sorted({*offer["devices"]} - {*DEVICE_TYPES}):
-        if may_be_device_type(unknown):
-            continue
-        yield Breach(
-            "PLUGIN-3",
-            "capabilities",
-            f"the {offer['of']} moves tensors of {unknown!r}, which is no type of device"
-            f"{did_you_mean(unknown, DEVICE_TYPES)}; there are: {', '.join(DEVICE_TYPES)}",
-        )
-    if not offer["cost_stated"]:
-        yield Breach(
-            "PLUGIN-3",
-            "capabilities",
-            f"the {offer['of']} states no cost, so that auto cannot compare it: Capabilities(cost=Cost(...))",
-        )
-    if offer["cross_host"]:
-        return
-    answers = [step.answer for step in found.of("probe") if step.of == offer["of"] and not step.error]
-    if not offer["probe"] or any(answer["viable"] and not answer["domain"] for answer in answers):
-        how = "its probe names no domain" if offer["probe"] else "it has no probe that names one"
-        yield Breach(
-            "PLUGIN-3",
-            "probe",
-            f"the {offer['of']} works within one domain (cross_host=False), and {how}:"
-            " two hosts would be taken for one",
-        )
-
-
-def _documented(found: Inspection) -> Iterator[Breach]:
-    for offer in found.offers:
-        if not str(offer["summary"]).strip():
-            yield Breach("PLUGIN-4", "summaries", f"the {offer['of']} has no summary")
-    for step in found.of("options"):
-        for option in step.answer.get("unexplained", ()):
-            yield Breach("PLUGIN-4", "help", f"the option {option!r} of the {step.of} has no help")
-    if not found.offers:
-        return
-    if not found.readme.strip():
-        yield Breach(
-            "PLUGIN-4", "readme", f"the distribution {found.distribution} has no readme in its metadata"
-        )
-        return
-    unnamed = [str(offer["of"]) for offer in found.offers if not _named(str(offer["name"]), found.readme)]
-    if unnamed:
-        yield Breach(
-            "PLUGIN-4", "readme", f"the readme of {found.distribution} does not name the {', '.join(unnamed)}"
-        )
-
-
-def _named(name: str, text: str) -> bool:
-    return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text) is not None
+def _run(mode: str, name: str, timeout_s: float) -> Inspection:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVPLUG_")}
+    with tempfile.TemporaryDirectory(prefix="kvplug-") as folder:
+        path = Path(folder, "facts")
+        path.touch()
+        command = [sys.executable, "-P", "-m", plugin_inspector.__name__, mode, name, str(path)]
+        try:
+            done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_s, check=False)
+            printed = done.stderr.decode("utf-8", "replace").strip()
+            ended = f"the process ended: {end_of(done.returncode)}{': ' if printed else ''}{printed[-2000:]}"
+        except subprocess.TimeoutExpired:
+            ended = f"it had not come to an end after {timeout_s:g} s"
+        facts = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [Breach(*fact["breach"]) for fact in facts if "breach" in fact]
+    offers = mode == "use" or any("offers" in fact for fact in facts)
+    if not any("end" in fact for fact in facts):
+        step = next((fact["begins"] for fact in reversed(facts) if "begins" in fact), "")
+        observed = f"{step}: {ended}" if step else ended
+        where = ("PLUGIN-3", "whole") if offers else ("PLUGIN-1", "loads" if facts else "found")
+        found.append(Breach(*where, observed))
+    unchecked = tuple(fact["unchecked"] for fact in facts if "unchecked" in fact)
+    return Inspection(tuple(sorted(found, key=lambda each: each.law)), unchecked, offers)
 
 
 # -- the suite -------------------------------------------------------------------------------------
@@ -216,7 +142,7 @@ class PluginContract(Contract):
         return _inspected(self.plugin)
 
     def _none(self, *about: str) -> None:
-        observed = [breach.observed for breach in breaches_of(self._found) if breach.about in about]
+        observed = [breach.observed for breach in self._found.breaches if breach.about in about]
         if observed:
             pytest.fail("; ".join(observed), pytrace=False)
 
@@ -255,7 +181,7 @@ class PluginContract(Contract):
     @law("PLUGIN-3", needs="is_loaded")
     def test_its_factories_and_commands_are_there(self) -> None:
         self._none("factories")
-        if reasons := "; ".join(unjudged(self._found)):
+        if reasons := "; ".join(self._found.unchecked):
             pytest.skip(reasons)
 
     @law("PLUGIN-4", needs="is_loaded")
