@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,3 +61,17 @@ def test_a_thread_that_is_in_getenv_meanwhile_is_not_disturbed(monkeypatch: pyte
         assert variables(before) == found
     assert variables(before) == found
     assert variables(meanwhile) == found_meanwhile
+
+
+STORE = """
+import sys
+from kvplug import Config, build_store
+
+config = {"stores": ["nixl"], "timeout_s": 30, "options": {"nixl": {"path": sys.argv[1], "size": "1MiB"}}}
+with build_store(Config.from_dict(config)):
+    print("nixl_cu12._api" in sys.modules)
+"""
+
+
+def test_it_is_loaded_before_the_first_request_of_a_store(output_of: Any, tmp_path: Path) -> None:
+    assert output_of(STORE, str(tmp_path)) == "True\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvplug import ConfigError
 from kvplug.transport import BlockingStore, StoreContext
+from kvplug_nixl.library import nixl
 from kvplug_nixl.probe import INSTALL, has_backend
 from kvplug_nixl.store.files import FileStore
 from kvplug_nixl.store.objects import ObjectStore
@@ -16,6 +17,7 @@ def make_store(context: StoreContext) -> BlockingStore:
     Raises:
         ConfigError: neither ``path`` nor ``bucket`` was given, or both, or one of the others is wrong,
             or others can write to the folder.
+        TransportError: NIXL cannot be loaded, and why.
     """
     options: NixlStoreOptions = context.options
     if (options.path is None) == (options.bucket is None):
@@ -26,6 +28,8 @@ def make_store(context: StoreContext) -> BlockingStore:
     backend = "OBJ" if options.path is None else "POSIX"
     if not has_backend(backend):
         raise ConfigError(f"options.nixl: NIXL's plugin {backend} is not installed: {INSTALL}")
+    with nixl({}):
+        pass  # loaded now: that takes seconds, which the deadline of the first request does not cover
     if options.path is None:
         if options.size is not None:
             raise ConfigError("options.nixl.size: a bucket has no bound here; give it a lifecycle rule")
