@@ -131,7 +131,7 @@ class Lookup(Faulty, LookupBufferContract):
 
 class TestLookupStaysOnItsHost(StaysOnItsHost, Lookup):
     breaks = ("LOOKUP-7",)
-    caught_by = "test_an_entry_is_read_and_taken_whole_from_another_host"
+    caught_by = "test_entries_are_taken_whole_from_another_host"
 
 
 class TestLookupHasNoFault(Lookup):

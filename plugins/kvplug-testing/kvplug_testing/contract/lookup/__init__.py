@@ -6,11 +6,11 @@ from kvplug_testing.contract.lookup.capacity import Capacity
 from kvplug_testing.contract.lookup.contents import Contents
 from kvplug_testing.contract.lookup.cost import Cost
 from kvplug_testing.contract.lookup.endings import Endings
+from kvplug_testing.contract.lookup.ends import LookupGeneral
 from kvplug_testing.contract.lookup.exhaustion import Exhaustion
 from kvplug_testing.contract.lookup.keys import Keys
 from kvplug_testing.contract.lookup.lying_peers import LyingPeers
 from kvplug_testing.contract.lookup.matching import Matching
-from kvplug_testing.contract.lookup.other_host import OtherHost
 from kvplug_testing.contract.lookup.processes import Processes
 from kvplug_testing.contract.lookup.reading import Reading
 from kvplug_testing.contract.lookup.taking import Taking
@@ -26,7 +26,7 @@ class LookupBufferContract(
     Cost,
     Endings,
     Processes,
-    OtherHost,
+    LookupGeneral,
     LyingPeers,
     Exhaustion,
 ):

@@ -29,7 +29,7 @@ class Capacity(LookupSuite):
     @law("LOOKUP-5", needs="waits_for_room")
     @at_both_ends
     def test_an_insert_waits_for_room_and_goes_on_when_there_is_some(self, end: str) -> None:
-        store, buffer = self.ends(end, capacity_for(2))
+        store, buffer = self.opened(end, capacity_for(2))
         puts = [sized([number]) for number in (1, 2, 3)]
         for put in puts[:2]:
             inserted(store, put)
@@ -115,7 +115,7 @@ class Capacity(LookupSuite):
         self._fill_and_empty(end, rounds=1000)
 
     def _fill_and_empty(self, end: str, rounds: int) -> None:
-        store, buffer = self.ends(end, capacity_for(2))
+        store, buffer = self.opened(end, capacity_for(2))
         for number in range(rounds):
             for each in (1, 2):
                 call = Call(partial(insert, store, sized([1, each]))).end(waits.patience_s + 1)

@@ -35,7 +35,7 @@ class Contents(LookupSuite):
 
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
             pytest.skip(f"torch has no {dtype} here")
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([1, 2, 3], roi=[True, False, True], dtype=dtype, layers=3)
         inserted(store, put)
         assert not unlike(put, read(buffer, [1, 3]))
@@ -45,7 +45,7 @@ class Contents(LookupSuite):
     @at_both_ends
     @pytest.mark.parametrize("missing", _PARTS, ids="-".join)
     def test_parts_may_be_none(self, end: str, missing: tuple[str, ...]) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([5, 6], without=missing)
         inserted(store, put)
         assert not unlike(put, read(buffer, [5, 6]))
@@ -54,7 +54,7 @@ class Contents(LookupSuite):
     @law("LOOKUP-2")
     @at_both_ends
     def test_tensors_that_are_not_contiguous_or_empty_come_out_as_they_read(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         turned = random_tensor("float32", (4, 2, 3, 2), seed=1).permute(3, 2, 1, 0)
         for put in (
             Put(tokens=[1, 2, 3], key=turned, value=turned[:, :, :, ::2], hidden=turned[0, 0]),
@@ -69,7 +69,7 @@ class Contents(LookupSuite):
     def test_what_the_caller_does_with_its_own_after_the_insert_changes_nothing(self, end: str) -> None:
         import torch
 
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([1, 2, 3], roi=[True, True, False])
         tokens, roi, metadata = torch.tensor([1, 2, 3]), torch.tensor([True, True, False]), {"of": [b"it"]}
         key, value, hidden = (part.clone() for part in (put.key, put.value, put.hidden))
@@ -93,7 +93,7 @@ class Contents(LookupSuite):
     @law("LOOKUP-7")
     @at_both_ends
     def test_what_a_reader_does_with_its_copy_changes_nothing(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([1, 2, 3])
         inserted(store, put)
         got = read(buffer, [1, 2, 3])
@@ -113,7 +113,7 @@ class Contents(LookupSuite):
     def test_a_sink_gets_each_layer_and_the_entry_comes_without_them(
         self, end: str, missing: tuple[str, ...]
     ) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([1, 2, 3], layers=4, without=missing)
         entry_id = inserted(store, put)
         sink = Sink()

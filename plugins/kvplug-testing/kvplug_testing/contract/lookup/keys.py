@@ -59,7 +59,7 @@ class Keys(LookupSuite):
     @law("LOOKUP-1")
     @at_both_ends
     def test_the_same_tokens_with_another_extra_are_a_miss(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([1, 2, 3], extra=b"lora-a")
         inserted(store, put)
         for extra in (b"", b"lora-b", b"lora-", b"lora-a\0"):
@@ -73,7 +73,7 @@ class Keys(LookupSuite):
     @law("LOOKUP-1")
     @at_both_ends
     def test_only_tokens_under_the_roi_count(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([1, 2, 3, 4], roi=[False, True, True, False])
         inserted(store, put)
         assert matched(buffer, [1, 2, 3, 4]) == 0, "tokens that are not under the entry's roi counted"
@@ -89,7 +89,7 @@ class Keys(LookupSuite):
     @at_both_ends
     @pytest.mark.parametrize("form", FORMS)
     def test_tokens_and_roi_may_be_a_list_a_tensor_or_an_array(self, end: str, form: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([5, 120001, 7], roi=[True, True, False])
         mask = given_as(form, [1, 1, 0])
         mask = [True, True, False] if isinstance(mask, list | tuple) else mask == 1
@@ -106,7 +106,7 @@ class Keys(LookupSuite):
     @at_both_ends
     @pytest.mark.parametrize(("held", "asked"), NEIGHBOURS + EQUAL_HASHES)
     def test_ids_are_compared_exactly(self, end: str, held: int, asked: int) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         for tokens in ([held], [7, held, 9], [7, 8, held]):
             inserted(store, entry(tokens, without=["key", "value", "hidden"]))
         for query, shared in (([asked], 0), ([7, asked, 9], 1), ([7, 8, asked], 2)):

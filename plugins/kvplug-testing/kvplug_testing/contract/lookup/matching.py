@@ -44,7 +44,7 @@ class Matching(LookupSuite):
     def test_an_entry_matches_where_one_is_a_prefix_of_the_other(
         self, end: str, held: list[int], query: list[int], matches: bool
     ) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry(held)
         inserted(store, put)
         if not matches:
@@ -55,7 +55,7 @@ class Matching(LookupSuite):
     @law("LOOKUP-2")
     @at_both_ends
     def test_of_several_the_oldest_wins_and_none_asks_for_the_oldest_of_all(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         puts = [entry(tokens) for tokens in ([9], [1, 2, 3], [1], [1, 2], [1, 2, 3])]
         inserted(store, entry([1, 2], extra=b"another"))
         ids = [inserted(store, put) for put in puts]
@@ -68,7 +68,7 @@ class Matching(LookupSuite):
     @law("LOOKUP-2")
     @at_both_ends
     def test_nothing_of_one_entry_is_found_in_another(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         puts = [entry([1, 2, number], extra=b"ab"[: number % 3]) for number in range(30)]
         for put in puts:
             inserted(store, put)
@@ -83,7 +83,7 @@ class Matching(LookupSuite):
     @law("LOOKUP-3")
     @at_both_ends
     def test_match_is_the_longest_prefix_that_is_shared_whatever_follows(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         for tokens in ([1, 2, 3, 4], [1, 2, 9], [5]):
             inserted(store, entry(tokens))
         for query, shared in (
@@ -103,7 +103,7 @@ class Matching(LookupSuite):
     @law("LOOKUP-3")
     @at_both_ends
     def test_match_does_not_wait_for_an_entry(self, end: str) -> None:
-        _, buffer = self.ends(end)
+        _, buffer = self.opened(end)
         call = Call(lambda: buffer.match([1, 2, 3])).end()
         assert call.result() == 0
         assert call.took_s < self.timeout_s / 2, f"it took {call.took_s:.1f} s to find that nothing is held"
@@ -111,7 +111,7 @@ class Matching(LookupSuite):
     @law("LOOKUP-3")
     @at_both_ends
     def test_match_changes_nothing(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         puts = [entry([1, 2, 3]), entry([1, 2])]
         ids = [inserted(store, put) for put in puts]
         for query in ([1, 2, 3], [1, 2], [4], [1, 2, 3, 4]):
@@ -150,5 +150,5 @@ class Matching(LookupSuite):
     def _against_the_model(self, end: str, examples: int, steps: int, shrink: bool) -> None:
         from kvplug_testing.contract.lookup import machine
 
-        made = partial(self.ends, end, machine.ROOMY if self.evicts else machine.BUDGET)
+        made = partial(self.opened, end, machine.ROOMY if self.evicts else machine.BUDGET)
         machine.run(made, examples, steps, shrink, fills=not self.evicts)

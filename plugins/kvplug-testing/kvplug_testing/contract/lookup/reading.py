@@ -33,7 +33,7 @@ class Reading(LookupSuite):
     @law("LOOKUP-7")
     @at_both_ends
     def test_it_leaves_the_entry_where_it_is(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([1, 2, 3])
         entry_id = inserted(store, put)
         for query in ([1, 2, 3], [1], [1, 2, 9], [1, 2, 3, 4, 5]):
@@ -46,7 +46,7 @@ class Reading(LookupSuite):
     @law("LOOKUP-7")
     @at_both_ends
     def test_it_reads_the_longest_prefix_or_says_at_once_that_there_is_none(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         puts = {tuple(tokens): entry(tokens) for tokens in ([1], [1, 2, 9, 9], [1, 2, 3, 4], [5])}
         for put in puts.values():
             inserted(store, put)
@@ -67,7 +67,7 @@ class Reading(LookupSuite):
     @law("LOOKUP-7")
     @at_both_ends
     def test_while_it_is_read_an_entry_can_be_read_by_others_and_taken_by_nobody(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         other = self.reach(store)
         put = entry([1, 2, 3])
         inserted(store, put)
@@ -91,7 +91,7 @@ class Reading(LookupSuite):
     @at_both_ends
     @pytest.mark.parametrize("place", ["begin", 0, 2, 3])
     def test_a_sink_that_raises_ends_the_transfer_and_the_entry_stays(self, end: str, place: Any) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         put = entry([1, 2, 3], layers=4)
         inserted(store, put)
         for _ in range(2):
@@ -126,7 +126,7 @@ class Reading(LookupSuite):
     @law("LOOKUP-7")
     @at_both_ends
     def test_many_readers_at_once_each_get_their_own(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         other = self.reach(store)
         puts = [entry([number, number + 1], layers=3) for number in range(6)]
         for put in puts:

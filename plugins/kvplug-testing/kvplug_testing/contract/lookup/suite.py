@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -25,15 +24,13 @@ from kvplug.transport import (
     check_options,
 )
 from kvplug_testing import peers, waits
-from kvplug_testing.contract import base, leaving
+from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.lookup.entries import Put, sized
 from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.waits import Call
 
-LIFE_S = 300.0
-"""The time limit of a process with an end on another host. It ends with its test."""
 SOON_S = 0.3
 """The timeout of a call that must not succeed."""
 
@@ -113,7 +110,7 @@ class LookupSuite(Contract):
         self.later(end.abort)
         return end, data_pipe
 
-    def ends(self, end: str, buffer_size: int = 64 << 20) -> tuple[LookupStore, LookupBuffer]:
+    def opened(self, end: str, buffer_size: int = 64 << 20) -> tuple[LookupStore, LookupBuffer]:
         """A store and the tested end: the store itself, or an end that reaches it."""
         store = self.hold(buffer_size)
         return store, store if end == "holding" else self.reach(store)
@@ -236,7 +233,7 @@ def run_remote_reach(
 
 
 def run_remote_store(parent: peers.Parent, suite_ref: dict[str, Any], contact: str) -> None:
-    """In another process: hold a store with one entry until the parent tells it to end, or to leave."""
+    """In another process: hold a store with one entry until the parent sends a value."""
     suite = suite_from_ref(suite_ref)
     pipes = pipe_endpoint(suite.remote_pipes, suite.timeout_s, suite.data_pipe_options)
     signal, data = pipes.connect(contact), pipes.connect(contact)
@@ -245,9 +242,7 @@ def run_remote_store(parent: peers.Parent, suite_ref: dict[str, Any], contact: s
     store.insert(put.tokens, put.roi, put.key, put.value, put.hidden)
     store.attach(signal, data)
     parent.send("it holds")
-    match parent.recv(None):
-        case {"leave": way}:
-            leaving.leave(parent, way, abort=store.abort, close=partial(store.close, 5))
+    parent.recv(None)
     store.close(5)
 
 

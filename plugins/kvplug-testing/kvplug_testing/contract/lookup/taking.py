@@ -43,7 +43,7 @@ class Taking(LookupSuite):
     @law("LOOKUP-4", "ALL-4")
     @at_both_ends
     def test_it_waits_until_its_timeout(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         inserted(store, entry([1]))
         call = Call(lambda: buffer.drop_select([9], timeout=SOON_S))
         call.raised(TimeoutError)
@@ -53,7 +53,7 @@ class Taking(LookupSuite):
     @law("LOOKUP-4")
     @at_both_ends
     def test_it_gets_an_entry_that_comes_while_it_waits(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         within = waits.patience_s
         waiting = Call(lambda: buffer.drop_select([1, 2], timeout=within))
         assert waiting.is_blocked()
@@ -67,7 +67,7 @@ class Taking(LookupSuite):
     @law("LOOKUP-4")
     @at_both_ends
     def test_an_entry_that_was_taken_is_nobody_elses(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         other = self.reach(store)
         inserted(store, entry([1, 2]))
         taken(buffer, [1, 2])
@@ -79,7 +79,7 @@ class Taking(LookupSuite):
     @law("LOOKUP-4", needs="waits_for_room")
     @at_both_ends
     def test_all_kinds_of_those_who_wait_are_woken_by_what_they_wait_for(self, end: str) -> None:
-        store, buffer = self.ends(end, capacity_for(1))
+        store, buffer = self.opened(end, capacity_for(1))
         within = waits.patience_s
         full = sized([8], extra=b"full")
         inserted(store, full)
@@ -106,7 +106,7 @@ class Taking(LookupSuite):
     @law("LOOKUP-4", needs="waits_for_room")
     @at_both_ends
     def test_no_wake_up_is_lost_where_room_and_entries_are_waited_for(self, end: str) -> None:
-        store, buffer = self.ends(end, capacity_for(1))
+        store, buffer = self.opened(end, capacity_for(1))
         within = waits.patience_s
         takers = [Call(lambda: buffer.drop_select([1], timeout=within)) for _ in range(8)]
         putters = [Call(lambda: inserted(store, sized([1, 2]))) for _ in range(8)]
@@ -131,7 +131,7 @@ class Taking(LookupSuite):
     @law("LOOKUP-4")
     @at_both_ends
     def test_who_waited_in_vain_takes_nothing_later(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         for number in range(3):
             missed(buffer, [number], timeout=0.05)
         puts = [entry([number]) for number in range(3)]
@@ -209,7 +209,7 @@ class Taking(LookupSuite):
         self._give_up_in_the_nick_of_time(end, rounds=1000)
 
     def _give_up_in_the_nick_of_time(self, end: str, rounds: int) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         moments = random.Random(5)
         for number in range(rounds):
             call = Call(lambda: buffer.drop_select([1], timeout=0.01))
