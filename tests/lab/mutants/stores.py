@@ -272,7 +272,7 @@ class TestHasNoDeadlines(MemoryStore):
             time.sleep(0.02)
 
 
-@breaks(Mutant, "STORE-3", "ALL-4", caught_by="test_where_nothing_is_said_the_contexts_timeout_applies")
+@breaks(Mutant, "STORE-3", "ALL-4", caught_by="test_where_nothing_is_said_the_contexts_timeout_counts")
 class TestKeepsItsOwnTimeout(MemoryStore):
     """The timeout of the context is not used."""
 
@@ -335,7 +335,11 @@ class TestCopiesAfterTheEnd(Mutant):
             return job
 
 
-@breaks(Mutant, "STORE-3", caught_by="test_a_cancelled_job_ends_at_once_while_the_store_does_not_answer")
+@breaks(
+    Mutant,
+    "STORE-3",
+    caught_by="test_a_store_that_does_not_answer_holds_up_no_submit_and_no_job_that_is_cancelled",
+)
 class TestCannotBeCancelled(MemoryStore):
     """A cancelled job goes on."""
 
@@ -344,7 +348,11 @@ class TestCannotBeCancelled(MemoryStore):
             super()._end(task, reason)
 
 
-@breaks(Mutant, "STORE-3", caught_by="test_the_progress_of_a_load_grows")
+@breaks(
+    Mutant,
+    "STORE-3",
+    caught_by="test_the_progress_of_a_load_grows_and_waiting_for_it_has_a_deadline_of_its_own",
+)
 class TestMakesNoProgress(MemoryStore):
     """What arrives is not told before all is there."""
 
@@ -574,7 +582,11 @@ class TestKeepsWhatWasEvicted(PagePlace):
 # -- gone ------------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "STORE-7", caught_by="test_a_store_that_is_gone_is_a_miss_and_is_used_again_when_it_is_back")
+@breaks(
+    Mutant,
+    "STORE-7",
+    caught_by="test_a_store_that_is_gone_is_a_miss_at_once_and_is_used_again_when_it_is_back",
+)
 class TestIsNotTriedAgain(MemoryStore):
     """A store that has failed once is left alone for ever."""
 
@@ -834,7 +846,9 @@ class TestAllLivesHaveOneEpoch(PagePlace):
 # -- everything with an end ------------------------------------------------------------------------
 
 
-@breaks(Mutant, "ALL-1", caught_by="test_after_it_every_call_raises_closed_error")
+@breaks(
+    Mutant, "ALL-1", caught_by="test_after_an_end_every_call_raises_closed_and_ending_twice_is_ending_once"
+)
 class TestAnswersAfterItsEnd(MemoryStore):
     """An end that was closed answers lookups."""
 
@@ -852,7 +866,7 @@ class TestClosingDropsPuts(MemoryStore):
         self.abort()
 
 
-@breaks(Mutant, "ALL-1", "ALL-4", caught_by="test_closing_waits_no_longer_than_its_timeout")
+@breaks(Mutant, "ALL-1", "ALL-4", caught_by="test_ending_wakes_a_call_that_is_blocked")
 class TestClosingWaitsForPutsForEver(MemoryStore):
     """The timeout of ``close`` is not used."""
 
@@ -869,7 +883,11 @@ class TestAbortingLeavesJobs(MemoryStore):
             super()._end(task, reason)
 
 
-@breaks(Mutant, "ALL-1", caught_by="test_the_end_of_one_end_disturbs_no_other")
+@breaks(
+    Mutant,
+    "ALL-1",
+    caught_by="test_the_end_of_one_end_disturbs_no_other",
+)
 class TestAnEndTakesItsPlaceWithIt(PagePlace):
     """The pages go when the first of several ends is closed."""
 
@@ -879,7 +897,9 @@ class TestAnEndTakesItsPlaceWithIt(PagePlace):
 
 
 @breaks(
-    Mutant, "ALL-6", caught_by="test_in_a_forked_child_every_call_raises_closed_and_the_parents_end_goes_on"
+    Mutant,
+    "ALL-6",
+    caught_by="test_in_a_forked_child_every_call_raises_closed_though_a_thread_was_inside_one",
 )
 class TestWorksInAForkedChild(MemoryStore):
     """A forked child goes on with a copy of the store."""
@@ -930,7 +950,10 @@ class LinkMutant(StoreContract):
 
 
 @breaks(
-    LinkMutant, "STORE-7", "ALL-2", caught_by="test_requests_to_a_store_whose_process_is_killed_are_misses"
+    LinkMutant,
+    "STORE-7",
+    "ALL-2",
+    caught_by="test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so",
 )
 class TestDoesNotKnowThatItsStoreIsGone(RemoteMemoryStore):
     """An end whose store is gone for good is tried for ever."""
@@ -1004,9 +1027,9 @@ class TestHasNoFaultByALink(LinkMutant):
 
 
 @breaks(
-    Mutant,
+    LinkMutant,
     "ALL-8",
-    caught_by="test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code",
+    caught_by="test_a_program_that_leaves_at_work_ends_with_its_own_code",
 )
 class TestKeepsTheProgramFromLeaving(MemoryStore):
     """When the program leaves, a thread of the store is waited for, and it does not end."""
@@ -1016,11 +1039,11 @@ class TestKeepsTheProgramFromLeaving(MemoryStore):
         threading.Thread(target=threading.Event().wait, args=(60.0,), name="mutant").start()
 
 
-class TestThreadsOfALeavingProgramFail(Mutant):
+class TestThreadsOfALeavingProgramFail(LinkMutant):
     """A call of a program that leaves raises, in a thread that the program does not end."""
 
     breaks = ("ALL-8",)
-    caught_by = "test_a_program_that_leaves_while_requests_are_under_way_ends_with_its_own_code"
+    caught_by = "test_a_program_that_leaves_at_work_ends_with_its_own_code"
 
     def make_store(self, context: Any) -> Any:
         for module in (executor, job):

@@ -13,7 +13,6 @@ from kvplug_testing.contract.store.exhaustion import Exhaustion
 from kvplug_testing.contract.store.gone import Gone
 from kvplug_testing.contract.store.index import WhatIsThere
 from kvplug_testing.contract.store.leases import Leases
-from kvplug_testing.contract.store.leaving import Leaving
 from kvplug_testing.contract.store.lying_peers import LyingPeers
 from kvplug_testing.contract.store.misses import Misses, Tenants
 from kvplug_testing.contract.store.model import Model
@@ -38,7 +37,6 @@ class StoreContract(
     Model,
     Gone,
     Endings,
-    Leaving,
     LyingPeers,
     Exhaustion,
 ):

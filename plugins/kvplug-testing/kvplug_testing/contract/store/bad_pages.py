@@ -44,7 +44,7 @@ class BadPages(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_a_page_that_is_lost_behind_the_stores_back_is_not_promised_again(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 6)
         kept(first, pages)
         assert all(held(store, pages))

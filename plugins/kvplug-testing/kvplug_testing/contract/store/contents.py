@@ -46,7 +46,7 @@ class Contents(StoreSuite):
     @at_both_ends
     @pytest.mark.parametrize("nbytes", [1, 63, 64, 4095, 4096, 4097, 65537, MIB + 1])
     def test_pages_of_each_size_come_back(self, end: str, nbytes: int) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 3, sized_format(nbytes))
         kept(first, pages)
         got(store, pages)
@@ -57,7 +57,7 @@ class Contents(StoreSuite):
     @law("STORE-1", level="long")
     @at_both_ends
     def test_large_pages_come_back(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 3, sized_format(8 * MIB + 13))
         kept(store, pages)
         got(store, pages)
@@ -76,7 +76,7 @@ class Contents(StoreSuite):
                 Part(name="flags", dtype="bool", shape=(3,), token_axis=None),
             ),
         )
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 5, form)
         kept(store, pages)
         got(store, pages)
@@ -85,7 +85,7 @@ class Contents(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_many_pages_of_one_request_come_back_in_any_order(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 200)
         kept(store, pages)
         got(store, pages)
@@ -102,7 +102,7 @@ class Contents(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_pages_come_from_and_go_into_rows_that_are_not_dense(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 6)
         source = strided(pages.form, 6, gap=24)
         assert ended(store.submit_put(pages.filled(source))) == [None] * 6
@@ -123,7 +123,7 @@ class Contents(StoreSuite):
     ) -> None:
         import torch
 
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         form = kv_format(3, page_tokens=4, num_heads=2, head_size=8, dtype="bfloat16")
         pages = self.batch(first, 5, form)
         tokens, first_token = 5 * 4, 4  # the sequence begins a page before what is moved
@@ -152,7 +152,7 @@ class Contents(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_what_the_caller_writes_after_its_put_is_not_in_the_page(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 20, sized_format(20_000))
         request = pages.filled()
         job = store.submit_put(request)
@@ -164,7 +164,7 @@ class Contents(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_pages_in_memory_of_the_store_are_kept_like_others(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 4)
         memory = store.allocate(pages.series, 4)
         assert memory is not None, "there is no room in an empty store"
@@ -182,7 +182,7 @@ class Contents(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_pages_move_from_and_into_memory_that_is_registered(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 4)
         source, target = pages.filled(), pages.empty()
         for request in (source, target):
@@ -210,7 +210,7 @@ class Contents(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_no_pages_are_no_error(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         none = self.batch(first, 0)
         assert ended(store.submit_put(none.filled())) == []
         assert ended(store.submit_get(none.empty())) == []
@@ -223,7 +223,7 @@ class Contents(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_pages_of_different_series_do_not_meet(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         namespace = b"pages of different series" + self.batch(first, 1).keys[0]
         forms = (kv_format(2), kv_format(3), kv_format(2, dtype="bfloat16"))
         batches: list[Batch] = [
@@ -254,7 +254,7 @@ class Contents(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_the_others_of_a_request_come_where_one_is_absent(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 7)
         kept(first, pages[[0, 1, 3, 6]])
         request = pages.empty()

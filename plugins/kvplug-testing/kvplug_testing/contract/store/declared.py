@@ -26,7 +26,7 @@ class Declared(StoreSuite):
 
     def _ends(self, end: str) -> tuple[Store, Store]:
         """The end that declares, and the one that asks."""
-        first, other = self.ends(end)
+        first, other = self.first_and(end)
         self.must(first, "declare")
         self.must(other, "declare")
         return first, other

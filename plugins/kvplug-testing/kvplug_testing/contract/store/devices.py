@@ -97,7 +97,7 @@ class Devices(StoreSuite):
     @at_both_ends
     @seeds
     def test_blocks_on_a_device_may_be_used_again_as_soon_as_they_are_put(self, end: str, seed: int) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         staged, pages = self.staged(store), self._pages(first)
         with simulated.seeded(seed):
             cache = Cache(pages)
@@ -114,7 +114,7 @@ class Devices(StoreSuite):
     def test_pages_on_a_device_are_written_after_what_used_their_blocks(self, end: str, seed: int) -> None:
         from kvplug.transport import DeviceMark
 
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         staged, pages = self.staged(store), self._pages(first)
         kept(first, pages)
         with simulated.seeded(seed):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Self
 
-from kvplug.transport import PageBuffers, PageFormat, PageMemory, PageRows
+import attrs
+
+from kvplug.transport import PageBuffers, PageFormat, PageMemory, PageRequest, PageRows
+from kvplug_testing import waits
+from kvplug_testing.contract.store.pages import Batch
 
 HOLDS_UP_S = 60.0
 """How long a copy is held up at most."""
@@ -13,7 +18,8 @@ HOLDS_UP_S = 60.0
 class HeldMemory(PageMemory):
     """Pages without rows of their own. A copy of page ``at`` waits until :attr:`go_on` is set.
 
-    It waits in the middle: the first half of the layers, or of the bytes, has been copied by then.
+    It waits in the middle: the first half of the layers, or of the bytes, has been copied by then. At the end
+    of a ``with`` block it goes on.
     """
 
     def __init__(self, pages: PageMemory, at: int = 0) -> None:
@@ -23,8 +29,16 @@ class HeldMemory(PageMemory):
         self.inner = pages
         self._at = at
         self.began, self.go_on = threading.Event(), threading.Event()
-        self.num_copies = 0
-        """Copies that have ended."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on.set()
+
+    def wait_begun(self) -> None:
+        """Wait until the copy is held up."""
+        assert self.began.wait(waits.patience_s), "the copy of a page does not begin"
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -50,4 +64,10 @@ class HeldMemory(PageMemory):
             if not begin and first <= self._at < first + len(rows):
                 self.began.set()
                 self.go_on.wait(HOLDS_UP_S)
-        self.num_copies += 1
+
+
+def held_request(pages: Batch, at: int = 0, *, filled: bool = False) -> tuple[PageRequest, HeldMemory]:
+    """A request whose copy of one page is held up."""
+    request = pages.filled() if filled else pages.empty()
+    memory = HeldMemory(request.memory, at)
+    return attrs.evolve(request, memory=memory), memory

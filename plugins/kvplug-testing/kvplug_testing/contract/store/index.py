@@ -94,7 +94,7 @@ class WhatIsThere(StoreSuite):
     @law("STORE-10")
     @at_both_ends
     def test_keys_are_those_of_the_series_that_are_held(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 5)
         other = self.batch(first, 3, kv_format(3))
         shard = self.batch(first, 2, shard=b"1 of 2")

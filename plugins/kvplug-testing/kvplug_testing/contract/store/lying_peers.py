@@ -38,7 +38,7 @@ class LyingPeers(StoreSuite, LiedToOverPipes):
     @property
     def lied_to_processes(self) -> str:
         """The reason to skip a test, for ``needs``."""
-        if not self._by_link:
+        if not self.by_link:
             return f"ends of {self.called} say nothing to each other over a link"
         return self.other_processes or super().lied_to_processes
 

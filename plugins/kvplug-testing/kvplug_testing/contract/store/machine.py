@@ -1,4 +1,4 @@
-"""Random calls of a store, each compared with a dict. Hypothesis generates and shrinks them."""
+"""Random calls of a store, each compared with a dict. Hypothesis generates them."""
 
 # A type checker may run without hypothesis; then its decorators have no type.
 # mypy: disallow-untyped-decorators=False
@@ -147,11 +147,10 @@ def _knows(known: dict[bytes, set[bytes]], series: bytes, keys: set[bytes]) -> b
     return known.get(series, set()) == keys
 
 
-def run(make: Callable[[], tuple[StoreSuite, Store, Store]], examples: int, steps: int, shrink: bool) -> None:
+def run(make: Callable[[], tuple[StoreSuite, Store, Store]], examples: int, steps: int) -> None:
     """Compare the results of two ends of an empty place, which ``make()`` returns with their suite.
 
-    Args:
-        shrink: minimize failing calls. If a failure is a timeout, that can take minutes.
+    Failing calls are not minimized: if a failure is a timeout, that can take minutes.
     """
     machine: Any = type("StoreMachine", (StoreMachine,), {"make": staticmethod(make)})
     run_state_machine_as_test(
@@ -160,7 +159,7 @@ def run(make: Callable[[], tuple[StoreSuite, Store, Store]], examples: int, step
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
-            phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])],
+            phases=[Phase.explicit, Phase.generate],
             database=None,
             print_blob=False,
             suppress_health_check=list(HealthCheck),

@@ -65,7 +65,7 @@ class Misses(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_a_page_that_was_never_put_is_absent(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         kept(first, self.batch(first, 3))
         pages = self.batch(first, 3)
         missed(store, pages)
@@ -74,7 +74,7 @@ class Misses(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_the_page_of_other_tokens_under_the_same_key_is_a_miss(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 3)
         kept(first, pages)
         others = attrs.evolve(pages, identities=tuple(turned(each, -1) for each in pages.identities))
@@ -86,7 +86,7 @@ class Misses(StoreSuite):
     @at_both_ends
     @pytest.mark.parametrize("form", ["other layers", "other dtype", "other parts", "other shard"])
     def test_a_page_of_another_format_under_the_same_key_is_a_miss(self, end: str, form: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 3)
         kept(first, pages)
         wanted = {
@@ -105,7 +105,7 @@ class Misses(StoreSuite):
     def test_a_page_with_wrong_bytes_is_a_miss_and_makes_room_for_the_right_one(
         self, end: str, change: str
     ) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 3, kv_format(16, num_heads=1, head_size=2))
         assert pages.form.nbytes == 512
         kept(first, pages)
@@ -128,7 +128,7 @@ class Misses(StoreSuite):
     @law("STORE-1")
     @at_both_ends
     def test_a_page_that_was_swapped_with_another_is_a_miss(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 2)
         kept(first, pages)
         raw = [self.read_raw(first, key) for key in pages.keys]
@@ -193,7 +193,7 @@ class Tenants(StoreSuite):
     @law("STORE-4")
     @at_both_ends
     def test_with_another_extra_or_namespace_nothing_is_found(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         namespace = self.batch(first, 1).keys[0]
         mine = self.batch(first, 3, namespace=namespace, extra=b"salt of one tenant")
         kept(first, mine)

@@ -13,17 +13,9 @@ class Model(StoreSuite):
     @law("STORE-1", "STORE-2", "STORE-9", "STORE-10", timeout_s=120)
     @at_both_ends
     def test_random_calls_give_what_a_dict_gives(self, end: str) -> None:
-        self._run(end, examples=10, steps=25, shrink=False)
-
-    @law("STORE-1", "STORE-2", "STORE-9", "STORE-10", level="long", timeout_s=900)
-    @at_both_ends
-    def test_many_random_calls_give_what_a_dict_gives(self, end: str) -> None:
-        self._run(end, examples=100, steps=50, shrink=True)
-
-    def _run(self, end: str, examples: int, steps: int, shrink: bool) -> None:
         from kvplug_testing.contract.store import machine
 
         def make() -> tuple[StoreSuite, Store, Store]:
-            return self, *self.ends(end, 64 << 20)
+            return self, *self.first_and(end, 64 << 20)
 
-        machine.run(make, examples, steps, shrink)
+        machine.run(make, examples=10, steps=30)

@@ -8,7 +8,7 @@ from kvplug import UnsupportedError
 from kvplug.transport import PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.store.deadlines import held_request
+from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.suite import (
     StoreSuite,
     at_both_ends,
@@ -35,7 +35,7 @@ class Removal(StoreSuite):
     @law("STORE-9")
     @at_both_ends
     def test_pages_that_were_removed_are_absent_and_can_be_put_again(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         self._removes(first)
         pages = self.batch(first, 6)
         kept(first, pages)
@@ -52,7 +52,7 @@ class Removal(StoreSuite):
     @law("STORE-9")
     @at_both_ends
     def test_a_put_under_way_does_not_bring_back_what_is_removed(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         self._removes(first)
         for queued in (False, True):
             pages = self.batch(first, 3)

@@ -44,6 +44,8 @@ SOON_S = 0.3
 """The timeout of a call that must not succeed."""
 
 _numbers = itertools.count(1)
+_shared: dict[type, bool] = {}
+"""Whether the stores of a suite say that they are shared."""
 
 at_both_ends = pytest.mark.parametrize("end", ["first", "other"])
 """Run a test at the end that was opened first, and at another one that reaches the same pages."""
@@ -57,6 +59,8 @@ class Place:
     buffer_size: int
     secret: bytes | None = None
     checksums: bool = True
+    timeout_s: float | None = None
+    """The context's ``timeout_s``; ``None``: the suite's."""
     address: str = ""
     """Where the first end serves; empty if it does not."""
     first: Store | None = None
@@ -140,7 +144,7 @@ class StoreSuite(Contract):
             credentials=Credentials(),
             seal=place.seal,
             buffer_size=place.buffer_size,
-            timeout_s=self.timeout_s,
+            timeout_s=self.timeout_s if place.timeout_s is None else place.timeout_s,
             connect=self._connect,
         )
 
@@ -171,7 +175,7 @@ class StoreSuite(Contract):
         """The first end of a new place; arguments as of :meth:`place`."""
         return self.open(self.place(*args, **given))
 
-    def ends(self, end: str, *args: Any, **given: Any) -> tuple[Store, Store]:
+    def first_and(self, end: str, *args: Any, **given: Any) -> tuple[Store, Store]:
         """The first end of a new place, and the tested one: the first itself, or another."""
         place = self.place(*args, **given)
         first = self.open(place)
@@ -179,7 +183,7 @@ class StoreSuite(Contract):
 
     def way(self, place: Place) -> str:
         """How other ends reach the place. Skips the test if they do not."""
-        if self._by_link:
+        if self.by_link:
             if reason := self._missing_pipe:
                 pytest.skip(f"ends of {self.called} are reached by a link, and {reason}")
             return "link"
@@ -192,7 +196,7 @@ class StoreSuite(Contract):
     @property
     def other_processes(self) -> str:
         reason = super().other_processes
-        if not reason and self._by_link:
+        if not reason and self.by_link:
             reason = self._missing_pipe
         return reason
 
@@ -203,7 +207,18 @@ class StoreSuite(Contract):
         return ResolvedConfig(config, base._registry()).explain_missing_pipe() or ""
 
     @property
-    def _by_link(self) -> bool:
+    def has_other_ends(self) -> bool:
+        """Whether two ends can reach the same pages here."""
+        if self.by_link or self.reached_by:
+            return not (self.by_link and self._missing_pipe)
+        if type(self) not in _shared:
+            with self.scope():
+                _shared[type(self)] = self.hold().is_shared
+        return _shared[type(self)]
+
+    @property
+    def by_link(self) -> bool:
+        """Whether other ends reach the first one over a link."""
         return self.reached_by == "link" or (not self.reached_by and self._has_client)
 
     @property
@@ -459,6 +474,15 @@ def missed(store: Store, pages: Batch, *reasons: MissReason) -> list[MissReason]
     wrong = [reason for reason in results if reason not in allowed]
     assert not wrong, f"{results} came, and each must be one of {', '.join(allowed)}"
     return results  # type: ignore[no-any-return]
+
+
+def is_missed(store: Store, pages: Batch, more: Batch) -> None:
+    """Requests to a store that is gone are misses; ``more`` are other pages to put."""
+    missed(store, pages, MissReason.STORE_GONE, MissReason.TIMEOUT)
+    assert {*looked_up(store, pages.keys)} <= {Presence.ABSENT, Presence.HELD}
+    results = ended(store.submit_put(more.filled(), timeout=waits.patience_s))
+    assert set(results) <= {PutReason.STORE_GONE, PutReason.TIMEOUT}, f"a put gave {results}"
+    assert ended(store.submit_remove(pages.keys)) == [False] * len(pages)
 
 
 def looked_up(store: Store, keys: Sequence[bytes], **given: Any) -> list[Presence]:

@@ -35,6 +35,7 @@ _OPENERS = 4
 """Threads that open one place at once."""
 _OPENINGS = 5
 """Places that they open, one after the other."""
+_KILLS = 30
 _KILLED = sized_format(100_000)
 """Of the pages whose writer is killed."""
 
@@ -78,7 +79,7 @@ class Writers(StoreSuite):
     @law("STORE-2")
     @at_both_ends
     def test_a_later_put_counts_as_kept_and_changes_nothing(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 5)
         kept(first, pages[:3])
         kept(store, pages.with_bits_of("another writer"))
@@ -89,7 +90,7 @@ class Writers(StoreSuite):
     @law("STORE-2")
     @at_both_ends
     def test_of_two_writers_with_different_bits_one_wins_wholly(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         for number in range(10):
             pages = self.batch(first, _PAGES, sized_format(30_000))
             writers = [pages.with_bits_of(seed) for seed in ("one", "other")]
@@ -152,7 +153,7 @@ class Writers(StoreSuite):
     @law("STORE-2")
     @at_both_ends
     def test_a_page_is_not_visible_before_it_is_whole(self, end: str) -> None:
-        first, store = self.ends(end)
+        first, store = self.first_and(end)
         pages = self.batch(first, 3, sized_format(50_000))
         memory = HeldMemory(pages.filled().memory, at=1)
         job = first.submit_put(pages.request(memory))
@@ -181,26 +182,19 @@ class Writers(StoreSuite):
         kept(store, pages)
         got(store, pages)
 
-    @law("STORE-2", "ALL-5", needs="other_and_forked_processes", timeout_s=120, level="long")
+    @law("STORE-2", "ALL-5", level="long", needs="other_and_forked_processes", timeout_s=300)
     def test_writers_that_are_killed_at_any_point_leave_whole_pages(self) -> None:
-        self._kill_writers(6)
-
-    @law("STORE-2", "ALL-5", level="long", needs="other_and_forked_processes", timeout_s=900)
-    def test_a_hundred_writers_that_are_killed_at_any_point_leave_whole_pages(self) -> None:
-        self._kill_writers(100)
-
-    def _kill_writers(self, count: int) -> None:
         """Kill each a little later than the one before, over the time that one put takes."""
         place = self.place()
         store = self.open(place)
         self.make_reachable(place)
         one = self._time_of_a_put(store)
-        for number in range(count):
+        for number in range(_KILLS):
             namespace = b"killed %d " % number
             with self.scope():
                 writer = self.remote(place, put_without_end, namespace)
                 assert writer.recv(waits.patience_s) == "ready"
-                time.sleep(one * 3 * number / count)
+                time.sleep(one * 3 * number / _KILLS)
                 writer.kill()
                 reported = -1
                 with contextlib.suppress(Exception):  # what it sent before its death

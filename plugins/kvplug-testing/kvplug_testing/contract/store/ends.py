@@ -1,0 +1,247 @@
+"""The ends of a store, for the general laws. A reason of a job is the error that it would be elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import attrs
+
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import Deadline, Job, MissReason, Store
+from kvplug_testing import peers
+from kvplug_testing.contract.ends import Calls, End, Ends, given
+from kvplug_testing.contract.general import General
+from kvplug_testing.contract.store.held_memory import held_request
+from kvplug_testing.contract.store.pages import KIB, MIB, Batch, batch, sized_format
+from kvplug_testing.contract.store.suite import Place, StoreSuite, ended, is_missed, kept
+from kvplug_testing.waits import until
+
+_BUDGET: Final = 16 * MIB
+_SIZES: Final = (512 * KIB, 1, 100_000, 4097)
+"""Bytes of the pages of exchanges, one after the other."""
+_PAGES: Final = 2
+_AGAIN_S: Final = 0.002
+_THREADS: Final = 3
+"""Of a program that leaves."""
+_COME_AND_GO: Final = 200
+"""An end of a store may take long to make: a connection to a server, or a folder."""
+_GONE: Final = {MissReason.STORE_GONE, MissReason.TIMEOUT, MissReason.ABSENT}
+_ERRORS: Final[Mapping[str, type[KvplugError]]] = {
+    MissReason.CLOSED: ClosedError,
+    MissReason.TIMEOUT: TimeoutError,
+    MissReason.STORE_GONE: PeerGoneError,
+}
+
+
+def done(job: Job[Any], what: str) -> Sequence[Any]:
+    """The results of a job, for whose end this waits.
+
+    Raises:
+        KvplugError: what the reason of a page stands for.
+    """
+    results = job.wait(None)
+    for reason in results:
+        if error := _ERRORS.get(str(reason)):
+            raise error(f"{what} of {len(results)} pages: {reason}")
+    return results
+
+
+class StoreEnd(End):
+    """An end of a place. It puts pages, and gets those that the other end puts, or its own."""
+
+    def __init__(self, role: str, partner: str, suite: StoreSuite, store: Store, name: bytes) -> None:
+        self.role = role
+        self.gone = PeerGoneError if role == "other" and suite.by_link else None
+        self.thing = store
+        self._partner = partner
+        self._store = store
+        self._can = functools.partial(suite.can, store)
+        self._name = name
+        self._there = self._pages(uuid.uuid4().hex)
+        self._is_ended = False
+
+    def _pages(self, name: object, nbytes: int = 1000) -> Batch:
+        namespace = self._name + repr(name).encode()
+        return batch(_PAGES, sized_format(nbytes), seal=self._store.seal, namespace=namespace)
+
+    def calls(self) -> Calls:
+        store, pages = self._store, self._there
+        more: dict[str, Callable[[float | None], Any]] = {
+            "declare": lambda timeout: store.declare(pages.series, pages.keys, timeout=timeout),
+            "usage": lambda timeout: store.usage(),
+            "keys": lambda timeout: store.keys(pages.series),
+            "subscribe": lambda timeout: store.subscribe(lambda event: None),
+            "touch": lambda timeout: store.touch(pages.keys),
+            "expect_reader": lambda timeout: store.expect_reader(pages.keys),
+            "withdraw": lambda timeout: store.withdraw(pages.keys),
+            "release": lambda timeout: store.release(pages.keys),
+        }
+        return {**self._jobs(), **{name: call for name, call in more.items() if self._can(name)}}
+
+    def _jobs(self) -> dict[str, Callable[..., Job[Any]]]:
+        store, pages = self._store, self._there
+        return {
+            "submit_lookup": lambda timeout: store.submit_lookup(pages.keys, timeout=timeout),
+            "submit_put": lambda timeout: store.submit_put(pages.filled(), timeout=timeout),
+            "submit_get": lambda timeout: store.submit_get(pages.empty(), timeout=timeout),
+            "submit_remove": lambda timeout: store.submit_remove(pages.keys, timeout=timeout),
+        }
+
+    def timed(self) -> Calls:
+        takes_one = {*self._jobs(), "declare"}
+        return {
+            "close": self.close,
+            **{name: call for name, call in self.calls().items() if name in takes_one},
+        }
+
+    def blocking(self) -> Calls:
+        return {"submit_put": self._held_put, "submit_get": self._held_get}
+
+    def unclogged(self) -> Sequence[str]:
+        return ["submit_put"]
+
+    def doomed(self) -> Sequence[str]:
+        """A copy that has begun may end without the store."""
+        return []
+
+    def _held_put(self, *timeout: float | None) -> None:
+        """Put pages whose copy is held up until the job has ended."""
+        request, memory = held_request(self._pages(uuid.uuid4()), filled=True)
+        with memory:
+            done(self._store.submit_put(request, **given(timeout)), "a put")
+
+    def _held_get(self, *timeout: float | None) -> None:
+        request, memory = held_request(self._there)
+        with memory:
+            done(self._store.submit_get(request, **given(timeout)), "a get")
+
+    def clog(self) -> int:
+        """Put the pages whose get is held up."""
+        kept(self._store, self._there)
+        return 0
+
+    def part(self, number: int, timeout: float | None) -> None:
+        deadline, nbytes = Deadline.after(timeout), _SIZES[number % len(_SIZES)]
+        self._put(self._pages((self.role, number), nbytes), timeout)
+        pages = self._pages((self._partner, number), nbytes)
+        while not self._gets(pages, timeout):
+            if deadline.expired:
+                raise TimeoutError(f"the pages of exchange {number} have not come")
+            time.sleep(_AGAIN_S)
+        done(self._store.submit_remove(pages.keys, timeout=timeout), "a removal")
+
+    def _put(self, pages: Batch, timeout: float | None) -> None:
+        results = done(self._store.submit_put(pages.filled(), timeout=timeout), "a put")
+        assert results == [None] * _PAGES, f"a put gave {results}"
+
+    def _gets(self, pages: Batch, timeout: float | None) -> bool:
+        """Whether the pages are there; others than these are not got."""
+        request = pages.empty()
+        results = done(self._store.submit_get(request, timeout=timeout), "a get")
+        assert {*results} <= {None, MissReason.ABSENT}, f"a get gave {results}"
+        assert not (wrong := pages.unlike(request, results)), wrong
+        return None in results and MissReason.ABSENT not in results
+
+    def busy(self, leaves: bool) -> None:
+        """Threads of the program use the store; they do not know that it leaves, unless it ends the store."""
+        if not leaves:
+            self._use()
+        for number in range(_THREADS):
+            threading.Thread(
+                target=self._use_until_ended, name=f"of the program {number}", daemon=True
+            ).start()
+        threading.Event().wait()
+
+    def _use_until_ended(self) -> None:
+        try:
+            self._use()
+        except ClosedError:
+            if not self._is_ended:
+                raise
+
+    def _use(self) -> None:
+        pages = self._pages(uuid.uuid4(), 200_000)
+        while True:
+            self._put(pages, None)
+            done(self._store.submit_lookup(pages.keys, timeout=None), "a lookup")
+            self._gets(pages, None)
+            self._store.touch(pages.keys)
+            self._store.usage()
+
+    def is_gone(self) -> None:
+        """Requests are misses once the end knows that its store is gone for good."""
+
+        def is_lost() -> bool:
+            results = ended(self._store.submit_get(self._there.empty()))
+            assert {*results} <= {None, *_GONE}, f"a get gave {results}"  # mapped memory may be read longer
+            return self._store.is_lost
+
+        until(is_lost, what="that the end knows that its store is gone for good")
+        is_missed(self._store, self._there, self._pages("more"))
+
+    def close(self, timeout: float | None) -> None:
+        self._is_ended = True
+        self._store.close(timeout)
+
+    def abort(self) -> None:
+        self._is_ended = True
+        self._store.abort()
+
+    def closed(self) -> bool:
+        return self._store.is_lost
+
+
+class StoreEnds(Ends):
+    """The end of a place that was opened first, and another one."""
+
+    roles: ClassVar[Sequence[str]] = ("first", "other")
+    suite: StoreSuite
+
+    def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
+        place = attrs.evolve(self.suite.place(_BUDGET), timeout_s=context.get("timeout_s"))
+        name = uuid.uuid4().bytes
+        found: list[End | None] = []
+        for role, child in enumerate(children):
+            if child is None:
+                found.append(self._end(role, place, name))
+                continue
+            if role:
+                self.suite.make_reachable(place)
+            child.send([place.plain, name])
+            place.address = child.recv()
+            found.append(None)
+        return found
+
+    def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:
+        plain, name = parent.recv(None)
+        place = Place(**plain)
+        end = self._end(role, place, name)
+        if not role and len(self.roles) > 1:
+            self.suite.make_reachable(place)
+        parent.send(place.address)
+        return end
+
+    def _end(self, role: int, place: Place, name: bytes) -> StoreEnd:
+        store = self.suite.other(place) if role else self.suite.open(place)
+        return StoreEnd(self.roles[role], self.roles[role - 1], self.suite, store, name)
+
+
+class OnlyEnds(StoreEnds):
+    """A store that has one end."""
+
+    roles: ClassVar[Sequence[str]] = ("first",)
+
+
+class StoreGeneral(StoreSuite, General):
+    """The general laws for stores."""
+
+    def ends(self) -> StoreEnds:
+        return StoreEnds(self) if self.has_other_ends else OnlyEnds(self)
+
+    def _come_and_go(self, rounds: int) -> None:
+        super()._come_and_go(min(rounds, _COME_AND_GO))
