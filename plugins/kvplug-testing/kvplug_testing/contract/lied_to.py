@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Final, Protocol
 
+import attrs
 import pytest
 
 from kvplug import KvplugError
@@ -114,6 +115,20 @@ class LiedTo(Contract):
             conversing = self._conversations(relay, role, child)
             yield conversing
             conversing.end()
+
+
+def be_lied_to(
+    parent: peers.Parent, suite: Any, converse: Callable[..., list[Ended]], *, bounded: bool
+) -> str:
+    """In the victim's process: converse as often as the parent wants; ``converse`` takes what it sends."""
+    suite.warm_up()
+    with victim(bounded=bounded) as here:
+        while True:
+            order, *given = parent.recv(None)
+            if order == "end":
+                return here.grown()
+            calls = converse(*given)
+            parent.send([[attrs.asdict(call) for call in calls], here.faults()])
 
 
 class Conversations(Protocol):

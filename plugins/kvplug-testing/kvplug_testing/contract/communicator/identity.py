@@ -10,19 +10,8 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite
 from kvplug_testing.contract.communicator.tensors import check, tensor_of
 
-SERVES_EXPERTS = {
-    "ep": True,
-    "ep:0": True,
-    "ep_1": True,
-    "dp-ep": True,
-    "group ep 3": True,
-    "": False,
-    "tp:0": False,
-    "step": False,
-    "deep": False,
-    "epoch": False,
-    "prep:0": False,
-}
+_SERVE_EXPERTS = ("ep", "ep:0", "ep_1", "dp-ep", "group ep 3")
+_DO_NOT = ("", "tp:0", "step", "deep", "epoch", "prep:0")
 
 
 class Identity(CommunicatorSuite):
@@ -30,47 +19,32 @@ class Identity(CommunicatorSuite):
 
     @law("COMM-1")
     def test_a_rank_knows_its_place_in_the_group_and_among_all(self) -> None:
-        ranks = self.ranks(ranks=[4, 1, 6], global_world_size=8, unique_name="tp:0")
-        for number, globally in enumerate((4, 1, 6)):
-            wanted = {
-                "rank": number,
-                "rank_in_group": number,
-                "world_size": WORLD,
-                "ranks": (4, 1, 6),
-                "global_rank": globally,
-                "global_world_size": 8,
-                "unique_name": "tp:0",
-                "device": self.device,
-            }
-            found = {name: ranks[number].begin(name).outcome().value for name in wanted}
-            assert found == wanted
+        usual: dict[str, Any] = {"world_size": WORLD, "device": self.device}
+        group = {"ranks": (4, 1, 6), "global_world_size": 8, "unique_name": "tp:0"}
+        everybody = {"ranks": (0, 1, 2), "global_world_size": 3, "use_all2all": False}
+        for context, known in ((group, group), ({}, everybody)):
+            ranks = self.ranks(**context)
+            for rank in ranks.every:
+                place = {"rank": rank.number, "rank_in_group": rank.number}
+                wanted = {**usual, **known, **place, "global_rank": known["ranks"][rank.number]}  # type: ignore[index]
+                assert {name: rank.call(name).value for name in wanted} == wanted
 
     @law("COMM-1")
-    def test_a_group_of_all_needs_to_be_told_nothing(self) -> None:
-        ranks = self.ranks(2)
-        for number in range(2):
-            names = ("rank", "global_rank", "ranks", "global_world_size", "is_ep_communicator", "use_all2all")
-            found = [ranks[number].begin(name).outcome().value for name in names]
-            assert found == [number, number, (0, 1), 2, False, False]
-
-    @law("COMM-1")
-    @pytest.mark.parametrize("name", list(SERVES_EXPERTS))
-    def test_it_serves_experts_if_its_name_has_ep_as_a_word(self, name: str) -> None:
-        ranks = self.ranks(1, unique_name=name, data_parallel_size=2, all2all_backend="naive")
-        found = ranks[0].begin("is_ep_communicator").outcome().value
-        assert found is SERVES_EXPERTS[name], f"{name!r} {'serves' if found else 'does not serve'} experts"
-        assert ranks[0].begin("use_all2all").outcome().value is SERVES_EXPERTS[name]
-        assert ranks[0].begin("all2all_backend").outcome().value == "naive"
-
-    @law("COMM-1")
-    def test_experts_without_data_parallelism_need_no_all_to_all(self) -> None:
-        ranks = self.ranks(1, unique_name="ep:0", data_parallel_size=1)
-        assert ranks[0].begin("use_all2all").outcome().value is False
+    def test_it_serves_experts_if_its_name_has_ep_as_a_word(self) -> None:
+        for name in (*_SERVE_EXPERTS, *_DO_NOT):
+            for data_parallel_size in (1, 2):
+                rank, *_ = self.ranks(
+                    1, unique_name=name, data_parallel_size=data_parallel_size, all2all_backend="naive"
+                ).every
+                serves = name in _SERVE_EXPERTS
+                assert rank.call("is_ep_communicator").value is serves, f"{name!r}, which has ep: {serves}"
+                assert rank.call("use_all2all").value is (serves and data_parallel_size > 1)
+                assert rank.call("all2all_backend").value == "naive"
 
     @law("COMM-1")
     def test_without_an_all_to_all_manager_dispatch_and_combine_change_nothing(self) -> None:
         ranks = self.ranks(2, unique_name="ep:0")
-        if ranks[0].begin("use_all2all").outcome().value:
+        if ranks[0].call("use_all2all").value:
             pytest.skip(f"{self.called} has an all-to-all manager with one data-parallel rank")
         three = [
             tensor_of("float32", (4, 2), 0),
@@ -79,46 +53,31 @@ class Identity(CommunicatorSuite):
         ]
         extra = [tensor_of("float32", (4,), 3)]
         for rank in ranks.every:
-            check(rank.begin("dispatch", *three).outcome().value, three, "dispatch")
-            *same, more = rank.begin("dispatch", *three, True, extra).outcome().value
-            check([*same, *more], [*three, *extra], "dispatch with extra tensors")
-            check(
-                rank.begin("dispatch_router_logits", *three[:2]).outcome().value,
-                three[:2],
-                "of router logits",
-            )
-            *same, more = (
-                rank.begin("dispatch_router_logits", *three[:2], extra_tensors=extra).outcome().value
-            )
-            check([*same, *more], [*three[:2], *extra], "dispatch of router logits with extra tensors")
-            check([rank.begin("combine", three[0]).outcome().value], [three[0]], "combine")
+            for method, given in (("dispatch", three), ("dispatch_router_logits", three[:2])):
+                check(rank.call(method, *given).value, given, method)
+                *same, more = rank.call(method, *given, extra_tensors=extra).value
+                check([*same, *more], [*given, *extra], f"{method} with extra tensors")
+            check([rank.call("combine", three[0]).value], [three[0]], "combine")
 
     @law("COMM-1")
     def test_modules_that_want_to_prepare_are_called_where_it_serves_experts(self) -> None:
-        for name, wanted in (("ep:0", 2), ("tp:0", 0)):
-            ranks: Any = self.ranks(1, unique_name=name)
-            if self.ends_are_processes:
-                pytest.skip("a model cannot be sent to another process")
+        if self.ends_are_processes:
+            pytest.skip("a model cannot be sent to another process")
+        for name, is_called in (("ep:0", True), ("tp:0", False)):
+            made = self.ranks(1, unique_name=name)[0].made
             model = FakeModel()
-            ranks[0].made.prepare_communication_buffer_for_model(model)
-            assert [each for module in model.found for each in module.seen] == [ranks[0].made] * wanted
-
-
-class FakeExperts:
-    """A module with ``prepare_communication_buffer``."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def prepare_communication_buffer(self, communicator: Any) -> None:
-        self.seen.append(communicator)
+            made.prepare_communication_buffer_for_model(model)
+            assert model.prepared == [made] * is_called
 
 
 class FakeModel:
-    """A stand-in for a torch module: it lists its modules, including itself."""
+    """A stand-in for a torch module, the only one of its modules that wants to prepare."""
 
     def __init__(self) -> None:
-        self.found = [FakeExperts(), FakeExperts()]
+        self.prepared: list[Any] = []
 
     def modules(self) -> list[Any]:
-        return [self, object(), *self.found]
+        return [self, object()]
+
+    def prepare_communication_buffer(self, communicator: Any) -> None:
+        self.prepared.append(communicator)

@@ -6,9 +6,9 @@ the transport's own library sends over connections of its own is not changed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -18,11 +18,11 @@ from kvplug.transport import DEFAULT_TIMEOUT, Timeout
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.communicator.moe import Tokens
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite
-from kvplug_testing.contract.lied_to import DIALS, LISTENS, LiedTo
+from kvplug_testing.contract.lied_to import DIALS, LISTENS, LiedTo, be_lied_to
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.tampering.conversing import Conversing
 from kvplug_testing.tampering.relay import Relay
-from kvplug_testing.tampering.victim import SLACK_S, Ended, ended, victim
+from kvplug_testing.tampering.victim import SLACK_S, Ended, ended
 from kvplug_testing.waits import Call
 
 _RANKS: Final = {LISTENS: 0, DIALS: 1}
@@ -88,7 +88,7 @@ class _Conversing(Conversing):
         else:
             address = StatelessGroup.listen("unix:")
             self._child.send(["join", join_s, self.relay.through(address.contact)])
-        joining = Call(functools.partial(self._join, address, join_s))
+        joining = Call(partial(self._join, address, join_s))
         self._answer()
         joining.end(join_s + SLACK_S)
 
@@ -101,7 +101,7 @@ class _Conversing(Conversing):
 
     def _go_on(self, call_s: float) -> Any:
         if self._made is not None:
-            self._working = Call(functools.partial(_call_all, self._made, self._rank))
+            self._working = Call(partial(_call_all, self._made, self._rank))
         self._child.send(["go on", call_s])
         answer = self._answer()
         self._hang_up()
@@ -173,15 +173,8 @@ def _shaped(tensor: Any, shape: list[int]) -> None:
 def run_victim(parent: peers.Parent, suite_ref: dict[str, Any], role: str) -> str:
     """In a child process: join a group and make the calls, as often as the parent wants."""
     suite: Any = suite_from_ref(suite_ref)
-    suite.warm_up()
-    with victim(bounded=suite.device == "cpu") as here:
-        while True:
-            order, *join = parent.recv(None)
-            if order == "end":
-                break
-            calls = _take_part(parent, suite, _RANKS[role], *join)
-            parent.send([[attrs.asdict(call) for call in calls], here.faults()])
-        return here.grown()
+    take_part = partial(_take_part, parent, suite, _RANKS[role])
+    return be_lied_to(parent, suite, take_part, bounded=suite.device == "cpu")
 
 
 def _take_part(
@@ -191,26 +184,26 @@ def _take_part(
     if address is None:
         address = StatelessGroup.listen("unix:")
         parent.send(address.contact)
-    create = functools.partial(
+    create = partial(
         StatelessGroup.create, address, rank=rank, world_size=2, timeout=join_s, timeout_s=join_s
     )
     call = ended("StatelessGroup.create", join_s, create)
     group, calls = call.value, [attrs.evolve(call, value=None)]
     made = None
     if group is not None:
-        make = functools.partial(suite.made, group, timeout_s=join_s, **_CONTEXT)
+        make = partial(suite.made, group, timeout_s=join_s, **_CONTEXT)
         call = ended("the factory", join_s, make)
         made = call.value
         calls.append(attrs.evolve(call, value=None))
     parent.send("joined, or not")
     call_s = parent.recv(None)[1]
     for name, run in _calls(made, rank) if made is not None else ():
-        call = ended(name, call_s, functools.partial(run, call_s))
+        call = ended(name, call_s, partial(run, call_s))
         calls.append(attrs.evolve(call, value=None, is_receipt=True))
         if call.error:
             break
     if made is not None:
         calls.append(attrs.evolve(ended("destroy", call_s, made.destroy), value=None))
     if group is not None:
-        calls.append(ended("close of the group", call_s, functools.partial(group.close, call_s)))
+        calls.append(ended("close of the group", call_s, partial(group.close, call_s)))
     return calls

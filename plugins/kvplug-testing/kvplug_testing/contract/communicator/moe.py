@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,12 +65,14 @@ def through_experts(
 
     more = [[torch.arange(len(each.hidden)) + 100 * rank] for rank, each in enumerate(given)]
     args = [[*each.all, is_sequence_parallel] for each in given]
-    brought = ranks.values("dispatch", lambda rank: [*args[rank], more[rank]] if extra else args[rank])
+    brought = ranks.values(
+        "dispatch", [[*each, its_own] if extra else each for each, its_own in zip(args, more, strict=True)]
+    )
     extras = [each[3][0] for each in brought] if extra else []
     assert all(len(each) == 3 + extra for each in brought), f"dispatch returned {brought[0]}"
     local = [range(rank, NUM_EXPERTS, len(ranks)) for rank in range(len(ranks))]
     made = [layer(each[0], each[1], each[2], mine) for each, mine in zip(brought, local, strict=True)]
-    return ranks.values("combine", lambda rank: [made[rank], is_sequence_parallel]), extras
+    return ranks.values("combine", [[each, is_sequence_parallel] for each in made]), extras
 
 
 class ExpertLayers(CommunicatorSuite):
@@ -78,13 +81,10 @@ class ExpertLayers(CommunicatorSuite):
     @law("COMM-4")
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("counts", [[5, 0], [2, 2], [1, 4, 0, 2], [0, 0, 7], [0, 0]], ids=str)
-    @pytest.mark.parametrize("extra", [False, True], ids=["", "extra"])
-    def test_a_layer_of_experts_gives_what_it_gives_alone(
-        self, backend: str, counts: list[int], extra: bool
-    ) -> None:
+    def test_a_layer_of_experts_gives_what_it_gives_alone(self, backend: str, counts: list[int]) -> None:
         world = len(counts)
         ranks = self.ranks(world, unique_name="ep:0", data_parallel_size=world, all2all_backend=backend)
-        for seed in range(2):
+        for seed, extra in itertools.product(range(2), (False, True)):
             given = [Tokens.of(count, 10 * seed + rank) for rank, count in enumerate(counts)]
             found, extras = through_experts(ranks, given, is_sequence_parallel=bool(seed), extra=extra)
             check(found, [layer(*each.all) for each in given], f"experts of {world} ranks by {backend}")
@@ -115,12 +115,12 @@ class ExpertLayers(CommunicatorSuite):
         ranks = self.ranks(2, unique_name="ep:0", data_parallel_size=2, all2all_backend=backend)
         hidden = [tensor_of("bfloat16", (3 - rank, 2), rank) for rank in range(2)]
         logits = [tensor_of("float32", (3 - rank, 4), rank + 1) for rank in range(2)]
-        found = ranks.values("dispatch_router_logits", lambda rank: [hidden[rank], logits[rank]])
+        found = ranks.values("dispatch_router_logits", list(zip(hidden, logits, strict=True)))
         for at, each in enumerate((hidden, logits)):
             check([two[at] for two in found], [joined(each, 0)] * 2, "dispatch of router logits")
         more = [[logits[rank][:, :1]] for rank in range(2)]
         found = ranks.values(
-            "dispatch_router_logits", lambda rank: [hidden[rank], logits[rank], False, more[rank]]
+            "dispatch_router_logits", [[hidden[rank], logits[rank], False, more[rank]] for rank in range(2)]
         )
         wanted = joined([each[0] for each in more], 0)
         check([three[2][0] for three in found], [wanted] * 2, "dispatch of router logits with extra tensors")
@@ -140,19 +140,19 @@ class ExpertLayers(CommunicatorSuite):
         right = Tokens.of(3, 0).all
         short = [right[0], right[1][:2], right[2]]
         wide = [tensor_of("float32", (3, HIDDEN + 1), 0), *right[1:]]
-        for each in (
-            lambda rank: short if rank else right,  # missing rows at one rank
-            lambda rank: wide if rank else right,  # rows of another shape
-            lambda rank: [*right, bool(rank)],
-            lambda rank: [*right, False, [right[0]] if rank else []],
+        for args in (
+            [right, short],  # missing rows at one rank
+            [right, wide],  # rows of another shape
+            [[*right, False], [*right, True]],
+            [[*right, False, []], [*right, False, [right[0]]]],
         ):
-            ranks.refused("dispatch", each, TensorMismatchError)
-        ranks.refused("combine", lambda _: [right[0]], TensorMismatchError)  # nothing was dispatched
+            ranks.raised("dispatch", args, TensorMismatchError)
+        ranks.raised("combine", [[right[0]]] * 2, TensorMismatchError)  # nothing was dispatched
         still_works(ranks)
-        ranks.values("dispatch", lambda _: right)
-        ranks.refused("combine", lambda _: [right[0]], TensorMismatchError)  # 3 rows of 6
+        ranks.values("dispatch", [right] * 2)
+        ranks.raised("combine", [[right[0]]] * 2, TensorMismatchError)  # 3 rows of 6
         check(
-            ranks.values("combine", lambda _: [tensor_of("float32", (6, 2), 0) * 0]),
+            ranks.values("combine", [[tensor_of("float32", (6, 2), 0) * 0]] * 2),
             [right[0][:, :2] * 0] * 2,
             "",
         )
@@ -161,9 +161,9 @@ class ExpertLayers(CommunicatorSuite):
     def test_ranks_that_are_to_share_their_tokens_and_do_not_are_refused(self) -> None:
         ranks = self.ranks(4, unique_name="ep:0", data_parallel_size=2)
         given = [Tokens.of(3 + rank % 2, rank).all for rank in range(4)]
-        for outcome in ranks.refused("dispatch", lambda rank: given[rank], TensorMismatchError):
+        for outcome in ranks.raised("dispatch", given, TensorMismatchError):
             assert "is_sequence_parallel" in outcome.text, str(outcome)
-        ranks.values("dispatch", lambda rank: [*given[rank], True])
+        ranks.values("dispatch", [[*each, True] for each in given])
         made = tensor_of("float32", (14, 2), 0)
-        ranks.refused("combine", lambda _: [made, False], TensorMismatchError)
-        ranks.values("combine", lambda _: [made, True])
+        ranks.raised("combine", [[made, False]] * 4, TensorMismatchError)
+        ranks.values("combine", [[made, True]] * 4)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks
-from kvplug_testing.contract.communicator.tensors import check, joined, tensor_of, total
-
-FAR = 1
-"""The rank on host 1; the others are on host 0."""
-WORLD = 3
+from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite
+from kvplug_testing.contract.communicator.tensors import check, each_rank, joined, total
 
 
 class OtherHost(CommunicatorSuite):
-    """Three ranks in processes of their own, one of them on another host."""
+    """Three ranks in processes of their own, rank 1 on another host."""
 
     @law("COMM-1", needs="another_host")
     def test_collectives_of_ranks_on_two_hosts_give_every_rank_the_result(self) -> None:
-        ranks = self._ranks()
+        ranks = self.ranks_at([0, 1, 0])
         for shape in ((3,), (300, 1000)):
-            given = [tensor_of("float32", shape, rank) for rank in range(WORLD)]
+            given = each_rank("float32", shape)
             what = f"of float32 {list(shape)} on two hosts"
-            found = ranks.values("all_reduce", lambda rank: [given[rank]])  # noqa: B023
+            found = ranks.values("all_reduce", [[each] for each in given])
             check(found, [total(given)] * WORLD, f"all_reduce {what}")
-            found = ranks.values("all_gather", lambda rank: [given[rank], 0])  # noqa: B023
+            found = ranks.values("all_gather", [[each, 0] for each in given])
             check(found, [joined(given, 0)] * WORLD, f"all_gather {what}")
-
-    def _ranks(self) -> Ranks:
-        return self.ranks_at([FAR if rank == FAR else 0 for rank in range(WORLD)])

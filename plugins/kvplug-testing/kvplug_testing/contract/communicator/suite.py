@@ -5,7 +5,7 @@ A test describes each rank's calls in plain values, so that a rank may be a thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -18,10 +18,10 @@ from kvplug_testing import peers, waits
 from kvplug_testing.contract import ends
 from kvplug_testing.contract.communicator.calls import CallOutcome, carried
 from kvplug_testing.contract.communicator.ends import CommunicatorEnds
+from kvplug_testing.contract.communicator.tensors import WORLD
 from kvplug_testing.contract.ends import RUN_END, Handle, LocalHandle, RemoteHandle
 from kvplug_testing.contract.general import General
 
-WORLD = 3
 LIFE_S = 300.0
 """The time limit of a rank's process: longer than any test. The process ends with its test."""
 
@@ -36,6 +36,10 @@ class Rank:
     def begin(self, method: str, *args: Any, **given: Any) -> Pending:
         """Start the call without waiting for it."""
         return Pending(self._handle.begin("perform", method, [carried(arg) for arg in args], given))
+
+    def call(self, method: str, *args: Any, **given: Any) -> CallOutcome:
+        """Make the call, and wait until it ends."""
+        return self.begin(method, *args, **given).outcome()
 
     def leave(self) -> None:
         """End without telling the other ranks; a process is killed."""
@@ -72,6 +76,9 @@ class Pending:
         assert self._call.is_blocked(0.3), f"it did not wait{why}: {self.outcome()}"
 
 
+Args = Sequence[Sequence[Any]] | Mapping[int, Sequence[Any]]
+
+
 @attrs.frozen
 class Ranks:
     """A group under test."""
@@ -84,26 +91,25 @@ class Ranks:
     def __getitem__(self, number: int) -> Rank:
         return self.every[number]
 
-    def begin(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Pending]:
-        """Start the same call at every rank; ``each(rank)`` gives its arguments."""
+    def begin(self, method: str, args: Args, **given: Any) -> list[Pending]:
+        """Start the same call at every rank, or with a dict at these ranks; ``args``: its arguments there."""
         given.setdefault("timeout", waits.patience_s)
-        return [rank.begin(method, *each(rank.number), **given) for rank in self.every]
+        at = args if isinstance(args, Mapping) else dict(zip(range(len(self)), args, strict=True))
+        return [self[rank].begin(method, *each, **given) for rank, each in at.items()]
 
-    def outcomes(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[CallOutcome]:
-        return [pending.outcome() for pending in self.begin(method, each, **given)]
+    def outcomes(self, method: str, args: Args, **given: Any) -> list[CallOutcome]:
+        return [pending.outcome() for pending in self.begin(method, args, **given)]
 
-    def values(self, method: str, each: Callable[[int], Sequence[Any]], **given: Any) -> list[Any]:
+    def values(self, method: str, args: Args, **given: Any) -> list[Any]:
         """The results of all ranks' calls; fails if one raised."""
-        found = self.outcomes(method, each, **given)
+        found = self.outcomes(method, args, **given)
         failed = [str(outcome) for outcome in found if outcome.error]
         assert not failed, f"{method}: {'; '.join(failed)}"
         return [outcome.value for outcome in found]
 
-    def refused(
-        self, method: str, each: Callable[[int], Sequence[Any]], *kinds: type[KvplugError], **given: Any
-    ) -> list[CallOutcome]:
-        """Make a call that every rank must refuse with one of ``kinds``."""
-        found = self.outcomes(method, each, **given)
+    def raised(self, method: str, args: Args, *kinds: type[KvplugError], **given: Any) -> list[CallOutcome]:
+        """Make a call that must raise one of ``kinds`` at every rank that makes it."""
+        found = self.outcomes(method, args, **given)
         for outcome in found:
             check_raised(outcome, *kinds)
         return found

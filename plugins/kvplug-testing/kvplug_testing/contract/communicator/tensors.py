@@ -7,6 +7,9 @@ from typing import Any
 
 from kvplug_testing.comparison import difference
 
+WORLD = 3
+"""Ranks of a group, where a test does not say how many."""
+
 
 def tensor_of(dtype: str, shape: Sequence[int], rank: int) -> Any:
     """Small whole numbers, so that sums are exact in every dtype; different for each rank and position."""
@@ -17,6 +20,11 @@ def tensor_of(dtype: str, shape: Sequence[int], rank: int) -> Any:
         count *= size
     numbers = (torch.arange(count) * 3 + rank * 5) % 11
     return (numbers % 2 == 0 if dtype == "bool" else numbers.to(getattr(torch, dtype))).reshape(tuple(shape))
+
+
+def each_rank(dtype: str, shape: Sequence[int], world: int = WORLD) -> list[Any]:
+    """The tensors of all ranks."""
+    return [tensor_of(dtype, shape, rank) for rank in range(world)]
 
 
 def differs(got: Any, wanted: Any) -> str:

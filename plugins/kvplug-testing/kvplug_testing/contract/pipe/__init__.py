@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.pipe.backpressure import Backpressure
-from kvplug_testing.contract.pipe.blocks import BlockMessages, LayerMessages
+from kvplug_testing.contract.pipe.blocks import BlockMessages
 from kvplug_testing.contract.pipe.connecting import Connecting
 from kvplug_testing.contract.pipe.deadlines import Deadlines
 from kvplug_testing.contract.pipe.endings import Endings
 from kvplug_testing.contract.pipe.endpoints import Endpoints
 from kvplug_testing.contract.pipe.ends import PipeGeneral
 from kvplug_testing.contract.pipe.exhaustion import Exhaustion
-from kvplug_testing.contract.pipe.forks import Forks
 from kvplug_testing.contract.pipe.lying_peers import LyingPeers
 from kvplug_testing.contract.pipe.order import Order
 from kvplug_testing.contract.pipe.other_host import OtherHost
-from kvplug_testing.contract.pipe.peer_death import PeerDeath
-from kvplug_testing.contract.pipe.processes import Processes
+from kvplug_testing.contract.pipe.other_process import OtherProcess
 from kvplug_testing.contract.pipe.recv_into import RecvInto
-from kvplug_testing.contract.pipe.sigstop import SigStop
 from kvplug_testing.contract.pipe.tensors import Tensors
 from kvplug_testing.contract.pipe.threads import Threads
 from kvplug_testing.contract.pipe.transfers import Transfers
@@ -28,19 +25,15 @@ class PipeContract(
     Order,
     RecvInto,
     BlockMessages,
-    LayerMessages,
     Backpressure,
     Transfers,
     Deadlines,
     Threads,
     Endings,
     Endpoints,
-    Processes,
-    PeerDeath,
-    SigStop,
     Connecting,
+    OtherProcess,
     OtherHost,
-    Forks,
     LyingPeers,
     Exhaustion,
     PipeGeneral,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvplug import TimeoutError
-from kvplug.transport import Pipe
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
@@ -30,7 +29,7 @@ class Backpressure(PipeSuite):
     """Pairs with a low limit of unsent bytes, without a receiver."""
 
     @law("PIPE-3", "PIPE-2", needs="a_limit", level="long")
-    @pytest.mark.parametrize("nbytes", [2000, 100_000, MIB, 3 * MIB])
+    @pytest.mark.parametrize("nbytes", [2000, MIB, 3 * MIB])
     def test_with_the_receiver_stopped_what_is_held_is_bounded(self, nbytes: int) -> None:
         one, other = self.limited_pair()
         transfers = fill(one, nbytes)
@@ -120,19 +119,6 @@ class Backpressure(PipeSuite):
         _check(received(other), 1030, 3)
         raises(TimeoutError, lambda: other.recv_tensor(timeout=0.2))
 
-    @law("PIPE-2", needs="a_limit")
-    def test_a_sender_that_waits_goes_on_when_there_is_room(self) -> None:
-        one, other = self.limited_pair()
-        count = len(fill(one))
-        message = tensor_of("uint8", (MIB // 4,))
-        waiting = Call(lambda: one.send_tensor(message, timeout=5 * waits.patience_s))
-        assert waiting.is_blocked(), "it was accepted although there was no room"
-        for number in range(count):
-            _check(received(other), number, MIB // 4)
-        transfer = waiting.result()
-        assert_same(message, received(other))
-        transfer.wait(waits.patience_s)
-
     @law("PIPE-2", needs="both_ways_and_a_limit")
     def test_one_direction_that_is_clogged_does_not_stop_the_other(self) -> None:
         one, other = self.limited_pair()
@@ -142,20 +128,6 @@ class Backpressure(PipeSuite):
             sending = Call(lambda message=message: other.send_tensor(message, timeout=waits.patience_s))  # type: ignore[misc]
             assert_same(message, received(one))
             sending.result()
-
-    @law("PIPE-2", needs="a_limit")
-    def test_room_is_given_back_for_every_message_of_many(self) -> None:
-        one, other = self.limited_pair(MIB)
-        message: Any = tensor_of("uint8", (300_000,))
-
-        def send(pipe: Pipe) -> None:
-            for number in range(150):
-                pipe.send_tensor(None if number % 5 == 0 else message, timeout=waits.patience_s)
-
-        sending = Call(lambda: send(one))
-        for number in range(150):
-            assert_same(None if number % 5 == 0 else message, received(other), f"message {number}")
-        sending.result()
 
 
 def _check(message: Any, number: int, nbytes: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import suppress
+from functools import cache, partial
 from typing import Any, Final
 
 import attrs
@@ -13,12 +13,12 @@ from kvplug.transport import Pipe, PipeEndpoint, PipeListener, TensorMismatchErr
 from kvplug_testing import peers, waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lied_to import LISTENS, LiedTo
+from kvplug_testing.contract.lied_to import LISTENS, LiedTo, be_lied_to
 from kvplug_testing.contract.pipe.suite import PipeSuite, received, sent
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.tampering.conversing import Conversing
 from kvplug_testing.tampering.relay import Relay
-from kvplug_testing.tampering.victim import SLACK_S, Ended, ended, victim
+from kvplug_testing.tampering.victim import SLACK_S, Ended, ended
 from kvplug_testing.waits import Call
 
 _LARGE: Final = (1 << 18, 5)
@@ -106,7 +106,7 @@ class _Conversing(Conversing):
         return [_described(message) for message in _messages()]
 
 
-@functools.cache
+@cache
 def _messages() -> tuple[Any, ...]:
     import torch
 
@@ -138,20 +138,12 @@ def _described(tensor: Any) -> Any:
 def run_victim(parent: peers.Parent, suite_ref: dict[str, Any], role: str) -> str:
     """In a child process: join and receive as often as the parent wants."""
     suite: Any = suite_from_ref(suite_ref)
-    suite.warm_up()
-    end = suite.endpoint()
-    with victim(bounded=suite.devices == ["cpu"]) as here:
-        while True:
-            order, *join = parent.recv(None)
-            if order == "end":
-                break
-            calls = (_listen if role == LISTENS else _dial)(parent, end, *join)
-            parent.send([[attrs.asdict(call) for call in calls], here.faults()])
-        return here.grown()
+    join = partial(_listen if role == LISTENS else _dial, parent, suite.endpoint())
+    return be_lied_to(parent, suite, join, bounded=suite.devices == ["cpu"])
 
 
 def _dial(parent: peers.Parent, end: PipeEndpoint, join_s: float, contact: str) -> list[Ended]:
-    call = ended("connect", join_s, functools.partial(end.connect, contact, timeout=join_s))
+    call = ended("connect", join_s, partial(end.connect, contact, timeout=join_s))
     pipe, calls = call.value, [attrs.evolve(call, value=None)]
     parent.send(pipe is not None)
     _, call_s = parent.recv(None)
@@ -196,6 +188,6 @@ def _receive_all(calls: list[Ended], pipe: Any, call_s: float) -> None:
         calls.append(attrs.evolve(call, is_receipt=True))
         if call.error:
             break
-    send = functools.partial(pipe.send_tensor, torch.arange(3), timeout=call_s)
+    send = partial(pipe.send_tensor, torch.arange(3), timeout=call_s)
     calls.append(attrs.evolve(ended("send_tensor", call_s, send), value=None))
-    calls.append(ended("close", call_s, functools.partial(pipe.close, call_s)))
+    calls.append(ended("close", call_s, partial(pipe.close, call_s)))

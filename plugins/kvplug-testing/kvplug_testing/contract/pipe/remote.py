@@ -136,12 +136,6 @@ def hello(parent: Parent, pipe: Pipe, number: int) -> None:
 # -- listeners -------------------------------------------------------------------------------------
 
 
-def accept_one(parent: Parent, listener: PipeListener) -> int:
-    """Echo to the first peer that connects."""
-    with listener.accept(timeout=None) as pipe:
-        return echo(parent, pipe)
-
-
 def accept_without_end(parent: Parent, listener: PipeListener) -> None:
     """On each of the parent's words, accept a peer and echo until it is gone."""
     while True:

@@ -153,11 +153,6 @@ class PipeSuite(Contract):
         return self.both_ways or self.other_processes
 
     @property
-    def both_ways_and_forked_processes(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        return self.both_ways or self.forked_processes
-
-    @property
     def a_silent_contact(self) -> str:
         """The reason to skip a test, for ``needs``."""
         overridden = type(self).silent_contact is not PipeSuite.silent_contact
