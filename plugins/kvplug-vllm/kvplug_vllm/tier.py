@@ -134,10 +134,11 @@ class KvplugTier(SecondaryTierManager):
         self._timeout_s = parsed.timeout_s
         if not (namespace or parsed.weights):
             namespace = unknown_weights(offloading_spec.config.model.name, os.urandom(16).hex())
-        self._cache = build_page_cache(
+        self.cache = build_page_cache(
             parsed, engine=ENGINE, namespace=namespace_of(offloading_spec, namespace), registry=registry
         )
-        self._lookups = Lookups(self._cache.lookup, self._cache.release, max(_LEASE_S, 2 * parsed.timeout_s))
+        """Where the chunks are kept."""
+        self.lookups = Lookups(self.cache.lookup, self.cache.release, max(_LEASE_S, 2 * parsed.timeout_s))
         self._bytes = primary_kv_view.cast("B")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -151,27 +152,27 @@ class KvplugTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        found = self._lookups.ask(key, req_context.req_id)
+        found = self.lookups.ask(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._lookups.flush()
+        self.lookups.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._lookups.forget(req_context.req_id)
+        self.lookups.forget(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._cache.touch(list(keys))
+        self.cache.touch(list(keys))
 
     # -- transfers -----------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, self._cache.put)
+        self._submit(job_metadata, self.cache.put)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, self._cache.get)
+        self._submit(job_metadata, self.cache.get)
 
     def _submit(self, transfer: TransferJob, submit: Callable[[Sequence[FlatPage]], Job[Any]]) -> None:
         keys, size, began = list(transfer.keys), self._block_size_bytes, time.monotonic()
@@ -205,7 +206,7 @@ class KvplugTier(SecondaryTierManager):
         results = []
         while self._finished:
             result, missed = self._finished.popleft()
-            self._lookups.miss(missed)  # or vLLM would find them again, and load them in vain, for ever
+            self.lookups.miss(missed)  # or vLLM would find them again, and load them in vain, for ever
             results.append(result)
         return results
 
@@ -219,7 +220,7 @@ class KvplugTier(SecondaryTierManager):
         with self._lock:
             while self._num_live:
                 if not self._idle.wait(deadline.remaining()) and deadline.expired:
-                    raise TimeoutError(f"{self._num_live} jobs of {self._cache!r} do not end")
+                    raise TimeoutError(f"{self._num_live} jobs of {self.cache!r} do not end")
 
     def shutdown(self) -> None:
         """Give everything back. Idempotent.
@@ -227,8 +228,8 @@ class KvplugTier(SecondaryTierManager):
         Raises:
             kvplug.TimeoutError: a copy hangs: the primary tier must not be given back.
         """
-        if not self._cache.close():
-            raise TimeoutError(f"a copy of {self._cache!r} from or into the primary tier does not end")
+        if not self.cache.close():
+            raise TimeoutError(f"a copy of {self.cache!r} from or into the primary tier does not end")
         self._bytes.release()
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import random
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -83,27 +84,6 @@ def alone(start, prompts: dict[int, list[int]]) -> dict[int, tuple[int, ...]]:
         return {length: only.one(prompt).tokens for length, prompt in prompts.items()}
 
 
-def install(folder: Path, name: str, group: str, target: str) -> str:
-    """Install the file next to this one as a distribution in the folder, with one entry point. Returns the
-    ``PYTHONPATH`` with which processes find it.
-    """
-    module = f"kvplug_{name}"
-    (folder / f"{module}.py").write_text(
-        (FOLDER / f"{name}.py").read_text(encoding="utf-8"), encoding="utf-8"
-    )
-    info = folder / f"{module}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvplug-{name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}{target}\n")
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-
-
-@pytest.fixture(scope="session")
-def probe_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The ``PYTHONPATH`` with probe.py as a plugin of kvplug's."""
-    return install(tmp_path_factory.mktemp("site"), "probe", "kvplug", "")
-
-
 @attrs.frozen
 class InstalledPlugin:
     """A folder with a plugin of vLLM's, found there by its entry point."""
@@ -120,8 +100,15 @@ def install_plugin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     """
 
     def installed(name: str) -> InstalledPlugin:
-        folder = tmp_path_factory.mktemp(name)
-        return InstalledPlugin(folder, install(folder, name, "vllm.general_plugins", ":register"))
+        folder, module = tmp_path_factory.mktemp(name), f"kvplug_{name}"
+        shutil.copy(FOLDER / f"{name}.py", folder / f"{module}.py")
+        info = folder / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvplug-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {module}:register\n")
+        return InstalledPlugin(
+            folder, os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        )
 
     return installed
 
@@ -132,7 +119,7 @@ def made(model: str) -> Callable[..., Any]:
     import stepping
 
     def make(policy: str = "recompute", *ports: int, **more: Any) -> Any:
-        return stepping.Made(model, policy, ports, **more)
+        return stepping.Stepping(model, policy, ports, **more)
 
     return make
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
 import warnings
 import weakref
@@ -11,30 +13,36 @@ from typing import Any
 import pytest
 
 from kvplug import Config, connector_class
-from kvplug.engine import BlocksRemoved, BlocksStored
+from kvplug.engine import BlocksRemoved, BlocksStored, TransferStats
+from stepping import PROMPT
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import msgspec
     import vllm
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiConnector,
+        MultiKVConnectorStats,
+    )
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-    from kvplug_vllm.metadata import KvplugHandshakeMetadata
+    from kvplug_vllm.connector import KvplugConnector
+    from kvplug_vllm.metadata import KvplugHandshakeMetadata, KvplugStats, KvplugWorkerMetadata
+    from kvplug_vllm.plugin import NAME, register
     from kvplug_vllm.releases.base import FAILS_BY_REQUEST, unknown_names
     from kvplug_vllm.releases.cache import declares_layout
 
 pytestmark = pytest.mark.smoke
 
-PROMPT = list(range(1, 101))
 
-
-def has(method: str) -> Any:
-    """Skips a test where vLLM has no such method."""
-    lacks = not hasattr(KVConnectorBase_V1, method)
-    return pytest.mark.skipif(lacks, reason=f"vLLM {vllm.__version__} has no {method}")
+def has(*methods: str) -> Any:
+    """Skips a test where vLLM lacks one of these methods."""
+    lacks = not all(hasattr(KVConnectorBase_V1, method) for method in methods)
+    return pytest.mark.skipif(lacks, reason=f"vLLM {vllm.__version__} lacks one of {', '.join(methods)}")
 
 
 def test_every_method_of_the_api_was_looked_at():
@@ -49,7 +57,7 @@ def it(made):
 
 
 def test_what_the_scheduler_asks_at_any_time(it):
-    connector = it.engine.scheduler.connector
+    connector = it.connector
     assert supports_hma(connector) is FAILS_BY_REQUEST, "else vLLM makes one group of all layers"
     assert getattr(connector, "supports_divergent_local_hybrid_hits", False) is False
     assert connector.requires_kv_delivery is False
@@ -57,41 +65,33 @@ def test_what_the_scheduler_asks_at_any_time(it):
     assert connector.has_pending_push_work() is False
     assert connector.get_kv_connector_stats() is None
     assert list(connector.take_events()) == []
-    assert connector.get_required_kvcache_layout(it.engine.config) == (None if declares_layout() else "HND")
-    assert connector.supports_sleep_mode(it.engine.config.kv_transfer_config) is False
+    assert connector.get_required_kvcache_layout(it.config) == (None if declares_layout() else "HND")
+    assert connector.supports_sleep_mode(it.config.kv_transfer_config) is False
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [{}, {"role": "producer"}, {"role": "consumer"}, {"options": {"lookup": {"async_load": True}}}],
-    ids=["nothing stated", "producer", "consumer", "loads in the background"],
-)
-def test_vllm_may_replay_whole_steps_beside_lookup(extra, it):
-    """All loads are in the background then, and what is saved is gathered when the step is complete."""
-    connector = it.engine.scheduler.connector
-    assert connector.requires_piecewise_for_cudagraph({"connector": "lookup", **extra}) is False
-
-
-def test_vllm_replays_no_whole_steps_beside_a_connector_that_saves_by_layer(it, monkeypatch):
+def test_vllm_may_replay_whole_steps_unless_the_connector_saves_by_layer(it, monkeypatch):
+    """Beside "lookup": all its loads are in the background then, and a complete step is gathered."""
+    asked = it.connector.requires_piecewise_for_cudagraph
+    loads = {"options": {"lookup": {"async_load": True}}}
+    for extra in ({}, {"role": "producer"}, {"role": "consumer"}, loads):
+        assert asked({"connector": "lookup", **extra}) is False
     lookup = connector_class(Config(connector="lookup"))
     monkeypatch.setattr(lookup, "needs_layer_hooks", classmethod(lambda *_: True))
-    assert it.engine.scheduler.connector.requires_piecewise_for_cudagraph({"connector": "lookup"}) is True
+    assert asked({"connector": "lookup"}) is True
 
 
-@has("register_finished_partial_tail")
-@has("get_loaded_kv_cache_group_ids")
+@has("register_finished_partial_tail", "get_loaded_kv_cache_group_ids")
 def test_what_the_scheduler_asks_about_partial_blocks_and_what_was_loaded(it):
-    connector = it.engine.scheduler.connector
-    assert connector.has_pending_block_frees() is False
-    assert connector.register_finished_partial_tail(SimpleNamespace(request_id="a"), ([],), []) is False
-    it.engine.add("a", PROMPT)
-    request = it.engine.scheduler.requests["a"]
-    assert connector.get_loaded_kv_cache_group_ids(request) == (0,)
-    assert sum(connector.get_external_cache_hit_sources(request, 96).values()) == 96
+    assert it.connector.has_pending_block_frees() is False
+    assert it.connector.register_finished_partial_tail(SimpleNamespace(request_id="a"), ([],), []) is False
+    it.add("a")
+    request = it.scheduler.requests["a"]
+    assert it.connector.get_loaded_kv_cache_group_ids(request) == (0,)
+    assert sum(it.connector.get_external_cache_hit_sources(request, 96).values()) == 96
 
 
 def test_what_a_worker_answers_without_anything_to_do(it):
-    worker = it.engine.worker
+    worker = it.worker
     assert worker.has_connector_metadata() is False
     assert worker.get_handshake_metadata() is None
     assert worker.get_finished(set()) == (set(), set())
@@ -101,37 +101,39 @@ def test_what_a_worker_answers_without_anything_to_do(it):
     assert worker.build_connector_worker_meta() is None
 
 
-@has("get_transfer_results")
-@has("get_mem_pool_context")
+@has("get_transfer_results", "get_mem_pool_context")
 def test_what_a_worker_answers_to_calls_that_came_with_0_30(it):
-    worker = it.engine.worker
-    worker.finish_forward()
-    worker.reset_capture_state()
-    results = worker.get_transfer_results(set())
+    it.worker.finish_forward()
+    it.worker.reset_capture_state()
+    results = it.worker.get_transfer_results(set())
     assert not (results.finished_sending or results.finished_recving or results.failed_recving)
-    assert worker.get_mem_pool_context() is None, "vLLM allocates the cache"
+    assert it.worker.get_mem_pool_context() is None, "vLLM allocates the cache"
 
 
 def test_a_step_has_metadata_until_it_is_over(it):
-    it.engine.add("a", PROMPT)
-    plan = it.engine.plan()
-    it.engine.worker.bind_connector_metadata(plan.kv_connector_metadata)
-    assert it.engine.worker.has_connector_metadata() is True
-    it.engine.worker.clear_connector_metadata()
-    assert it.engine.worker.has_connector_metadata() is False
+    it.add("a")
+    it.worker.bind_connector_metadata(it.plan().kv_connector_metadata)
+    assert it.worker.has_connector_metadata() is True
+    it.worker.clear_connector_metadata()
+    assert it.worker.has_connector_metadata() is False
 
 
-def test_what_the_workers_of_every_rank_said_arrives_by_rank(it):
-    connector = it.engine.scheduler.connector
-    it.moves.says = {"port": 1}
-    said = it.engine.worker.get_handshake_metadata()
-    assert isinstance(said, KvplugHandshakeMetadata)
-    for metadata in ({0: said, 1: said}, {}):
-        connector.set_xfer_handshake_metadata(metadata)
-        assert it.decides.metadata == {rank: {"port": 1} for rank in metadata}
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): said, (3, 0): said})
-    assert it.decides.metadata == {0: {"port": 1}, 3: {"port": 1}}
-    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
+def test_handshake_metadata_of_the_workers_arrives_whole_and_by_rank(it):
+    sent = it.moves.handshake = {
+        "text": "Grüße, 世界",
+        "bytes": bytes(range(256)),
+        "numbers": [0, -1, 2**62, 0.5],
+        "nested": [[], [None, True, [b"\x00", {"deep": [1, {2: b"two"}]}]]],
+        3: "a key that is a number",
+    }
+    handshake = it.worker.get_handshake_metadata()
+    assert isinstance(handshake, KvplugHandshakeMetadata)
+    for metadata in ({0: handshake, 1: handshake}, {}):
+        it.connector.set_xfer_handshake_metadata(metadata)
+        assert it.decides.metadata == dict.fromkeys(metadata, sent)
+    it.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake, (3, 0): handshake})
+    assert it.decides.metadata == {0: sent, 3: sent}
+    it.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
     assert it.decides.metadata == {}, "a sibling's"
 
 
@@ -141,9 +143,9 @@ def test_events_of_both_sides_are_vllms_once_each(it):
     it.moves.take_events = lambda: [stored, removed]
     it.decides.take_events = lambda: [removed]
     published: list[Any] = []
-    it.engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
-    it.engine.add("a", PROMPT, max_tokens=1)
-    it.engine.step()
+    it.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+    it.add("a", max_tokens=1)
+    it.step()
     first, second, third = published
     assert isinstance(first, BlockStored) and isinstance(second, BlockRemoved)
     hashes = [maybe_convert_block_hash(b"h")]  # integers, unless vLLM was told otherwise
@@ -152,52 +154,138 @@ def test_events_of_both_sides_are_vllms_once_each(it):
     assert (second.block_hashes, second.medium) == (hashes, None)
     assert third == second
     it.moves.take_events = it.decides.take_events = list
-    it.engine.step()
+    it.step()
     assert len(published) == 3
 
 
-def test_figures_of_both_sides_are_put_together(it):
-    one = {"ops": {}, "failures": {"load": {"timeout": 1}}}
-    it.moves.get_stats = it.decides.get_stats = lambda: one
-    it.engine.add("a", PROMPT)
-    plan = it.engine.plan()
-    output = it.engine.run(plan)
-    assert isinstance(output.kv_connector_output.kv_connector_stats, KVConnectorStats)
-    told = it.engine.scheduler.update_from_output(plan, output)
-    (stats,) = {id(each.scheduler_stats): each.scheduler_stats for each in told.values()}.values()
-    assert stats.kv_connector_stats["failures"] == {"load": {"timeout": 2}}
-    assert one["failures"] == {"load": {"timeout": 1}}
-
-
-def test_a_request_that_is_never_scheduled_is_forgotten(it):
-    it.decides.known = []
+def test_a_request_that_ends_is_forgotten_and_its_name_may_come_again(it):
+    known = []
 
     def not_yet(request: Any, computed: int) -> tuple[None, bool]:
-        it.decides.known[:] = [request]
+        known[:] = [weakref.ref(request)]
         return None, False
 
     it.decides.get_num_new_matched_tokens = not_yet
-    it.engine.add("a", PROMPT)
-    it.engine.step()
-    it.engine.abort("a")
+    it.add("a")
+    it.step()
+    it.abort("a")
     assert it.decides.ended == {"a": "aborted"}
-    known = weakref.ref(it.decides.known.pop())
     gc.collect()
-    assert known() is None
+    assert known.pop()() is None, "it was never scheduled"
+    asked: list[tuple[int, ...]] = []
+    it.decides.on_new_request = lambda request: asked.append(request.token_ids)
+    prompt = [token + 5000 for token in PROMPT]
+    it.add("a", prompt)
+    assert asked == [tuple(prompt)]
 
 
-def test_a_name_that_comes_again_is_another_request(it):
-    for first in (1, 5000):
-        prompt = [token + first for token in PROMPT]
-        asked: list[tuple[int, ...]] = []
-        it.decides.on_new_request = lambda request, asked=asked: asked.append(request.token_ids)
-        it.engine.add("a", prompt, max_tokens=1)
-        it.engine.step()
-        assert asked == [tuple(prompt)]
-        assert it.engine.scheduler.requests == {}
+def test_a_reset_that_the_connector_cannot_do_names_what_works(it, errors):
+    assert it.scheduler.reset_prefix_cache(reset_connector=True) is False
+    assert "POST /pause?clear_cache=false" in errors.text
+    errors.clear()
+    it.decides.reset_cache = lambda: True
+    assert it.scheduler.reset_prefix_cache(reset_connector=True) is True
+    assert "clear_cache" not in errors.text
 
 
 def test_a_connector_may_be_shut_down_before_it_has_a_cache_and_twice(it):
-    for side in (it.engine.scheduler.connector, it.engine.worker):
+    for side in (it.connector, it.worker):
         side.shutdown()
         side.shutdown()
+
+
+# -- figures -----------------------------------------------------------------------------------------
+
+
+def snapshot(count: int = 1) -> dict[str, Any]:
+    stats = TransferStats()
+    for _ in range(count):
+        stats.record("load", 1 << 20, 0.25, tokens=32)
+        stats.fail("save", "no_room")
+    return stats.snapshot()
+
+
+def test_figures_of_both_sides_are_put_together_and_neither_is_changed(it):
+    one = snapshot(1)
+    it.moves.get_stats = it.decides.get_stats = lambda: one
+    it.add("a")
+    plan = it.plan()
+    output = it.run(plan)
+    assert isinstance(output.kv_connector_output.kv_connector_stats, KVConnectorStats)
+    sent = it.scheduler.update_from_output(plan, output)
+    (stats,) = {id(each.scheduler_stats): each.scheduler_stats for each in sent.values()}.values()
+    assert stats.kv_connector_stats == snapshot(2)
+    assert one == snapshot(1)
+    first, second = KvplugStats(data=snapshot(1)), KvplugStats(data=snapshot(2))
+    before = copy.deepcopy((first.data, second.data))
+    both = first.aggregate(second)
+    assert both.data == snapshot(3)
+    both.data["ops"]["load"]["count"] = 99
+    assert (first.data, second.data) == before
+    with pytest.raises(ValueError, match="no snapshot"):
+        first.aggregate(KvplugStats(data={"ops": {"load": {"count": "many"}}}))
+
+
+def test_stats_are_empty_before_the_first_figure_and_after_a_reset():
+    nothing = KvplugConnector.build_kv_connector_stats()
+    assert nothing.is_empty()
+    assert nothing.reduce() == {}
+    assert nothing.aggregate(KvplugStats()).is_empty(), "vLLM would print an empty line"
+    assert nothing.aggregate(KvplugStats(data=snapshot())).data == snapshot()
+    some = KvplugStats(data=snapshot())
+    assert not some.is_empty()
+    some.reset()
+    assert some.is_empty()
+
+
+def test_what_is_printed():
+    assert KvplugStats(data=snapshot(2)).reduce() == {
+        "load count": 2,
+        "load MiB": 2.0,
+        "load tokens": 64,
+        "load mean ms": 250.0,
+        "save failed: no_room": 2,
+    }
+    only_failed = KvplugStats(data={"ops": {}, "failures": {"load": {"timeout": 1}}})
+    assert only_failed.reduce() == {"load failed: timeout": 1}
+
+
+def received(stats: Any) -> Any:
+    """What vLLM's front end makes of what its core sends: plain values since 0.30, before a dataclass."""
+    plain = stats.to_dict() if hasattr(stats, "to_dict") else dataclasses.asdict(stats)["data"]
+    return MultiConnector.build_kv_connector_stats(msgspec.msgpack.decode(msgspec.msgpack.encode(plain)))
+
+
+def test_vllm_puts_figures_of_children_together_again_in_its_front_end():
+    """It finds their class by the connector's name."""
+    register()
+    first, second = (
+        received(MultiKVConnectorStats(data={NAME: KvplugStats(data=snapshot(times))})) for times in (1, 2)
+    )
+    assert type(first.data[NAME]) is KvplugStats
+    together = first.aggregate(second)
+    assert together.data[NAME].data == snapshot(3)
+    assert together.reduce()[NAME]["load count"] == 3
+    # Before 0.30 vLLM reads the object itself, in an engine of one process, as if it had been serialised.
+    assert KvplugStats(data=snapshot(1))["data"] == snapshot(1)
+
+
+def test_vllms_log_has_what_came_since_the_last_line():
+    lines: list[str] = []
+    logging = KVConnectorLogging(None)
+    logging.connector_cls = KvplugConnector
+    data = snapshot()
+    for _ in range(2):
+        logging.observe(data)
+        logging.observe(data)
+        logging.log(log_fn=lambda text, *arguments: lines.append(text % arguments))
+    assert len(set(lines)) == 1
+    assert "load count=2" in lines[0]
+    assert data == snapshot(), "the same object goes to Prometheus"
+
+
+def test_each_workers_part_is_kept_in_the_order_of_the_workers():
+    parts = [KvplugWorkerMetadata(parts=({"rank": rank},)) for rank in range(3)]
+    together = parts[0].aggregate(parts[1]).aggregate(parts[2])
+    assert together.parts == ({"rank": 0}, {"rank": 1}, {"rank": 2})
+    assert parts[0].parts == ({"rank": 0},)

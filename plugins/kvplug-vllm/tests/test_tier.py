@@ -105,13 +105,14 @@ class Engine:
         whole = self.manager.primary_tier.get_kv_memoryview().cast("B")
         return whole[chunk * CHUNK : (chunk + 1) * CHUNK]
 
-    def store(self, keys: Sequence[Any], fills: Sequence[int]) -> None:
-        """Chunks come from the device, and are stored in every tier."""
-        request = self.begin(f"store {keys[0]!r}")
+    def store(self, *numbers: int) -> None:
+        """Chunks come from the device, filled with their numbers, and are stored in every tier."""
+        keys = [key(number) for number in numbers]
+        request = self.begin(f"store {numbers}")
         prepared = self.call("prepare_store", keys, request)
-        assert prepared.keys_to_store == list(keys)
-        for chunk, fill in zip(prepared.store_spec.chunk_ids, fills, strict=True):
-            self.row(int(chunk))[:] = bytes([fill]) * CHUNK
+        assert prepared.keys_to_store == keys
+        for chunk, number in zip(prepared.store_spec.chunk_ids, numbers, strict=True):
+            self.row(int(chunk))[:] = bytes([number]) * CHUNK
         self.call("complete_store", keys, request)
         self.call("on_request_finished", request)
 
@@ -125,24 +126,24 @@ class Engine:
         until(has_settled, within, "the end of the transfers")
         self.step()
 
-    def find(self, keys: Sequence[Any], request: ReqContext, within: float = 20) -> list[LookupResult]:
-        """Step until each key is a hit in the primary tier, or a miss."""
-        found: list[LookupResult] = []
+    def find(self, *keys: Any, request: ReqContext | None = None, within: float = 20) -> list[bool]:
+        """Step until each key is known to be a hit in the primary tier, or a miss."""
+        asking, found = request or self.begin(f"at {time.monotonic()}"), []
 
         def is_known() -> bool:
-            found[:] = [self.call("lookup", each, request) for each in keys]
+            found[:] = [self.call("lookup", each, asking) for each in keys]
             return set(found) <= {LookupResult.HIT, LookupResult.MISS} or self.step()
 
         until(is_known, within, "the answers")
-        return found
+        return [each is LookupResult.HIT for each in found]
 
-    def load(self, keys: Sequence[Any], request: ReqContext) -> list[int]:
-        """The bytes that the device gets: the fill of each chunk."""
+    def load(self, *numbers: int, request: ReqContext) -> None:
+        """The device gets the chunks as they were stored."""
+        keys = [key(number) for number in numbers]
         spec = self.call("prepare_load", keys, request)
         rows = [bytes(self.row(int(chunk))) for chunk in spec.chunk_ids]
-        assert all(row == row[:1] * CHUNK for row in rows)
+        assert rows == [bytes([number]) * CHUNK for number in numbers]
         self.call("complete_load", keys, request)
-        return [row[0] for row in rows]
 
 
 @pytest.fixture
@@ -183,47 +184,47 @@ def redis(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def beside_redis(start, redis) -> Any:
-    """An engine that has stored the first key there."""
+    """An engine that has stored chunk 1 there, and has forgotten it."""
     engine = start({"stores": ["redis"], "options": {"redis": {"address": redis.address}}, "timeout_s": 2})
-    engine.store([key(1)], [1])
+    engine.store(1)
+    engine.settle()
+    assert engine.tier.cache.failures == {}
+    engine.forget()
+    return engine
+
+
+@pytest.fixture
+def filled(start, fs) -> Any:
+    """An engine that has stored chunk 1 in "fs"."""
+    engine = start(fs)
+    engine.store(1)
     engine.settle()
     return engine
 
 
 def test_chunks_are_found_by_another_engine_bit_for_bit(start, fs):
-    keys = [key(number) for number in range(5)]
     first = start(fs)
-    first.store(keys, [1, 2, 3, 4, 5])
+    first.store(1, 2, 3, 4, 5)
     first.settle()
     second = start(fs)
     request = second.begin("request")
-    assert second.find([*keys, key(9)], request) == [LookupResult.HIT] * 5 + [LookupResult.MISS]
-    assert second.load(keys, request) == [1, 2, 3, 4, 5]
-    second.call("touch", keys, request)
+    keys = [key(number) for number in (1, 2, 3, 4, 5, 9)]
+    assert second.find(*keys, request=request) == [True] * 5 + [False]
+    second.load(1, 2, 3, 4, 5, request=request)
+    second.call("touch", keys[:5], request)
     second.call("on_request_finished", request)
     second.step()
-    assert len(second.tier._lookups) == 0
-    assert second.tier._cache.num_leased == 0
+    assert (len(second.tier.lookups), second.tier.cache.num_leased) == (0, 0)
 
 
 def test_chunks_that_the_primary_tier_evicted_come_back(start, fs):
-    engine = start(fs)
+    engine, early = start(fs), range(NUM_CHUNKS // 2)
     for number in range(2 * NUM_CHUNKS):
-        engine.store([key(number)], [number])
+        engine.store(number)
         engine.settle()
     request = engine.begin("request")
-    early = [key(number) for number in range(NUM_CHUNKS // 2)]
-    assert engine.find(early, request) == [LookupResult.HIT] * len(early)
-    assert engine.load(early, request) == list(range(NUM_CHUNKS // 2))
-
-
-@pytest.fixture
-def filled(start, fs) -> Any:
-    """An engine that has stored the first key."""
-    engine = start(fs)
-    engine.store([key(1)], [1])
-    engine.settle()
-    return engine
+    assert all(engine.find(*map(key, early), request=request))
+    engine.load(*early, request=request)
 
 
 @pytest.mark.parametrize(
@@ -239,30 +240,26 @@ def filled(start, fs) -> Any:
     ids=["model", "dtype", "layout", "parallel", "hashes", "layers"],
 )
 def test_an_engine_that_differs_finds_nothing(start, fs, filled, change):
-    other = start(fs, change)
-    assert other.find([key(1)], other.begin("request")) == [LookupResult.MISS]
+    assert start(fs, change).find(key(1)) == [False]
 
 
 def test_groups_and_namespaces_are_apart(start, fs, filled):
-    same, other = start(fs), start({**fs, "namespace": "revision 2"})
-    found = same.find([key(1), key(1, group=1)], same.begin("request"))
-    assert found == [LookupResult.HIT, LookupResult.MISS]
-    assert other.find([key(1)], other.begin("request")) == [LookupResult.MISS]
+    assert start(fs).find(key(1), key(1, group=1)) == [True, False]
+    assert start({**fs, "namespace": "revision 2"}).find(key(1)) == [False]
 
 
 def test_without_a_name_of_the_weights_nothing_is_shared(start, fs, caplog):
     for _ in range(2):
         engine = start({**fs, "weights": ""})
-        assert engine.find([key(1)], engine.begin("request")) == [LookupResult.MISS]
-        engine.store([key(1)], [1])
+        assert engine.find(key(1)) == [False]
+        engine.store(1)
         engine.settle()
     assert "the weights of model are unknown" in caplog.text
 
 
-def test_a_damaged_chunk_is_a_miss_and_is_not_asked_for_again(start, fs, tmp_path):
-    first = start(fs)
-    first.store([key(1), key(2)], [1, 2])
-    first.settle()
+def test_a_damaged_chunk_is_a_miss_and_is_not_asked_for_again(start, fs, filled, tmp_path):
+    filled.store(2)
+    filled.settle()
     files = [path for path in (tmp_path / "pages").rglob("*") if path.is_file()]
     damaged = next(path for path in files if bytes([2]) * CHUNK in path.read_bytes())
     content = bytearray(damaged.read_bytes())
@@ -270,59 +267,63 @@ def test_a_damaged_chunk_is_a_miss_and_is_not_asked_for_again(start, fs, tmp_pat
     damaged.write_bytes(content)
     second = start(fs)
     request = second.begin("request")
-    assert second.find([key(1), key(2)], request) == [LookupResult.HIT, LookupResult.MISS]
-    assert second.load([key(1)], request) == [1]
-    assert second.tier._cache.failures["get"] == {"corrupt": 1}
+    assert second.find(key(1), key(2), request=request) == [True, False]
+    second.load(1, request=request)
+    assert second.tier.cache.failures["get"] == {"corrupt": 1}
     second.settle()
-    assert second.find([key(2)], request) == [LookupResult.MISS]
-    second.store([key(2)], [3])  # it is computed, and its place is free
+    assert second.find(key(2), request=request) == [False]
+    second.store(2)  # it is computed, and its place is free
     second.settle()
 
 
 def test_while_the_server_is_stopped_no_call_waits_and_every_transfer_ends(beside_redis, redis):
     engine = beside_redis
-    assert engine.tier._cache.failures == {}
-    engine.forget()
     os.kill(redis.process.pid, signal.SIGSTOP)
     engine.slowest_s = 0.0
-    request = engine.begin("request")
-    assert engine.find([key(1)], request, within=10) == [LookupResult.MISS]
-    engine.store([key(2)], [2])
+    assert engine.find(key(1), within=10) == [False]
+    engine.store(2)
     engine.settle(within=10)
     assert engine.slowest_s < 0.5
-    engine.store([key(3)], [3])
+    engine.store(3)
     began = time.monotonic()
     engine.forget()  # waits for the job, which ends by its deadline
     assert time.monotonic() - began < 10
     os.kill(redis.process.pid, signal.SIGCONT)
-    until(lambda: engine.find([key(1)], engine.begin(f"at {time.monotonic()}")) == [LookupResult.HIT])
+    until(lambda: engine.find(key(1)) == [True])
+
+
+def test_a_server_that_dies_is_a_miss(beside_redis, redis):
+    redis.kill()
+    assert beside_redis.find(key(1)) == [False]
+    beside_redis.store(2)
+    beside_redis.settle()
+    assert beside_redis.find(key(2)) == [True], "in the primary tier"
 
 
 def test_one_thread_at_a_time_may_be_any_thread(start, fs):
     """vLLM 0.33 holds its lock for as long as it waits for jobs, so their end must not need it."""
     engine, lock = start(fs), threading.Lock()
 
-    def elsewhere(call: Callable[[], Any]) -> Any:
+    def elsewhere(call: Callable[..., Any], *arguments: Any) -> Any:
         def locked() -> Any:
             with lock:
-                return call()
+                return call(*arguments)
 
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(locked).result(30)
 
-    elsewhere(lambda: engine.store([key(1)], [1]))
+    elsewhere(engine.store, 1)
     elsewhere(engine.tier.drain_jobs)
     elsewhere(engine.settle)
     elsewhere(engine.forget)
-    request = elsewhere(lambda: engine.begin("request"))
-    assert elsewhere(lambda: engine.find([key(1)], request)) == [LookupResult.HIT]
+    assert elsewhere(engine.find, key(1)) == [True]
 
 
 def test_a_copy_that_hangs_is_not_waited_for_longer_than_its_deadline_and_a_moment(start, fs, monkeypatch):
     engine = start({**fs, "timeout_s": 1})
     hanging: Job[Any] = Job(1, Deadline.after(None))
-    monkeypatch.setattr(engine.tier._cache, "put", lambda pages: hanging)
-    engine.store([key(1)], [1])
+    monkeypatch.setattr(engine.tier.cache, "put", lambda pages: hanging)
+    engine.store(1)
     engine.step()
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="1 jobs"):
@@ -330,16 +331,6 @@ def test_a_copy_that_hangs_is_not_waited_for_longer_than_its_deadline_and_a_mome
     assert time.monotonic() - began < 1 + 8
     hanging.set([None])
     engine.settle()
-
-
-def test_a_server_that_dies_is_a_miss(beside_redis, redis):
-    engine = beside_redis
-    engine.forget()
-    redis.kill()
-    assert engine.find([key(1)], engine.begin("request")) == [LookupResult.MISS]
-    engine.store([key(2)], [2])
-    engine.settle()
-    assert engine.find([key(2)], engine.begin("another")) == [LookupResult.HIT]  # of the primary tier
 
 
 @pytest.mark.parametrize("store", ["fs", "host"])
@@ -352,13 +343,12 @@ def test_shutdown_gives_everything_back(start, fs, store, caplog):
 
     start(tier).manager.shutdown()
     before = opened()
-    with caplog.at_level(logging.WARNING):
-        for number in range(3):
-            engine = start(tier)
-            engine.store([key(number)], [number])
-            engine.call("lookup", key(99), engine.begin("request"))
-            engine.step()
-            engine.manager.shutdown()
+    for number in range(3):
+        engine = start(tier)
+        engine.store(number)
+        engine.call("lookup", key(99), engine.begin("request"))
+        engine.step()
+        engine.manager.shutdown()
     assert opened() == before
     warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert not any("mmap" in each for each in warned)  # the region was unmapped: nothing holds a view of it
@@ -374,7 +364,7 @@ def test_options_of_vllm_stand_beside_those_of_kvplug(start, fs):
 
 
 @pytest.mark.parametrize(
-    ("tier", "told"),
+    ("tier", "fault"),
     [
         ({"stores": ["fs", "host"]}, "stores: fs, host was given"),
         ({"stores": ["fs"], "root_dir": "/kv"}, "root_dir: not a known key"),
@@ -383,8 +373,8 @@ def test_options_of_vllm_stand_beside_those_of_kvplug(start, fs):
         ({"stores": ["fs"], "namespace": 1}, "namespace: 1 was given; allowed is text"),
     ],
 )
-def test_a_wrong_configuration_is_refused_by_name(start, tier, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_configuration_is_refused_by_name(start, tier, fault):
+    with pytest.raises(ConfigError, match=fault):
         start(tier)
 
 

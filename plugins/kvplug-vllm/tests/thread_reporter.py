@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-MAIN = "MainThread"
 
 
 def register() -> None:
@@ -25,14 +24,11 @@ def _answer_all() -> None:
     while True:
         if (FOLDER / "ask").exists():
             part = FOLDER / f"{os.getpid()}.part"
-            part.write_text(json.dumps(_threads()))
+            cpus = {
+                thread.name: sorted(os.sched_getaffinity(thread.native_id))
+                for thread in threading.enumerate()
+                if thread.native_id is not None and (thread.name == "MainThread" or "kvplug" in thread.name)
+            }
+            part.write_text(json.dumps(cpus))
             part.rename(FOLDER / f"{os.getpid()}.json")
         time.sleep(0.05)
-
-
-def _threads() -> dict[str, list[int]]:
-    return {
-        thread.name: sorted(os.sched_getaffinity(thread.native_id))
-        for thread in threading.enumerate()
-        if thread.native_id is not None and (thread.name == MAIN or "kvplug" in thread.name)
-    }
