@@ -42,7 +42,7 @@ def model_facts(path: str | None = None) -> dict[str, Any]:
     config = ModelConfig.from_server_args(args)
     name = path or config.model_path
     found = fingerprint_of(name, config.revision, args.load_format, args.download_dir)
-    draft, adapters = _draft_of(args), sorted(map(_adapter_of, args.lora_paths or ()))
+    draft, adapters = _draft_of(args), sorted(map(adapter_of, args.lora_paths or ()))
     return {
         "weights": found if all((found, *draft[2:], *(each[2] for each in adapters))) else "",
         "quantization": [config.quantization, args.quantization, _content_of(args.quantization_param_path)],
@@ -134,7 +134,7 @@ def _draft_of(args: Any) -> tuple[Any, ...]:
     return name, revision, fingerprint_of(name, revision, args.load_format, args.download_dir)
 
 
-def _adapter_of(adapter: Any) -> tuple[str, str, str]:
+def adapter_of(adapter: Any) -> tuple[str, str, str]:
     """Name, path and fingerprint of an adapter that the engine was started with. SGLang's id of it is its
     name and path, whatever its weights; the id of one that is loaded later is random, so its pages are not
     found by another process."""

@@ -24,13 +24,14 @@ DYNAMIC: Final = {
 _SCHEDULER: Final = "sglang.srt.managers.scheduler"
 _CONTROLLER: Final = "sglang.srt.managers.cache_controller.HiCacheController"
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_UPDATES: Final = (
+UPDATES: Final = (
     "begin_weight_update",
     "update_weights_from_disk",
     "update_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
+"""SGLang's methods by which the weights change."""
 _registered: list[str] = []
 """Targets that a scheduler's hooks were registered for in this process."""
 
@@ -48,7 +49,7 @@ def register() -> None:
     hooks = [
         (f"{_CONTROLLER}.attach_storage_backend", _attach, HookType.AROUND),
         (f"{_CONTROLLER}.reset", _cache_was_reset, HookType.AFTER),
-        *((f"{_UPDATER}.{name}", _weights_change, HookType.AROUND) for name in _UPDATES),
+        *((f"{_UPDATER}.{name}", _weights_change, HookType.AROUND) for name in UPDATES),
     ]
     for target, hook, kind in hooks:
         HookRegistry.register(target, hook, kind)

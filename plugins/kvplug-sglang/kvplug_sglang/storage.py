@@ -73,7 +73,8 @@ class KvplugStorage(HiCacheStorage):
         self._pools: dict[str, HostPool] = {}
         self._pause = Pause()
         self._speeds = Speeds()
-        self._cache = build_page_cache(config, engine="sglang", namespace=b"facts in keys")
+        self.cache = build_page_cache(config, engine="sglang", namespace=b"facts in keys")
+        """Where the pages are kept."""
         LIVE.add(self)
         _log.info("KV pages are kept in the store %r", config.stores[0])
 
@@ -101,9 +102,9 @@ class KvplugStorage(HiCacheStorage):
     def _asks(self, op: str, count: int) -> bool:
         """Whether the store is asked now. If not, the pages count as misses."""
         if self.names.is_suspended:
-            self._cache.stats.fail(op, "refused", count=count)
+            self.cache.stats.fail(op, "refused", count=count)
         elif not self._pause.allows():
-            self._cache.stats.fail(op, MissReason.STORE_GONE, count=count)
+            self.cache.stats.fail(op, MissReason.STORE_GONE, count=count)
         else:
             return True
         return False
@@ -125,17 +126,17 @@ class KvplugStorage(HiCacheStorage):
     def _held(self, keys: list[bytes]) -> list[bool]:
         if not keys or not self._asks("lookup", len(keys)):
             return [False] * len(keys)
-        job = self._cache.lookup(keys)
+        job = self.cache.lookup(keys)
         found = self._wait(job, uses_memory=False) or [Presence.ABSENT] * len(keys)
         held = [each is Presence.HELD for each in found]
         self._pause.note(any(held) or not job.deadline.expired)
         return held
 
     def _get(self, pages: Sequence[FlatPage]) -> list[bool]:
-        return self._moved("get", self._cache.get, pages, MissReason.TIMEOUT)
+        return self._moved("get", self.cache.get, pages, MissReason.TIMEOUT)
 
     def _put(self, pages: Sequence[FlatPage]) -> list[bool]:
-        return self._moved("put", self._cache.put, pages, PutReason.TIMEOUT)
+        return self._moved("put", self.cache.put, pages, PutReason.TIMEOUT)
 
     def _moved(
         self, op: str, submit: Callable[..., Job[Any]], pages: Sequence[FlatPage], timeout: object
@@ -252,7 +253,7 @@ class KvplugStorage(HiCacheStorage):
         """Forget all pages. A store that is this engine's alone is emptied; in one that others use too, the
         pages stay, and the engine looks for none of them any more."""
         try:
-            job = self._cache.store.submit_remove(None)
+            job = self.cache.store.submit_remove(None)
         except UnsupportedError:
             self.names.renew("the storage was cleared")
             return True
@@ -267,7 +268,7 @@ class KvplugStorage(HiCacheStorage):
     def close(self) -> None:
         """End every call and give everything back. Idempotent."""
         LIVE.discard(self)
-        self._cache.close()
+        self.cache.close()
 
 
 _POLICIES: Final = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from kvplug.engine import KVLayout, LayoutError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import vllm._custom_ops
+    import vllm
+    from vllm import _custom_ops as custom_ops
     from vllm.config import CUDAGraphMode, KVTransferConfig
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     from vllm.v1.kv_cache_interface import (
@@ -69,23 +71,18 @@ def vllm_config(**more: Any) -> Any:
     """As much of a VllmConfig as is looked at."""
     hf = SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default", "rope_theta": 1e5})
     parallel = {
-        "rank": 0,
-        "world_size": 1,
+        **dict.fromkeys(("rank", "data_parallel_index"), 0),
+        **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), 1),
+        **dict.fromkeys(("world_size", "tensor_parallel_size"), 1),
         "distributed_executor_backend": "mp",
-        "tensor_parallel_size": 1,
-        "data_parallel_index": 0,
-        "decode_context_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
     }
     model = {
+        **dict.fromkeys(("revision", "quantization")),
+        **dict.fromkeys(("max_model_len", "original_max_model_len"), 2048),
         "served_model_name": "smol",
         "model": "no/such-model",
         "model_weights": "",
-        "revision": None,
-        "quantization": None,
         "hf_text_config": hf,
-        "max_model_len": 2048,
-        "original_max_model_len": 2048,
         "dtype": torch.float32,
         "enable_sleep_mode": False,
         "get_total_num_hidden_layers": lambda: 30,
@@ -94,8 +91,8 @@ def vllm_config(**more: Any) -> Any:
     }
     return SimpleNamespace(
         kv_transfer_config=more.get("transfer") or transfer(),
-        parallel_config=SimpleNamespace(**{**parallel, **more.get("parallel", {})}),
-        model_config=SimpleNamespace(**{**model, **more.get("model", {})}),
+        parallel_config=SimpleNamespace(**parallel | more.get("parallel", {})),
+        model_config=SimpleNamespace(**model | more.get("model", {})),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context=more.get("layers", {})),
@@ -141,63 +138,53 @@ def test_each_data_parallel_rank_takes_ports_of_its_own_which_consumers_name_as_
         assert config(rank, peers=addresses).peer_addresses == tuple(addresses)
 
 
-@pytest.mark.parametrize(
-    ("role", "peers", "rank", "line"),
-    [
-        ("kv_consumer", [], 0, ""),
-        ("kv_consumer", [], 2, 'WARNING data-parallel rank 2 has no "peers" .* at 127.0.0.1:5002; name'),
-        ("kv_consumer", ["127.0.0.1:5000"], 2, ""),
-        ("kv_producer", [], 0, ""),
-        ("kv_producer", [], 2, "INFO data-parallel rank 2 listens at 127.0.0.1:5002; consumers name"),
-    ],
-)
-def test_a_data_parallel_rank_logs_where_it_is_or_that_it_looks_for_one_rank_only(
-    role, peers, rank, line, caplog
-):
-    given = transfer(host="127.0.0.1", port=5000, peers=peers)
-    given.kv_role = role
-    config = config_of(vllm_config(transfer=given, parallel={"data_parallel_index": rank}))
+def test_a_data_parallel_rank_logs_where_it_is_or_that_it_looks_for_one_rank_only(caplog):
     caplog.set_level("INFO", "kvplug_vllm")
-    log_address_of(rank, config)
-    lines = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
-    assert len(lines) == bool(line)
-    assert re.match(line, "".join(lines))
+    for role, peers, rank in (
+        ("kv_consumer", [], 0),
+        ("kv_producer", [], 0),
+        ("kv_consumer", ["127.0.0.1:5000"], 2),
+        ("kv_consumer", [], 2),
+        ("kv_producer", [], 2),
+    ):
+        given = transfer(host="127.0.0.1", port=5000, peers=peers)
+        given.kv_role = role
+        config = config_of(vllm_config(transfer=given, parallel={"data_parallel_index": rank}))
+        log_address_of(rank, config)
+    consumer, producer = (f"{record.levelname} {record.getMessage()}" for record in caplog.records)
+    assert re.match('WARNING data-parallel rank 2 has no "peers" .* at 127.0.0.1:5002; name', consumer)
+    assert re.match("INFO data-parallel rank 2 listens at 127.0.0.1:5002; consumers name", producer)
 
 
-@pytest.mark.parametrize(
-    ("batches", "second_runner", "wanted"), [(1, False, True), (2, False, False), (1, True, False)]
-)
-def test_vllm_rewinds_only_step_by_step_and_with_its_first_runner(batches, second_runner, wanted):
-    config = SimpleNamespace(max_concurrent_batches=batches, use_v2_model_runner=second_runner)
-    assert can_rewind(config) is wanted
+def test_vllm_rewinds_only_step_by_step_and_with_its_first_runner():
+    for batches, second_runner in ((1, False), (2, False), (1, True)):
+        config = SimpleNamespace(max_concurrent_batches=batches, use_v2_model_runner=second_runner)
+        assert can_rewind(config) is ((batches, second_runner) == (1, False))
 
 
-@pytest.mark.parametrize("mode", CUDAGraphMode)
-def test_vllm_replays_whole_steps_with_full_graphs_only(mode):
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-    assert replays_steps(config) is ("FULL" in mode.name)
+def test_vllm_replays_whole_steps_with_full_graphs_only():
+    for mode in CUDAGraphMode:
+        config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+        assert replays_steps(config) is ("FULL" in mode.name)
 
 
 # -- cache and layout ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layout", "axes"),
-    [
-        ("LBHNC", "BHTKD"),
-        ("LBNHC", "BTHKD"),
-        ("LHBNC", "HBTKD"),
-        ("BLHNC", "BHTKD"),
-        ("BLNHC", "BTHKD"),
-        ("BHLNC", "BHTKD"),
-    ],
-)
 @NEEDS_LAYOUTS
-def test_the_layout_is_the_declared_one(layout, axes):
-    (group,) = cache_of(vllm_config(), cache_config(layout=layout)).groups
-    assert group.layout.axes == axes
-    assert group.layout.sizes == {"K": 2, "B": 7, "T": 32, "H": 3, "D": 64}
-    assert group.layer_names == ("model.layers.0.attn", "model.layers.01.attn")
+def test_the_layout_is_the_declared_one():
+    for layout, axes in {
+        "LBHNC": "BHTKD",
+        "LBNHC": "BTHKD",
+        "LHBNC": "HBTKD",
+        "BLHNC": "BHTKD",
+        "BLNHC": "BTHKD",
+        "BHLNC": "BHTKD",
+    }.items():
+        (group,) = cache_of(vllm_config(), cache_config(layout=layout)).groups
+        assert group.layout.axes == axes, layout
+        assert group.layout.sizes == {"K": 2, "B": 7, "T": 32, "H": 3, "D": 64}
+        assert group.layer_names == ("model.layers.0.attn", "model.layers.01.attn")
 
 
 def test_latent_attention_has_one_vector_per_token():
@@ -252,19 +239,8 @@ def test_on_cpus_the_block_format_is_what_the_kernel_writes_whatever_the_release
     assert ours.startswith(f"vllm CPU_ATTN {isa} ")
     monkeypatch.setattr(vllm, "__version__", "9.9.9")
     assert block_format(FULL) == ours
-    if isa == "vec" and torch.cpu._is_avx512_supported():
+    if isa == "vec" and "avx512f" in Path("/proc/cpuinfo").read_text():
         assert ours == "vllm CPU_ATTN vec c2907f93fa48591f", "of all releases from 0.27.1 to 0.32.0"
-
-    def write(key: Any, value: Any, keys: Any, values: Any, *rest: Any, **more: Any) -> None:
-        write_before(key, value, keys, values, *rest, **more)
-        keys[:, :, [0, 1]] = keys[:, :, [1, 0]]
-
-    write_before = vllm._custom_ops.cpu_attn_reshape_and_cache
-    monkeypatch.setattr("vllm._custom_ops.cpu_attn_reshape_and_cache", write)
-    assert block_format(FULL) != ours, "a kernel with another order under the same shape"
-
-
-def test_the_block_format_differs_for_other_dtypes_and_sizes():
     specs = [
         dataclasses.replace(FULL, block_size=tokens, head_size=size, head_size_v=size, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -272,6 +248,14 @@ def test_the_block_format_differs_for_other_dtypes_and_sizes():
         for size in (64, 128)
     ]
     assert len(set(map(block_format, specs))) == len(specs)
+
+    def write(key: Any, value: Any, keys: Any, values: Any, *rest: Any, **more: Any) -> None:
+        write_before(key, value, keys, values, *rest, **more)
+        keys[:, :, [0, 1]] = keys[:, :, [1, 0]]
+
+    write_before = custom_ops.cpu_attn_reshape_and_cache
+    monkeypatch.setattr(custom_ops, "cpu_attn_reshape_and_cache", write)
+    assert block_format(FULL) != ours, "a kernel with another order under the same shape"
 
 
 @pytest.mark.parametrize(
@@ -329,10 +313,7 @@ WIDE = dataclasses.replace(FULL, head_size=128, head_size_v=128)
         ([MAMBA], "MambaSpec: a recurrent state is overwritten by every token"),
         ([CHUNKS], "ChunkedLocalAttentionSpec: blocks of earlier chunks are freed"),
         ([BY_TOKEN], "INT8_PER_TOKEN_HEAD is not moved: its scales differ from token to token"),
-        (
-            [dataclasses.replace(FULL, head_size_v=32)],
-            "keys have 64 elements per head and values 32",
-        ),
+        ([dataclasses.replace(FULL, head_size_v=32)], "keys have 64 elements per head and values 32"),
         ([dataclasses.replace(FULL, attention_chunk_size=64)], "not plain keys and values"),
         ([SLIDING, WIDE], "blocks of the model's KV cache groups differ"),
         ([SLIDING, dataclasses.replace(FULL, dtype=torch.float16)], "KV cache groups differ"),
@@ -345,20 +326,18 @@ def test_what_cannot_be_moved_is_refused_by_name(specs, why):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("tokens_per_state", 4), ("compress_ratio", 4), ("num_head_slots", 4), ("state_content_bytes", 584)],
+    "name", ["tokens_per_state", "compress_ratio", "num_head_slots", "state_content_bytes"]
 )
-def test_blocks_that_a_release_gives_another_content_are_refused(name, value):
+def test_blocks_that_a_release_gives_another_content_are_refused(name):
     if name not in MLAAttentionSpec.__dataclass_fields__:
         pytest.skip(f"vLLM {vllm.__version__} has no {name}")
-    with pytest.raises(UnsupportedError, match=f"MLAAttentionSpec with {name} {value}: .*not plain keys"):
-        cache_of(vllm_config(), cache_config(dataclasses.replace(LATENT, **{name: value})))
+    with pytest.raises(UnsupportedError, match=f"MLAAttentionSpec with {name} 4: .*not plain keys"):
+        cache_of(vllm_config(), cache_config(dataclasses.replace(LATENT, **{name: 4})))
 
 
 def test_sparse_latent_attention_is_refused_by_name():
-    sparse = SimpleNamespace(**{**vars(LATENT), "topk_buffer_width": 2048})  # a field of 0.33
-    assert extras_of(LATENT) == ""
-    assert extras_of(sparse) == "topk_buffer_width 2048"
+    sparse = SimpleNamespace(**vars(LATENT), topk_buffer_width=2048)  # a field of 0.33
+    assert (extras_of(LATENT), extras_of(sparse)) == ("", "topk_buffer_width 2048")
 
 
 def test_settings_of_the_cache_that_cannot_be_served_are_refused():
@@ -449,19 +428,14 @@ def test_where_a_worker_stands():
     assert (found.first_layer, found.end_layer) == (10, 20)
 
 
-LAUNCHED = {"distributed_executor_backend": "external_launcher"}
-
-
-@pytest.mark.parametrize(
-    ("parallel", "why"),
-    [
+def test_ranks_that_cannot_be_served_are_refused():
+    launched = {"distributed_executor_backend": "external_launcher"}
+    assert parallelism_of(vllm_config(parallel=launched)).num_workers == 1
+    for parallel, why in (
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2"),
         ({"enable_fault_tolerance": True}, "with enable_fault_tolerance vLLM repeats"),
-        ({**LAUNCHED, "world_size": 2}, "external launcher"),
-    ],
-)
-def test_ranks_that_cannot_be_served_are_refused(parallel, why):
-    assert parallelism_of(vllm_config(parallel=LAUNCHED)).num_workers == 1
-    with pytest.raises(UnsupportedError, match=why):
-        parallelism_of(vllm_config(parallel=parallel))
+        ({**launched, "world_size": 2}, "external launcher"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            parallelism_of(vllm_config(parallel=parallel))

@@ -38,6 +38,10 @@ class KeptTables:
     def __init__(self) -> None:
         self._tables: dict[str, list[list[int]]] = {}
 
+    def __len__(self) -> int:
+        """How many requests have a table."""
+        return len(self._tables)
+
     def of(self, output: SchedulerOutput) -> Lookup:
         """Follow one step's plan; returns its tables."""
         for request_id in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
