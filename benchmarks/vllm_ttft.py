@@ -48,7 +48,7 @@ def candidates(folder: Path) -> dict[str, dict[str, Any] | None]:
 def first_token(name: str, its: Engine, prompt: list[int]) -> tuple[float, int]:
     """Seconds, and how many of the tokens were not computed."""
     if name != "in vLLM's cache":
-        assert its.call("inside:reset_prefix_cache"), f"{name} does not forget vLLM's own cache"
+        assert its.ask("reset_prefix_cache"), f"{name} does not forget vLLM's own cache"
     began = time.perf_counter()
     answer = its.one(prompt, max_tokens=1)
     return time.perf_counter() - began, answer.num_cached

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvplug_testing.waits import until
 from redis_server import RedisServer, free_port
-from sglang_servers import PAGE, Answer, Server, until, with_threshold
+from sglang_servers import PAGE, Answer, Server, with_threshold
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -19,6 +20,7 @@ PROMPTS = [[1000 * number + at for at in range(1, 101)] for number in range(1, 1
 WHOLE = 96
 """Tokens of the whole pages of one."""
 NUM_PAGES = WHOLE // PAGE
+WAIT_S = 60.0
 CLASS = {
     "backend_name": "kvplug",
     "module_path": "kvplug_sglang.storage",
@@ -49,7 +51,7 @@ def first(models: tuple[str, str], pages: Pages) -> list[Answer]:
     with Server(models[0], free_port(), extra, backend="dynamic") as server:
         server.wait_until_ready()
         answers = [server.ask(prompt) for prompt in PROMPTS[:2]]
-        until(lambda: len(pages.files()) >= 2 * NUM_PAGES, "the pages of two prompts are in the store")
+        until(lambda: len(pages.files()) >= 2 * NUM_PAGES, WAIT_S, "the pages of two prompts")
         server.kill()
     return answers
 
@@ -77,7 +79,7 @@ def test_requests_with_another_salt_find_nothing(server, first):
 def test_corrupted_pages_are_computed_again_and_counted(server, pages):
     before = pages.files()
     answer = server.ask(PROMPTS[2])
-    until(lambda: len(pages.files() - before) >= NUM_PAGES, "its pages are in the store")
+    until(lambda: len(pages.files() - before) >= NUM_PAGES, WAIT_S, "its pages are in the store")
     for file in list(pages.files() - before)[: NUM_PAGES // 2]:
         content = bytearray(file.read_bytes())
         content[-100] ^= 1
@@ -87,12 +89,12 @@ def test_corrupted_pages_are_computed_again_and_counted(server, pages):
     assert again.tokens == answer.tokens
     assert again.cached < WHOLE
     corrupt = {"op": "get", "reason": "corrupt"}
-    until(lambda: server.metric("kvplug_transfer_failures_total", **corrupt) >= 1, "it is counted")
+    until(lambda: server.metric("kvplug_transfer_failures_total", **corrupt) >= 1, WAIT_S, "it is counted")
 
 
 def test_what_moved_is_among_the_servers_metrics(server):
     for op, least in (("put", NUM_PAGES), ("get", 2 * NUM_PAGES), ("lookup", 2 * NUM_PAGES)):
-        until(lambda op=op, least=least: server.metric("kvplug_transfers_total", op=op) >= least, op)
+        until(lambda op=op, least=least: server.metric("kvplug_transfers_total", op=op) >= least, WAIT_S, op)
     assert server.metric("sglang:prefetched_tokens_total") >= 2 * WHOLE
 
 
@@ -153,13 +155,13 @@ def test_pages_are_kept_in_redis(server, redis):
     server.forget()
     answer = server.ask(PROMPTS[3])
     assert answer.cached == 0
-    until(lambda: finds(server, PROMPTS[3]), "its pages are in Redis")
+    until(lambda: finds(server, PROMPTS[3]), WAIT_S, "its pages are in Redis")
     assert server.ask(PROMPTS[3]).tokens == answer.tokens
 
 
 def test_requests_go_on_beside_a_stopped_redis_and_its_pages_are_found_later(server, redis):
     answer = server.ask(PROMPTS[4])
-    until(lambda: finds(server, PROMPTS[4]), "its pages are in Redis")
+    until(lambda: finds(server, PROMPTS[4]), WAIT_S, "its pages are in Redis")
     redis.process.send_signal(signal.SIGSTOP)
     server.forget()
     stopped = [server.ask(PROMPTS[4])]
@@ -169,16 +171,16 @@ def test_requests_go_on_beside_a_stopped_redis_and_its_pages_are_found_later(ser
     assert stopped[0].tokens == answer.tokens
     assert {each.cached for each in stopped} == {0}
     assert max(each.seconds for each in stopped) < 30, "one waited past the deadline"
-    until(lambda: finds(server, PROMPTS[4]), "its pages are found again")
+    until(lambda: finds(server, PROMPTS[4]), WAIT_S, "its pages are found again")
 
 
 def test_a_killed_redis_is_a_miss_and_a_new_one_is_filled(server, redis):
     answer = server.ask(PROMPTS[9])
-    until(lambda: finds(server, PROMPTS[9]), "its pages are in Redis")
+    until(lambda: finds(server, PROMPTS[9]), WAIT_S, "its pages are in Redis")
     redis.kill()
     server.forget()
     gone = server.ask(PROMPTS[9])
     assert (gone.tokens, gone.cached) == (answer.tokens, 0)
     redis.start()
-    until(lambda: finds(server, PROMPTS[9]), "its pages are in the new one")
+    until(lambda: finds(server, PROMPTS[9]), WAIT_S, "its pages are in the new one")
     assert server.ask(PROMPTS[9]).tokens == answer.tokens

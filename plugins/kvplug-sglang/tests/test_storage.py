@@ -56,14 +56,10 @@ CONFIG: dict[str, Any] = {
     "is_page_first_layout": True,
     "model_name": "model",
 }
-KINDS = (MHATokenToKVPoolHost, MLATokenToKVPoolHost)
-LAYOUTS = [
-    *(
-        (MHATokenToKVPoolHost, name)
-        for name in ("layer_first", "page_first", "page_first_direct", "page_head")
-    ),
-    *((MLATokenToKVPoolHost, name) for name in ("layer_first", "page_first", "page_first_direct")),
-]
+LAYOUTS = {
+    MHATokenToKVPoolHost: ("layer_first", "page_first", "page_first_direct", "page_head"),
+    MLATokenToKVPoolHost: ("layer_first", "page_first", "page_first_direct"),
+}
 
 
 def pool_of(kind: type, layout: str, *, page_size: int = PAGE, dtype: torch.dtype = torch.float32) -> Any:
@@ -117,7 +113,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         storage.close()
 
 
-@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [(kind, name) for kind, names in LAYOUTS.items() for name in names]
+)
 def test_pages_of_every_layout_come_back_as_they_were(make, kind, layout):
     source, target = pool_of(kind, layout), pool_of(kind, layout)
     source.kv_buffer.copy_(torch.randn(source.kv_buffer.shape))
@@ -148,18 +146,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
-def test_pages_of_another_model_or_shard_are_not_found(make, change):
+def test_pages_of_another_model_shard_layout_size_or_type_are_not_found(make):
     pool = pool_of(MHATokenToKVPoolHost, "page_first")
     make(pool).batch_set_v1(KEYS, rows(0, 1, 2))
     assert make(pool).batch_exists(KEYS) == 3
-    other = make(pool, **change)
-    assert other.batch_exists(KEYS) == 0
-    assert other.batch_get_v1(KEYS, rows(0, 1, 2)) == [False] * 3
-
-
-def test_pages_of_another_pool_layout_size_or_type_are_not_found(make):
-    make(pool_of(MHATokenToKVPoolHost, "page_first")).batch_set_v1(KEYS, rows(0, 1, 2))
+    for what, change in OTHERS.items():
+        other = make(pool, **change)
+        assert other.batch_exists(KEYS) == 0, what
+        assert other.batch_get_v1(KEYS, rows(0, 1, 2)) == [False] * 3, what
     for pool in (
         pool_of(MHATokenToKVPoolHost, "page_head"),
         pool_of(MHATokenToKVPoolHost, "page_first", page_size=2 * PAGE),
@@ -295,23 +289,18 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
 
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", types.ModuleType("scheduler"))
     monkeypatch.setattr(plugin, "_registered", [])
-    for name in plugin._UPDATES:  # as they were, afterwards
+    for name in plugin.UPDATES:  # as they were, afterwards
         monkeypatch.setattr(SchedulerWeightUpdaterManager, name, getattr(SchedulerWeightUpdaterManager, name))
     HookRegistry.reset()
     yield SchedulerWeightUpdaterManager
     HookRegistry.reset()
 
 
-def test_a_storage_starts_where_sglang_has_applied_the_hooks(make, hooked):
+def test_a_storage_starts_only_where_sglang_has_applied_the_hooks(make, hooked, monkeypatch):
     plugin.register()
     HookRegistry.apply_hooks()
     make(pool_of(MHATokenToKVPoolHost, "page_first"))
-
-
-def test_a_hook_that_sglang_could_not_apply_is_refused_by_its_target(make, hooked, monkeypatch):
     monkeypatch.delattr(hooked, "update_weights_from_ipc")
-    plugin.register()
-    HookRegistry.apply_hooks()
     with pytest.raises(UnsupportedError, match=rf"SGLang has no {UPDATER}\.update_weights_from_ipc, or"):
         make(pool_of(MHATokenToKVPoolHost, "page_first"))
 
@@ -319,13 +308,13 @@ def test_a_hook_that_sglang_could_not_apply_is_refused_by_its_target(make, hooke
 def test_an_adapter_is_another_when_its_files_are_and_weights_without_files_have_no_fingerprint(tmp_path):
     def with_weights(value: float) -> tuple[str, str, str]:
         save_file({"lora_A": torch.full((2, 2), value)}, tmp_path / "adapter_model.safetensors")
-        return facts._adapter_of(SimpleNamespace(lora_name="a", lora_path=str(tmp_path)))
+        return facts.adapter_of(SimpleNamespace(lora_name="a", lora_path=str(tmp_path)))
 
     (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
     found = {with_weights(1.0), with_weights(1.0), with_weights(2.0)}
     assert len(found) == 2 and {each[:2] for each in found} == {("a", str(tmp_path))}
     assert all(each[2].startswith("safetensors:") for each in found)
-    assert facts._adapter_of(SimpleNamespace(lora_name="a", lora_path="/nowhere")) == ("a", "/nowhere", "")
+    assert facts.adapter_of(SimpleNamespace(lora_name="a", lora_path="/nowhere")) == ("a", "/nowhere", "")
     assert facts.fingerprint_of(str(tmp_path), None, "dummy", None) == ""
     assert facts.fingerprint_of(str(tmp_path), None, "auto", None).startswith("safetensors:")
 
@@ -354,7 +343,7 @@ def test_a_stopped_store_costs_one_deadline_and_is_asked_again_later(make, redis
         assert storage.batch_exists(KEYS) == 0
         assert not any(storage.batch_set_v1(KEYS, rows(0, 1, 2)))
     assert time.monotonic() - started < 5, "each of ten calls waited"
-    failures = storage._cache.failures
+    failures = storage.cache.failures
     assert failures["get"] == {"timeout": 3}
     assert failures["lookup"]["store_gone"] >= 3 and failures["put"]["store_gone"] >= 3
     redis.process.send_signal(signal.SIGCONT)
@@ -385,20 +374,14 @@ def test_a_pool_that_does_not_say_where_its_pages_are_is_refused(make):
         make(pool)
 
 
-@pytest.mark.parametrize(
-    ("extra", "why"),
-    [
+def test_a_wrong_config_is_refused_with_what_to_change(make):
+    for extra, why in (
         ({"stores": ["host", "fs"]}, r"stores: host, fs was given; allowed is one"),
         ({"stores": ["fs"], "role": "producer"}, r"role: .*remove the key"),
         ({"stores": ["fs"], "timout_s": 3}, r"timout_s.*did you mean 'timeout_s'"),
-    ],
-)
-def test_a_wrong_config_is_refused_with_what_to_change(make, extra, why):
-    with pytest.raises(ConfigError, match=f"(?s){why}"):
-        make(pool_of(MHATokenToKVPoolHost, "page_first"), extra=extra)
-
-
-def test_heads_that_are_split_between_sizes_are_refused(make):
+    ):
+        with pytest.raises(ConfigError, match=f"(?s){why}"):
+            make(pool_of(MHATokenToKVPoolHost, "page_first"), extra=extra)
     with pytest.raises(ConfigError, match="tp_lcm_size: 8 was given"):
         make(pool_of(MHATokenToKVPoolHost, "page_head"), tp_lcm_size=8)
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import time
+import itertools
 from typing import Any
 
-from kvplug_lookup.connector.scheduler import LookupScheduler
-from kvplug_lookup.connector.worker import LookupWorker
 from kvplug_vllm.plugin import register
-
-handshakes: list[dict[int, Any]] = []
 
 
 def version(llm: Any) -> str:
@@ -19,22 +13,6 @@ def version(llm: Any) -> str:
     import vllm
 
     return str(vllm.__version__)
-
-
-def silence_workers() -> None:
-    """The workers of "lookup" say nothing at start, and what its scheduler sides are told of that is kept."""
-    tell = LookupScheduler.set_xfer_handshake_metadata
-
-    def note(self: LookupScheduler, metadata: Any) -> None:
-        handshakes.append(dict(metadata))
-        tell(self, metadata)
-
-    LookupScheduler.set_xfer_handshake_metadata = note  # type: ignore[method-assign]
-    LookupWorker.get_handshake_metadata = lambda self: None  # type: ignore[method-assign]
-
-
-def noted_handshakes(llm: Any) -> list[dict[int, Any]]:
-    return handshakes
 
 
 def register_twice() -> None:
@@ -62,6 +40,80 @@ def connector_wants_a_step(llm: Any) -> bool:
     return bool(llm.llm_engine.engine_core.engine_core.scheduler.connector.has_pending_push_work())
 
 
+# -- requests ---------------------------------------------------------------------------------------
+
+
+def _asked(prompt: list[int], salt: str | None) -> Any:
+    return {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+
+
+def generate(
+    llm: Any, prompts: list[list[int]], max_tokens: int, salt: str | None = None, **more: Any
+) -> list[Any]:
+    """Tokens, number of cached tokens, and finish reason of each."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, **more)
+    outputs = llm.generate([_asked(prompt, salt) for prompt in prompts], sampling, use_tqdm=False)
+    found = [(output, output.outputs[0]) for output in outputs]
+    return [[list(one.token_ids), output.num_cached_tokens or 0, one.finish_reason] for output, one in found]
+
+
+_numbers = itertools.count()
+
+
+def begin(llm: Any, prompt: list[int], max_tokens: int, salt: str | None = None) -> str:
+    """Add a request; the engine is stepped by other calls."""
+    from vllm import SamplingParams
+
+    request_id = f"begun-{next(_numbers)}"
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0)
+    llm.llm_engine.add_request(request_id, _asked(prompt, salt), sampling)
+    return request_id
+
+
+def step(llm: Any, times: int = 1) -> None:
+    for _ in range(times):
+        llm.llm_engine.step()
+
+
+def run(llm: Any) -> dict[str, list[int]]:
+    """Step the engine until no request runs or waits; returns the tokens of each."""
+    tokens: dict[str, list[int]] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    return tokens
+
+
+def abort(llm: Any, request_id: str) -> None:
+    llm.llm_engine.abort_request([request_id])
+
+
+def state(llm: Any) -> dict[str, Any]:
+    """What the scheduler still holds."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    return {"requests": sorted(scheduler.requests), "used_blocks": used}
+
+
+# -- figures ----------------------------------------------------------------------------------------
+
+
+def count(llm: Any, what: str, labels: list[str]) -> float:
+    """The sum of kvplug's series of that name with these labels in this process's Prometheus registry."""
+    import prometheus_client
+
+    return sum(
+        sample.value
+        for metric in prometheus_client.REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == f"kvplug_{what}_total"
+        and {*labels} <= {f"{key}={value}" for key, value in sample.labels.items()}
+    )
+
+
 def counter(llm: Any, name: str) -> float:
     """One of vLLM's own, so far."""
     return float(sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}"))
@@ -86,42 +138,3 @@ def shut_down(llm: Any) -> None:
 def log_stats(llm: Any) -> None:
     """What vLLM does every ten seconds."""
     llm.llm_engine.do_log_stats()
-
-
-def reached(llm: Any) -> list[bool]:
-    """Of each child of a MultiConnector whose connector is "lookup": has its worker reached a store?"""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    group = get_kv_transfer_group()
-    children = group.sub_connectors if hasattr(group, "sub_connectors") else group._connectors
-    return [child._worker.connector.link is not None for child in children]
-
-
-_longest: dict[str, float] = {}
-
-
-def time_calls() -> None:
-    """From now on it is known how long vLLM waited for each of KvplugConnector's methods."""
-    from kvplug_vllm.connector import KvplugConnector
-
-    def timed(name: str, call: Any) -> Any:
-        @functools.wraps(call)
-        def run(*arguments: Any, **more: Any) -> Any:
-            begun = time.monotonic()
-            try:
-                return call(*arguments, **more)
-            finally:
-                _longest[name] = max(_longest.get(name, 0.0), time.monotonic() - begun)
-
-        return run
-
-    for name, what in list(vars(KvplugConnector).items()):
-        if inspect.isfunction(what) and not name.startswith("_") and name != "shutdown":
-            setattr(KvplugConnector, name, timed(name, what))
-
-
-def longest_calls(llm: Any) -> dict[str, float]:
-    """Seconds, by method, since it was asked last."""
-    found = dict(_longest)
-    _longest.clear()
-    return found

@@ -23,38 +23,37 @@ STEPS_TO_LOAD = 2
 
 def record() -> None:
     """From now on, in this process; around whatever is in place there."""
-    kvplug_vllm.connector.build_connector = Recorder(kvplug_vllm.connector.build_connector).build
+    global _recorder
+    _recorder = Recorder(kvplug_vllm.connector.build_connector)
+    kvplug_vllm.connector.build_connector = _recorder.build
+
+
+_recorder: Recorder
 
 
 def begin(llm: Any) -> None:
     """A run begins. What was called at the engine's start is part of it."""
-    _of(llm).begin()
+    _recorder.begin()
 
 
 def wait_for_loads(llm: Any) -> None:
-    """Returns when what the connector "lookup" loads in the background is there, though not reported yet."""
+    """Returns when all loads in the background have ended, though vLLM is not told yet."""
     limit = time.monotonic() + WAIT_S
-    while not all(load.has_ended for load in _of(llm).worker._loads.values()):
+    while len(_recorder.received) < len(_recorder.loading):
         assert time.monotonic() < limit, "the loads do not end"
-        time.sleep(0.001)
+        _recorder.received |= _recorder.worker.get_finished(frozenset())[1]
 
 
 def end(llm: Any) -> list[Any]:
     """The run is over; returns its calls."""
-    return _of(llm).calls
+    return _recorder.calls
 
 
 def end_engine(llm: Any) -> list[Any]:
     """Shut the engine down; returns the calls that this makes."""
-    recorder = _of(llm)
-    before = len(recorder.calls)
+    before = len(_recorder.calls)
     llm.llm_engine.engine_core.shutdown()
-    return recorder.calls[before:]
-
-
-def _of(llm: Any) -> Recorder:
-    recorder: Recorder = llm.llm_engine.engine_core.engine_core.scheduler.connector._connector.recorder
-    return recorder
+    return _recorder.calls[before:]
 
 
 class Recorder:
@@ -73,6 +72,8 @@ class Recorder:
         self.in_background: dict[str, bool] = {}
         self.loading: dict[str, int] = {}
         """Requests whose load was planned: steps until it is reported."""
+        self.received: set[str] = set()
+        """Those whose load has ended, and is not reported yet."""
         self.layers: dict[str, int] = {}
         self.worker: Any = None
         """The worker side that is wrapped."""
@@ -269,7 +270,7 @@ class WorkerSide(_Wrapped, _wrapping(WorkerConnector)):  # type: ignore[misc]
         for request_id in loading:
             loading[request_id] -= 1
         due = {request_id for request_id, steps in loading.items() if steps < 0}
-        sent, received = frozenset[str](), frozenset[str]()
+        sent, received = frozenset[str](), frozenset(self.recorder.received & due)
         limit = time.monotonic() + WAIT_S
         while due - received or not loading:
             sending, receiving = self.inner.get_finished(finished_request_ids)
@@ -278,6 +279,7 @@ class WorkerSide(_Wrapped, _wrapping(WorkerConnector)):  # type: ignore[misc]
             if not loading:
                 break
             assert time.monotonic() < limit, f"the loads of {due - received} do not end"
+        self.recorder.received -= received
         for request_id in received:
             del loading[request_id]
         given = {"finished": self.recorder.requests(finished_request_ids)}

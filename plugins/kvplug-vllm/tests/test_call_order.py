@@ -65,7 +65,7 @@ class Recording:
         with self._start(config, setup=setups, **(SIZE | more)) as engine:
             runs = Runs(engine, {"role": role, "is_async": is_async})
             yield runs
-            at_end = engine.call("recorder:end_engine")
+            at_end = engine.ask("recorder:end_engine")
         for facts in runs.found:
             last = facts["calls"][-1][0]
             facts["calls"] += [[last, *rest] for _, *rest in at_end]
@@ -84,10 +84,10 @@ class Runs:
     def run(self, name: str, about: str, *prompts: call_traces.Prompt) -> Iterator[Any]:
         named = {f"r{at}": attrs.asdict(prompt) for at, prompt in enumerate(prompts)}
         self.engine.ask("step", times=2)  # what came before is over
-        self.engine.call("recorder:begin")
+        self.engine.ask("recorder:begin")
         yield self.engine
         self.engine.ask("step")  # the worker side is told who has ended
-        calls = self.engine.call("recorder:end")
+        calls = self.engine.ask("recorder:end")
         self.found.append({"name": name, "about": about, **self._facts, "prompts": named, "calls": calls})
 
 
@@ -127,7 +127,7 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
     spoilt = attrs.evolve(five, spoilt=True)
 
     def spoil(is_on: bool) -> None:
-        prefill.call("faults:switch", corrupt=is_on)
+        prefill.ask("faults:switch", corrupt=is_on)
 
     def record_failure(decode: Runs, name: str, about: str) -> None:
         # Pages that were wrong once are gone, so each failure has its own.
@@ -176,7 +176,7 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
         ) as engine:
             request_id = engine.ask("begin", prompt=asked["five"], max_tokens=3)
             engine.ask("step", times=2)
-            engine.call("recorder:wait_for_loads")
+            engine.ask("recorder:wait_for_loads")
             engine.ask("abort", request_id=request_id)
             engine.ask("step", times=STEPS_TO_LOAD)
         assert engine.state()["requests"] == []
@@ -219,5 +219,14 @@ def test_the_recorded_order_is_that_of_vllm(recorded, pytestconfig, tmp_path):
     shipped = call_traces.load(NAME)
     assert list(recorded.runs) == list(shipped.runs)
     for name, run in recorded.runs.items():
-        assert run.calls == shipped.runs[name].calls, f"vLLM calls in another order: {name}"
-        assert run == shipped.runs[name]
+        assert timeless(run) == timeless(shipped.runs[name]), f"vLLM calls in another order: {name}"
+        assert attrs.evolve(run, calls=()) == attrs.evolve(shipped.runs[name], calls=())
+
+
+def timeless(run: call_traces.TracedRun) -> list[Any]:
+    """The calls, but for reports with nothing but the connector's own metadata: "lookup" has some whenever
+    its peers' news come.
+    """
+    return [
+        call for call in run.calls if call.method != "update_connector_output" or any(call.given.values())
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,36 +86,14 @@ def test_a_stream_and_a_chat_come_through(deployment, prompts, alone):
     events = [line.removeprefix(b"data: ") for line in raw.splitlines() if line]
     assert events.pop() == b"[DONE]"
     assert sum((answer_of(json.loads(event)).tokens for event in events), ()) == alone[700]
-    assert len(events) >= 16
     words = [{"role": "user", "content": "Explain the licence of this software. " * 12}]
     chat = {"model": deployment.model, "messages": words, "max_completion_tokens": 8, "temperature": 0}
-    answers = [
+    first, second = [
         json.loads(deployment.post("/v1/chat/completions", chat, port))
         for port in (deployment.prefill[0].port, deployment.proxy.port)
     ]
-    first, second = [answer["choices"][0]["message"]["content"] for answer in answers]
-    assert first == second
-    assert answer_of(answers[1]).num_cached > 0
-
-
-def test_what_the_proxy_of_vllms_tests_sends_works(deployment, prompts, alone):
-    """Field by field as its toy_proxy_server.py: parameters of NIXL's for prefill, and for decode those that
-    prefill has answered.
-    """
-
-    def ask() -> Answer:
-        asked = completion(deployment.model, prompts[300], salt=new_salt())
-        headers = {"Authorization": "Bearer None", "X-Request-Id": str(uuid.uuid4())}
-        first = {**asked, "kv_transfer_params": proxied.REMOTE_DECODE, "stream": False, "max_tokens": 1}
-        said = deployment.post("/v1/completions", first, deployment.prefill[1].port, **headers)
-        answer = answer_of(json.loads(said))
-        assert answer.tokens == alone[300][:1]
-        if answer.params:
-            asked["kv_transfer_params"] = answer.params
-        said = deployment.post("/v1/completions", asked, deployment.decode[0].port, **headers)
-        return answer_of(json.loads(said))
-
-    assert until_loaded(ask, alone[300]) == 288
+    assert first["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
+    assert answer_of(second).num_cached > 0
 
 
 def test_requests_are_served_when_a_server_of_each_kind_is_lost(deployment, prompts, alone):
@@ -126,12 +103,12 @@ def test_requests_are_served_when_a_server_of_each_kind_is_lost(deployment, prom
     for _ in range(3):
         assert deployment.ask(prompts[300]).tokens == alone[300]
     assert [each["is_up"] for each in proxy.status["decode"]] == [False, True]
-    deployment.prefill[0].reap()
+    deployment.prefill[0].kill()
     for _ in range(3):
         assert deployment.ask(prompts[300]).tokens == alone[300]
     assert deployment.ask(prompts[300]).num_cached > 0
     assert proxy.status["prefills_skipped"] == {}
-    deployment.prefill[1].reap()
+    deployment.prefill[1].kill()
     assert deployment.ask(prompts[300]).tokens == alone[300]
     assert sum(proxy.status["prefills_skipped"].values()) == 1
     assert proxy.status["requests"]["failed"] == 0

@@ -16,7 +16,7 @@ SMALL = {"block_size": 32}
 
 
 def reset(engine: Any, **how: bool) -> bool:
-    return bool(engine.call("inside:reset_prefix_cache", **how))
+    return bool(engine.ask("reset_prefix_cache", **how))
 
 
 def test_after_a_producer_was_reset_its_consumer_loads_nothing_that_was_stored_before(
@@ -69,7 +69,7 @@ def test_an_engine_whose_weights_change_loads_nothing_that_the_old_ones_computed
     answer = engine.one(prompt)
     assert (answer.num_cached > 0, answer.tokens) == (True, old), "loaded from its own store"
 
-    engine.call("inside:change_weights")
+    engine.ask("change_weights")
     new = cold(engine, prompt)
     assert reset(engine) is True
     answer = engine.one(prompt)
@@ -77,10 +77,10 @@ def test_an_engine_whose_weights_change_loads_nothing_that_the_old_ones_computed
     assert answer.tokens != new, "the control: old KV makes a difference"
 
     assert reset(engine, reset_connector=True) is True
-    assert engine.call("inside:connector_wants_a_step")
+    assert engine.ask("connector_wants_a_step")
     answer = engine.one(prompt)
     assert (answer.num_cached, answer.tokens) == (0, new)
-    assert not engine.call("inside:connector_wants_a_step")
+    assert not engine.ask("connector_wants_a_step")
     assert reset(engine) is True
     answer = engine.one(prompt)
     assert (answer.num_cached > 0, answer.tokens) == (True, new)
@@ -97,7 +97,7 @@ def begun(engine: Any, prompt: Any) -> str:
 def test_a_prompt_that_starts_over_with_new_weights_is_stored_as_they_compute_it(engine, prompts):
     prompt = prompts[1500]
     request_id = begun(engine, prompt)
-    engine.call("inside:change_weights")
+    engine.ask("change_weights")
     assert reset(engine, reset_running_requests=True, reset_connector=True) is True
     tokens = tuple(engine.ask("run")[request_id])
     new = cold(engine, prompt)
@@ -110,7 +110,7 @@ def test_a_prompt_that_starts_over_with_new_weights_is_stored_as_they_compute_it
 def test_a_prompt_that_goes_on_with_new_weights_is_not_stored(engine, prompts):
     prompt = prompts[300]
     request_id = begun(engine, prompt)
-    engine.call("inside:change_weights")
+    engine.ask("change_weights")
     assert reset(engine, reset_connector=True) is False, "vLLM's own blocks are in use"
     assert request_id in engine.ask("run")
     assert reset(engine) is True

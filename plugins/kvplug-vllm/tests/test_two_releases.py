@@ -32,7 +32,7 @@ def test_tokens_are_those_of_one_engine_alone(old_role, pytestconfig, start, pro
 
     with begin("kv_producer") as prefill, begin("kv_consumer") as decode:
         old, new = (prefill, decode) if old_role == "kv_producer" else (decode, prefill)
-        assert new.call("inside:version") == vllm.__version__ != old.call("inside:version")
+        assert new.ask("version") == vllm.__version__ != old.ask("version")
         for length, prompt in prompts.items():
             assert prefill.one(prompt, max_tokens=1).tokens == alone[length][:1]
             answer = decode.one(prompt)

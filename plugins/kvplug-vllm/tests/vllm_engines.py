@@ -57,6 +57,11 @@ class Engine:
     def __init__(self, peer: peers.Peer) -> None:
         self.peer = peer
 
+    def ask(self, function: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
+        """Call a function of inside.py, or ``"file:function"``, with the engine in its process."""
+        self.peer.send([function if ":" in function else f"inside:{function}", arguments])
+        return self.peer.recv(timeout=timeout)
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -66,8 +71,8 @@ class Engine:
         **more: Any,
     ) -> list[Answer]:
         """Greedy. ``more`` goes to ``SamplingParams``, but for ``salt``, which goes to the prompts."""
-        order = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, **more}
-        answers = self.ask("generate", timeout=timeout, **order)
+        asked = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, **more}
+        answers = self.ask("generate", timeout=timeout, **asked)
         return [Answer(tuple(tokens), *rest) for tokens, *rest in answers]
 
     def one(self, prompt: Sequence[int], **more: Any) -> Answer:
@@ -75,31 +80,15 @@ class Engine:
 
     def count(self, what: str, *labels: str) -> float:
         """The sum of kvplug's counters ``kvplug_<what>_total`` with these labels, such as "op=load"."""
-        return sum(
-            value
-            for name, value in self.ask("metrics").items()
-            if name.startswith(f"kvplug_{what}_total{{") and all(label in name for label in labels)
-        )
+        return float(self.ask("count", what=what, labels=list(labels)))
 
     def counter(self, name: str) -> float:
         """One of vLLM's own counters."""
-        return float(self.call("inside:counter", name=name))
-
-    def call(self, where: str, **arguments: Any) -> Any:
-        """Call ``"file:function"``, of a file in this folder, with the engine in its process."""
-        return self.ask("call", where=where, **arguments)
+        return float(self.ask("counter", name=name))
 
     def state(self) -> dict[str, Any]:
-        """What the scheduler holds: requests, has_requests, used_blocks."""
+        """What the scheduler holds: requests, used_blocks."""
         return dict(self.ask("state"))
-
-    def utility(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
-        """A method of the engine core in its own process; returns when that has answered."""
-        return self.ask("utility", timeout=timeout, method=method, arguments=list(arguments))
-
-    def ask(self, order: str, *, timeout: float = 60.0, **arguments: Any) -> Any:
-        self.peer.send({"order": order, **arguments})
-        return self.peer.recv(timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -128,7 +117,7 @@ def engine(
         try:
             assert peer.recv(timeout=START_S) == "ready"
             yield Engine(peer)
-            peer.send({"order": "stop"})
+            peer.send(None)
             peer.result(timeout=60.0)
         finally:
             kill_group(peer.pid)
@@ -213,15 +202,13 @@ def _serve(parent: peers.Parent, settings: dict[str, Any], setups: list[str]) ->
         **(usual | settings),
     )
     _record_all(llm)
-    orders = _Orders(llm)
     parent.send("ready")
-    while True:
-        order = parent.recv(timeout=None)
-        name = order.pop("order")
-        if name == "stop":
-            orders.stop()
-            return
-        parent.send(getattr(orders, name)(**order))
+    while order := parent.recv(timeout=None):
+        where, arguments = order
+        parent.send(_function(where)(llm, **arguments))
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
 
 
 def _record_all(llm: Any) -> None:
@@ -242,107 +229,6 @@ def _record_all(llm: Any) -> None:
         return outputs
 
     engine.engine_core.get_output = recorded
-
-
-class _Orders:
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self._number = 0
-
-    @property
-    def _core(self) -> Any:
-        return self._llm.llm_engine.engine_core.engine_core
-
-    def generate(
-        self, prompts: list[list[int]], max_tokens: int, salt: str | None = None, **more: Any
-    ) -> list[Any]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, **more)
-        asked = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
-        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
-        return [
-            [
-                list(output.outputs[0].token_ids),
-                output.num_cached_tokens or 0,
-                output.outputs[0].finish_reason,
-            ]
-            for output in outputs
-        ]
-
-    def begin(self, prompt: list[int], max_tokens: int, salt: str | None = None) -> str:
-        """Add a request; the engine is stepped by other orders."""
-        from vllm import SamplingParams
-
-        self._number += 1
-        request_id = f"begun-{self._number}"
-        self._llm.llm_engine.add_request(
-            request_id,
-            {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
-            SamplingParams(max_tokens=max_tokens, temperature=0),
-        )
-        return request_id
-
-    def step(self, times: int = 1) -> list[Any]:
-        """Step the engine; returns (request id, finish reason) of what finished."""
-        finished = []
-        for _ in range(times):
-            outputs = self._llm.llm_engine.step()
-            finished += [
-                [output.request_id, output.outputs[0].finish_reason] for output in outputs if output.finished
-            ]
-        return finished
-
-    def run(self) -> dict[str, list[int]]:
-        """Step the engine until no request runs or waits; returns what each of them was told."""
-        tokens: dict[str, list[int]] = {}
-        while self._llm.llm_engine.has_unfinished_requests():
-            for output in self._llm.llm_engine.step():
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
-        return tokens
-
-    def abort(self, request_id: str) -> None:
-        self._llm.llm_engine.abort_request([request_id])
-
-    def state(self) -> dict[str, Any]:
-        """What the scheduler still holds."""
-        scheduler = self._core.scheduler
-        pool = scheduler.kv_cache_manager.block_pool
-        return {
-            "requests": sorted(scheduler.requests),
-            "has_requests": scheduler.has_requests(),
-            "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        }
-
-    def metrics(self) -> dict[str, float]:
-        """kvplug's series in this process's Prometheus registry."""
-        import prometheus_client
-
-        found: dict[str, float] = {}
-        for metric in prometheus_client.REGISTRY.collect():
-            for sample in metric.samples:
-                if sample.name.startswith("kvplug_") and sample.name.endswith("_total"):
-                    label = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-                    found[f"{sample.name}{{{label}}}"] = sample.value
-        return found
-
-    def utility(self, method: str, arguments: list[Any]) -> Any:
-        return self._llm.llm_engine.engine_core.call_utility(method, *arguments)
-
-    def counter(self, name: str) -> float:
-        """One of vLLM's own counters."""
-        return float(self.call("inside:counter", name=name))
-
-    def call(self, where: str, **arguments: Any) -> Any:
-        return _function(where)(self._llm, **arguments)
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def stop(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
-        gc.collect()
 
 
 def _function(where: str) -> Any:

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import attrs
@@ -61,44 +62,46 @@ class Holdings:
         return [*filter(runs, self.processes), *names]
 
 
-class Server:
-    """One API server. Leaving the ``with`` block kills every process of it, orphans too."""
+class ServerProcess:
+    """An engine's API server in processes of its own. Leaving the ``with`` block kills all, orphans too."""
+
+    headers: Mapping[str, str] = MappingProxyType({})
+    """Of each request."""
 
     def __init__(
         self,
-        model: str,
-        transfer: Mapping[str, Any],
+        module: str,
         port: int,
-        settings: Mapping[str, Any] = SETTINGS,
+        options: Mapping[str, Any],
+        env: Mapping[str, str],
         *,
-        deadline_s: float = 600.0,
-        **env: str,
+        deadline_s: float,
+        **how: Any,
     ) -> None:
-        """``settings``: the options of its command line. ``deadline_s``: for its start."""
+        """
+        Args:
+            options: of its command line, beside its address.
+            deadline_s: for its start.
+            how: more arguments of ``Popen``.
+        """
         self.port = port
-        self._model = model
         self._deadline_s = deadline_s
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
-        command = [sys.executable, "-c", BOOT, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST]
-        command += ["--port", str(port), "--model", model, "--kv-transfer-config", json.dumps(transfer)]
-        for name, value in settings.items():
+        command = [sys.executable, "-c", BOOT, "-m", module, "--host", HOST, "--port", str(port)]
+        for name, value in options.items():
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **QUIET, **env},
-            process_group=0,  # not a session: see vllm_engines.py
+            env={**os.environ, **env},
+            **how,
         )
 
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
 
     @property
     def log(self) -> str:
@@ -109,20 +112,64 @@ class Server:
     def runs(self) -> bool:
         return self._process.poll() is None
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> Self:
         def answers() -> bool:
             assert self.runs, f"the server has ended; it wrote:\n{self.log}"
-            try:
-                with self.request("GET", "/health") as answer:
-                    return answer.status == 200
-            except OSError:
-                time.sleep(0.1)
-                return False
+            with contextlib.suppress(OSError), self.request("GET", "/health") as answer:
+                return answer.status == 200
+            time.sleep(0.1)
+            return False
 
         try:
             until(answers, self._deadline_s, "the server's answer")
         except DeadlineError as e:
             raise AssertionError(f"it wrote:\n{self.log}") from e
+        return self
+
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
+        return request(self.port, method, path, body, **self.headers, **headers)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the API server's process alone."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._process.wait()
+        self._log.close()
+
+
+class Server(ServerProcess):
+    """vLLM's."""
+
+    def __init__(
+        self,
+        model: str,
+        transfer: Mapping[str, Any],
+        port: int,
+        settings: Mapping[str, Any] = SETTINGS,
+        **env: str,
+    ) -> None:
+        """``settings``: further options of its command line."""
+        self._model = model
+        super().__init__(
+            "vllm.entrypoints.openai.api_server",
+            port,
+            {"model": model, "kv-transfer-config": json.dumps(transfer), **settings},
+            {**QUIET, **env},
+            deadline_s=600.0,
+            process_group=0,  # not a session: see vllm_engines.py
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
 
     def complete(self, prompt: Sequence[int], **more: Any) -> Answer:
         """A greedy answer."""
@@ -158,11 +205,7 @@ class Server:
             names=frozenset(name for each in names for name in each if "kvplug" in name),
         )
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """To the API server's process alone."""
-        self._process.send_signal(number)
-
-    def reap(self) -> None:
+    def kill(self) -> None:
         """Kill what runs still; Python's resource tracker last, which removes what the others cannot.
 
         And what it does not remove either: the memory through which vLLM's processes talk.
@@ -181,18 +224,6 @@ class Server:
             if "kvplug" not in path:
                 Path(path).unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Nothing of it outlives this."""
-        self.reap()
-        self._process.wait()
-        self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _post(
         self, prompt: Sequence[int], *, rank: int | None = None, **more: Any
     ) -> http.client.HTTPResponse:
@@ -201,9 +232,6 @@ class Server:
         if answer.status != 200:
             raise AssertionError(f"{answer.status} {answer.read()!r}\n{self.log}")
         return answer
-
-    def request(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
-        return request(self.port, method, path, body, **headers)
 
 
 @contextlib.contextmanager
