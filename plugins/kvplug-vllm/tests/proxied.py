@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from kvplug_testing.waits import until
+from vllm_engines import HOST
+from vllm_servers import ServerProcess
 
-HOST = "127.0.0.1"
 WAIT_S = 60.0
 """For what takes a moment, unless the machine is busy."""
 REMOTE_DECODE = {
@@ -161,31 +157,22 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-class Proxy:
+class Proxy(ServerProcess):
     """The proxy's process. Leaving the ``with`` block kills it."""
+
+    ready_path = "/status"
 
     def __init__(self, prefill: list[str], decode: list[str], options: dict[str, str]) -> None:
         with socket.socket() as sock:
             sock.bind((HOST, 0))
-            self.port = int(sock.getsockname()[1])
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the proxy
-        command = [sys.executable, "-m", "kvplug_vllm.proxy", "--port", str(self.port)]
-        command += ["--prefill", *prefill, "--decode", *decode]
-        for name, value in options.items():
-            command += [f"--{name}", value]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
-        )
-
-    @property
-    def log(self) -> str:
-        end = self._log.seek(0, os.SEEK_END)
-        return os.pread(self._log.fileno(), end, 0).decode("utf-8", "replace")
+            port = int(sock.getsockname()[1])
+        given = {"prefill": prefill, "decode": decode, **options}
+        super().__init__("kvplug_vllm.proxy", port, given, {}, deadline_s=WAIT_S)
 
     @property
     def most_memory(self) -> int:
         """The most bytes of memory that its process has had."""
-        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
     @contextlib.contextmanager
@@ -214,23 +201,6 @@ class Proxy:
             each["is_up"] for each in about["prefill"] + about["decode"] if each["url"] == standin.url
         }
         return bool(found)
-
-    def wait_until_ready(self) -> None:
-        def answers() -> bool:
-            assert self._process.poll() is None, self.log
-            with contextlib.suppress(OSError):
-                return bool(self.status)
-            return False
-
-        until(answers, WAIT_S, "the proxy's answer")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
 
 
 @contextlib.contextmanager

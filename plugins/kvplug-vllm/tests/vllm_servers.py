@@ -67,6 +67,8 @@ class ServerProcess:
 
     headers: Mapping[str, str] = MappingProxyType({})
     """Of each request."""
+    ready_path = "/health"
+    """This answers 200 when the server is ready."""
 
     def __init__(
         self,
@@ -89,7 +91,8 @@ class ServerProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         command = [sys.executable, "-c", BOOT, "-m", module, "--host", HOST, "--port", str(port)]
         for name, value in options.items():
-            command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            command += [f"--{name}", *map(str, values)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -115,7 +118,7 @@ class ServerProcess:
     def wait_until_ready(self) -> Self:
         def answers() -> bool:
             assert self.runs, f"the server has ended; it wrote:\n{self.log}"
-            with contextlib.suppress(OSError), self.request("GET", "/health") as answer:
+            with contextlib.suppress(OSError), self.request("GET", self.ready_path) as answer:
                 return answer.status == 200
             time.sleep(0.1)
             return False
@@ -134,7 +137,8 @@ class ServerProcess:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        raise NotImplementedError
+        """Every process of it."""
+        self._process.kill()
 
     def __enter__(self) -> Self:
         return self
