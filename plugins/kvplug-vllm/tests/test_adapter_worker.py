@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import threading
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 from kvplug.engine import BlocksStored, CacheGroup, KVCacheConfig, KVLayout, LayoutError, WorkerConnector
+from kvplug_testing.waits import Call
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,50 +33,43 @@ def caches(**more: Any) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(4, 8, 2, 6, **more).permute(0, 2, 1, 3) for name in ("one", "two", "three")}
 
 
-class Noting(WorkerConnector):
-    """Notes every call, and in which mode it came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: dict[str, bool] = {}
-        self.caches: dict[str, torch.Tensor] = {}
-
-    def take_events(self) -> Iterator[BlocksStored]:
-        self.called["take_events"] = torch.is_inference_mode_enabled()
-        yield BlocksStored(block_hashes=(b"h",), token_ids=(1,), block_size=1)
-
-
-def _noting(name: str, answer: Any) -> Any:
-    def call(self: Noting, *arguments: Any) -> Any:
-        self.called[name] = torch.is_inference_mode_enabled()
-        if name == "register_kv_caches":
-            self.caches = dict(arguments[0])
-        return answer
-
-    return call
-
-
-ANSWERS = {
+ANSWERS: dict[str, Any] = {
     "get_finished": (frozenset({"sent"}), frozenset({"received"})),
     "get_block_ids_with_load_errors": frozenset({1}),
     "get_stats": SNAPSHOT,
     "get_handshake_metadata": {"port": 1},
     "build_worker_metadata": {"step": 1},
     "has_connector_metadata": True,
+    "take_events": [BlocksStored(block_hashes=(b"h",), token_ids=(1,), block_size=1)],
 }
-ASKED = [
-    name
-    for name, what in vars(WorkerConnector).items()
-    if inspect.isfunction(what) and not name.startswith("_") and name != "take_events"
+METHODS = [
+    name for name, what in vars(WorkerConnector).items() if inspect.isfunction(what) and name[0] != "_"
 ]
-for method in ASKED:
-    setattr(Noting, method, _noting(method, ANSWERS.get(method)))
-Noting.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+def noting() -> Any:
+    """A connector that notes in ``called`` in which mode each call came."""
+    connector = create_autospec(WorkerConnector, instance=True)
+    connector.called = {}
+
+    def note(name: str, *_: Any) -> Any:
+        connector.called[name] = torch.is_inference_mode_enabled()
+        return ANSWERS.get(name)
+
+    for name in METHODS:
+        getattr(connector, name).side_effect = functools.partial(note, name)
+    return connector
+
+
+def registered(side: WorkerSide) -> dict[str, torch.Tensor]:
+    """The tensors that reached the connector."""
+    ((caches,), _) = side.connector.register_kv_caches.call_args  # type: ignore[attr-defined]
+    return dict(caches)
 
 
 @pytest.fixture
 def side() -> WorkerSide:
-    return WorkerSide(Noting(), CACHE, which="it")
+    return WorkerSide(noting(), CACHE, which="it")
 
 
 def test_every_call_comes_outside_inference_mode(side):
@@ -100,36 +94,26 @@ def test_every_call_comes_outside_inference_mode(side):
         side.clear()
         assert torch.is_inference_mode_enabled(), "the engine's own mode is as it was"
     not_vllms = {"has_connector_metadata", "register_cross_layers_kv_cache", "wait_until_ready", "shutdown"}
-    assert connector.called == dict.fromkeys({*ASKED, "take_events"} - not_vllms, False)
+    assert connector.called == dict.fromkeys({*METHODS} - not_vllms, False)
 
 
 def test_a_cache_that_was_made_in_inference_mode_can_be_written_by_threads(side):
-    connector: Any = side.connector
     with torch.inference_mode():
         theirs = caches()
         side.register_kv_caches(theirs)
-    written = []
-
-    def write() -> None:
-        connector.caches["two"][3, 7, 1] = torch.arange(6.0)
-        written.append(True)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    thread.join(timeout=30)
-    assert written, "torch refused"
+    cache = registered(side)["two"]
+    Call(lambda: cache.__setitem__((3, 7, 1), torch.arange(6.0))).result()
     assert theirs["two"][3, 1, 7].tolist() == list(range(6)), "it is vLLM's own memory"
     assert not theirs["one"].any()
-    LAYOUT.check(connector.caches["two"])
+    LAYOUT.check(cache)
 
 
 def test_a_view_into_a_larger_tensor_stays_one(side):
-    connector: Any = side.connector
     with torch.inference_mode():
         packed = torch.zeros(4, 2, 8, 2, 6)  # two layers in each block
         theirs = {name: packed[:, at].permute(0, 2, 1, 3) for at, name in enumerate(("one", "two"))}
         side.register_kv_caches(theirs)
-    connector.caches["two"].fill_(1)
+    registered(side)["two"].fill_(1)
     assert (packed[:, 0].sum(), packed[:, 1].sum()) == (0, packed[:, 1].numel())
 
 
@@ -140,7 +124,7 @@ def test_only_layers_that_have_a_cache_of_their_own_reach_the_connector(side):
     with pytest.raises(LayoutError, match="no cache for two"):
         side.register_kv_caches({"one": caches()["one"]})
     side.register_kv_caches(caches())
-    assert side.connector.caches.keys() == {"one", "two"}
+    assert registered(side).keys() == {"one", "two"}
     side.wait_for_layer_load("three")
     side.save_kv_layer("three")
     side.handle_preemptions(KvplugMetadata(plan={}))  # there are none
