@@ -100,27 +100,20 @@ def test_every_key_has_a_variable_and_so_has_every_option() -> None:
     assert config.source_of("engine_id") == "generated"
 
 
-def test_an_unknown_variable_is_a_fault_with_a_suggestion_and_its_value_is_not_repeated() -> None:
+def test_wrong_variables_are_named_with_a_suggestion_and_values_of_unknown_ones_not_repeated() -> None:
+    unknown = ("KVPLUG_SECERT", "KVPLUG_PRT", "KVPLUG_WORLD_SIZE", "KVPLUG_OPTIONS__A")
     with pytest.raises(ConfigError) as caught:
-        Config.from_env(
-            {
-                "KVPLUG_SECERT": "hunter2",
-                "KVPLUG_PRT": "hunter2",
-                "KVPLUG_WORLD_SIZE": "hunter2",
-                "KVPLUG_OPTIONS__A": "hunter2",
-            }
-        )
+        Config.from_env({**dict.fromkeys(unknown, "hunter2"), "KVPLUG_PORT_OFFSET": "z"})
     text = str(caught.value)
-    assert "KVPLUG_SECERT: not a variable of kvplug; did you mean 'KVPLUG_SECRET'?" in text
-    assert "KVPLUG_PRT: not a variable of kvplug; did you mean 'KVPLUG_PORT'?" in text
-    assert "KVPLUG_WORLD_SIZE: not a variable of kvplug; a group's ranks are arguments of" in text
-    assert "KVPLUG_OPTIONS__A: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>" in text
-    assert "hunter2" not in text
-
-
-def test_a_fault_names_the_variable() -> None:
-    with pytest.raises(ConfigError, match=r"port_offset: 'z' was given; .* \[KVPLUG_PORT_OFFSET\]"):
-        Config.from_env({"KVPLUG_PORT_OFFSET": "z"})
+    for said in (
+        "KVPLUG_SECERT: not a variable of kvplug; did you mean 'KVPLUG_SECRET'?",
+        "KVPLUG_PRT: not a variable of kvplug; did you mean 'KVPLUG_PORT'?",
+        "KVPLUG_WORLD_SIZE: not a variable of kvplug; a group's ranks are arguments of",
+        "KVPLUG_OPTIONS__A: an option's variable is KVPLUG_OPTIONS__<NAME>__<OPTION>",
+        "[KVPLUG_PORT_OFFSET]",
+    ):
+        assert said in text
+    assert "port_offset: 'z' was given" in text and "hunter2" not in text
 
 
 @pytest.mark.parametrize("name", [*RESERVED, "KVPLUG_LOG_FORMAT", "KVPLUG_TEST_INSTALLED"])
@@ -210,24 +203,25 @@ def test_vllms_json_is_accepted_as_it_is() -> None:
     assert config.source_of("transport") == "kv_connector_extra_config"
 
 
-def test_a_failure_policy_in_vllms_extra_config_is_refused_with_all_other_faults() -> None:
-    extra = {"failure_policy": "recompute", "prot": 5}
-    with pytest.raises(ConfigError) as caught:
-        Config.from_dict({"kv_connector": "KvplugConnector", "kv_connector_extra_config": extra})
-    assert len(caught.value.faults) == 2
-    assert "by kv_load_failure_policy beside it" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("given", "extra", "said"),
     [
-        ("lookup", {"connector": "p2p"}, "'lookup' was given, and in kv_connector_extra_config .* 'p2p'"),
-        ("lookup", 3, "kv_connector_extra_config: 3 was given"),
+        ("lookup", {"connector": "p2p"}, ["'lookup' was given, and in kv_connector_extra_config"]),
+        ("lookup", 3, ["kv_connector_extra_config: 3 was given"]),
+        (
+            "KvplugConnector",
+            {"failure_policy": "recompute", "prot": 5},
+            ["by kv_load_failure_policy beside it", "prot: not a known key"],
+        ),
     ],
 )
-def test_two_connectors_or_no_table_in_vllms_config_are_refused(given: str, extra: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_extra_config_of_vllm_that_contradicts_or_is_none_is_refused(
+    given: str, extra: Any, said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
         Config.from_dict({"kv_connector": given, "kv_connector_extra_config": extra})
+    assert len(caught.value.faults) == len(said)
+    assert all(each in str(caught.value) for each in said)
 
 
 @pytest.mark.parametrize(
