@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug.engine.layout import KVLayout, blocks_of, dimensions, slots, spans
+from kvplug.engine.layout import KVLayout, blocks_of, slots, spans
 from kvplug.errors import LayoutError
 
 SIZES = {"L": 2, "K": 2, "B": 5, "T": 4, "H": 3, "D": 6}
@@ -18,14 +18,18 @@ def layout_of(axes: str) -> KVLayout:
 
 
 class FakeTensor:
-    """As much of a tensor as ``check`` looks at."""
+    """As much of a tensor as ``check`` looks at; contiguous unless strides are given."""
 
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> None:
         self.shape = shape
-        self._strides = strides
+        self._strides = contiguous(shape) if strides is None else strides
 
     def stride(self) -> tuple[int, ...]:
         return self._strides
+
+
+def check(layout: KVLayout, *tensor: tuple[int, ...]) -> None:
+    layout.check(FakeTensor(*tensor))  # type: ignore[arg-type]
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -39,47 +43,35 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("axes", "expected"),
-    [
-        ("KBTHD", ("K", "B", "T", "H", "D")),
-        ("BHTKD", ("B", "H", "T", "KD")),
-        ("BTHKD", ("B", "T", "H", "KD")),
-        ("BKDTH", ("B", "KD", "T", "H")),
-        ("BTD", ("B", "T", "D")),
-        ("BHTDK", ("B", "H", "T", "D", "K")),
-    ],
-)
-def test_keys_and_values_are_packed_where_k_stands_directly_before_d(
-    axes: str, expected: tuple[str, ...]
-) -> None:
-    assert dimensions(axes) == expected
-
-
-@pytest.mark.parametrize(
     ("axes", "shape"),
     [
         ("KBTHD", (2, 5, 4, 3, 6)),
-        ("KBHTD", (2, 5, 3, 4, 6)),
-        ("BHTKD", (5, 3, 4, 12)),
+        ("BHTKD", (5, 3, 4, 12)),  # K directly before D: keys and values are packed
+        ("BKDTH", (5, 12, 4, 3)),
+        ("BHTDK", (5, 3, 4, 6, 2)),
         ("LBKTHD", (2, 5, 2, 4, 3, 6)),
-        ("BTD", (5, 4, 6)),
         ("LBTD", (2, 5, 4, 6)),
     ],
 )
-def test_a_layout_knows_the_shape_of_its_tensor(axes: str, shape: tuple[int, ...]) -> None:
-    assert layout_of(axes).shape == shape
+def test_a_layout_knows_its_tensors_shape_takes_such_a_tensor_and_survives_its_plain_form(
+    axes: str, shape: tuple[int, ...]
+) -> None:
+    layout = layout_of(axes)
+    assert layout.shape == shape
+    check(layout, shape)
+    newer = {**layout.to_plain(), "swizzle": "xor"}
+    assert KVLayout.from_plain(layout.to_plain()) == KVLayout.from_plain(newer) == layout
 
 
-def test_a_layout_of_keys_and_values_answers_for_its_sizes() -> None:
+def test_a_layout_answers_for_its_sizes_and_latent_attention_has_one_head_and_no_values() -> None:
     layout = KVLayout("LBHTKD", {"L": 30, "T": 16, "H": 3, "D": 64})
     assert (layout.block_size, layout.num_kv_heads, layout.head_size, layout.num_layers) == (16, 3, 64, 30)
     assert (layout.num_blocks, layout.has_values, layout.is_packed) == (None, True, True)
-
-
-def test_latent_attention_has_one_head_and_no_values() -> None:
-    layout = KVLayout("BTD", {"T": 64, "D": 576})
-    assert (layout.num_kv_heads, layout.has_values, layout.is_packed) == (1, False, False)
-    assert layout.num_layers is None
+    latent = KVLayout("BTD", {"T": 64, "D": 576})
+    assert (latent.num_kv_heads, latent.has_values, latent.is_packed) == (1, False, False)
+    assert latent.num_layers is None
+    with pytest.raises(LayoutError, match="number of blocks"):
+        _ = latent.shape
 
 
 def test_layouts_are_equal_and_hash_alike_whatever_the_order_of_their_sizes() -> None:
@@ -87,11 +79,6 @@ def test_layouts_are_equal_and_hash_alike_whatever_the_order_of_their_sizes() ->
     other = KVLayout("KBTHD", {"D": 64, "K": 2, "H": 3, "T": 16})
     assert one == other and hash(one) == hash(other)
     assert one != KVLayout("KBHTD", one.sizes)
-
-
-def test_a_layout_without_the_number_of_blocks_has_no_shape() -> None:
-    with pytest.raises(LayoutError, match="number of blocks"):
-        _ = KVLayout("BTD", {"T": 64, "D": 576}).shape
 
 
 @pytest.mark.parametrize(
@@ -124,16 +111,6 @@ def test_what_is_no_layout_is_refused_with_the_reason(axes: str, sizes: dict[str
 # -- plain form --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", ["KBTHD", "BHTKD", "LKBTHD", "BTD"])
-def test_a_layout_survives_its_plain_form(axes: str) -> None:
-    assert KVLayout.from_plain(layout_of(axes).to_plain()) == layout_of(axes)
-
-
-def test_keys_of_a_newer_version_in_a_plain_layout_are_passed_over() -> None:
-    plain = {**layout_of("KBTHD").to_plain(), "swizzle": "xor"}
-    assert KVLayout.from_plain(plain) == layout_of("KBTHD")
-
-
 @pytest.mark.parametrize(
     "plain",
     [None, 7, "KBTHD", [], {}, {"axes": 3}, {"axes": "BTD"}, {"axes": "BTD", "sizes": [1]},
@@ -147,59 +124,37 @@ def test_what_is_no_plain_layout_is_refused(plain: object) -> None:
 # -- checking a tensor -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", ["KBTHD", "KBHTD", "BHTKD", "LBKTHD", "BTD"])
-def test_a_contiguous_tensor_of_the_layouts_shape_passes(axes: str) -> None:
-    layout = layout_of(axes)
-    layout.check(FakeTensor(layout.shape, contiguous(layout.shape)))  # type: ignore[arg-type]
-
-
-def test_a_view_with_gaps_between_blocks_passes() -> None:
+def test_gaps_between_blocks_and_any_number_of_blocks_where_none_is_given_pass() -> None:
     layout = layout_of("BTHKD")
     strides = contiguous(layout.shape)
-    layout.check(FakeTensor(layout.shape, (strides[0] * 7, *strides[1:])))  # type: ignore[arg-type]
-
-
-def test_the_number_of_blocks_may_be_left_open() -> None:
-    layout = KVLayout("BTD", {"T": 4, "D": 6})
+    check(layout, layout.shape, (strides[0] * 7, *strides[1:]))
     for num_blocks in (1, 9):
-        shape = (num_blocks, 4, 6)
-        layout.check(FakeTensor(shape, contiguous(shape)))  # type: ignore[arg-type]
+        check(KVLayout("BTD", {"T": 4, "D": 6}), (num_blocks, 4, 6))
 
 
-def test_a_wrong_size_is_refused_by_the_name_of_its_axis() -> None:
-    layout = layout_of("KBTHD")
-    with pytest.raises(LayoutError, match=r"axis H: .* expects 3, got 4"):
-        layout.check(FakeTensor((2, 5, 4, 4, 6), contiguous((2, 5, 4, 4, 6))))  # type: ignore[arg-type]
-
-
-def test_a_packed_dimension_of_one_head_size_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"axis KD: .* expects 12, got 6"):
-        layout_of("BHTKD").check(FakeTensor((5, 3, 4, 6), contiguous((5, 3, 4, 6))))  # type: ignore[arg-type]
-
-
-def test_a_wrong_number_of_dimensions_is_refused() -> None:
-    shape = (5, 3, 4, 2, 6)
-    with pytest.raises(LayoutError, match=r"expects 4 dimensions \(B, H, T, KD\), got 5"):
-        layout_of("BHTKD").check(FakeTensor(shape, contiguous(shape)))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("axes", "shape", "strides", "said"),
+    [
+        ("KBTHD", (2, 5, 4, 4, 6), None, "axis H: .* expects 3, got 4"),
+        ("BHTKD", (5, 3, 4, 6), None, "axis KD: .* expects 12, got 6"),
+        ("BHTKD", (5, 3, 4, 2, 6), None, r"expects 4 dimensions \(B, H, T, KD\), got 5"),
+        ("BTD", (5, 4, 6), (0, 6, 1), "axis B: its 5 elements share memory"),
+        ("BTD", (5, 4, 6), (12, 6, 1), "axis B: .* stride of more than 23 elements, got 12"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_the_name_of_its_axis(
+    axes: str, shape: tuple[int, ...], strides: tuple[int, ...] | None, said: str
+) -> None:
+    with pytest.raises(LayoutError, match=said):
+        check(layout_of(axes), shape, strides)  # type: ignore[arg-type]
 
 
 def test_strides_in_another_order_are_refused_although_the_shape_fits() -> None:
-    sizes = {"B": 5, "T": 4, "H": 4, "D": 6}  # as many heads as tokens: the shape cannot tell
-    strides = contiguous((2, 5, 4, 4, 6))
-    permuted = (strides[0], strides[1], strides[3], strides[2], strides[4])
+    layout = KVLayout("KBTHD", {"B": 5, "T": 4, "H": 4, "D": 6})  # as many heads as tokens
+    strides = contiguous(layout.shape)
+    check(layout, layout.shape, strides)
     with pytest.raises(LayoutError, match=r"axis T: .*memory order KBHTD"):
-        KVLayout("KBTHD", sizes).check(FakeTensor((2, 5, 4, 4, 6), permuted))  # type: ignore[arg-type]
-    KVLayout("KBTHD", sizes).check(FakeTensor((2, 5, 4, 4, 6), strides))  # type: ignore[arg-type]
-
-
-def test_an_expanded_tensor_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"axis B: its 5 elements share memory"):
-        layout_of("BTD").check(FakeTensor((5, 4, 6), (0, 6, 1)))  # type: ignore[arg-type]
-
-
-def test_blocks_that_overlap_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"axis B: .* stride of more than 23 elements, got 12"):
-        layout_of("BTD").check(FakeTensor((5, 4, 6), (12, 6, 1)))  # type: ignore[arg-type]
+        check(layout, layout.shape, (*strides[:2], strides[3], strides[2], strides[4]))
 
 
 # -- blocks and slots --------------------------------------------------------------------------
@@ -226,13 +181,10 @@ def test_spans_slots_and_blocks_agree_with_token_by_token_arithmetic(
     assert blocks_of(table, block_size, start, end) == tuple(block for block, _, _ in pieces)
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 13), (-1, 3), (5, 4), (12, 14)])
-def test_a_range_that_the_blocks_do_not_hold_is_refused(start: int, end: int) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "start", "end"), [(4, 0, 13), (4, -1, 3), (4, 5, 4), (4, 12, 14), (0, 0, 0)]
+)
+def test_a_range_that_the_blocks_do_not_hold_is_refused(block_size: int, start: int, end: int) -> None:
     for refused in (slots, blocks_of, lambda *given: list(spans(*given))):
         with pytest.raises(LayoutError):
-            refused([7, 2, 5], 4, start, end)
-
-
-def test_a_block_of_no_tokens_is_refused() -> None:
-    with pytest.raises(LayoutError, match="one token or more"):
-        slots([1], 0, 0, 0)
+            refused([7, 2, 5], block_size, start, end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import example, given, strategies as st
 
 from kvplug.engine.leases import LeaseCounts
@@ -39,8 +41,11 @@ def test_leases_end_with_their_last_release_or_with_their_time(steps: list[tuple
 def test_leases_that_are_never_released_do_not_pile_up() -> None:
     now = 0.0
     counts_of = LeaseCounts(clock=lambda: now)
+    tracemalloc.start()
     for number in range(20_000):
         counts_of.hold([b"%d" % number], 10.0)
         now += 0.1
-    assert len(counts_of._leases) <= 2_000
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert len(counts_of) <= 101
+    assert held_bytes < 1 << 20, "all of them would take several times as much"

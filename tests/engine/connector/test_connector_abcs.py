@@ -28,7 +28,7 @@ def test_a_connector_that_says_nothing_is_best_effort_and_wants_no_further_step(
     side.update_connector_output(WorkerOutput())
 
 
-def test_a_worker_side_that_says_nothing_has_nothing_to_report() -> None:
+def test_a_worker_side_that_says_nothing_has_nothing_to_report_and_takes_layers_only() -> None:
     side = least(WorkerConnector)
     assert not side.has_connector_metadata()
     side.bind_connector_metadata({})
@@ -36,27 +36,17 @@ def test_a_worker_side_that_says_nothing_has_nothing_to_report() -> None:
     assert (side.get_stats(), list(side.take_events()), side.build_worker_metadata()) == (None, [], None)
     side.clear_connector_metadata()
     assert not side.has_connector_metadata()
-
-
-def test_a_worker_side_that_takes_layers_only_says_so() -> None:
     with pytest.raises(UnsupportedError, match="Least does not take cross-layer blocks"):
-        least(WorkerConnector).register_cross_layers_kv_cache(None, None)
+        side.register_cross_layers_kv_cache(None, None)
 
 
-def plan(block_ids: Any) -> SchedulerOutput:
-    scheduled = (ScheduledRequest(request_id="a", num_computed_tokens=0, num_scheduled_tokens=3),)
-    return SchedulerOutput(step=1, scheduled=scheduled, block_ids=block_ids)
-
-
-def test_block_tables_are_looked_up_by_whoever_wants_them() -> None:
+def test_block_tables_are_looked_up_on_demand_and_are_no_part_of_a_plans_identity() -> None:
     asked: list[str] = []
-    output = plan(lambda request_id: asked.append(request_id) or ((4, 7),))
-    assert asked == []
-    assert output.block_ids(output.scheduled[0].request_id) == ((4, 7),)
+    scheduled = (ScheduledRequest(request_id="a", num_computed_tokens=0, num_scheduled_tokens=3),)
+    plan = SchedulerOutput(
+        step=1, scheduled=scheduled, block_ids=lambda request_id: asked.append(request_id) or ((4, 7),)
+    )
+    assert plan == attrs.evolve(plan, block_ids={}.get) != attrs.evolve(plan, step=2)
+    assert asked == [] and "block_ids" not in repr(plan)
+    assert plan.block_ids("a") == ((4, 7),)
     assert asked == ["a"]
-
-
-def test_two_plans_are_compared_by_what_they_do_and_not_by_how_blocks_are_looked_up() -> None:
-    assert plan({}.get) == plan({"a": ((1,),)}.get)
-    assert plan({}.get) != attrs.evolve(plan({}.get), step=2)
-    assert "block_ids" not in repr(plan({}.get))
