@@ -54,9 +54,10 @@ class RecordedPipe(Pipe):
         the sends; ``None``: they are not compared with anything."""
         self.pipe = pipe
         """The pipe inside."""
-        self._stats = stats
+        self.stats = stats
+        """The figures of this pipe, and of others that share them."""
+        self.watch = watch
         self._on_end = on_end
-        self._watch = watch
 
     def __repr__(self) -> str:
         return f"<recorded {self.pipe!r}>"
@@ -108,7 +109,7 @@ class RecordedPipe(Pipe):
         )
 
     def _sent(self, send: Callable[[], Transfer], nbytes: Callable[[], int]) -> Transfer:
-        watch = self._watch
+        watch = self.watch
         if watch is not None and watch.due:
             self._heed(watch)
         try:
@@ -123,15 +124,15 @@ class RecordedPipe(Pipe):
             if watch is not None and sending is not None:
                 watch.ends(sending, 0, time.perf_counter())
             if isinstance(e, Exception):
-                self._stats.fail("send", reason_of(e))
+                self.stats.fail("send", reason_of(e))
             raise
 
         def count(ended: Transfer) -> None:
             error, now = ended.error(), time.perf_counter()
             if error is None:
-                self._stats.record("send", sent, now - started)
+                self.stats.record("send", sent, now - started)
             else:
-                self._stats.fail("send", reason_of(error))
+                self.stats.fail("send", reason_of(error))
             if watch is not None and sending is not None:
                 watch.ends(sending, sent if error is None else 0, now)
 
@@ -147,13 +148,13 @@ class RecordedPipe(Pipe):
         refusal = watch.take_alarm()
         if refusal is not None:
             if not self.pipe.closed:
-                self._stats.fail("send", reason_of(refusal))
+                self.stats.fail("send", reason_of(refusal))
                 self.abort()
             raise refusal
 
     def _received(self, receive: Callable[[], _T], nbytes: Callable[[_T], int]) -> _T:
-        if self._watch is not None and self._watch.due:
-            self._heed(self._watch)
+        if self.watch is not None and self.watch.due:
+            self._heed(self.watch)
         started = time.perf_counter()
         try:
             received = receive()
@@ -161,9 +162,9 @@ class RecordedPipe(Pipe):
             raise
         except Exception as e:
             if not (isinstance(e, PeerGoneError) and e.closed):
-                self._stats.fail("recv", reason_of(e))
+                self.stats.fail("recv", reason_of(e))
             raise
-        self._stats.record("recv", nbytes(received), time.perf_counter() - started)
+        self.stats.record("recv", nbytes(received), time.perf_counter() - started)
         return received
 
     def limit_messages(self, nbytes: int) -> None:
@@ -182,8 +183,8 @@ class RecordedPipe(Pipe):
             self._ended(may_wait=False)
 
     def _ended(self, *, may_wait: bool) -> None:
-        if self._watch is not None:
-            self._watch.close(tell=may_wait)
+        if self.watch is not None:
+            self.watch.close(tell=may_wait)
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(may_wait)

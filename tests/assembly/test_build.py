@@ -27,7 +27,6 @@ from kvplug import (
     required_layout,
 )
 from kvplug.assembly import builtin
-from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.engine import (
     ConnectorSpec,
     KVCacheConfig,
@@ -161,29 +160,12 @@ def joined(here: Registry, there: Registry, ours: Config, theirs: Config) -> tup
     return accepted[0], pipe
 
 
-def test_a_name_in_two_configs_becomes_a_pipe_between_them() -> None:
-    here, there = joined(
-        registry_of(transport()), registry_of(transport()), config(transport="queues"), config()
-    )
-    here.send_tensor(None).wait(1)
-    assert there.recv_tensor() is None
-
-
 def test_options_of_the_config_reach_the_transport_checked_and_converted() -> None:
     options = {"queues": {"eager": "no", "max_in_flight_bytes": "2 KiB"}}
     registry = registry_of(transport())
     joined(registry, registry, config(options=options), config())
-    given = [context.options for context in CONTEXTS]
-    wanted = MemoryPipeOptions(eager=False, max_in_flight_bytes=2048), MemoryPipeOptions()
-    assert sorted(given, key=repr) == sorted(wanted, key=repr)
-
-
-def test_of_two_transports_auto_takes_the_cheaper_one() -> None:
-    registry = registry_of(transport("queues"), transport("dear", gb_per_s=0.1))
-    with listen_pipe(config(), "unix:", registry=registry) as server:
-        connect_pipe(config(), server.contact, registry=registry)
-        server.accept()
-    assert len(CONTEXTS) == 2
+    given = {context.options for context in CONTEXTS}
+    assert given == {MemoryPipeOptions(eager=False, max_in_flight_bytes=2048), MemoryPipeOptions()}
 
 
 def test_a_refusal_reaches_both_ends_with_every_reason_and_the_listener_goes_on() -> None:
@@ -198,19 +180,19 @@ def test_a_refusal_reaches_both_ends_with_every_reason_and_the_listener_goes_on(
         server.accept()
 
 
-@pytest.mark.parametrize("broken_end", ["listening", "connecting", "both"])
+@pytest.mark.parametrize("broken_ends", [(True, False), (False, True), (True, True)])
 def test_auto_passes_over_a_transport_that_does_not_load_at_one_end(
-    caplog: pytest.LogCaptureFixture, broken_end: str
+    caplog: pytest.LogCaptureFixture, broken_ends: tuple[bool, bool]
 ) -> None:
     fast = transport("fast", gb_per_s=100.0)
-    bad = attrs.evolve(fast, factory=f"a_module_that_is_not_there:{broken_end.capitalize()}")
+    bad = attrs.evolve(fast, factory="a_module_that_is_not_there:Broken{:d}{:d}".format(*broken_ends))
     whole = registry_of(transport(), fast, distribution="kvplug-whole")
     broken = registry_of(transport(), bad, distribution="kvplug-broken")
-    ends = {"listening": (broken, whole), "connecting": (whole, broken), "both": (broken, broken)}[broken_end]
-    for _ in range(3):
-        joined(*ends, config(), config())
-    assert len(CONTEXTS) == 6
-    (said,) = [record.getMessage() for record in caplog.records if "passes it over" in record.getMessage()]
+    here, there = (broken if is_broken else whole for is_broken in broken_ends)
+    for _ in range(2):
+        joined(here, there, config(), config())
+    assert len(CONTEXTS) == 4
+    (said,) = [message for message in caplog.messages if "passes it over" in message]
     for part in (
         "the pipe 'fast' from kvplug-broken is broken",
         "No module named",
@@ -257,19 +239,6 @@ def test_a_transport_that_cannot_be_made_is_named_at_both_ends_and_passed_over_f
     assert "the pipe 'fast' from kvplug-mine is broken" in caplog.text
 
 
-def test_who_listens_where_no_pipe_can_work_is_warned_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    blocked = transport("blocked", probe="test_build_parts:not_viable")
-    with listen_pipe(config(), "unix:", registry=registry_of(blocked)):
-        pass
-    why = "no pipe here can move cpu tensors (blocked: the moon is in the way)"
-    assert f"every peer that connects will be refused: {why}" in caplog.text
-    caplog.clear()
-    able = registry_of(blocked, transport("queues"))
-    with listen_pipe(config(), "unix:", registry=able):
-        pass
-    assert not caplog.text
-
-
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -282,13 +251,18 @@ def test_who_listens_where_no_pipe_can_work_is_warned_at_once(caplog: pytest.Log
         ),
     ],
 )
-def test_one_end_alone_knows_what_no_peer_could_mend(given: Any, why: str | None) -> None:
+def test_one_end_alone_knows_what_no_peer_could_mend_and_warns_when_it_listens(
+    given: Any, why: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     here = registry_of(transport(), transport("blocked", probe="test_build_parts:not_viable"))
     said = explain_missing_pipe(config(**given), here)
-    assert said == why or (why is not None and said is not None and why in said)
-    assert (
-        explain_missing_pipe(config(), Registry()) == "no pipe here can move cpu tensors (none is installed)"
-    )
+    with listen_pipe(config(**given), "unix:", registry=here):
+        pass
+    if why is None:
+        assert said is None and not caplog.text
+    else:
+        assert said is not None and why in said
+        assert f"every peer that connects will be refused: {said}" in caplog.text
 
 
 def test_a_refusal_over_transports_says_which_plugins_are_blocked_or_broken_here() -> None:
@@ -319,7 +293,7 @@ def test_a_name_with_two_owners_works_once_the_config_says_whose() -> None:
     registry = registry_of(transport(), distribution="kvplug-one")
     add(registry, "others", transport(), distribution="kvplug-two")
     here, there = joined(registry, registry_of(transport()), config(transport="kvplug-two:queues"), config())
-    here.send_tensor(None)
+    here.send_tensor(None).wait(1)
     assert there.recv_tensor() is None
 
 
@@ -406,15 +380,6 @@ def test_the_layout_a_connector_insists_on_is_asked_without_building_it() -> Non
     assert required_layout(config(), function) is None
 
 
-def test_sinks_named_in_the_config_get_the_figures(caplog: pytest.LogCaptureFixture) -> None:
-    registry = Registry()
-    registry.register(builtin, name="core", distribution="kvplug")
-    (sink,) = ResolvedConfig(config(sinks=["log"]), registry).sinks()
-    caplog.set_level("INFO")
-    sink.emit({"ops": {"load": {"count": 3, "bytes": 0, "tokens": 0, "seconds": 0.0}}, "failures": {}}, {})
-    assert "load: 3 done" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -430,8 +395,7 @@ def test_a_model_that_is_not_the_caches_is_refused(given: dict[str, Any], said: 
 
 @pytest.mark.parametrize(("size", "error"), [(4, PluginError), (2, ConfigError)])
 def test_heads_are_those_of_a_worker(size: int, error: type[Exception]) -> None:
+    of_eight = attrs.evolve(MODEL, num_kv_heads=8)
     parallelism = Parallelism(num_workers=size, tensor_size=size)
     with pytest.raises(error):  # what comes after the check of heads: the class is not a connector
-        built(
-            registry_of(connectors=True), model=attrs.evolve(MODEL, num_kv_heads=8), parallelism=parallelism
-        )
+        built(registry_of(connectors=True), model=of_eight, parallelism=parallelism)

@@ -11,21 +11,19 @@ from kvplug import (
     Config,
     ConfigError,
     PluginError,
-    Registry,
     StatelessGroup,
     build_communicator,
     build_lookup,
     build_queue,
 )
-from kvplug.transport import Capabilities, Kind, TransportSpec, UnknownTransportError, hookimpl
+from kvplug.transport import UnknownTransportError
 from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(30)
 
 
-def test_a_queue_is_built_by_name_and_carries_the_contexts_numbers() -> None:
-    endpoint = build_queue(Config(queue="memory", timeout_s=0.2), n_reader=2, max_chunks=3)
-    assert (endpoint.context.n_reader, endpoint.context.max_chunks) == (2, 3)
+def test_a_queue_is_built_by_name() -> None:
+    endpoint = build_queue(Config(queue="memory", timeout_s=0.2), n_reader=2)
     assert endpoint.context.max_chunk_bytes == 24 << 20
     with endpoint.create() as writer:
         readers = [endpoint.create_from_handle(writer.export_handle(), rank) for rank in range(2)]
@@ -44,51 +42,20 @@ def test_the_warning_interval_is_the_configs_unless_the_call_says_another() -> N
     assert build_queue(Config(queue="memory")).context.warning_interval_s == 60.0
 
 
-def test_auto_considers_no_memory_queue_or_communicator() -> None:
-    every = {plugin.name for plugin in Registry.from_env().plugins} - {"core", "testing"}
-    core = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": ",".join(every)})
-    assert {spec.name for spec in core.transports(Kind.QUEUE)} >= {"memory"}
-    with pytest.raises(PluginError, match="no message queue can be had"):
-        build_queue(Config(queue="auto"), registry=core)
-
-
-def test_an_unknown_name_says_what_there_is() -> None:
-    with pytest.raises(UnknownTransportError, match="memory"):
-        build_queue(Config(queue="memroy"))
-    with pytest.raises(UnknownTransportError, match="memory"):
-        build_lookup(Config(lookup_buffer="memroy"))
+def test_what_a_config_names_wrongly_is_refused() -> None:
     group = StatelessGroup.create("unix:", rank=0, world_size=1)
-    with group, pytest.raises(UnknownTransportError, match="memory"):
-        build_communicator(Config(communicator="memroy"), group)
-
-
-def test_options_of_a_queue_and_a_device_of_a_communicator_are_refused_where_there_are_none() -> None:
-    with pytest.raises(ConfigError, match="spin"):
-        build_queue(Config(queue="memory", options={"memory": {"spin": 1}}))
-    group = StatelessGroup.create("unix:", rank=0, world_size=1)
-    with group, pytest.raises(PluginError, match="moves cpu tensors, and cuda ones are needed"):
-        build_communicator(Config(communicator="memory"), group, device="cuda:0")
-
-
-class Trusting:
-    """A plugin of which nothing asks who is at the other end."""
-
-    @staticmethod
-    @hookimpl
-    def kvplug_transports() -> list[TransportSpec]:
-        able = Capabilities(authenticated=False, cross_host=True)
-        memory = "kvplug_testing.memory.queue:MemoryQueueEndpoint"
-        return [TransportSpec(kind=Kind.QUEUE, name="trusting", factory=memory, capabilities=able)]
-
-
-@pytest.mark.parametrize("name", ["trusting", "auto"])
-def test_where_strangers_reach_it_a_queue_must_authenticate(name: str) -> None:
-    registry = Registry()
-    registry.register(Trusting, name="trusting")
-    exposed = {"queue": name, "host": "192.0.2.7"}
-    with pytest.raises(PluginError, match="its data plane is not authenticated"):
-        build_queue(Config(**exposed), registry=registry)
-    build_queue(Config(queue=name), registry=registry)
+    with group:
+        for build in (
+            lambda: build_queue(Config(queue="memroy")),
+            lambda: build_lookup(Config(lookup_buffer="memroy")),
+            lambda: build_communicator(Config(communicator="memroy"), group),
+        ):
+            with pytest.raises(UnknownTransportError, match="memory"):
+                build()
+        with pytest.raises(ConfigError, match="spin"):
+            build_queue(Config(queue="memory", options={"memory": {"spin": 1}}))
+        with pytest.raises(PluginError, match="moves cpu tensors, and cuda ones are needed"):
+            build_communicator(Config(communicator="memory"), group, device="cuda:0")
 
 
 def at_ranks(count: int, call: Callable[[StatelessGroup], Any]) -> list[Any]:

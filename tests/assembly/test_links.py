@@ -6,8 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -71,21 +69,17 @@ def test_closing_wakes_who_connects(is_silent: bool) -> None:
             accepted.close()
 
 
-def test_closed_peers_neither_dial_nor_listen() -> None:
+def test_closed_peers_neither_dial_nor_listen_and_a_missing_listener_is_told_at_once_without_retry() -> None:
     peers = ControlPeers(settings(), listen="unix:", connect="unix:@kvplug-test-links-no-listener")
+    begun = time.monotonic()
+    with pytest.raises(PeerGoneError, match="no-listener"):
+        peers.connect(0, "x", retry=False)
+    assert time.monotonic() - begun < 4
     peers.close()
     with pytest.raises(ClosedError):
         peers.connect(0, "x")
     with pytest.raises(ClosedError):
         peers.listen()
-
-
-def test_without_retry_a_missing_listener_is_told_at_once() -> None:
-    peers = ControlPeers(settings(), connect="unix:@kvplug-test-links-no-listener")
-    begun = time.monotonic()
-    with pytest.raises(PeerGoneError, match="no-listener"):
-        peers.connect(0, "x", retry=False)
-    assert time.monotonic() - begun < 4
 
 
 def test_another_engine_than_the_one_announced_is_refused_and_logged_once(
@@ -130,38 +124,3 @@ def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up() -> None:
             channel.recv(5)
         channel.close()
     peers.close()
-
-
-def test_closing_a_link_ends_the_opening_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = settings()
-    opened, ended = threading.Event(), threading.Event()
-
-    class NobodyComes:
-        contact = "x"
-
-        def accept(self, timeout: Any = None) -> Any:
-            opened.set()
-            if not ended.wait(10):
-                raise AssertionError("it was not closed")
-            raise ClosedError("closed")
-
-        def close(self) -> None:
-            ended.set()
-
-    endpoint = SimpleNamespace(listen=NobodyComes)
-    monkeypatch.setattr(LinkSettings, "pipe_endpoint", lambda *_: endpoint)
-    odd = SimpleNamespace(chosen="odd")
-    monkeypatch.setattr("kvplug.negotiation.handshake.agreement._transports", lambda *_: ({"cpu": odd}, []))
-    with ExitStack() as stack:
-        peers = ControlPeers(both, listen="unix:")
-        stack.callback(peers.close)
-        listener = peers.listen()
-        dialler = ControlPeers(both, connect=listener.contact)
-        stack.callback(dialler.close)
-        accepting = Call(lambda: listener.accept(5))
-        stack.callback(dialler.connect(0, "x", 5).close)
-        theirs = accepting.result(5)
-        waiting = Call(lambda: theirs.open_pipe("p"))
-        assert opened.wait(2)
-        theirs.close()
-        waiting.raised(ClosedError, within=1)

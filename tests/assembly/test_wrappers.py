@@ -129,12 +129,21 @@ def test_the_inner_queue_is_made_with_the_arguments_of_the_wrapper(few: Registry
     assert isinstance(build_queue(config(None, queue="auto"), registry=few), MemoryQueueEndpoint)
 
 
-@pytest.mark.parametrize("inner", ["trusting", "auto"])
-def test_an_inner_queue_that_other_hosts_reach_must_authenticate(few: Registry, inner: str) -> None:
-    given = {"queue": "around", "timeout_s": 20}
-    with pytest.raises(PluginError, match="trusting: its data plane is not authenticated"):
-        build_queue(config({**AROUND, "inner": inner}, host="192.0.2.7", **given), registry=few)
-    build_queue(config({**AROUND, "inner": inner}, **given), registry=few)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"queue": "trusting"},
+        {"queue": "auto"},
+        *(
+            {"queue": "around", "options": {"around": {**AROUND, "inner": inner}}}
+            for inner in ("trusting", "auto")
+        ),
+    ],
+)
+def test_a_queue_that_other_hosts_reach_must_authenticate(few: Registry, given: dict[str, Any]) -> None:
+    with pytest.raises(PluginError, match="its data plane is not authenticated"):
+        build_queue(Config.from_dict({**given, "host": "192.0.2.7"}), registry=few)
+    build_queue(Config.from_dict(given), registry=few)
 
 
 def test_auto_needs_an_inner_queue(registry: Registry) -> None:

@@ -44,6 +44,7 @@ def test_a_slow_path_that_only_takes_a_moment_is_not_found() -> None:
     """However rarely something is sent: 100 messages, each late by 15 ms, may be spread over days."""
     assert not Path().send([0.5] * 100)  # 1.7 s
     assert len(Path().send([0.5] * 200)) == 1
+    assert len(Path().send([0.05] * 8, mib=256)) == 1, "one large message at a time is enough"
 
 
 @pytest.mark.parametrize(
@@ -66,10 +67,6 @@ def test_what_it_carried_before_counts_also_without_a_claim() -> None:
     assert found.against == "history"
     assert "less than a fifth of the 1.3 GB/s that it carried before" in str(found)
     assert not Path(claim=None).send([*[0.5] * 4, *[0.01] * 50]), "there is too little to compare with"
-
-
-def test_one_large_message_at_a_time_is_enough() -> None:
-    assert len(Path().send([0.05] * 8, mib=256)) == 1
 
 
 def test_small_messages_are_not_compared_with_large_ones() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -33,22 +35,19 @@ def snapshot() -> dict[str, Any]:
 
 
 def test_every_figure_is_exported_with_the_engines_labels(registry: Any) -> None:
-    sink = prometheus_sinks(["model", "engine"], {0: ["smol", "0"]}, registry)[0]
-    sink.emit(snapshot(), {"side": "worker"})
-    labels = {"model": "smol", "engine": "0", "op": "load"}
-    for name, expected in {
-        "kvplug_transfers_total": 2,
-        "kvplug_transfer_bytes_total": 2000,
-        "kvplug_transfer_tokens_total": 32,
-        "kvplug_transfer_seconds_total": 100.5,
-    }.items():
-        assert registry.get_sample_value(name, labels) == expected
-    failures = "kvplug_transfer_failures_total"
-    assert registry.get_sample_value(failures, {**labels, "reason": "corrupt"}) == 1
-    route = {"model": "smol", "engine": "0", "route": "nixl rma(cma/memory)"}
-    assert registry.get_sample_value("kvplug_pipes_total", route) == 1
-    source = {"model": "smol", "engine": "0", "source": "peer 10.0.0.5:29555"}
-    assert registry.get_sample_value("kvplug_not_held_pages_total", source) == 12
+    prometheus_sinks(["model", "engine"], {0: ["smol", "0"]}, registry)[0].emit(
+        snapshot(), {"side": "worker"}
+    )
+    for name, value, labels in (
+        ("kvplug_transfers_total", 2, {"op": "load"}),
+        ("kvplug_transfer_bytes_total", 2000, {"op": "load"}),
+        ("kvplug_transfer_tokens_total", 32, {"op": "load"}),
+        ("kvplug_transfer_seconds_total", 100.5, {"op": "load"}),
+        ("kvplug_transfer_failures_total", 1, {"op": "load", "reason": "corrupt"}),
+        ("kvplug_pipes_total", 1, {"route": "nixl rma(cma/memory)"}),
+        ("kvplug_not_held_pages_total", 12, {"source": "peer 10.0.0.5:29555"}),
+    ):
+        assert registry.get_sample_value(name, {"model": "smol", "engine": "0", **labels}) == value, name
 
 
 def test_buckets_are_cumulative_and_end_with_everything(registry: Any) -> None:
@@ -71,63 +70,43 @@ def test_engines_are_told_apart_and_asked_twice_the_same_counters_are_raised(reg
     assert registry.get_sample_value("kvplug_transfers_total", {"engine": "one", "op": "load"}) == 2
 
 
-class Wrapped:
-    """A counter as an engine has it that wraps Prometheus, and keeps its counters somewhere of its own."""
-
-    made: ClassVar[list[Wrapped]]
-
-    def __init__(self, name: str, documentation: str, labelnames: Sequence[str]) -> None:
-        self.name, self.documentation, self.labelnames = name, documentation, tuple(labelnames)
-        self.raised: dict[tuple[str, ...], float] = {}
-        self.made.append(self)
-
-    def labels(self, *values: str) -> Any:
-        assert len(values) == len(self.labelnames)
-
-        class Labelled:
-            def inc(_, amount: float) -> None:  # noqa: N805 - self is the counter's
-                self.raised[values] = self.raised.get(values, 0) + amount
-
-        return Labelled()
-
-
 @pytest.fixture
-def wrapped() -> type[Wrapped]:
-    class Ours(Wrapped):
+def wrapped() -> Any:
+    """A class of counters as an engine has it that wraps Prometheus, and keeps its counters itself."""
+
+    class Wrapped:
         made: ClassVar[list[Wrapped]] = []
 
-    return Ours
+        def __init__(self, name: str, documentation: str, labelnames: Sequence[str]) -> None:
+            self.name, self.labelnames = name, tuple(labelnames)
+            self.raised: Counter[tuple[str, ...]] = Counter()
+            self.made.append(self)
+
+        def labels(self, *values: str) -> Any:
+            assert len(values) == len(self.labelnames)
+            return SimpleNamespace(inc=lambda amount: self.raised.update({values: amount}))
+
+    return Wrapped
 
 
-def test_an_engines_own_class_makes_the_counters_and_prometheus_client_is_not_needed(
-    wrapped: type[Wrapped], monkeypatch: pytest.MonkeyPatch
+def test_an_engines_own_class_makes_the_counters_once_and_prometheus_client_is_not_needed(
+    wrapped: Any, registry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     prometheus_sinks(["engine"], {0: ["0"]}, counter=wrapped)[0].emit(snapshot(), {})
+    SchedulerConnector.build_prom_metrics(["engine"], {1: ["1"]}, counter=wrapped)[1].emit(snapshot(), {})
     assert {counter.name: counter.labelnames for counter in wrapped.made} == {
         name: ("engine", *ours) for name, (ours, _) in COUNTERS.items()
     }
-    (transfers,) = (counter for counter in wrapped.made if counter.name == "kvplug_transfers_total")
-    assert transfers.raised == {("0", "load"): 2}
-
-
-def test_the_same_class_asked_again_raises_the_same_counters(wrapped: type[Wrapped]) -> None:
-    for index in (0, 1):
-        prometheus_sinks(["engine"], {index: [str(index)]}, counter=wrapped)[index].emit(snapshot(), {})
     assert len(wrapped.made) == len(COUNTERS)
-    assert wrapped.made[0].raised == {("0", "load"): 2, ("1", "load"): 2}
+    (transfers,) = (counter for counter in wrapped.made if counter.name == "kvplug_transfers_total")
+    assert transfers.raised == {("0", "load"): 2, ("1", "load"): 2}
     with pytest.raises(ConfigError, match="labels engine, and model were asked for"):
         prometheus_sinks(["model"], {0: ["0"]}, counter=wrapped)
-
-
-def test_a_registry_and_a_counter_are_not_both_taken(registry: Any, wrapped: type[Wrapped]) -> None:
     with pytest.raises(ValueError, match="not both"):
         prometheus_sinks([], {0: []}, registry, wrapped)
-
-
-def test_a_connector_makes_its_metrics_of_the_engines_class(wrapped: type[Wrapped]) -> None:
-    SchedulerConnector.build_prom_metrics(["engine"], {3: ["three"]}, counter=wrapped)[3].emit(snapshot(), {})
-    assert wrapped.made[0].raised == {("three", "load"): 2}
+    with pytest.raises(ImportError, match=r"pip install kvplug\[prometheus\]"):
+        prometheus_sinks([], {})
 
 
 def test_every_fault_of_the_labels_is_told_at_once(registry: Any) -> None:
@@ -158,12 +137,6 @@ def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
     }
     assert len(found) == len(Op) * (4 + len(BOUNDS_S) + 1 + len(Reason)) + 3 * (64 + 1)
     assert {name for name, *_ in found} == set(COUNTERS)
-
-
-def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ImportError, match=r"pip install kvplug\[prometheus\]"):
-        prometheus_sinks([], {})
 
 
 def test_figures_reach_the_multi_process_mode_too(tmp_path: Any, output_of: Callable[..., str]) -> None:

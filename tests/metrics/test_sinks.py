@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -49,38 +48,29 @@ def test_the_log_gets_a_line_for_each_operation(caplog: pytest.LogCaptureFixture
     stats = TransferStats()
     one_load(stats)
     stats.fail("save", "no_room")
-    with caplog.at_level(logging.INFO):
-        LogSink().emit(stats.snapshot(), {"connector": "lookup", "side": "worker"})
-    assert [record.getMessage() for record in caplog.records] == [
+    with caplog.at_level(logging.DEBUG):
+        for sink in (LogSink(), LogSink(logging.getLogger("mine"), logging.DEBUG)):
+            sink.emit(stats.snapshot(), {"connector": "lookup", "side": "worker"})
+    lines = [
         "connector=lookup side=worker load: 1 done, 3.0 MB, 16 tokens, 0.5000 s; failed: timeout 1",
         "connector=lookup side=worker save: 0 done, 0.0 MB, 0 tokens, 0.0000 s; failed: no_room 1",
     ]
-
-
-def test_the_log_sink_uses_the_logger_and_level_it_is_given(caplog: pytest.LogCaptureFixture) -> None:
-    stats = TransferStats()
-    one_load(stats)
-    with caplog.at_level(logging.DEBUG):
-        LogSink(logging.getLogger("mine"), logging.DEBUG).emit(stats.snapshot(), {})
-    assert [(record.name, record.levelno) for record in caplog.records] == [("mine", logging.DEBUG)]
-
-
-def test_a_hook_is_called_with_what_every_sink_gets() -> None:
-    seen: list[Any] = []
-    HookSink(lambda snapshot, labels: seen.append((snapshot, labels))).emit({"ops": {}}, {"a": "b"})
-    assert seen == [({"ops": {}}, {"a": "b"})]
+    assert caplog.messages == lines * 2
+    levels = [(record.name, record.levelno) for record in caplog.records]
+    assert levels == [("kvplug.metrics.sinks", logging.INFO)] * 2 + [("mine", logging.DEBUG)] * 2
 
 
 def test_a_reporter_hands_over_what_is_new_and_only_that() -> None:
     stats, sink = TransferStats(), Kept()
     reporter = Reporter(stats, [sink], {"side": "worker"}, interval_s=1000)
-    assert len(threads()) == 1
+    idle = Reporter(stats, [])
+    assert len(threads()) == 1, "one without sinks has no thread"
     one_load(stats)
-    reporter.emit()
-    reporter.emit()
+    for each in (reporter, idle, reporter):
+        each.emit()
     one_load(stats)
-    reporter.close()
-    reporter.close()
+    for each in (reporter, idle, reporter):
+        each.close()
     assert threads() == [] and len(sink.seen) == 2
     for snapshot, labels in sink.seen:
         assert snapshot["ops"]["load"]["count"] == 1 and labels == {"side": "worker"}
@@ -143,15 +133,6 @@ def test_a_sink_that_hangs_does_not_hang_the_close(
     assert "hangs" in caplog.text
     leave.set()
     until(lambda: not threads())
-
-
-def test_a_reporter_without_sinks_has_no_thread() -> None:
-    stats = TransferStats()
-    reporter = Reporter(stats, [])
-    assert threads() == []
-    one_load(stats)
-    reporter.emit()
-    reporter.close()
 
 
 def test_a_sink_that_fails_is_reported_once_and_does_not_stop_the_others(

@@ -7,7 +7,6 @@ import pytest
 
 from kvplug import Registry
 from kvplug.engine import Offer
-from kvplug.errors import HandshakeError
 from kvplug.negotiation.select import select
 from kvplug.transport import Kind, Probe
 from kvplug.transport.capabilities import Requirements
@@ -47,11 +46,3 @@ def test_where_it_cannot_be_another_one_is_taken(offers: dict[str, Offer]) -> No
         there = list((offers | {"cuda-ipc": theirs}).values())
         assert select(here, there, GPU).chosen == select(there, here, GPU).chosen == "pynccl"
     assert select(here, here, attrs.evolve(GPU, cross_host=True)).chosen == "pynccl"
-
-
-def test_a_name_that_cannot_be_used_is_refused_with_the_reason(offers: dict[str, Offer]) -> None:
-    here = list(offers.values())
-    with pytest.raises(HandshakeError, match="works on one host only"):
-        select(here, here, attrs.evolve(GPU, cross_host=True), ("cuda-ipc", "auto"))
-    with pytest.raises(HandshakeError, match="moves cuda tensors, and cpu ones are needed"):
-        select(here, here, Requirements(device="cpu"), ("cuda-ipc", "auto"))

@@ -52,20 +52,18 @@ def test_all_that_is_measured_comes_of_the_fakes_too_and_is_called_no_measuremen
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert {row["part"] for row in found["rows"]} == set(MEASURED)
-    assert [row["said"] for row in found["rows"] if row["said"]] == []
+    assert not [row["said"] for row in found["rows"] if row["said"]]
     whats = {(row["what"], row["nbytes"]) for row in found["rows"]}
-    assert {
+    assert whats >= {
         ("cuda-ipc, into", 1 << 20),
         ("cuda-ipc, latency", 4096),
         ("copy on the device", 1 << 20),
-    } <= whats
+    }
     shares = [row["of_copy"] for row in found["rows"] if row["gb_per_s"] and "copy" not in row["what"]]
     assert shares and all(shares)
     assert found["facts"]["fake"] is True
-    assert "THESE ARE NO MEASUREMENTS" in (tmp_path / "gpu.md").read_text()
-    assert "THESE ARE NO MEASUREMENTS" in done.stdout
-    if importlib.util.find_spec("matplotlib") is not None:
-        assert (tmp_path / "gpu.svg").exists()
+    for said in (done.stdout, (tmp_path / "gpu.md").read_text()):
+        assert "THESE ARE NO MEASUREMENTS" in said
 
 
 @pytest.mark.full
@@ -105,21 +103,6 @@ def test_a_part_that_fails_is_a_row_and_the_others_go_on(
     assert "the cat\ncame by" in (setting.out / "failed-breaks.txt").read_text()
     script.measure(setting, ["works"], 0.0, lambda rows: written.append(list(rows)))
     assert [row.said for row in written[-1]] == ["not run: the 0 minutes were over"]
-
-
-@pytest.mark.full
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler (cc) for the fakes")
-def test_what_nccl_refuses_is_a_row_that_says_what_it_said(
-    script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from kvplug_lab.gpu.fake import NCCL
-
-    setting.libraries = {"pynccl": NCCL.build(tmp_path)}
-    monkeypatch.setenv(NCCL.variable, "init_result=5")
-    (row,) = [row for row in script.gpu_parts.pynccl(setting, 60.0) if row.nbytes is None]
-    assert row.what == "pynccl, one GPU over sockets, pipe"
-    assert row.said.startswith("not run: ")
-    assert "NcclInvalidUsageError" in row.said
 
 
 @pytest.mark.full

@@ -65,8 +65,9 @@ def config_of(engine_id: str, url: str, lease_s: float, address: str) -> Config:
 class Worked(FakeEngine):
     """An engine that answers the test, and otherwise loads and saves prompts by chance."""
 
-    def __init__(self, *args: Any, seed: int, **given: Any) -> None:
-        super().__init__(*args, seed=seed, num_blocks=64, **given)
+    def __init__(self, config: Config, *, seed: int) -> None:
+        super().__init__(config, seed=seed, num_blocks=64)
+        self.engine_id = config.engine_id
         self.chance = random.Random(seed)
         self.numbers = itertools.count()
         self.num_wrong = self.num_loaded = self.num_from_peers = self.num_failed = 0
@@ -90,8 +91,9 @@ class Worked(FakeEngine):
 
     def sources(self) -> list[str]:
         """The engines that it follows and is connected to."""
-        followed = self.scheduler._engines._followed
-        return sorted(engine.engine_id for engine, source in list(followed.values()) if source.is_connected)
+        self.step([])  # it hears who has come and left
+        links = self.scheduler.links
+        return sorted({link.agreement.remote.engine_id for link in links} - {self.engine_id})
 
     def contact(self) -> str:
         return self.worker.contact
@@ -186,7 +188,7 @@ class Fleet:
         return sums
 
 
-@pytest.fixture(params=["etcd", "redis"])
+@pytest.fixture(params=["etcd", pytest.param("redis", marks=pytest.mark.variant)])
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("directory")
     if request.param == "etcd":

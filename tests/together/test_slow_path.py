@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -17,7 +18,12 @@ from kvplug import ClosedError, Config, PeerGoneError, connect_pipe, listen_pipe
 from kvplug.assembly import slow_path
 from kvplug.errors import SlowPathError
 from kvplug.metrics import path_rate
-from kvplug.transport import Cost, PathReport, Pipe
+from kvplug.metrics.stats import TransferStats
+from kvplug.negotiation.handshake.agreement import agree
+from kvplug.negotiation.handshake.hello import Hello
+from kvplug.negotiation.select import Offer
+from kvplug.net.trust.identity import PeerIdentity
+from kvplug.transport import Capabilities, Cost, PathReport, Pipe
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call
@@ -36,6 +42,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_rate, "_SLOW_S", 0.5)
     monkeypatch.setattr(path_rate, "_LEAST_HISTORY", 4)
     monkeypatch.setattr(path_rate, "host_load", lambda: 1.0)
+    monkeypatch.setattr(path_rate, "_sending", path_rate.SharedTime())
 
 
 def config(transport: str = "cpu", rule: str = "", **more: Any) -> Config:
@@ -49,7 +56,7 @@ def config(transport: str = "cpu", rule: str = "", **more: Any) -> Config:
     return Config.from_dict(known)
 
 
-def pair(ours: Config, theirs: Config | None = None) -> tuple[Pipe, Pipe]:
+def pair(ours: Config, theirs: Config | None = None) -> tuple[Any, Pipe]:
     with listen_pipe(theirs or config(), "unix:") as server:
         joining = Call(lambda: connect_pipe(ours, server.contact))
         return joining.result(20), server.accept()
@@ -87,7 +94,7 @@ def send(pipe: Pipe, count: int) -> None:
 def test_a_throttled_pipe_is_told_and_counted_once_for_each_peer(warned: Any) -> None:
     with taken(config(rule=SLOW)) as pipe:
         send(pipe, 40)
-        snapshot = pipe._stats.snapshot()
+        snapshot = pipe.stats.snapshot()
     (text,) = warned()
     for part in (
         r"the pipe 'cpu' to .*pid \d+.* carries 0\.0\d+ GB/s \(\d+ MiB in .* s\)",
@@ -120,7 +127,7 @@ def test_refusing_ends_the_pipe_with_what_was_measured(warned: Any) -> None:
         with pytest.raises(SlowPathError):
             pipe.recv_tensor(timeout=0)
         assert pipe.closed and not warned()
-        snapshot = pipe._stats.snapshot()
+        snapshot = pipe.stats.snapshot()
         assert (snapshot["slow_paths"], snapshot["failures"]) == ({"cpu": 1}, {"send": {"slow": 1}})
 
 
@@ -131,9 +138,12 @@ def test_what_is_under_way_when_a_pipe_is_refused_ends_at_both_ends(transport: s
     whole, half = pipe.send_tensor(MESSAGE), pipe.send_tensor(torch.zeros(64 * MIB, dtype=torch.uint8))
     assert other.recv_tensor(timeout=20) is not None
     whole.wait(20)
-    recorded: Any = pipe
-    recorded._watch._finding = path_rate.Finding(against="claim", gb_per_s=0.1, expected_gb_per_s=6.0)
-    recorded._watch.due = True
+    now = time.perf_counter()
+    for _ in range(4):  # as if some messages between these took long
+        sending = pipe.watch.begins(16 * MIB, now)
+        now += 10
+        pipe.watch.ends(sending, 16 * MIB, now)
+    assert pipe.watch.due
     for _ in range(2):
         with pytest.raises(SlowPathError):
             pipe.send_tensor(MESSAGE)
@@ -142,7 +152,7 @@ def test_what_is_under_way_when_a_pipe_is_refused_ends_at_both_ends(transport: s
             ended()
     with pytest.raises(PeerGoneError):
         other.recv_tensor(timeout=20)
-    assert recorded._stats.snapshot()["failures"] == {"send": {"slow": 1, "closed": 1}}
+    assert pipe.stats.snapshot()["failures"] == {"send": {"slow": 1, "closed": 1}}
     other.close()
 
 
@@ -208,28 +218,23 @@ def test_what_a_transport_measures_at_the_beginning_counts_at_once(
 # -- causes ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alarm() -> slow_path.SlowPathAlarm:
-    """Of a pipe "cpu" between two ends here."""
-    pipe, other = pair(config())
-    for each in (pipe, other):
-        each.close()
-    watch: Any = pipe
-    tell = watch._watch._tell
-    (found,) = [
-        c.cell_contents for c in tell.__closure__ if isinstance(c.cell_contents, slow_path.SlowPathAlarm)
-    ]
-    return found
-
-
-def test_the_cause_is_looked_for(
-    alarm: slow_path.SlowPathAlarm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    finding = path_rate.Finding(against="claim", gb_per_s=0.1, expected_gb_per_s=6.0)
-    mute: Any = type("Mute", (), {"path_report": lambda self: PathReport()})()
+def test_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    offer = Offer(name="cpu", capabilities=Capabilities(cost=Cost(latency_us=50, gb_per_s=6)))
+    ours, theirs = (Hello(transports=(offer,), identity=PeerIdentity(boot_id="b", pid=pid)) for pid in (1, 2))
+    alarm = slow_path.SlowPathAlarm(
+        config=Config(slow_path="refuse"),
+        stats=TransferStats(),
+        abilities=lambda: {"cpu": offer.capabilities},
+        agreement=agree(ours, theirs),
+        transport="cpu",
+        device="cpu",
+    )
+    slow: Any = SimpleNamespace(peer="pid 2", path_report=lambda: PathReport(measured_gb_per_s=0.1))
 
     def causes(**changes: Any) -> str:
-        return "; ".join(attrs.evolve(alarm, **changes)._reasons(finding, mute))
+        with pytest.raises(SlowPathError, match="less than a tenth of the 6 GB/s") as refused:
+            attrs.evolve(alarm, **changes).watch(slow)
+        return str(refused.value)
 
     monkeypatch.setattr(slow_path, "_SMALL_SHM", 1 << 62)
     assert "/dev/shm has only" in causes()
@@ -253,9 +258,7 @@ def test_the_cause_is_looked_for(
     assert "this process may use one processor only" in causes()
 
 
-def test_a_thread_that_keeps_the_interpreter_lock_is_named(
-    alarm: slow_path.SlowPathAlarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_keeps_the_interpreter_lock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_path, "host_load", lambda: 1.0)
     stop: list[None] = []
 

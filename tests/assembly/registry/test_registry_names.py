@@ -62,14 +62,6 @@ def filled(**plugins: list[Any]) -> Registry:
     return registry
 
 
-def test_a_new_registry_is_empty() -> None:
-    registry = Registry()
-    assert registry.plugins == ()
-    assert registry.transports(Kind.PIPE) == ()
-    with pytest.raises(UnknownConnectorError, match="no plugin that is loaded offers a connector"):
-        registry.get(Kind.CONNECTOR, "lookup")
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "package"),
     [
@@ -134,9 +126,8 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
     assert isinstance(caught.value, LookupError)
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "word"),
-    [
+def test_each_kind_is_called_as_operators_call_it() -> None:
+    for kind, error, word in (
         (Kind.CONNECTOR, UnknownConnectorError, "connector"),
         (Kind.PIPE, UnknownTransportError, "transport"),
         (Kind.QUEUE, UnknownTransportError, "message queue"),
@@ -144,11 +135,9 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         (Kind.COMMUNICATOR, UnknownTransportError, "communicator"),
         (Kind.SINK, UnknownNameError, "sink"),
         (Kind.COMMAND, UnknownNameError, "command"),
-    ],
-)
-def test_each_kind_is_called_as_operators_call_it(kind: Kind, error: type, word: str) -> None:
-    with pytest.raises(error, match=f"no {word} named 'x'"):
-        Registry().get(kind, "x")
+    ):
+        with pytest.raises(error, match=f"no {word} named 'x'"):
+            Registry().get(kind, "x")
 
 
 def test_a_second_owner_of_a_name_is_refused_whole() -> None:
