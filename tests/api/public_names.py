@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,9 @@ WIRE = {
 }
 """Public as well, where plugins import them from. Other names of those modules are kvplug's own."""
 PROTECTED = (
-    *(
-        "_addresses",
-        "_batch",
-        "_compare",
-        "_compare_pairs",
-        "_dial",
-        "_drain",
-        "_fail",
-        "_gather",
-        "_give_up",
-    ),
-    *("_join_threads", "_on_failure", "_on_peer_gone", "_peer_gone", "_receive_blocks", "_resume"),
-    *("_send_blocks", "_suspend", "_synchronize"),
+    *("_addresses", "_batch", "_compare", "_compare_pairs", "_dial", "_drain", "_fail", "_gather"),
+    *("_give_up", "_join_threads", "_on_failure", "_on_peer_gone", "_peer_gone", "_receive_blocks"),
+    *("_resume", "_send_blocks", "_suspend", "_synchronize"),
 )
 """Private methods with a body that subclasses of abstract classes override or call, beside abstract ones."""
 ABSTRACT = "abstract method"
@@ -70,11 +60,7 @@ PUBLIC_ELSEWHERE = {
     *vars(collections.abc),
     *vars(typing),
     *vars(builtins),
-    "Logger",
-    "Tensor",
-    "Timeout",
-    "Plain",
-} | {
+    *("Logger", "Tensor", "Timeout", "Plain"),
     *("Stop", "StatsSnapshot"),  # what is public has these as functions and as a dict
 }
 VALUES = (bool, int, float, str, bytes, type(None))
@@ -200,12 +186,13 @@ def _text_of_default(value: object) -> str:
 def _signature(function: Any) -> str:
     """As Python writes it; a default that is no plain value is ``...``."""
     signature = inspect.signature(function)
+
+    def shown(value: Any, text: Callable[[Any], str]) -> Any:
+        return value if value is inspect.Parameter.empty else _Text(text(value))
+
     parameters = [
         each.replace(
-            annotation=_Text(_text_of_type(each.annotation))
-            if each.annotation is not each.empty
-            else each.empty,
-            default=each.default if each.default is each.empty else _Text(_text_of_default(each.default)),
+            annotation=shown(each.annotation, _text_of_type), default=shown(each.default, _text_of_default)
         )
         for each in signature.parameters.values()
     ]

@@ -83,33 +83,20 @@ TABLES: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("page", TABLES)
-def test_a_page_of_the_reference_has_every_row(page: str) -> None:
-    text = (PAGES / page).read_text()
+def test_a_page_of_the_reference_has_every_row_and_none_of_something_that_is_gone(page: str) -> None:
+    text, known = (PAGES / page).read_text(), "\n".join(TABLES[page])
     missing = [row for row in TABLES[page] if row not in text]
     assert not missing, f"docs/reference/{page} lacks:\n" + "\n".join(missing)
-
-
-@pytest.mark.parametrize("page", ["config.md", "environment.md", "errors.md", "hooks.md"])
-def test_a_page_of_the_reference_has_no_row_of_something_that_is_gone(page: str) -> None:
-    known = "\n".join(TABLES[page])
-    table = [line for line in (PAGES / page).read_text().splitlines() if line.startswith("| `")]
+    table = [line for line in text.splitlines() if line.startswith("| `")]
     gone = [line for line in table if line not in known and not line.startswith(BY_HAND)]
-    assert not gone, f"docs/reference/{page} has too much:\n" + "\n".join(gone)
+    assert page in OPEN or not gone, f"docs/reference/{page} has too much:\n" + "\n".join(gone)
 
 
+OPEN = ("plugin-api.md", "cli.md")
+"""Pages with other rows, which other tests compare."""
 BY_HAND = (
-    *("| `options` |", "| `kv_connector_", "| `Config", "| `kvplug.", "| `kvplug_"),
-    *(
-        "| `XDG_",
-        "| `NO_COLOR` |",
-        "| `CC` |",
-        "| `NCCL_",
-        "| `CUDA_",
-        "| `UCX_",
-        "| `NIXL_",
-        "| `VLLM_",
-        "| `PYTEST_",
-    ),
+    *("| `options` |", "| `kv_connector_", "| `Config", "| `kvplug.", "| `kvplug_", "| `NO_COLOR` |"),
+    *("| `XDG_", "| `CC` |", "| `NCCL_", "| `CUDA_", "| `UCX_", "| `NIXL_", "| `VLLM_", "| `PYTEST_"),
 )
 """How rows begin that no list in the code stands behind; another test finds the second line in the source."""
 

@@ -41,8 +41,3 @@ def test_every_option_name_and_level_is_on_the_page_and_none_that_is_gone() -> N
     table = [line for line in text.splitlines() if line.startswith("| `")]
     gone = [line for line in table if not line.startswith(tuple(known)) and "kvplug_testing." not in line]
     assert not gone, "docs/reference/testing.md has too much:\n" + "\n".join(gone)
-
-
-def test_levels_are_said_alike_in_the_two_places() -> None:
-    """The plugin that pytest loads everywhere imports nothing, so it says them again."""
-    assert pytest_plugin._LEVELS == LEVELS

