@@ -194,11 +194,11 @@ class Programs:
 
         class End(self._ends.ReadingEnd):  # type: ignore[misc]
             @property
-            def _writer_evicted(self) -> bool:
+            def writer_evicted(self) -> bool:
                 return bool(memory.words[own])
 
-            @_writer_evicted.setter
-            def _writer_evicted(self, value: bool) -> None:
+            @writer_evicted.setter
+            def writer_evicted(self, value: bool) -> None:
                 memory.words[own] = int(value)
 
         return End(memory, reader, self.case.places, read=read)

@@ -158,7 +158,7 @@ def _is_load(node: ast.AST) -> bool:
         return False
     if isinstance(node, ast.Subscript):
         return ast.unparse(node.value).endswith("words")
-    return isinstance(node, ast.Attribute) and node.attr == "_writer_evicted"
+    return isinstance(node, ast.Attribute) and node.attr == "writer_evicted"
 
 
 def _names_of(step: ast.stmt, context: type[ast.expr_context]) -> set[str]:

@@ -150,19 +150,5 @@ def remote_pair(fork_server: ForkServer) -> Iterator[Callable[..., tuple[ShmPipe
 
 def remote_end(parent: peers.Parent, contact: str, options: dict[str, Any], what: str, args: Any) -> Any:
     """In a child: connect, then run ``what``."""
-    if what == "send_part":
-        return send_part(parent, PeerByHand(contact), *args)
     with endpoint(**options).connect(contact) as pipe:
-        return WHAT[what](parent, pipe, *args)
-
-
-def send_part(parent: peers.Parent, peer: PeerByHand, nbytes: int, num_sent: int) -> None:
-    """One whole message, then the first bytes of one of ``nbytes``; -1: not even its header."""
-    for tensor, count in ((torch.arange(10), 80), (torch.ones(nbytes, dtype=torch.uint8), num_sent)):
-        if count >= 0:
-            peer.lay(prefix_of(tensor) + content_of(tensor)[:count])
-    parent.send("sent")
-    parent.recv()
-
-
-WHAT = {"echo": echo, "wait": wait}
+        return {"echo": echo, "wait": wait}[what](parent, pipe, *args)

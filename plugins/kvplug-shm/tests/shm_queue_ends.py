@@ -110,6 +110,11 @@ def evict(ring: ShmRingBuffer, reader: int) -> None:
     ring.words.wake(protocol.HEAD)
 
 
+def evil(path: Path) -> bytes:
+    """A protocol-0 pickle, written by hand: ``builtins.open(path, "w")``."""
+    return f"cbuiltins\nopen\n(V{path}\nVw\ntR.".encode()
+
+
 def num_memories() -> int:
     """Descriptors of queues' memory that this process has open: a writer's, while it hands it out."""
     return sum("memfd:kvplug-queue" in each for each in Resources.of().descriptors)

@@ -165,11 +165,6 @@ def test_the_smallest_that_will_do_is_taken(wanted: int, found: int | None) -> N
         assert pool.lent_bytes == found * MIB
 
 
-def test_of_equals_the_last_that_came_back_is_taken() -> None:
-    pool = Pool(PLENTY)
-    assert idle(pool, 2 * MIB, 2 * MIB)[-1] == pool.tensor(of(2 * MIB)).data_ptr()
-
-
 def test_no_more_is_kept_than_was_allowed() -> None:
     pool = Pool(10 * MIB)
     addresses = idle(pool, 4 * MIB, 3 * MIB, 2 * MIB, 2 * MIB)

@@ -10,8 +10,6 @@ import os
 import runpy
 import shutil
 import signal
-import time
-import timeit
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +23,6 @@ from hypothesis import given, settings, strategies as st
 
 import ring_library
 import shm_pipe_ends as ends_of_pipes
-from kvplug import TimeoutError
 from kvplug.transport import Blocks, Segment, WireError
 from kvplug_shm.memory.pool import Pool
 from kvplug_shm.memory.words import Words
@@ -199,6 +196,15 @@ def test_both_agree_on_what_is_blocked_on(values: list[int], at: int, count: int
     assert native_end.spin(count, 0.0) == (room >= count)
 
 
+def test_rows_in_many_axes_are_not_described() -> None:
+    cache = torch.zeros(4, 6, 5)
+    assert Span.of_blocks(Blocks([cache.transpose(1, 2)], [0, 1])) is not None
+    assert Span.of_blocks(Blocks([torch.zeros(2, 3, 3, 3, 3, 3, 2)[..., 1:, 1:, 1:, 1:, :1]], [0])) is None
+    assert Span.of_blocks(Blocks([cache[:, :, :0]], [0])) is None
+    assert Span.of_blocks(Blocks([cache], [])) is None
+    assert Span.of_blocks(Blocks([cache[::2]], [1])) is not None
+
+
 @compiled
 @given(st.integers(0, RING // LINE), st.integers(101, RING // 2), st.integers(0, 2 * RING))
 def test_what_is_put_in_pieces_lies_there_as_what_is_put_at_once(shift: int, nbytes: int, limit: int) -> None:
@@ -210,54 +216,6 @@ def test_what_is_put_in_pieces_lies_there_as_what_is_put_at_once(shift: int, nby
         done = ring.put(nbytes, limit, Pieces(at_once=at_once, smallest=LINE, largest=2 * LINE))
         left.append((done, ring.out.end.sent, bytes(ring.memory.view)))
     assert left[0] == left[1]
-
-
-def moved(message: torch.Tensor, spans: tuple[Any, Any]) -> None:
-    """Push and pull a message of blocks or bytes, in turns, through a ring much smaller than it."""
-    ring, nbytes = Ring(True), message.numel() * message.element_size()
-    prefix, sent, got, unreleased = b"p" * LINE, 0, 0, LINE
-    deadline = time.monotonic() + 60
-    while got < nbytes:
-        assert time.monotonic() < deadline
-        sent += ring.out.push(prefix, spans[0], sent, nbytes, PIECES, patient=False)
-        if prefix:
-            assert ring.into.next_line()[1] == prefix
-            prefix = b""
-        taken = ring.into.pull(spans[1], got, nbytes, unreleased, PIECES.largest, patient=False)
-        unreleased = 0 if taken else unreleased
-        got += taken
-    assert ring.into.end.available() == 0
-
-
-@compiled
-@pytest.mark.parametrize("row", [(3, 35), (64,), (1,), (700,)])
-@pytest.mark.parametrize("flat", ["neither", "source", "target"])
-def test_blocks_and_bytes_go_through_a_ring_that_is_smaller(row: tuple[int, ...], flat: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    source = torch.randint(0, 2**15, (12, 2, *row), generator=generator, dtype=torch.int16)
-    target = torch.zeros_like(source)
-    there, here = [7, 2, 11, 0, 5], [1, 2, 3, 9, 0]
-    sending = Blocks([source[:, 0], source[:, 1]], there)
-    receiving = Blocks([target[:, 0], target[:, 1]], here)
-    message, got = sending.gathered(), receiving.empty()
-    spans = (
-        Span.flat(message.data_ptr()) if flat == "source" else Span.of_blocks(sending),
-        Span.flat(got.data_ptr()) if flat == "target" else Span.of_blocks(receiving),
-    )
-    assert None not in spans
-    moved(message, spans)
-    assert_same(message, got if flat == "target" else receiving.gathered())
-    untouched = [each for each in range(12) if each not in here]
-    assert not target[untouched].any()
-
-
-def test_rows_in_many_axes_are_not_described() -> None:
-    cache = torch.zeros(4, 6, 5)
-    assert Span.of_blocks(Blocks([cache.transpose(1, 2)], [0, 1])) is not None
-    assert Span.of_blocks(Blocks([torch.zeros(2, 3, 3, 3, 3, 3, 2)[..., 1:, 1:, 1:, 1:, :1]], [0])) is None
-    assert Span.of_blocks(Blocks([cache[:, :, :0]], [0])) is None
-    assert Span.of_blocks(Blocks([cache], [])) is None
-    assert Span.of_blocks(Blocks([cache[::2]], [1])) is not None
 
 
 @compiled
@@ -347,24 +305,6 @@ def test_a_signal_is_handled_while_an_end_waits(how: str, native: bool) -> None:
     with interrupted():
         WAITS[how](ring.out.end, ring.into.end)
     assert not ring.words[protocol.asleep(0)]
-
-
-@compiled
-@pytest.mark.parametrize("by_hand", [True], indirect=True)
-def test_after_its_deadline_a_call_does_not_spin(by_hand: Any) -> None:
-    """Else a peer that does a little now and then holds the call for as long as it likes."""
-    peer, receiver = by_hand()
-    large = torch.zeros(1 << 26, dtype=torch.uint8)
-    peer.lay(ends_of_pipes.prefix_of(large) + bytes(8 * LINE))
-
-    def receive() -> None:
-        with pytest.raises(TimeoutError, match="have arrived"):
-            receiver.recv_tensor(timeout=0)
-
-    senders = [by_hand(slots=1, slot_bytes=4096)[1] for _ in range(10)]
-    calls = [functools.partial(each.send_tensor, large, timeout=0) for each in senders]
-    sends = [timeit.timeit(call, number=1) for call in calls]
-    assert max(min(timeit.repeat(receive, number=1, repeat=20)), min(sends)) < 0.9e-3, "it spun for 1 ms"
 
 
 @compiled

@@ -108,17 +108,6 @@ def test_blocks_that_are_late_are_resumed_by_whatever_comes_next(by_hand: Any, h
     sending.result()
 
 
-def test_what_is_left_to_the_writer_is_no_longer_the_caches(local_pair: Any) -> None:
-    one, other = local_pair(**ends.TINY)
-    source = cache_of(40, (100,), torch.float32, 1)
-    wanted = message(source, list(range(40))).clone()
-    transfer = one.send_blocks(views(source), range(40))
-    assert not transfer.done()
-    assert_same(bits(wanted), bits(other.recv_tensor()))
-    transfer.wait(ends.PATIENCE_S)
-    assert one.held.queued == 0
-
-
 def test_blocks_of_another_device_are_refused(local_pair: Any) -> None:
     one, other = local_pair()
     cache = torch.empty(4, 8, device="meta")

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import shm_pipe_ends as ends
-from kvplug import CapacityError, KvplugError, PeerGoneError, TimeoutError, TransportError
+from kvplug import CapacityError, KvplugError, PeerGoneError, TransportError
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug.net.wire.messages import GOODBYE, tensor_prefix
 from kvplug.transport import Credentials, Deadline, HeartbeatTerms, WireError, recv_fds, send_fds
@@ -155,16 +155,6 @@ def test_a_claim_of_more_than_there_is_takes_no_memory_and_says_so(
             other.recv_tensor(timeout=5)
 
 
-def test_a_claim_that_is_not_kept_is_waited_for_until_the_deadline(by_hand: Any) -> None:
-    peer, other = by_hand()
-    peer.lay(prefix((3 * MIB,), 3 * MIB))
-    with pytest.raises(TimeoutError, match="0 of 3145728 bytes"):
-        other.recv_tensor(timeout=0.1)
-    peer.connection.close()
-    with pytest.raises(PeerGoneError):
-        other.recv_tensor(timeout=5)
-
-
 @pytest.mark.parametrize("ring", [NativeIncoming, Incoming])
 def test_a_header_that_changes_between_two_looks_is_read_once(
     monkeypatch: pytest.MonkeyPatch, ring: type[Incoming]
@@ -193,30 +183,20 @@ def test_a_header_that_changes_between_two_looks_is_read_once(
 # -- joining ---------------------------------------------------------------------------------------
 
 
-def test_a_proven_peer_that_says_nothing_or_garbage_delays_nobody_and_leaves_nothing() -> None:
+def test_a_proven_peer_that_sends_nothing_or_garbage_or_vanishes_delays_nobody_and_leaves_nothing() -> None:
     end = ends.endpoint()
     with peers.nothing_left(), end.listen() as listener:
-        guests = [ends.guest(listener.contact) for _ in range(9)]
-        for number, guest in enumerate(guests):
-            if number % 3 == 1:
-                guest.sock.sendall(secrets.token_bytes(1000))
-            if number % 3 == 2:
-                send_fds(guest, secrets.token_bytes(20), (0, 1, 2), Deadline.after(5))
+        guests = [ends.guest(listener.contact) for _ in range(4)]
+        guests[1].sock.sendall(secrets.token_bytes(1000))
+        send_fds(guests[2], secrets.token_bytes(20), (0, 1, 2), Deadline.after(5))
+        send_fds(guests[3], Join(step=0).pack(), (), Deadline.after(5))
+        _, fds = recv_fds(guests[3], len(Join(step=0).pack()), 1, Deadline.after(5))
+        assert len(fds) == 1
+        os.close(fds[0])
+        guests[3].close()  # with the memory in hand
         ends.meet(end, listener)
         for guest in guests:
             guest.close()
-
-
-def test_a_peer_that_vanishes_with_the_memory_in_hand_leaves_nothing() -> None:
-    end = ends.endpoint()
-    with peers.nothing_left(), end.listen() as listener:
-        guest = ends.guest(listener.contact)
-        send_fds(guest, Join(step=0).pack(), (), Deadline.after(5))
-        _, fds = recv_fds(guest, len(Join(step=0).pack()), 1, Deadline.after(5))
-        assert len(fds) == 1
-        os.close(fds[0])
-        guest.close()
-        ends.meet(end, listener)
 
 
 def host(answer: Any, fds: Any) -> Any:

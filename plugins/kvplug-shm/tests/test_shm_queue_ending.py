@@ -35,15 +35,6 @@ def test_an_end_may_be_closed_within_its_own_chunk(queue: Any) -> None:
         reader.dequeue(timeout=5)
 
 
-def test_many_threads_may_end_it_at_once(queue: Any) -> None:
-    for _ in range(20):
-        writer, (reader,) = queue()
-        waits = Call(reader.dequeue)
-        ended = [Call(call) for end in (writer, reader) for call in (end.close, end.abort, end.close)]
-        assert [each.outcome() for each in ended] == [None] * 6
-        assert isinstance(waits.outcome(), ClosedError | PeerGoneError)
-
-
 class SlowFar:
     """A network half whose readers take nothing."""
 

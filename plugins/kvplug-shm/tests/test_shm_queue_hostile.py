@@ -67,18 +67,13 @@ def test_bytes_that_are_no_value_are_an_error_and_nothing_else(queue: Any, memor
     head.release()
 
 
-def evil(path: Path) -> bytes:
-    """A protocol-0 pickle, written by hand: ``builtins.open(path, "w")``."""
-    return f"cbuiltins\nopen\n(V{path}\nVw\ntR.".encode()
-
-
 @pytest.mark.parametrize("overflow", [False, True])
 def test_a_pickle_in_the_ring_runs_nowhere(
     queue: Any, memory_of: Any, tmp_path: Path, overflow: bool
 ) -> None:
     """The root cause of CVE-2024-11041: what a reader finds is given to ``pickle.loads``."""
     writer, (reader,) = queue(2, attached=1)
-    payload = evil(tmp_path / "made").ljust(3 * ends.CHUNK if overflow else 0, b" ")
+    payload = ends.evil(tmp_path / "made").ljust(3 * ends.CHUNK if overflow else 0, b" ")
     writer.enqueue(bytes(len(payload)))
     with memory_of(writer, 1).get(0).head as head:
         head[:] = payload.ljust(len(head), b".")

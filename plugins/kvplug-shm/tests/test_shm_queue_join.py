@@ -170,13 +170,3 @@ def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(
 
 
 # -- other processes -----------------------------------------------------------------------------------
-
-
-def test_a_death_is_warned_of_once(queue: Any, child: Any, caplog: pytest.LogCaptureFixture) -> None:
-    writer, _ = queue(2, attached=1)
-    process = child("sit", writer.export_handle(), rank=1)
-    process.kill()
-    until(lambda: writer.readers[1].gone)
-    writer.enqueue("on")
-    warned = [record.getMessage() for record in caplog.records if "rank 1" in record.getMessage()]
-    assert len(warned) == 1 and f"pid {process.pid}" in warned[0]

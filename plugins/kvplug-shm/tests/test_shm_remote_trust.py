@@ -259,38 +259,36 @@ def insider(writer: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "gone"),
     [
-        [b""],
-        [b"\x00"],
-        [b"\xff" * 100],
-        [b"a", b"b", b"c"],
-        [frames.taken(1, 1, 1)],
-        [frames.taken(0, 0, 5)],
-        [bytes([QueueFrameKind.TAKEN])],
-        [frames.goodbye(3)],
-        [joining()],
-        [b"\x80\x04cbuiltins\neval\n."],
+        *(
+            (message, "it sent nonsense")
+            for message in (
+                [b""],
+                [b"\x00"],
+                [b"\xff" * 100],
+                [b"a", b"b", b"c"],
+                [frames.taken(1, 1, 1)],
+                [frames.taken(0, 0, 5)],
+                [bytes([QueueFrameKind.TAKEN])],
+                [frames.goodbye(3)],
+                [joining()],
+                [b"\x80\x04cbuiltins\neval\n."],
+            )
+        ),
+        ([bytes(MIB)], "its connection ended"),  # the frame is too long
     ],
+    ids=range(11),
 )
 def test_a_reader_that_sends_nonsense_is_evicted_and_the_others_go_on(
-    writer: Any, insider: Any, message: list[bytes]
+    writer: Any, insider: Any, message: list[bytes], gone: str
 ) -> None:
     insider.send(joining())
     assert insider.poll(10_000) and insider.recv()[0] == QueueFrameKind.WELCOME
     assert writer.readers[0].process == "pid 77 on example"
     insider.send_multipart(message)
     until(lambda: writer.readers[0].gone)
-    assert writer.readers[0].gone.startswith("it sent nonsense") and writer.readers[0].died
-    goes_on(writer)
-
-
-def test_a_frame_that_is_too_long_ends_the_connection(writer: Any, insider: Any) -> None:
-    insider.send(joining())
-    assert insider.poll(10_000)
-    insider.send(bytes(MIB))
-    until(lambda: writer.readers[0].gone)
-    assert (writer.readers[0].gone, writer.readers[0].died) == ("its connection ended", True)
+    assert writer.readers[0].gone.startswith(gone) and writer.readers[0].died
     goes_on(writer)
 
 
@@ -471,14 +469,6 @@ def test_unread_messages_are_no_more_than_this_process_can_have_and_reading_give
     assert [taken(reader) for _ in range(20)] == [MIB] * 20
     with pytest.raises(CapacityError, match="was not read"):
         taken(reader)
-
-
-def test_a_writer_that_says_nothing_more_is_waited_for_until_the_deadline(
-    liar: LyingWriter, reader: Any
-) -> None:
-    liar.say(first(0, 5 * MIB))  # and never a piece
-    with pytest.raises(TimeoutError):
-        taken(reader, 0.2)
 
 
 @pytest.mark.parametrize(

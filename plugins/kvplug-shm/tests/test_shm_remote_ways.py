@@ -95,18 +95,13 @@ def test_where_nothing_is_said_memory_is_taken_if_it_reaches_and_the_network_if_
                 end.create_from_handle(again, rank)
 
 
-def evil(path: Path) -> bytes:
-    """A protocol-0 pickle, written by hand: ``builtins.open(path, "w")``."""
-    return f"cbuiltins\nopen\n(V{path}\nVw\ntR.".encode()
-
-
 @pytest.mark.parametrize("where", ["head", "body"])
 def test_a_writer_that_sends_a_pickle_gets_nothing_run(
     queue: Any, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The root cause of CVE-2025-30165 and CVE-2024-11041: what came from a socket is unpickled."""
     writer, (reader,) = queue(**NETWORK)
-    payload = evil(tmp_path / "made")
+    payload = ends.evil(tmp_path / "made")
     head, body = (payload, b"") if where == "head" else (b"\xc0", payload)
     monkeypatch.setattr(ReaderTable, "message", lambda *_: QueueMessage(False, head, memoryview(body)))
     writer.enqueue("anything")
@@ -238,23 +233,6 @@ def test_a_silent_writer_that_cannot_be_watched_is_gone(child: Any, monkeypatch:
         with pytest.raises(PeerGoneError, match="silent"):
             reader.dequeue()
     writer.cont()
-
-
-def test_of_a_writer_that_is_killed_everything_it_had_sent_is_received_first(child: Any) -> None:
-    writer = child("write", None, 50, max_chunks=51, **NETWORK)
-    handle = QueueHandle.from_plain(writer.recv())
-    with ends.endpoint(**NETWORK).create_from_handle(handle, 0) as reader:
-        writer.send("go")
-        assert writer.recv() == "sent"
-        writer.kill()
-        assert [reader.dequeue() for _ in range(50)] == [*range(50)]
-        for _ in range(2):
-            with pytest.raises(
-                PeerGoneError, match=rf"pid {writer.pid} at {handle.data['network']['address']}"
-            ):
-                reader.dequeue()
-    with pytest.raises(PeerGoneError, match="no process listens"):
-        ends.endpoint(**NETWORK).create_from_handle(handle, 0)
 
 
 def test_a_connection_that_breaks_is_not_made_again_in_silence(queue: Any) -> None:

@@ -113,7 +113,8 @@ class WritingEnd(RingEnd):
 class ReadingEnd(RingEnd):
     """A reader's end: reads units from ``read`` on, as many as have arrived, and releases their places."""
 
-    _writer_evicted = False
+    writer_evicted = False
+    """Whether this end has marked the writer as ended."""
     _writer_ended = False
 
     def __init__(self, memory: Memory, reader: int, places: int, *, read: int = 0) -> None:
@@ -176,23 +177,23 @@ class ReadingEnd(RingEnd):
 
     def evict_writer(self) -> None:
         """Mark the writer as ended: no more units than the published ones. All readers see the mark."""
-        # Read first: if another thread marks the writer meanwhile, it has set `_writer_evicted` before.
+        # Read first: if another thread marks the writer meanwhile, it has set `writer_evicted` before.
         ended = protocol.is_over(self._memory.words[HEAD])
-        if not self._writer_evicted:
+        if not self.writer_evicted:
             self._writer_ended = ended
-        self._writer_evicted = True
+        self.writer_evicted = True
         protocol.announce(self._memory, HEAD, self._memory.words[HEAD] | OVER, [self._asleep])
 
     def writer_over(self, count: int = 1) -> bool:
         """Whether the next ``count`` units will never arrive: the writer has ended, and fewer are left."""
-        over = self._writer_evicted
+        over = self.writer_evicted
         seen = self._memory.words[HEAD]
         return (over or protocol.is_over(seen)) and not protocol.has_come(seen, self.read, count)
 
     @property
     def writer_ended(self) -> bool:
         """Whether the writer has said itself that it ended."""
-        return self._writer_ended if self._writer_evicted else protocol.is_over(self._memory.words[HEAD])
+        return self._writer_ended if self.writer_evicted else protocol.is_over(self._memory.words[HEAD])
 
 
 def _checked(places: int) -> int:
