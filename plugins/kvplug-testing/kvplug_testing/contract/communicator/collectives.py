@@ -14,8 +14,8 @@ from kvplug_testing import waits
 from kvplug_testing.comparison import difference
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import Strided
-from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite
-from kvplug_testing.contract.communicator.tensors import check, each_rank, joined, tensor_of, total
+from kvplug_testing.contract.communicator.suite import CommunicatorSuite
+from kvplug_testing.contract.communicator.tensors import WORLD, check, each_rank, joined, tensor_of, total
 
 SHAPES: list[tuple[int, ...]] = [(3,), (2, 3), (1, 1), (3, 6, 2), (0, 3), (4, 0)]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite
-from kvplug_testing.contract.communicator.tensors import check, tensor_of
+from kvplug_testing.contract.communicator.suite import CommunicatorSuite
+from kvplug_testing.contract.communicator.tensors import WORLD, check, tensor_of
 
 _SERVE_EXPERTS = ("ep", "ep:0", "ep_1", "dp-ep", "group ep 3")
 _DO_NOT = ("", "tp:0", "step", "deep", "epoch", "prep:0")
@@ -20,13 +20,13 @@ class Identity(CommunicatorSuite):
     @law("COMM-1")
     def test_a_rank_knows_its_place_in_the_group_and_among_all(self) -> None:
         usual: dict[str, Any] = {"world_size": WORLD, "device": self.device}
-        group = {"ranks": (4, 1, 6), "global_world_size": 8, "unique_name": "tp:0"}
-        everybody = {"ranks": (0, 1, 2), "global_world_size": 3, "use_all2all": False}
-        for context, known in ((group, group), ({}, everybody)):
+        group: dict[str, Any] = {"ranks": (4, 1, 6), "global_world_size": 8, "unique_name": "tp:0"}
+        everybody: dict[str, Any] = {"ranks": (0, 1, 2), "global_world_size": 3, "use_all2all": False}
+        for context, known in ((group, group), (dict[str, Any](), everybody)):
             ranks = self.ranks(**context)
             for rank in ranks.every:
                 place = {"rank": rank.number, "rank_in_group": rank.number}
-                wanted = {**usual, **known, **place, "global_rank": known["ranks"][rank.number]}  # type: ignore[index]
+                wanted = {**usual, **known, **place, "global_rank": known["ranks"][rank.number]}
                 assert {name: rank.call(name).value for name in wanted} == wanted
 
     @law("COMM-1")

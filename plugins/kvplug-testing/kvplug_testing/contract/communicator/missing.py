@@ -14,8 +14,8 @@ from kvplug.transport import RecvOp, SendOp
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import CallOutcome
-from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite, check_raised
-from kvplug_testing.contract.communicator.tensors import check, each_rank, tensor_of
+from kvplug_testing.contract.communicator.suite import CommunicatorSuite, check_raised
+from kvplug_testing.contract.communicator.tensors import WORLD, check, each_rank, tensor_of
 
 DEADLINE_S = 0.4
 METHODS = ["all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "gather", "broadcast"]

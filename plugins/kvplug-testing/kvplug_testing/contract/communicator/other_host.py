@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite
-from kvplug_testing.contract.communicator.tensors import check, each_rank, joined, total
+from kvplug_testing.contract.communicator.suite import CommunicatorSuite
+from kvplug_testing.contract.communicator.tensors import WORLD, check, each_rank, joined, total
 
 
 class OtherHost(CommunicatorSuite):

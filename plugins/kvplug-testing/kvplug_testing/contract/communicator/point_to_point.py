@@ -11,8 +11,8 @@ from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import Strided
 from kvplug_testing.contract.communicator.refusals import still_works
-from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite, Ranks, check_raised
-from kvplug_testing.contract.communicator.tensors import differs, each_rank, tensor_of
+from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks, check_raised
+from kvplug_testing.contract.communicator.tensors import WORLD, differs, each_rank, tensor_of
 
 
 def _passes(ranks: Ranks, sent: Any, src: int, dst: int, *, is_named: bool = True) -> None:
@@ -92,7 +92,7 @@ class PointToPoint(CommunicatorSuite):
     def test_a_batch_is_between_the_ranks_it_names(self) -> None:
         ranks = self.ranks()
         given = tensor_of("int64", (3,), 0)
-        ops = {0: [SendOp(given, 2)], 2: [RecvOp(tensor_of("int64", (3,), 2), 0)]}
+        ops: dict[int, list[Any]] = {0: [SendOp(given, 2)], 2: [RecvOp(tensor_of("int64", (3,), 2), 0)]}
         _check_batch(ranks, ops, {0: [], 2: [given]}, "a batch of two ranks of three")
         assert not ranks[1].call("batch_isend_irecv", []).error
         still_works(ranks)

@@ -12,8 +12,8 @@ from kvplug.transport import RecvOp, SendOp, TensorMismatchError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.calls import OtherDevice
 from kvplug_testing.contract.communicator.missing import METHODS
-from kvplug_testing.contract.communicator.suite import WORLD, CommunicatorSuite, Ranks, check_raised
-from kvplug_testing.contract.communicator.tensors import check, each_rank, tensor_of, total
+from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks, check_raised
+from kvplug_testing.contract.communicator.tensors import WORLD, check, each_rank, tensor_of, total
 
 
 def still_works(ranks: Ranks) -> None:

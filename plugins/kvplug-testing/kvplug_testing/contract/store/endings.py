@@ -57,7 +57,8 @@ class Endings(StoreGeneral):
         first, store = self.first_and(end)
         pages = self.batch(first, 3)
         kept(first, pages)
-        memories, jobs = [], []
+        memories: list[Any] = []
+        jobs: list[Job[Any]] = []
         with ExitStack() as stack:
             for _ in range(3):
                 getting, reading = held_request(pages)
