@@ -29,7 +29,8 @@ def found_here() -> list[str]:
     ]
     cache = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
     paths += [path for name, path in re.findall(r"^\t(\S+) .* => (\S+)$", cache, re.M) if name in LIBRARIES]
-    return [path for path in paths if os.path.getsize(path)]  # else it is hidden already
+    # Once each: /bin may be /usr/bin. What has no bytes is hidden already.
+    return [path for path in dict.fromkeys(map(os.path.realpath, paths)) if os.path.getsize(path)]
 
 
 def hide(paths: list[str]) -> None:

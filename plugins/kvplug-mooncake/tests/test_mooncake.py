@@ -373,7 +373,7 @@ def test_the_probe_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Mo
 )
 def test_wrong_options_are_named(opened: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        opened("127.0.0.1:1", **options)
+        opened(options.pop("master", "127.0.0.1:1"), **options)
 
 
 @needs_mooncake
