@@ -360,7 +360,9 @@ def test_on_a_gpu_blocks_are_moved_as_on_a_cpu_and_the_host_does_not_wait(axes: 
     expected = gather(cache, layout, table, 7, 90)
     on_gpu, target = cache.cuda(), torch.zeros_like(cache, device="cuda")
     scatter(target, layout, table, 7, *gather(on_gpu, layout, table, 7, 90))  # loads the kernels
-    torch.cuda._sleep(2_000_000_000)
+    busy = torch.ones(8192, 8192, device="cuda")
+    for _ in range(100):  # seconds of work
+        busy = busy @ busy
     got = gather(on_gpu, layout, table, 7, 90)
     scatter(target, layout, table, 7, *got)
     assert not torch.cuda.current_stream().query()
