@@ -14,7 +14,6 @@ from kvplug.negotiation.handshake.exchange import exchange
 from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
-from kvplug.net.deadline import Deadline
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire.values import decode, encode
 from kvplug.transport.capabilities import Capabilities
@@ -54,9 +53,9 @@ class MemoryChannel:
     def send(self, value: Any, timeout: Any = None) -> None:
         self._outbox.put(encode(value))
 
-    def recv(self, timeout: Any = None) -> Any:
+    def recv(self, timeout: float = 5.0) -> Any:
         try:
-            data = self._inbox.get(timeout=Deadline.after(timeout, 10).remaining())
+            data = self._inbox.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError(f"{self.peer} sent nothing") from None
         if not data:
