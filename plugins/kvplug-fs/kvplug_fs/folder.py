@@ -16,7 +16,7 @@ LAYOUT: Final = "v1"
 """Name of the folder inside; another one where a later version arranges the files in another way."""
 _BLOCK: Final = 4096
 """Of the usual file systems. What a network file system says of its blocks is not what a file uses."""
-_NO_LINKS: Final = frozenset(
+NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 )
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -76,7 +76,7 @@ class Folder(PageFolder):
             except FileExistsError:
                 return False
             except OSError as e:
-                if e.errno not in _NO_LINKS:
+                if e.errno not in NO_LINKS:
                     raise
                 self._links = False
         return _rename_first(aside, path)

@@ -37,7 +37,7 @@ class FolderStore(BlockingStore):
         self._folder = Folder(options.path, sync=options.sync)
         self.location = self._folder.path
         self._ledger = Ledger(os.path.join(self._folder.root, "usage"))
-        self._sweeper = Sweeper(self._folder, self._ledger, self._budget, options.rescan_s)
+        self.sweeper = Sweeper(self._folder, self._ledger, self._budget, options.rescan_s)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         return self._folder.has(keys)
@@ -71,18 +71,18 @@ class FolderStore(BlockingStore):
         with _read_only_is_no_permission():
             if self._folder.is_page(key):
                 return True
-            self._sweeper.wait_until_counted()
+            self.sweeper.wait_until_counted()
             if (kept := self._write(key, page, cost)) is not None:
                 return kept
             # the disk was full before the budget was used
-            return self._sweeper.make_room_on_disk(2 * cost) and bool(self._write(key, page, cost))
+            return self.sweeper.make_room_on_disk(2 * cost) and bool(self._write(key, page, cost))
 
     def _write(self, key: bytes, page: Sequence[memoryview], cost: int) -> bool | None:
         """Whether the page is there now; false: the budget has no room for it; ``None``: the disk is full."""
         try:
             with self._folder.new_file(sum(map(len, page))) as file:
                 # counted only now: a search that began before has seen the file, or the page
-                if not self._sweeper.reserve(file.path, cost):
+                if not self.sweeper.reserve(file.path, cost):
                     return False
                 made = False
                 try:
@@ -117,11 +117,11 @@ class FolderStore(BlockingStore):
             num_pages=totals.num_pages,
             used_bytes=totals.used_bytes,
             budget_bytes=self._budget,
-            num_evicted=self._sweeper.num_evicted,
+            num_evicted=self.sweeper.num_evicted,
         )
 
     def close(self) -> None:
-        self._sweeper.close()
+        self.sweeper.close()
 
 
 def _read_all(fd: int, into: Sequence[memoryview]) -> int:

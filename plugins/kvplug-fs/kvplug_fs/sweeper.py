@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _MAX_CANDIDATES: Final = 4096
 """How many pages one scan proposes for eviction."""
 _CLOSE_S: Final = 5.0
-_ASIDE_S: Final = 10.0
+ASIDE_S: Final = 10.0
 """Age of a file aside before its lock is looked at: a writer takes it just after it has made the file."""
 _ASIDE_WITHOUT_LOCKS_S: Final = 3600.0
 """Age at which a file aside is of a dead writer, whatever its lock says."""
@@ -149,6 +149,11 @@ class Sweeper:
         with self._ledger.change() as totals:
             return not 0 <= time.time() - totals.scanned_at < 0.5 * self._rescan_s
 
+    def scan_now(self) -> None:
+        """Search the folder, before the next time that is due."""
+        with self._lock:
+            self.scan()
+
     def scan(self, without: str = "") -> None:
         """With the lock: count all pages, remember those that were not used for longest, clear up.
 
@@ -183,7 +188,7 @@ class Sweeper:
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
                 age = now - status.st_mtime
-                if age > _ASIDE_WITHOUT_LOCKS_S or (age > _ASIDE_S and is_abandoned(entry.path)):
+                if age > _ASIDE_WITHOUT_LOCKS_S or (age > ASIDE_S and is_abandoned(entry.path)):
                     os.unlink(entry.path)
                 elif status.st_nlink == 1:  # with two, it has its name already, and is counted there
                     found.used_bytes += cost_of(size)

@@ -72,5 +72,4 @@ def page_path(path: Path | str, key: bytes) -> Path:
 
 def scan(store: FolderStore) -> None:
     """Search the folder now."""
-    with store._sweeper._lock:
-        store._sweeper.scan()
+    store.sweeper.scan_now()

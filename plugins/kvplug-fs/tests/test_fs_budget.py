@@ -244,7 +244,7 @@ def flood(parent: peers.Parent, path: str, size: int, who: int) -> int:
     store = open_store(path, size=size, touch_s=0, rescan_s=0.05, threads=1)
     parent.send("ready")
     kept = number = 0
-    while parent._values.empty():
+    while not parent.poll():
         number += 1
         name = (who if number % 3 else 0, number)
         kept += write(store, name, 5000 + number % 20_000)
@@ -333,7 +333,7 @@ def test_a_writer_that_is_killed_at_a_step_leaves_a_whole_page_or_none(
     with fork_server.start(f"{__file__}:stop_at", str(tmp_path), step, when) as child:
         assert child.recv() == "there"
         if step not in ("open", "unlink") or (step, when) == ("unlink", "before"):
-            monkeypatch.setattr(sweeper_module, "_ASIDE_S", -1.0)
+            monkeypatch.setattr(sweeper_module, "ASIDE_S", -1.0)
             scan(store)
             living = (step, when) != ("flock", "before")
             assert bool(aside_in(tmp_path)) is living, "the file of a writer that is stopped was removed"
@@ -343,7 +343,7 @@ def test_a_writer_that_is_killed_at_a_step_leaves_a_whole_page_or_none(
     assert page in (None, b"".join(page_of("page")))
     there = (step, when) in (("link", "after"), ("unlink", "before"), ("unlink", "after"))
     assert (page is not None) is there
-    monkeypatch.setattr(sweeper_module, "_ASIDE_S", -1.0)
+    monkeypatch.setattr(sweeper_module, "ASIDE_S", -1.0)
     scan(store)
     assert aside_in(tmp_path) == [], "the file of a dead writer is left"
     assert store.usage().used_bytes == used_in(tmp_path) == (1 + there) * PAGE
@@ -359,7 +359,7 @@ def test_files_aside_are_left_alone_while_they_are_new(opened: Any, tmp_path: Pa
     scan(store)
     assert aside.exists()
     assert store.usage().used_bytes == 2 * PAGE, "what is being written is counted whole"
-    then = time.time() - 2 * sweeper_module._ASIDE_S
+    then = time.time() - 2 * sweeper_module.ASIDE_S
     os.utime(aside, (then, then))
     scan(store)
     assert not aside.exists()

@@ -50,7 +50,7 @@ def test_a_name_is_the_key_and_nothing_aside_is_left(store: Any, tmp_path: Path)
     assert aside_in(tmp_path / "kv") == []
 
 
-@pytest.mark.parametrize("error", [0, *sorted(folder_module._NO_LINKS)], ids=errno.errorcode.get)
+@pytest.mark.parametrize("error", [0, *sorted(folder_module.NO_LINKS)], ids=errno.errorcode.get)
 def test_of_many_writers_of_one_key_the_first_wins_with_links_and_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:

@@ -354,6 +354,10 @@ class Parent:
         except queue.Empty as e:
             raise TimeoutError(f"no value from the parent in {timeout} s") from e
 
+    def poll(self) -> bool:
+        """Whether a value of the parent has come that ``recv()`` returns at once."""
+        return not self._values.empty()
+
     def leave(self, code: int) -> NoReturn:
         """Leave the program as ``sys.exit(code)`` does, but out of functions and ``with`` blocks."""
         faulthandler.cancel_dump_traceback_later()

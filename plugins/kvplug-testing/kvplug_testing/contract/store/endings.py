@@ -18,7 +18,7 @@ from kvplug_testing.contract.ends import CLOSE_S
 from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.contract.store.deadlines import SLACK_S
 from kvplug_testing.contract.store.ends import StoreGeneral
-from kvplug_testing.contract.store.held_memory import held_request
+from kvplug_testing.contract.store.held_memory import HeldMemory, held_request
 from kvplug_testing.contract.store.pages import MIB, sized_format
 from kvplug_testing.contract.store.suite import at_both_ends, ended, got, got_or_missed, kept, put
 from kvplug_testing.contract.store.writers import put_without_end
@@ -57,7 +57,7 @@ class Endings(StoreGeneral):
         first, store = self.first_and(end)
         pages = self.batch(first, 3)
         kept(first, pages)
-        memories: list[Any] = []
+        memories: list[HeldMemory] = []
         jobs: list[Job[Any]] = []
         with ExitStack() as stack:
             for _ in range(3):

@@ -215,6 +215,9 @@ class StoreEnds(Ends):
             child.send([place.plain, name])
             place.address = child.recv()
             found.append(None)
+        for end in found:
+            if end is not None:
+                self.suite.later(end.abort)  # before the server, which closes the store politely
         return found
 
     def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:

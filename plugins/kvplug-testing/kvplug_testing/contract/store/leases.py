@@ -7,13 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
-
 from kvplug import PeerGoneError
 from kvplug.transport import Deadline, MissReason, Presence, PutReason, Store
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.store.held_memory import HeldMemory
+from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import Batch, sized_format
 from kvplug_testing.contract.store.suite import (
     Place,
@@ -45,7 +43,7 @@ def read_again_and_again(parent: peers.Parent, suite: Any, store: Store, name: b
     rounds, missing = 0, 0
     # A writer of the same database, say, holds up each call until its deadline.
     patience_s = waits.patience_s + suite.timeout_s
-    while not parent_has_spoken(parent):
+    while not parent.poll():
         store.submit_lookup(pages.keys, lease_s=0.05).wait(patience_s)
         request = pages.empty()
         results = store.submit_get(request).wait(patience_s)
@@ -55,11 +53,6 @@ def read_again_and_again(parent: peers.Parent, suite: Any, store: Store, name: b
         missing += sum(reason is not None for reason in results)
         parent.send([rounds, missing])
     return ""
-
-
-def parent_has_spoken(parent: peers.Parent) -> bool:
-    """Whether the parent has sent a value."""
-    return not parent._values.empty()
 
 
 def lease(parent: peers.Parent, suite: Any, store: Store, name: bytes, nbytes: int) -> None:
@@ -86,6 +79,10 @@ class Leases(StoreSuite):
             got_or_missed(store, pages)
             yield results
 
+    def _flood_all(self, store: Store) -> None:
+        for _ in self._flood(store):
+            pass
+
     def _leased(self, count: int = 4, **given: Any) -> tuple[Place, Store, Batch]:
         """A store with a small budget, and pages in it."""
         place = self.place(self.budget_bytes)
@@ -99,13 +96,11 @@ class Leases(StoreSuite):
     def test_a_leased_page_outlives_a_flood_until_it_is_released(self) -> None:
         _, store, pages = self._leased()
         assert looked_up(store, pages.keys[:2], lease_s=LONG_S) == [Presence.HELD] * 2
-        for _ in self._flood(store):
-            pass
+        self._flood_all(store)
         assert held(store, pages) == [True, True, False, False]
         got(store, pages[:2])
         store.release(pages.keys[:1])
-        for _ in self._flood(store):
-            pass
+        self._flood_all(store)
         assert held(store, pages) == [False, True, False, False]
         got(store, pages[1:2])
 
@@ -114,8 +109,7 @@ class Leases(StoreSuite):
         _, store, pages = self._leased()
         looked_up(store, pages.keys, lease_s=0.1)
         time.sleep(0.2)
-        for _ in self._flood(store):
-            pass
+        self._flood_all(store)
         missed(store, pages)
 
     @law("STORE-5")
@@ -126,8 +120,7 @@ class Leases(StoreSuite):
         looked_up(store, pages.keys, lease_s=0.01)
         looked_up(store, pages.keys)
         time.sleep(0.2)
-        for _ in self._flood(store):
-            pass
+        self._flood_all(store)
         got(store, pages)
 
     @law("STORE-5")
@@ -136,8 +129,7 @@ class Leases(StoreSuite):
         other = self.other(place)
         self.must(other, "release")
         assert looked_up(other, pages.keys, lease_s=LONG_S) == [Presence.HELD] * 4
-        for _ in self._flood(store):
-            pass
+        self._flood_all(store)
         got(store, pages)
         Call(other.close).result()
         self._until_evicted(store, pages)
@@ -150,8 +142,7 @@ class Leases(StoreSuite):
         looked_up(other, pages.keys, lease_s=LONG_S)
         looked_up(store, pages.keys, lease_s=LONG_S)
         store.release(pages.keys)
-        for _ in self._flood(store):
-            pass
+        self._flood_all(store)
         got(other, pages)
 
     @law("STORE-5", "ALL-7", needs="other_and_forked_processes", timeout_s=120)
@@ -161,8 +152,7 @@ class Leases(StoreSuite):
         self.must(self.other(place), "release")
         reader = self.remote(place, lease, name, self._nbytes)
         assert reader.recv(waits.patience_s) == ["held"] * 4
-        for _ in self._flood(store):
-            pass
+        self._flood_all(store)
         got(store, pages)
         reader.kill()
         self._until_evicted(store, pages)
@@ -201,8 +191,7 @@ class Leases(StoreSuite):
         for expected in (twice, twice, once):
             store.expect_reader(expected.keys)
         kept(store, pages)
-        for _ in self._flood(store):
-            pass
+        self._flood_all(store)
         assert held(store, pages) == [True, True, False]
         for expected in (once, twice):
             got(other, pages[:2] if expected is once else twice)
@@ -217,17 +206,13 @@ class Leases(StoreSuite):
         for _ in range(4):
             pages = self.batch(first, 3, sized_format(self._nbytes))
             kept(first, pages)
-            request = pages.empty()
-            memory = HeldMemory(request.memory, at=1)
-            job = store.submit_get(attrs.evolve(request, memory=memory))
-            try:
-                assert memory.began.wait(waits.patience_s)
-                for _ in self._flood(first):
-                    pass
-            finally:
-                memory.go_on.set()
+            request, memory = held_request(pages, at=1)
+            with memory:
+                job = store.submit_get(request)
+                memory.wait_begun()
+                self._flood_all(first)
             results = ended(job)
-            assert not (wrong := pages.unlike(request, results)), wrong
+            assert not (wrong := pages.unlike(pages.request(memory.inner), results)), wrong
             assert set(results) <= {None, *LATE}
 
     @law("STORE-5", needs="other_and_forked_processes", timeout_s=180)
@@ -266,8 +251,7 @@ class Leases(StoreSuite):
 
     def _until_evicted(self, store: Store, pages: Batch) -> None:
         def flooded() -> bool:
-            for _ in self._flood(store):
-                pass
+            self._flood_all(store)
             return not any(held(store, pages))
 
         until(flooded, what="that pages are evicted whose leases have ended")

@@ -64,15 +64,6 @@ class Misses(StoreSuite):
 
     @law("STORE-1")
     @at_both_ends
-    def test_a_page_that_was_never_put_is_absent(self, end: str) -> None:
-        first, store = self.first_and(end)
-        kept(first, self.batch(first, 3))
-        pages = self.batch(first, 3)
-        missed(store, pages)
-        assert not any(held(store, pages))
-
-    @law("STORE-1")
-    @at_both_ends
     def test_the_page_of_other_tokens_under_the_same_key_is_a_miss(self, end: str) -> None:
         first, store = self.first_and(end)
         pages = self.batch(first, 3)

@@ -86,16 +86,14 @@ class Removal(StoreSuite):
         pages = self.batch(store, 3)
         kept(store, pages)
         request, memory = held_request(self.batch(store, 1), filled=True)
-        putting = store.submit_put(request)
-        try:
-            assert memory.began.wait(waits.patience_s)
+        with memory:
+            putting = store.submit_put(request)
+            memory.wait_begun()
             try:
                 job = store.submit_remove(None)
             except UnsupportedError:
                 got(store, pages)
                 return
-        finally:
-            memory.go_on.set()
         assert ended(job) == [True]
         assert ended(putting) != [None], "a put that had begun counts as kept"
         missed(store, pages)
@@ -111,12 +109,10 @@ class Removal(StoreSuite):
         pages = self.batch(store, 3)
         kept(store, pages)
         request, memory = held_request(pages, at=1)
-        job = store.submit_get(request)
-        try:
-            assert memory.began.wait(waits.patience_s)
+        with memory:
+            job = store.submit_get(request)
+            memory.wait_begun()
             forgotten(store, pages.keys)
-        finally:
-            memory.go_on.set()
         results = ended(job)
         inner = pages.request(memory.inner)
         assert not (wrong := pages.unlike(inner, results)), wrong

@@ -14,7 +14,7 @@ import pytest
 from kvplug.transport import MissReason, Store
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.store.held_memory import HeldMemory
+from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import Batch, sized_format
 from kvplug_testing.contract.store.suite import (
     Place,
@@ -57,10 +57,9 @@ def put_without_end(parent: peers.Parent, suite: Any, store: Store, namespace: b
 def put_half(parent: peers.Parent, suite: Any, store: Store, namespace: bytes) -> None:
     """In another process: stop in the middle of gathering a page, and wait to be killed."""
     pages = next(series_of_puts(suite, store, namespace))
-    filled = pages.filled().memory
-    memory = HeldMemory(filled, at=3)
-    store.submit_put(pages.request(memory))
-    assert memory.began.wait(30)
+    request, memory = held_request(pages, at=3, filled=True)
+    store.submit_put(request)
+    memory.wait_begun()
     parent.send("in the middle")
     parent.recv(None)
 
@@ -155,16 +154,14 @@ class Writers(StoreSuite):
     def test_a_page_is_not_visible_before_it_is_whole(self, end: str) -> None:
         first, store = self.first_and(end)
         pages = self.batch(first, 3, sized_format(50_000))
-        memory = HeldMemory(pages.filled().memory, at=1)
-        job = first.submit_put(pages.request(memory))
-        try:
-            assert memory.began.wait(waits.patience_s)
+        request, memory = held_request(pages, at=1, filled=True)
+        with memory:
+            job = first.submit_put(request)
+            memory.wait_begun()
             assert held(store, pages)[1] is False, "a page that is being put is held already"
             missed(store, pages[1:2])
             for end_ in (first, store):
                 got_or_missed(end_, pages)
-        finally:
-            memory.go_on.set()
         assert ended(job) == [None] * 3
         got(store, pages)
 
