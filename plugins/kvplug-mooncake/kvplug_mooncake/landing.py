@@ -32,7 +32,7 @@ class Landing:
     """First fit; threads may share it."""
 
     def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+        self.memory = memory
         self.nbytes = len(memory)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -50,7 +50,7 @@ class Landing:
             while (at := self._found(need)) is None:
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     raise LateError("no room in the landing area")
-        return Slot(self._memory, at, nbytes)
+        return Slot(self.memory, at, nbytes)
 
     def _found(self, need: int) -> int | None:
         for index, (at, size) in enumerate(self._free):

@@ -267,6 +267,11 @@ class ClientProcess:
         with self._lock, contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
     def kill(self) -> None:
         """End it at once. What is under way fails. Does not wait."""
         self._process.kill()

@@ -61,7 +61,7 @@ class MooncakeStore(BlockingStore):
         options: MooncakeOptions = context.options
         self.location = options.master
         self.num_threads = options.lanes
-        self._timeout_s = options.timeout_s + _GRACE_S
+        self.timeout_s = options.timeout_s + _GRACE_S
         self._log_file = options.log_file
         self._setup = _setup_of(context, options)
         if options.log_file is not None:
@@ -71,12 +71,12 @@ class MooncakeStore(BlockingStore):
                 raise ConfigError(f"options.mooncake.log_file: it cannot be written: {e}") from e
         self._lock = threading.Lock()
         self._is_closed = False
-        self._client = ClientProcess(self._setup, self._log_file)
+        self.client = ClientProcess(self._setup, self._log_file)
         close_after_fork(self)
 
     # -- the client process --------------------------------------------------------------------
 
-    def _running(self) -> ClientProcess:
+    def running(self) -> ClientProcess:
         """The client, ready.
 
         Raises:
@@ -85,9 +85,9 @@ class MooncakeStore(BlockingStore):
         with self._lock:
             if self._is_closed:
                 raise TransportError("the store was closed")
-            if self._client.is_gone:
-                self._client = ClientProcess(self._setup, self._log_file)
-            client = self._client
+            if self.client.is_gone:
+                self.client = ClientProcess(self._setup, self._log_file)
+            client = self.client
         client.wait_until_ready()
         return client
 
@@ -99,9 +99,9 @@ class MooncakeStore(BlockingStore):
         Raises:
             PageError: it was given up.
         """
-        client = self._running()
+        client = self.running()
         try:
-            yield client, Deadline.after(self._timeout_s)
+            yield client, Deadline.after(self.timeout_s)
         except LateError as e:
             if client.num_late > self._setup.lanes or client.is_stuck():
                 _log.warning("Mooncake's client process is replaced: %d calls do not end", client.num_late)
@@ -175,7 +175,7 @@ class MooncakeStore(BlockingStore):
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-        self._client.close()
+        self.client.close()
 
     def _after_fork_in_child(self) -> None:
         self._is_closed = True

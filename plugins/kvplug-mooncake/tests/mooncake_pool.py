@@ -51,7 +51,7 @@ class Pool:
 
     def add_holder(self) -> subprocess.Popen[bytes]:
         name = f"holder-{len(self.holders)}"
-        holder = self._process(
+        holder = self.process(
             name, sys.executable, "-c", _HOLDER, self.address, str(self._segment_bytes), pipe=subprocess.PIPE
         )
         assert holder.stdout is not None
@@ -59,7 +59,7 @@ class Pool:
         self.holders.append(holder)
         return holder
 
-    def _process(self, name: str, *command: str, pipe: int | None = None) -> subprocess.Popen[bytes]:
+    def process(self, name: str, *command: str, pipe: int | None = None) -> subprocess.Popen[bytes]:
         with open(self._folder / name, "ab") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe or log, stderr=log)
 

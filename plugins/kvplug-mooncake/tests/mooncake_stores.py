@@ -31,7 +31,7 @@ def inside(store: Any) -> MooncakeStore:
 
 
 def process_of(store: Store) -> psutil.Process:
-    return psutil.Process(inside(store)._running()._process.pid)
+    return psutil.Process(inside(store).running().pid)
 
 
 def die_with_a_store(parent: Parent, address: str) -> None:

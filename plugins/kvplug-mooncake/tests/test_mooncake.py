@@ -99,7 +99,7 @@ def test_a_stopped_holder_holds_up_no_request_and_not_the_pages_of_others(opened
         began = time.monotonic()
         assert MissReason.TIMEOUT in got(store, *NAMES, timeout=SOON_S)
         assert time.monotonic() - began < SOON_S + SLACK_S
-        waits.until(lambda: not inside(store)._client.num_late, 5, "that calls end in Mooncake")
+        waits.until(lambda: not inside(store).client.num_late, 5, "that calls end in Mooncake")
         began = time.monotonic()
         found = got(store, *NAMES)
         assert time.monotonic() - began < SLACK_S, "a holder that did not answer is asked again"
@@ -115,14 +115,14 @@ def test_a_holder_that_is_stopped_when_a_client_first_needs_it_is_found_out_as_w
     first = opened(pair)
     assert not any(put(first, *NAMES))
     store = opened(pair)
-    client = inside(store)._running()
+    client = inside(store).running()
     with stopped(pair.holders[0]):
         began = time.monotonic()
         found = got(store, *NAMES)
         assert time.monotonic() - began < 1.5 + 2 * SLACK_S
         assert set(found) == {None, MissReason.TIMEOUT}
         assert found == got(store, *NAMES), "a page of the other holder was missed"
-        assert client.num_late and inside(store)._client is client, "the client was replaced"
+        assert client.num_late and inside(store).client is client, "the client was replaced"
 
 
 @pytest.mark.full
@@ -145,7 +145,7 @@ else:
 """
     store.close()
     with stopped(pair.holders[0]):
-        bare = pair._process("bare", os.sys.executable, "-c", code)  # type: ignore[attr-defined]
+        bare = pair.process("bare", os.sys.executable, "-c", code)
         assert bare.wait(100) == 0, pair.log("bare")
 
 
@@ -158,7 +158,7 @@ def test_a_late_write_reaches_no_page_of_another_call(opened: Any, pair: Pool) -
     scout.abort()
     assert 0 < len(others) < len(names)
     store = opened(pair, timeout_s=3, landing_bytes=1 << 20)
-    client = inside(store)._running()
+    client = inside(store).running()
     nbytes = PAGES.nbytes * 2
     with stopped(pair.holders[1]):
         late = request(store, others[0]).keys[0]
@@ -173,7 +173,7 @@ def test_a_late_write_reaches_no_page_of_another_call(opened: Any, pair: Pool) -
         rest = [name for name in names if name not in others]
         assert not any(got(store, *rest)), "the rest of the area is not used"
     waits.until(lambda: not client.num_late, 10, "the end of the late call")
-    came = client.landing._memory[slot.at : slot.at + len(MARK)]
+    came = client.landing.memory[slot.at : slot.at + len(MARK)]
     assert came == MARK, "nothing came late, and the test shows nothing"
     assert client.landing.take(client.landing.nbytes, Deadline.after(1)).at == 0, "the slot did not come back"
 
@@ -185,12 +185,12 @@ def test_calls_that_do_not_end_are_bounded_and_the_client_is_replaced(
     assert not any(put(store, *NAMES))
     before = process_of(store)
     with stopped(pair.holders[0]), stopped(pair.holders[1]):
-        inside(store)._timeout_s = 0.3  # the client's own limit is later
+        inside(store).timeout_s = 0.3  # the client's own limit is later
         for name in NAMES[:2]:
             assert got(store, name) == [MissReason.TIMEOUT]
         waits.until(lambda: not before.is_running(), 5, "the end of the client whose lanes are full")
     assert "is replaced" in caplog.text
-    inside(store)._timeout_s = 5
+    inside(store).timeout_s = 5
     waits.until(lambda: got(store, NAMES[0]) == [None], 10, "a client that works")
 
 
@@ -322,7 +322,7 @@ def test_other_hosts_are_refused_unless_the_config_permits_it(
 
 def test_a_value_of_another_program_is_a_miss_and_makes_room(opened: Any, pool: Pool) -> None:
     store = opened(pool)
-    client, key = inside(store)._running(), request(store, "taken").keys[0]
+    client, key = inside(store).running(), request(store, "taken").keys[0]
     with client.lent(1000, Deadline.after(1)) as slot:
         slot.view[:] = b"?" * 1000
         answer = client.call(lambda number: Put(number, key, slot.at, 1000), Deadline.after(3), slot)

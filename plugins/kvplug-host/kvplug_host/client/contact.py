@@ -61,7 +61,7 @@ class ContactStore(Store):
         self.seal = PageSeal(checksums=context.seal.checksums)
         self._context = context
         self._connect = context.connect
-        self._address = address
+        self.address = address
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._client: HostClient | None = None
@@ -93,7 +93,7 @@ class ContactStore(Store):
     @property
     def _shown(self) -> str:
         """The address, without a token."""
-        return self._address.partition("?")[0].removeprefix("tcp://")
+        return self.address.partition("?")[0].removeprefix("tcp://")
 
     @property
     def is_shared(self) -> bool:
@@ -119,7 +119,7 @@ class ContactStore(Store):
 
         ``timeout``: until the other end has proved itself.
         """
-        link = self._connect(self._address, timeout)
+        link = self._connect(self.address, timeout)
         deadline = Deadline.after(max(timeout, self._context.timeout_s))
         with self._lock:
             self._link, closed = link, self._closed

@@ -28,7 +28,7 @@ _PAGES: Final = 2
 _AGAIN_S: Final = 0.002
 _THREADS: Final = 3
 """Of a program that leaves."""
-_COME_AND_GO: Final = 200
+_COME_AND_GO: Final = 100
 """An end of a store may take long to make: a connection to a server, or a folder."""
 _GONE: Final = {MissReason.STORE_GONE, MissReason.TIMEOUT, MissReason.ABSENT}
 _ERRORS: Final[Mapping[str, type[KvplugError]]] = {

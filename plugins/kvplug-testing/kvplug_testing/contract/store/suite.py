@@ -121,6 +121,13 @@ class StoreSuite(Contract):
         """The maker of the store's clients, called. Override it for a store that is not installed."""
         return self.installed("make_client").load_client()(context, link)  # type: ignore[no-any-return]
 
+    def import_all(self) -> None:
+        """Import torch as well: links import it, which takes a second of each process."""
+        super().import_all()
+        if self.by_link:
+            with contextlib.suppress(ImportError):
+                importlib.import_module("torch")
+
     # -- places and ends -----------------------------------------------------------------------
 
     def place(

@@ -35,7 +35,7 @@ _OPENERS = 4
 """Threads that open one place at once."""
 _OPENINGS = 5
 """Places that they open, one after the other."""
-_KILLS = 30
+_KILLS = 12
 _KILLED = sized_format(100_000)
 """Of the pages whose writer is killed."""
 
