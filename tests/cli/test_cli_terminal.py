@@ -263,10 +263,3 @@ def test_the_shell_completes_commands_options_names_keys_and_files(
     assert found == some if only else found >= some
     assert "carrier-pigeon" not in found, "it is neither a store nor begins so"
     assert not (birds.package / "heavy.py.loaded").exists()
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_a_script(site: Any, shell: str) -> None:
-    done = site.kvplug(_KVPLUG_COMPLETE=f"{shell}_source")
-    assert done.returncode == 0, done.stderr
-    assert "_KVPLUG_COMPLETE" in done.stdout and "kvplug" in done.stdout

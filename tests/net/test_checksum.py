@@ -14,10 +14,6 @@ from kvplug.errors import IntegrityError, KvplugError, UnsupportedError
 from kvplug.net.checksum import NAMES, available, digest, verify
 
 
-def test_the_preferred_hash_is_the_64_bit_one() -> None:
-    assert available() == NAMES == ("xxh3_64", "xxh3_128")
-
-
 @pytest.mark.parametrize(
     ("name", "data", "expected"),
     [
@@ -45,11 +41,6 @@ def test_buffers_of_every_kind_are_hashed_without_a_copy() -> None:
     assert digest("xxh3_64", memoryview(raw).cast("B", (3, 8))) == digest("xxh3_64", raw)
 
 
-def test_a_buffer_with_gaps_is_refused() -> None:
-    with pytest.raises((BufferError, ValueError)):
-        digest("xxh3_64", memoryview(bytes(10))[::2])
-
-
 @given(data=st.binary(min_size=1, max_size=2000), at=st.data(), name=st.sampled_from(NAMES))
 def test_one_flipped_bit_is_found(data: bytes, at: st.DataObject, name: str) -> None:
     bit = at.draw(st.integers(0, 8 * len(data) - 1))
@@ -60,17 +51,12 @@ def test_one_flipped_bit_is_found(data: bytes, at: st.DataObject, name: str) -> 
         verify(name, digest(name, data), flipped, what="the entry")
 
 
-def test_what_was_corrupted_is_named_with_both_digests() -> None:
+@pytest.mark.parametrize("expected", [b"", b"\x78", b"\x01" * 8])
+def test_a_digest_that_is_missing_short_or_wrong_never_passes_and_both_are_named(expected: bytes) -> None:
     with pytest.raises(IntegrityError) as caught:
-        verify("xxh3_64", b"\x01" * 8, b"abc", what="layer 3 of entry 17")
-    for said in ("layer 3 of entry 17", "xxh3_64", "78af5f94892f3950", "01" * 8):
+        verify("xxh3_64", expected, b"abc", what="layer 3 of entry 17")
+    for said in ("layer 3 of entry 17", "xxh3_64", "78af5f94892f3950", expected.hex()):
         assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("expected", [b"", b"\x78"])
-def test_a_digest_that_is_missing_or_short_never_passes(expected: bytes) -> None:
-    with pytest.raises(IntegrityError):
-        verify("xxh3_64", expected, b"abc", what="it")
 
 
 @pytest.mark.parametrize("name", ["md5", "", "XXH3_64", "crc32"])
@@ -81,6 +67,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(name: str) -> None
 
 
 def test_without_xxhash_nothing_is_available_and_a_digest_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available() == NAMES == ("xxh3_64", "xxh3_128")
     monkeypatch.setitem(sys.modules, "xxhash", None)
     assert available() == ()
     with pytest.raises(UnsupportedError, match="package xxhash"):

@@ -9,14 +9,10 @@ from kvplug.transport import Lifecycle
 from kvplug_testing.waits import Call
 
 
-def test_what_lives_is_neither_closed_nor_ended() -> None:
+def test_the_first_reason_is_kept() -> None:
     lifecycle = Lifecycle("the pipe to a peer")
     assert not (lifecycle.closed or lifecycle.ended or lifecycle.peer_lost or lifecycle.broken)
     assert isinstance(lifecycle.error(), PeerGoneError)
-
-
-def test_the_first_reason_is_kept() -> None:
-    lifecycle = Lifecycle("the pipe to a peer")
     assert lifecycle.lose_peer("its process ended")
     assert not lifecycle.fail("nonsense came")
     assert not lifecycle.lose_peer("it closed the connection")

@@ -324,11 +324,6 @@ def test_pages_are_given_back_whole_and_only_where_they_can_be_had_again(
     assert taken(fd) == SIZE  # reading had brought the two back
 
 
-def test_strictness_is_the_kernels() -> None:
-    with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as f:
-        assert memfd.is_accounted_strictly() == (f.read().strip() == "2")
-
-
 def test_an_older_kernel_is_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from kvplug.errors import TransportError
 from kvplug.net.trust import relay as relay_module
 from kvplug.net.trust.relay import Relay
 from kvplug_testing.contract.forked_child import in_forked_child
@@ -129,16 +127,3 @@ def test_a_forked_child_holds_neither_socket(ends: Ends) -> None:
     assert in_forked_child(lambda: f"{ends.far.fileno()} {ends.near.fileno()}") == "-1 -1"
     ends.user.sendall(b"the parent's goes on")
     assert ends.peer.recv(100) == b"the parent's goes on"
-
-
-def test_without_a_thread_it_is_an_error_that_names_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    pair, other = socket.socketpair(), socket.socketpair()
-    with pytest.raises(TransportError, match=r"for the connection of this test: can't start new thread"):
-        Relay(pair[0], other[0], "the connection of this test")
-    assert pair[0].fileno() == other[0].fileno() == -1
-    pair[1].close()
-    other[1].close()

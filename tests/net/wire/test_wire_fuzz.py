@@ -159,14 +159,13 @@ def measured(read: Callable[[], object], note: str) -> tuple[bool, int]:
     return sound, tracemalloc.get_traced_memory()[1] - before
 
 
-many = pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.full)])
+COUNT = 2_000
 
 
-@many
 @pytest.mark.filterwarnings("ignore")  # torch warns of complex32, and numpy of nothing we could use
-def test_mutated_frames_raise_nothing_but_wire_error_and_stay_within_the_bound(count: int) -> None:
-    fine = storm_of_frames(count, seed=1)
-    assert 0 < fine < 0.9 * count  # neither all refused at the door, nor hardly mutated
+def test_mutated_frames_raise_nothing_but_wire_error_and_stay_within_the_bound() -> None:
+    fine = storm_of_frames(COUNT, seed=1)
+    assert 0 < fine < 0.9 * COUNT  # neither all refused at the door, nor hardly mutated
 
 
 @pytest.mark.slow
@@ -200,11 +199,8 @@ def mutated_apart(rng: random.Random) -> tuple[bytes, memoryview]:
     return head, memoryview(rng.randbytes(nbytes))
 
 
-@many
 @pytest.mark.filterwarnings("ignore")
-def test_mutated_heads_and_memories_raise_nothing_but_wire_error_and_stay_within_the_bound(
-    count: int,
-) -> None:
+def test_mutated_heads_and_memories_raise_nothing_but_wire_error_and_stay_within_the_bound() -> None:
     rng = random.Random(2)
     for head, nbytes in HEADS.items():  # imports come before memory is counted
         with contextlib.suppress(WireError):  # neither torch nor numpy here
@@ -218,7 +214,7 @@ def test_mutated_heads_and_memories_raise_nothing_but_wire_error_and_stay_within
             f"{memories.nbytes} bytes of memories, head: {head.hex()}",
         )
 
-    assert 0 < storm(count, one) < 0.9 * count
+    assert 0 < storm(COUNT, one) < 0.9 * COUNT
 
 
 def at_most(read: Callable[[], Any], nbytes: int) -> Any:
