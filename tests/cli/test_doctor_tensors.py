@@ -377,89 +377,90 @@ AS_BEFORE_S = 10.0
 SLOW = "slow bytes_per_s=2000000"
 
 
-SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+def _a_producer(weights: str, transport: str, page_tokens: int) -> dict[str, Any]:
+    options = {"lookup": {"page_tokens": page_tokens}}
+    return {"config": {"role": "producer", "weights": weights, "transport": transport, "options": options}}
+
+
+SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "a peer that does not know its weights": (
         {"knows_weights": False},
         {},
-        "problem weights: no other engine can load its KV",
+        ("problem weights: no other engine can load its KV",),
     ),
-    "weights stated otherwise": (
-        {"config": {"weights": "w at 1"}},
-        {"config": {"weights": "w at 2"}},
-        "problem model.weights: ours 'w at 2', theirs 'w at 1'",
-    ),
-    "another wire": ({"says": {"wire": [9, 0]}}, {}, "problem wire: theirs 9.0"),
-    "an engine that knows no doctors": ({"is_older": True}, {}, "note peer: its kvplug may be older"),
-    "another version": ({"version": "9.9"}, {}, "note versions: kvplug: 0.1.0 here, 9.9 at the peer"),
+    "another wire": ({"says": {"wire": [9, 0]}}, {}, ("problem wire: theirs 9.0",)),
+    "an engine that knows no doctors": ({"is_older": True}, {}, ("note peer: its kvplug may be older",)),
     "another protocol of every pipe": (
         {"says": {"protocol": 9}},
         {},
-        "problem transport: the same version at both ends",
+        ("problem transport: the same version at both ends",),
     ),
     "another secret": (
         {"env": {"KVPLUG_SECRET": OTHER_SECRET}, **TCP},
         {"env": {"KVPLUG_SECRET": SECRET}},
-        "problem secret: the secrets differ",
+        ("problem secret: the secrets differ",),
     ),
     "a secret at one end": (
         {"env": {"KVPLUG_SECRET": OTHER_SECRET}, **TCP},
         {},
-        "problem secret: KVPLUG_SECRET or secret_file: the same at both",
-    ),
-    "two producers": (
-        {"config": {"role": "producer"}},
-        {"config": {"role": "producer"}},
-        "problem role: both sides are producers",
+        ("problem secret: KVPLUG_SECRET or secret_file: the same at both",),
     ),
     "one engine_id": (
         {"config": {"engine_id": "twin"}},
         {"config": {"engine_id": "twin"}},
-        "problem engine_id: twin",
+        ("problem engine_id: twin",),
     ),
-    "two transports": (
-        {"config": {"transport": "shm"}},
-        {"config": {"transport": "cpu"}},
-        "problem transport: name the same one at both ends",
+    "another config": (
+        _a_producer("w at 1", "shm", 32),
+        _a_producer("w at 2", "cpu", 64),
+        (
+            "problem model.weights: ours 'w at 2', theirs 'w at 1'",
+            "problem role: both sides are producers",
+            "problem transport: name the same one at both ends",
+            "problem options.lookup.page_tokens: 64 here, 32 at the peer",
+        ),
     ),
-    "other pages": (
-        {"config": {"options": {"lookup": {"page_tokens": 32}}}},
-        {"config": {"options": {"lookup": {"page_tokens": 64}}}},
-        "problem options.lookup.page_tokens: 64 here, 32 at the peer",
-    ),
-    "pages of a size that only one end states": (
-        {"config": {"options": {"lookup": {"page_tokens": 32}}}},
+    "what is noted and no alarm": (
+        {
+            "version": "9.9",
+            "config": {"options": {"lookup": {"page_tokens": 32}}},
+            "env": {"KVPLUG_DISABLE_PLUGINS": "shm"},
+        },
         {},
-        "note options.lookup.page_tokens: its default here, 32 at the peer",
+        (
+            "note versions: kvplug: 0.1.0 here, 9.9 at the peer",
+            "note options.lookup.page_tokens: its default here, 32 at the peer",
+            "note plugins: what they offer is missing",
+        ),
     ),
-    "another process namespace": ({"pids": True}, {}, "note pid namespace: heartbeat_timeout_s"),
-    "small shared memory there": ({"mount": ["/dev/shm", 1 << 20]}, {}, "problem /dev/shm: 1 MiB are free"),
-    "few descriptors there": ({"limits": {"NOFILE": 70}}, {}, "problem descriptors: 70 may be open"),
-    "a plugin that is blocked there": (
-        {"env": {"KVPLUG_DISABLE_PLUGINS": "shm"}},
+    "another process namespace": ({"pids": True}, {}, ("note pid namespace: heartbeat_timeout_s",)),
+    "little shared memory and few descriptors there": (
+        {"mount": ["/dev/shm", 1 << 20], "limits": {"NOFILE": 70}},
         {},
-        "note plugins: what they offer is missing",
+        ("problem /dev/shm: 1 MiB are free", "problem descriptors: 70 may be open"),
     ),
     "an engine that says nothing of its host": (
         {"config": {"doctor": "off"}},
         {},
-        "note peer: doctor is 'off'",
+        ("note peer: doctor is 'off'",),
     ),
     "a slow pipe": (
         {"config": {"transport": "faulty", "options": {"faulty": {"rules": [SLOW]}}}},
         {},
-        "problem rate: GB/s claimed",
+        ("problem rate: GB/s claimed",),
     ),
 }
 
 
 @pytest.mark.parametrize("fault", SEEN_AT_A_BAD_PEER)
 def test_a_fault_of_the_peer_is_named(fork_server: ForkServer, fault: str) -> None:
-    engine, ours, finding = SEEN_AT_A_BAD_PEER[fault]
+    engine, ours, expected = SEEN_AT_A_BAD_PEER[fault]
     with an_engine(fork_server, **engine) as (contact, _):
         findings = doctor(fork_server, peer=contact, **ours)
-    assert_named(findings, finding)
+    for finding in expected:
+        assert_named(findings, finding)
     is_wrong = any(each["verdict"] == "problem" for each in findings)
-    assert is_wrong == finding.startswith("problem"), "a note is no alarm"
+    assert is_wrong == expected[0].startswith("problem"), "a note is no alarm"
 
 
 def test_the_budget_of_a_store_is_compared_with_a_prompt(fork_server: ForkServer) -> None:
@@ -585,14 +586,13 @@ def _problems(found: Diagnosis) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.full)])
-def test_good_runs_raise_no_alarm_and_leave_the_engine_as_it_was(fork_server: ForkServer, count: int) -> None:
+def test_good_runs_raise_no_alarm_and_leave_the_engine_as_it_was(fork_server: ForkServer) -> None:
     config = Config.from_dict({**BASE, "sinks": ["log"]})
     facts = read_facts(FACTS)
     with an_engine(fork_server) as (contact, engine):
         before = _counts(engine)
-        for number in range(count):
-            peer = None if number % 10 == 5 else contact
+        for number in range(10):
+            peer = None if number == 5 else contact
             found = diagnose(config, _registry(), peer=peer, facts=facts)
             assert not _problems(found), number
             assert found.measured[0].gb_per_s > 0

@@ -15,6 +15,7 @@ from kvplug.net.trust.listener import Listener, dial
 from kvplug.transport.group.group import StatelessGroup
 from kvplug.transport.group.pipes import connect_ranks
 from kvplug.transport.pipe import Pipe, PipeEndpoint, PipeListener, Transfer
+from kvplug_testing.groups import local_groups
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
@@ -75,18 +76,13 @@ class DeafEndpoint(PlainEndpoint):
 
 
 def in_threads(world_size: int, work: Any) -> list[Any]:
-    listener = StatelessGroup.listen("unix:")
+    def run(group: StatelessGroup) -> Any:
+        result = work(group)
+        group.barrier()
+        return result
 
-    def run(rank: int) -> Any:
-        where = listener if rank == 0 else listener.contact
-        with StatelessGroup.create(where, rank=rank, world_size=world_size, timeout_s=20) as group:
-            result = work(group)
-            group.barrier()
-            return result
-
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(world_size)]
-    return [future.result() for future in futures]
+    with local_groups(20) as make, ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, make(world_size)))
 
 
 def test_every_pair_of_ranks_gets_its_own_pipe() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kvplug.engine import LayoutError
 from kvplug.transport import (
@@ -50,6 +50,28 @@ def caches(block_size: int, order: str, dtype: torch.dtype, heads: int = HEADS) 
     return found
 
 
+def some_pages(**more: Any) -> Any:
+    """Tests get pages of any format, at any place of caches whose blocks have any size."""
+    return given(
+        block_size=st.sampled_from([2, 4, 6]),
+        page_tokens=st.sampled_from([1, 2, 3, 4, 8]),
+        dtype=st.sampled_from([torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn]),
+        start=st.integers(0, 2),
+        count=st.integers(1, 3),
+        clip=st.booleans(),
+        seed=st.integers(0, 99),
+        **more,
+    )
+
+
+def shuffled_blocks(block_size: int, end: int, seed: int) -> list[int]:
+    """Blocks for that many tokens."""
+    torch.manual_seed(seed)
+    blocks: list[int] = torch.randperm(BLOCKS)[: -(-end // block_size)].tolist()
+    assume(len(blocks) * block_size >= end)
+    return blocks
+
+
 def form_of(page_tokens: int, dtype: torch.dtype, heads: int = HEADS) -> PageFormat:
     name = str(dtype).removeprefix("torch.")
     parts = [Part(name=each, dtype=name, shape=(page_tokens, heads, SIZE), head_axis=1) for each in "kv"]
@@ -83,26 +105,13 @@ def checks(
 
 @compiled
 @pytest.mark.parametrize("order", ["KBTHD", "BHTKD", "KBHTD", "BKTHD", "HBTKD"])
-@given(
-    block_size=st.sampled_from([2, 4, 6]),
-    page_tokens=st.sampled_from([1, 2, 3, 4, 8]),
-    dtype=st.sampled_from([torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn]),
-    heads=st.sampled_from([1, HEADS]),
-    start=st.integers(0, 2),
-    count=st.integers(1, 3),
-    clip=st.booleans(),
-    flipped=st.none() | st.integers(0, 10**6),
-    seed=st.integers(0, 99),
-)
+@some_pages(heads=st.sampled_from([1, HEADS]), flipped=st.none() | st.integers(0, 10**6))
 def test_they_copy_and_check_as_python_does(
     order, block_size, page_tokens, dtype, heads, start, count, clip, flipped, seed
 ) -> None:
-    torch.manual_seed(seed)
     first = start * page_tokens
     end = first + count * page_tokens
-    blocks = torch.randperm(BLOCKS)[: -(-end // block_size)].tolist()
-    if len(blocks) * block_size < end:
-        return
+    blocks = shuffled_blocks(block_size, end, seed)
     form, source = form_of(page_tokens, dtype, heads), caches(block_size, order, dtype, heads)
     from_cache = PageBlocks(form, source, blocks, first, count)
     assert from_cache.places(0, count) is not None
@@ -226,25 +235,13 @@ def test_what_cannot_be_used_is_said_once_and_python_takes_its_place(
 
 
 @pytest.mark.parametrize("order", ["KBTHD", "BHTKD", "KBHTD", "BKTHD"])
-@given(
-    block_size=st.sampled_from([2, 4, 6]),
-    page_tokens=st.sampled_from([2, 3, 4, 8]),
-    dtype=st.sampled_from([torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn]),
-    start=st.integers(0, 2),
-    count=st.integers(1, 3),
-    gap=st.sampled_from([0, 5]),
-    clip=st.booleans(),
-    seed=st.integers(0, 99),
-)
+@some_pages(gap=st.sampled_from([0, 5]))
 def test_pages_leave_a_cache_and_come_back_bit_by_bit(
     order, block_size, page_tokens, dtype, start, count, gap, clip, seed
 ) -> None:
-    torch.manual_seed(seed)
     first = start * page_tokens
     end = first + count * page_tokens
-    blocks = torch.randperm(BLOCKS)[: -(-end // block_size)].tolist()
-    if len(blocks) * block_size < end:
-        return
+    blocks = shuffled_blocks(block_size, end, seed)
     form, source = form_of(page_tokens, dtype), caches(block_size, order, dtype)
     target = caches(block_size, order, dtype)
     step = form.nbytes + gap
