@@ -591,8 +591,8 @@ def test_good_runs_raise_no_alarm_and_leave_the_engine_as_it_was(fork_server: Fo
     facts = read_facts(FACTS)
     with an_engine(fork_server) as (contact, engine):
         before = _counts(engine)
-        for number in range(10):
-            peer = None if number == 5 else contact
+        for number in range(4):
+            peer = None if number == 2 else contact
             found = diagnose(config, _registry(), peer=peer, facts=facts)
             assert not _problems(found), number
             assert found.measured[0].gb_per_s > 0
@@ -683,8 +683,8 @@ def _answers(listener: Listener, hello: Hello, answers: tuple[Any, ...]) -> None
             (agreed, *answers) if answers else ({"agreed": {**agreed["agreed"], "checksum": _ARRAY}},)
         ):
             channel.send(answer, 5)
-        while True:
-            channel.recv(5)
+        while True:  # all is sent: who waits for more is hung up on
+            channel.recv(0.5)
 
 
 @pytest.mark.parametrize("case", _BAD_ANSWERS)

@@ -69,18 +69,13 @@ CORNERS: list[Any] = [
     *({True: 1}, {1: "int"}, {1.0: "float"}, {None: None}, {b"bytes": "str", "str": b"bytes"}),
     *({(1, 2): [(), ((),)]}, {frozenset({1}): {"nested": {(): {1, (2,)}}}}, {"a": {(1,): 2}}),
     *([[], [()], [[()]], ({},)], ["a list whose first element is not a mark"]),
-    *(-(2**63), 2**63, 2**64 - 1, "\x00\U0001f600é"),
+    *(-(2**63), 2**63, 2**64 - 1, "\x00\U0001f600é", struct.unpack("<d", b"\1\2\3\4\5\6\xf8\x7f")[0]),
 ]
 
 
 @pytest.mark.parametrize("value", CORNERS, ids=repr)
 def test_corner_values_come_back_with_their_exact_types(value: Any) -> None:
     assert exactly(decode(encode(value))) == exactly(value)
-
-
-def test_a_nan_keeps_its_bits() -> None:
-    odd = struct.unpack("<d", b"\x01\x02\x03\x04\x05\x06\xf8\x7f")[0]
-    assert struct.pack("<d", decode(encode(odd))) == b"\x01\x02\x03\x04\x05\x06\xf8\x7f"
 
 
 def test_any_buffer_is_read_and_what_is_decoded_is_independent_of_it() -> None:
@@ -219,25 +214,15 @@ def test_a_length_that_the_bytes_do_not_keep_allocates_nothing(data: bytes) -> N
         (b"\xd4\x10\x00", "unknown dtype code 0"),
         (b"\xd4\x11\x0c", "cut short"),
         (b"\xd5\x11\x0c\xff", "255 dimensions"),
+        (b"\xc7\x0e\x11" + struct.pack("<BBQ", 12, 1, 1 << 40) + bytes(4), "not 4"),
+        # msgspec 0.19 hands out a view whose slices go further than its bytes: 8 are claimed, 4 are its own.
+        (b"\x92\xc7\x0e\x11" + struct.pack("<BBQ", 12, 1, 2) + bytes(4) + b"\xc4\x04abcd", "not 4"),
     ],
     ids=lambda v: v[:8].hex() if isinstance(v, bytes) else None,
 )
 def test_bytes_that_are_no_value_are_refused_by_what_is_wrong(data: bytes, named: str) -> None:
     with pytest.raises(WireError, match=named):
         decode(data)
-
-
-def test_a_tensor_whose_shape_and_bytes_disagree_is_refused_before_anything_is_made() -> None:
-    meta = struct.pack("<BBQ", 12, 1, 1 << 40)
-    with pytest.raises(WireError, match="not 4"):
-        decode(bytes([0xC7, len(meta) + 4, 17]) + meta + bytes(4))
-
-
-def test_an_extension_is_never_read_past_its_end() -> None:
-    """msgspec 0.19 hands out a view whose slices go further than its bytes."""
-    inside = struct.pack("<BBQ", 12, 1, 2) + bytes(4)  # claims 8 bytes, and 4 are its own
-    with pytest.raises(WireError, match="not 4"):
-        decode(b"\x92" + bytes([0xC7, len(inside), 17]) + inside + b"\xc4\x04abcd")
 
 
 @given(st.binary(max_size=200))

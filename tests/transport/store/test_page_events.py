@@ -30,11 +30,8 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def test_two_stores_have_different_epochs() -> None:
+def test_a_snapshot_has_its_stores_own_epoch_and_everything_that_is_held_and_expected() -> None:
     assert PageEventLog().epoch != PageEventLog().epoch
-
-
-def test_a_snapshot_has_a_header_and_everything_that_is_held_and_expected() -> None:
     log = PageEventLog("one")
     log.cleared()
     header, *rest = log.snapshot({SERIES: [key(1), key(2)]}, [(SERIES, [key(3)], 1.5)])
