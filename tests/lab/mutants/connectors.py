@@ -227,7 +227,11 @@ class TestReportsAStepLate(MemoryWorker):
         return found
 
 
-@breaks(Mutant, "CONN-3", caught_by="test_corrupted_kv_is_in_the_report_of_its_step")
+@breaks(
+    Mutant,
+    "CONN-3",
+    caught_by="test_a_load_that_fails_is_in_the_report_of_its_step_and_the_next_one_succeeds",
+)
 class TestTrustsWhatArrives(MemoryWorker):
     """Hashes are sent and not compared."""
 

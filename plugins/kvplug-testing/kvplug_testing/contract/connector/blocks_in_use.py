@@ -11,7 +11,7 @@ from kvplug.engine import RequestEnd
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.fault_injection import FaultInjectingPipe
-from kvplug_testing.contract.connector.suite import ConnectorSuite
+from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.engine import CallOrder, FakeEngine, request_of
 from kvplug_testing.waits import Call
@@ -37,11 +37,10 @@ class BlocksInUse(ConnectorSuite):
             params.append(given)
             if keeps:
                 self._wait_for(prefill, prompt.request_id)
-            elif num_ahead:
+            else:
                 for _ in range(num_ahead):
-                    Call(lambda: prefill.step([])).result()
-            prefill.cache.free(blocks)
-            prefill.free_blocks = [*blocks, *prefill.free_blocks]
+                    self.run(prefill.step, [])
+            self._reuse(prefill, blocks)
         for number in range(4):
             tokens = range(1000 * number, 1000 * number + 100)
             prompt = request_of(f"r{number}", tokens, params=params[number])
@@ -51,6 +50,12 @@ class BlocksInUse(ConnectorSuite):
                 f"{found} tokens of prompt {number} of 4 came, and {len(wrong)} blocks are another's: they"
                 " were read after they were said to be free"
             )
+
+    @staticmethod
+    def _reuse(engine: FakeEngine, blocks: tuple[int, ...]) -> None:
+        """The next request gets these blocks."""
+        engine.cache.free(blocks)
+        engine.free_blocks = [*blocks, *engine.free_blocks]
 
     def _wait_for(self, engine: FakeEngine, name: str, named: list[str] | None = None) -> None:
         """Run steps until the request is named as sent, exactly once. ``named``: the names of earlier
@@ -65,12 +70,12 @@ class BlocksInUse(ConnectorSuite):
 
         waits.until(is_named, what=f"a step that names {name}, whose blocks are kept")
         for _ in range(3):
-            named.extend(sorted(Call(lambda: engine.step([])).result().finished_sending))
+            named.extend(sorted(self.run(engine.step, []).finished_sending))
         assert named == [name], f"named as sent are {named}"
 
     def _note_sent(self, engine: FakeEngine, named: list[str]) -> None:
         """Run a step that loads nothing, and record its names."""
-        report = Call(lambda: engine.step([])).result()
+        report = self.run(engine.step, [])
         named.extend(sorted(report.finished_sending))
         assert not report.finished_recving, "nothing was loaded, and something is named as received"
 
@@ -80,9 +85,9 @@ class BlocksInUse(ConnectorSuite):
         """Compute a prompt. Returns its blocks, whether they are kept, and the parameters for its
         consumer.
         """
-        prompt = request_of("s", range(100))
+        prompt = request_of("s", PROMPT)
         blocks = prefill.admit(prompt)
-        Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
+        self.run(prefill.step, [(prompt, blocks, 0, 100)])
         return (blocks, *prefill.finish(prompt, blocks))
 
     def _are_free_again(
@@ -93,15 +98,12 @@ class BlocksInUse(ConnectorSuite):
         """
         if keeps:
             self._wait_for(prefill, "s", named)
-        prefill.cache.free(blocks)
-        prefill.free_blocks = [*blocks, *prefill.free_blocks]
+        self._reuse(prefill, blocks)
         params = self.stored(prefill, range(5000, 5100), "other")
         decode = self.engine("consumer", seed=3)
         self.meet(decode)
         prompt = request_of("b", range(5000, 5100), params=params)
-        loaded, found, report = Call(lambda: decode.load(prompt)).result()
-        assert found and not report.invalid_block_ids, "one consumer is gone, and the next one gets nothing"
-        assert decode.is_right(prompt.token_ids, loaded, 100), "the KV is wrong"
+        self.check_loads(decode, prompt, "one consumer is gone, and the next one gets nothing")
 
     @law("CONN-4", "CONN-5")
     @pytest.mark.parametrize("when", ["asked", "promised"])
@@ -113,7 +115,7 @@ class BlocksInUse(ConnectorSuite):
         named: list[str] = []
 
         def is_known() -> bool:
-            found, _ = Call(lambda: decode.scheduler.get_num_new_matched_tokens(prompt, 0)).result()
+            found, _ = self.run(decode.scheduler.get_num_new_matched_tokens, prompt, 0)
             if found is None and when == "promised":
                 self._note_sent(prefill, named)
                 return False
@@ -150,40 +152,34 @@ class BlocksInUse(ConnectorSuite):
     # -- names ---------------------------------------------------------------------------------
 
     @law("CONN-5")
-    def test_a_request_whose_blocks_are_kept_is_named_once(self) -> None:
+    def test_a_request_whose_blocks_are_kept_is_named_once_and_no_other(self) -> None:
         prefill = self.engine("producer")
-        prompt = request_of("a", range(100))
-        blocks = prefill.admit(prompt)
-        Call(lambda: prefill.step([(prompt, blocks, 0, 100)])).result()
-        keeps, _ = prefill.finish(prompt, blocks)
+        _, keeps, _ = self._finished(prefill)
+        named: list[str] = []
         if keeps:
-            self._wait_for(prefill, "a")
-        else:
-            reports = [Call(lambda: prefill.step([])).result() for _ in range(5)]
-            named = [name for report in reports for name in report.finished_sending]
-            assert not named, f"{named} is named as sent, though its blocks were not kept"
+            self._wait_for(prefill, "s", named)
+        for _ in range(5):
+            self._note_sent(prefill, named)
+        assert named == ["s"] * keeps, f"named as sent are {named}; the blocks are kept: {keeps}"
 
     @law("CONN-5", "CONN-4", needs="background")
     @_any_order
     def test_a_background_load_is_named_once_when_it_is_there(self, order: CallOrder) -> None:
-        prefill, decode = self.pair(background=True)
-        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
-        blocks, found, is_async = self.promised(decode, prompt)
-        assert is_async, "it was told to load in the background"
-        other = request_of("other", range(5000, 5040))
+        load = self.loading(background=True)
+        assert load.is_async, "the option says that it loads in the background"
+        decode, other = load.engine, request_of("other", range(5000, 5040))
         theirs = decode.admit(other)
         named: list[str] = []
 
         def is_named() -> bool:  # with a request that computes, so that there is a forward pass
-            report = Call(lambda: decode.step([(other, theirs, 0, 40)], order=order)).result()
+            report = self.run(decode.step, [(other, theirs, 0, 40)], order=order)
             named.extend(sorted(report.finished_recving))
             return bool(named)
 
         waits.until(is_named, what="a step that names the request that loads")
-        wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, found)
-        assert not wrong, f"it is named as received, and its blocks {sorted(wrong)} are wrong"
+        assert not load.wrong, f"it is named as received, and its blocks {sorted(load.wrong)} are wrong"
         for _ in range(4):
-            named += sorted(Call(lambda: decode.step([], order=order)).result().finished_recving)
+            named += sorted(self.run(decode.step, [], order=order).finished_recving)
         assert named == ["a"], f"named as received are {named}"
 
     @law("CONN-5", "CONN-4", needs="background")
@@ -192,12 +188,11 @@ class BlocksInUse(ConnectorSuite):
     def test_a_request_that_ends_while_it_loads_is_named_once_as_received(
         self, num_steps: int, is_heard: bool
     ) -> None:
-        prefill, decode = self.pair(background=True)
-        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
-        blocks, _, _ = self.promised(decode, prompt)
+        load = self.loading(background=True)
+        decode, prompt, blocks = load.engine, load.prompt, load.blocks
         reports: list[Any] = []
         for _ in range(num_steps):
-            reports.append(Call(lambda: decode.execute(decode.plan([]))).result())
+            reports.append(self.run(decode.execute, decode.plan([])))
             if is_heard:
                 decode.hear(reports[-1])
         received = [name for report in reports for name in report.finished_recving]
@@ -209,7 +204,7 @@ class BlocksInUse(ConnectorSuite):
         late: list[Any] = []
 
         def is_done() -> bool:
-            late.append(Call(lambda: decode.step([])).result())
+            late.append(self.run(decode.step, []))
             named = any("a" in report.finished_recving for report in (*reports, *late))
             return len(late) >= 5 and (named or not keeps)
 
@@ -226,7 +221,7 @@ class BlocksInUse(ConnectorSuite):
 def _consume(parent: peers.Parent, suite_ref: Any, host: str, when: str) -> None:
     """In a child: run an engine that asks for a prompt, may load it, and runs until it is killed."""
     suite = suite_from_ref(suite_ref)
-    suite._host = host
+    suite.share_address(host)
     engine = FakeEngine(
         suite.config_of("consumer"),
         make=suite.make_side,

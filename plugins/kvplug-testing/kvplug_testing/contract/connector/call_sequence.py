@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvplug.engine import Request
 from kvplug_testing import call_traces, waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.suite import ConnectorSuite
+from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite
 from kvplug_testing.engine import CallOrder, Departed, FakeEngine, replay, request_of
 from kvplug_testing.engine.cache import layout_of
 from kvplug_testing.waits import Call
@@ -52,7 +51,7 @@ class CallSequence(ConnectorSuite):
         if spoils:
             self.inject_fault("fail")
         try:
-            audit = Call(lambda: replay(run, fake, prompts)).result(2 * waits.patience_s)
+            audit = self.run(replay, run, fake, prompts, within=2 * waits.patience_s)
         except Departed as e:
             self.inject_fault("")
             if e.is_nothing:
@@ -80,7 +79,7 @@ class CallSequence(ConnectorSuite):
         self._host = ""
         prefill, decode = self.pair(background=run.is_async, **size)
         self.stored(prefill, tokens[: prompt.num_stored])
-        found, _ = self.run(decode.matched, request_of("alone", tokens[: prompt.num_tokens]))
+        found = self.num_promised(decode, request_of("alone", tokens[: prompt.num_tokens]))
         assert not found, (
             f"nothing is promised in an order of calls that an engine was seen to make, and {found} tokens of"
             " the same prompt where it is the only one"
@@ -89,51 +88,28 @@ class CallSequence(ConnectorSuite):
     @law("CONN-1")
     @pytest.mark.parametrize("order", _ORDERS, ids=str)
     @pytest.mark.parametrize("chunk", [None, 37])
-    def test_a_prompt_is_handed_off_whole_wherever_its_engine_makes_the_calls(
+    def test_a_prompt_is_handed_off_and_loaded_whole_wherever_its_engines_make_the_calls(
         self, order: CallOrder, chunk: int | None
     ) -> None:
+        """The fake engine empties block tables after planning: they are looked up while a step is planned."""
         prefill, decode = self.pair()
-        prompt = request_of("s", range(100))
-        _, params = Call(lambda: prefill.hand_off(prompt, chunk=chunk, order=order)).result()
-        again = request_of("a", range(100), params=params)
-        blocks, found, report = Call(lambda: decode.load(again)).result()
+        _, params = self.run(prefill.hand_off, request_of("s", PROMPT), chunk=chunk, order=order)
+        again = request_of("a", PROMPT, params=params)
+        needed = CallOrder(drafts=order.drafts)  # a load that its step needs is begun before it
+        blocks, found, report = self.run(decode.load, again, order=needed)
         assert found and not report.invalid_block_ids, "what was computed cannot be had"
         assert decode.is_right(again.token_ids, blocks, 100), "the KV is wrong"
-
-    @law("CONN-1")
-    @pytest.mark.parametrize("drafts", [False, True], ids=["usual", "drafting"])
-    def test_a_load_that_its_step_needs_is_there_in_either_order(self, drafts: bool) -> None:
-        prefill, decode = self.pair()
-        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
-        blocks, found, report = Call(lambda: decode.load(prompt, order=CallOrder(drafts=drafts))).result()
-        assert found and not report.invalid_block_ids
-        assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
 
     @law("CONN-1", "CONN-3")
     @pytest.mark.parametrize("first", ["wait_for_save", "get_finished", "get_block_ids_with_load_errors"])
     def test_the_steps_loads_have_ended_with_whichever_call_comes_first(self, first: str) -> None:
-        prefill, decode = self.pair()
-        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
-        blocks, found, _ = self.promised(decode, prompt)
-        planned = decode.plan([(prompt, blocks, found, 100 - found)])
-        worker = decode.worker
-        Call(lambda: worker.bind_connector_metadata(planned.metadata)).result()
-        Call(worker.start_load_kv).result()
-        given: list[Any] = [frozenset()] if first == "get_finished" else []
-        Call(lambda: getattr(worker, first)(*given)).result()
-        wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, found)
-        assert not wrong, f"after {first} the step's loads have not ended: blocks {sorted(wrong)} are wrong"
-
-    @law("CONN-1")
-    def test_block_tables_are_looked_up_while_a_step_is_planned_and_not_later(self) -> None:
-        """The fake engine empties block tables after planning; a consumer must still get the right KV."""
-        prefill, decode = self.pair()
-        prompt = request_of("s", range(100))
-        _, params = Call(lambda: prefill.hand_off(prompt, chunk=16)).result()
-        again = request_of("a", range(100), params=params)
-        blocks, found, _ = Call(lambda: decode.load(again)).result()
-        assert found, "nothing was saved"
-        assert decode.is_right(again.token_ids, blocks, 100), "the KV is wrong"
+        load = self.loading()
+        planned = load.engine.plan([load.work])
+        worker = load.engine.worker
+        self.run(worker.bind_connector_metadata, planned.metadata)
+        self.run(worker.start_load_kv)
+        self.run(getattr(worker, first), *([frozenset()] if first == "get_finished" else []))
+        assert not load.wrong, f"after {first} loads have not ended: blocks {sorted(load.wrong)} are wrong"
 
     @law("CONN-1")
     def test_the_hooks_of_layers_do_nothing_outside_of_a_step(self) -> None:
@@ -154,16 +130,16 @@ class CallSequence(ConnectorSuite):
     @law("CONN-1")
     def test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name(self) -> None:
         prefill = self.engine("producer")
-        decode = _Unregistered.made(self)
+        decode = self.run(_Unregistered, self.config_of("consumer"), make=self.make_side, seed=2)
+        self.later(lambda: self.shut(decode))
         self.meet(decode)
-        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
-        blocks, found, _ = self.promised(decode, prompt)
-        self._is_named("register_kv_caches", lambda: decode.step([(prompt, blocks, found, 100 - found)]))
+        load = self.promised(decode, request_of("a", PROMPT, params=self.stored(prefill)))
+        self._is_named("register_kv_caches", lambda: decode.step([load.work]))
 
     @law("CONN-1")
     def test_blocks_for_tokens_that_were_never_promised_are_refused_by_name(self) -> None:
         decode = self.engine("consumer")
-        prompt: Request = request_of("a", range(100))
+        prompt = request_of("a", PROMPT)
         decode.scheduler.on_new_request(prompt)
         blocks = decode.allocate(100)
         self._is_named(
@@ -194,10 +170,3 @@ class _Unregistered(FakeEngine):
 
     def _begin(self) -> None:
         self.scheduler.get_finished_count()
-
-    @classmethod
-    def made(cls, suite: ConnectorSuite) -> FakeEngine:
-        fake = Call(lambda: cls(suite.config_of("consumer"), make=suite.make_side, seed=2)).result()
-        suite.later(lambda: suite.shut(fake))
-        assert isinstance(fake, FakeEngine)
-        return fake

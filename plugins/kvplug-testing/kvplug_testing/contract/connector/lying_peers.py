@@ -48,7 +48,8 @@ class LyingPeers(ConnectorSuite, LiedToOverPipes):
 def run_both_ends(parent: peers.Parent, suite_ref: dict[str, Any], count: int, seed: int) -> str:
     """In a child process: a producer, and consumers that reach it."""
     suite: Any = suite_from_ref(suite_ref)
-    with ExitStack() as suite._stack, Relay() as relay:
+    with ExitStack() as stack, Relay() as relay:
+        suite.use_stack(stack)
         suite.warm_up()
         return report_lies(parent, _Conversations(suite, relay), count, seed)
 

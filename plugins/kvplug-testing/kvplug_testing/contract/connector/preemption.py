@@ -7,9 +7,8 @@ from typing import Any
 import attrs
 
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.suite import ConnectorSuite
-from kvplug_testing.engine import FakeEngine, PlannedStep, request_of
-from kvplug_testing.waits import Call
+from kvplug_testing.contract.connector.suite import ConnectorSuite, Promise
+from kvplug_testing.engine import PlannedStep
 
 _PREEMPTED = frozenset({"a"})
 
@@ -19,77 +18,52 @@ class Preemption(ConnectorSuite):
 
     @law("CONN-4", "CONN-5")
     def test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded(self) -> None:
-        prefill, decode = self.pair()
-        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
-        blocks, _, _ = self.promised(decode, prompt)
-        planned = decode.plan([], preempted=_PREEMPTED)
-        self._preempt(decode, blocks)
-        self._is_left_alone(decode, blocks, planned)
-        self._comes_again(decode, prompt)
+        load = self.loading()
+        self._is_left_alone(load, load.engine.plan([], preempted=_PREEMPTED))
+        again = attrs.evolve(load.prompt, generation=1)
+        found, _ = self.run(load.engine.ask, again)
+        assert found, "nothing is promised to a request that was preempted before its load"
+        blocks = load.engine.allocate(100)
+        load.engine.scheduler.update_state_after_alloc(again, (blocks,), found)
+        report = self.run(load.engine.step, [(again, blocks, found, 100 - found)])
+        assert not report.invalid_block_ids, "it comes again, and its load fails"
+        assert load.engine.is_right(again.token_ids, blocks, 100), "the KV is wrong"
 
     @law("CONN-4", "CONN-5")
     def test_what_is_preempted_after_a_load_that_failed_is_not_reported_later(self) -> None:
-        prefill, decode = self.pair()
-        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
-        blocks, found, _ = self.promised(decode, prompt)
-        first = decode.plan([(prompt, blocks, found, 100 - found)])
-        second = decode.plan([], preempted=_PREEMPTED)
+        load = self.loading()
+        first = load.engine.plan([load.work])
+        second = load.engine.plan([], preempted=_PREEMPTED)
         with self.injecting_fault():
-            Call(lambda: decode.execute(first)).result()
+            self.run(load.engine.execute, first)
         self.skip_unless_injected()
-        self._preempt(decode, blocks)
-        self._is_left_alone(decode, blocks, second)
+        self._is_left_alone(load, second)
 
     @law("CONN-4", "CONN-5", needs="background")
     def test_what_is_preempted_while_it_loads_in_the_background_is_let_alone(self) -> None:
-        prefill, decode = self.pair(background=True)
-        prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
-        blocks, _, _ = self.promised(decode, prompt)
-        report = Call(lambda: decode.step([])).result()
-        planned = decode.plan([], preempted=_PREEMPTED)
-        self._preempt(decode, blocks)
-        self._is_left_alone(decode, blocks, planned, named=len(report.finished_recving), is_async=True)
+        load = self.loading(background=True)
+        report = self.run(load.engine.step, [])
+        planned = load.engine.plan([], preempted=_PREEMPTED)
+        self._is_left_alone(load, planned, named=len(report.finished_recving))
 
-    @staticmethod
-    def _preempt(decode: FakeEngine, blocks: tuple[int, ...]) -> None:
-        """Preempt a request. Its blocks are free as soon as the worker side knows of it."""
-        Call(lambda: decode.worker.handle_preemptions(_PREEMPTED)).result()
-        decode.cache.free(blocks)
-
-    def _is_left_alone(
-        self,
-        decode: FakeEngine,
-        blocks: tuple[int, ...],
-        planned: PlannedStep,
-        *,
-        named: int = 0,
-        is_async: bool = False,
-    ) -> None:
-        """The blocks stay unchanged in that step and the next ones. ``named``: how often the request was
-        named as received before.
+    def _is_left_alone(self, load: Promise, planned: PlannedStep, *, named: int = 0) -> None:
+        """Preempt the request. Its blocks stay unchanged in that step and the next ones, and nothing says
+        more of it. ``named``: how often the request was named as received before.
         """
-        reports: list[Any] = [
-            Call(lambda: decode.execute(attrs.evolve(planned, preempted=frozenset()))).result()
-        ]
-        decode.hear(reports[0])
-        reports += [Call(lambda: decode.step([])).result() for _ in range(5)]
-        written = sorted(decode.cache.written(blocks))
+        engine = load.engine
+        self.run(engine.worker.handle_preemptions, _PREEMPTED)
+        engine.cache.free(load.blocks)  # as soon as the worker side knows of it
+        reports: list[Any] = [self.run(engine.execute, attrs.evolve(planned, preempted=frozenset()))]
+        engine.hear(reports[0])
+        reports += [self.run(engine.step, []) for _ in range(5)]
+        written = sorted(engine.cache.written(load.blocks))
         assert not written, f"blocks {written} were written after the request that had them was preempted"
         received = [name for report in reports for name in report.finished_recving]
-        allowed = ["a"] if is_async and not named else []
+        allowed = ["a"] if load.is_async and not named else []
         assert received in ([], allowed), f"named as received are {received}; a was preempted"
         sent = [name for report in reports for name in report.finished_sending]
         assert not sent, f"named as sent are {sent}; a was preempted"
-        invalid = set() if is_async else {block for each in reports for block in each.invalid_block_ids}
-        assert not invalid, f"blocks {sorted(invalid)} are reported, which a had before it was preempted"
-
-    def _comes_again(self, decode: FakeEngine, prompt: Any) -> None:
-        """The request is scheduled again, with other blocks, from its first token."""
-        prompt = attrs.evolve(prompt, generation=1)
-        found, _ = Call(lambda: decode.ask(prompt)).result()
-        assert found, "nothing is promised to a request that was preempted before its load"
-        blocks = decode.allocate(100)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-        report = Call(lambda: decode.step([(prompt, blocks, found, 100 - found)])).result()
-        assert not report.invalid_block_ids, "it comes again, and its load fails"
-        assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
+        invalid = {block for each in reports for block in each.invalid_block_ids}
+        assert load.is_async or not invalid, (
+            f"blocks {sorted(invalid)} are reported, which a had before it was preempted"
+        )

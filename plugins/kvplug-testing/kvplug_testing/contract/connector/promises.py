@@ -12,7 +12,6 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import BLOCK, KV_OF_A_TOKEN, ConnectorSuite
 from kvplug_testing.engine import MODEL, request_of
 from kvplug_testing.engine.cache import AXES
-from kvplug_testing.waits import Call
 
 _LAYOUTS = [(axes, BLOCK, "") for axes in AXES] + [
     ("KBTHD", 2 * BLOCK, ""),
@@ -51,12 +50,8 @@ class Promises(ConnectorSuite):
         used: set[int] = set()
         for n, count in ((0, 100), (2, 90)):
             prompt = request_of(f"r{n}", range(1000 * n, 1000 * n + count), params=params[n])
-            blocks, found, report = self.run(decode.load, prompt)
-            assert found, f"nothing of {count} tokens that were stored is promised"
+            blocks, found = self.check_loads(decode, prompt)
             assert found % block_size == 0, f"{found} tokens are promised: no whole blocks of {block_size}"
-            assert not report.invalid_block_ids, "what was promised did not come"
-            wrong = decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, count)
-            assert not wrong, f"the KV is wrong in blocks {sorted(wrong)} of {blocks} (layout {axes})"
             used |= set(blocks)
         others = sorted(set(range(decode.cache.num_blocks)) - used)
         for layer in layers:
@@ -68,7 +63,7 @@ class Promises(ConnectorSuite):
     def test_engines_with_blocks_of_other_sizes_load_what_they_can(self, ours: int, theirs: int) -> None:
         prefill, decode = self.pair(producer={"block_size": ours}, consumer={"block_size": theirs})
         prompt = request_of("a", range(100), params=self.stored(prefill, range(100)))
-        blocks, found, report = Call(lambda: decode.load(prompt)).result()
+        blocks, found, report = self.run(decode.load, prompt)
         assert found % theirs == 0 and not report.invalid_block_ids
         assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
 
@@ -79,7 +74,7 @@ class Promises(ConnectorSuite):
     ) -> None:
         prefill, decode = self.pair()
         prompt = request_of("a", asked, params=self.stored(prefill, stored))
-        blocks, found, report = Call(lambda: decode.load(prompt)).result()
+        blocks, found, report = self.run(decode.load, prompt)
         assert found <= most, f"{found} tokens are promised, and {most} can be had"
         assert found % BLOCK == 0, f"{found} tokens are promised: no whole blocks of {BLOCK}"
         assert not report.invalid_block_ids, "what was promised did not come"
@@ -91,7 +86,7 @@ class Promises(ConnectorSuite):
         params = self.stored(prefill, range(64), extra=b"one adapter")
         for number, extra in enumerate((b"another adapter", b"", b"one adapter\0")):
             prompt = request_of(f"r{number}", range(64), extra=extra, params=params)
-            found = self.run(decode.matched, prompt)[0]
+            found = self.num_promised(decode, prompt)
             assert found == 0, f"{found} tokens computed with another extra are promised"
         self.promised(decode, request_of("a", range(64), extra=b"one adapter", params=params))
 
@@ -128,31 +123,26 @@ class Promises(ConnectorSuite):
     ) -> None:
         prefill = self.engine("producer", model=attrs.evolve(MODEL, **theirs))
         decode = self.engine("consumer", model=attrs.evolve(MODEL, **ours))
-        params = self.stored(prefill, range(100))
-        prompt = request_of("a", range(100), params=params)
-        assert Call(lambda: decode.matched(prompt)).result()[0] == 0, "its KV means something else"
+        prompt = request_of("a", range(100), params=self.stored(prefill))
+        assert self.num_promised(decode, prompt) == 0, "its KV means something else"
 
     @law("CONN-2", "ALL-4")
     def test_without_a_peer_nothing_is_promised(self) -> None:
         decode = self.engine("consumer")
-        prompt = request_of("a", range(100))
-        assert Call(lambda: decode.matched(prompt)).result()[0] == 0
+        assert self.num_promised(decode, request_of("a", range(100))) == 0
 
     @law("CONN-2")
     def test_asking_often_changes_nothing(self) -> None:
-        prefill, decode = self.pair()
-        params = self.stored(prefill, range(100))
-        prompt = request_of("a", range(100), params=params)
-        other = request_of("b", range(100), params=params)
-        first = Call(lambda: decode.matched(prompt)).result()
-        Call(lambda: decode.matched(other)).result()
+        _, decode, prompt = self.asking()
+        first = self.run(decode.matched, prompt)
+        self.num_promised(decode, attrs.evolve(prompt, request_id="b"))
         for num_computed in (64, 96, 99, 0, 48, 0):
             self.run(decode.ask, prompt, num_computed)
-        assert Call(lambda: decode.ask(prompt)).result() == first, "asked again, it answers otherwise"
+        assert self.run(decode.ask, prompt) == first, "asked again, it answers otherwise"
         report = decode.step([])
         assert not report.finished_recving and not report.invalid_block_ids, "a question began a load"
         decode.compute(prompt.token_ids, blocks := decode.allocate(100), 0, BLOCK)
-        found, is_async = Call(lambda: decode.ask(prompt, BLOCK)).result()
+        found, is_async = self.run(decode.ask, prompt, BLOCK)
         assert (found, is_async) == (first[0] - BLOCK, first[1])
         decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
         report = decode.step([(prompt, blocks, BLOCK + found, 100 - BLOCK - found)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.stats import failed
-from kvplug_testing.contract.connector.suite import ConnectorSuite
+from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call
 
@@ -94,7 +95,7 @@ class References(ConnectorSuite):
 
     def _lent(self, **consumer: Any) -> tuple[FakeEngine, FakeEngine, dict[str, Any]]:
         prefill, decode = self.pair(num_blocks=64, consumer=consumer)
-        params = self.stored(prefill, range(100))
+        params = self.stored(prefill)
         if not params:
             pytest.skip(f"{self.called} hands out no references: request_finished returned no params")
         return prefill, decode, params
@@ -108,10 +109,6 @@ class References(ConnectorSuite):
         assert not addresses, f"{what}: {addresses} were dialled"
         decode.scheduler.request_finished(prompt, ((),), "aborted")
 
-    def _is_counted(self, decode: FakeEngine, before: int, count: int, what: str) -> None:
-        now = self._misses(decode)
-        assert now - before >= count, f"{what}: {count} misses, and {now - before} are counted with a reason"
-
     _counted = 0
 
     def _misses(self, decode: FakeEngine) -> int:
@@ -120,106 +117,83 @@ class References(ConnectorSuite):
             self._counted += sum(failed(said, op) for op in ("match", "load", "other"))
         return self._counted
 
+    @contextmanager
+    def _counting(self, decode: FakeEngine, count: int, what: str) -> Iterator[None]:
+        """At least so many misses are counted with a reason meanwhile."""
+        before = self._misses(decode)
+        yield
+        now = self._misses(decode)
+        assert now - before >= count, f"{what}: {count} misses, and {now - before} are counted with a reason"
+
     @law("REF-1", "REF-2")
-    def test_one_that_is_good_is_good_in_another_engine(self) -> None:
+    def test_one_that_is_good_is_good_in_another_engine_and_for_no_other_prompt(self) -> None:
         _, decode, params = self._lent()
-        prompt = request_of("a", range(100), params=params)
-        blocks, found, report = Call(lambda: decode.load(prompt)).result()
-        assert found and not report.invalid_block_ids, "a good reference gets nothing"
-        assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
+        self.check_loads(decode, request_of("a", PROMPT, params=params), "a good reference gets nothing")
+        found = self.num_promised(decode, request_of("b", range(5000, 5100), params=params))
+        assert found == 0, f"{found} tokens of another prompt are promised"
 
     @law("REF-1")
     def test_one_of_an_earlier_start_of_its_engine_is_a_miss(self) -> None:
         prefill, decode, params = self._lent()
-        self.shut(prefill)
-        prefill = self.engine("producer", seed=1, config={"engine_id": "the-same"})
-        again = self.stored(prefill, range(100))
-        before = self._misses(decode)
-        self._is_a_miss(decode, "a", params, "a reference of an engine that is no more")
-        self.shut(prefill)
-        prefill = self.engine("producer", seed=1, config={"engine_id": "the-same"})
-        self.stored(prefill, range(100))
-        self._is_a_miss(decode, "b", again, "a reference of an earlier start of this engine")
-        self._is_counted(decode, before, 2, "references of earlier starts")
+        with self._counting(decode, 2, "references of earlier starts"):
+            for name in "ab":
+                self.shut(prefill)
+                prefill = self.engine("producer", seed=1, config={"engine_id": "the-same"})
+                again = self.stored(prefill)
+                self._is_a_miss(decode, name, params, "a reference of an earlier start of this engine")
+                params = again
 
     @law("REF-1")
     def test_one_of_another_engine_is_a_miss(self) -> None:
         prefill, decode, params = self._lent()
         self.shut(prefill)
-        other = self.engine("producer", seed=1)
-        fresh = self.stored(other, range(100))
-        before = self._misses(decode)
-        self._is_a_miss(decode, "a", params, "a reference of another engine")
-        self._is_counted(decode, before, 1, "a reference of another engine")
-        found = Call(lambda: decode.matched(request_of("b", range(100), params=fresh))).result()[0]
-        assert found, "the engine's own reference is good, and a miss"
+        fresh = self.stored(self.engine("producer", seed=1))
+        with self._counting(decode, 1, "a reference of another engine"):
+            self._is_a_miss(decode, "a", params, "a reference of another engine")
+        assert self.num_promised(decode, request_of("b", PROMPT, params=fresh)), (
+            "the engine's own reference is good, and a miss"
+        )
 
     @law("REF-1")
     def test_one_whose_lease_is_over_is_a_miss(self) -> None:
         prefill, decode, params = self._lent()
-        if Call(prefill.scheduler.reset_cache).result() is not True:
+        if self.run(prefill.scheduler.reset_cache) is not True:
             pytest.skip(f"{self.called} cannot end a lease by reset_cache")
-        before = self._misses(decode)
-        self._is_a_miss(decode, "a", params, "a reference whose lease is over")
-        self._is_counted(decode, before, 1, "a reference whose lease is over")
+        with self._counting(decode, 1, "a reference whose lease is over"):
+            self._is_a_miss(decode, "a", params, "a reference whose lease is over")
 
     @law("REF-1")
     def test_one_of_an_earlier_generation_of_its_request_is_a_miss(self) -> None:
         prefill, decode, params = self._lent()
-        prompt = attrs.evolve(request_of("stored", range(100)), generation=1)
-        _, again = Call(lambda: prefill.hand_off(prompt)).result()
-        before = self._misses(decode)
-        self._is_a_miss(decode, "a", params, "a reference of an earlier generation of its request")
-        self._is_counted(decode, before, 1, "a reference of an earlier generation")
-        fresh = request_of("b", range(100), params=again)
-        blocks, found, report = Call(lambda: decode.load(fresh)).result()
-        assert found and not report.invalid_block_ids, "the later generation's reference gets nothing"
-        assert decode.is_right(fresh.token_ids, blocks, 100), "the KV is wrong"
+        prompt = attrs.evolve(request_of("stored", PROMPT), generation=1)
+        _, again = self.run(prefill.hand_off, prompt)
+        with self._counting(decode, 1, "a reference of an earlier generation"):
+            self._is_a_miss(decode, "a", params, "a reference of an earlier generation of its request")
+        self.check_loads(
+            decode, request_of("b", PROMPT, params=again), "the later generation's reference gets nothing"
+        )
 
     @law("REF-2")
     def test_one_whose_time_is_over_is_a_miss(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _, decode, params = self._lent()
-        before = self._misses(decode)
-        import time
-
         now = time.time
-        monkeypatch.setattr(time, "time", lambda: now() + 10 * 365 * 86400)
-        self._is_a_miss(decode, "a", params, "a reference of ten years ago")
-        monkeypatch.undo()
-        self._is_counted(decode, before, 1, "a reference of ten years ago")
+        with self._counting(decode, 1, "a reference of ten years ago"), monkeypatch.context() as later:
+            later.setattr(time, "time", lambda: now() + 10 * 365 * 86400)
+            self._is_a_miss(decode, "a", params, "a reference of ten years ago")
 
     @law("REF-2")
     def test_one_in_which_anything_was_changed_is_a_miss(self) -> None:
-        _, decode, params = self._lent()
-        before, count = self._misses(decode), 0
-        for path, value in leaves(params):
-            for other in forged(value):
-                if type(other) is type(value) and other == value:
-                    continue
-                said = f"{'.'.join(map(str, path))} is {other!r:.80} in the place of {value!r:.80}"
-                self._is_a_miss(decode, f"r{count}", with_leaf(params, path, other), said)
-                count += 1
-        assert count > 50, f"params of {count} places hold no ticket: {params!r:.200}"
-        self._is_counted(decode, before, count, "forged references")
-
-    @law("REF-2")
-    def test_one_for_another_prompt_gets_nothing_of_it(self) -> None:
-        _, decode, params = self._lent()
-        other = request_of("a", range(5000, 5100), params=params)
-        found = Call(lambda: decode.matched(other)).result()[0]
-        assert found == 0, f"{found} tokens of another prompt are promised"
-
-    @law("REF-2")
-    def test_parts_of_two_references_make_none(self) -> None:
+        """Also to what another good reference says there."""
         prefill, decode, params = self._lent()
-        others = self.stored(prefill, range(1000, 1050), "other")
-        theirs = dict(leaves(others))
-        before, count = self._misses(decode), 0
-        for path, value in leaves(params):
-            if path in theirs and theirs[path] != value:
-                mixed = with_leaf(params, path, theirs[path])
-                self._is_a_miss(
-                    decode, f"r{count}", mixed, f"{'.'.join(map(str, path))} is another reference's"
-                )
-                count += 1
-        self._is_counted(decode, before, count, "references made of two")
+        theirs = dict(leaves(self.stored(prefill, range(1000, 1050), "other")))
+        changed = [
+            (path, other, value)
+            for path, value in leaves(params)
+            for other in (*forged(value), *([theirs[path]] if path in theirs else []))
+            if type(other) is not type(value) or other != value
+        ]
+        assert len(changed) > 50, f"params of {len(changed)} places hold no ticket: {params!r:.200}"
+        with self._counting(decode, len(changed), "forged references"):
+            for number, (path, other, value) in enumerate(changed):
+                what = f"{'.'.join(map(str, path))} is {other!r:.80} in the place of {value!r:.80}"
+                self._is_a_miss(decode, f"r{number}", with_leaf(params, path, other), what)

@@ -12,11 +12,12 @@ import pytest
 from kvplug.engine import RequestEnd
 from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.suite import ConnectorSuite
+from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite
 from kvplug_testing.engine import Arrival, FakeEngine, Schedule, request_of
 from kvplug_testing.waits import Call
 
-QUICK, _MANY = range(2), range(2, 60)
+QUICK, _MANY = range(2), range(2, 26)
+_few_seeds = pytest.mark.parametrize("seed", QUICK)
 ON_DEVICE: Mapping[str, Any] = MappingProxyType({"device": "simulated", "config": {"device": "simulated"}})
 """The engine's cache, and what its config says of it."""
 
@@ -103,34 +104,24 @@ class Schedules(ConnectorSuite):
         assert done.audit.num_loaded, "nothing was loaded, though much was stored"
 
     @law("CONN-2", "CONN-1", "CONN-4", "CONN-5")
-    @pytest.mark.parametrize("seed", QUICK)
+    @_few_seeds
     def test_whatever_two_engines_do_what_arrives_is_right(self, seed: int) -> None:
         self._check_pair(seed)
 
-    @law("CONN-2", "CONN-1", "CONN-4", "CONN-5", level="long")
-    @pytest.mark.parametrize("seed", _MANY)
-    def test_whatever_two_engines_do_for_long_what_arrives_is_right(self, seed: int) -> None:
-        self._check_pair(seed)
-
     @law("CONN-4", "CONN-5", "CONN-2", "CONN-1", needs="background")
-    @pytest.mark.parametrize("seed", QUICK)
+    @_few_seeds
     def test_whatever_goes_on_beside_a_load_its_blocks_are_its_own(self, seed: int) -> None:
         self._check_pair(1000 + seed, background=True)
 
-    @law("CONN-4", "CONN-5", "CONN-2", "CONN-1", needs="background", level="long")
-    @pytest.mark.parametrize("seed", _MANY)
-    def test_whatever_goes_on_for_long_beside_a_load_its_blocks_are_its_own(self, seed: int) -> None:
-        self._check_pair(1000 + seed, background=True)
-
     @law("CONN-3")
-    @pytest.mark.parametrize("seed", QUICK)
+    @_few_seeds
     def test_whatever_fails_is_reported_and_never_used(self, seed: int) -> None:
         done = self._run_pair(2000 + seed, spoils=True)
         self.skip_unless_injected()
         assert done.audit.num_failed, "no load failed, though many were made to"
 
     @law("CONN-3", "CONN-4", "CONN-5", needs="background")
-    @pytest.mark.parametrize("seed", QUICK)
+    @_few_seeds
     def test_whatever_fails_in_the_background_is_reported_and_never_used(self, seed: int) -> None:
         self._run_pair(3000 + seed, background=True, spoils=True)
         self.skip_unless_injected()
@@ -173,53 +164,62 @@ class Schedules(ConnectorSuite):
                 schedule.add_free(block)
 
     @law("CONN-2", "CONN-4", "CONN-5")
-    @pytest.mark.parametrize("seed", QUICK)
+    @_few_seeds
     def test_whatever_an_engine_does_what_it_gets_back_is_right(self, seed: int) -> None:
-        self._run_both(4000 + seed, background=not self.background and seed % 2 == 1)
+        self._run_both(4000 + seed, background=self._every_other(seed))
+
+    def _every_other(self, seed: int) -> bool:
+        """Whether the engine loads in the background with this seed."""
+        return not self.background and seed % 2 == 1
+
+    @law("CONN-6", "CONN-3", needs="own_faults")
+    @_few_seeds
+    def test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
+        self._run_both(5000 + seed, spoils=True)
+
+    @law("CONN-6", "CONN-3", needs="others_beside_it")
+    @_few_seeds
+    def test_whatever_another_connector_loads_nothing_wrong_is_saved(self, seed: int) -> None:
+        self._run_both(9000 + seed, other_loads=True)
 
     # -- caches on a device ----------------------------------------------------------------------
 
     @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices")
-    @pytest.mark.parametrize("seed", QUICK)
+    @_few_seeds
     def test_whatever_two_engines_with_caches_on_a_device_do_what_arrives_is_right(self, seed: int) -> None:
         with simulated.seeded(seed):
-            self._check_pair(7000 + seed, background=not self.background and seed % 2 == 1, **ON_DEVICE)
-
-    @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices", level="long")
-    @pytest.mark.parametrize("seed", _MANY[:16])
-    def test_whatever_they_do_for_long_on_a_device_what_arrives_is_right(self, seed: int) -> None:
-        with simulated.seeded(seed):
-            self._check_pair(7000 + seed, background=not self.background and seed % 2 == 1, **ON_DEVICE)
+            self._check_pair(7000 + seed, background=self._every_other(seed), **ON_DEVICE)
 
     @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices")
-    @pytest.mark.parametrize("seed", QUICK)
+    @_few_seeds
     def test_whatever_an_engine_on_a_device_does_what_it_gets_back_is_right(self, seed: int) -> None:
         with simulated.seeded(seed):
-            self._run_both(8000 + seed, background=not self.background and seed % 2 == 1, **ON_DEVICE)
+            self._run_both(8000 + seed, background=self._every_other(seed), **ON_DEVICE)
 
-    # -- one engine whose loads fail -------------------------------------------------------------
+    # -- all of it, for long ---------------------------------------------------------------------
 
-    @law("CONN-6", "CONN-3", needs="own_faults")
-    @pytest.mark.parametrize("seed", QUICK)
-    def test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
-        self._run_both(5000 + seed, spoils=True)
-
-    @law("CONN-6", "CONN-3", needs="own_faults", level="long")
+    @law("CONN-2", "CONN-1", "CONN-3", "CONN-4", "CONN-5", "CONN-6", "CONN-7", "CONN-10", level="long")
     @pytest.mark.parametrize("seed", _MANY)
-    def test_whatever_fails_for_long_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
-        self._run_both(5000 + seed, spoils=True)
-
-    # -- one engine with another connector -------------------------------------------------------
-
-    @law("CONN-6", "CONN-3", needs="others_beside_it")
-    @pytest.mark.parametrize("seed", QUICK)
-    def test_whatever_another_connector_loads_nothing_wrong_is_saved(self, seed: int) -> None:
-        self._run_both(9000 + seed, other_loads=True)
-
-    @law("CONN-6", "CONN-3", needs="others_beside_it", level="long")
-    @pytest.mark.parametrize("seed", _MANY)
-    def test_whatever_another_connector_loads_for_long_nothing_wrong_is_saved(self, seed: int) -> None:
-        self._run_both(9000 + seed, other_loads=True)
+    @pytest.mark.parametrize("what", ["pair", "background", "faults", "others", "device", "resets"])
+    def test_whatever_engines_do_for_long_what_arrives_is_right(self, what: str, seed: int) -> None:
+        needs = {
+            "background": self.background,
+            "faults": self.own_faults,
+            "others": self.others_beside_it,
+            "device": self.devices,
+        }
+        if needs.get(what):
+            pytest.skip(needs[what])
+        match what:
+            case "pair" | "background":
+                self._check_pair(1000 + seed, background=what == "background")
+            case "faults" | "others":
+                self._run_both(5000 + seed, spoils=what == "faults", other_loads=what == "others")
+            case "device":
+                with simulated.seeded(seed):
+                    self._check_pair(7000 + seed, background=self._every_other(seed), **ON_DEVICE)
+            case _:
+                self._run_resets(6000 + seed)
 
     # -- resets ----------------------------------------------------------------------------------
 
@@ -249,49 +249,38 @@ class Schedules(ConnectorSuite):
         fresh.submit(*arrivals(chance, "fresh", 8, first=900))
         Call(fresh.run).result(4 * waits.patience_s)
 
-    @law("CONN-7", level="long")
-    @pytest.mark.parametrize("seed", QUICK)
-    def test_whenever_it_is_reset_nothing_old_is_loaded(self, seed: int) -> None:
-        self._run_resets(6000 + seed)
-
-    @law("CONN-7", level="long")
-    @pytest.mark.parametrize("seed", _MANY)
-    def test_however_often_it_is_reset_nothing_old_is_loaded(self, seed: int) -> None:
-        self._run_resets(6000 + seed)
+    def _resets(self, engine: FakeEngine) -> None:
+        if self.run(engine.scheduler.reset_cache) is not True:
+            pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
 
     @law("CONN-7")
     def test_what_was_stored_before_a_reset_is_not_had_after_it(self) -> None:
         engine = self.both()
-        self.stored(engine, range(100))
-        if Call(engine.scheduler.reset_cache).result() is not True:
-            pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
+        self.stored(engine)
+        self._resets(engine)
         engine.weights = 1
-        found = Call(lambda: engine.matched(request_of("at-once", range(100)))).result()[0]
-        assert found == 0, f"{found} tokens that were computed before the reset are promised"
-        Call(engine.settle).result()
-        engine.step([])
-        found = Call(lambda: engine.matched(request_of("later", range(100)))).result()[0]
-        assert found == 0, f"{found} tokens that were computed before the reset are promised"
-        self.stored(engine, range(100), "again")
-        blocks, found, report = Call(lambda: engine.load(request_of("last", range(100)))).result()
-        assert found and not report.invalid_block_ids, "what was computed since cannot be had"
-        assert engine.is_right(tuple(range(100)), blocks, 100), "it loads what was computed before the reset"
+        for name in ("at-once", "later"):
+            found = self.num_promised(engine, request_of(name, PROMPT))
+            assert found == 0, f"{found} tokens that were computed before the reset are promised"
+            self.run(engine.settle)
+            engine.step([])
+        self.stored(engine, name="again")
+        self.check_loads(engine, request_of("last", PROMPT), "what was computed since cannot be had")
 
     @law("CONN-7")
     def test_a_prompt_begun_before_a_reset_is_not_had_after_it(self) -> None:
         engine = self.both()
-        prompt = request_of("a", range(100))
+        prompt = request_of("a", PROMPT)
         blocks = engine.admit(prompt)
         planned = [engine.plan([(prompt, blocks, 0, 40)]), engine.plan([(prompt, blocks, 40, 30)])]
         engine.hear(engine.execute(planned[0]))
-        if Call(engine.scheduler.reset_cache).result() is not True:
-            pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
+        self._resets(engine)
         engine.hear(engine.execute(planned[1]))  # a step that was planned before
         engine.weights = 1
         engine.step([(prompt, blocks, 70, 30)])
         engine.finish(prompt, blocks)
-        Call(engine.settle).result()
-        again = request_of("b", range(100))
-        loaded, found, report = Call(lambda: engine.load(again)).result()
+        self.run(engine.settle)
+        again = request_of("b", PROMPT)
+        loaded, found, report = self.run(engine.load, again)
         wrong = engine.cache.wrong_blocks(again.token_ids, loaded, 0, 100) - report.invalid_block_ids
         assert not wrong, f"{found} tokens were promised, and some were computed before the reset"

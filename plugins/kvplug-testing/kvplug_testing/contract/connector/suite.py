@@ -7,28 +7,70 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 
 from kvplug import Config, Registry, build_connector
-from kvplug.engine import ConnectorSpec, Request
+from kvplug.engine import ConnectorSpec, Request, WorkerOutput
 from kvplug.kit import RecordedStore
 from kvplug.transport import Deadline, Job, Kind, PageBuffers, PutReason
-from kvplug_testing import waits
+from kvplug_testing import peers, waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.connector.fault_injection import FaultInjectingPipe, FaultSwitch
-from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.contract.suite_ref import suite_from_ref
+from kvplug_testing.engine import FakeEngine, Scheduled, request_of
 from kvplug_testing.waits import Call
 
 _numbers = itertools.count(1)
 
 BLOCK = 16
+PROMPT = range(100)
 KV_OF_A_TOKEN = 2 * 3 * 2 * 8 * 4
 """Bytes of a token in the fake engine's cache: keys and values, layers, heads, elements, float32."""
+
+
+@attrs.frozen
+class Promise:
+    """A request that was promised tokens, and has its blocks."""
+
+    engine: FakeEngine
+    prompt: Request
+    blocks: tuple[int, ...]
+    found: int
+    """How many tokens were promised."""
+    is_async: bool
+    """Whether they load in the background."""
+
+    @property
+    def work(self) -> Scheduled:
+        """What is computed in the step that needs the load."""
+        return self.prompt, self.blocks, self.found, len(self.prompt.token_ids) - self.found
+
+    @property
+    def wrong(self) -> set[int]:
+        """Its blocks that do not have the KV of the promised tokens."""
+        return set(self.engine.cache.wrong_blocks(self.prompt.token_ids, self.blocks, 0, self.found))
+
+    def check_reported(self, *reports: WorkerOutput) -> frozenset[int]:
+        """Blocks that have wrong KV are in the reports. Returns all that are in these."""
+        invalid = frozenset[int]().union(*(report.invalid_block_ids for report in reports))
+        unreported = sorted(self.wrong - invalid)
+        assert not unreported, f"blocks {unreported} have wrong KV, and no report names them"
+        assert invalid <= {*self.blocks}, "blocks of others were reported"
+        return invalid
+
+    def check_computes_again(self) -> None:
+        """The engine computes all of it, and nothing is written into its blocks meanwhile."""
+        total = len(self.prompt.token_ids)
+        ConnectorSuite.run(self.engine.step, [(self.prompt, self.blocks, 0, total)])
+        assert self.engine.is_right(self.prompt.token_ids, self.blocks, total), (
+            "what was computed again was overwritten"
+        )
 
 
 class _Overriding:
@@ -128,6 +170,14 @@ class ConnectorSuite(Contract):
         known = {"connector": self.connector, "host": self._host, "timeout_s": self.timeout_s}
         return Config.from_dict({**known, **given, "role": role, "options": options})
 
+    def share_address(self, host: str) -> None:
+        """In another process: use the address of the test's engines."""
+        self._host = host
+
+    def use_stack(self, stack: ExitStack) -> None:
+        """In another process: what is started ends with this stack."""
+        self._stack = stack
+
     def make_side(self, config: Config, side: str, **given: Any) -> Any:
         """One side of the connector."""
         registry: Any = _Overriding(self, base._registry())
@@ -137,22 +187,20 @@ class ConnectorSuite(Contract):
         self, role: str, *, background: bool = False, config: Mapping[str, Any] | None = None, **given: Any
     ) -> FakeEngine:
         """An engine in this process, which ends with the test. ``given``: arguments of the fake engine."""
-        made = Call(
-            lambda: FakeEngine(
-                self.config_of(role, background=background, **(config or {})),
-                make=self.make_side,
-                wrap_pipe=lambda pipe: FaultInjectingPipe(pipe, self.switch) if role != "producer" else pipe,
-                **given,
-            )
-        ).result()
+        made: FakeEngine = self.run(
+            FakeEngine,
+            self.config_of(role, background=background, **(config or {})),
+            make=self.make_side,
+            wrap_pipe=lambda pipe: FaultInjectingPipe(pipe, self.switch) if role != "producer" else pipe,
+            **given,
+        )
         self.later(lambda: self.shut(made))
-        assert isinstance(made, FakeEngine)
         return made
 
     def shut(self, engine: FakeEngine) -> None:
         """Shut down both sides; both calls must end in time."""
-        Call(engine.scheduler.shutdown).result()
-        Call(engine.worker.shutdown).result()
+        self.run(engine.scheduler.shutdown)
+        self.run(engine.worker.shutdown)
 
     def pair(
         self,
@@ -170,8 +218,8 @@ class ConnectorSuite(Contract):
 
     def meet(self, decode: FakeEngine) -> None:
         """Wait until the consumer has found its peer."""
-        Call(lambda: decode.scheduler.wait_until_ready(waits.patience_s)).result()
-        Call(lambda: decode.worker.wait_until_ready(waits.patience_s)).result()
+        self.run(decode.scheduler.wait_until_ready, waits.patience_s)
+        self.run(decode.worker.wait_until_ready, waits.patience_s)
 
     def both(self, **given: Any) -> FakeEngine:
         """An engine in the role "both": it loads KV that it has saved."""
@@ -184,33 +232,63 @@ class ConnectorSuite(Contract):
         """The call's return value; it must return in time."""
         return Call(functools.partial(call, *args, **given)).result(within)
 
-    def stored(self, engine: FakeEngine, tokens: Any, name: str = "stored", **given: Any) -> dict[str, Any]:
+    def stored(
+        self, engine: FakeEngine, tokens: Any = PROMPT, name: str = "stored", **given: Any
+    ) -> dict[str, Any]:
         """Compute a prompt, hand it off and finish it. Returns the ``kv_transfer_params`` for loading it."""
-        _, params = Call(lambda: engine.hand_off(request_of(name, tokens, **given))).result()
-        return params or {}
+        return self.run(engine.hand_off, request_of(name, tokens, **given))[1] or {}
 
-    def promised(
-        self, engine: FakeEngine, request: Request, num_computed: int = 0
-    ) -> tuple[tuple[int, ...], int, bool]:
-        """Start a request that is promised tokens. Returns its blocks, the number of tokens, and whether
-        they load in the background.
-        """
-        found, is_async = Call(lambda: engine.matched(request, num_computed)).result()
+    def asking(self, **pair: Any) -> tuple[FakeEngine, FakeEngine, Request]:
+        """A connected pair, and the consumer's request "a" for a prompt that the producer has stored."""
+        prefill, decode = self.pair(**pair)
+        return prefill, decode, request_of("a", PROMPT, params=self.stored(prefill))
+
+    def loading(self, **pair: Any) -> Promise:
+        """The request of :meth:`asking`, whose tokens are promised to the consumer."""
+        _, decode, prompt = self.asking(**pair)
+        return self.promised(decode, prompt)
+
+    def promised(self, engine: FakeEngine, request: Request, num_computed: int = 0) -> Promise:
+        """Start a request that is promised tokens, and allocate its blocks."""
+        found, is_async = self.run(engine.matched, request, num_computed)
         assert found > 0, f"nothing is promised to {request.request_id}, though its tokens were stored"
         blocks = engine.allocate(len(request.token_ids))
         engine.scheduler.update_state_after_alloc(request, (blocks,), found)
-        return blocks, found, is_async
+        return Promise(engine, request, blocks, found, is_async)
+
+    def check_loads(
+        self, engine: FakeEngine, prompt: Request, failure: str = "what was stored does not come"
+    ) -> tuple[tuple[int, ...], int]:
+        """Load a prompt: tokens are promised, all of them come, and the KV is right. Returns its blocks and
+        how many were promised.
+        """
+        blocks, found, report = self.run(engine.load, prompt)
+        assert found and not report.invalid_block_ids, failure
+        assert engine.is_right(prompt.token_ids, blocks, len(prompt.token_ids)), "the KV is wrong"
+        return blocks, found
+
+    def num_promised(self, engine: FakeEngine, prompt: Request) -> int:
+        """How many tokens are promised to a new request."""
+        return int(self.run(engine.matched, prompt)[0])
 
     def run_until_named(self, engine: FakeEngine, name: str) -> list[Any]:
         """Run steps without requests until one names this request as received. Returns their reports."""
         reports: list[Any] = []
 
         def is_named() -> bool:
-            reports.append(Call(lambda: engine.step([])).result())
+            reports.append(self.run(engine.step, []))
             return name in reports[-1].finished_recving
 
         waits.until(is_named, what=f"a step that names {name} as received")
         return reports
+
+    # -- engines of other processes --------------------------------------------------------------
+
+    def start_producer(self) -> tuple[peers.Peer, dict[str, Any]]:
+        """A process with an engine that has stored a prompt, and the parameters for loading it."""
+        host = self.config_of("producer").host  # reserves the address
+        child = self.start(_produce, self.suite_ref(), host)
+        return child, child.recv()
 
     # -- faults --------------------------------------------------------------------------------
 
@@ -310,11 +388,6 @@ class ConnectorSuite(Contract):
         return f"{self.called} has no option for how long a load may stall (stall_option)"
 
     @property
-    def background_and_other_processes(self) -> str:
-        """For ``needs``."""
-        return self.background or self.other_processes
-
-    @property
     def stall_limit_and_other_processes(self) -> str:
         """For ``needs``."""
         return self.stall_limit or self.other_processes
@@ -348,3 +421,13 @@ class ConnectorSuite(Contract):
 
     def suite_ref(self) -> dict[str, Any]:
         return {**super().suite_ref(), "transport": self.connector}
+
+
+def _produce(parent: peers.Parent, suite_ref: Any, host: str) -> None:
+    """In a child: run an engine that stores a prompt, and runs until it is killed."""
+    suite = suite_from_ref(suite_ref)
+    suite.share_address(host)
+    engine = FakeEngine(suite.config_of("producer"), make=suite.make_side, seed=1)
+    _, params = engine.hand_off(request_of("stored", PROMPT))
+    parent.send(params or {})
+    parent.recv(timeout=None)
