@@ -21,9 +21,9 @@ from kvplug_testing.contract.store.pages import KIB, MIB, Batch, batch, sized_fo
 from kvplug_testing.contract.store.suite import Place, StoreSuite, ended, is_missed, kept
 from kvplug_testing.waits import until
 
-_BUDGET: Final = 16 * MIB
-_SIZES: Final = (512 * KIB, 1, 100_000, 4097)
-"""Bytes of the pages of exchanges, one after the other."""
+_BUDGET: Final = 64 * MIB
+_NBYTES: Final = 512 * KIB
+"""Of the pages of exchanges. Stores have memory for few sizes at a time."""
 _PAGES: Final = 2
 _AGAIN_S: Final = 0.002
 _THREADS: Final = 3
@@ -126,9 +126,9 @@ class StoreEnd(End):
         return 0
 
     def part(self, number: int, timeout: float | None) -> None:
-        deadline, nbytes = Deadline.after(timeout), _SIZES[number % len(_SIZES)]
-        self._put(self._pages((self.role, number), nbytes), timeout)
-        pages = self._pages((self._partner, number), nbytes)
+        deadline = Deadline.after(timeout)
+        self._put(self._pages((self.role, number), _NBYTES), timeout)
+        pages = self._pages((self._partner, number), _NBYTES)
         while not self._gets(pages, timeout):
             if deadline.expired:
                 raise TimeoutError(f"the pages of exchange {number} have not come")
