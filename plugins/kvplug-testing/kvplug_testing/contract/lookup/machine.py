@@ -123,12 +123,11 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         self.store.abort()
 
 
-def run(make: Any, examples: int, steps: int, shrink: bool, *, fills: bool = True) -> None:
+def run(make: Any, examples: int, steps: int, *, fills: bool = True) -> None:
     """Compare the result of ``make()``, a store and one of its ends, with the model.
 
     Args:
         fills: try inserts for which there is no room.
-        shrink: minimize failing calls. If a failure is a timeout, that can take minutes.
     """
     machine = type("LookupMachine", (Machine,), {"make": staticmethod(make), "fills": fills})
     run_state_machine_as_test(
@@ -137,7 +136,7 @@ def run(make: Any, examples: int, steps: int, shrink: bool, *, fills: bool = Tru
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
-            phases=[Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])],
+            phases=[Phase.explicit, Phase.generate, Phase.shrink],
             database=None,
             print_blob=False,
             suppress_health_check=list(HealthCheck),
