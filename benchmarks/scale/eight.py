@@ -158,7 +158,7 @@ def serving(parent: peers.Parent, number: int, ports: list[int]) -> None:
         while (message := parent.recv(600))[0] != "end":
             if message[0] == "ready":
                 engine.scheduler.wait_until_ready(PATIENCE_S)
-                for replica in engine.scheduler._replicas:
+                for replica in engine.scheduler.replicas:
                     replica._listener = lambda event, series: _count(seen)
                 parent.send("ready")
             elif message[0] == "serve":

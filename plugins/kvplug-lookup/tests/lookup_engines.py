@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvplug import Config
 from kvplug.engine import Parallelism, Request, RequestEnd, WorkerOutput
-from kvplug.transport import Deadline, GetJob, MissReason
+from kvplug.transport import ChainMemo, Deadline, GetJob, MissReason
+from kvplug_lookup.connector.keys import PromptChains, namespace_of
 from kvplug_testing import waits
-from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.engine import MODEL, FakeEngine, request_of
 
 PAGE = 16
 """Tokens of a page, which are those of a block, too."""
@@ -118,7 +119,7 @@ def first_store(engine: FakeEngine) -> Any:
 
 def num_held(engine: FakeEngine) -> int:
     """Pages in the first store once all that was saved is settled."""
-    waits.until(lambda: not engine.worker._saver.bytes_unsaved, what="the end of all saves")
+    waits.until(lambda: not engine.worker.bytes_unsaved, what="the end of all saves")
     held: int = first_store(engine).usage().num_pages
     return held
 
@@ -141,6 +142,12 @@ def worker_report(rank: int, step: int, **given: Any) -> WorkerOutput:
     names = ("failed_loads", "spoilt_saves", "stalled", "slow", "refused", "unreadable", "settled")
     part = {**dict.fromkeys(names, ()), "unsaved": {}, "read_until": 0, "rates": None, "reset": False}
     return WorkerOutput(worker_metadata=({**part, "rank": rank, "step": step, **given},))
+
+
+def chains_of(token_ids: Sequence[int]) -> list[bytes]:
+    """The chains of a prompt's whole pages."""
+    chains = PromptChains(namespace_of(MODEL), b"", PAGE, memo=ChainMemo())
+    return chains.upto(token_ids, len(token_ids))
 
 
 def two_workers() -> FakeEngine:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.cuda import _sleep as spin
 
 from kvplug.assembly import stores
 from kvplug.engine import RequestEnd
@@ -62,8 +63,7 @@ def test_a_load_waits_for_what_its_blocks_are_still_needed_for_and_the_engine_do
 
 def test_blocks_of_a_load_that_is_given_up_are_not_written_once_the_engine_may_use_them(loading: Any) -> None:
     decode, _, blocks, stall = loading
-    (part,) = decode.worker._loads["a"].parts
-    until(lambda: part.job is not None and part.job.progressed_at, what="pages on their way to the device")
+    until(lambda: decode.worker.progressed_at("peer"), what="pages on their way to the device")
     planned = decode.plan([], preempted=frozenset({"a"}))
     giving_up = Call(lambda: decode.execute(planned))
     time.sleep(0.1)
@@ -197,7 +197,7 @@ def test_a_mark_in_a_gpus_stream_is_behind_what_this_thread_queued() -> None:
     found: list[float] = []
     with torch.cuda.stream(torch.cuda.Stream()):
         tensor = torch.zeros(1, device="cuda")
-        torch.cuda._sleep(100_000_000)
+        spin(100_000_000)
         tensor.fill_(1)
         mark = DeviceMark(tensor.device)
 
@@ -216,7 +216,7 @@ def test_a_mark_in_a_gpus_stream_is_behind_what_this_thread_queued() -> None:
 def test_timed_marks_measure_what_a_gpu_does_between_them() -> None:
     device = torch.device("cuda")
     begun = DeviceMark(device, timed=True)
-    torch.cuda._sleep(100_000_000)
+    spin(100_000_000)
     ended = DeviceMark(device, timed=True)
     assert not ended.is_passed
     ended.wait()

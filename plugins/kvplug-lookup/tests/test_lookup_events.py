@@ -31,7 +31,7 @@ class Subscriber:
     """A program that listens, from before the first event on."""
 
     def __init__(self, engine: FakeEngine) -> None:
-        publisher = engine.scheduler._publisher
+        publisher = engine.scheduler.publisher
         self.address, self.replay = publisher.address, publisher.replay_address
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
@@ -43,7 +43,7 @@ class Subscriber:
         """A subscription takes a moment to arrive: publish until something comes."""
 
         def has_come() -> bool:
-            engine.scheduler._publisher.publish([])
+            engine.scheduler.publisher.publish([])
             return bool(self._socket.poll(20))
 
         until(has_come, what="the first batch")

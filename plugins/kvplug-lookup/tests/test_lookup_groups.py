@@ -92,7 +92,7 @@ class GroupedEngine(FakeEngine):
                 for at in range(0 if window is None else max(0, computed - window + 1) // BLOCK):
                     if table[at] != NO_BLOCK:
                         for layer in layers:
-                            self.cache._write(layer, [table[at]], -1.0)
+                            self.cache.write(layer, [table[at]], -1.0)
                         table[at] = NO_BLOCK
         return super().plan(scheduled, **given)
 
@@ -100,23 +100,23 @@ class GroupedEngine(FakeEngine):
         name = self.layer_names[layer]
         self.worker.wait_for_layer_load(name)
         for request, tables, computed, new in planned.scheduled if compute else ():
-            self._compute(layer, request, tables, computed, computed + new)  # type: ignore[arg-type]
+            self.compute_layer(layer, request, tables, computed, computed + new)  # type: ignore[arg-type]
         self.worker.save_kv_layer(name, self.kv_caches[name])
 
-    def _compute(self, layer: int, request: Request, tables: list[Table], start: int, end: int) -> None:
+    def compute_layer(self, layer: int, request: Request, tables: list[Table], start: int, end: int) -> None:
         """KV of these tokens; wrong if that of tokens that the layer attends to is wrong."""
         right = self.holds(request, tables, start, layers=[layer])
         table = tables[self.group_of(layer)]
-        kv = self.cache._expected(request.token_ids, start, end, layer)
-        self.cache._write(layer, self.cache._at(table, start, end), kv + (0 if right else 0.5))
+        kv = self.cache.expected(request.token_ids, start, end, layer)
+        self.cache.write(layer, self.cache.at(table, start, end), kv + (0 if right else 0.5))
 
     def fill(self, request: Request, tables: list[Table], end: int) -> None:
         """The right KV of tokens before ``end``, in the blocks that there are."""
         for layer in range(LAYERS):
             table = tables[self.group_of(layer)]
             start = min(end, table.count(NO_BLOCK) * BLOCK)
-            kv = self.cache._expected(request.token_ids, start, end, layer)
-            self.cache._write(layer, self.cache._at(table, start, end), kv)
+            kv = self.cache.expected(request.token_ids, start, end, layer)
+            self.cache.write(layer, self.cache.at(table, start, end), kv)
 
     def group_of(self, layer: int) -> int:
         return next(at for at, (layers, _) in enumerate(self.groups) if layer in layers)
@@ -127,7 +127,7 @@ class GroupedEngine(FakeEngine):
             number = self.group_of(layer)
             window = self.groups[number][1]
             start = 0 if window is None else max(0, end - window + 1)
-            if not self.cache._is_right_in(layer, request.token_ids, tables[number], start, end):
+            if not self.cache.is_right_in(layer, request.token_ids, tables[number], start, end):
                 return False
         return True
 
@@ -187,7 +187,7 @@ def test_every_block_that_there_is_becomes_whole() -> None:
             absent = table.count(NO_BLOCK)
             assert absent == (0 if window is None else (192 - WINDOW + 1) // BLOCK)
             for layer in layers:
-                assert decode.cache._is_right_in(layer, prompt.token_ids, table, absent * BLOCK, 192)
+                assert decode.cache.is_right_in(layer, prompt.token_ids, table, absent * BLOCK, 192)
 
 
 def test_a_load_that_fails_names_the_blocks_of_every_group() -> None:
@@ -216,7 +216,7 @@ def test_a_table_without_a_block_that_is_needed_is_a_failed_load() -> None:
         prefill.prefill(prompt)
         allocate = decode.allocate
         decode.allocate = lambda total, computed: allocate(total, computed + BLOCK)  # type: ignore[method-assign]
-        decode._compute = lambda *_: None  # type: ignore[method-assign]
+        decode.compute_layer = lambda *_: None  # type: ignore[method-assign]
         tables, found, report = decode.load_after(prompt)
         assert found == 192
         assert report.invalid_block_ids >= set(tables[2][:12])
@@ -279,4 +279,4 @@ def test_no_store_reads_blocks_of_a_cache_with_windows_after_a_step(monkeypatch:
     with GroupedEngine(config("both", {"max_unsaved": 1}, host=an_address("windows"))) as engine:
         prompt = request_of("a", PROMPT)
         engine.step([(prompt, engine.admit(prompt), 0, 200)])
-        assert engine.worker._saver.read_until == 1
+        assert engine.worker.read_until == 1

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from kvplug import ClosedError
-from kvplug.engine import StalledError, TransferStats
+from kvplug.engine import CacheGroup, KVCacheConfig, StalledError, TransferStats, page_views
 from kvplug.metrics.record import RecordedStore
 from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers, Series
+from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
 from kvplug_testing.engine import FakeEngine, request_of
@@ -57,13 +58,14 @@ def asked() -> Iterator[tuple[Series, Asking, Callable[..., Load]]]:
     )
 
     with FakeEngine(config("producer"), listen="unix:") as engine:
+        group = CacheGroup(layer_names=engine.layer_names, layout=engine.layout)
 
         def load(**given: Any) -> Load:
             return Load(
                 plan,
-                engine.worker._views,
+                page_views(tuple(engine.kv_caches.values()), engine.layout),
                 rank=0,
-                groups=engine.worker._groups,
+                groups=Groups(KVCacheConfig(groups=(group,), num_blocks=64)),
                 chains=[bytes(32), b"1" * 32],
                 identities=[bytes(160)] * 2,
                 stats=TransferStats(),
@@ -127,20 +129,19 @@ def test_a_store_that_raises_what_no_store_may_fails_the_load_alone(monkeypatch:
 
 def test_threads_that_connect_to_one_peer_at_once_make_one_connection() -> None:
     with pair() as (_, decode):
-        (peer,) = decode.worker._peers.values()
+        (peer,) = decode.worker.peers.values()
         calls = [Call(lambda: peer.connected(Deadline.after(10), retry=True)) for _ in range(4)]
         assert len({id(call.result()[0]) for call in calls}) == 1
 
 
 def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:
     with FakeEngine(config("consumer"), connect="unix:@kvplug-test-loads-no-engine") as decode:
-        (peer,) = decode.worker._peers.values()
+        (peer,) = decode.worker.peers.values()
         first = Call(lambda: peer.connected(Deadline.after(10), retry=True))
         assert first.is_blocked()
         second = Call(lambda: peer.connected(Deadline.after(0.2), retry=True))
         second.raised(TimeoutError, 5)
-        peer.close()
-        decode.worker._context.peers.close()
+        decode.worker.shutdown()
         assert first.outcome(5) is not None
 
 

@@ -162,7 +162,7 @@ def test_an_engine_of_a_page_that_a_store_cannot_take_goes_on(caplog: pytest.Log
     given = config("producer", options={"host": {"size": 4096, "segment_bytes": 4096}})
     with FakeEngine(given, listen="unix:") as prefill:
         prefill.prefill(request_of("a", PROMPT), chunk=50)
-        assert prefill.worker._saver.bytes_unsaved == 0
+        assert prefill.worker.bytes_unsaved == 0
         num_held(prefill)
         assert set(prefill.figures()["failures"]["save"]) == {"too_large"}
         assert "too_large" in caplog.text

@@ -14,8 +14,8 @@ import pytest
 
 from kvplug import needs_layer_hooks
 from kvplug.engine import Request, ScheduledRequest, SchedulerOutput
-from kvplug.transport import Presence
-from kvplug_lookup.connector.replica import Replica
+from kvplug.metrics.record import RecordedStore
+from kvplug.transport import PageBlocks, Presence
 from kvplug_testing.contract.connector.schedules import arrivals, scheduled
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import until
@@ -25,6 +25,7 @@ from lookup_engines import (
     PROMPT,
     assert_loads,
     both,
+    chains_of,
     config,
     first_store,
     num_held,
@@ -142,6 +143,12 @@ def test_a_load_moves_at_most_one_page_more_than_is_used(
 # -- pages that are coming -----------------------------------------------------------------------
 
 
+def known(engine: FakeEngine) -> list[Presence | None]:
+    """What is known of a prompt's pages in the peer's store."""
+    (replica,) = engine.scheduler.replicas
+    return replica.presences(chains_of(PROMPT), 0) or []
+
+
 def asks(engine: FakeEngine, prompt: Request) -> Any:
     return engine.scheduler.get_num_new_matched_tokens(prompt, 0)[0]
 
@@ -156,8 +163,7 @@ def test_a_page_that_is_missing_and_planned_is_waited_for_and_then_loaded() -> N
         prefill.worker.bind_connector_metadata(planned.metadata)  # it is declared now
         asking = request_of("a", PROMPT)
         decode.scheduler.on_new_request(asking)
-        replica: Replica = decode.scheduler._replicas[0]
-        until(lambda: replica._index._coming, what="the declared pages")
+        until(lambda: Presence.COMING in known(decode), what="the declared pages")
         assert asks(decode, asking) is None
         prefill.worker.start_load_kv()
         for layer in range(3):
@@ -176,34 +182,39 @@ def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted()
         prompt = request_of("stored", PROMPT)
         planned = prefill.plan([(prompt, prefill.admit(prompt), 0, 100)])
         prefill.worker.bind_connector_metadata(planned.metadata)
-        replica: Replica = decode.scheduler._replicas[0]
-        until(lambda: replica._index._coming, what="the declared pages")
+        until(lambda: Presence.COMING in known(decode), what="the declared pages")
         asking = request_of("a", PROMPT)
         assert decode.matched(asking) == (0, False)
         assert decode.scheduler.get_stats()["failures"]["match"]["expired"] == 1
         assert asks(decode, asking) == 0, "it waits no second time"
         prefill.worker.handle_preemptions(frozenset({"stored"}))  # given up: absent from now on
-        until(lambda: replica.presences([bytes(32)], 0) == [], what="an answer")
-        until(lambda: not replica._index._coming, what="the end of the declared pages")
+        until(lambda: known(decode) == [], what="the end of the declared pages")
         assert decode.matched(request_of("b", PROMPT)) == (0, False)
-        assert Presence.COMING not in (replica.presences([bytes(32)], 0) or [])
         prefill.worker.clear_connector_metadata()
 
 
 # -- what is not saved ---------------------------------------------------------------------------
 
 
-def test_pages_beyond_the_bound_of_what_is_gathered_are_read_out_of_the_blocks() -> None:
+def test_pages_beyond_the_bound_of_what_is_gathered_are_read_out_of_the_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put, num_pages = RecordedStore.submit_put, Counter[str]()
+
+    def count(store: RecordedStore, pages: Any, **given: Any) -> Any:
+        where = "blocks" if isinstance(pages.memory, PageBlocks) else "gathered"
+        num_pages[where] += len(pages.keys)
+        return put(store, pages, **given)
+
+    monkeypatch.setattr(RecordedStore, "submit_put", count)
     given = config("producer", {"max_unsaved": 6 * PAGE_BYTES})
     with FakeEngine(given, listen="unix:") as prefill:
         prompts = [request_of(f"p{number}", tokens(100, first=1000 * number)) for number in range(3)]
         planned = prefill.plan([(prompt, prefill.admit(prompt), 0, 100) for prompt in prompts])
-        prefill.worker.bind_connector_metadata(planned.metadata)
-        gathered = [batch for batch in prefill.worker._saver._batches if batch.memory is not None]
-        assert [len(batch.chains) for batch in gathered] == [6]
         prefill.execute(planned)
         assert num_held(prefill) == 18
-        assert prefill.worker._saver.bytes_unsaved == 0
+        assert num_pages == {"gathered": 6, "blocks": 12}
+        assert prefill.worker.bytes_unsaved == 0
         assert "save" not in prefill.figures()["failures"]
 
 
@@ -257,7 +268,7 @@ def test_a_step_without_a_call_in_its_layers_is_saved_and_loaded() -> None:
     """As where an engine replays a captured step."""
     with pair(consumer={"lookup": {"async_load": True}}) as (prefill, decode):
         for engine in (prefill, decode):
-            engine._forward = functools.partial(_without_calls, engine)  # type: ignore[method-assign]
+            engine.forward = functools.partial(_without_calls, engine)  # type: ignore[method-assign]
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt, chunk=40)
         assert num_held(prefill) == 6

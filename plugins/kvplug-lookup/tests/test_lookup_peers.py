@@ -97,7 +97,7 @@ def test_one_load_takes_its_pages_from_several_peers(start: Any) -> None:
         def is_shared() -> bool:  # a peer that answers late is left out where another has the pages
             prompt = request_of(f"a {next(numbers)}", PROMPT)
             assert decode.matched(prompt) == (96, False)
-            runs = decode.scheduler._tracked[prompt.request_id].sources
+            runs = decode.scheduler.sources_of(prompt.request_id)
             if runs != (((f"peer {short}-0", 3), (f"peer {long}-0", 3)),):
                 decode.finish(prompt, (), RequestEnd.ABORTED)
                 return False
@@ -238,9 +238,9 @@ def test_peers_beyond_the_most_that_are_served_are_hung_up_on(
 @pytest.mark.parametrize("odd", [5, {"ping": "x"}, {}, None])
 def test_a_follower_that_is_not_understood_is_hung_up_on(odd: Any) -> None:
     with pair() as (prefill, decode):
-        peer = decode.worker._context.peers.connect(0, "events", timeout=5)
-        with contextlib.closing(peer):
-            hello = peer.channel.recv(timeout=5)
-            assert hello["store"] == "host"
-            peer.channel.send(odd, timeout=5)
-            until(lambda: len(prefill.worker._service._served) <= 1, what="the end of that peer")
+        decode.scheduler.wait_until_ready(10)
+        (link,) = decode.scheduler.links
+        link.channel.send(odd, timeout=5)
+        until(lambda: decode.scheduler.links not in ((), (link,)), what="a new connection")
+        prefill.prefill(request_of("stored", PROMPT))
+        until_promised(decode, PROMPT, 96)

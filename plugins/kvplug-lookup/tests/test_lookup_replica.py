@@ -103,7 +103,7 @@ def store() -> Iterator[tuple[Series, dict[str, Any]]]:
     """The series of an engine's pages, and the first words about its store."""
     with FakeEngine(config("producer"), listen="unix:") as engine:
         tier = engine.worker.first_tier
-        hello = hello_of(engine.worker._shard, MODEL, "host", tier.store.seal.id)
+        hello = hello_of(engine.worker.shard, MODEL, "host", tier.store.seal.id)
         yield tier.series, hello
 
 

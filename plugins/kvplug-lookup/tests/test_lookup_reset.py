@@ -13,6 +13,7 @@ import pytest
 
 from kvplug.metrics.record import RecordedStore
 from kvplug.transport import Presence
+from kvplug_lookup.connector.plan import StepPlan
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import until
 from lookup_engines import (
@@ -57,7 +58,7 @@ def test_a_prompt_of_which_a_part_was_computed_before_is_saved_only_if_it_starts
         prefill.step([(prompt, blocks, start, 30)])
         prefill.step([(prompt, blocks, start + 30, 100 - start - 30)])
         assert num_held(prefill) == 6 * starts_over
-        assert prefill.worker._saver.bytes_unsaved == 0
+        assert prefill.worker.bytes_unsaved == 0
         if starts_over:
             assert_loads(decode, request_of("b", PROMPT), 96)
 
@@ -105,13 +106,16 @@ def test_pages_that_are_being_kept_meanwhile_are_forgotten_too(monkeypatch: pyte
         assert_loads(decode, request_of("b", PROMPT), 96)
 
 
-def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> None:
+def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Inquiry:
         def presences(self, chains: list[bytes], first: int, rank: int) -> list[Any]:
             return [Presence.HELD] * (len(chains) - first) if not source.num_drops else []
 
     class Source:
         name = "host"
+        replicas = ()
         num_drops = 0
         is_expecting = False
 
@@ -128,11 +132,9 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot() -> Non
             pass
 
     source = Source()
+    monkeypatch.setattr("kvplug_lookup.connector.scheduler.followed", lambda *_, **__: source)
     with two_workers() as engine:
         scheduler = engine.scheduler
-        for each in scheduler._sources:
-            each.close()
-        scheduler._sources[:] = scheduler._own = [source]
 
         def reset(step: int, *ranks: int) -> None:
             for rank in ranks:
@@ -186,16 +188,15 @@ def test_what_was_read_before_a_reset_is_copied_into_no_store_after_it(
         def submit_get(store: RecordedStore, pages: Any, **given: Any) -> Any:
             job = get(store, pages, **given)
             job.wait(10)
-            series = engine.worker._shard.series(engine.worker._tiers["fs"].store.seal.id, b"salt")
-            engine.worker._saver.reset(b"salt", {"fs": series})  # the engine's thread, at this moment
+            engine.worker.bind_connector_metadata(StepPlan(reset=b"salt").to_plain())  # at this moment
             held.append(store)
             return job
 
         monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
         engine.prefill(request_of("a", PROMPT))
         num_held(engine)
-        until(lambda: held and not engine.worker._saver._num_behind)
-        assert engine.worker._tiers["fs"].store.usage().num_pages == 0
+        until(lambda: held and not engine.worker.num_behind)
+        assert engine.worker.tiers["fs"].store.usage().num_pages == 0
 
 
 def test_a_consumer_has_forgotten_once_its_producer_has(caplog: pytest.LogCaptureFixture) -> None:

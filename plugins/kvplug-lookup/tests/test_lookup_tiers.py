@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from kvplug.metrics.store_rate import MeasuredStore
-from kvplug.transport import Presence
+from kvplug.transport import MissReason, Presence
 from kvplug_fs.store import FolderStore
 from kvplug_lookup.connector.warnings import CountedWarnings
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
@@ -24,9 +24,11 @@ from lookup_engines import (
     an_address,
     assert_loads,
     both,
+    chains_of,
     config,
     failures,
     first_store,
+    missed,
     num_held,
     pair,
     promised,
@@ -51,14 +53,14 @@ def on_disk(path: Path) -> dict[str, Any]:
 
 def num_files(engine: FakeEngine) -> int:
     """Pages in the later store, once nothing is copied there any more."""
-    until(lambda: not engine.worker._saver._num_behind, what="the end of what is behind")
-    found: int = engine.worker._tiers["fs"].store.usage().num_pages
+    until(lambda: not engine.worker.num_behind, what="the end of what is behind")
+    found: int = engine.worker.tiers["fs"].store.usage().num_pages
     return found
 
 
 def sources(engine: FakeEngine, name: str) -> Any:
     """Where the pages that were promised to a request come from."""
-    return engine.scheduler._tracked[name].sources
+    return engine.scheduler.sources_of(name)
 
 
 def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_p
             saved(engine, number)
             until(lambda expected=6 + 6 * number: num_files(engine) == expected, what="six files more")  # type: ignore[misc]
         series, store = engine.worker.first_tier.series, first_store(engine)
-        chains = engine.scheduler._track(request_of("chains", PROMPT)).chains.upto(tuple(PROMPT), 96)
+        chains = chains_of(PROMPT)
         assert set(store.submit_lookup(series.keys_of(chains)).wait()) == {Presence.ABSENT}
 
         prompt = request_of("a", PROMPT)
@@ -129,7 +131,7 @@ def test_kv_is_loaded_from_a_folder_only_where_the_weights_are_known_to_be_equal
     with FakeEngine(given, model=attrs.evolve(MODEL, **first)) as engine:
         engine.prefill(request_of("stored", PROMPT))
         assert_loads(engine, request_of("own", PROMPT), 96)
-        until(lambda: not engine.worker._saver.bytes_unsaved, what="the end of all saves")
+        until(lambda: not engine.worker.bytes_unsaved, what="the end of all saves")
     with FakeEngine(given, model=attrs.evolve(MODEL, **second)) as engine:
         assert engine.matched(request_of("a", PROMPT))[0] == shared
 
@@ -144,7 +146,7 @@ def test_weights_that_the_operator_states_are_shared_and_those_that_are_unknown_
         with FakeEngine(given, model=unknown) as engine:
             assert engine.matched(request_of("a", PROMPT))[0] == found
             engine.prefill(request_of("stored", PROMPT))
-            until(lambda engine=engine: not engine.worker._saver.bytes_unsaved)  # type: ignore[misc]
+            until(lambda engine=engine: not engine.worker.bytes_unsaved)  # type: ignore[misc]
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "the weights of fake are unknown" in warning and "set weights to a text" in warning
 
@@ -160,9 +162,7 @@ def test_a_page_that_a_worker_cannot_read_is_not_promised_again_and_hides_no_pag
     with both(**given) as engine:
         engine.prefill(request_of("stored", PROMPT))
         assert_loads(engine, request_of("own", PROMPT), 96)
-        request, *_ = promised(engine, request_of("a", PROMPT), 96)
-        chains = engine.scheduler._tracked["a"].chains.upto(request.token_ids, 96)
-        bad = engine.worker.first_tier.series.keys_of(chains)[3]
+        bad = engine.worker.first_tier.series.keys_of(chains_of(PROMPT))[3]
     read = FolderStore.read
 
     def fail(self: FolderStore, key: bytes, into: Any) -> int | None:
@@ -297,14 +297,16 @@ def test_what_an_engine_loads_itself_goes_before_what_another_one_has_still_to_l
 # -- stores that are slow ------------------------------------------------------------------------
 
 
-def refuse_gets(engine: FakeEngine, for_s: float) -> None:
-    """The alarm about slow stores refuses the worker's first store from now on."""
-    store = first_store(engine)
-    while not isinstance(store, MeasuredStore):
-        store = store.store
-    with store._watch._lock:
-        store._watch._directions["get"].refused_until = time.monotonic() + for_s
-        store._watch.due = True
+def refuse_gets(monkeypatch: pytest.MonkeyPatch, for_s: float) -> None:
+    """Stores are refused for so long, as by the alarm about slow stores."""
+    get, until_s = MeasuredStore.submit_get, time.monotonic() + for_s
+
+    def refuse(store: MeasuredStore, pages: Any, **given: Any) -> Any:
+        if time.monotonic() < until_s:
+            return missed(pages, MissReason.SLOW)
+        return get(store, pages, **given)
+
+    monkeypatch.setattr(MeasuredStore, "submit_get", refuse)
 
 
 @pytest.mark.parametrize("name", ["host", "fs"])
@@ -317,7 +319,7 @@ def test_what_is_refused_since_it_is_slow_is_not_promised_until_it_is_tried_agai
         engine.prefill(request_of("stored", PROMPT))
         num_held(engine)
         assert_loads(engine, request_of("a", PROMPT), 96)
-        refuse_gets(engine, 2.0)
+        refuse_gets(monkeypatch, 2.0)
         blocks, loaded, report = engine.load(request_of("b", PROMPT))
         assert (loaded, report.invalid_block_ids) == (96, frozenset(blocks[:6]))
         assert failures(engine, "load") == {"slow": 1}
@@ -352,7 +354,7 @@ def test_what_a_folder_has_no_room_for_any_more_is_counted(tmp_path: Path) -> No
         for number in range(10):
             blocks = engine.prefill(request_of(f"p{number}", tokens(1600, first=10_000 * number)))
             engine.free_blocks.extend(blocks)
-        until(lambda: not engine.worker._saver.bytes_unsaved, what="the end of all saves")
+        until(lambda: not engine.worker.bytes_unsaved, what="the end of all saves")
         usage = first_store(engine).usage()
         evicted = engine.figures()["ops"]["evict"]["count"]
         assert evicted == usage.num_evicted > 0
@@ -421,9 +423,8 @@ def test_loads_that_fail_are_one_line_a_minute_with_store_folder_and_count(
         engine.prefill(request_of("stored", PROMPT))
         requests = [request_of(f"a{number}", PROMPT) for number in range(5)]
         scheduled = [promised(engine, request, 96) for request in requests]
-        engine.worker.first_tier.store.submit_remove(
-            engine.worker.first_tier.series.keys_of(engine.scheduler._tracked["a0"].chains.upto(PROMPT, 96))
-        ).wait(10)
+        series = engine.worker.first_tier.series
+        first_store(engine).submit_remove(series.keys_of(chains_of(PROMPT))).wait(10)
         engine.step(scheduled)
         assert _lines(caplog) == [f"96 tokens from 'fs' ({tmp_path}) could not be loaded: absent"]
     assert _lines(caplog)[1:] == [f"384 tokens from 'fs' ({tmp_path}) could not be loaded: absent"]

@@ -320,11 +320,11 @@ def test_a_store_serves_no_more_calls_of_one_end_than_a_bound(joined: Any, entry
     store = joined.store()
     signal, _ = joined.served(store)
     good = joined.reach(store)
-    for number in range(server._MAX_CALLS):
+    for number in range(server.MAX_CALLS):
         signal.send_tensor(pack(Take(number, tokens(9), b"", None)), timeout=5)
     with pytest.raises(TimeoutError):
         signal.recv_tensor(timeout=0.2)
-    signal.send_tensor(pack(Take(server._MAX_CALLS, tokens(9), b"", None)), timeout=5)
+    signal.send_tensor(pack(Take(server.MAX_CALLS, tokens(9), b"", None)), timeout=5)
     with pytest.raises(PeerGoneError):
         signal.recv_tensor(timeout=5)
     store.insert(*entry([1, 2]))

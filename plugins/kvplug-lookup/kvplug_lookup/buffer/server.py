@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 _GRACE_S = 2.0
 """How much longer than its caller a loan lives: the caller's clock started a little earlier."""
 
-_MAX_CALLS = 1024
+MAX_CALLS = 1024
 """Requests of one reaching end that have not ended."""
 
 _numbers = itertools.count(1)
@@ -198,8 +198,8 @@ class Session:
     def _begin(self, number: int, timeout: float | None) -> _Call:
         if number in self._calls:
             raise WireError(f"call {number} is under way already")
-        if len(self._calls) >= _MAX_CALLS:
-            raise WireError(f"more than {_MAX_CALLS} calls are under way")
+        if len(self._calls) >= MAX_CALLS:
+            raise WireError(f"more than {MAX_CALLS} calls are under way")
         deadline = Deadline.after(None if timeout is None else timeout + _GRACE_S)
         call = self._calls[number] = _Call(number, deadline)
         return call

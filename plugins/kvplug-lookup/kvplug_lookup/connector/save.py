@@ -334,6 +334,11 @@ class Saver:
         with self._lock:
             return self._unsaved
 
+    @property
+    def num_behind(self) -> int:
+        """Batches that are still to be copied from one store to another."""
+        return self._num_behind
+
     def _noting(self, batch: _Batch) -> Callable[[Job[PutReason | None]], None]:
         num_resets, series = self._num_resets, self.first.series
 

@@ -171,13 +171,23 @@ class LookupScheduler(SchedulerConnector):
         return [] if self._events is None else self._events.take()
 
     @property
-    def _replicas(self) -> list[Replica]:
+    def replicas(self) -> list[Replica]:
+        """What is known here of the stores of workers: this engine's, and the peers'."""
         return [replica for source in self._sources for replica in source.replicas]
+
+    @property
+    def publisher(self) -> EventPublisher | None:
+        """What publishes events about blocks; ``None`` if the options name no address."""
+        return self._publisher
+
+    def sources_of(self, request_id: str) -> tuple[Runs, ...]:
+        """Where the pages come from that were promised to a request, for each worker."""
+        return self._tracked[request_id].sources
 
     @property
     def links(self) -> tuple[PeerLink, ...]:
         """Of the replicas that are connected: what was agreed on, and with which peer."""
-        return tuple(replica.link for replica in self._replicas if replica.link is not None)
+        return tuple(replica.link for replica in self.replicas if replica.link is not None)
 
     # -- at start and at the end ---------------------------------------------------------------
 
@@ -202,7 +212,7 @@ class LookupScheduler(SchedulerConnector):
     def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = Deadline.after(timeout, self._context.config.connect_timeout_s)
         self._engines.wait_until_known(deadline)
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.wait_until_ready(deadline)
 
     def shutdown(self) -> None:

@@ -146,6 +146,11 @@ class Service:
         self._thread.start()
         _log.info("serving pages at %s", listener.contact.split()[0])
 
+    @property
+    def num_served(self) -> int:
+        """Peers that are being served."""
+        return len(self._served)
+
     def close(self) -> None:
         """Stop listening and hang up on every peer."""
         with self._lock:

@@ -29,7 +29,7 @@ from kvplug.transport import (
     Timeout,
 )
 from kvplug_lookup.connector.groups import Groups
-from kvplug_lookup.connector.keys import hello_of, shard_of
+from kvplug_lookup.connector.keys import Shard, hello_of, shard_of
 from kvplug_lookup.connector.load import Load, Part
 from kvplug_lookup.connector.load_cost import MeasuredCosts
 from kvplug_lookup.connector.peers import PeerStore
@@ -149,6 +149,41 @@ class LookupWorker(WorkerConnector):
     def first_tier(self) -> Tier:
         """The store that pages are saved into."""
         return next(iter(self._tiers.values()))
+
+    @property
+    def tiers(self) -> Mapping[str, Tier]:
+        """The stores that it saves into or loads from, by name, the first one first."""
+        return self._tiers
+
+    @property
+    def shard(self) -> Shard:
+        """The part of the model's KV that its pages have."""
+        return self._shard
+
+    @property
+    def peers(self) -> Mapping[str, PeerStore]:
+        """The peer engines' workers that it loads from, by name."""
+        return self._peers
+
+    @property
+    def num_served(self) -> int:
+        """Peers that it serves."""
+        return 0 if self._service is None else self._service.num_served
+
+    @property
+    def read_until(self) -> int:
+        """The last step whose pages the stores have read out of the engine's blocks."""
+        return -1 if self._saver is None else self._saver.read_until
+
+    @property
+    def bytes_unsaved(self) -> int:
+        """Bytes of pages that are being saved."""
+        return 0 if self._saver is None else self._saver.bytes_unsaved
+
+    @property
+    def num_behind(self) -> int:
+        """Batches of pages that are still to be copied from one store to another."""
+        return 0 if self._saver is None else self._saver.num_behind
 
     @property
     def link(self) -> PeerLink | None:
@@ -316,11 +351,11 @@ class LookupWorker(WorkerConnector):
             stats=self._context.stats,
             timeout_s=self._context.config.timeout_s,
             stall_timeout_s=self._context.options.stall_timeout_s,
-            progressed_at=self._progressed_at,
+            progressed_at=self.progressed_at,
             after=after,
         )
 
-    def _progressed_at(self, source: str) -> float:
+    def progressed_at(self, source: str) -> float:
         """When something arrived last from a source, of a load that ended or is under way."""
         parts = [part for load in self._loads.values() for part in load.parts if part.source == source]
         return max([self._ended_at.get(source, 0.0), *(part.job.progressed_at for part in parts if part.job)])

@@ -131,7 +131,7 @@ class PagedCache:
         array: Array = self._by_token(layer).cpu().numpy()
         return array
 
-    def _write(self, layer: int, index: Any, values: Any) -> None:
+    def write(self, layer: int, index: Any, values: Any) -> None:
         """Write into the elements of :meth:`by_token`: on a device, queue that."""
         if self.is_on_cpu:
             self.by_token(layer)[index] = values
@@ -154,7 +154,8 @@ class PagedCache:
             return tensor.permute([axes.index(letter) for letter in "BTD"])[:, :, None, None, :]
         return tensor.permute([axes.index(letter) for letter in "BTKHD"])
 
-    def _expected(self, token_ids: Sequence[int], start: int, end: int, layer: int) -> Array:
+    def expected(self, token_ids: Sequence[int], start: int, end: int, layer: int) -> Array:
+        """One layer's KV of these tokens, if all before them is right."""
         import numpy as np
 
         key = kv_of(token_ids[start:end], start, layer, self.num_heads)
@@ -162,7 +163,7 @@ class PagedCache:
             key *= np.float32(1 + self.weights)
         return np.stack((key, -key), axis=1) if self.layout.has_values else key[:, None]
 
-    def _at(self, block_ids: Sequence[int], start: int, end: int) -> tuple[Array, Array]:
+    def at(self, block_ids: Sequence[int], start: int, end: int) -> tuple[Array, Array]:
         """Each token's block, and its position in the block."""
         import numpy as np
 
@@ -174,24 +175,25 @@ class PagedCache:
     ) -> None:
         """Write one layer's KV of these tokens into their blocks; wrong KV if the KV before them is wrong."""
         if start < end:
-            kv = self._expected(token_ids, start, end, layer)
-            spoilt = 0.0 if self._is_right_in(layer, token_ids, block_ids, 0, start) else 0.5
-            self._write(layer, self._at(block_ids, start, end), kv + spoilt)
+            kv = self.expected(token_ids, start, end, layer)
+            spoilt = 0.0 if self.is_right_in(layer, token_ids, block_ids, 0, start) else 0.5
+            self.write(layer, self.at(block_ids, start, end), kv + spoilt)
 
-    def _is_right_in(
+    def is_right_in(
         self, layer: int, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
     ) -> bool:
+        """Whether one layer has the KV of tokens ``start`` to ``end`` in these blocks."""
         if start >= end:
             return True
-        found = self.by_token(layer)[self._at(block_ids, start, end)]
-        return bool((found == self._expected(token_ids, start, end, layer)).all())
+        found = self.by_token(layer)[self.at(block_ids, start, end)]
+        return bool((found == self.expected(token_ids, start, end, layer)).all())
 
     def is_right(
         self, token_ids: Sequence[int], block_ids: Sequence[int], end: int, *, start: int = 0
     ) -> bool:
         """Whether every layer has the KV of tokens ``start`` to ``end`` in these blocks."""
         layers = range(len(self.layer_names))
-        return all(self._is_right_in(layer, token_ids, block_ids, start, end) for layer in layers)
+        return all(self.is_right_in(layer, token_ids, block_ids, start, end) for layer in layers)
 
     def wrong_blocks(
         self, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
@@ -210,7 +212,7 @@ class PagedCache:
         """Fill freed blocks with :data:`FREED`."""
         blocks = list(block_ids)
         for layer in range(len(self.layer_names) if blocks else 0):
-            self._write(layer, blocks, FREED)
+            self.write(layer, blocks, FREED)
 
     def written(self, block_ids: Iterable[int]) -> frozenset[int]:
         """The freed blocks that were written to after they were freed."""

@@ -300,14 +300,14 @@ class FakeEngine:
         drafting = num_layers - 1 if order.drafts else num_layers
         if not order.loads_after_forward:
             worker.start_load_kv()
-        self._forward(planned, range(drafting), compute)
+        self.forward(planned, range(drafting), compute)
         if order.loads_after_forward:
             worker.start_load_kv()
         if not order.drafts:
             worker.wait_for_save()
         report = self.report(planned)
         if order.drafts:
-            self._forward(planned, range(drafting, num_layers), compute)
+            self.forward(planned, range(drafting, num_layers), compute)
             worker.wait_for_save()
         worker.clear_connector_metadata()
         return report
@@ -356,7 +356,8 @@ class FakeEngine:
         if has_work:
             self.worker.save_kv_layer(name, self.kv_caches[name])
 
-    def _forward(self, planned: PlannedStep, layers: range, compute: bool) -> None:
+    def forward(self, planned: PlannedStep, layers: range, compute: bool) -> None:
+        """Run these attention layers of the forward pass, if anything is scheduled."""
         for layer in layers if planned.scheduled else ():
             self.visit(layer, planned, compute=compute)
 

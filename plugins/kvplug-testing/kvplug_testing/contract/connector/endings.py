@@ -157,6 +157,8 @@ class Endings(ConnectorSuite):
                     continue  # it waits for no peer
                 error = call.raised(TimeoutError)
                 assert len(str(error)) > 10, f"it does not say what it waited for: {error}"
+                least = given[0] if given else _SHORT_S
+                assert call.took_s >= least - 0.05, f"it gave up after {call.took_s:.3f} s of {least}"
         waiting = [Call(functools.partial(side.wait_until_ready, waits.patience_s)) for side in sides]
         waiting[0].is_blocked()
         self._end(decode, is_worker_first=True)
