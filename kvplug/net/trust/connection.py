@@ -179,12 +179,12 @@ def dial_until(
             if isinstance(e, ResourceExhaustedError) and e.__cause__ is not None:
                 raise  # of this process; the listener's may have what it lacks in a moment
             remaining = deadline.remaining()
-            if remaining is not None and remaining <= pause:
+            if remaining is not None and remaining <= 0:
                 waited = time.monotonic() - began
                 raise TimeoutError(
                     f"no listener answered at {parse_contact(contact)} in {waited:.1f} s (last: {e})"
                 ) from e
-        stop.wait(pause)
+        stop.wait(pause if remaining is None else min(pause, remaining))
         pause = min(pause * 2, _RETRY_MAX_S)
 
 
