@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvplug import Config, KvplugError
-from kvplug.engine import Side
+from kvplug import KvplugError
 from kvplug_testing.peers import nothing_left
 from kvplug_transformers.demo import session as module
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.runs import decode_and_compare
 from kvplug_transformers.demo.session import DECODE, PREFILL, Session, WorkerSilentError
 from kvplug_transformers.demo.settings import DemoSettings
-from kvplug_transformers.demo.worker import DemoWorker
+from kvplug_transformers.demo.worker import DemoWorker, choice_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -188,8 +187,6 @@ def test_between_two_kinds_of_device_the_transport_for_cpu_tensors_is_reported()
         checksum=None,
         converts=("device: ours cuda, theirs cpu",),
     )
-    worker = DemoWorker(Commanded())
-    worker._config = Config(device="cuda")  # which no command sets where there is no such device
-    worker._connectors[Side.WORKER] = SimpleNamespace(link=SimpleNamespace(agreement=agreement))
+    link = SimpleNamespace(agreement=agreement)
     reasons = ["integrity: off", "device: ours cuda, theirs cpu"]
-    assert worker._choice() == {"transport": "shm", "reasons": reasons}
+    assert choice_of(link, "cuda") == {"transport": "shm", "reasons": reasons}

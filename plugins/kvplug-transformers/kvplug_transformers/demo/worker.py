@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvplug import Config, KvplugError, Registry, UnsupportedError, build_connector, required_layout
-from kvplug.engine import Request, RequestEnd, Side
+from kvplug.engine import PeerLink, Request, RequestEnd, Side
 from kvplug.transport import Pipe
 from kvplug_transformers.demo.parent_link import ParentLink
 
@@ -33,6 +33,19 @@ _CHUNK = 256
 """Tokens in one step of prefill: small enough for a progress bar that moves."""
 _ASK_AGAIN_S = 0.2
 _FLOOR_RUNS = 3
+
+
+def choice_of(link: PeerLink | None, device: str) -> dict[str, Any]:
+    """The agreed transport, and the reason for or against each candidate."""
+    if link is None:
+        return {"transport": "", "reasons": []}
+    agreement = link.agreement
+    # KV on different kinds of device at the two ends uses the transport of CPU tensors.
+    agreed = agreement.transports
+    selection = agreed.get(device.partition(":")[0]) or agreed["cpu"]
+    reasons = [f"{candidate.name}: {candidate.reason}" for candidate in selection.candidates]
+    reasons.append(f"integrity: {agreement.checksum or 'off'}")
+    return {"transport": selection.chosen, "reasons": [*reasons, *agreement.converts]}
 
 
 class DemoWorker:
@@ -137,7 +150,8 @@ class DemoWorker:
         self._parent.send("opened", contact=getattr(self._connectors[Side.WORKER], "contact", ""))
         for connector in self._connectors.values():
             connector.wait_until_ready()
-        self._parent.send("ready", **self._choice())
+        link = getattr(self._connectors[Side.WORKER], "link", None)
+        self._parent.send("ready", **choice_of(link, self._config.device))
 
     def _warm_up(self, num_tokens: int) -> None:
         """Compute ``num_tokens`` arbitrary tokens, in an engine without a connector.
@@ -164,19 +178,6 @@ class DemoWorker:
             max_tokens_per_step=_CHUNK,
             load_failure_policy=self._config.failure_policy,
         )
-
-    def _choice(self) -> dict[str, Any]:
-        """The agreed transport, and the reason for or against each candidate."""
-        link = getattr(self._connectors[Side.WORKER], "link", None)
-        if link is None:
-            return {"transport": "", "reasons": []}
-        agreement = link.agreement
-        # KV on different kinds of device at the two ends uses the transport of CPU tensors.
-        agreed = agreement.transports
-        selection = agreed.get(self._config.device.partition(":")[0]) or agreed["cpu"]
-        reasons = [f"{candidate.name}: {candidate.reason}" for candidate in selection.candidates]
-        reasons.append(f"integrity: {agreement.checksum or 'off'}")
-        return {"transport": selection.chosen, "reasons": [*reasons, *agreement.converts]}
 
     def _do_prefill(self, ids: list[int]) -> None:
         """Compute the prompt and leave its KV with the connector."""
