@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.cuda import _sleep as spin_on_gpu
 
 from kvplug_bench import pipes, worker
 from kvplug_bench.device import CpuDevice, open_device
@@ -114,7 +115,7 @@ def test_on_a_gpu_the_clock_stops_when_the_kernels_have_ended():
         pytest.skip("there is no GPU here")
     where = open_device("cuda")
     assert where.name == "cuda:0"
-    torch.cuda._sleep(200_000_000)
+    spin_on_gpu(200_000_000)
     ended = torch.cuda.Event()
     ended.record()
     where.synchronize()

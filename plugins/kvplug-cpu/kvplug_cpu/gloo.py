@@ -200,7 +200,7 @@ class Gloo:
         try:
             with _mapped("gloo"):
                 work = getattr(group, operation)(*given, options)
-                while not self._ended(work, Deadline.after(min(_STEP_S, _left(deadline)))):
+                while not self.has_ended(work, Deadline.after(min(_STEP_S, _left(deadline)))):
                     if self._leaving:
                         raise ClosedError("the program leaves")
                     self._check()
@@ -217,7 +217,7 @@ class Gloo:
             self._inside = False
             del group, work  # an error's traceback keeps locals alive, and these have threads and sockets
 
-    def _ended(self, work: Any, deadline: Deadline) -> bool:
+    def has_ended(self, work: Any, deadline: Deadline) -> bool:
         """Raises RuntimeError: it has ended in an error, whose traceback does not keep it."""
         try:
             work.wait(timedelta(seconds=max(0.001, _left(deadline))))
@@ -239,7 +239,7 @@ class Gloo:
         with contextlib.suppress(RuntimeError):
             group.recv(nothing, other, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
         with contextlib.suppress(RuntimeError):
-            self._stuck = not self._ended(work, Deadline.after(_ENDING_S))
+            self._stuck = not self.has_ended(work, Deadline.after(_ENDING_S))
 
 
 def _abandon(store: torch.distributed.Store) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from communicator_ranks import met
 from kvplug import StatelessGroup
-from kvplug.transport import CommunicatorContext, Credentials
+from kvplug.transport import CommunicatorContext, Credentials, Mesh
 from kvplug_cpu import communicator
 from kvplug_cpu.communicator import CpuCommunicator
 from kvplug_cpu.gloo import Gloo
@@ -31,8 +31,8 @@ def strike(made: Any, fault: int) -> None:
         time.sleep(60)
         return False
 
-    Gloo._ended = struck  # type: ignore[method-assign]
-    made._batch = struck
+    Gloo.has_ended = struck  # type: ignore[method-assign]
+    Mesh.exchange = struck  # type: ignore[method-assign, assignment]
 
 
 def strike_start(when: str, struck: Callable[..., Any]) -> None:
@@ -43,7 +43,7 @@ def strike_start(when: str, struck: Callable[..., Any]) -> None:
         case "gloo":
             Gloo.meet = struck  # type: ignore[method-assign]
         case "ready":
-            CpuCommunicator._compare = struck  # type: ignore[method-assign]
+            Mesh.compare = struck  # type: ignore[method-assign]
 
 
 def over_torch(parent: Parent, module: Any, rank: int, world_size: int) -> Any:

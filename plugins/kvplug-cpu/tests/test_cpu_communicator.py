@@ -229,7 +229,12 @@ def test_an_operation_that_cannot_be_ended_is_not_waited_for_by_destroy(
     monkeypatch.setattr(torch.distributed.ProcessGroupGloo, "recv", lambda *_: nothing)
     both = groups(2)
     made = at_all(both, cpu_ranks.make)
-    made[1]._all_reduce = lambda *_: time.sleep(1.5)
+    late, all_reduce = made[1].device_group, Gloo.all_reduce
+
+    def slowly(group: Gloo, *given: Any) -> None:
+        time.sleep(1.5) if group.group is late else all_reduce(group, *given)
+
+    monkeypatch.setattr(Gloo, "all_reduce", slowly)
     second = Call(lambda: made[1].all_reduce(torch.ones(3)))
     with pytest.raises(TimeoutError, match="rank 1 began a collective, did not go on"):
         made[0].all_reduce(torch.ones(3), timeout=0.5)

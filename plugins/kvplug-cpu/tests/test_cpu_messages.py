@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import signal
 import socket
 import threading
@@ -17,7 +16,6 @@ from cpu_ends import MIB, make_endpoint, num_sockets, streams_of
 from kvplug import ClosedError, PeerGoneError, TimeoutError
 from kvplug.transport import PeerIdentity, TensorMismatchError
 from kvplug_testing.comparison import assert_filled, assert_same
-from kvplug_testing.contract.pipe.suite import fill
 from kvplug_testing.waits import Call
 
 
@@ -169,23 +167,6 @@ def test_what_has_failed_is_not_sent_any_further(by_hand: Any) -> None:
 
 
 # -- idle -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.timing
-def test_waiting_costs_no_processor_time(local_pair: Any) -> None:
-    one, _ = local_pair(max_in_flight_bytes=1000)
-    fill(one)
-    blocked = [
-        Call(lambda: one.recv_tensor(timeout=1.5)),
-        Call(lambda: one.send_tensor(torch.zeros(1 << 20), timeout=1.5)),
-    ]
-    time.sleep(0.3)
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    time.sleep(1.0)
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
-    for each in blocked:
-        each.raised(TimeoutError)
 
 
 def test_small_messages_need_no_thread(local_pair: Any) -> None:

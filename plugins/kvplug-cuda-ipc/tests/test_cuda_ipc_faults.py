@@ -57,7 +57,7 @@ def test_ends_in_one_process_whose_connection_breaks_free_everything_at_once(
     monkeypatch.setattr(peer_process, "_END_S", 1000 * PATIENCE_S)  # the end of this process is not awaited
     for one, other in (local_pair(), reversed(local_pair())):
         one.send_tensor(noise(MIB)).wait(PATIENCE_S)
-        one._channel.socket().shutdown(socket.SHUT_RDWR)
+        one.channel.socket().shutdown(socket.SHUT_RDWR)
         for pipe in (one, other):
             with pytest.raises(PeerGoneError):
                 while True:
@@ -98,7 +98,7 @@ def test_a_callback_that_ends_its_thread_frees_no_memory_that_the_peer_has_mappe
 
     transfer.add_done_callback(leave)
     child.stop()
-    pipe._channel.socket().shutdown(socket.SHUT_RDWR)  # it lives on without its connection
+    pipe.channel.socket().shutdown(socket.SHUT_RDWR)  # it lives on without its connection
     until(transfer.done)
     time.sleep(0.3)
     assert controls.get("allocations") == 1

@@ -125,13 +125,13 @@ class MonitoredCommunicator:
         self._nccl = nccl
         self._what = what
         self._current = current
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._aborted: threading.Event | None = None
         self._abort_lock = threading.Lock()
         _aborter.join()
         try:
             with current():
-                self._comm, _ = nccl.comm_init_rank_config(
+                self.comm, _ = nccl.comm_init_rank_config(
                     world_size, unique_id, rank, nccl.config(blocking=0)
                 )
         except BaseException:
@@ -145,11 +145,11 @@ class MonitoredCommunicator:
 
     def is_settled(self) -> bool:
         """Whether the last call has completed, so that the next one may come. False after an abort."""
-        with self._lock:
-            if self._aborted is not None or not self._comm:
+        with self.lock:
+            if self._aborted is not None or not self.comm:
                 return False
-            state = self._nccl.comm_get_async_error(self._comm)
-            return self._nccl.raise_for(state, self._what, self._comm) is Result.SUCCESS
+            state = self._nccl.comm_get_async_error(self.comm)
+            return self._nccl.raise_for(state, self._what, self.comm) is Result.SUCCESS
 
     def wait_until_settled(self, deadline: Deadline, check: Callable[[], None]) -> None:
         """Wait until it has started. ``check`` is called between two polls, and may raise.
@@ -176,13 +176,13 @@ class MonitoredCommunicator:
         Raises:
             ClosedError: it was aborted.
         """
-        with self._lock, self._current():
+        with self.lock, self._current():
             if self._aborted is not None:
                 raise ClosedError(f"{self._what}: its communicator was aborted")
             self._nccl.group_start()
             try:
                 for call in calls:
-                    call(self._comm)
+                    call(self.comm)
             except BaseException:
                 with contextlib.suppress(NcclError):  # the group has ended in any case, and failed
                     self._nccl.group_end()
@@ -198,10 +198,10 @@ class MonitoredCommunicator:
         self._call(self._nccl.comm_resume)
 
     def _call(self, function: Callable[[int], object]) -> None:
-        with self._lock, self._current():
+        with self.lock, self._current():
             if self._aborted is not None:
                 raise ClosedError(f"{self._what}: its communicator was aborted")
-            function(self._comm)
+            function(self.comm)
 
     def abort(self, *kept: object) -> threading.Event:
         """End it at once, in another thread; the event is set when NCCL has released it.
@@ -225,11 +225,11 @@ class MonitoredCommunicator:
             _aborter.leave()
 
     def _abort_now(self, released: threading.Event, kept: object) -> None:
-        if not self._lock.acquire(timeout=_CALL_WAIT_S):
+        if not self.lock.acquire(timeout=_CALL_WAIT_S):
             self._abandon(kept, "a call of NCCL does not return")
             return
-        comm, self._comm = self._comm, 0
-        self._lock.release()  # no other call uses it any more, so an abort that hangs blocks none
+        comm, self.comm = self.comm, 0
+        self.lock.release()  # no other call uses it any more, so an abort that hangs blocks none
         try:
             if comm:
                 with self._current():

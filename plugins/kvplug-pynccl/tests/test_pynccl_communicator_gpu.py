@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from device_pipes import keep_gpu_busy
 from kvplug import KvplugError, StatelessGroup, UnsupportedError
 from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
@@ -91,7 +92,7 @@ def ordered(parent: peers.Parent, made: Any) -> bool:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         given = torch.zeros(1 << 22, device="cuda:0")
-        torch.cuda._sleep(200_000_000)
+        keep_gpu_busy()
         given.fill_(made.rank + 1)
         for _ in range(20):
             made.all_reduce(given)

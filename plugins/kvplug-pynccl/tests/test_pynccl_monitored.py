@@ -51,7 +51,7 @@ def test_memory_in_use_by_what_cannot_be_aborted_is_kept_for_good(
 ) -> None:
     monkeypatch.setattr(monitored, "_abandoned", [])
     comm, held = make(), Held()
-    seen, address = weakref.ref(held), comm._comm
+    seen, address = weakref.ref(held), comm.comm
 
     def fails(comm: int) -> None:
         raise error_of(Result.INTERNAL_ERROR, "it")
@@ -61,7 +61,7 @@ def test_memory_in_use_by_what_cannot_be_aborted_is_kept_for_good(
             patch.setattr(nccl, "comm_abort", fails)
         else:
             patch.setattr(monitored, "_CALL_WAIT_S", 0.01)
-            comm._lock.acquire()
+            comm.lock.acquire()
         over = comm.abort(held)
         until(lambda: "left as they are" in caplog.text)
     del held
@@ -89,7 +89,7 @@ def test_when_the_program_leaves_an_abort_that_gets_no_thread_is_left_to_the_end
     make: Make, nccl: Library, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     comm = make()
-    address = comm._comm
+    address = comm.comm
     with monkeypatch.context() as patch:
         patch.setattr(monitored.threading.Thread, "start", no_more_threads)
         patch.setattr(monitored, "is_leaving", lambda: True)

@@ -40,7 +40,6 @@ class TestPipeOverTheFake(PipesOverAFake):
     ends = ends
     factory = PyncclEndpoint
     copies = "operations"
-    thread = "kvplug-pynccl-pipe"
     lies = {  # noqa: RUF012
         "no frame": b"x" * 16,
         "a kind that there is not": Frame(FrameType.HEARTBEAT).pack().replace(b"\x04", b"\x09", 1),
@@ -66,7 +65,7 @@ class TestPipeOverTheFake(PipesOverAFake):
         return CudaDevice(name)
 
     def lie(self, liar: Any, lie: Any) -> None:
-        liar._control.send(b"".join(lie) if isinstance(lie, list) else lie)
+        liar.control.send(b"".join(lie) if isinstance(lie, list) else lie)
 
     def join(self, contact: str, nonsense: Any) -> Any:
         connection = dial(PyncclContact.parse(contact).reachable()[0], Credentials(), join.PURPOSE)
@@ -299,7 +298,7 @@ def test_a_callback_of_what_the_peer_took_last_ends_nothing_else(local_pair: Any
         pending.wait(PATIENCE_S)
 
 
-@pytest.mark.parametrize("half", ["_outbox", "_inbox", "_control"])
+@pytest.mark.parametrize("half", ["outbox", "inbox", "control"])
 def test_an_abort_waits_for_no_lock_and_wakes_every_caller_once_it_is_free(
     local_pair: Any, half: str
 ) -> None:
@@ -308,14 +307,14 @@ def test_an_abort_waits_for_no_lock_and_wakes_every_caller_once_it_is_free(
     one, other = local_pair()
     receiving = Call(lambda: one.recv_tensor(timeout=None))
     assert receiving.is_blocked(0.1)
-    with getattr(one, half)._lock:
+    with getattr(one, half).lock:
         Call(one.abort).result(PATIENCE_S)
         with pytest.raises(ClosedError):
             one.send_tensor(noise(100))
     receiving.raised(ClosedError, PATIENCE_S)
 
     def interrupted() -> None:
-        with getattr(other, half)._lock:
+        with getattr(other, half).lock:
             other.abort()
 
     Call(interrupted).result()
@@ -326,19 +325,19 @@ def test_a_process_that_was_stopped_itself_takes_no_peer_for_silent(
 ) -> None:
     monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
     one, _ = remote_pair("echo", heartbeat_timeout_s=PATIENCE_S)
-    step, behind = one._outbox.step, [0.0]
+    step, behind = one.outbox.step, [0.0]
 
     def stopped_in_here() -> bool:
         if not behind[0]:
             one.send_tensor(None)
-            assert select.select([one._control.sock], [], [], PATIENCE_S)[0]  # it is alive, and says so
+            assert select.select([one.control.sock], [], [], PATIENCE_S)[0]  # it is alive, and says so
             behind[0] = 10 * PATIENCE_S
         return bool(step())
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + behind[0], sleep=time.sleep)
     monkeypatch.setattr(worker, "time", clock)
-    monkeypatch.setattr(one._outbox, "step", stopped_in_here)
-    one._control.wake()
+    monkeypatch.setattr(one.outbox, "step", stopped_in_here)
+    one.control.wake()
     for _ in range(2):  # what came before the pipe looked at the time is received in any case
         assert one.recv_tensor(timeout=PATIENCE_S) is None
         one.send_tensor(None)
@@ -465,7 +464,7 @@ def test_a_peer_that_answers_what_cannot_be_to_an_announcement_ends_the_pipe(
     if frame == Frame(FrameType.CLEAR, 0):
         gated.shut()
     transfer = one.send_tensor(torch.zeros(100_000))
-    other._control.send(frame.pack())
+    other.control.send(frame.pack())
     with pytest.raises(TransportError, match=words):
         transfer.wait(PATIENCE_S)
     gated.open()
@@ -473,7 +472,7 @@ def test_a_peer_that_answers_what_cannot_be_to_an_announcement_ends_the_pipe(
 
 def test_memory_is_allocated_for_a_message_only_when_a_call_receives_it(local_pair: Any) -> None:
     one, other = local_pair()
-    one._control.send(Announcement(0, HUGE, None).pack())
+    one.control.send(Announcement(0, HUGE, None).pack())
     for _ in range(2):  # it does not end the pipe
         with pytest.raises(KvplugError, match="this process can have"):
             other.recv_tensor(timeout=PATIENCE_S)
@@ -487,7 +486,7 @@ def test_whatever_comes_is_frames_or_a_wire_error(chunks: list[bytes]) -> None:
             frames.feed(chunk)
     except WireError:
         pass
-    assert len(frames._held) < 2000
+    assert len(frames.held) < 2000
 
 
 def test_with_check_order_the_receiver_repeats_what_was_announced(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from device_pipes import keep_gpu_busy
 from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import Credentials, Pipe, PipeContext
 from kvplug_testing import peers
@@ -80,7 +81,7 @@ def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(remote_pair: Any
     source = torch.zeros(1 << 22, device="cuda:0")
     torch.cuda.synchronize("cuda:0")
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)
+        keep_gpu_busy()
         source.fill_(3)
         transfer = pipe.send_tensor(source)
     assert_filled(3, pipe.recv_tensor())

@@ -98,17 +98,6 @@ def test_no_word_makes_more_room_or_more_units_than_there_are_places(
         assert (word >> 1) - count > places
 
 
-def test_ends_that_claim_what_cannot_be_are_refused_with_the_counts() -> None:
-    memory, writer, [reader] = ring(4)
-    writer.publish(2)
-    memory.words[protocol.tail(0)] = protocol.word_of(3)
-    with pytest.raises(WireError, match="has read 3 units of 2, with 4 places"):
-        writer.room()
-    memory.words[protocol.HEAD] = protocol.word_of(5)
-    with pytest.raises(WireError, match="5 units came, with 4 places"):
-        reader.available()
-
-
 def test_a_reader_that_was_evicted_may_be_overtaken_and_finds_out() -> None:
     memory, writer, [reader] = ring(2)
     writer.publish(2)

@@ -92,7 +92,8 @@ class CudaIpcPipe(DuplexPipe):
         """
         limit = MessageLimit(settings.max_message_bytes, device=settings.device.name)
         super().__init__(peer, settings.timeout_s, limit)
-        self._channel = channel
+        self.channel = channel
+        """Carries the frames."""
         self._peer_process = peer_process
         self._staging = staging
         self._device = device = settings.device
@@ -210,7 +211,7 @@ class CudaIpcPipe(DuplexPipe):
 
     def _send_frame(self, kind: FrameKind, content: Piece | int | None = None) -> None:
         try:
-            self._channel.send(encode(kind, content), timeout=_SEND_S)
+            self.channel.send(encode(kind, content), timeout=_SEND_S)
         except (ClosedError, PeerGoneError, WireError):
             pass  # the reader notices it, and ends the pipe
         except TimeoutError as e:
@@ -245,7 +246,7 @@ class CudaIpcPipe(DuplexPipe):
         while kind is not FrameKind.UNMAPPED:
             kind = None
             try:
-                value = self._channel.recv(interval_s)
+                value = self.channel.recv(interval_s)
             except TimeoutError:
                 pass
             else:
@@ -313,7 +314,7 @@ class CudaIpcPipe(DuplexPipe):
             while not self._outbox.is_idle():
                 backoff.pause()
         self._unmapped.wait()
-        self._channel.close()
+        self.channel.close()
         try:
             self._staging.free()
         except KvplugError as e:

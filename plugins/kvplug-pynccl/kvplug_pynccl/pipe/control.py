@@ -30,7 +30,7 @@ class ControlConnection:
         self.sock.setblocking(False)
         self._connection = connection
         self._parser = FrameParser()
-        self._lock = threading.RLock()  # also for the handler of a signal, which may abort the pipe
+        self.lock = threading.RLock()  # also for the handler of a signal, which may abort the pipe
         self._unsent = bytearray()
         self._closed = False
         self._last = b""
@@ -40,7 +40,7 @@ class ControlConnection:
 
     def send(self, data: bytes) -> None:
         """Send at once what the kernel takes; the worker sends the rest, which the window bounds."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self._unsent += data
@@ -51,14 +51,14 @@ class ControlConnection:
 
     def wake(self) -> None:
         """End the worker's :meth:`wait`."""
-        with self._lock:
+        with self.lock:
             if not self._closed:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_write(self._wake, 1)
 
     def hang_up(self) -> None:
         """The peer sees the end of the connection, whichever threads use it here."""
-        with self._lock:
+        with self.lock:
             if not self._closed:
                 with contextlib.suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
@@ -77,7 +77,7 @@ class ControlConnection:
 
     def send_now(self) -> None:
         """Send what the kernel did not take before and takes now."""
-        with self._lock:
+        with self.lock:
             self._send()
 
     def _send(self) -> None:
@@ -96,7 +96,7 @@ class ControlConnection:
         if self.ended:
             return []
         try:
-            with self._lock:
+            with self.lock:
                 data = self.sock.recv(_READ_BYTES)
                 self._last = (self._last + data)[-len(GOODBYE) :]
         except BlockingIOError:
@@ -109,7 +109,7 @@ class ControlConnection:
 
     def peer_said_goodbye(self) -> bool:
         """Whether the last that the peer sent says so, also if the worker has not read it yet. Any thread."""
-        with self._lock:
+        with self.lock:
             last = self._last
             if not self._closed:
                 with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ class ControlConnection:
 
     def close(self) -> None:
         """Close the descriptors. Only the worker calls it, which is the only thread that blocks on them."""
-        with self._lock:
+        with self.lock:
             self._close()
 
     def after_fork(self) -> None:

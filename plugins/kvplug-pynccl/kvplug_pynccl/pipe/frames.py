@@ -92,7 +92,8 @@ class FrameParser:
     """Cuts a stream into frames. It holds at most one that is not complete."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self.held = bytearray()
+        """The frame that is not complete yet."""
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete now.
@@ -100,16 +101,16 @@ class FrameParser:
         Raises:
             WireError: the bytes are not a frame.
         """
-        self._held += data
+        self.held += data
         found, at = [], 0
-        while len(self._held) - at >= _HEADER.size:
-            magic, code, length, number = _HEADER.unpack_from(self._held, at)
+        while len(self.held) - at >= _HEADER.size:
+            magic, code, length, number = _HEADER.unpack_from(self.held, at)
             if magic != _MAGIC or length > _MAX_PAYLOAD_BYTES or code not in FrameType.__members__.values():
                 raise WireError("what came is not a frame of the pipe 'pynccl'")
-            if len(self._held) - at < _HEADER.size + length:
+            if len(self.held) - at < _HEADER.size + length:
                 break
             begin = at + _HEADER.size
-            found.append(Frame(FrameType(code), number, bytes(self._held[begin : begin + length])))
+            found.append(Frame(FrameType(code), number, bytes(self.held[begin : begin + length])))
             at = begin + length
-        del self._held[:at]
+        del self.held[:at]
         return found

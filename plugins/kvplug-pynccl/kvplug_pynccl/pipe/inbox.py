@@ -75,8 +75,8 @@ class Inbox:
         self._send_frame = send_frame
         self._wake_worker = wake_worker
         self._fail_pipe = fail_pipe
-        self._lock = threading.RLock()  # also for the handler of a signal, which may abort the pipe
-        self._changed = threading.Condition(self._lock)
+        self.lock = threading.RLock()  # also for the handler of a signal, which may abort the pipe
+        self._changed = threading.Condition(self.lock)
         self._announced: deque[Announcement] = deque()
         self._next = self._untaken = 0
         self._active: _Reception | None = None
@@ -107,17 +107,17 @@ class Inbox:
 
     def wake_callers(self) -> None:
         """The pipe is closing: a caller that waits looks at the lifecycle again. Does not block."""
-        with self._lock:
+        with self.lock:
             self._changed.notify_all()
 
     def end(self) -> None:
         """Receive nothing more, and wake the caller. Does not block."""
-        with self._lock:
+        with self.lock:
             self._ended = True
             self._changed.notify_all()
 
     def _first(self, deadline: Deadline) -> Announcement:
-        with self._lock:
+        with self.lock:
             while not self._announced:
                 self._check()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
@@ -133,7 +133,7 @@ class Inbox:
 
     def _take_empty(self, announcement: Announcement) -> None:
         try:
-            with self._lock:
+            with self.lock:
                 self._check()
                 self._take(announcement)
         except KvplugError:
@@ -162,11 +162,11 @@ class Inbox:
     def _wait(self, reception: _Reception, deadline: Deadline) -> None:
         try:
             if self._active is None:
-                with self._lock:
+                with self.lock:
                     self._check()
                     self._active = reception
                 self._wake_worker()
-            with self._lock:
+            with self.lock:
                 while not reception.done:
                     self._check()
                     if not self._changed.wait(deadline.remaining()) and deadline.expired:
@@ -178,7 +178,7 @@ class Inbox:
 
     def _take_back(self, reception: _Reception, error: BaseException) -> bool:
         """Give the caller's memory back to the caller. False: the message has arrived in it meanwhile."""
-        with self._lock:
+        with self.lock:
             if reception.done and isinstance(error, KvplugError):
                 return False
             reception.cancelled = True
@@ -225,7 +225,7 @@ class Inbox:
             WireError: the announcement contradicts itself, or the peer has announced more than it may.
         """
         announcement = Announcement.unpack(frame)
-        with self._lock:
+        with self.lock:
             if announcement.number != self._next:
                 raise WireError(
                     f"it announces message {announcement.number}, and message {self._next} is next"
@@ -246,7 +246,7 @@ class Inbox:
             if reception.ready is not None and not reception.ready.is_done():
                 return True  # cleared now, the peer's GPU would wait for this one
             operation = self.direction.receive(reception.memory, reception.ready)
-            with self._lock:
+            with self.lock:
                 if reception.cancelled:
                     return False
                 reception.operation = operation
@@ -254,7 +254,7 @@ class Inbox:
             self._send_frame(Frame(FrameType.CLEAR, reception.announcement.number, expected).pack())
         if not reception.operation.step():
             return True
-        with self._lock:
+        with self.lock:
             if reception.cancelled:
                 return False
             reception.done = True

@@ -69,7 +69,7 @@ class Outbox:
         self._wake_worker = wake_worker
         self._fail_pipe = fail_pipe
         self._window = SendWindow(limit=limit, peer=peer, lifecycle=lifecycle)
-        self._lock = self._window.lock
+        self.lock = self._window.lock
         self._pending: dict[int, _Message] = {}
         """By number; from queued until sent and taken."""
         self._next = self._announced = self._taken = 0
@@ -84,7 +84,7 @@ class Outbox:
         """Queue a message. Only one thread at a time. Raises as ``Pipe.send_tensor``."""
         admitted = False
         try:
-            with self._lock:
+            with self.lock:
                 self._window.wait_for_room(content.nbytes, deadline)
                 admitted = True
                 message = self._queue(content)
@@ -107,12 +107,12 @@ class Outbox:
 
     def end(self) -> None:
         """Accept nothing more, and wake every sender. Does not block."""
-        with self._lock:
+        with self.lock:
             self._window.end()
 
     def fail(self) -> None:
         """Fail everything that is not sent and taken with how the pipe ended; what is done stays done."""
-        with self._lock:
+        with self.lock:
             self._window.end()
             lost = list(self._pending.values())
             self._pending.clear()
@@ -193,7 +193,7 @@ class Outbox:
         ):
             raise WireError(f"it says that it has message {frame.number}, which was not sent")
         message.taken = True
-        with self._lock:
+        with self.lock:
             self._taken += 1
             self._announce()
         self._settle(message)
@@ -201,7 +201,7 @@ class Outbox:
     def step(self) -> bool:
         """Do what can be done now. Whether the device is at work for it."""
         while self._unready and self._unready[0].content.is_ready():
-            with self._lock:
+            with self.lock:
                 message = self._unready.popleft()
                 message.ready = True
                 self._announce()
@@ -234,7 +234,7 @@ class Outbox:
     def _settle(self, message: _Message) -> None:
         if not (message.sent and message.taken):
             return
-        with self._lock:
+        with self.lock:
             if self._pending.pop(message.number, None) is None:
                 return
             self._window.settle(message.cost)

@@ -70,8 +70,9 @@ class PyncclPipe(DuplexPipe):
         limit = MessageLimit(settings.max_message_bytes, device=settings.device.name)
         super().__init__(control.peer, settings.timeout_s, limit)
         self._settings = settings
-        self._control = control
-        self._outbox = Outbox(
+        self.control = control
+        """Carries the frames."""
+        self.outbox = Outbox(
             outgoing,
             peer=self._peer,
             limit=settings.max_in_flight_bytes,
@@ -80,7 +81,7 @@ class PyncclPipe(DuplexPipe):
             wake_worker=control.wake,
             fail_pipe=self._fail,
         )
-        self._inbox = Inbox(
+        self.inbox = Inbox(
             incoming,
             settings.device,
             peer=self._peer,
@@ -93,8 +94,8 @@ class PyncclPipe(DuplexPipe):
         )
         self._worker = PipeWorker(
             control,
-            self._outbox,
-            self._inbox,
+            self.outbox,
+            self.inbox,
             settings.device,
             lifecycle=self._lifecycle,
             silence_s=silence_s,
@@ -109,28 +110,28 @@ class PyncclPipe(DuplexPipe):
         content = content_of(
             tensor, settings.device, stage=settings.stage_cpu_tensors, copy_bytes=settings.copy_bytes
         )
-        return self._outbox.send(content, deadline)
+        return self.outbox.send(content, deadline)
 
     def _receive(self, out: Tensor | None, deadline: Deadline) -> Tensor | None:
         device = self._settings.device
         if out is None:
-            return self._inbox.receive(NewTensor(device), deadline)
-        return self._inbox.receive(IntoTensor(out, device, stage=self._settings.stage_cpu_tensors), deadline)
+            return self.inbox.receive(NewTensor(device), deadline)
+        return self.inbox.receive(IntoTensor(out, device, stage=self._settings.stage_cpu_tensors), deadline)
 
     def _send_blocks(self, blocks: Blocks, deadline: Deadline) -> Transfer:
         content = content_of_blocks(blocks, self._settings.device, copy_bytes=self._settings.copy_bytes)
-        return self._outbox.send(content, deadline)
+        return self.outbox.send(content, deadline)
 
     def _receive_blocks(self, blocks: Blocks, deadline: Deadline) -> None:
-        self._inbox.receive(IntoBlocks(blocks, self._settings.device), deadline)
+        self.inbox.receive(IntoBlocks(blocks, self._settings.device), deadline)
 
     # -- how it ends -----------------------------------------------------------------------------------
 
     def _drain(self, deadline: Deadline) -> None:
-        self._inbox.wake_callers()
+        self.inbox.wake_callers()
         if not self._worker.is_current():  # else nothing is sent while a callback of a transfer waits
-            if self._outbox.drain(deadline):
-                self._control.send(GOODBYE)
+            if self.outbox.drain(deadline):
+                self.control.send(GOODBYE)
 
     def _release(self) -> None:
         self._worker.stop()
