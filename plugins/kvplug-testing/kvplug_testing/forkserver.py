@@ -42,6 +42,7 @@ class ForkServer:
             self._server = peers.start(
                 _serve, theirs.fileno(), prepare, list(args), pass_fds=[theirs.fileno()]
             )
+        self.pid = self._server.pid
         try:
             self._server.recv()
         except BaseException:

@@ -86,7 +86,7 @@ def children(pid: int) -> list[int]:
                 found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
         return found
 
-    return _steady(read)
+    return steady(read)
 
 
 def abstract_sockets(pid: int) -> set[str]:
@@ -177,10 +177,10 @@ def _descriptors(pid: int) -> frozenset[str]:
 
 def _tasks(pid: int) -> list[str]:
     """Kernel ids of the threads of a process."""
-    return _steady(lambda: _listdir(f"/proc/{pid}/task"))
+    return steady(lambda: _listdir(f"/proc/{pid}/task"))
 
 
-def _steady(read: Callable[[], list[_T]]) -> list[_T]:
+def steady(read: Callable[[], list[_T]]) -> list[_T]:
     """The result on which two consecutive readings agree. While one thread or child ends, the kernel can omit
     the next one from the list although it is alive.
     """

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kvplug import PeerGoneError
 from kvplug_testing import peers
 from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.forkserver import ForkServer
@@ -27,10 +26,6 @@ def echo(parent: peers.Parent, times: int) -> list[Any]:
     for _ in range(times):
         parent.send(parent.recv())
     return [os.getpid(), os.getppid(), "calendar" in sys.modules]
-
-
-def fail(parent: peers.Parent) -> None:
-    raise KeyError("the reason")
 
 
 def wait_here(parent: peers.Parent) -> None:
@@ -82,35 +77,6 @@ def test_several_live_at_once_and_end_on_their_own(server: ForkServer) -> None:
         assert one.exit_code == -signal.SIGKILL
         other.send("still there")
         assert other.recv() == "still there"
-
-
-def test_a_child_that_fails_says_why(server: ForkServer) -> None:
-    with server.start(f"{HERE}:fail") as child, pytest.raises(peers.ChildError, match="the reason"):
-        child.result()
-
-
-def test_a_child_that_ends_without_a_word_is_missed_with_what_it_wrote(server: ForkServer) -> None:
-    with server.start(f"{HERE}:wait_here") as child:
-        assert child.recv() == "here"
-        child.kill()
-        with pytest.raises(PeerGoneError, match="a word"):
-            child.recv()
-
-
-def test_a_child_whose_time_is_up_ends_with_its_stacks(server: ForkServer) -> None:
-    with server.start(f"{HERE}:wait_here", timeout_s=3.0) as child:
-        assert child.wait() == 1
-        assert "wait_here" in child.stderr
-
-
-def test_a_child_can_be_stopped_and_resumed(server: ForkServer) -> None:
-    with server.start(f"{HERE}:echo", 1) as child:
-        child.stop()
-        child.send(1)
-        with pytest.raises(TimeoutError):
-            child.recv(0.2)
-        child.cont()
-        assert child.recv() == 1
 
 
 def test_a_child_is_waited_for_beside_more_descriptors_than_select_takes(server: ForkServer) -> None:

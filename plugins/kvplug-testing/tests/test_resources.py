@@ -39,7 +39,7 @@ def test_a_thread_that_a_listing_leaves_out_was_there(monkeypatch: pytest.Monkey
 
 def test_what_never_stays_as_it_is_is_read_often_and_no_more() -> None:
     count = iter(range(10**6))
-    assert resources._steady(lambda: [next(count)])
+    assert resources.steady(lambda: [next(count)])
     assert next(count) < 1000
 
 

@@ -125,14 +125,14 @@ class Contract:
 
     def _have_a_server(self, node: pytest.Item) -> None:
         """Start a fork server before the first check for leaks. It ends with the test file."""
-        key = self._server_key
+        key = self.server_key
         if key in _servers or self.other_and_forked_processes or not ForkServer.works():
             return
         _servers[key] = ForkServer(f"{__name__}:_prepare", self.suite_ref())
         (node.getparent(pytest.Module) or node).addfinalizer(lambda: _servers.pop(key).close())
 
     @property
-    def _server_key(self) -> tuple[str, str, Any]:
+    def server_key(self) -> tuple[str, str, Any]:
         """Classes of a file share a server if they have the same subject and import it in the same way."""
         return self.suite_ref()["source"].rpartition(":")[0], self.transport, type(self).import_all
 
@@ -174,7 +174,7 @@ class Contract:
 
         For tests whose ``needs`` ends in ``_processes``, or all if :attr:`ends_are_processes`.
         """
-        server = _servers.get(self._server_key)
+        server = _servers.get(self.server_key)
         start = peers.start if server is None else server.start
         return self._stack.enter_context(start(target, *args, **given))
 
@@ -186,11 +186,11 @@ class Contract:
 
     def hosts(self) -> HostPair:
         """Two hosts, for tests whose ``needs`` ends in ``another_host``."""
-        return _hosts[self._server_key]
+        return _hosts[self.server_key]
 
     def _have_hosts(self, node: pytest.Item) -> None:
         """Make two hosts of the fork server, or skip the test. They end with the test file."""
-        key = self._server_key
+        key = self.server_key
         if key in _hosts:
             return
         try:
