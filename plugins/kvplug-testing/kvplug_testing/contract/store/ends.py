@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import uuid
@@ -54,12 +55,16 @@ def done(job: Job[Any], what: str) -> Sequence[Any]:
 class StoreEnd(End):
     """An end of a place. It puts pages, and gets those that the other end puts, or its own."""
 
-    def __init__(self, role: str, partner: str, suite: StoreSuite, store: Store, name: bytes) -> None:
+    def __init__(
+        self, role: str, partner: str, suite: StoreSuite, store: Store, place: Place, name: bytes
+    ) -> None:
         self.role = role
         self.gone = PeerGoneError if role == "other" and suite.by_link else None
         self.thing = store
         self._partner = partner
         self._store = store
+        self._place = place
+        self._pid = os.getpid()
         self._can = functools.partial(suite.can, store)
         self._name = name
         self._there = self._pages(uuid.uuid4().hex)
@@ -187,10 +192,17 @@ class StoreEnd(End):
     def close(self, timeout: float | None) -> None:
         self._is_ended = True
         self._store.close(timeout)
+        self._stop_serving()
 
     def abort(self) -> None:
         self._is_ended = True
         self._store.abort()
+        self._stop_serving()
+
+    def _stop_serving(self) -> None:
+        """Not in a forked child: the server is the parent's."""
+        if self.role == "first" and self._place.server is not None and os.getpid() == self._pid:
+            self._place.server.close()
 
     def closed(self) -> bool:
         return self._store.is_lost
@@ -231,7 +243,7 @@ class StoreEnds(Ends):
 
     def _end(self, role: int, place: Place, name: bytes) -> StoreEnd:
         store = self.suite.other(place) if role else self.suite.open(place)
-        return StoreEnd(self.roles[role], self.roles[role - 1], self.suite, store, name)
+        return StoreEnd(self.roles[role], self.roles[role - 1], self.suite, store, place, name)
 
 
 class OnlyEnds(StoreEnds):

@@ -129,22 +129,6 @@ class Misses(StoreSuite):
         kept(store, pages)
         got(store, pages)
 
-    @law("STORE-1", level="long")
-    def test_each_turned_bit_of_a_header_and_each_length_are_misses(self) -> None:
-        store = self.hold()
-        pages = self.batch(store, 1, kv_format(2, num_heads=1, head_size=2))
-        kept(store, pages)
-        page = self.read_raw(store, pages.keys[0])
-        assert page is not None
-        for at in range(len(page)):
-            self.write_raw(store, pages.keys[0], turned(page, at))
-            assert ended(store.submit_get(pages.empty())) != [None], f"byte {at} is wrong, and not noticed"
-        for length in range(len(page)):
-            self.write_raw(store, pages.keys[0], page[:length])
-            assert ended(store.submit_get(pages.empty())) != [None], f"{length} of {len(page)} bytes"
-        self.write_raw(store, pages.keys[0], page)
-        got(store, pages)
-
     @law("STORE-1")
     def test_no_layer_is_released_before_it_is_verified_for_all_pages(self) -> None:
         """A wrong byte in a late layer of one page: that layer, and those after it, are not released."""

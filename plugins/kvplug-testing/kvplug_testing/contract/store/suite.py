@@ -65,6 +65,8 @@ class Place:
     """Where the first end serves; empty if it does not."""
     first: Store | None = None
     """The first end, in the process that opened it."""
+    server: StoreServer | None = None
+    """What serves it there."""
 
     @property
     def seal(self) -> PageSeal:
@@ -74,7 +76,9 @@ class Place:
     def plain(self) -> dict[str, Any]:
         """Plain values for another process."""
         return {
-            field.name: getattr(self, field.name) for field in attrs.fields(Place) if field.name != "first"
+            field.name: getattr(self, field.name)
+            for field in attrs.fields(Place)
+            if field.name not in ("first", "server")
         }
 
 
@@ -241,9 +245,9 @@ class StoreSuite(Contract):
         if self.way(place) != "link" or place.address:
             return
         assert place.first is not None, "the first end of the place is opened first"
-        server = StoreServer(place.first, self._links, self._new_address())
-        self.later(server.close)
-        place.address = server.contact
+        place.server = StoreServer(place.first, self._links, self._new_address())
+        self.later(place.server.close)
+        place.address = place.server.contact
 
     def _new_address(self) -> str:
         """Where no other end listens."""
