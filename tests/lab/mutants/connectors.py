@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import socket
 import threading
 import time
@@ -282,7 +283,7 @@ class TestSaysReceivedBeforeItHasWritten(MemoryWorker):
         return super().get_finished(finished)[0], received
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_whatever_fails_in_the_background_is_reported_and_never_used")
+@breaks(Mutant, "CONN-4", caught_by="test_a_request_that_ends_while_it_loads_is_named_once_as_received")
 class TestFreesWhatStillLoads(MemoryScheduler):
     """The blocks of a request that ends while it loads are given back at once; the load goes on."""
 
@@ -299,7 +300,7 @@ class TestLoadsWhatWasPreempted(MemoryScheduler):
         return super().build_connector_meta(attrs.evolve(output, preempted_request_ids=frozenset()))
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_whatever_an_engine_does_what_it_gets_back_is_right")
+@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_while_it_loads_in_the_background_is_let_alone")
 class TestGoesOnLoadingIntoPreemptedBlocks(MemoryWorker):
     """A background load does not hear that its request was preempted."""
 
@@ -320,7 +321,7 @@ class TestKeepsBlocksForWhoIsGone(Mutant):
     """Blocks that a consumer has asked for are kept until it has loaded them, and it may be gone."""
 
     breaks = ("CONN-4",)
-    caught_by = "test_whatever_two_engines_do_what_arrives_is_right"
+    caught_by = "test_blocks_that_were_kept_for_a_consumer_that_is_shut_down_are_free_again"
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         def _held(self, tracked: Any) -> int | None:
@@ -731,6 +732,20 @@ class TestLeavesAThread(MemoryWorker):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_nothing_loads_nothing_and_disturbs_no_engine")
+class TestKeepsADescriptorInAForkedChild(MemoryWorker):
+    """A file is open until the shutdown, also in a forked child."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._descriptors = [os.open(os.devnull, os.O_RDONLY)]
+
+    def shutdown(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+        super().shutdown()
 
 
 @breaks(Mutant, "ALL-2", "ALL-4", "ALL-5")
