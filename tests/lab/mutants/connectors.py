@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -746,6 +747,15 @@ class TestKeepsADescriptorInAForkedChild(MemoryWorker):
         while self._descriptors:
             os.close(self._descriptors.pop())
         super().shutdown()
+
+
+@breaks(Mutant, "ALL-8", caught_by="test_a_program_that_leaves_while_its_engines_work_ends_with_its_own_code")
+class TestWritesToStderrWhenAProgramLeaves(MemoryWorker):
+    """A program that leaves writes to stderr."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        atexit.register(os.write, 2, b"an engine is left open\n")
 
 
 @breaks(Mutant, "ALL-2", "ALL-4", "ALL-5")
