@@ -42,7 +42,7 @@ def loaded(folder: Path, *arguments: str) -> set[str]:
 def test_it_loads_nothing_but_itself(tmp_path: Path) -> None:
     more = loaded(tmp_path) - loaded(tmp_path, "-p", "no:kvplug")
     assert {module for module in more if module.startswith("kvplug")} == {
-        *("kvplug", "kvplug.door", "kvplug_testing", "kvplug_testing.pytest_plugin")
+        *("kvplug", "kvplug.door", "kvplug.kit", "kvplug_testing", "kvplug_testing.pytest_plugin")
     }
     assert not {module.partition(".")[0] for module in more} & {
         *("torch", "numpy", "hypothesis", "attrs", "attr", "msgspec", "pluggy", "rich", "click")

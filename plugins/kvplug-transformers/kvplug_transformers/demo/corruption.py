@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 _FLIPPED_BYTES: Final = 1024
 """In each tensor of KV: enough to change the text if integrity is off."""
+_BIT: Final = 1 << 4
+"""In the upper byte of a float it multiplies or divides by at least four billion."""
 _SIGNAL_BYTES: Final = 10 << 10
 """A smaller message is not KV, for example the ids of a thousand tokens, and is not corrupted."""
 
@@ -56,5 +58,5 @@ def _corrupted(tensor: Tensor | None) -> Tensor | None:
         return tensor
     copy = tensor.contiguous().clone()
     octets = copy.view(-1).view(torch.uint8)
-    octets[torch.randint(len(octets), (_FLIPPED_BYTES,), device=copy.device)] ^= 1
+    octets[torch.randint(len(octets), (_FLIPPED_BYTES,), device=copy.device)] ^= _BIT
     return copy
