@@ -107,7 +107,7 @@ class Capacity(LookupSuite):
     @law("LOOKUP-5", needs="waits_for_room")
     @at_both_ends
     def test_what_was_taken_gives_its_bytes_back(self, end: str) -> None:
-        store, buffer = self.ends(end, capacity_for(2))
+        store, buffer = self.opened(end, capacity_for(2))
         for number in range(60):
             for each in (1, 2):
                 call = Call(partial(insert, store, sized([1, each]))).end(waits.patience_s + 1)

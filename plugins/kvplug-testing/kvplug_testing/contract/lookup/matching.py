@@ -142,5 +142,5 @@ class Matching(LookupSuite):
     def test_random_calls_find_what_a_slow_search_finds(self, end: str) -> None:
         from kvplug_testing.contract.lookup import machine
 
-        made = partial(self.ends, end, machine.ROOMY if self.evicts else machine.BUDGET)
+        made = partial(self.opened, end, machine.ROOMY if self.evicts else machine.BUDGET)
         machine.run(made, examples=60, steps=40, fills=not self.evicts)

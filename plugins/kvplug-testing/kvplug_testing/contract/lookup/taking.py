@@ -201,7 +201,7 @@ class Taking(LookupSuite):
     @law("LOOKUP-4")
     @at_both_ends
     def test_callers_that_give_up_just_as_their_entry_comes_lose_none(self, end: str) -> None:
-        store, buffer = self.ends(end)
+        store, buffer = self.opened(end)
         moments = random.Random(5)
         for number in range(60):
             call = Call(lambda: buffer.drop_select([1], timeout=0.01))
