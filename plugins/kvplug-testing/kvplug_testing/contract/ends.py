@@ -293,6 +293,8 @@ class Ends(abc.ABC):
     breaks_by_timeout: ClassVar[bool] = False
     """Whether a call that has timed out leaves the end broken, and all later calls say so."""
 
+    very_many: ClassVar[int] = 1000
+    """Ends that come and go at level long: fewer where an end takes long to make."""
     has_heartbeat: ClassVar[bool] = False
     """Whether the context's ``heartbeat_timeout_s`` says when silence of another host counts as its death."""
 

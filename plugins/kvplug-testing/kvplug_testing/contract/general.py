@@ -44,7 +44,6 @@ _AFTER_S: Final = 5.0
 """The timeout of an exchange that may fail, since a call was interrupted."""
 _WARM_UP: Final = 10
 _FEW: Final = 20
-_MANY: Final = 1000
 _LONGEST: Final = (None, 1e10, 1e300, math.inf, 3600)
 _WRONG: Final = (-1, -0.001, -math.inf, math.nan)
 
@@ -539,8 +538,8 @@ class General(Contract):
         self._come_and_go(_FEW)
 
     @law("ALL-7", level="long", needs="ends_here", timeout_s=900)
-    def test_a_thousand_ends_that_come_and_go_leave_nothing(self) -> None:
-        self._come_and_go(_MANY)
+    def test_very_many_ends_that_come_and_go_leave_nothing(self) -> None:
+        self._come_and_go(self.ends().very_many)
 
     def _come_and_go(self, rounds: int) -> None:
         def one(number: int) -> None:

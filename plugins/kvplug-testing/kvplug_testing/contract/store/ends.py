@@ -29,8 +29,6 @@ _PAGES: Final = 2
 _AGAIN_S: Final = 0.002
 _THREADS: Final = 3
 """Of a program that leaves."""
-_COME_AND_GO: Final = 100
-"""An end of a store may take long to make: a connection to a server, or a folder."""
 _GONE: Final = {MissReason.STORE_GONE, MissReason.TIMEOUT, MissReason.ABSENT}
 _ERRORS: Final[Mapping[str, type[KvplugError]]] = {
     MissReason.CLOSED: ClosedError,
@@ -212,6 +210,7 @@ class StoreEnds(Ends):
     """The end of a place that was opened first, and another one."""
 
     roles: ClassVar[Sequence[str]] = ("first", "other")
+    very_many = 100  # a connection to a server, or a folder
     suite: StoreSuite
 
     def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
@@ -257,6 +256,3 @@ class StoreGeneral(StoreSuite, General):
 
     def ends(self) -> StoreEnds:
         return StoreEnds(self) if self.has_other_ends else OnlyEnds(self)
-
-    def _come_and_go(self, rounds: int) -> None:
-        super()._come_and_go(min(rounds, _COME_AND_GO))
