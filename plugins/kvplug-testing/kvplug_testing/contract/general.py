@@ -348,7 +348,7 @@ class General(Contract):
                     if end is not stops and not part.is_blocked(3 * HEARTBEAT_S):
                         part.result()
                 stops.child.cont()
-                for _, part in parts:
+                for _, part in sorted(parts, key=lambda each: each[0] is not stops):
                     part.result()
                 self.exchange(ends, 2)
             stops.child.cont()
