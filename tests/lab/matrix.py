@@ -10,7 +10,8 @@ file at once, as a line; the last line of a mutant counts. A second start judges
 result at this level, or if its file or the kit has changed; changes of the core do not count. Tests that did
 not run, because three others had hung, are listed as "...".
 
-Exit codes: 0; 1 if no test catches a mutant, or a mutant has no result; 2 for wrong arguments.
+Exit codes: 0; 1 if no test catches a mutant, or a mutant has no result; 2 for wrong arguments; 130 if SIGINT
+or SIGTERM ended it, and it its processes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,6 +153,10 @@ def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
 # -- the run ---------------------------------------------------------------------------------------
 
 
+_running: Final[set[subprocess.Popen[str]]] = set()
+"""Processes that judge a mutant."""
+
+
 def judged(path: Path, name: str, level: str, deadline_s: float) -> dict[str, list[str]]:
     """Judge a mutant in a process of its own. Returns the tests that have caught it, by law.
 
@@ -161,22 +167,26 @@ def judged(path: Path, name: str, level: str, deadline_s: float) -> dict[str, li
         report = Path(folder) / "report.json"
         names = [name, *judging.controls_of(path, name)]
         more = ("--every-test-to", level, "--basetemp", f"{folder}/t")
-        try:
-            done = subprocess.run(
-                judging.command(path, report, *names, more=more),
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=deadline_s,
-                check=False,
-                cwd=folder,
-                env=judging.environment(),
-            )
-        except subprocess.TimeoutExpired:
-            raise NoResultError("it was not judged in time (--deadline)") from None
-        if not report.exists() or done.returncode not in (0, 1):
-            end = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-            raise NoResultError(f"exit code {done.returncode}, and this output:\n{end}")
+        with subprocess.Popen(
+            judging.command(path, report, *names, more=more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=folder,
+            env=judging.environment(),
+        ) as process:
+            _running.add(process)
+            try:
+                output, _ = process.communicate(timeout=deadline_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise NoResultError("it was not judged in time (--deadline)") from None
+            finally:
+                _running.discard(process)
+        if not report.exists() or process.returncode not in (0, 1):
+            end = "\n".join(output.splitlines()[-15:])
+            raise NoResultError(f"exit code {process.returncode}, and this output:\n{end}")
         return caught_of(path, name, from_json(report.read_text()))
 
 
@@ -203,6 +213,8 @@ def judge_all(
                 print(f"[{number}/{len(began)}] {mutant}: {said}", file=sys.stderr, flush=True)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                process.kill()
     return failed
 
 
@@ -268,6 +280,9 @@ def main(arguments: Sequence[str] | None = None, files: Sequence[Path] = judging
     except InputError as e:
         print(f"matrix.py: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("matrix.py: interrupted; the same command resumes", file=sys.stderr)
+        return 130
     for line in differences(old, new):
         print(line)
     if failed:
@@ -276,4 +291,6 @@ def main(arguments: Sequence[str] | None = None, files: Sequence[Path] = judging
 
 
 if __name__ == "__main__":
+    for each in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
+        signal.signal(each, signal.default_int_handler)
     sys.exit(main())

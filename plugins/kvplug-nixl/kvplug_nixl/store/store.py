@@ -28,10 +28,8 @@ def make_store(context: StoreContext) -> BlockingStore:
     backend = "OBJ" if options.path is None else "POSIX"
     if not has_backend(backend):
         raise ConfigError(f"options.nixl: NIXL's plugin {backend} is not installed: {INSTALL}")
+    if options.path is None and options.size is not None:
+        raise ConfigError("options.nixl.size: a bucket has no bound here; give it a lifecycle rule")
     with nixl({}):
         pass  # loaded now: that takes seconds, which the deadline of the first request does not cover
-    if options.path is None:
-        if options.size is not None:
-            raise ConfigError("options.nixl.size: a bucket has no bound here; give it a lifecycle rule")
-        return ObjectStore(options)
-    return FileStore(options)
+    return ObjectStore(options) if options.path is None else FileStore(options)

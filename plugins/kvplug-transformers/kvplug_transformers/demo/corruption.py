@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _FLIPPED_BYTES: Final = 1024
 """In each tensor of KV: enough to change the text if integrity is off."""
 _BIT: Final = 1 << 4
-"""In the upper byte of a float it multiplies or divides by at least four billion."""
+"""Of the upper byte of a float: multiplies or divides it by four billion, and a float16 by 16."""
 _SIGNAL_BYTES: Final = 10 << 10
 """A smaller message is not KV, for example the ids of a thousand tokens, and is not corrupted."""
 
