@@ -330,7 +330,7 @@ def test_a_process_that_was_stopped_itself_takes_no_peer_for_silent(
     def stopped_in_here() -> bool:
         if not behind[0]:
             one.send_tensor(None)
-            assert select.select([one.control.sock], [], [], PATIENCE_S)[0]  # it is alive, and says so
+            assert select.select([one.control.sock], [], [], PATIENCE_S)[0]  # it is alive: its frames arrive
             behind[0] = 10 * PATIENCE_S
         return bool(step())
 

@@ -18,7 +18,7 @@ from kvplug_testing import peers
 WAYS = ("abort", "neither")
 """What the program does right before it leaves."""
 OTHER_WAYS = ("close", "forked child")
-"""The same, for level full: each time Python takes a second of processor time for its end."""
+"""The same, for level long: each time Python takes a second of processor time for its end."""
 _CODE = 7
 _LEAVES_S = 20.0
 """The limit of a busy machine."""

@@ -41,7 +41,8 @@ class LiedTo(Contract):
     """What a peer may say that has proved its identity."""
 
     lies: ClassVar[int] = 40
-    """How many lies each end is told (law ALL-10). Fewer where an end takes long to make."""
+    """How many false messages the suite sends to each end (law ALL-10). Fewer where an end takes long to
+    make."""
     _victim: ClassVar[str]
     """The function of the victim's process: ``"module:function"``."""
 
@@ -148,7 +149,7 @@ class LiedToOverPipes(Contract):
     """What the other end of its pipes may say."""
 
     lies: ClassVar[int] = 40
-    """How many lies are told (law ALL-10). Fewer where a conversation takes long."""
+    """How many false messages the suite sends (law ALL-10). Fewer where a conversation takes long."""
     _run_ends: ClassVar[str]
     """The function of the ends' process, which calls :func:`report_lies`: ``"module:function"``."""
 
