@@ -231,7 +231,7 @@ def test_dial_until_waits_for_a_late_listener() -> None:
 
 
 def test_dial_until_gives_up_with_the_address_and_the_time() -> None:
-    with pytest.raises(TimeoutError, match=r"unix:@kvplug-no-listener in 0\.[23]"):
+    with pytest.raises(TimeoutError, match=r"unix:@kvplug-no-listener in 0\.\d s"):
         dial_until("unix:@kvplug-no-listener", OPEN, "test", Deadline.after(0.3))
 
 

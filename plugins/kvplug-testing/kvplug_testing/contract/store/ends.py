@@ -24,7 +24,7 @@ from kvplug_testing.waits import until
 
 _BUDGET: Final = 64 * MIB
 _NBYTES: Final = 512 * KIB
-"""Of the pages of exchanges. Stores have memory for few sizes at a time."""
+"""Of every page: a store of this budget may have memory for one size at a time."""
 _PAGES: Final = 2
 _AGAIN_S: Final = 0.002
 _THREADS: Final = 3
@@ -68,9 +68,9 @@ class StoreEnd(End):
         self._there = self._pages(uuid.uuid4().hex)
         self._is_ended = False
 
-    def _pages(self, name: object, nbytes: int = 1000) -> Batch:
+    def _pages(self, name: object) -> Batch:
         namespace = self._name + repr(name).encode()
-        return batch(_PAGES, sized_format(nbytes), seal=self._store.seal, namespace=namespace)
+        return batch(_PAGES, sized_format(_NBYTES), seal=self._store.seal, namespace=namespace)
 
     def calls(self) -> Calls:
         store, pages = self._store, self._there
@@ -130,8 +130,8 @@ class StoreEnd(End):
 
     def part(self, number: int, timeout: float | None) -> None:
         deadline = Deadline.after(timeout)
-        self._put(self._pages((self.role, number), _NBYTES), timeout)
-        pages = self._pages((self._partner, number), _NBYTES)
+        self._put(self._pages((self.role, number)), timeout)
+        pages = self._pages((self._partner, number))
         while not self._gets(pages, timeout):
             if deadline.expired:
                 raise TimeoutError(f"the pages of exchange {number} have not come")
@@ -168,7 +168,7 @@ class StoreEnd(End):
                 raise
 
     def _use(self) -> None:
-        pages = self._pages(uuid.uuid4(), 200_000)
+        pages = self._pages(uuid.uuid4())
         while True:
             self._put(pages, None)
             done(self._store.submit_lookup(pages.keys, timeout=None), "a lookup")
