@@ -15,7 +15,7 @@ from kvplug.negotiation.handshake.hello import EngineFacts, Hello
 from kvplug.negotiation.model import ModelInfo
 from kvplug.negotiation.select import Offer
 from kvplug.net.trust.identity import IDENTITY_SIZE, decode_identity, encode_identity, this_process
-from kvplug.net.wire import decode, encode
+from kvplug.net.wire import decode, decode_out_of_band, encode
 from kvplug.net.wire.frames import HEADER_SIZE, FrameKind, decode_header, encode_header
 from kvplug.net.wire.tensors import TensorMeta, decode_meta, encode_meta
 from kvplug.transport import (
@@ -64,6 +64,11 @@ CORE: Targets = {
     "values": (
         decode,
         [encode(each) for each in (None, [1, -1, 2.5, "é", b"x"], {"a": {"b": [True, (1, 2)]}, 3: 2**63})],
+    ),
+    "heads": (
+        lambda data: decode_out_of_band(data, memoryview(bytes(192))),
+        # A list of a tensor of 12 bytes and an array of 68, which take 64 and 128.
+        [bytes.fromhex("92 c70a13 0c01 0300000000000000 c70a14 0c01 1100000000000000")],
     ),
     "frames": (
         fixed(lambda data: decode_header(data, max_length=1 << 20), HEADER_SIZE),

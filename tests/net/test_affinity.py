@@ -14,7 +14,7 @@ import pytest
 
 from kvplug import Config, ConfigError, Registry
 from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.net.affinity import format_cpus, parse_cpus
+from kvplug.net.affinity import format_cpus
 
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="a thread is bound to one of several CPUs")
@@ -53,16 +53,6 @@ def told(output_of: Callable[..., str]) -> Told:
     return lambda program, **given: json.loads(output_of(TELL + program, **given))
 
 
-OF_LIBRARY = """
-from kvplug.transport import thread_cpus
-os.sched_setaffinity(0, ONE)
-found = []
-with thread_cpus():
-    thread = threading.Thread(target=lambda: found.append(cpus()))
-    thread.start()
-    thread.join()
-tell(thread=found[0], main=cpus())
-"""
 PROGRAMS = {
     "it was bound after the import": """
 import kvplug.transport
@@ -77,7 +67,6 @@ os.sched_setaffinity(0, ONE)
 tell(thread=in_thread(), main=cpus())
 ended.set()
 """,
-    "the thread is a library's": OF_LIBRARY,
 }
 
 
@@ -134,12 +123,3 @@ def test_cpus_that_the_process_may_not_use_are_refused_by_name() -> None:
         ResolvedConfig.to_build(Config.from_dict({"thread_cpus": "9000-9002"}), Registry())
     assert "thread_cpus: '9000-9002' was given" in str(refused.value)
     assert f"it may use {format_cpus(frozenset(ALL))}" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "cpus"), [("0", {0}), ("0-3,8", {0, 1, 2, 3, 8}), ("2,4-5", {2, 4, 5}), ("1,0", {0, 1})]
-)
-def test_lists_of_cpus(text: str, cpus: set[int]) -> None:
-    assert parse_cpus(text) == cpus
-    assert parse_cpus(format_cpus(frozenset(cpus))) == cpus
-    assert format_cpus(frozenset({0, 1, 2, 3, 8})) == "0-3,8"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvplug import Config, ConfigError, StatelessGroup, connect_pipe, listen_pipe
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
+from kvplug.net.deadline import Deadline
 from kvplug.transport import Credentials, Listener, QueueContext, StoreContext, Transfer
 from kvplug_testing.memory.queue import MemoryQueueEndpoint
 from kvplug_testing.memory.store import MemoryStore
@@ -61,10 +61,3 @@ def test_every_call_refuses_what_is_not_a_timeout_before_it_does_anything() -> N
     assert group.all_gather(1, timeout=5) == [1]
     for each in (group, writer, store, listener, server):
         each.close()
-
-
-def test_the_default_stands_in_where_nothing_was_said() -> None:
-    assert Deadline.after(DEFAULT_TIMEOUT, None).remaining() is None
-    remaining = Deadline.after(DEFAULT_TIMEOUT, 5).remaining()
-    assert remaining is not None
-    assert 4 < remaining <= 5

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import resource
 import ssl
 
 import pytest
@@ -72,11 +70,6 @@ def test_what_ran_out_is_named_with_its_limit_and_the_cause_is_chained(case: str
     assert isinstance(caught.value, TransportError)
 
 
-def test_a_limit_that_is_set_is_named_with_its_value() -> None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert f"(RLIMIT_NOFILE is {soft})" in str(exhaustion_of(of_system(errno.EMFILE)))
-
-
 OTHERS = {
     "another number": ConnectionResetError(errno.ECONNRESET, "reset"),
     "a timeout": TimeoutError("timed out"),
@@ -111,23 +104,3 @@ def test_what_ended_otherwise_stays_what_it_is(kind: type[KvplugError]) -> None:
     error = kind("closed")
     error.__cause__ = of_system(errno.EMFILE)
     assert exhaustion_of(error) is None
-
-
-def test_an_error_that_names_it_passes_as_it_is() -> None:
-    error = ResourceExhaustedError("no room", resource="space")
-    assert exhaustion_of(error, "connecting a pipe") is error
-    for wrap in (NamedExhaustion("connecting a pipe"), contextlib.nullcontext()):
-        with pytest.raises(ResourceExhaustedError) as caught, wrap:
-            raise_if_exhausted(error, "connecting a pipe")
-        assert caught.value is error and error.__cause__ is None
-
-
-def test_it_decorates_a_function_and_nests() -> None:
-    @NamedExhaustion("outside")
-    def call(deep: int) -> None:
-        if deep:
-            call(deep - 1)
-        raise of_system(errno.EMFILE)
-
-    with pytest.raises(ResourceExhaustedError, match=r"^outside: "):
-        call(3)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError
+from kvplug.errors import ClosedError, PeerGoneError
 from kvplug.net import liveness
 from kvplug.net.liveness import Heartbeat, watch
 from kvplug.net.trust.identity import PeerIdentity, decode_identity, encode_identity, this_process
@@ -149,15 +149,6 @@ def test_two_ends_that_beat_keep_each_other_alive(
         w.close()
 
 
-def test_a_heartbeat_whose_other_end_closes_does_not_wait_for_the_silence(
-    pair: tuple[socket.socket, socket.socket], gone: Gone
-) -> None:
-    watch(heartbeat=Heartbeat(pair[0], interval_s=1, timeout_s=30), on_gone=gone)
-    pair[1].close()
-    assert gone.event.wait(5)
-    assert gone.reasons == ["it closed the connection"]
-
-
 def watches(parent: peers.Parent, fd: int) -> list[str]:
     said: list[str] = []
     watch(heartbeat=Heartbeat(socket.socket(fileno=fd), interval_s=0.05, timeout_s=0.6), on_gone=said.append)
@@ -276,24 +267,6 @@ def test_the_death_of_one_is_not_taken_for_that_of_whoever_got_its_number(
             os.close(fd)
 
 
-def test_a_watch_that_gets_no_thread_does_not_spoil_the_next(
-    pair: tuple[socket.socket, socket.socket], gone: Gone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_threads(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    before = peers.Resources.of()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_threads)
-        with pytest.raises(ResourceExhaustedError, match="no more threads"):
-            watch(sock=pair[0], on_gone=gone)
-    assert not peers.Resources.of().beyond(before)
-    watching = watch(sock=pair[0], on_gone=gone)
-    pair[1].close()
-    assert gone.event.wait(2)
-    watching.close()
-
-
 def test_what_cannot_be_watched_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
     w = watch(sock=pair[0], on_gone=Gone())
     with pytest.raises(ValueError, match="watched already"):
@@ -327,25 +300,6 @@ def test_a_forked_child_starts_its_own_watcher_and_leaves_the_parents_alone(
     assert not gone.event.is_set()
     pair[1].close()
     assert gone.event.wait(5), "the parent's epoll set was changed by the child"
-
-
-def test_a_signals_handler_may_end_the_watch_that_its_thread_is_ending(
-    pair: tuple[socket.socket, socket.socket], poller: Poller
-) -> None:
-    watched = watch(sock=pair[0], on_gone=print)
-    ended = threading.Event()
-
-    def close_again(*_: object) -> None:
-        watched.close()
-        ended.set()
-
-    poller.unregistering = lambda: signal.raise_signal(signal.SIGUSR1)
-    before = signal.signal(signal.SIGUSR1, close_again)
-    try:
-        watched.close()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert ended.is_set()
 
 
 def test_an_identity_opens_the_right_process_and_no_other(sleeper: subprocess.Popen[bytes]) -> None:

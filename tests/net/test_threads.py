@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import time
@@ -93,50 +92,9 @@ def test_a_call_that_failed_does_not_go_back_into_a_program_that_leaves(
     assert left(call + "sys.exit(7)", before=early) == (7, *said)
 
 
-def test_a_call_that_failed_goes_back_where_the_program_does_not_leave_or_the_thread_is_not_its_own() -> None:
-    program = """
-def work():
-    wanted.wait()
-    hold_at_exit()
-    out("ended")
-
-wanted = threading.Event()
-thread = threading.Thread(target=hold_at_exit, daemon=True)
-thread.start()
-thread.join()
-BackgroundThread(work, name="kvplug work", stop=wanted.set).start()
-atexit.register(hold_at_exit)
-"""
-    assert left(program + "sys.exit(7)") == (7, "ended")
-
-
 def test_a_signals_handler_may_leave_the_program() -> None:
     program = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nos.kill(os.getpid(), signal.SIGTERM)\n"
     assert left(WORKS + CALLED + program + "time.sleep(60)") in ((7, "ended", "left"), (7, "left", "ended"))
-
-
-def test_other_signals_during_the_wait_neither_end_it_nor_change_the_exit_code() -> None:
-    program = """
-signals = iter(["first", "second"])
-def leave(*_):
-    out(next(signals))
-    sys.exit(8)
-
-def stop():
-    if not wanted.is_set():
-        wanted.set()
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # in the middle of an end
-
-def sleep(seconds, sleep=time.sleep):
-    if threading.current_thread() is not threading.main_thread():
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # while it is waited for
-    sleep(seconds)
-
-time.sleep = sleep
-signal.signal(signal.SIGTERM, leave)
-"""
-    works = WORKS.replace("stop=wanted.set", "stop=stop")
-    assert left(program + works + "sys.exit(7)") == (7, "first", "second", "ended")
 
 
 BLOCKS = """
@@ -170,15 +128,6 @@ os._exit(code)
     assert float(ended) - float(began) < EXIT_S / 2
 
 
-def test_a_forked_childs_own_threads_are_ended_and_waited_for() -> None:
-    fork = """
-pid = os.fork()
-if pid:
-    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-    assert left(f"{WAITS}{fork}{WORKS}\nsys.exit(7)", flags=("-W", "ignore")) == (7, "ended")
-
-
 def test_after_the_wait_no_thread_is_started() -> None:
     early = """
 import atexit
@@ -192,14 +141,6 @@ def late():
 atexit.register(late)  # what is registered before kvplug is imported runs last
 """
     assert left(WORKS, before=early) == (0, "ended", "refused")
-
-
-def test_an_end_that_fails_is_logged_and_the_others_are_ended() -> None:
-    fails = 'BackgroundThread(wanted.wait, name="kvplug fails", stop=lambda: 1 / 0).start()\n'
-    done = ran(BEGINNING + WORKS.replace("begun.wait()", fails) + "sys.exit(7)")
-    assert (done.returncode, done.stdout) == (7, "ended ")
-    assert "a thread of kvplug could not be ended at exit" in done.stderr
-    assert "ZeroDivisionError" in done.stderr
 
 
 # -- in this process -------------------------------------------------------------------------------
@@ -217,17 +158,3 @@ def test_a_thread_that_has_ended_is_forgotten_and_so_is_its_owner() -> None:
     gone = weakref.ref(owner), weakref.ref(thread)
     del owner, thread
     assert [each() for each in gone] == [None, None]
-
-
-def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("threading.Thread.start", refuse)
-    thread = BackgroundThread(print, name="kvplug none", stop=print)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        thread.start()
-    gone = weakref.ref(thread)
-    del thread
-    gc.collect()  # the error's traceback holds it
-    assert gone() is None

@@ -19,7 +19,6 @@ from kvplug.transport import (
     Credentials,
     Deadline,
     Listener,
-    Segment,
     WireError,
     dial,
     recv_fds,
@@ -101,17 +100,6 @@ def test_data_that_comes_in_pieces_is_put_together(pair: Any, files: list[int]) 
     assert (data, len(came)) == (b"abcdef", 2)
 
 
-def test_more_data_than_a_socket_holds_is_sent_with_its_descriptors_once(pair: Any, files: list[int]) -> None:
-    ours, theirs = pair
-    much = os.urandom(4 << 20)
-    sending = Call(lambda: send_fds(ours, much, files[:1], soon()))
-    data, fds = recv_fds(theirs, len(much), 4, soon())
-    sending.result()
-    close_all(fds)
-    assert data == much
-    assert len(fds) == 1
-
-
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize(("sent", "wanted"), [(1, 0), (2, 1), (3, 1), (3, 2), (4, 1)])
 def test_too_many_are_refused_and_all_closed(
@@ -153,11 +141,6 @@ def test_a_peer_that_says_too_little_or_reads_nothing_costs_no_more_than_the_dea
         send_fds(ours, bytes(16 << 20), files[:1], Deadline.after(0.05))
 
 
-def test_descriptors_need_bytes_to_go_with(pair: Any, files: list[int]) -> None:
-    with pytest.raises(ValueError, match="none"):
-        send_fds(pair[0], b"", files[:1], soon())
-
-
 def taking(parent: peers.Parent, contact: str) -> Any:
     """Take two descriptors three times, where there is room for none, for one, and for both of them."""
     said = []
@@ -190,26 +173,3 @@ def test_who_can_hold_no_more_says_so_and_keeps_none(files: list[int]) -> None:
                 connection.sock.recv(1)  # until it has hung up
         *refused, taken = child.result()
     assert all("RLIMIT_NOFILE is " in text for text in refused) and taken == "2 came"
-
-
-def writing(parent: peers.Parent, contact: str) -> None:
-    with dial(contact, Credentials(), PURPOSE, 10) as connection:
-        size, fds = recv_fds(connection, 8, 1, soon())
-        segment = Segment.attach(fds[0], int.from_bytes(size, "little"))
-        close_all(fds)
-    assert bytes(segment.view[:4]) == b"here"
-    segment.view[-5:] = b"there"
-
-
-def test_memory_is_handed_to_another_process() -> None:
-    segment, fd = Segment.create("test", SIZE)
-    segment.view[:4] = b"here"
-    with (
-        Listener.open("unix:", Credentials(), PURPOSE) as listener,
-        peers.start(writing, listener.contact) as child,
-        listener.accept(20) as connection,
-    ):
-        send_fds(connection, SIZE.to_bytes(8, "little"), [fd], soon())
-        os.close(fd)
-        child.result()
-    assert segment.view[-5:] == b"there"

@@ -13,8 +13,8 @@ from kvplug.config.addresses import (
     parse_contact,
     parse_server,
 )
-from kvplug.errors import ConfigError, KvplugError, PeerGoneError, WireError
-from kvplug.net.trust.addresses import is_loopback, resolve
+from kvplug.errors import ConfigError, WireError
+from kvplug.net.trust.addresses import is_loopback
 
 TOKEN = "A" * 32
 
@@ -113,10 +113,3 @@ def test_a_bad_contact_is_refused_and_not_even_the_traceback_shows_its_token(tex
 )  # fmt: skip
 def test_loopback_is_what_only_this_host_can_reach(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
-
-
-def test_an_unknown_host_is_a_peer_that_is_not_there() -> None:
-    with pytest.raises(PeerGoneError, match="not known"):
-        resolve(TcpAddress("no-such-host.invalid", 1))
-    with pytest.raises(KvplugError):
-        resolve(TcpAddress("a" * 300 + ".invalid", 1))

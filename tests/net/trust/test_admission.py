@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections import Counter
-
-from hypothesis import given, strategies as st
 
 from kvplug.net.trust.admission import BURST, PER_SECOND, Admission
 
@@ -20,33 +17,6 @@ def test_a_flood_drops_its_own_connections_and_leaves_places_for_others() -> Non
         assert admission.to_drop("other") is None
         admission.add(number, "other")
     assert admission.to_drop("third") == 0  # full: the origin that has most makes room
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60),
-    st.integers(min_value=1, max_value=9),
-)
-def test_there_are_never_more_than_the_places_and_each_is_counted(
-    moves: list[tuple[str, bool]], most: int
-) -> None:
-    admission = Admission[int](max_unproven=most)
-    expected: dict[int, str] = {}
-    for number, (origin, leaves) in enumerate(moves):
-        if leaves and expected:
-            gone = next(iter(expected))
-            assert admission.oldest == gone
-            assert admission.remove(gone) == expected.pop(gone)
-            continue
-        while (crowding := admission.to_drop(origin)) is not None:
-            admission.remove(crowding)
-            dropped = expected.pop(crowding)
-            counts = Counter(expected.values())
-            assert dropped == origin or counts[dropped] + 1 >= max(counts.values(), default=0)
-        admission.add(number, origin)
-        expected[number] = origin
-        assert admission.all() == list(expected)
-        assert len(admission) <= most
-    assert all(number in admission for number in expected)
 
 
 def test_an_origin_whose_connections_fail_waits_and_another_one_does_not() -> None:

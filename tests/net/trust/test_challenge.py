@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given, strategies as st
 from kvplug.errors import AuthenticationError
 from kvplug.net.trust.challenge import (
     OPENING_SIZE,
-    PROOF_SIZE,
     REPLY_SIZE,
     ClientChallenge,
     Mode,
@@ -54,18 +52,6 @@ def test_two_ends_that_know_the_same_key_prove_it_to_each_other(mode: Mode) -> N
     assert c.need == s.need == 0
 
 
-def test_every_message_has_a_fixed_size() -> None:
-    c, s = client(), server()
-    assert len(c.opening()) == s.need == OPENING_SIZE
-    answer = s.feed(c.opening())
-    assert len(answer) == c.need == REPLY_SIZE
-    proof = c.feed(answer)
-    assert len(proof) == s.need == PROOF_SIZE
-    verdict = s.feed(proof)
-    assert len(verdict) == REPLY_SIZE + IDENTITY_SIZE
-    assert s.need == IDENTITY_SIZE
-
-
 def test_a_listener_that_accepts_anybody_without_knowing_the_key_is_found_out() -> None:
     c, rogue = client(), server(key=OTHER_KEY)
     answer = rogue.feed(c.opening())
@@ -84,16 +70,6 @@ def test_a_proof_that_was_overheard_is_worth_nothing_a_second_time() -> None:
     again.feed(opening)
     with pytest.raises(RefusedError):
         again.feed(proof)
-
-
-def test_a_listeners_answers_that_were_overheard_do_not_convince_another_client() -> None:
-    c, s = client(), server()
-    answer = s.feed(c.opening())
-    verdict = s.feed(c.feed(answer))
-    victim = client()
-    victim.feed(answer)
-    with pytest.raises(AuthenticationError, match="did not prove itself"):
-        victim.feed(verdict[:REPLY_SIZE])
 
 
 def test_a_proof_reflected_to_the_one_who_made_it_is_refused() -> None:
@@ -207,14 +183,3 @@ def test_an_identity_of_garbage_is_refused_even_after_the_proof(message: bytes) 
     s.feed(c.feed(s.feed(c.opening())))
     with pytest.raises(RefusedError):
         s.feed(message)
-
-
-def test_the_key_is_in_no_message_and_no_repr() -> None:
-    c, s = client(), server()
-    messages = [c.opening(), s.feed(c.opening())]
-    messages.append(c.feed(messages[-1]))
-    messages.append(s.feed(messages[-1]))
-    for message in messages:
-        assert KEY not in message
-        assert hashlib.sha256(KEY).digest() not in message
-    assert "kkkk" not in repr(c) + repr(s)

@@ -33,7 +33,6 @@ from kvplug.net.trust.listener import Listener, dial
 from kvplug.net.wire import values
 from kvplug.net.wire.frames import FrameKind, encode_header
 from kvplug_testing import peers
-from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
@@ -110,17 +109,6 @@ def test_a_send_that_could_not_begin_sent_nothing(raw: tuple[Channel, socket.soc
     channel.close()
     received, one = draining.result(5), frame(b"x" * 50_000)
     assert received == one * ((len(received) - 1) // len(one)) + frame("last")
-
-
-def test_a_send_of_which_nothing_went_out_is_not_begun(raw: tuple[Channel, socket.socket]) -> None:
-    channel, _ = raw
-    for size in (1 << 16, 1):
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                channel.socket().send(bytes(size))
-    with pytest.raises(TimeoutError, match="did not read"):
-        channel.send("never", 0.05)
-    assert channel.unsent == 0
 
 
 def test_what_is_not_carried_or_too_large_is_refused_before_a_byte_is_sent(
@@ -252,17 +240,6 @@ def test_a_killed_peer_wakes_who_waits_for_it(address: str) -> None:
         waiting.result()
 
 
-def test_a_stopped_peer_is_alive() -> None:
-    with started(lives) as (child, channel):
-        child.stop()
-        with pytest.raises(TimeoutError):
-            channel.recv(0.5)
-        channel.send("wake up")
-        child.cont()
-        assert channel.recv() == "again"
-        assert child.recv() == "wake up"
-
-
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd on this platform")
 def test_a_peer_whose_child_keeps_the_socket_open_is_dead_all_the_same() -> None:
     reading, writing = os.pipe()
@@ -273,30 +250,6 @@ def test_a_peer_whose_child_keeps_the_socket_open_is_dead_all_the_same() -> None
     finally:
         os.close(reading)
         os.close(writing)  # the grandchild ends
-
-
-def test_what_a_peer_said_before_it_died_is_still_received() -> None:
-    with started(lives, *range(100)) as (child, channel):
-        child.result()
-        assert [channel.recv() for _ in range(100)] == list(range(100))
-        with pytest.raises(PeerGoneError):
-            channel.recv()
-
-
-def test_a_channel_in_a_forked_child_is_closed_and_the_parents_is_not(
-    pair: tuple[Channel, Channel],
-) -> None:
-    a, b = pair
-
-    def look() -> str:
-        for call in (a.recv, lambda: b.send(1)):
-            with pytest.raises(ClosedError):
-                call()
-        return ""
-
-    assert not in_forked_child(look)
-    a.send("still here")
-    assert b.recv() == "still here"
 
 
 # -- signals ---------------------------------------------------------------------------------------

@@ -67,9 +67,3 @@ def test_an_address_others_can_reach_needs_a_secret_and_one_host_none(host: str)
     Credentials.for_host(host, environ={"KVPLUG_SECRET": HIDDEN})
     for own in ("127.0.0.1", "::1", "localhost", "unix:@kvplug-x"):
         Credentials.for_host(own, environ={})
-
-
-def test_a_variable_that_is_no_utf8_is_the_bytes_it_holds() -> None:
-    secret = Secret.from_env({"KVPLUG_SECRET": os.fsdecode(b"\xff" * 20)})
-    assert secret is not None
-    assert secret.reveal() == b"\xff" * 20

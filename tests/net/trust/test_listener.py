@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import resource
 import socket
 import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,12 +28,9 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
-from kvplug.net.trust import listener as listener_module
 from kvplug.net.trust.challenge import ClientChallenge, Mode
 from kvplug.net.trust.credentials import Credentials, Secret
-from kvplug.net.trust.identity import encode_identity, this_process
 from kvplug.net.trust.listener import Connection, Listener, dial, dial_until
-from kvplug.net.trust.peercred import NoSocketDiagError
 from kvplug_testing import peers
 from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call, until
@@ -95,22 +90,13 @@ def test_two_ends_meet_and_know_each_other(address: str, credentials: Credential
     assert listener.refusals == {}
 
 
-@needs_linux
-@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0"])
-def test_a_dialler_who_knows_only_host_and_port_is_vouched_for_by_the_kernel(address: str) -> None:
-    with Listener.open(address, OPEN, "test") as listener, meet(listener, contact=listener.address) as ours:
-        assert ours.mode is Mode.SAME_USER
-
-
 # -- refusals --------------------------------------------------------------------------------------
 
 
 REFUSED = {
     "another secret": ("127.0.0.1:0", SECRET, OTHER, "test", "KVPLUG_SECRET or secret_file", "wrong secret"),
     "no secret": ("127.0.0.1:0", SECRET, OPEN, "test", "it has a secret and this end has none", ""),
-    "no secret, Unix": ("unix:", SECRET, OPEN, "test", "it has a secret and this end has none", ""),
     "a secret": ("127.0.0.1:0", OPEN, SECRET, "test", "this end has a secret and the listener has none", ""),
-    "a secret, Unix": ("unix:", OPEN, SECRET, "test", "this end has a secret and the listener has none", ""),
     "another purpose": ("unix:", OPEN, OPEN, "else", "another purpose than 'else'", ""),
 }
 """Address, what the listener has, what the dialler has and comes for, what it is told, what is counted."""
@@ -136,7 +122,7 @@ def test_a_wrong_token_is_refused() -> None:
         refusals_become(listener, wrong_token=1)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "[2001:db8::1]", "198.51.100.7"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1"])
 def test_without_a_secret_nothing_is_bound_or_dialled_that_others_can_reach(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,19 +155,6 @@ def test_an_address_in_use_is_named_and_so_is_who_uses_it(address: str) -> None:
         assert f"pid {os.getpid()}" in str(caught.value)
 
 
-@needs_linux
-def test_the_contact_of_an_address_of_one_link_names_the_interface() -> None:
-    with open("/proc/self/net/if_inet6", encoding="ascii") as file:
-        rows = [line.split() for line in file]
-    links = [(bytes.fromhex(row[0]), row[5]) for row in rows if row[3] == "20"]
-    if not links:
-        pytest.skip("no interface has an address of its link")
-    host = f"{socket.inet_ntop(socket.AF_INET6, links[0][0])}%{links[0][1]}"
-    with Listener.open(f"[{host}]:0", SECRET, "test") as listener:
-        assert listener.address.startswith(f"[{host}]:")
-        meet(listener, SECRET).close()
-
-
 def test_a_port_can_be_listened_on_again_at_once() -> None:
     with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
         address = listener.address
@@ -195,12 +168,6 @@ def test_an_address_this_host_does_not_have_is_refused() -> None:
         Listener.open("192.0.2.77:0", SECRET, "test")
     with pytest.raises(ConfigError, match="not known"):
         Listener.open("no-such-host.invalid:0", SECRET, "test")
-
-
-def test_a_contact_of_nobody_is_refused() -> None:
-    for contact in ("unix:", "127.0.0.1:0", "nonsense", "/a/path"):
-        with pytest.raises(WireError, match="is not an address"):
-            dial(contact, OPEN, "test", 1)
 
 
 def test_a_socket_that_connected_to_itself_is_nobody() -> None:
@@ -228,11 +195,6 @@ def test_dial_until_waits_for_a_late_listener() -> None:
     with Listener.open(address, OPEN, "test") as listener:
         listener.accept(10).close()
         dialling.result(10).close()
-
-
-def test_dial_until_gives_up_with_the_address_and_the_time() -> None:
-    with pytest.raises(TimeoutError, match=r"unix:@kvplug-no-listener in 0\.\d s"):
-        dial_until("unix:@kvplug-no-listener", OPEN, "test", Deadline.after(0.3))
 
 
 def test_dial_until_does_not_retry_what_cannot_get_better() -> None:
@@ -282,21 +244,6 @@ def test_a_stranger_that_dribbles_is_dropped_at_its_deadline() -> None:
             assert 0.3 < time.monotonic() - began < 1.2
         assert listener.refusals == {"silent": 1}
         meet(listener).close()
-
-
-def test_a_slow_but_honest_peer_gets_in_byte_by_byte() -> None:
-    with Listener.open("unix:", OPEN, "test") as listener:
-        real = socket.socket.sendall
-
-        def dribble(self: socket.socket, data: bytes) -> None:
-            for i in range(len(data)):
-                real(self, data[i : i + 1])
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(socket.socket, "sendall", dribble)
-            ours = dial(listener.contact, OPEN, "test", 5)
-        listener.accept(5).close()
-        ours.close()
 
 
 def test_a_dial_to_something_else_does_not_hang() -> None:
@@ -372,19 +319,6 @@ def test_neither_token_nor_secret_is_logged_or_shown(caplog: pytest.LogCaptureFi
         shown.append(str(gone.value))
     assert token not in caplog.text + "".join(shown)
     assert token not in "".join(t.name for t in threading.enumerate())
-
-
-def test_a_forked_child_holds_no_listener_open() -> None:
-    listener = Listener.open("unix:", OPEN, "test")
-
-    def look() -> str:
-        with pytest.raises(ClosedError):
-            listener.accept(1)
-        return ", ".join(sorted(peers.abstract_sockets(os.getpid())))
-
-    assert not in_forked_child(look)
-    meet(listener).close()  # the parent's goes on
-    listener.close()
 
 
 def sockets() -> set[int]:
@@ -506,13 +440,8 @@ def floods(parent: peers.Parent, address: str) -> None:
 @needs_root
 @pytest.mark.parametrize(
     ("address", "credentials"),
-    [
-        ("127.0.0.1:0", OPEN),
-        ("127.0.0.1:0", SECRET),
-        ("unix:", SECRET),
-        ("unix:", OPEN),
-    ],
-    ids=["loopback", "loopback, a secret", "Unix socket, a secret", "Unix socket"],
+    [("127.0.0.1:0", OPEN), ("unix:", SECRET), ("unix:", OPEN)],
+    ids=["loopback", "Unix socket, a secret", "Unix socket"],
 )
 def test_another_user_who_floods_is_rated_and_delays_no_client(
     address: str, credentials: Credentials
@@ -532,45 +461,6 @@ def test_another_user_who_floods_is_rated_and_delays_no_client(
         child.result()
 
 
-def test_an_address_that_floods_is_rated_and_delays_no_client() -> None:
-    """From the address of an interface: the kernel shows no user, as for another host."""
-    with Listener.open("0.0.0.0:0", SECRET, "test") as listener, ExitStack() as stack:
-        host, port = listener.address.rsplit(":", 1)
-        if listener_module.is_loopback(host):
-            pytest.skip("this host has no address beside loopback")
-        for _ in range(200):
-            stack.enter_context(socket.create_connection((host, int(port)), 5))
-        refusals_become(listener, crowded=200 - 48)
-        meet(listener, SECRET, contact=f"127.0.0.1:{port}").close()
-
-
-@needs_linux
-def test_a_look_at_the_kernels_tables_delays_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a kernel without sock_diag, with a table of sockets that takes long to read."""
-    reading, go_on = threading.Event(), threading.Event()
-    read = listener_module.tcp_peer_uids
-
-    def slow(socks: list[socket.socket]) -> list[int | None]:
-        reading.set()
-        assert go_on.wait(20)
-        return read(socks)
-
-    def unknown(sock: socket.socket) -> int:
-        raise NoSocketDiagError
-
-    monkeypatch.setattr(listener_module, "tcp_peer_uids", slow)
-    monkeypatch.setattr(listener_module, "tcp_peer_uid_at_once", unknown)
-    with Listener.open("127.0.0.1:0", OPEN, "test") as listener:
-        dialling = Call(lambda: dial(listener.address, OPEN, "test", 20))
-        assert reading.wait(10)
-        for _ in range(3):  # by the token, which needs no look
-            meet(listener).close()
-        go_on.set()
-        listener.accept(5).close()
-        with dialling.result(10) as by_user:
-            assert by_user.mode is Mode.SAME_USER
-
-
 def test_what_strangers_send_takes_no_more_memory_than_their_places() -> None:
     with Listener.open("unix:", OPEN, "test") as listener, ExitStack() as stack:
         tracemalloc.start()
@@ -587,40 +477,6 @@ def test_what_strangers_send_takes_no_more_memory_than_their_places() -> None:
             tracemalloc.stop()
         assert held < 1 << 20  # 300 socket objects of the test itself are in it
         assert sum(listener.refusals.values()) >= 300 - 64
-
-
-def test_mutated_messages_never_hurt_the_listener() -> None:
-    """Every message of an honest client, with one byte changed, cut, or doubled."""
-    rng = random.Random(20261121)
-    secret = SECRET.secret
-    assert secret is not None
-
-    def spoilt(message: bytes) -> bytes:
-        at = rng.randrange(len(message))
-        flipped = bytes([message[at] ^ (1 << rng.randrange(8))])
-        return rng.choice((message[:at] + flipped + message[at + 1 :], message[:at], message + message))
-
-    with Listener.open("unix:", SECRET, "test") as listener:
-        for _ in range(150):
-            with stranger(listener) as s, contextlib.suppress(OSError, AuthenticationError):
-                s.settimeout(5)
-                identity = encode_identity(this_process())
-                client = ClientChallenge("test", Mode.SECRET, secret.reveal(), identity, lambda: None, "x")
-                message = client.opening()
-                for _ in range(turns := rng.randrange(3)):
-                    s.sendall(message)
-                    message = b""
-                    while not message:
-                        message = client.feed(s.recv(client.need, socket.MSG_WAITALL))
-                s.sendall(spoilt(message))
-                s.shutdown(socket.SHUT_WR)
-                while turns < 2 and s.recv(1000):  # the third message may be accepted
-                    pass
-        # Some mutations change nothing that is checked (a label), or come after the proof.
-        with contextlib.suppress(TimeoutError):
-            while True:
-                listener.accept(0.05).close()
-        meet(listener, SECRET).close()
 
 
 def test_where_there_are_no_abstract_sockets_the_token_on_loopback_serves(
@@ -650,35 +506,6 @@ def test_a_kernel_that_does_not_tell_the_user_is_no_proof(monkeypatch: pytest.Mo
         monkeypatch.setattr("kvplug.net.trust.connection.tcp_peer_uid", lambda sock: None)
         with pytest.raises(AuthenticationError, match="does not say which user"):
             dial(listener.address, OPEN, "test", 5)
-
-
-@needs_linux
-def test_without_a_descriptor_left_listening_and_dialling_fail_in_words(
-    output_of: Callable[..., str],
-) -> None:
-    program = """
-import os, resource
-from kvplug.errors import ResourceExhaustedError
-from kvplug.net.trust.connection import dial
-from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.listener import Listener
-addresses = ("unix:", "127.0.0.1:0")
-listeners = [Listener.open(each, Credentials(), "test") for each in addresses]
-room = next(number for number in range(3, 1000) if not os.path.exists(f"/proc/self/fd/{number}"))
-resource.setrlimit(resource.RLIMIT_NOFILE, (room, room))
-for address, listener in zip(addresses, listeners):
-    try:
-        Listener.open(address, Credentials(), "test")
-    except ResourceExhaustedError as e:
-        print("listen:", e)
-    try:
-        dial(listener.contact, Credentials(), "test", 10)
-    except ResourceExhaustedError as e:
-        print("dial:", e)
-"""
-    told = output_of(program).splitlines()
-    assert [line.partition(":")[0] for line in told] == ["listen", "dial"] * 2
-    assert all("no free descriptor (RLIMIT_NOFILE is" in line for line in told), told
 
 
 @needs_linux

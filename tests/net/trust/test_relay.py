@@ -11,7 +11,6 @@ import pytest
 
 from kvplug.net.trust import relay as relay_module
 from kvplug.net.trust.relay import Relay
-from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(60)
@@ -85,14 +84,6 @@ def test_an_end_of_one_side_leaves_the_other_direction_open(ends: Ends) -> None:
     assert ends.relay.join(30)
 
 
-def test_what_was_sent_before_the_near_end_closed_still_arrives(ends: Ends) -> None:
-    sending = Call(lambda: (ends.user.sendall(LARGE), ends.user.close()))
-    ends.peer.sendall(b"never read")
-    assert received(ends.peer) == LARGE
-    sending.result(30)
-    assert ends.relay.join(30)
-
-
 def test_finishing_ends_it_although_another_process_holds_the_near_connection(ends: Ends) -> None:
     held = ends.user.dup()
     ends.user.sendall(b"before")
@@ -121,9 +112,3 @@ def test_aborting_waits_for_no_peer(ends: Ends) -> None:
         ends.user.recv(1)
     ends.relay.abort()
     ends.relay.finish()
-
-
-def test_a_forked_child_holds_neither_socket(ends: Ends) -> None:
-    assert in_forked_child(lambda: f"{ends.far.fileno()} {ends.near.fileno()}") == "-1 -1"
-    ends.user.sendall(b"the parent's goes on")
-    assert ends.peer.recv(100) == b"the parent's goes on"

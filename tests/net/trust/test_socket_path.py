@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import socket
@@ -14,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvplug.errors import AddressInUseError, ClosedError, ConfigError, PeerGoneError, TransportError
-from kvplug.net.trust import socket_path
+from kvplug.errors import AddressInUseError, PeerGoneError
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Listener, dial
 from kvplug_testing import peers
-from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(60)
@@ -105,23 +102,6 @@ def test_of_many_servers_that_find_a_dead_ones_file_one_takes_it_over(path: Path
         taken.close()
 
 
-def test_a_folder_that_is_missing_or_locked_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        Listener.open(f"unix:{path.parent}/none/a.sock", OPEN, "test")
-    monkeypatch.setattr(socket_path, "_LOCK_S", 0.05)
-    folder = os.open(path.parent, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    with pytest.raises(TransportError, match="keeps the folder"):
-        Listener.open(address_of(path), OPEN, "test")
-    os.close(folder)
-
-
-def test_a_forked_child_leaves_the_file_to_its_parent(path: Path) -> None:
-    with Listener.open(address_of(path), OPEN, "test") as listener:
-        assert in_forked_child(lambda: f"{listener.closed} {path.exists()}") == "True True"
-        meet(listener, listener.contact)
-
-
 ELSEWHERE = """
 import sys
 from kvplug.net.trust.credentials import Credentials
@@ -153,10 +133,3 @@ def test_a_process_in_other_namespaces_of_network_and_pids_reaches_a_path(path: 
         with accepted.result() as theirs:
             assert theirs.sock.recv(10) == b"ping"
             assert not theirs.peer.visible
-
-
-def test_closing_in_the_middle_of_an_accept_leaves_no_file(path: Path) -> None:
-    listener = Listener.open(address_of(path), OPEN, "test")
-    waiting = Call(lambda: listener.accept(20))
-    listener.close()
-    waiting.raised(ClosedError, 5)

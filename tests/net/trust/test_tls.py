@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
-import logging
 import os
 import re
-import select
 import socket
 import ssl
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +14,17 @@ import pytest
 
 trustme = pytest.importorskip("trustme")  # the environment with the oldest dependencies has none
 
-from kvplug import AuthenticationError, Config, ConfigError, PeerGoneError, TransportError  # noqa: E402
+from kvplug import AuthenticationError, Config, ConfigError, PeerGoneError  # noqa: E402
 from kvplug.assembly.resolve import credentials_of  # noqa: E402
 from kvplug.net.trust.credentials import Credentials, Secret  # noqa: E402
 from kvplug.net.trust.listener import Listener, dial  # noqa: E402
 from kvplug.net.trust.tls import ListenerTls, TlsFiles  # noqa: E402
-from kvplug_testing import peers  # noqa: E402
-from kvplug_testing.waits import Call, until  # noqa: E402
+from kvplug_testing.waits import until  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
 SECRET = Secret("the secret of these tests")
 OURS = ("127.0.0.1", "::1", "localhost")
-PAST = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
-
-Issue = Callable[..., Credentials]
 
 
 def write(folder: Path, ca: Any, *names: str, trusts: Any = None, **more: Any) -> TlsFiles:
@@ -116,27 +108,6 @@ def test_a_relay_that_ends_tls_with_a_certificate_of_its_own_cannot_pass_on_the_
         until(lambda: listener.refusals, what="the refusal of a proof that was passed on")
         assert listener.refusals == {"wrong secret": 1}
     assert b"KVPT" in wire.seen  # it read the challenge
-
-
-MISFITS: dict[str, tuple[dict[str, Any], bool, str]] = {
-    "accepts another authority": ({"trusts": "another"}, True, "check tls_ca here"),
-    "expired, ours": ({"not_after": PAST}, True, r"refused our certificate .*expired"),
-    "expired, theirs": ({"not_after": PAST}, False, "has expired"),
-}
-"""What is odd of a certificate, whether it is the dialler's, and what the dialler is told."""
-
-
-@pytest.mark.parametrize(("odd", "is_ours", "told"), MISFITS.values(), ids=MISFITS)
-def test_a_certificate_that_does_not_fit_is_refused_in_words(
-    odd: dict[str, Any], is_ours: bool, told: str, both: Credentials, ca: Any, tmp_path: Path
-) -> None:
-    more = {**odd, "trusts": trustme.CA()} if "trusts" in odd else odd
-    misfit = Credentials(SECRET, write(tmp_path, ca, **more))
-    with (
-        Listener.open("127.0.0.1:0", both if is_ours else misfit, "test") as listener,
-        pytest.raises(AuthenticationError, match=told),
-    ):
-        dial(listener.contact, misfit if is_ours else both, "test", 10)
 
 
 def test_a_certificate_need_not_name_the_host_if_the_config_says_so(
@@ -283,79 +254,6 @@ def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(files: TlsFile
 
 
 # -- the plain socket --------------------------------------------------------------------------------
-
-
-def test_both_directions_flow_at_once_and_one_may_end_first(both: Credentials) -> None:
-    ours, theirs = pair(both)
-    data = os.urandom(2 << 20)
-
-    def send_all(sock: socket.socket) -> None:
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-
-    calls = [Call(lambda: send_all(ours)), Call(lambda: read(ours, len(data) + 1))]
-    assert read(theirs, len(data) + 1) == data
-    send_all(theirs)
-    assert calls[1].result(10) == data
-    for sock in (ours, theirs):
-        sock.close()
-
-
-def test_an_end_that_does_not_read_holds_its_sender_up(both: Credentials) -> None:
-    """No buffer grows without bound between the two."""
-    ours, theirs = pair(both)
-    ours.setblocking(False)
-    sent = 0
-    while True:
-        try:
-            sent += ours.send(bytes(1 << 16))
-            assert sent < 64 << 20, "64 MiB went into a connection that is not read"
-        except BlockingIOError:
-            if not select.select([], [ours], [], 0.5)[1]:
-                break
-    reading = Call(lambda: len(read(theirs, sent)))
-    assert reading.result(20) == sent
-    for sock in (ours, theirs):
-        sock.close()
-
-
-def meets_and_waits(parent: peers.Parent, contact: str, *paths: str) -> None:
-    sock = dial(contact, Credentials(SECRET, TlsFiles(cert=paths[0], key=paths[1], ca=paths[2])), "test").sock
-    sock.sendall(b"here")
-    parent.send("met")
-    parent.recv()
-
-
-def test_the_end_of_a_killed_process_is_the_end_of_the_connection(both: Credentials, files: TlsFiles) -> None:
-    with Listener.open("127.0.0.1:0", both, "test") as listener:
-        child = peers.start(meets_and_waits, listener.contact, files.cert, files.key, files.ca)
-        with child, listener.accept(20) as connection:
-            assert read(connection.sock, 4) == b"here"
-            child.recv()
-            child.kill()
-            connection.sock.settimeout(10)
-            assert connection.sock.recv(1) == b""
-
-
-def test_without_a_thread_for_it_a_dial_fails_in_words(
-    both: Credentials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "kvplug-relay":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    caplog.set_level(logging.WARNING)
-    with Listener.open("127.0.0.1:0", both, "test") as listener:
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(TransportError, match="no thread can be started for the TLS"):
-            dial(listener.contact, both, "test", 10)
-        until(lambda: "was dropped" in caplog.text, what="the listener's own warning")
-        monkeypatch.undo()
-        dial(listener.contact, both, "test", 10).close()
-        listener.accept(10).close()
 
 
 class Wire:

@@ -47,9 +47,3 @@ def test_a_newer_minor_version_is_read_and_what_follows_the_header_is_not_looked
     data[5] = 9
     header = decode_header(memoryview(data), max_length=3)
     assert (header.minor, header.length) == (9, 3)
-
-
-@pytest.mark.parametrize(("length", "flags"), [(-1, 0), (2**64, 0), (0, 256), (0, -1)])
-def test_a_caller_cannot_write_a_header_that_does_not_fit(length: int, flags: int) -> None:
-    with pytest.raises(ValueError, match="do not fit"):
-        encode_header(FrameKind.VALUE, length, flags)

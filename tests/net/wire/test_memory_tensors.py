@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import tracemalloc
 import weakref
 from typing import Any
 
@@ -102,14 +101,6 @@ def test_the_view_keeps_the_memory_also_of_a_tensor_that_is_given_another_one_an
     assert memory() is None
 
 
-def test_a_tensor_that_requires_grad_is_read_and_filled() -> None:
-    tensor = torch.nn.Parameter(torch.zeros(2, 3))
-    memory_of_writable(tensor)[:] = memory_of(torch.ones(2, 3))
-    assert tensor.eq(1).all()
-    copy_into(tensor.t(), memory_of(torch.full((3, 2), 2.0)))
-    assert tensor.eq(2).all()
-
-
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -123,24 +114,3 @@ def test_what_has_no_plain_memory_here_is_refused(make: Any, named: str) -> None
     for look in (memory_of, memory_of_writable):
         with pytest.raises(UnsupportedError, match=named):
             look(make())
-
-
-def test_a_dtype_that_this_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "float8_e8m0fnu")
-    with pytest.raises(UnsupportedError, match="has no dtype 'float8_e8m0fnu'"):
-        empty_like_meta(TensorMeta("float8_e8m0fnu", (1,)))
-
-
-def test_views_of_many_sizes_leave_nothing_behind_without_the_garbage_collector() -> None:
-    tensor = torch.zeros(5000, dtype=torch.uint8)
-    memory_of(tensor)
-    gc.collect()
-    gc.disable()
-    tracemalloc.start()
-    try:
-        for size in range(1, 5000):
-            assert memory_of(tensor[:size]).nbytes == size
-        assert tracemalloc.get_traced_memory()[0] < 100_000
-    finally:
-        tracemalloc.stop()
-        gc.enable()

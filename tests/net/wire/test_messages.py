@@ -39,10 +39,6 @@ def test_a_prefix_says_what_it_was_made_of(shape: tuple[int, ...], flags: int) -
     assert not announcement.goodbye
 
 
-def test_of_a_header_alone_a_tensors_prefix_is_as_long_as_needed_to_know_more() -> None:
-    assert prefix_size(prefix_of("int8", (3,))[:HEADER_SIZE]) == SHORTEST_TENSOR_PREFIX
-
-
 def test_none_and_goodbye_are_headers() -> None:
     for data, goodbye in ((NONE, False), (GOODBYE, True)):
         assert prefix_size(data) == prefix_size(data + b"\0\0") == HEADER_SIZE == len(data)
