@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
-from kvplug.net.deadline import Deadline
+from kvplug.errors import ClosedError, PeerGoneError, TimeoutError
 from kvplug.net.trust.credentials import Credentials
-from kvplug.net.trust.decline import raise_if_declined
 from kvplug.net.trust.listener import Connection, Listener, dial
-from kvplug.net.wire.frames import HEADER_SIZE
-from kvplug.transport.acceptor import Acceptor, PipeAcceptor
+from kvplug.transport.acceptor import PipeAcceptor
 from kvplug_testing import peers
-from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -111,21 +106,6 @@ def test_one_that_fails_is_closed_with_a_warning_and_the_next_comes_in(
         assert not any(record.exc_info for record in caplog.records)  # the peer's fault, not ours
 
 
-def test_a_fault_of_ours_is_told_with_its_traceback(
-    opened: Listener, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(connection: Connection) -> None:
-        raise ZeroDivisionError
-
-    acceptor = Acceptor([opened], fail, lambda _: None, what="a thing", name="kvplug-test")
-    with came(opened) as bad:
-        assert is_hung_up(bad)
-    until(lambda: caplog.records)
-    acceptor.close()
-    assert caplog.records[0].getMessage().startswith("a thing from ")
-    assert caplog.records[0].exc_info
-
-
 def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> None:
     with Plain(opened) as acceptor, came(opened, b"n") as part:
         until(lambda: acceptor.parts)
@@ -149,47 +129,6 @@ def test_a_pipe_that_nobody_has_accepted_is_aborted(opened: Listener, made: str)
             assert acceptor.made[0].aborted.wait(PATIENCE_S)
             with pytest.raises(ClosedError, match="the listener of the pipe 'plain' is closed"):
                 acceptor.accept()
-
-
-@pytest.fixture
-def no_thread(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[str]]:
-    """Has so many threads of a name not start; returns the names of those."""
-
-    def refuse(name: str, count: int) -> list[str]:
-        start, refused = threading.Thread.start, list[str]()
-
-        def once(self: threading.Thread) -> None:
-            if self.name == name and len(refused) < count:
-                refused.append(self.name)
-                raise RuntimeError("can't start new thread")
-            start(self)
-
-        monkeypatch.setattr(threading.Thread, "start", once)
-        return refused
-
-    return refuse
-
-
-def test_without_a_thread_for_the_first_there_is_no_listener(opened: Listener, no_thread: Any) -> None:
-    no_thread("kvplug-plain-listen", 1)
-    with pytest.raises(TransportError, match="needs a thread"):
-        Plain(opened)
-    assert opened.closed
-
-
-def test_without_a_thread_for_one_the_next_comes_in(
-    opened: Listener, no_thread: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Plain(opened) as acceptor:
-        refused = no_thread("kvplug-plain-join", 1)
-        with came(opened) as unlucky:
-            with pytest.raises(ResourceExhaustedError, match="threads"):
-                raise_if_declined(unlucky, unlucky.sock.recv(HEADER_SIZE), Deadline.after(PATIENCE_S))
-            assert is_hung_up(unlucky)
-        with came(opened, b"p"):
-            acceptor.accept().abort()
-    assert refused
-    assert "can't start new thread" in caplog.text
 
 
 def test_no_more_are_served_at_once_than_a_bound_and_the_others_come_in(
@@ -219,36 +158,3 @@ def test_no_more_pipes_wait_to_be_accepted_than_a_bound(
         for _ in range(2):
             acceptor.accept().abort()
     assert "were not accepted yet" in caplog.text
-
-
-def test_a_forked_child_holds_nothing_of_those_that_are_served(opened: Listener) -> None:
-    with Plain(opened) as acceptor, came(opened) as silent:
-        until(lambda: acceptor.served)
-
-        def look() -> str:
-            with pytest.raises(ClosedError):
-                acceptor.accept(1)
-            return f"{acceptor.served[0].fileno()}"
-
-        assert in_forked_child(look) == "-1"
-        acceptor.close()
-        assert is_hung_up(silent)
-
-
-def test_closing_is_idempotent_also_from_a_thread_that_serves(
-    opened: Listener, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    closed = threading.Event()
-
-    def close(connection: Connection) -> None:
-        acceptor.close()
-        closed.set()
-        connection.close()
-
-    acceptor = Acceptor([opened], close, lambda _: None, what="a thing", name="kvplug-test")
-    with came(opened) as other:
-        assert closed.wait(PATIENCE_S)
-        assert is_hung_up(other)
-    acceptor.close()
-    assert not caplog.records

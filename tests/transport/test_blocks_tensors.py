@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 from kvplug.engine import KVLayout, LayoutError, page_views
 from kvplug.net.wire.tensors import dtype_of
@@ -68,43 +66,6 @@ def test_rows_are_gathered_and_scattered_with_their_bits(kind: str, dtype: str) 
         assert not bool(naive(target, [0, 3, 4, 6, 7]).any()), "rows that were not named were written"
 
 
-@given(
-    first=st.integers(0, 11),
-    count=st.integers(0, 11),
-    width=st.sampled_from([1, 7, 8, 16, 24]),
-    num_views=st.integers(1, 3),
-)
-def test_any_range_of_rows_is_gathered_and_scattered(
-    first: int, count: int, width: int, num_views: int
-) -> None:
-    block_ids = [5, 2, 9, 0]
-    views = [filled((10, width), torch.int16, seed) for seed in range(num_views)]
-    blocks = Blocks(views, block_ids)
-    first = min(first, blocks.num_rows)
-    count = min(count, blocks.num_rows - first)
-    rows = torch.empty(count, width, dtype=torch.int16)
-    blocks.gather(first, rows)
-    whole = torch.cat([view[block_ids] for view in views])
-    assert torch.equal(rows, whole[first : first + count])
-    empty = [torch.zeros_like(view) for view in views]
-    Blocks(empty, block_ids).scatter(first, rows)
-    got = torch.cat([view[block_ids] for view in empty])
-    assert torch.equal(got[first : first + count], rows)
-    assert int(got.ne(0).any(1).sum()) <= count
-
-
-def test_what_a_message_of_blocks_is() -> None:
-    cache = torch.zeros(6, 2, 16, 3, 64, dtype=torch.bfloat16)
-    blocks = Blocks([cache[:, 0], cache[:, 1]], [4, 1, 5])
-    assert blocks.shape == (2, 3, 16, 3, 64)
-    assert (blocks.dtype, blocks.row_shape, blocks.num_rows) == (torch.bfloat16, (16, 3, 64), 6)
-    assert blocks.row_bytes == 16 * 3 * 64 * 2
-    assert blocks.nbytes == 6 * blocks.row_bytes == blocks.gathered().nbytes
-    nothing = Blocks([cache[:, 0]], [])
-    assert (nothing.shape, nothing.nbytes) == ((1, 0, 16, 3, 64), 0)
-    assert nothing.gathered().shape == nothing.shape
-
-
 @pytest.mark.parametrize(
     ("views", "block_ids", "said"),
     [
@@ -133,16 +94,6 @@ def test_a_block_that_comes_twice_can_be_sent_and_not_received_into() -> None:
     assert torch.equal(bits(blocks.gathered()), naive([view], [2, 2]))
     with pytest.raises(LayoutError, match="block 2 comes twice"):
         blocks.check_distinct()
-
-
-def test_the_views_are_kept_whatever_becomes_of_the_list() -> None:
-    views = [filled((4, 3), torch.float32)]
-    wanted = naive(views, [2, 1])
-    blocks = Blocks(views, [2, 1])
-    kept = weakref.ref(views[0])
-    views.clear()
-    assert kept() is not None
-    assert torch.equal(bits(blocks.gathered()), wanted)
 
 
 def test_blocks_that_lie_over_each_other_or_nowhere_are_at_no_address() -> None:
@@ -228,11 +179,6 @@ def test_layers_are_reported_in_order_once_and_an_error_of_the_callback_is_logge
     told.clear()
     Blocks([torch.zeros(4, 3)] * 2, [], on_layer=told.append).arrived(0)
     assert told == [0, 1]
-
-
-def test_tensors_are_no_layers() -> None:
-    with pytest.raises(LayoutError, match=r"\[layer\]\[part\]"):
-        BlockViews([torch.zeros(4, 3)] * 2)  # type: ignore[list-item]
 
 
 def test_blocks_that_follow_one_another_are_one_piece_of_each_view() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 
 import attrs
 import pytest
@@ -20,47 +19,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "words"), [(False, True, "taken"), (True, True, "taken"), (True, False, "read")]
-)
-def test_who_has_an_entry_is_named(first: bool, second: bool, words: str) -> None:
-    leases = Leases()
-    leases.take(1, "worker 3", exclusive=first)
-    with pytest.raises(LentError, match=f"entry 1 cannot be {words}: worker 3 has it"):
-        leases.take(1, "b", exclusive=second)
-
-
-def test_a_lease_of_somebody_elses_book_is_not_ours() -> None:
-    mine, theirs = Leases(), Leases()
-    lease = mine.take(1, "a", exclusive=False)
-    theirs.take(7, "b", exclusive=False)  # has the same number
-    assert lease not in theirs and not theirs.release(lease)
-
-
-@pytest.mark.parametrize("duration_s", [0, -1, math.nan])
-def test_a_duration_that_is_none_is_refused(duration_s: float) -> None:
-    with pytest.raises(ValueError, match="more than 0 seconds"):
-        Leases().take(1, "a", exclusive=False, duration_s=duration_s)
-
-
-def test_a_long_life_of_short_leases_leaves_nothing_behind() -> None:
-    leases = Leases(Clock())
-    stays = leases.take(0, "x", exclusive=False, duration_s=9)
-
-    def live(count: int) -> None:
-        for number in range(1, count):
-            leases.release(leases.take(number, f"holder {number}", exclusive=True, duration_s=10))
-
-    live(100)
-    tracemalloc.start()
-    try:
-        live(3000)
-        assert tracemalloc.get_traced_memory()[0] < 20_000
-    finally:
-        tracemalloc.stop()
-    assert leases.next_expiry() == stays.expires_at
 
 
 @attrs.define

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvplug.errors import ClosedError, PeerGoneError, TransportError
+from kvplug.errors import ClosedError, PeerGoneError
 from kvplug.transport import Lifecycle
 from kvplug_testing.waits import Call
 
@@ -23,14 +23,6 @@ def test_the_first_reason_is_kept() -> None:
     assert isinstance(error, PeerGoneError)
     assert str(error) == "the pipe to a peer: its process ended"
     assert lifecycle.error() is not error
-
-
-def test_what_broke_is_no_loss_of_a_peer() -> None:
-    lifecycle = Lifecycle("the pipe to a peer")
-    assert lifecycle.fail("nonsense came")
-    assert lifecycle.broken
-    assert not lifecycle.peer_lost
-    assert type(lifecycle.error()) is TransportError
 
 
 def test_closing_goes_before_every_other_reason() -> None:
@@ -66,9 +58,3 @@ def test_a_forked_child_learns_that_it_is_its_parents_though_the_lock_is_taken()
     assert "forked" in str(lifecycle.error())
     Held.go_on.set()
     inside.result(5)
-
-
-def test_of_many_who_close_it_one_has() -> None:
-    lifecycle, go = Lifecycle("the pipe to a peer"), threading.Barrier(8)
-    calls = [Call(lambda: (go.wait(10), lifecycle.close("is closed"))[1]) for _ in range(8)]
-    assert sorted(call.result() for call in calls) == [False] * 7 + [True]

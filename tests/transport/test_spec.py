@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import PluginError, Registry
-from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
-from kvplug.transport import Kind, PluginLoadError, TransportSpec, hookimpl
-from kvplug.transport.spec import load_target
+from kvplug import PluginError
+from kvplug.engine import CommandSpec, ConnectorSpec
+from kvplug.transport import Kind, PluginLoadError, TransportSpec
 
 KINDS = "allowed is pipe, queue, lookup_buffer or communicator"
 
@@ -65,12 +64,6 @@ def load(spec: Any, loader: str) -> str:
         (pipe(factory=MISSPELT), "load_factory", "the factory of the pipe 'mine'"),
         (pipe(options=MISSPELT), "load_options", "the options of the pipe 'mine'"),
         (
-            pipe(kind="lookup_buffer", factory=MISSPELT),
-            "load_factory",
-            "the factory of the lookup buffer 'mine'",
-        ),
-        (SinkSpec(name="ash", factory=MISSPELT), "load_factory", "the factory of the sink 'ash'"),
-        (
             ConnectorSpec(name="relay", factory="a:b", worker_factory=MISSPELT),
             "load_worker_factory",
             "the worker factory of the connector 'relay'",
@@ -98,24 +91,6 @@ def test_a_target_of_the_wrong_sort_is_told_with_what_it_is(why: str) -> None:
     assert load(spec, loader) == f"the {what} of the pipe 'mine': {target} {why}"
 
 
-def test_a_module_that_is_not_there_has_no_nearest_name() -> None:
-    text = load(pipe(factory="nowhere.at_all:Endpoint"), "load_factory")
-    assert text.endswith(": ModuleNotFoundError: No module named 'nowhere'")
-
-
-def test_a_spec_that_a_registry_took_names_its_distribution_too_and_stays_equal() -> None:
-    class Plugin:
-        @hookimpl
-        def kvplug_transports(self) -> list[TransportSpec]:
-            return [pipe(factory=MISSPELT)]
-
-    registry = Registry()
-    registry.register(Plugin(), name="mine", distribution="kvplug-mine", version="1.0")
-    spec = registry.get(Kind.PIPE, "mine")
-    assert load(spec, "load_factory").startswith(f"the factory of the pipe 'mine' from kvplug-mine: {CANNOT}")
-    assert spec == pipe(factory=MISSPELT)
-
-
 def test_a_misspelt_probe_is_a_reason_with_the_nearest() -> None:
     probe = pipe(probe="spec_subject:descrbe").run_probe()
     assert not probe.viable
@@ -123,38 +98,6 @@ def test_a_misspelt_probe_is_a_reason_with_the_nearest() -> None:
         "the probe of the pipe 'mine': cannot load spec_subject:descrbe: AttributeError"
     )
     assert probe.reason.endswith("; did you mean 'describe'?")
-
-
-class _Odd(ModuleType):
-    """A module that answers as it likes."""
-
-    def __dir__(self) -> Any:
-        raise ImportError("no list")
-
-
-class _Proxy:
-    """Of what is not there yet."""
-
-    @property
-    def __class__(self) -> Any:
-        raise RuntimeError("nothing is bound")
-
-
-def test_a_module_that_cannot_be_looked_through_is_an_error_like_others(monkeypatch: Any) -> None:
-    odd = _Odd("odd")
-    odd.__dict__["current"] = _Proxy()
-    monkeypatch.setitem(sys.modules, "odd", odd)
-    with pytest.raises(PluginLoadError, match="cannot load odd:Endpoint: AttributeError"):
-        load_target("odd:Endpoint")
-
-
-def test_a_fault_inside_of_a_lazy_module_is_no_misspelling(monkeypatch: Any) -> None:
-    lazy = ModuleType("lazy")
-    lazy.__dict__.update(Endpoint=None, __getattr__=lambda name: sys.nope)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "lazy", lazy)
-    with pytest.raises(PluginLoadError) as e:
-        load_target("lazy:Endpont")
-    assert "did you mean" not in str(e.value)
 
 
 def test_what_is_made_for_tests_is_never_taken_by_auto() -> None:

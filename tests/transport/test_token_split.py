@@ -10,12 +10,6 @@ from kvplug.transport import TensorMismatchError, TokenSplit
 from kvplug.transport.communicator.tokens import width_of
 
 
-def test_each_rank_has_its_own_rows_where_none_are_shared() -> None:
-    split = TokenSplit.of([2, 0, 3], 1)
-    assert (split.total, split.shared) == (5, False)
-    assert [split.rows(rank) for rank in range(3)] == [slice(0, 2), slice(2, 2), slice(2, 5)]
-
-
 def test_shared_tokens_are_there_once() -> None:
     split = TokenSplit.of([2, 2, 3, 3], 2)
     assert (split.sizes, split.total, split.shared) == ((2, 0, 3, 0), 5, True)

@@ -64,11 +64,3 @@ def test_a_transfer_whose_lock_a_thread_has_has_failed_in_a_forked_child(
         waiting.join()
     assert transfer.done()
     assert transfer.error() is None
-
-
-def test_a_transfer_that_had_ended_is_in_a_forked_child_as_it_was() -> None:
-    done, failed = Transfer(10), Transfer(10)
-    done.finish()
-    failed.fail(KeyError("of the test"))
-    assert not in_forked_child(lambda: f"{done.error() or ''}" if done.done() else "not done")
-    assert in_forked_child(lambda: f"{failed.error()!r}") == "KeyError('of the test')"

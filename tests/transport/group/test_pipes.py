@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ConfigError, KvplugError, TimeoutError, TransportError
+from kvplug.errors import KvplugError, TimeoutError, TransportError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials
@@ -136,11 +136,3 @@ def test_a_peer_that_does_not_name_us_is_a_timeout_and_no_pipe_is_left() -> None
             connect_ranks(group, PlainEndpoint(), [0], timeout=10)[0].close()
 
     in_threads(3, work)
-
-
-def test_a_rank_is_no_peer_of_its_own() -> None:
-    with StatelessGroup.create("unix:", rank=0, world_size=1) as group:
-        assert connect_ranks(group, PlainEndpoint()) == {}
-        for peers in ([0], [1]):
-            with pytest.raises(ConfigError, match="other ranks"):
-                connect_ranks(group, PlainEndpoint(), peers)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import WireError
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.transport.group.store import Store
@@ -30,41 +29,6 @@ def ask(store: Store, rank: int, *request: Any) -> Any:
     status, value = store.answer(rank, request)
     assert status == "ok", value
     return value
-
-
-def test_keys_are_set_got_added_to_and_deleted(store: Store) -> None:
-    ask(store, 1, "set", "k", b"data")
-    assert ask(store, 2, "get", "k", 0) == b"data"
-    assert ask(store, 2, "delete", "k") is True
-    assert ask(store, 2, "delete", "k") is False
-    assert [ask(store, r, "add", "n", 2) for r in (0, 1, 2)] == [2, 4, 6]
-    assert store.answer(1, ("get", "k", 0)) == ("timeout", "no rank has set 'k' in time")
-    ask(store, 1, "set", "text", b"\xa1x")
-    assert store.answer(1, ("add", "text", 1))[0] == "refused"
-
-
-def test_a_letter_stays_until_it_is_confirmed(store: Store) -> None:
-    ask(store, 1, "post", "send", 0, [2], b"one")
-    ask(store, 1, "post", "send", 0, [2], b"the same again")
-    for _ in range(2):
-        assert ask(store, 2, "take", "send", 0, 1, 0) == b"one"
-    ask(store, 2, "taken", "send", 0, 1)
-    status, text = store.answer(2, ("take", "send", 0, 1, 0))
-    assert status == "timeout" and "rank 1 (worker 1, pid 101) has sent nothing" in text
-    assert store.num_entries == 0
-
-
-def test_a_round_names_who_is_missing_and_can_be_gone_on_with(store: Store) -> None:
-    status, text = store.answer(1, ("collect", "barrier 0", b"", 0))
-    assert status == "timeout"
-    assert "rank 0 (worker 0" in text and "rank 2 (worker 2" in text and "rank 1" not in text
-    assert store.answer(2, ("collect", "barrier 0", b"", 0))[0] == "timeout"
-    for rank in range(3):
-        assert ask(store, rank, "collect", "barrier 0", b"", 0) == [b""] * 3
-    assert store.num_entries == 1
-    for rank in range(3):
-        ask(store, rank, "collected", "barrier 0")
-    assert store.num_entries == 0
 
 
 def test_a_rank_that_is_gone_ends_the_waits_for_it_and_takes_its_letters_along(store: Store) -> None:
@@ -93,37 +57,12 @@ def test_a_round_that_was_complete_is_given_to_all_though_one_has_gone_since(sto
     assert store.num_entries == 0
 
 
-def test_who_cannot_join_is_told_why() -> None:
-    store = Store(3)
-    store.add_self(identity(0))
-    store.join(1, 3, identity(1))
-    with pytest.raises(WireError, match="rank 1 is taken: worker 1, pid 101"):
-        store.join(1, 3, identity(2))
-    with pytest.raises(WireError, match=r"world_size: rank 2 .* says 4, rank 0 says 3"):
-        store.join(2, 4, identity(2))
-    for rank in (0, 3, -1):
-        with pytest.raises(WireError):
-            store.join(rank, 3, identity(2))
-    store.part(1, "is gone")
-    with pytest.raises(WireError, match="is gone"):
-        store.join(1, 3, identity(1))
-    assert "never came" in store.name(2)
-
-
 def test_only_the_process_that_joined_may_ask_as_that_rank(store: Store) -> None:
     assert store.is_member(1, PeerIdentity(pid=101, label="another label"))
     assert not store.is_member(1, identity(2))
     assert not store.is_member(7, identity(1))
     store.part(1, "has left")
     assert not store.is_member(1, identity(1))
-
-
-def test_closing_tells_who_waits_what_was_missing(store: Store) -> None:
-    waiting = Call(lambda: store.answer(1, ("collect", "b", b"", None)))
-    assert waiting.is_blocked(0.05)
-    store.close()
-    status, text = waiting.result(5)
-    assert status == "gone" and "still missing rank 0" in text
 
 
 def test_draining_waits_for_what_others_have_not_fetched_and_not_for_ever(store: Store) -> None:
@@ -205,7 +144,3 @@ def test_a_request_that_cannot_be_is_refused_in_few_words_and_changes_nothing(
     status, text = store.answer(1, request_)
     assert status == "refused" and len(text) < 500
     assert store.num_entries == 0
-
-
-def test_a_list_of_the_right_form_is_as_good_as_a_tuple(store: Store) -> None:
-    assert store.answer(1, ["set", "k", b""]) == ("ok", None)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
 from array import array
-from importlib.util import module_from_spec
 from typing import Any
 
 import pytest
@@ -141,23 +139,6 @@ def test_they_copy_and_check_as_python_does(
 
 
 @compiled
-@pytest.mark.parametrize(
-    "form", [opaque_format(1000), form_of(4, torch.float16)], ids=["opaque", "of tokens"]
-)
-def test_rows_of_the_callers_are_served_too(form: PageFormat) -> None:
-    memory = PageBuffers.empty(form, 3)
-    memory.rows().buffer[:] = bytes(index % 251 for index in range(3 * form.nbytes))
-    rows, headers = saved(memory, 3, gap=0, native=True)
-    assert bytes(rows.row(2)) == bytes(memory.rows().row(2))
-    into = PageBuffers.empty(form, 3)
-    layers = range(form.num_layers)
-    assert checks(rows, headers, into, layers) == [None] * 3
-    assert into.rows().buffer == memory.rows().buffer
-    rows.row(1)[7] ^= 1
-    assert checks(rows, headers, into, layers) == [None, MissReason.CORRUPT, None]
-
-
-@compiled
 def test_caches_that_are_not_alike_in_all_layers_are_left_to_python() -> None:
     views = caches(4, "KBTHD", torch.float16)
     views[1] = caches(4, "BHTKD", torch.float16)[1]
@@ -195,40 +176,6 @@ def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(
     words[at[changed]] += 1
     found = loading.load(some, layers)
     assert found == [None, MissReason.EVICTED if changed == 2 else MissReason.CORRUPT]
-
-
-@pytest.mark.parametrize("is_native", [pytest.param(True, marks=compiled), False])
-@pytest.mark.parametrize("order", ["KBTHD", "BHTKD"])
-def test_rows_are_filled_layer_by_layer(order: str, is_native: bool) -> None:
-    source = PageBlocks(form_of(4, torch.float16), caches(4, order, torch.float16), [3, 0, 5, 1], 0, 4)
-    expected, _ = saved(source, 4, gap=8, native=False)
-    buffer = memoryview(bytearray(3 * source.format.nbytes))
-    rows = PageRows.dense(buffer, 3, source.format.nbytes)
-    filling = copying.PageFilling(source, 1, rows, native=is_native)
-    for layer in range(LAYERS):
-        filling.fill(range(layer, layer + 1))
-    assert [bytes(rows.row(at)) for at in range(3)] == [bytes(expected.row(at)) for at in range(1, 4)]
-    with pytest.raises(LayoutError):
-        filling.fill(range(LAYERS, LAYERS + 1))
-
-
-@compiled
-@pytest.mark.parametrize("broken", ["built from another source", "no hash"])
-def test_what_cannot_be_used_is_said_once_and_python_takes_its_place(
-    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = native.__spec__
-    assert spec is not None and spec.loader is not None
-    fresh = module_from_spec(spec)  # which has loaded nothing yet
-    spec.loader.exec_module(fresh)
-    if broken == "no hash":
-        monkeypatch.setattr(native.importlib, "import_module", lambda name: ctypes)
-    else:
-        monkeypatch.setattr(native.zlib, "crc32", lambda data: 1)
-    assert fresh.library() is None
-    assert fresh.library() is None
-    assert len(caplog.records) == 1
-    assert "using Python instead" in caplog.text
 
 
 # -- of Python alone, against copies token by token ------------------------------------------------------
@@ -288,16 +235,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_copied() -> None:
         PageBuffers(opaque_format(8), PageRows.dense(memoryview(bytearray(8)), 2, 4))
 
 
-def test_rows_that_are_evenly_spaced_are_one_tensor_over_the_same_memory() -> None:
-    rows = PageRows(memoryview(bytearray(range(20))), [2, 7, 12], 4)
-    tensor = rows.as_tensor()
-    assert tensor.tolist() == [[2, 3, 4, 5], [7, 8, 9, 10], [12, 13, 14, 15]]
-    tensor[1, 1] = 99
-    assert rows.row(1)[1] == 99
-    assert PageRows(rows.buffer, [2, 7, 13], 4).as_tensor() is None
-    assert PageRows(rows.buffer, [7, 2], 4).as_tensor() is None
-
-
 # -- pages that lie anywhere in memory, whole or in pieces -----------------------------------------------
 
 
@@ -340,15 +277,3 @@ def test_pages_leave_their_pieces_and_come_back_with_checksums(
         header = SEAL.header(series, b"", rows.row(index), checksums[index])
         assert reading.load(index, header, rows.row(index)) is None
     assert target == source
-
-
-def test_pages_that_make_no_format_are_refused() -> None:
-    piece = memoryview(bytearray(8))
-    with pytest.raises(LayoutError, match="at least one page"):
-        PagePieces([])
-    with pytest.raises(LayoutError, match=r"same lengths; got \[8, 8\] and \[8, 4\]"):
-        PagePieces([(piece, piece), (piece, piece[:4])])
-    with pytest.raises(LayoutError, match="contiguous bytes"):
-        PagePieces([(piece[::2],)])
-    with pytest.raises(LayoutError, match="65 pieces"):
-        pieces_format([*[1] * 64, 2])

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import pytest
 
-from kvplug.errors import CapacityError, TimeoutError, UnsupportedError
+from kvplug.errors import TimeoutError, UnsupportedError
 from kvplug.transport.store import page_calls
 from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.executor import ExecutedStore
@@ -131,18 +129,6 @@ def content(pages: PageRequest) -> list[bytes]:
     return [bytes(pages.memory.rows().row(index)[:1]) for index in range(len(pages.keys))]
 
 
-def test_a_store_that_was_closed_keeps_no_memory_of_its_callers(store: ExecutedStore) -> None:
-    pages = request("a", fill="x")
-    memory = weakref.ref(pages.memory)
-    job = store.submit_put(pages)
-    del pages
-    store.close()
-    assert job.results() == [None]
-    del job
-    gc.collect()
-    assert memory() is None
-
-
 def test_memory_that_cannot_be_used_is_no_fault_of_the_store(store: ExecutedStore) -> None:
     pages = request("a", fill="x")
 
@@ -185,16 +171,6 @@ def test_jobs_take_turns_page_by_page_and_lookups_go_first(inner: InDict) -> Non
         assert order[1:5] == [long.keys[0], short.keys[0], long.keys[1], short.keys[1]]
 
 
-def test_a_cancelled_job_asks_for_no_further_page(store: ExecutedStore, inner: InDict) -> None:
-    with inner.held_up():
-        job = store.submit_get(request(*"abcdef"))
-        until(lambda: len(inner.calls) == 2)
-        job.cancel()
-        assert job.wait(1) == [MissReason.CANCELLED] * 6
-    assert store.submit_get(request("g")).wait(5) == [MissReason.ABSENT]
-    assert [call for call, _ in inner.calls].count("read") == 3
-
-
 def test_a_store_that_fails_is_a_miss_and_is_tried_again_after_a_while(
     store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,25 +186,6 @@ def test_a_store_that_fails_is_a_miss_and_is_tried_again_after_a_while(
     assert store.submit_put(wanted).wait(5) == [None]
     (warning,) = warnings_in(caplog)
     assert "no route to it" in warning
-
-
-def test_after_one_failure_the_next_request_is_tried_at_once(store: ExecutedStore, inner: InDict) -> None:
-    """Also if another call was under way at the failure, and fails after it."""
-    both_inside, is_over = threading.Barrier(2), threading.Event()
-    pages = request("a", "b")
-
-    def fail(call: str, key: bytes) -> None:
-        both_inside.wait(20)
-        if key == pages.keys[1]:
-            is_over.wait(20)
-        raise ConnectionError("reset")
-
-    inner.gate = fail
-    assert store.submit_get(pages).wait(5) == [MissReason.STORE_GONE] * 2
-    inner.gate = lambda call, key: None
-    is_over.set()
-    time.sleep(0.05)  # by now the other one has failed, too
-    assert store.submit_get(request("a")).wait(5) == [MissReason.ABSENT]
 
 
 def test_a_page_that_alone_is_lost_has_its_reason_and_the_store_is_not_taken_for_gone(
@@ -272,21 +229,6 @@ def test_a_page_that_cannot_be_read_is_missed_alone_and_not_promised_until_it_is
     assert store.submit_get(again).wait(5) == [None] and content(again) == [b"y"]
 
 
-def test_a_page_that_another_process_has_replaced_is_promised_again_after_a_while(
-    store: ExecutedStore, inner: InDict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page_calls, "_RETRY_S", 0.1)
-    pages = request("a", fill="x")
-    store.submit_put(pages).wait(5)
-    inner.gate = failing(LOST, "a", calls=["read"])
-    assert store.submit_get(pages).wait(5) == [MissReason.UNREADABLE]
-    time.sleep(0.15)
-    assert store.submit_lookup(pages.keys).wait(5) == [Presence.ABSENT]
-    inner.gate = lambda call, key: None
-    assert store.submit_lookup(pages.keys).wait(5) == [Presence.ABSENT], "it was tried a moment ago"
-    until(lambda: store.submit_lookup(pages.keys).wait(5) == [Presence.HELD])
-
-
 @pytest.mark.parametrize("bad", [1, 7, 20])
 def test_a_key_that_cannot_be_looked_up_hides_no_other(store: ExecutedStore, inner: InDict, bad: int) -> None:
     names = [f"page {number}" for number in range(20)]
@@ -304,15 +246,6 @@ def test_a_key_that_cannot_be_looked_up_hides_no_other(store: ExecutedStore, inn
     assert found == [Presence.ABSENT] * bad + [Presence.HELD] * (20 - bad)
 
 
-def test_a_key_that_cannot_be_removed_leaves_no_other(store: ExecutedStore, inner: InDict) -> None:
-    pages = request("a", "b", "c", fill="x")
-    store.submit_put(pages).wait(5)
-    inner.gate = failing(LOST, "a", calls=["remove"])
-    assert store.submit_remove(pages.keys).wait(5) == [False, True, True]
-    assert list(inner.pages) == [pages.keys[0]]
-    assert store.submit_lookup(pages.keys[:1]).wait(5) == [Presence.HELD], "it is not taken for gone"
-
-
 def test_a_connection_that_was_lost_and_is_there_again_costs_no_page(
     store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,17 +260,6 @@ def test_a_connection_that_was_lost_and_is_there_again_costs_no_page(
     assert store.submit_put(request("a", fill="x")).wait(5) == [None]
     assert store.submit_get(request("a")).wait(5) == [None]
     assert failures == ["write", "read"] and not caplog.records
-
-
-def test_an_error_while_the_store_answers_for_no_other_key_is_its_loss(
-    store: ExecutedStore, inner: InDict
-) -> None:
-    store.submit_put(request("a", fill="x")).wait(5)
-
-    inner.gate = failing(OSError(errno.ESTALE, "stale file handle"))
-    assert store.submit_get(request("a")).wait(5) == [MissReason.STORE_GONE]
-    inner.gate = lambda call, key: None
-    until(lambda: store.submit_get(request("a")).wait(5) == [None])
 
 
 def test_a_page_that_is_not_there_behind_held_is_not_promised_again(
@@ -367,26 +289,6 @@ def test_a_write_that_fails_is_of_its_page_and_a_full_disk_is_no_room(
         for _ in range(2):
             assert store.submit_put(request("a", "bad", "b", fill="x")).wait(5) == [None, reason, None]
     assert len(warnings_in(caplog)) == 3
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (CapacityError("a page as large as that"), PutReason.TOO_LARGE),
-        (PermissionError("read-only file system"), PutReason.READ_ONLY),
-        (None, PutReason.NO_ROOM),
-    ],
-)
-def test_room_and_permission_are_results_not_failures(
-    store: ExecutedStore, inner: InDict, error: Exception | None, reason: PutReason
-) -> None:
-    if error is None:
-        inner.write = lambda key, page: False  # type: ignore[method-assign]
-    else:
-        inner.gate = failing(error, calls=["write"])
-    for _ in range(3):
-        assert store.submit_put(request("a")).wait(5) == [reason]
-    assert store.submit_lookup(request("a").keys).wait(5) == [Presence.ABSENT]
 
 
 @pytest.mark.parametrize("timeout", [10.0, 0.1])

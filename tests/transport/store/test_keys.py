@@ -15,7 +15,6 @@ from kvplug.transport.store.keys import (
     Series,
     chain_root,
     chains_of,
-    foreign_key,
     token_identities,
     token_identity,
     tokens_of_identity,
@@ -79,11 +78,6 @@ def test_the_keys_of_a_chain_differ_by_format_shard_and_seal_and_give_the_chain_
         assert each.chain_of(each.key_of(chain)) == chain
         assert each.keys_of([chain, ROOT]) == [each.key_of(chain), each.key_of(ROOT)]
     assert Series(opaque_format(8), b"0 of 2") == series[0]
-
-
-def test_foreign_keys_depend_on_what_the_engines_key_leaves_out() -> None:
-    assert foreign_key(b"vllm", b"key") == foreign_key(b"vllm", b"key")
-    assert len({foreign_key(b"vllm", b"key"), foreign_key(b"vllmk", b"ey"), foreign_key(b"vllm", b"ke")}) == 3
 
 
 def test_identities_are_parents_and_tokens_of_each_page() -> None:

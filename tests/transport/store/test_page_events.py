@@ -94,12 +94,6 @@ def test_what_is_no_event_is_refused(plain: Any) -> None:
         page_event_from_plain(plain)
 
 
-def test_a_reason_of_a_newer_version_is_another_reason() -> None:
-    event = page_event_from_plain({**page_event_to_plain(EVENTS[4]), "reason": "melted"})
-    assert isinstance(event, PagesRemoved)
-    assert event.reason is PageRemoval.OTHER
-
-
 # -- any store, any loss -----------------------------------------------------------------------
 
 

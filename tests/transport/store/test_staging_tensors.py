@@ -2,102 +2,29 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from kvplug.net.deadline import Deadline
 from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.context import StoreContext
-from kvplug.transport.store.format import PageFormat, Part
 from kvplug.transport.store.header import PageSeal
-from kvplug.transport.store.job import GetJob
-from kvplug.transport.store.memory import PageBuffers
 from kvplug.transport.store.results import MissReason
 from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory
 from kvplug.transport.store.staging.pages import StagedPages
 from kvplug.transport.store.staging.store import StagedStore
 from kvplug_testing import peers, simulated, waits
-from kvplug_testing.contract.store.devices import FIRST_TOKEN, Cache
+from kvplug_testing.contract.store.devices import Cache
 from kvplug_testing.contract.store.pages import Batch, batch, kv_format
 from kvplug_testing.memory.store import MemoryStore
 
 pytestmark = pytest.mark.timeout(60)
-CPU = torch.device("cpu")
 
 
 # -- memory ----------------------------------------------------------------------------------------
-
-
-def test_parts_that_are_given_back_are_one_again() -> None:
-    memory = PinnedMemory(4096)
-    memory.prepare(CPU)
-    parts = [memory.take(1000) for _ in range(4)]
-    assert all(part is not None and part.numel() == 1000 for part in parts)
-    assert memory.take(1) is None
-    for part in random.Random(1).sample(parts, 4):
-        assert part is not None
-        memory.give_back(part)
-    assert memory.largest() == 4096
-
-
-def test_memory_goes_to_those_that_wait_in_the_order_of_coming() -> None:
-    memory = PinnedMemory(4096)
-    memory.prepare(CPU)
-    told: list[int] = []
-
-    def listener() -> None:
-        told.append(memory.largest())
-
-    memory.listen(listener)
-    first = memory.take(4096, "first")
-    assert first is not None
-    assert memory.take(4096, "second") is None
-    assert memory.take(256, "third") is None
-    memory.give_back(first)
-    assert told == [0], "there is some, and it is spoken for"
-    assert memory.take(256) is None
-    assert memory.take(256, "third") is None
-    second = memory.take(4096, "second")
-    assert second is not None
-    memory.forget("third")
-    assert memory.take(1) is None
-    assert memory.largest() == 0
-    memory.ignore(listener)
-    memory.give_back(second)
-    assert told == [0, 0]
-
-
-def test_pages_in_host_memory_are_those_in_rows_whatever_their_parts() -> None:
-    parts = (
-        Part(name="scale", dtype="uint8", shape=(2, 3), token_axis=0),
-        Part(name="key", dtype="float16", shape=(2, 5), token_axis=0),
-    )
-    form = PageFormat(page_tokens=2, num_layers=3, parts=parts)
-    rows = PageBuffers.empty(form, 5)
-    rows.rows().buffer[:] = random.Random(1).randbytes(5 * form.nbytes)
-    memory = torch.zeros(StagedPages.nbytes_of(form, 5), dtype=torch.uint8)
-    staged = StagedPages(form, 5, memory)
-    staged.scatter(0, rows.rows())
-    for layer in range(3):
-        for part, (at, nbytes) in enumerate(form.spans):
-            mine = staged.part(staged.layer(layer), part, range(1, 4))
-            begin = layer * form.layer_nbytes + at
-            wanted = b"".join(bytes(rows.rows().row(page)[begin : begin + nbytes]) for page in (1, 2, 3))
-            assert bytes(mine.tolist()) == wanted
-            mine.view(getattr(torch, parts[part].dtype))  # it begins where its dtype may
-    back = PageBuffers.empty(form, 2)
-    columns = back.rows().columns(form.layer_nbytes, 3 * form.layer_nbytes)
-    staged.gather(2, columns, range(1, 3))
-    for index in range(2):
-        wanted = bytes(rows.rows().row(2 + index)[form.layer_nbytes :])
-        assert bytes(columns.row(index)) == wanted
-    assert StagedPages.most_in(form, StagedPages.nbytes_of(form, 5)) == 5
-    assert StagedPages.most_in(form, StagedPages.nbytes_of(form, 5) - 1) == 4
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -131,39 +58,6 @@ def test_a_copy_that_cannot_be_queued_fails_the_load_and_those_before_it_settle_
         assert job.wait(waits.patience_s) == [MissReason.NO_MEMORY] * 6
         assert not job.wait_settled(0.2), "the device has copies of it to do"
     assert job.wait_settled(waits.patience_s)
-
-
-def test_layers_that_come_while_others_are_queued_are_copied_too(
-    staged: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, pages, cache = staged
-    scatter, get = transfers.queue_scatter, store.store.submit_get
-    slow = GetJob(6, 3, Deadline.after(waits.patience_s))
-
-    def begin(request: Any, **more: Any) -> GetJob:
-        assert get(request, **more).wait(waits.patience_s) == [None] * 6
-        slow.advance(1)
-        return slow
-
-    def end_meanwhile(*arguments: Any) -> None:
-        scatter(*arguments)
-        arguments[-1].synchronize()  # the stream: what is queued has run when it is looked at
-        slow.set([None] * 6)
-
-    monkeypatch.setattr(store.store, "submit_get", begin)
-    monkeypatch.setattr(transfers, "queue_scatter", end_meanwhile)
-    assert store.submit_get(pages.request(cache.blocks())).wait(waits.patience_s) == [None] * 6
-    assert cache.missing(pages) == []
-
-
-def test_pages_without_a_token_that_may_be_written_harm_no_others(staged: Any) -> None:
-    store, pages, cache = staged
-    store.submit_remove(pages.keys[1:2]).wait(waits.patience_s)
-    tokens = pages.form.page_tokens
-    blocks = cache.blocks(writable=range(FIRST_TOKEN + 3 * tokens, FIRST_TOKEN + 6 * tokens))
-    results = store.submit_get(pages.request(blocks)).wait(waits.patience_s)
-    assert [reason is None for reason in results] == [True, False, True, True, True, True]
-    assert cache.missing(pages) == [0, 1, 2]
 
 
 def test_a_large_load_is_not_held_up_by_small_ones_that_come_later(staged: Any) -> None:
