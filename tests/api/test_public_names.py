@@ -82,12 +82,6 @@ def test_no_public_name_hides_a_module_of_the_package(door: Any) -> None:
     assert not rooms & set(stub_of(door))
 
 
-@every_door
-def test_a_name_that_is_not_there_is_an_attribute_error(door: Any) -> None:
-    with pytest.raises(AttributeError, match=f"module '{door.__name__}' has no attribute 'Pip'"):
-        door.Pip  # noqa: B018
-
-
 # -- what plugins that exist use ---------------------------------------------------------------------
 
 
@@ -120,90 +114,6 @@ def test_our_plugins_import_what_is_recorded_and_nothing_else_of_kvplug() -> Non
     assert len(imported) > 100 and not imported - recorded.keys()
 
 
-@pytest.mark.parametrize(
-    ("api", "versions", "frozen"),
-    [
-        ("1.0", [], False),
-        ("1.0", ["0.1.0"], True),
-        ("1.1", ["0.9.0", "0.1.0"], False),
-        ("1.1", ["0.10.0"], True),
-    ],
-)
-def test_the_api_is_frozen_once_a_release_has_it(api: str, versions: list[str], frozen: bool) -> None:
-    table = "| version | since kvplug |\n| 1.0 | 0.1 | the hooks |\n| 1.1 | 0.10 | a field |\n"
-    changelog = "# Changes\n" + "".join(f"## {version} (2030-01-01)\n\n### Added\n" for version in versions)
-    assert public_names.is_released(api, table, changelog) == frozen
-
-
 def test_the_page_says_since_when_the_api_is_there() -> None:
     page = public_names.TABLE.read_text(encoding="utf-8")
     assert not public_names.is_released(public_names.dotted(PLUGIN_API), page, "")
-
-
-OLD = {
-    "door.Thing": "class | LookupError",
-    "door.Thing.__init__": "method | (self, *, name: str, size: int = 1)",
-    "door.Thing.act": "method | (self, what: str, how: str = '') -> None",
-    "door.Thing.must": "abstract method | (self, what: str) -> None",
-    "door.Thing.NAME": "class attribute | 'x'",
-    "door.Thing.size": "property | int",
-    "door.Sub": "class | door.Thing, LookupError",
-    "door.Sub.act": "method | (self, what: str, how: str = '') -> None",
-    "door.make": "function | (*parts: str, **more: str) -> Thing",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "becomes", "broken"),
-    [
-        ("door.make", None, "it is gone"),
-        ("door.make", "function | (*parts: str) -> Thing", "no longer takes [*][*]"),
-        ("door.make", "class | ", "it was a function, and is a class"),
-        ("door.Thing", "class | ", "no longer a subclass of LookupError"),
-        ("door.Thing.act", "method | (self, what: str) -> None", "no longer takes how"),
-        (
-            "door.Thing.act",
-            "method | (self, what: str, *, how: str = '') -> None",
-            "positional arguments were",
-        ),
-        (
-            "door.Thing.act",
-            "method | (self, how: str = '', what: str = '') -> None",
-            "positional arguments were",
-        ),
-        ("door.Thing.act", "method | (self, what: str, how: str) -> None", "requires how"),
-        ("door.Thing.act", "method | (self, what: str, how: str = '', *, why: str) -> None", "requires why"),
-        ("door.Thing.act", "method | (self, what: str, how: str = '', *, why: str = '') -> None", ""),
-        ("door.Thing.act", "method | (self, what: bytes, how: str = '') -> None", ""),
-        (
-            "door.Thing.must",
-            "abstract method | (self, what: str, how: str = '') -> None",
-            "theirs do not take how",
-        ),
-        ("door.Thing.must", "method | (self, what: str, how: str = '') -> None", ""),
-        ("door.Thing.new", "abstract method | (self) -> None", "give it a body"),
-        ("door.Thing.new", "method | (self) -> None", ""),
-        ("door.Thing.__init__", "method | (self, *, name: str, size: int = 1, unit: str)", "requires unit"),
-        ("door.Thing.__init__", "method | (self, *, unit: str = '', name: str, size: int = 2)", ""),
-        ("door.Thing.size", "field | int", ""),
-        ("door.Sub.act", None, ""),  # door.Thing has it
-        ("door.Other", "class | ", ""),
-    ],
-)
-def test_it_is_known_what_breaks_plugins(name: str, becomes: str | None, broken: str) -> None:
-    def record(names: dict[str, str]) -> dict[str, public_names.Line]:
-        lines = [
-            " | ".join(["1.0", text.split(" | ")[0], at, text.split(" | ")[1]]) for at, text in names.items()
-        ]
-        return public_names.read_record("\n".join(lines))
-
-    new = {at: text for at, text in OLD.items() if at != name} | ({name: becomes} if becomes else {})
-    found = public_names.changes(record(OLD), record(new))
-    if broken:
-        (said,) = found.breaks
-        assert re.match(rf"{re.escape(name)}: .*{broken}", said)
-    else:
-        assert not found.breaks
-        assert (name in found.added) == (name not in OLD)
-        differs = name in OLD and becomes not in (None, OLD[name])
-        assert [each.partition(":")[0] for each in found.to_look_at] == ([name] if differs else [])

@@ -66,10 +66,3 @@ def test_the_lowest_constraints_are_the_floors_of_the_metadata() -> None:
         return {name.lower(): tuple([*map(int, version.split(".")), 0, 0][:3]) for name, version in pairs}
 
     assert versions(pinned, "==") == versions(wanted, ">=")
-
-
-def test_only_the_constraints_name_a_version_of_torch() -> None:
-    manifests = [*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("docs/examples/*/pyproject.toml")]
-    manifests += [ROOT / "pyproject.toml", ROOT / "tox.ini"]
-    assert not [path for path in manifests if "torch==" in path.read_text()]
-    assert "\ntorch==" in (ROOT / "constraints.txt").read_text()

@@ -61,8 +61,6 @@ def config(**more: Any) -> Config:
 
 FINAL: list[tuple[dict[str, Any], str, str]] = [
     ({"options": {"heap": {"size": "10 TiB"}}}, "options.heap.size", "10 TiB is more than the 8 GiB"),
-    ({"options": {"heap": {"size": "9 GiB"}}}, "options.heap.size", "set it to at most 8192 MiB"),
-    ({"buffer_size": "9 GiB"}, "buffer_size", "9 GiB is more than"),
     ({"connector": "entries", "stores": [], "buffer_size": "9 GiB"}, "buffer_size", "9 GiB is more than"),
     ({"device": "cuda", "staging_size": "9 GiB"}, "staging_size", "with 1 GiB for buffer_size, is"),
     ({"options": {"ring": {"keep": "9 GiB"}}}, "options.ring.keep", "set it to at most 7168 MiB"),

@@ -35,13 +35,6 @@ def test_a_queue_is_built_by_name() -> None:
             reader.close()
 
 
-def test_the_warning_interval_is_the_configs_unless_the_call_says_another() -> None:
-    config = Config.from_dict({"queue": "memory", "queue_warning_interval_s": "5 s"})
-    assert build_queue(config).context.warning_interval_s == 5.0
-    assert build_queue(config, warning_interval_s=2.0).context.warning_interval_s == 2.0
-    assert build_queue(Config(queue="memory")).context.warning_interval_s == 60.0
-
-
 def test_what_a_config_names_wrongly_is_refused() -> None:
     group = StatelessGroup.create("unix:", rank=0, world_size=1)
     with group:
@@ -82,15 +75,3 @@ def test_a_communicator_is_built_by_name_at_every_rank() -> None:
             return made.all_reduce(torch.ones(2) * (group.rank + 1)).tolist()
 
     assert at_ranks(2, call) == [[3.0, 3.0]] * 2
-
-
-def test_a_queue_comes_from_a_group_and_goes_from_one_rank_to_all_others() -> None:
-    def call(group: StatelessGroup) -> Any:
-        endpoint = build_queue(Config(queue="memory", timeout_s=20))
-        with endpoint.create_from_process_group(group, writer_rank=1) as queue:
-            assert queue.is_writer is (group.rank == 1)
-            got = queue.broadcast_object("hello" if group.rank == 1 else None)
-            group.barrier()
-            return got
-
-    assert at_ranks(3, call) == ["hello"] * 3

@@ -8,24 +8,13 @@ import attrs
 import pytest
 
 from kvplug import Config
-from kvplug.assembly.doctor.facts import facts_from_peer, read_facts
+from kvplug.assembly.doctor.facts import facts_from_peer
 from kvplug.assembly.doctor.rate import rate_finding
 from kvplug.assembly.examination.answering import report_of
 from kvplug.assembly.examination.finding import findings_of_peer, refusals
-from kvplug.assembly.examination.host import HostFacts, connector_options, facts_of
-from kvplug.assembly.examination.limits import findings_of_host, findings_of_two
+from kvplug.assembly.examination.host import HostFacts, connector_options
+from kvplug.assembly.examination.limits import findings_of_two
 from kvplug.assembly.examination.measuring import Measured
-from kvplug.errors import ConfigError
-
-
-def test_facts_of_a_host_survive_the_wire_and_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVPLUG_SECRET", "a secret of many bytes")
-    facts = facts_of(Config())
-    assert HostFacts.from_plain(facts.to_plain()) == facts
-    assert facts.secret == "KVPLUG_SECRET"
-    assert "a secret" not in str(facts.to_plain())
-    assert "127.0.0.1" in str(facts.interfaces)
-    assert facts.versions["kvplug"]
 
 
 @pytest.mark.parametrize(
@@ -45,16 +34,6 @@ def test_words_of_a_peer_are_made_fit_for_a_terminal(said: Any) -> None:
     long = {"verdict": "note", "what": "a" * 10**6, "why": ["b" * 10**6] * 1000, "change": "c" * 10**6}
     assert len(str(findings_of_peer([long]))) < 10_000
     assert facts_from_peer({"num_layers": said, "nothing": 1, "block_size": 16}) == {"block_size": 16}
-
-
-def test_limits_matter_where_what_needs_them_is_there() -> None:
-    facts = HostFacts(descriptors=4096, shm_bytes=1 << 40, shm_free_bytes=1 << 40, locked_bytes=1 << 16)
-    assert {each.verdict for each in findings_of_host(facts, Config())} == {"ok"}
-    with_rdma = attrs.evolve(facts, rdma="mlx5_0")
-    (found,) = (each for each in findings_of_host(with_rdma, Config()) if each.verdict != "ok")
-    assert (found.topic, found.what) == ("locked memory", "64 KiB may be locked")
-    assert "mlx5_0" in found.why[0]
-    assert found.change.startswith("ulimit -l")
 
 
 def test_hosts_apart_in_time_and_version_are_named() -> None:
@@ -109,13 +88,6 @@ def test_a_refusal_becomes_what_why_and_the_line_to_change() -> None:
     assert dtype.change.startswith("--kv-cache-dtype")
     assert transport.why == ("shm: cannot work here",)
     assert (other.topic, other.what) == ("handshake", "refused with pid 5: the peer gave no reason")
-
-
-def test_a_fact_that_is_none_is_refused() -> None:
-    assert read_facts(["layout=KBTHD", "window=4096"]) == {"layout": "KBTHD", "window": 4096}
-    for wrong in ("num_layers", "num_layers=many", "dtype=float17", "layers=2", "layout=KK"):
-        with pytest.raises(ConfigError):
-            read_facts([wrong])
 
 
 def test_of_an_option_that_may_be_a_secret_or_a_path_only_its_presence_is_told() -> None:

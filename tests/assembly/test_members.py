@@ -185,20 +185,6 @@ def test_waiting_for_a_directory_that_never_answers_says_why(members: Any, direc
         reader.wait_until_known(Deadline.after(0.3))
 
 
-def test_two_engines_of_one_id_are_told_of(
-    members: Any, directory: InMemory, caplog: pytest.LogCaptureFixture
-) -> None:
-    members("same").announce("unix:@mine")
-    waits.until(lambda: "same/0" in directory.kept)
-    mine = directory.kept["same/0"]
-
-    def is_told() -> bool:
-        directory.kept["same/0"] = mine.replace(b"unix:@mine", b"unix:@theirs")
-        return "which must differ" in caplog.text
-
-    waits.until(is_told)
-
-
 def test_an_engine_at_our_own_address_is_named_and_not_followed(
     members: Any, directory: InMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,30 +228,6 @@ def test_an_address_of_one_host_is_not_announced_where_others_look(members: Any)
                 mine.announce(contact)
         mine.announce("unix:/run/kvplug/a.sock")  # containers of a host may share a folder, and no network
         mine.announce("198.51.100.5:29555")
-
-
-def test_a_closed_one_withdraws_and_asks_no_more(members: Any, directory: InMemory) -> None:
-    mine = members("mine")
-    mine.announce("unix:@mine")
-    waits.until(lambda: "mine/0" in directory.kept)
-    mine.close()
-    assert not directory.kept
-    before = directory.num_calls
-    time.sleep(LEASE_S)
-    assert directory.num_calls == before
-
-
-@pytest.mark.parametrize(
-    ("peers", "says"),
-    [
-        (["redis://a:1/0", "etcd://b:2"], "2 directories were given"),
-        (["Redis://a"], "written as a URL"),
-        (["redis://"], "written as a URL"),
-    ],
-)
-def test_wrong_directories_are_faults_of_the_config(peers: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        Config.from_dict({"peers": peers})
 
 
 def test_an_unknown_directory_is_named_with_the_others() -> None:

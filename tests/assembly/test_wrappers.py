@@ -8,12 +8,10 @@ import pytest
 
 from kvplug import Config, ConfigError, PluginError, Registry, build_queue
 from kvplug.assembly.resolve import ResolvedConfig
-from kvplug.cli.list import lines_of
 from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
 from kvplug_testing.memory.queue import MemoryQueueEndpoint
 
 AROUND = {"mark": "x"}
-BOTH = {"transport": "around", "queue": "around"}
 
 
 @pytest.fixture(scope="module")
@@ -54,30 +52,6 @@ def test_faults_of_the_wrapper_and_of_what_it_wraps_are_listed_together(registry
     faults = faults_of(Config.from_dict(given), registry, "queue")
     assert any(fault.startswith("options.around.mark: must be given") for fault in faults)
     assert "options.memory: the queue 'memory' takes no options" in faults
-
-
-@pytest.mark.parametrize("around", [None, {}])
-def test_a_pipe_and_a_queue_share_one_table_and_its_faults_are_listed_once(
-    registry: Registry, around: dict[str, Any] | None
-) -> None:
-    (fault,) = faults_of(config(around, **BOTH), registry, *BOTH)
-    assert fault.startswith("options.around.mark: must be given")
-
-
-def test_the_inner_name_of_a_pipe_and_a_queue_is_one_of_both_kinds(registry: Registry) -> None:
-    ResolvedConfig(config({**AROUND, "inner": "memory"}, **BOTH), registry).check(keys=BOTH)
-    faults = faults_of(config({**AROUND, "inner": "nothing-such"}, **BOTH), registry, *BOTH)
-    assert len(faults) == 2
-    assert ["transport named" in faults[0], "message queue named" in faults[1]] == [True, True]
-
-
-def test_it_is_listed_without_capabilities_and_never_selected_by_auto(registry: Registry) -> None:
-    lines = [line for line in lines_of(registry, everything=True) if line.name == "around"]
-    assert [line.kind for line in lines] == ["pipe", "queue"]
-    assert {(line.distribution, line.status, line.capabilities) for line in lines} == {
-        ("kvplug-lab", "ok", None)
-    }
-    assert "around" not in [offer.name for offer in ResolvedConfig(config(None), registry).offers()]
 
 
 @pytest.mark.parametrize("inner", ["memory", "auto"])
@@ -144,12 +118,3 @@ def test_a_queue_that_other_hosts_reach_must_authenticate(few: Registry, given: 
     with pytest.raises(PluginError, match="its data plane is not authenticated"):
         build_queue(Config.from_dict({**given, "host": "192.0.2.7"}), registry=few)
     build_queue(Config.from_dict(given), registry=few)
-
-
-def test_auto_needs_an_inner_queue(registry: Registry) -> None:
-    from kvplug_lab import plugin
-
-    alone = Registry()
-    alone.register(plugin, name="lab")
-    with pytest.raises(PluginError, match="no message queue can be had"):
-        build_queue(config(AROUND, queue="around"), registry=alone)

@@ -39,34 +39,12 @@ def test_show_prints_every_value_with_its_source_and_never_a_secret(birds: Any) 
     assert "hunter2" not in done.stdout + done.stderr
 
 
-def test_show_has_the_same_for_programs(birds: Any) -> None:
-    path = write(birds, GOOD)
-    found = json.loads(birds.kvplug("config", "show", "--json", KVPLUG_CONFIG=path).stdout)
-    assert found["role"] == {"value": "producer", "source": path}
-    assert found["options.carrier-pigeon.birds"] == {"value": 3, "source": path}
-    assert found["engine_id"]["source"] == "generated"
-
-
 def test_show_tells_every_fault_of_form_and_shows_nothing(birds: Any) -> None:
     done = birds.kvplug("config", "show", "pot=3", "rank=9")
     assert done.returncode == 1
     assert "pot: not a known key; did you mean 'port'? [command line]" in done.stderr
     assert "rank: not a known key any more" in done.stderr
     assert done.stdout == ""
-
-
-def test_show_notes_names_that_are_not_there_and_options_with_faults(birds: Any) -> None:
-    done = birds.kvplug("config", "show", "transport=carrier-pigon", "options.x.y=3")
-    assert done.returncode == 0
-    assert "note: transport: no transport named 'carrier-pigon'" in done.stderr
-    assert "options.x.y" in done.stdout
-    done = birds.kvplug("config", "show", "transport=carrier-pigeon", "options.carrier-pigeon.birds=0")
-    assert "options.carrier-pigeon.birds: '0' was given; allowed is at least 1" in done.stderr
-
-
-def test_show_prints_a_table_that_two_things_share_once(site: Any) -> None:
-    done = site.kvplug("config", "show", "transport=around", "queue=around", "options.around.mark=x")
-    assert done.stdout.count("options.around.inner") == done.stdout.count("options.around.mark") == 1
 
 
 def test_check_of_a_good_file_says_so_and_does_not_look_at_the_environment(birds: Any) -> None:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from typing import Any
-
-import click
 
 
 def rows(birds: Any, *arguments: str, **environment: str) -> list[dict[str, Any]]:
@@ -140,51 +134,6 @@ def test_one_kind_and_one_name(birds: Any) -> None:
         assert done.returncode == 1 and said in done.stderr
 
 
-def drawn(birds: Any, arguments: list[str], columns: int, **environment: str) -> str:
-    """What the program writes to a terminal."""
-    reader, writer = pty.openpty()
-    code = f"from kvplug.cli.main import main; main({arguments})"
-    path = f"{birds.folder / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "COLUMNS": str(columns), "TERM": "xterm"}
-        | environment,
-        stdout=writer,
-    )
-    os.close(writer)
-    seen = b""
-    while True:
-        try:
-            part = os.read(reader, 65536)
-        except OSError:
-            break
-        if not part:
-            break
-        seen += part
-    assert child.wait(30) == 0
-    os.close(reader)
-    return seen.decode()
-
-
-def test_a_line_is_no_longer_than_a_terminal_is_wide_or_80_columns_and_coloured_unless_no_color_is_set(
-    birds: Any,
-) -> None:
-    plugin = birds.package / "plugin.py"
-    plugin.write_text(plugin.read_text().replace("Tensors by air", "Tensors by air, " * 9 + "over land"))
-    coloured = drawn(birds, ["list"], 100, NO_COLOR="")
-    assert "\x1b[33m" in coloured
-    assert "\x1b" not in drawn(birds, ["list"], 100, NO_COLOR="1")
-    whole = ["list", "carrier-pigeon"]
-    for columns, text in (
-        (100, click.unstyle(coloured)),
-        (100, click.unstyle(drawn(birds, whole, 100))),
-        (80, birds.kvplug("list").stdout),
-        (80, birds.kvplug(*whole).stdout),
-    ):
-        assert columns - 20 < max(map(len, text.splitlines())) <= columns
-        assert "by air, over land" in " ".join(text.split())
-
-
 def test_options_of_a_name_are_shown_with_types_units_and_defaults(birds: Any) -> None:
     text = birds.kvplug("list", "--options", "carrier-pigeon").stdout
     assert "pipe carrier-pigeon (kvplug-birds 0.7), [options.carrier-pigeon]" in text
@@ -214,24 +163,3 @@ def test_options_of_an_unknown_name_suggest_the_nearest_and_repeat_what_failed(b
     assert "did you mean 'carrier-pigeon'?" in done.stderr
     assert "broken: bad (kvplug-bad 1.0): ModuleNotFoundError" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_options_of_a_name_that_nothing_is_near_say_how_plugins_are_found(birds: Any) -> None:
-    info = birds.add_metadata("kvplug-mine", "1.0", "mine = kvplug_mine.plugin")
-    (info / "entry_points.txt").write_text("[kv_plug]\nmine = kvplug_mine.plugin\n")
-    done = birds.kvplug("list", "--options", "mine")
-    assert done.returncode == 1
-    first, how, group = done.stderr.splitlines()
-    assert first == "kvplug: nothing named 'mine' is installed"
-    assert how.startswith("  a plugin is found by its entry point in the group 'kvplug'; after a change of")
-    assert group == "  kvplug-mine declares entry points in the group 'kv_plug'; did you mean 'kvplug'?"
-
-
-def test_options_that_are_misspelt_in_the_spec_say_whose(birds: Any) -> None:
-    plugin = birds.package / "plugin.py"
-    plugin.write_text(plugin.read_text().replace("light:Options", "light:Option"))
-    done = birds.kvplug("list", "--options", "carrier-pigeon")
-    assert done.returncode == 1
-    whose = "kvplug: the options of the pipe 'carrier-pigeon' from kvplug-birds"
-    assert done.stderr.startswith(f"{whose}: cannot load kvplug_birds.light:Option: AttributeError: ")
-    assert done.stderr.endswith("; did you mean 'Options'?\n")

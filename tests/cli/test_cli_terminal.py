@@ -15,7 +15,6 @@ from kvplug.assembly.doctor.diagnosis import Diagnosis
 from kvplug.assembly.doctor.fields import Field
 from kvplug.assembly.examination.finding import Finding
 from kvplug.assembly.stores import StoreStats
-from kvplug.cli import table
 from kvplug.cli.main import program
 
 WIDTH = 80
@@ -78,50 +77,6 @@ def test_what_a_command_prints_fits_a_terminal(arguments: tuple[str, ...], print
     lines = printed(program, *arguments)
     assert lines
     assert not [line for line in lines if len(line) > WIDTH and len(line.split()) > 1]
-
-
-ROWS = [
-    (
-        "max_in_flight_bytes",
-        "whole number, at least 1",
-        "bytes",
-        "256 MiB",
-        "What is sent and not taken. " * 5,
-    ),
-    ("inner", "text", "", "auto", "short"),
-]
-COLUMNS = ("OPTION", "TYPE", "UNIT", "DEFAULT", "")
-
-
-@pytest.fixture
-def drawn(printed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lines of the table at a terminal of so many columns."""
-
-    def draw(room: int) -> list[str]:
-        monkeypatch.setenv("COLUMNS", str(room))
-        return list(
-            printed(click.Command("table", callback=lambda: table.show_table(COLUMNS, ROWS, "a title")))
-        )
-
-    return draw
-
-
-@pytest.mark.parametrize("room", [60, 80, 100, 140, 400])
-def test_a_table_is_as_wide_as_the_terminal_and_loses_no_word(room: int, drawn: Any) -> None:
-    lines = drawn(room)
-    assert max(map(len, lines)) <= room
-    words = set(" ".join(lines).split())
-    assert not {word for row in ROWS for cell in row for word in cell.split()} - words
-    assert lines[0] == "a title"
-
-
-def test_cells_that_would_be_too_narrow_to_be_read_make_paragraphs(drawn: Any) -> None:
-    assert drawn(60)[1:4] == [
-        "max_in_flight_bytes",
-        "  TYPE     whole number, at least 1",
-        "  UNIT     bytes",
-    ]
-    assert drawn(400)[1].split() == ["OPTION", "TYPE", "UNIT", "DEFAULT"]
 
 
 # -- texts of others -----------------------------------------------------------------------------------

@@ -60,9 +60,3 @@ def test_each_time_is_a_duration_which_refuses_what_no_call_can_wait_for() -> No
 )
 def test_a_time_is_seconds_or_has_a_unit(text: str | float, seconds: float) -> None:
     assert Duration()(text) == seconds
-
-
-def test_only_some_times_may_be_zero() -> None:
-    assert Duration(may_be_zero=True)("0") == 0
-    with pytest.raises(click.BadParameter, match="'0' was given; expected is a time above 0"):
-        Duration()("0")

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.cli.new import COMMANDS, TEMPLATES
 from kvplug.transport.hookspecs import PLUGIN_API
-from kvplug.transport.spec import Kind
 
 pytestmark = pytest.mark.full
 
@@ -49,13 +47,6 @@ def test_what_cannot_be_made_is_refused_with_the_reason(
     assert not [path for path in site.folder.iterdir() if path.name.startswith("kvplug-")]
 
 
-def test_help_says_in_a_line_each_which_kinds_there_are(site: Any) -> None:
-    lines = new(site, "--help").stdout.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in lines] == list(COMMANDS)
-    assert all(len(line) <= 80 and line.endswith(".") for line in lines)
-    assert {template.kind for template in COMMANDS.values()} == {*Kind} - {Kind.DIRECTORY}
-
-
 def test_without_copier_it_says_what_to_install(site: Any) -> None:
     (site.folder / "site").mkdir()
     (site.folder / "site" / "copier.py").write_text("raise ImportError('no')")
@@ -76,17 +67,6 @@ def test_a_folder_that_holds_something_is_left_alone(site: Any) -> None:
 
 
 @pytest.mark.usefixtures("copier")
-def test_force_writes_over_what_it_would_have_written_and_nothing_else(site: Any) -> None:
-    folder = site.folder / "kvplug-blue"
-    folder.mkdir()
-    (folder / "mine.txt").write_text("mine")
-    (folder / "README.md").write_text("old")
-    assert new(site, "transport", "blue", "--force").returncode == 0
-    assert (folder / "mine.txt").read_text() == "mine"
-    assert "# kvplug-blue" in (folder / "README.md").read_text()
-
-
-@pytest.mark.usefixtures("copier")
 def test_it_writes_a_package_and_says_what_to_do_with_it(site: Any) -> None:
     done = new(site, "transport", "blue-whale", "--folder", "sea/whale")
     assert done.returncode == 0, done.stderr
@@ -104,40 +84,6 @@ def test_it_writes_a_package_and_says_what_to_do_with_it(site: Any) -> None:
     assert f"KVPLUG_API = {PLUGIN_API}" in (folder / "kvplug_blue_whale" / "plugin.py").read_text()
     every = [path.read_text() for path in folder.rglob("*") if path.is_file()]
     assert not [text for text in every if "{{" in text or "sample" in text]  # nothing of the docs' example
-
-
-NEEDS = {
-    "queue": ["attrs"],
-    "lookup": ["attrs", "torch"],
-    "communicator": ["attrs", "torch", "kvplug-cpu"],
-    "store": ["attrs"],
-    "connector": ["attrs", "torch"],
-    "sink": ["attrs"],
-    "command": ["attrs", "click"],
-}
-"""What each kind needs besides kvplug."""
-
-
-@pytest.mark.usefixtures("copier")
-@pytest.mark.parametrize("what", NEEDS)
-def test_each_kind_has_its_needs_and_says_what_to_do_next(site: Any, what: str) -> None:
-    needs = NEEDS[what]
-    done = new(site, what, "shelf")
-    assert done.returncode == 0, done.stderr
-    words = COMMANDS[what].kind.replace("_", " ")
-    assert f"kvplug-shelf offers the {words} 'shelf'. Next:" in done.stdout
-    assert f"Make {COMMANDS[what].modules} in kvplug_shelf yours" in done.stdout
-    folder = site.folder / "kvplug-shelf"
-    every = [path.read_text() for path in folder.rglob("*") if path.is_file()]
-    assert not [text for text in every if "{{" in text or "{%" in text]
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    assert [each.partition(">")[0] for each in project["dependencies"]] == [*needs, "kvplug"]
-    cpu = ["kvplug-cpu"] if what == "lookup" else []
-    numpy = ["numpy"] if "torch" in needs else []
-    assert project["optional-dependencies"] == {"test": ["kvplug-testing", *cpu, *numpy]}
-    wheels = next(line for line in (folder / "tox.ini").read_text().splitlines() if "pip wheel" in line)
-    ours = [each for each in (*needs, *cpu) if each.startswith("kvplug")]
-    assert [Path(each).name for each in wheels.split()[6:]] == ["kvplug", "kvplug-testing", *ours]
 
 
 @pytest.mark.usefixtures("copier")
@@ -163,9 +109,3 @@ def test_what_is_generated_is_the_example_of_the_docs(
         pairs.append((made / "tests" / f"test_{name}.py", example / f"{name}_contract.py"))
     for generated, written in pairs:
         assert generated.read_text() == written.read_text(), "run .ci/templates.py"
-
-
-def test_every_file_of_a_template_is_filled_in() -> None:
-    files = [path for path in TEMPLATES.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert files
-    assert not [path for path in files if path.suffix != ".jinja"]

@@ -19,16 +19,6 @@ def faults_of(data: object) -> tuple[str, ...]:
     return caught.value.faults
 
 
-def test_an_empty_configuration_is_all_defaults() -> None:
-    config, other = Config.from_dict({}), Config()
-    assert (config.connector, config.transport, config.lookup_buffer) == ("lookup", "auto", "auto")
-    assert (config.host, config.port, config.device) == ("127.0.0.1", 29555, "cpu")
-    assert (config.timeout_s, config.buffer_size) == (30.0, 2**30)
-    assert config.role is None and config.sources == {}
-    assert (config.source_of("port"), config.source_of("engine_id")) == ("default", "generated")
-    assert config.engine_id != other.engine_id and len(config.engine_id) == 32
-
-
 def test_every_fault_is_told_at_once() -> None:
     wrong = {
         "rol": ("producer", "not a known key; did you mean 'role'?"),
@@ -181,21 +171,6 @@ def test_a_secret_is_never_an_option_and_the_value_of_an_unknown_key_never_repea
     (fault,) = faults_of({key: "hunter2-hunter2"})
     assert ("KVPLUG_SECRET" in fault) == (key != "sceret_")
     assert "hunter2" not in fault
-
-
-@pytest.mark.parametrize(
-    ("given_", "said"),
-    [
-        ({"port": 0}, "port: 0 was given"),
-        ({"port": 65000, "port_offset": 600}, "port: 65000 was given; with port_offset 600"),
-        ({"timeout_s": "5"}, "timeout_s"),
-        ({"role": "producr"}, "did you mean 'producer'"),
-    ],
-)
-def test_construction_by_hand_is_checked_too(given_: dict[str, object], said: str) -> None:
-    for make in (Config, lambda **changes: attrs.evolve(Config(), **changes)):
-        with pytest.raises(ConfigError, match=said):
-            make(**given_)  # type: ignore[operator]
 
 
 def test_every_key_has_a_help_text() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
 from kvplug import Config, ConfigError
 from kvplug.config import RESERVED
-from kvplug.config.messages import Fault
 from kvplug.engine import Role
 
 TOML = """
@@ -160,14 +157,6 @@ def test_the_command_line_goes_before_the_environment_before_the_file_before_def
         assert config.source_of("options.cpu.b") == "KVPLUG_OPTIONS__CPU__B"
 
 
-@pytest.mark.parametrize(
-    "override", ["port", "=3", "options.cpu=3", "options.=3", "options.A B.c=3", "no.such=1"]
-)
-def test_an_override_that_is_none_is_a_fault(override: str) -> None:
-    with pytest.raises(ConfigError):
-        Config.load(environ={}, overrides=[override])
-
-
 # -- vLLM ------------------------------------------------------------------------------------------
 
 VLLM: dict[str, Any] = {
@@ -262,25 +251,3 @@ def test_faults_in_vllms_json_are_told_in_its_own_words() -> None:
         "buffer_size: 'much' was given",
     ):
         assert part in text
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.sampled_from([*VLLM, "x", "options"]), json_values))
-def test_whatever_vllm_hands_over_the_answer_is_a_config_or_config_error(data: dict[str, Any]) -> None:
-    with contextlib.suppress(ConfigError):
-        Config.from_dict(data)
-
-
-def test_a_fault_that_a_plugin_says_as_text_has_a_line_to_change() -> None:
-    assert Fault.of("options.fs.path: must be given").line == "options.fs.path = ..."
-    assert Fault.of("KVPLUG_SECRET: is too short").line == "export KVPLUG_SECRET=..."
-    assert Fault.of("high is: below low").line == ""
-    assert Fault.of("path: is none").under("options.fs.").at("KVPLUG_OPTIONS__FS__PATH").line == (
-        "export KVPLUG_OPTIONS__FS__PATH=..."
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,7 +10,7 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import ConfigError, PluginError
+from kvplug import ConfigError
 from kvplug.config import parse_bytes
 from kvplug.config.units import format_bytes
 from kvplug.transport import OptionRow, check_options, describe_options, option
@@ -132,33 +131,6 @@ def test_a_class_may_check_between_its_options() -> None:
     assert faults_of({"low": 3}, Paired) == ("options.cpu: low is above high",)
 
 
-def test_plain_attrs_fields_are_options_too() -> None:
-    @attrs.frozen
-    class Plain:
-        _private: int = 3
-        converted: int = attrs.field(default=1, converter=int)
-        derived: int = attrs.field(default=0, init=False)
-
-        @converted.validator
-        def _check(self, _: Any, value: int) -> None:
-            if value > 9 + self._private:
-                raise ValueError("too much")
-
-    assert check_options(Plain, {"private": "4", "converted": "5"}) == Plain(4, 5)
-    assert faults_of({"converted": "99"}, Plain) == ("options.cpu: too much",)
-    assert "not a known key" in faults_of({"derived": 1}, Plain)[0]
-    assert [row.name for row in describe_options(Plain)] == ["private", "converted"]
-
-
-def test_types_that_cannot_be_resolved_are_the_plugins_fault() -> None:
-    @attrs.frozen
-    class Lost:
-        x: NoSuchType = 1  # type: ignore[name-defined]  # noqa: F821
-
-    with pytest.raises(PluginError, match="cannot be resolved"):
-        check_options(Lost, {"x": 1})
-
-
 def test_options_are_described_for_people() -> None:
     rows = {row.name: row for row in describe_options(Options)}
     assert rows["limit"] == OptionRow(
@@ -175,9 +147,3 @@ def test_options_are_described_for_people() -> None:
 @given(st.integers(0, 2**60))
 def test_a_size_survives_being_written_and_read(nbytes: int) -> None:
     assert parse_bytes(format_bytes(nbytes)) == nbytes
-
-
-@given(st.text(max_size=30))
-def test_no_text_makes_the_reader_of_sizes_fail_otherwise(text: str) -> None:
-    with contextlib.suppress(ValueError):
-        assert parse_bytes(text) >= 0

@@ -74,13 +74,6 @@ def test_a_layout_answers_for_its_sizes_and_latent_attention_has_one_head_and_no
         _ = latent.shape
 
 
-def test_layouts_are_equal_and_hash_alike_whatever_the_order_of_their_sizes() -> None:
-    one = KVLayout("KBTHD", {"T": 16, "H": 3, "D": 64})
-    other = KVLayout("KBTHD", {"D": 64, "K": 2, "H": 3, "T": 16})
-    assert one == other and hash(one) == hash(other)
-    assert one != KVLayout("KBHTD", one.sizes)
-
-
 @pytest.mark.parametrize(
     ("axes", "sizes", "said"),
     [
@@ -111,25 +104,7 @@ def test_what_is_no_layout_is_refused_with_the_reason(axes: str, sizes: dict[str
 # -- plain form --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "plain",
-    [None, 7, "KBTHD", [], {}, {"axes": 3}, {"axes": "BTD"}, {"axes": "BTD", "sizes": [1]},
-     {"axes": "BTD", "sizes": {1: 2}}, {"axes": "BTD", "sizes": {"T": 1, "D": None}}],
-)  # fmt: skip
-def test_what_is_no_plain_layout_is_refused(plain: object) -> None:
-    with pytest.raises(LayoutError):
-        KVLayout.from_plain(plain)
-
-
 # -- checking a tensor -------------------------------------------------------------------------
-
-
-def test_gaps_between_blocks_and_any_number_of_blocks_where_none_is_given_pass() -> None:
-    layout = layout_of("BTHKD")
-    strides = contiguous(layout.shape)
-    check(layout, layout.shape, (strides[0] * 7, *strides[1:]))
-    for num_blocks in (1, 9):
-        check(KVLayout("BTD", {"T": 4, "D": 6}), (num_blocks, 4, 6))
 
 
 @pytest.mark.parametrize(

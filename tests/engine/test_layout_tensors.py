@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvplug.engine.layout import KVLayout, dimensions, gather, permute, scatter, views  # noqa: E402
+from kvplug.engine.layout import KVLayout, dimensions, gather, permute, scatter  # noqa: E402
 from kvplug.errors import LayoutError  # noqa: E402  (torch decides first whether there is anything to test)
 
 SIZES = {"L": 2, "K": 2, "B": 6, "T": 3, "H": 2, "D": 4}
@@ -162,15 +162,6 @@ def test_one_layer_of_a_cross_layer_cache_is_a_cache_of_its_own() -> None:
     assert (cache == -1).sum() == (cache == -2).sum() == 2 * 7 * 2 * 4
 
 
-def test_views_share_the_caches_memory() -> None:
-    layout = layout_of("BHTKD")
-    cache = torch.zeros(layout.shape)
-    key, value = views(cache, layout)
-    assert value is not None and key.shape == value.shape == (6, 3, 2, 4)
-    key[5, 2, 1, 3], value[5, 2, 1, 0] = 1, 2
-    assert (cache[5, 1, 2, 3], cache[5, 1, 2, 4]) == (1, 2)
-
-
 def test_gather_fills_the_memory_it_is_given_and_nothing_else() -> None:
     layout = layout_of("KBHTD")
     cache = torch.randn(layout.shape)
@@ -184,16 +175,6 @@ def test_gather_fills_the_memory_it_is_given_and_nothing_else() -> None:
     assert torch.count_nonzero(room) == torch.count_nonzero(expected_key) + torch.count_nonzero(
         expected_value
     )
-
-
-def test_scatter_takes_tokens_that_are_not_contiguous() -> None:
-    layout = layout_of("BTHKD")
-    tokens = torch.randn(2, 4, 12)  # heads, elements, tokens
-    key, value = tokens.permute(2, 0, 1), tokens.permute(2, 0, 1) + 1
-    cache = torch.zeros(layout.shape)
-    scatter(cache, layout, TABLE, 0, key, value)
-    got_key, got_value = gather(cache, layout, TABLE, 0, 12)
-    assert torch.equal(got_key, key) and torch.equal(got_value, value)
 
 
 # -- refusals ----------------------------------------------------------------------------------
@@ -227,26 +208,6 @@ def test_blocks_that_cannot_be_meant_are_refused_and_nothing_is_copied(
     assert not cache.any()
 
 
-def test_blocks_outside_the_range_of_tokens_are_not_looked_at() -> None:
-    layout = layout_of("KBTHD")
-    cache = counted(layout)
-    assert torch.equal(gather(cache, layout, [99, 2, 99], 3, 6)[0], cache[0, 2])
-
-
-@pytest.mark.parametrize(
-    ("given_", "said"),
-    [
-        ({"out_key": torch.zeros(4, 2, 4)}, r"out_key: expected the shape \[5, 2, 4\], got \[4, 2, 4\]"),
-        ({"out_value": torch.zeros(5, 2, 4, dtype=torch.float64)}, "out_value: expected torch.float32"),
-        ({"out_key": torch.zeros(5, 2, 4, device="meta")}, "on meta"),
-    ],
-)
-def test_memory_that_does_not_fit_is_refused(given_: dict[str, Any], said: str) -> None:
-    layout = layout_of("KBTHD")
-    with pytest.raises(LayoutError, match=said):
-        gather(torch.zeros(layout.shape), layout, TABLE, 0, 5, **given_)
-
-
 def test_keys_and_values_come_together_or_not_at_all() -> None:
     both, latent = layout_of("KBTHD"), layout_of("BTD")
     key = torch.zeros(3, 2, 4)
@@ -277,14 +238,6 @@ def test_a_layer_is_named_exactly_where_there_is_an_axis_for_it(
         gather(torch.zeros(layout.shape), layout, TABLE, 0, 3, layer=layer)
 
 
-def test_caches_and_tokens_of_another_shape_are_refused() -> None:
-    layout = layout_of("KBTHD")
-    with pytest.raises(LayoutError, match="axis T"):
-        gather(torch.zeros(layout_of("KBTHD", T=4).shape), layout, TABLE, 0, 3)
-    with pytest.raises(LayoutError, match="key: expected the shape"):
-        scatter(torch.zeros(layout.shape), layout, TABLE, 0, torch.tensor(1.0), torch.tensor(1.0))
-
-
 # -- permute -----------------------------------------------------------------------------------
 
 
@@ -299,36 +252,6 @@ def test_permute_takes_every_order_to_every_order(from_axes: str) -> None:
         assert tuple(moved.shape) == there.shape
         assert all(map(torch.equal, expected, gather(moved.contiguous(), there, TABLE, 0, 12)))
         assert torch.equal(permute(moved, to_axes, from_axes), cache)
-
-
-def test_permute_is_a_view_unless_keys_and_values_have_to_be_packed() -> None:
-    separate, packed = torch.zeros(2, 6, 3, 2, 4), torch.zeros(6, 2, 3, 8)
-    assert permute(separate, "KBTHD", "KBHTD").data_ptr() == separate.data_ptr()
-    assert permute(packed, "BHTKD", "KBTHD").data_ptr() == packed.data_ptr()
-    assert permute(packed, "BHTKD", "BTHKD").data_ptr() == packed.data_ptr()
-    assert permute(packed, "BHTKD", "BHTKD") is packed
-    assert permute(separate, "KBTHD", "BTHKD").data_ptr() != separate.data_ptr()
-
-
-def test_permute_orders_tensors_without_blocks_too() -> None:
-    tokens = torch.randn(7, 3, 8)
-    assert torch.equal(permute(tokens, "THD", "HTD"), tokens.transpose(0, 1))
-
-
-@pytest.mark.parametrize(
-    ("shape", "from_axes", "to_axes", "said"),
-    [
-        ((2, 3), "TD", "TH", "not made of the same axes"),
-        ((2, 3, 4), "TD", "DT", "2 dimensions, and the tensor has 3"),
-        ((2, 3), "TKD", "KTD", "even size, got 3"),
-        ((2, 3), "TX", "XT", "no axis string"),
-    ],
-)
-def test_what_cannot_be_permuted_is_refused(
-    shape: tuple[int, ...], from_axes: str, to_axes: str, said: str
-) -> None:
-    with pytest.raises(LayoutError, match=said):
-        permute(torch.zeros(shape), from_axes, to_axes)
 
 
 @pytest.mark.parametrize("axes", ["BHTKD", "KBTHD"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 from hypothesis import example, given, strategies as st
 
 from kvplug.engine.leases import LeaseCounts
@@ -36,16 +34,3 @@ def test_leases_end_with_their_last_release_or_with_their_time(steps: list[tuple
         leased = {key for key in counts if counts[key] and until[key] > now}
         assert {key for key in (b"a", b"b", b"c") if counts_of.is_leased(key)} == leased
     assert len(counts_of) == len(leased) if steps else True
-
-
-def test_leases_that_are_never_released_do_not_pile_up() -> None:
-    now = 0.0
-    counts_of = LeaseCounts(clock=lambda: now)
-    tracemalloc.start()
-    for number in range(20_000):
-        counts_of.hold([b"%d" % number], 10.0)
-        now += 0.1
-    held_bytes, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(counts_of) <= 101
-    assert held_bytes < 1 << 20, "all of them would take several times as much"

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 
 from kvplug import Config, ConfigError, build_page_cache
-from kvplug.engine import FlatPage, LayoutError, PageCache
+from kvplug.engine import FlatPage, PageCache
 from kvplug.transport import (
     BlockingStore,
     ExecutedStore,
     MissReason,
     PageSeal,
-    PageViews,
     Presence,
     PutReason,
     Usage,
-    opaque_format,
 )
 from kvplug_testing.waits import until
 
@@ -152,20 +150,6 @@ def test_a_lease_in_the_store_ends_with_the_last_release(monkeypatch: pytest.Mon
         assert len(released) == 1
 
 
-def test_what_is_not_a_timeout_is_refused_and_holds_no_lease(caplog: pytest.LogCaptureFixture) -> None:
-    with cache(Pages()) as pages:
-        for call in (
-            lambda **bad: pages.lookup([b"key"], lease_s=60, **bad),
-            lambda **bad: pages.put([page(b"key", b"1")], **bad),
-            lambda **bad: pages.get([page(b"key", b"1")], **bad),
-            lambda **bad: pages.remove([b"key"], **bad),
-            pages.close,
-        ):
-            with pytest.raises(ConfigError, match="timeout: '5' was given"):
-                call(timeout="5")  # type: ignore[operator]
-        assert pages.num_leased == 0 and not caplog.records
-
-
 def test_a_store_that_fails_is_logged_once_and_every_page_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
     place = Pages()
 
@@ -221,25 +205,6 @@ def test_close_ends_gets_that_wait_and_finishes_puts_that_have_begun() -> None:
     assert pages.close(10)
     assert put.results() == [None]
     assert get.results() == [MissReason.CLOSED]
-
-
-def test_a_cancelled_request_ends() -> None:
-    place, go = Pages(), threading.Event()
-    with cache(place) as pages:
-        place.gate = lambda: go.wait(20) and None
-        job = pages.get([page(b"key", b"1"), page(b"key", b"22")])
-        job.cancel()
-        assert job.wait(5) == [MissReason.CANCELLED] * 2
-        go.set()
-
-
-@pytest.mark.parametrize(
-    "view",
-    [memoryview(bytearray(5)), memoryview(bytearray(8))[::2], memoryview(bytearray(4)).cast("H")],
-)
-def test_memory_that_does_not_fit_is_refused(view: memoryview) -> None:
-    with pytest.raises(LayoutError, match="for a page of 4 contiguous bytes"):
-        PageViews(opaque_format(4), [view])
 
 
 # -- of a config -------------------------------------------------------------------------------

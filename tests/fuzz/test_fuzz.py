@@ -26,17 +26,3 @@ def test_what_a_target_begins_with_is_right_and_what_was_new_or_a_fault_once_is_
         target(seed)
     for data in (*fuzzing.kept(fuzzing.CORPUS, name), *fuzzing.kept(fuzzing.FOUND, name)):
         fuzzing.call(name, target, data)
-
-
-def test_a_fault_is_found_and_is_a_test_case_from_then_on(
-    tmp_path: fuzzing.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def reads(data: bytes) -> int:
-        return data[4]  # of what may be shorter
-
-    monkeypatch.setattr(fuzzing, "FOUND", tmp_path)
-    with pytest.raises(fuzzing.FaultError, match="IndexError"):
-        for _ in fuzzing.fuzz("reads", reads, [b"12345"], seconds=10, seed=1):
-            pass
-    (found,) = fuzzing.kept(tmp_path, "reads")
-    assert len(found) < 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -69,14 +68,6 @@ def test_what_it_carried_before_counts_also_without_a_claim() -> None:
     assert not Path(claim=None).send([*[0.5] * 4, *[0.01] * 50]), "there is too little to compare with"
 
 
-def test_small_messages_are_not_compared_with_large_ones() -> None:
-    """On a path with a latency of 10 ms nothing has become worse when messages become smaller."""
-    path = Path(claim=None)
-    assert not path.send([5.0] * 64, mib=256)
-    assert not path.send([0.1] * 400, mib=1)
-    assert path.send([0.01] * 400, mib=1)
-
-
 def test_a_busy_host_is_an_excuse_for_as_much_as_it_is_busy() -> None:
     assert not Path(busy=8).send([0.02] * 50)
     assert Path(busy=8).send([0.01] * 50)
@@ -104,15 +95,6 @@ def test_waiting_behind_earlier_messages_of_a_pipe_is_not_slow(measured: Any) ->
     assert seconds == [1.0, 1.0, 1.0]
 
 
-def test_waiting_behind_small_messages_is_not_slow_and_those_behind_do_not_count(measured: Any) -> None:
-    watch, seconds = measured()
-    before, large, behind = watch.begins(1000, 10.0), watch.begins(MIB, 10.0), watch.begins(1000, 10.0)
-    watch.ends(before, 1000, 13.0)
-    watch.ends(behind, 1000, 13.9)  # it has overtaken the large one, in a lane of its own
-    watch.ends(large, MIB, 14.0)
-    assert seconds == [1.0]
-
-
 def test_pipes_of_one_process_share_its_time(measured: Any) -> None:
     (one, of_one), (other, of_other), (third, of_third) = (measured() for _ in range(3))
     first, second, failing = one.begins(MIB, 10.0), other.begins(MIB, 10.0), third.begins(MIB, 10.0)
@@ -131,32 +113,6 @@ def test_a_slow_path_among_many_that_send_now_and_then_is_measured_as_slow(measu
         watch.ends(watch.begins(MIB, began), MIB, began + 0.001)
     slow.ends(sending, 8 * MIB, 11.0)
     assert of_slow == [pytest.approx(1.0, abs=0.05)]
-
-
-def test_a_pipe_that_is_forgotten_while_it_sends_does_not_count_any_more(measured: Any) -> None:
-    forgotten, (watch, seconds) = measured()[0], measured()
-    forgotten.begins(MIB, 10.0)
-    del forgotten
-    now = time.perf_counter() + 1
-    watch.ends(watch.begins(MIB, now), MIB, now + 1)
-    assert seconds == [1.0]
-
-
-def test_an_alarm_that_comes_while_another_is_told_is_told_too() -> None:
-    found: Any = SimpleNamespace(sent=lambda nbytes, seconds: "finding")
-    told: list[Any] = []
-
-    def tell(finding: Any) -> None:
-        told.append(finding)
-        if len(told) == 1:
-            watch.ends(watch.begins(MIB, 2.0), MIB, 3.0)
-
-    watch = PathWatch(found, tell)
-    watch.ends(watch.begins(MIB, 1.0), MIB, 2.0)
-    watch.take_alarm()
-    assert watch.due
-    watch.close(tell=True)
-    assert len(told) == 2 and not watch.due
 
 
 def test_a_process_on_a_few_processors_of_a_large_busy_host_is_not_excused_for_anything(

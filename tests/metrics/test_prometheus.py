@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -59,17 +59,6 @@ def test_buckets_are_cumulative_and_end_with_everything(registry: Any) -> None:
     assert registry.get_sample_value(name, {"op": "load", "le": "+Inf"}) == 2
 
 
-def test_engines_are_told_apart_and_asked_twice_the_same_counters_are_raised(registry: Any) -> None:
-    sinks = prometheus_sinks(["engine"], {0: ["zero"], 1: ["one"]}, registry)
-    assert sinks.keys() == {0, 1}
-    prometheus_sinks(["engine"], {0: ["zero"], 1: ["one"]}, registry)
-    with pytest.raises(ConfigError, match="labels engine, and model were asked for"):
-        prometheus_sinks(["model"], {0: ["0"]}, registry)
-    sinks[1].emit(snapshot(), {})
-    assert registry.get_sample_value("kvplug_transfers_total", {"engine": "zero", "op": "load"}) is None
-    assert registry.get_sample_value("kvplug_transfers_total", {"engine": "one", "op": "load"}) == 2
-
-
 @pytest.fixture
 def wrapped() -> Any:
     """A class of counters as an engine has it that wraps Prometheus, and keeps its counters itself."""
@@ -109,12 +98,6 @@ def test_an_engines_own_class_makes_the_counters_once_and_prometheus_client_is_n
         prometheus_sinks([], {})
 
 
-def test_every_fault_of_the_labels_is_told_at_once(registry: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        prometheus_sinks(["op", "le", "engine"], {0: ["a"], 1: ["a", "b", "c"]}, registry)
-    assert len(caught.value.faults) == 3
-
-
 def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
     sink = prometheus_sinks([], {0: []}, registry)[0]
     stats = TransferStats()
@@ -137,22 +120,3 @@ def test_the_number_of_series_of_an_engine_is_bounded(registry: Any) -> None:
     }
     assert len(found) == len(Op) * (4 + len(BOUNDS_S) + 1 + len(Reason)) + 3 * (64 + 1)
     assert {name for name, *_ in found} == set(COUNTERS)
-
-
-def test_figures_reach_the_multi_process_mode_too(tmp_path: Any, output_of: Callable[..., str]) -> None:
-    code = """
-import prometheus_client
-from prometheus_client.multiprocess import MultiProcessCollector
-from kvplug.metrics.prometheus import prometheus_sinks
-from kvplug.metrics.stats import TransferStats
-stats = TransferStats()
-stats.record("load", 10, 0.5)
-prometheus_sinks(["engine"], {0: ["0"]})[0].emit(stats.snapshot(), {})
-registry = prometheus_client.CollectorRegistry()
-MultiProcessCollector(registry)
-print(prometheus_client.generate_latest(registry).decode())
-"""
-    found = output_of(code, env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)})
-    for bound, value in (("0.3", "0.0"), ("1", "1.0")):
-        name = "kvplug_transfer_duration_bucket_total"
-        assert f'{name}{{engine="0",le="{bound}",op="load"}} {value}' in found

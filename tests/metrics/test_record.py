@@ -96,20 +96,6 @@ def pipe(inside: Inside, stats: TransferStats) -> Any:
     return RecordedPipe(inside, stats)
 
 
-def test_everything_reaches_the_pipe_inside(pipe: Any, inside: Inside) -> None:
-    tensor: Any = Sized(8)
-    assert pipe.send_tensor(tensor, timeout=2.0) is inside.transfer
-    inside.received = out = Sized(4)
-    assert pipe.recv_tensor(out, timeout=None) is out
-    assert pipe.peer == "pid 7" and not pipe.closed and pipe.pipe is inside
-    pipe.recv_tensor()
-    pipe.close(3.0)
-    pipe.abort()
-    assert pipe.closed
-    received = [("recv", out, None), ("recv", None, DEFAULT_TIMEOUT)]
-    assert inside.calls == [("send", tensor, 2.0), *received, ("close", 3.0), ("abort",)]
-
-
 def test_a_send_is_counted_when_its_transfer_ends_and_not_before(
     pipe: Any, inside: Inside, stats: TransferStats
 ) -> None:

@@ -76,16 +76,6 @@ def test_a_reporter_hands_over_what_is_new_and_only_that() -> None:
         assert snapshot["ops"]["load"]["count"] == 1 and labels == {"side": "worker"}
 
 
-@pytest.mark.timeout(30)
-def test_a_reporter_emits_by_itself_at_each_interval() -> None:
-    stats, sink = TransferStats(), Kept()
-    reporter = Reporter(stats, [sink], interval_s=0.01)
-    for _ in range(3):
-        one_load(stats)
-        assert sink.arrived.acquire(timeout=20)
-    reporter.close()
-
-
 def test_sinks_that_are_owned_are_closed_after_the_last_figures_and_the_others_are_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -101,17 +91,6 @@ def test_sinks_that_are_owned_are_closed_after_the_last_figures_and_the_others_a
     assert [list(snapshot) for snapshot, _ in ours.seen] == [["ops", "failures"], ["closed"]]
     assert [list(snapshot) for snapshot, _ in theirs.seen] == [["ops", "failures"]]
     assert "no such file" in caplog.text
-
-
-@pytest.mark.timeout(30)
-def test_a_reporter_that_is_ended_waits_for_nothing_and_still_reports_the_rest() -> None:
-    stats, sink = TransferStats(), Closed()
-    reporter = Reporter(stats, (), owned=[sink], interval_s=1000)
-    one_load(stats)
-    reporter.end()
-    assert sink.arrived.acquire(timeout=20)
-    reporter.close()
-    assert threads() == [] and len(sink.seen) == 2
 
 
 @pytest.mark.timeout(30)

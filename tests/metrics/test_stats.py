@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 import threading
 from typing import Any
 
@@ -62,16 +61,6 @@ def test_what_is_recorded_is_added_up_by_operation_and_failures_by_reason() -> N
     }
 
 
-@pytest.mark.parametrize("bound", range(len(BOUNDS_S)))
-def test_a_duration_falls_into_the_bucket_of_the_first_bound_not_below_it(bound: int) -> None:
-    assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
-    stats = TransferStats()
-    stats.record("send", 0, BOUNDS_S[bound])
-    stats.record("send", 0, BOUNDS_S[bound] * 1.0001)
-    buckets = stats.snapshot()["ops"]["send"]["buckets"]
-    assert buckets[bound] == 1 and buckets[bound + 1] == 1 and sum(buckets) == 2
-
-
 def test_names_that_are_not_known_never_make_a_new_series() -> None:
     stats = TransferStats()
     for number in range(100):
@@ -81,23 +70,6 @@ def test_names_that_are_not_known_never_make_a_new_series() -> None:
     found = stats.snapshot()
     assert found["ops"].keys() == {"other"} and found["ops"]["other"]["count"] == 100
     assert found["failures"] == {"load": {"other": 100}, "other": {"timeout": 100}}
-
-
-def test_a_snapshot_is_plain_and_nobody_elses() -> None:
-    stats = counted([(Op.SEND, 1, 0.5, 2), (Op.SEND, Reason.TIMEOUT)])
-    found = stats.snapshot()
-    assert json.loads(json.dumps(found)) == found
-    for name in (*found["ops"], *found["failures"], *found["failures"]["send"]):
-        assert type(name) is str
-    found["ops"]["send"]["buckets"][0] = 99
-    found["failures"]["send"]["timeout"] = 99
-    assert stats.snapshot() != found
-
-
-@given(calls=CALLS)
-def test_stats_survive_a_snapshot(calls: list[Any]) -> None:
-    snapshot = counted(calls).snapshot()
-    assert TransferStats.from_snapshot(snapshot).snapshot() == snapshot
 
 
 @given(calls=CALLS, at=st.integers(0, 20), as_snapshot=st.booleans())
@@ -153,16 +125,11 @@ def test_after_a_reset_everything_is_new_to_every_reader() -> None:
     [
         None,
         {},
-        {"ops": {}},
         {"ops": [], "failures": {}},
         {"ops": {"send": {}}, "failures": {}},
-        {"ops": {"send": None}, "failures": {}},
-        {"ops": {}, "failures": {"send": 3}},
         {"ops": {}, "failures": {"send": {"timeout": -1}}},
-        {"ops": {}, "failures": {"send": {"timeout": "1"}}},
         {"ops": {"send": {**FIGURES, "buckets": [1]}}, "failures": {}},
         {"ops": {"send": {**FIGURES, "count": -1}}, "failures": {}},
-        {"ops": {"send": {**FIGURES, "bytes": "1"}}, "failures": {}},
         {"ops": {"send": {**FIGURES, "seconds": float("nan")}}, "failures": {}},
     ],
 )  # fmt: skip

@@ -60,13 +60,6 @@ def test_a_store_at_a_hundredth_of_what_it_did_is_told_once_for_each_direction(o
     assert [told for told, _ in store.told] == [op, other]
 
 
-def test_a_store_that_becomes_slower_bit_by_bit_is_told_too() -> None:
-    store = Store()
-    for step in range(60):
-        store.move("get", 1.0 * 0.9**step, 40)
-    assert len(store.told) == 1
-
-
 @pytest.mark.parametrize(
     ("medium", "op", "before", "after"),
     [
@@ -83,13 +76,6 @@ def test_a_good_store_is_not_told(medium: str, op: StoreOp, before: float, after
     assert not store.told
 
 
-def test_many_requests_at_once_share_the_store() -> None:
-    store = Store()
-    store.move("get", 1.0, 40)
-    store.move("get", 0.2, 40, at_once=32)
-    assert not store.told
-
-
 def test_pages_of_another_size_are_compared_with_their_own_kind_and_few_kinds_are_known() -> None:
     store = Store()
     store.move("get", 1.0, 40, page=4 * MIB)
@@ -101,17 +87,6 @@ def test_pages_of_another_size_are_compared_with_their_own_kind_and_few_kinds_ar
     assert not store.told, "a store of so many sizes is not measured"
     store.move("get", 0.01, 100, page=MIB)
     assert store.told
-
-
-def test_requests_that_end_early_or_find_little_are_not_measured() -> None:
-    store = Store()
-    store.move("get", 1.0, 40)
-    for reason in (MissReason.CANCELLED, MissReason.STORE_GONE, MissReason.CLOSED):
-        store.move("get", 0.01, 40, results=[None] * 63 + [reason])
-    store.move("get", 0.01, 40, results=[MissReason.ABSENT] * 64)
-    assert not store.told
-    store.move("get", 0.01, 40, results=[None] * 32 + [MissReason.TIMEOUT] * 32)
-    assert store.told, "a store that is too slow for the deadlines is slow"
 
 
 # -- a store of a third party ----------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvplug.engine import positions_of
-from kvplug.negotiation.handshake.plain import MAX_TEXT
 
 LLAMA = {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
 
@@ -41,15 +40,3 @@ def test_positions_that_change_keys_are_another_text(differing: dict[str, Any]) 
 
 def test_a_model_without_rope_says_which_it_is() -> None:
     assert said(model_type="gpt2") == said(model_type="gpt2", rope_scaling=None) == "no rope (gpt2)"
-
-
-def test_long_lists_of_factors_are_told_apart_and_fit_into_a_handshake() -> None:
-    def factors(last: float) -> str:
-        long = {"rope_type": "longrope", "long_factor": [1.0] * 60 + [last], "short_factor": [1.0] * 61}
-        return said(model_type="phi3", rope_parameters=long)
-
-    assert factors(1.0) == factors(1.0) != factors(2.0)
-    assert "61 values" in factors(1.0) and len(factors(1.0)) < 300 < MAX_TEXT
-    few = said(model_type="x", rope_parameters={"mrope_section": [16, 24, 24]})
-    assert "[16, 24, 24]" in few, "what is short is told"
-    assert "bfloat16" in said(model_type="x", rope_scaling={"dtype": SimpleNamespace(name="bfloat16")})

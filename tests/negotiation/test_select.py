@@ -110,13 +110,6 @@ def test_auto_takes_the_cheapest_and_says_by_how_much() -> None:
     )
 
 
-def test_the_dearer_end_counts() -> None:
-    boastful = offer("boast", us=0.1, gb=1000, cross_host=True)
-    honest = offer("boast", us=500, gb=1, cross_host=True)
-    assert select([NET, boastful], [NET, honest], HERE).chosen == "net"
-    assert select([NET, boastful], [NET, boastful], HERE).chosen == "boast"
-
-
 def test_the_size_of_the_message_decides_between_latency_and_throughput_and_names_between_equals() -> None:
     quick, wide = offer("quick", us=1, gb=1), offer("wide", us=100, gb=10)
     assert select([quick, wide], [quick, wide], HERE, nbytes=64).chosen == "quick"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,20 +60,3 @@ def test_a_program_on_path_is_preferred_and_a_missing_one_is_a_skip_with_the_com
         program.parent.mkdir(parents=True, exist_ok=True)
         program.touch(mode=0o755)
         assert server.path_or_skip() == str(program)
-
-
-@in_checkout
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
-def test_what_the_host_has_is_hidden_from_a_command_and_from_nothing_else(tmp_path: Path) -> None:
-    program = tmp_path / SERVERS[0].programs[0]
-    program.write_text("#!/bin/sh\necho here\n")
-    program.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    command = [sys.executable, FRESH_MACHINE, "sh", "-c", f"command -v {program.name}; exit 3"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    if "Cannot be hidden" in done.stdout:
-        pytest.skip("no mount namespace can be made here")
-    assert done.returncode == 3
-    assert done.stdout.startswith("Hidden from sh: ") and str(program) in done.stdout.splitlines()[0]
-    assert str(program) not in done.stdout.splitlines()[1:]
-    assert subprocess.check_output([program], text=True) == "here\n"

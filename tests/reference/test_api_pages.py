@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import re
 from functools import cache
@@ -114,14 +113,3 @@ def test_what_a_public_function_raises_itself_is_said() -> None:
             if not re.search(rf"\b({'|'.join(as_what)})\b", text):
                 silent.append(f"{name}: {raised}")
     assert not silent
-
-
-def test_what_a_docstring_says_is_raised_is_an_error() -> None:
-    known = {*ERRORS, *vars(builtins), *(name.name for name in names() if name.is_error)}
-    said = {
-        (name, error)
-        for name, function, _ in functions()
-        for error in doc_strings.raised(function.__doc__ or "")
-    }
-    assert len(said) > 100
-    assert not {each for each in said if each[1] not in known}

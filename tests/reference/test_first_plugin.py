@@ -36,11 +36,6 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_the_plugin_has_ten_lines() -> None:
-    lines = [line for line in (LESSON / "kvplug_print.py").read_text().splitlines() if line]
-    assert len(lines) == 10
-
-
 def test_the_page_shows_every_file() -> None:
     shown = set(re.findall(r"<!-- code: first-plugin/(\S+) -->", PAGE))
     assert shown == {path.name for path in LESSON.iterdir() if path.is_file()}

@@ -60,34 +60,6 @@ def test_what_a_tutorial_shows_in_its_order_is_its_example(name: str) -> None:
         assert text == (example / file).read_text(encoding="utf-8"), file
 
 
-@pytest.mark.parametrize("tutorial_name", TUTORIALS)
-def test_a_tutorial_shows_or_makes_every_file_of_its_layout_and_its_example_has_no_other(
-    tutorial_name: str,
-) -> None:
-    page, example = tutorial(tutorial_name), TUTORIALS[tutorial_name]
-    tree = page.partition("```text\n")[2].partition("```")[0]
-    folders, files = [""], []
-    for line in tree.splitlines()[1:]:
-        depth, name = line.index("── ") // 4, line.partition("── ")[2]
-        del folders[depth + 1 :]
-        if name.endswith("/"):
-            folders.append(folders[depth] + name)
-        else:
-            files.append(folders[depth] + name)
-    made = {name for name, _ in shown(tutorial_name)}
-    for command in re.findall(r"^\$ touch (.*)$", page, re.M):
-        made.update(command.split())
-        assert not any((example / name).read_text() for name in command.split())
-    made.update(re.findall(r"^\$ cp \.\./kvplug/docs/examples/[a-z-]+/(\S+) \.$", page, re.M))
-    found = [path.relative_to(example) for path in example.rglob("*") if path.is_file()]
-    there = {
-        str(path)
-        for path in found
-        if path.suffix in (".py", ".md", ".toml", ".typed") and not path.parts[0].startswith(".")
-    }
-    assert set(files) == made == there
-
-
 def kit_and_sample() -> set[str]:
     sources = [
         *(ROOT / "plugins/kvplug-testing/kvplug_testing/contract").rglob("*.py"),
@@ -106,12 +78,6 @@ def test_every_test_that_a_page_names_is_there() -> None:
         parts = {name for name in chosen if any(name in each for each in known)}
         missing[page] = set(TEST.findall(text)) - known - parts - set(DEFINED.findall(text))
     assert not {page: names for page, names in missing.items() if names}
-
-
-def test_a_link_to_another_page_has_a_text() -> None:
-    """A reader of the Markdown source cannot see a link without text."""
-    bare = re.compile(r"(?<!`)\[\]\([^#)][^)]*\)")
-    assert not [page for page in PAGES if bare.search(page.read_text(encoding="utf-8"))]
 
 
 def test_python_on_a_page_parses_and_names_what_is_at_the_doors() -> None:

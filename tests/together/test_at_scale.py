@@ -44,11 +44,6 @@ def simulated(scale: Any, engines: int, *, seconds: float = 500, seed: int = 1, 
     return simulation.run(warm_s=0, seconds=seconds)
 
 
-def test_a_seed_gives_the_same_counts_and_another_one_others(scale: Any) -> None:
-    first, again, other = (simulated(scale, 4, seconds=100, seed=seed, store_units=64) for seed in (1, 1, 2))
-    assert first == again != other
-
-
 def test_without_sharing_an_engine_computes_what_the_law_of_random_visits_says(scale: Any) -> None:
     """A turn d turns back is not at a random one of n engines with (1 - 1/n) to the power of d; turns are
     geometric, and go on with a. Of all units that prompts have, q (1 - a) / (1 - q a) are computed, with q =
@@ -66,37 +61,6 @@ def test_without_sharing_an_engine_computes_what_the_law_of_random_visits_says(s
         )
         q, a = 1 - 1 / engines, 1 - 1 / 6
         assert counts.computed / counts.units == pytest.approx(q * (1 - a) / (1 - q * a), rel=0.05)
-
-
-@pytest.mark.parametrize("way", [{}, {"routed": True, "group": 1}, {"stores": "shared"}])
-def test_where_engines_share_a_unit_is_computed_once(scale: Any, way: dict[str, Any]) -> None:
-    counts = simulated(scale, 8, system_units=0, think_s=1.0, is_full=False, prefill_tokens_per_s=1e9, **way)
-    assert counts.units > 10_000
-    assert counts.computed == 0
-
-
-def test_a_put_makes_an_event_that_it_comes_one_that_it_is_there_and_one_of_what_goes(scale: Any) -> None:
-    roomy = simulated(scale, 4, seconds=100, is_full=False, stored_pages=1e9)
-    full = simulated(scale, 4, seconds=100, store_units=64, stored_pages=1e9)
-    assert (roomy.events, full.events) == (2 * roomy.puts, 3 * full.puts)
-    assert (roomy.event_pages, full.event_pages) == (2 * roomy.pages_put, 3 * full.pages_put)
-    parts = simulated(scale, 4, seconds=100, is_full=False, stored_pages=2.0)
-    assert parts.events > roomy.events
-
-
-def test_a_full_mesh_costs_what_its_links_add_up_to(scale: Any) -> None:
-    known = scale.constants.Constants.load()
-    traffic = scale.model.Traffic(requests=1.0, events=40.0, event_pages=100.0)
-    for engines in (1, 8, 100):
-        cost = scale.model.cost(known, engines - 1, traffic, pages=1000)
-        assert cost.links == 2 * engines + 2 * (engines - 1)
-        assert cost.served == 2 * engines - 1
-        assert cost.events_in == cost.events_out == 40 * engines
-        assert cost.index_bytes == engines * 1000 * known.index_page_bytes
-    most = scale.model.most_peers(known, traffic)
-    busy = [scale.model.cost(known, peers, traffic, pages=0).cpu for peers in (most, most + 1)]
-    assert busy[0] <= 1.0 < busy[1]
-    assert scale.model.served_allow() == 511
 
 
 @pytest.mark.full

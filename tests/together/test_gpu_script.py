@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,20 +65,6 @@ def test_all_that_is_measured_comes_of_the_fakes_too_and_is_called_no_measuremen
         assert "THESE ARE NO MEASUREMENTS" in said
 
 
-@pytest.mark.full
-def test_without_a_gpu_it_says_so_and_a_part_that_is_not_there_is_named(script: Any, tmp_path: Path) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        done = run("--out", str(tmp_path / "none"))
-        assert done.returncode == 1
-        assert "torch can use no GPU here" in done.stderr
-        assert not (tmp_path / "none").exists()
-    done = run("--only", "cuda-ipc,gpudirect")
-    assert done.returncode == 2
-    assert "there is no part gpudirect; there are cuda-ipc, paged," in done.stderr
-
-
 def test_a_part_that_fails_is_a_row_and_the_others_go_on(
     script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,15 +88,3 @@ def test_a_part_that_fails_is_a_row_and_the_others_go_on(
     assert "the cat\ncame by" in (setting.out / "failed-breaks.txt").read_text()
     script.measure(setting, ["works"], 0.0, lambda rows: written.append(list(rows)))
     assert [row.said for row in written[-1]] == ["not run: the 0 minutes were over"]
-
-
-@pytest.mark.full
-def test_a_program_that_does_not_end_is_killed_when_its_time_is_up(script: Any) -> None:
-    began = time.monotonic()
-    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('here', flush=True)"
-    for program in ("import time; print('here', flush=True)", deaf):
-        code, said = script.gpu_programs.bounded([sys.executable, "-c", f"{program}; time.sleep(100)"], 4.0)
-        assert code is None
-        assert said.startswith("here\n")
-    assert time.monotonic() - began < 90
-    assert script.gpu_programs.bounded([sys.executable, "-c", "raise SystemExit(3)"], 60.0) == (3, "")

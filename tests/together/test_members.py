@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hmac
 import itertools
 import os
 import random
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import attrs
 import psutil
 import pytest
 
-from kvplug import Config, Registry
-from kvplug.assembly.members import Announcement, fingerprint_of
-from kvplug.transport import DirectoryContext, Kind
+from kvplug import Config
 from kvplug_testing import waits
-from kvplug_testing.engine import MODEL, FakeEngine, request_of
+from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
-from kvplug_testing.peers import ChildError, Parent, Peer
+from kvplug_testing.peers import Parent, Peer
 
 PAGE = 16
 PROMPT_TOKENS = 6 * PAGE + 1
 LATE_S = 4.0
 """How late an engine may be seen, besides: etcd counts leases in whole seconds, and machines are busy."""
 
-SECRET = "s" * 32
 
 _addresses = itertools.count()
 
@@ -249,98 +242,6 @@ def test_engines_find_each_other_and_a_dead_one_is_not_dialled_after_its_lease(
     made.forget("b")
     made.wait_until_all_know("a", "c", within=made.lease_s)
     made.check("a", "c")
-
-
-def serve_etcd(parent: Parent, address: str, folder: str, program: str) -> None:
-    """A directory on a host, until the test ends."""
-    url = f"http://{address}"
-    command = [
-        program,
-        f"--data-dir={folder}/data",
-        f"--listen-client-urls={url}",
-        f"--advertise-client-urls={url}",
-    ]
-    with open(f"{folder}/log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            parent.recv(None)
-        finally:
-            server.kill()
-
-
-def engine_on_a_host(parent: Parent, *given: Any) -> None:
-    os.environ["KVPLUG_SECRET"] = SECRET
-    engine(parent, *given)
-
-
-def announce(parent: Parent, url: str, contacts: dict[str, str]) -> None:
-    """Announce engines that are not there, as one with the secret can."""
-    factory = Registry.from_env().get(Kind.DIRECTORY, url.partition(":")[0])
-    directory = factory.load_factory()(DirectoryContext(options=factory.load_options()(), url=url))
-    key = hmac.digest(SECRET.encode(), b"kvplug members", "sha256")
-    for engine_id, contact in contacts.items():
-        about = Announcement(
-            engine_id=engine_id,
-            epoch="1",
-            rank=0,
-            num_workers=1,
-            contact=contact,
-            role="both",
-            model=fingerprint_of(MODEL),
-        )
-        directory.announce(about.name, about.to_bytes(key), 60)
-    directory.close()
-
-
-@pytest.mark.full
-@pytest.mark.timeout(150)
-def test_an_engine_on_another_host_serves_while_addresses_that_are_wrong_from_here_are_refused_by_name(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
-    from prerequisites import ETCD
-
-    program = ETCD.path_or_skip()
-    try:
-        hosts = HostPair(fork_server)
-    except NoHostsError as e:
-        pytest.skip(f"there can be no two hosts here: {e}")
-    url = f"etcd://{ADDRESSES[0]}:2379/fleet"
-
-    def start(host: int, function: Any, *given: Any) -> Peer:
-        target = f"{__file__}:{function.__name__}"
-        return stack.enter_context(hosts.start(host, target, *given, timeout_s=140))
-
-    def start_engine(host: int, engine_id: str, address: str) -> Running:
-        return Running(start(host, engine_on_a_host, engine_id, url, 2.0, address, host, 0), address)
-
-    with hosts, contextlib.ExitStack() as stack:
-        start(0, serve_etcd, f"{ADDRESSES[0]}:2379", str(tmp_path), program)
-        reader, good = start_engine(0, "reader", ADDRESSES[0]), start_engine(1, "good", ADDRESSES[1])
-        with pytest.raises(ChildError, match="only processes of this host can reach that address"):
-            start_engine(1, "local", "127.0.0.1").peer.recv(60)
-        for each in (reader, good):
-            assert each.peer.recv(60) == "up"
-        contact = reader.ask("contact")
-        port = contact.rpartition(":")[2]
-        wrong = {
-            "twin": contact,
-            "alias": f"[::ffff:{ADDRESSES[0]}]:{port}",  # of the reader, too
-            "loopback": f"127.0.0.1:{port}",
-            "absent": f"198.18.0.9:{port}",
-        }
-        start(1, announce, url, wrong).result(60)
-        refusals = (
-            "the announcement 'twin/0' does not count: its address is this engine's own",
-            "a directory announces 'alias' at this address, and this engine itself answers there",
-            f"peer loopback: worker 0: no process listens at 127.0.0.1:{port}",
-            f"peer absent: worker 0: 198.18.0.9:{port} cannot be reached",
-        )
-        for said in refusals:
-            waits.until(lambda said=said: said in reader.peer.stderr, 30, said)
-        waits.until(lambda: reader.ask("sources") == ["good"], 30, "the engine on the other host")
-        assert good.ask("work", 1) == 0
-        waits.until(lambda: reader.ask("work", 1) > 0, 20, "a page of the engine on the other host")
-        assert reader.ask("counts")[0] == 0
-        assert reader.ask("sources") == ["good"]
 
 
 def run_for(fleet: Fleet, seconds: float, num_engines: int, stopped_s: float) -> None:

@@ -14,7 +14,7 @@ import attrs
 import pytest
 import torch
 
-from kvplug import ClosedError, Config, PeerGoneError, connect_pipe, listen_pipe
+from kvplug import Config, PeerGoneError, connect_pipe, listen_pipe
 from kvplug.assembly import slow_path
 from kvplug.errors import SlowPathError
 from kvplug.metrics import path_rate
@@ -131,43 +131,6 @@ def test_refusing_ends_the_pipe_with_what_was_measured(warned: Any) -> None:
         assert (snapshot["slow_paths"], snapshot["failures"]) == ({"cpu": 1}, {"send": {"slow": 1}})
 
 
-@pytest.mark.parametrize("transport", ["cpu", "shm"])
-def test_what_is_under_way_when_a_pipe_is_refused_ends_at_both_ends(transport: str) -> None:
-    pipe, other = pair(config(transport, slow_path="refuse"), config(transport))
-    receiving = Call(lambda: pipe.recv_tensor(timeout=20))
-    whole, half = pipe.send_tensor(MESSAGE), pipe.send_tensor(torch.zeros(64 * MIB, dtype=torch.uint8))
-    assert other.recv_tensor(timeout=20) is not None
-    whole.wait(20)
-    now = time.perf_counter()
-    for _ in range(4):  # as if some messages between these took long
-        sending = pipe.watch.begins(16 * MIB, now)
-        now += 10
-        pipe.watch.ends(sending, 16 * MIB, now)
-    assert pipe.watch.due
-    for _ in range(2):
-        with pytest.raises(SlowPathError):
-            pipe.send_tensor(MESSAGE)
-    for ended in (lambda: half.wait(20), lambda: receiving.result(20)):
-        with pytest.raises(ClosedError):
-            ended()
-    with pytest.raises(PeerGoneError):
-        other.recv_tensor(timeout=20)
-    assert pipe.stats.snapshot()["failures"] == {"send": {"slow": 1, "closed": 1}}
-    other.close()
-
-
-def test_a_transport_that_cannot_report_on_its_path_is_no_worse_for_it(
-    monkeypatch: pytest.MonkeyPatch, warned: Any
-) -> None:
-    from kvplug_cpu.pipe import CpuPipe
-
-    monkeypatch.setattr(CpuPipe, "path_report", lambda self: {}["lanes"])
-    for pipe in pair(config(), config(slow_path="off")):
-        pipe.close()
-    (text,) = warned()
-    assert "cannot say how fast its path is" in text
-
-
 def take_all(parent: peers.Parent, contact: str, transport: str) -> None:
     take(connect_pipe(config(transport), contact))
 
@@ -256,22 +219,3 @@ def test_the_cause_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(slow_path.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(slow_path.os, "sched_getaffinity", lambda pid: {3}, raising=False)
     assert "this process may use one processor only" in causes()
-
-
-def test_a_thread_that_keeps_the_interpreter_lock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_path, "host_load", lambda: 1.0)
-    stop: list[None] = []
-
-    def computes() -> None:
-        while not stop:
-            sum(range(1000))
-
-    computing = Call(computes)
-    try:
-        # the wait is only shorter where the other thread is not running just then
-        assert any(
-            "keeps Python's interpreter lock" in text for _ in range(50) for text in slow_path.processors("")
-        )
-    finally:
-        stop.append(None)
-        computing.result(20)

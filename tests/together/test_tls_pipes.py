@@ -1,4 +1,4 @@
-"""Pipe "cpu", lookup buffer and queue "shm" over TLS, between processes with one certificate authority."""
+"""Pipe "cpu" and queue "shm" over TLS, between processes with one certificate authority."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from kvplug import (
     AuthenticationError,
     Config,
     PeerGoneError,
-    build_lookup,
     build_queue,
     connect_pipe,
     listen_pipe,
@@ -76,9 +75,7 @@ def tls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def config(tls: dict[str, Any]) -> Config:
     tcp = {"cpu": {"socket": "tcp"}}  # else it is a Unix socket: the peer is on this host
-    return Config.from_dict(
-        {"transport": "cpu", "lookup_buffer": "simple", "timeout_s": 20, "options": tcp, **tls}
-    )
+    return Config.from_dict({"transport": "cpu", "timeout_s": 20, "options": tcp, **tls})
 
 
 def without(tls: dict[str, Any]) -> dict[str, Any]:
@@ -114,29 +111,6 @@ def test_tensors_cross_a_pipe_over_tls_and_a_death_is_noticed(tls: dict[str, Any
         pipe.abort()
 
 
-def holds(parent: peers.Parent, tls: dict[str, Any]) -> None:
-    with listen_pipe(config(tls), "127.0.0.1:0") as server:
-        parent.send(server.contact)
-        store = build_lookup(config(tls)).hold()
-        key = torch.arange(48.0).reshape(2, 3, 1, 8)
-        store.insert([1, 2, 3], None, key, -key, None)
-        store.attach(server.accept(), server.accept())
-        parent.recv()
-        store.close()
-
-
-def test_a_lookup_buffer_is_read_over_tls(tls: dict[str, Any], fork_server) -> None:
-    with fork_server.start(f"{__file__}:holds", tls, timeout_s=50) as holder:
-        contact = holder.recv()
-        pipes = [connect_pipe(config(tls), contact) for _ in range(2)]
-        buffer = build_lookup(config(tls)).reach(*pipes)
-        found = buffer.select([1, 2, 3, 4])
-        assert found.tokens.tolist() == [1, 2, 3]
-        assert torch.equal(found.value, -torch.arange(48.0).reshape(2, 3, 1, 8))
-        buffer.close()
-        holder.send("done")
-
-
 def queue(tls: dict[str, Any]) -> QueueEndpoint:
     """Of readers that the writer's memory does not reach."""
     return build_queue(Config.from_dict({"queue": "shm", "timeout_s": 20, **tls}), local_reader_ranks=())
@@ -158,8 +132,3 @@ def test_a_queue_reaches_readers_over_tls_and_refuses_those_without_it(
         with fork_server.start(f"{__file__}:reads", tls, handle.as_plain(), timeout_s=50) as reader:
             writer.enqueue({"kv": torch.arange(1 << 20)})
             assert reader.result(50)
-    with (
-        queue(without(tls)).create() as writer,
-        pytest.raises(AuthenticationError, match="set tls_cert, tls_key and tls_ca on both ends"),
-    ):
-        queue(tls).create_from_handle(writer.export_handle(), 0)

@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug import PluginError, Registry
+from kvplug import Registry
 from kvplug.assembly.registry.check import name_faults, own_part
 from kvplug.assembly.registry.packages import PACKAGES
-from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec, UnknownConnectorError
+from kvplug.engine import CommandSpec, ConnectorSpec, SinkSpec
 from kvplug.transport import (
     AmbiguousNameError,
     Kind,
@@ -126,20 +126,6 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
     assert isinstance(caught.value, LookupError)
 
 
-def test_each_kind_is_called_as_operators_call_it() -> None:
-    for kind, error, word in (
-        (Kind.CONNECTOR, UnknownConnectorError, "connector"),
-        (Kind.PIPE, UnknownTransportError, "transport"),
-        (Kind.QUEUE, UnknownTransportError, "message queue"),
-        (Kind.LOOKUP_BUFFER, UnknownTransportError, "lookup buffer"),
-        (Kind.COMMUNICATOR, UnknownTransportError, "communicator"),
-        (Kind.SINK, UnknownNameError, "sink"),
-        (Kind.COMMAND, UnknownNameError, "command"),
-    ):
-        with pytest.raises(error, match=f"no {word} named 'x'"):
-            Registry().get(kind, "x")
-
-
 def test_a_second_owner_of_a_name_is_refused_whole() -> None:
     registry = filled(a=[transport("cpu"), transport("own")], b=[transport("cpu")])
     with pytest.raises(AmbiguousNameError) as caught:
@@ -160,15 +146,6 @@ def test_the_full_name_chooses_between_two_owners_and_may_name_the_only_one() ->
         registry.get(Kind.PIPE, "kvplug-c:cpu")
 
 
-def test_two_owners_in_one_distribution_can_only_be_told_apart_by_disabling_one() -> None:
-    registry = Registry()
-    for name in ("a", "b"):
-        registry.register(offering(transport("cpu")), name=name, distribution="kvplug-both", version="1")
-    with pytest.raises(AmbiguousNameError, match="name a or b in KVPLUG_DISABLE_PLUGINS") as caught:
-        registry.get(Kind.PIPE, "kvplug-both:cpu")
-    assert "say " not in str(caught.value)
-
-
 def test_a_plugin_that_is_refused_leaves_nothing_behind() -> None:
     registry = Registry()
     bad = offering(transport("cpu"), transport("cpu"))
@@ -178,12 +155,6 @@ def test_a_plugin_that_is_refused_leaves_nothing_behind() -> None:
     with pytest.raises(PluginLoadError, match="implements no hook"):
         registry.register(SimpleNamespace(), name="nothing")
     assert registry.plugins == registry.transports(Kind.PIPE) == ()
-
-
-@pytest.mark.parametrize(("kind", "spec"), [("connector", "ConnectorSpec"), ("sink", "SinkSpec")])
-def test_a_transport_spec_is_for_transports(kind: str, spec: str) -> None:
-    with pytest.raises(PluginError, match=spec):
-        transport("x", kind)
 
 
 # -- faults of names and options, all at once ------------------------------------------------------
@@ -211,10 +182,3 @@ def test_things_of_one_name_each_take_their_own_from_its_table(monkeypatch: pyte
     faults = name_faults(registry, {}, {"cpu": {"lanes": 4, "dept": 1}})
     assert len(faults) == 3 and all("dept" in fault or "takes no options" in fault for fault in faults)
     assert own_part(registry, connector, {"lanes": 4, "odd": 1}) == {"odd": 1}
-
-
-def test_options_that_cannot_be_loaded_are_a_fault() -> None:
-    registry = filled(one=[transport("cpu", options="nowhere.at_all:Choices")])
-    (fault,) = name_faults(registry, {}, {"cpu": {"a": 1}})
-    whose = "options.cpu: the options of the pipe 'cpu' from kvplug-one"
-    assert fault.startswith(f"{whose}: cannot load nowhere.at_all:Choices: ModuleNotFoundError")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import pytest
 
 from kvplug import UnsupportedError
-from kvplug.engine import ScheduledRequest, SchedulerConnector, SchedulerOutput, WorkerConnector, WorkerOutput
+from kvplug.engine import SchedulerConnector, WorkerConnector, WorkerOutput
 
 
 def least(side: Any) -> Any:
@@ -38,15 +37,3 @@ def test_a_worker_side_that_says_nothing_has_nothing_to_report_and_takes_layers_
     assert not side.has_connector_metadata()
     with pytest.raises(UnsupportedError, match="Least does not take cross-layer blocks"):
         side.register_cross_layers_kv_cache(None, None)
-
-
-def test_block_tables_are_looked_up_on_demand_and_are_no_part_of_a_plans_identity() -> None:
-    asked: list[str] = []
-    scheduled = (ScheduledRequest(request_id="a", num_computed_tokens=0, num_scheduled_tokens=3),)
-    plan = SchedulerOutput(
-        step=1, scheduled=scheduled, block_ids=lambda request_id: asked.append(request_id) or ((4, 7),)
-    )
-    assert plan == attrs.evolve(plan, block_ids={}.get) != attrs.evolve(plan, step=2)
-    assert asked == [] and "block_ids" not in repr(plan)
-    assert plan.block_ids("a") == ((4, 7),)
-    assert asked == ["a"]

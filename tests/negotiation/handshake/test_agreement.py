@@ -261,13 +261,6 @@ def test_two_of_one_role_are_refused_and_both_works_with_anything(role: str) -> 
         assert agree(changed(OURS, role="both"), other)
 
 
-def test_where_no_kv_crosses_roles_and_transports_play_no_part_and_facts_do() -> None:
-    ours = changed(OURS, moves_kv=False, transports=())
-    theirs = changed(THEIRS, role="producer")
-    assert agree(ours, theirs).transports == {} == agree(theirs, ours).transports
-    assert fields(refused(ours, changed(theirs, num_layers=32))) == ["model.num_layers"]
-
-
 def test_a_shard_of_the_heads_meets_only_its_like_and_a_scheduler_meets_all() -> None:
     ours = changed(OURS, tensor_parallel_size=2, tensor_parallel_rank=0)
     theirs = changed(THEIRS, tensor_parallel_size=2, tensor_parallel_rank=1)
@@ -305,22 +298,6 @@ def test_blocks_in_a_kernels_own_order_go_only_where_all_is_equal() -> None:
     theirs = changed(THEIRS, block_format="engine 2/kernel", block_size=32, layout="KBHTD")
     for one, other in ((packed, theirs), (theirs, packed), (OURS, theirs)):
         assert fields(refused(one, other)) == ["block_format", "block_size", "layout"]
-
-
-@pytest.mark.parametrize("says", ["", "engine 1"])
-def test_a_side_that_moves_nothing_need_not_know_the_kernel_but_counts_in_the_same_blocks(says: str) -> None:
-    scheduler = changed(OURS, moves_kv=False, block_format=says)
-    worker = changed(THEIRS, block_format="engine 1/kernel")
-    assert agree(scheduler, worker) and agree(worker, scheduler)
-    for change in ({"block_size": 32}, {"layout": "KBHTD"}, {"block_size": 32, "layout": "KBHTD"}):
-        other = changed(worker, **change)
-        assert fields(refused(scheduler, other)) == fields(refused(other, scheduler)) == list(change)
-
-
-def test_the_purpose_is_that_of_whoever_dialled() -> None:
-    dialled = changed(OURS, purpose="entries")
-    assert agree(dialled, THEIRS).purpose == agree(THEIRS, dialled).purpose == "entries"
-    assert fields(refused(dialled, changed(THEIRS, purpose="events"))) == ["purpose"]
 
 
 @pytest.mark.parametrize(
@@ -371,19 +348,8 @@ def test_kv_on_a_device_has_a_transport_of_its_own_beside_that_of_the_signals() 
     assert {device: it.chosen for device, it in named.items()} == {"cuda": "gpu", "cpu": "local"}
 
 
-def test_kv_on_different_kinds_of_device_has_a_pipe_for_cpu_tensors_only() -> None:
-    found = agree(changed(OURS, device="cuda"), THEIRS)
-    assert {device: it.chosen for device, it in found.transports.items()} == {"cpu": "local"}
-    assert found.converts == ("device: ours cuda, theirs cpu",)
-
-
 def test_an_unauthenticated_data_plane_is_refused_where_other_hosts_can_reach_either_end() -> None:
     ours, theirs = changed(OURS, device="cuda"), changed(THEIRS, device="cuda")
     exposed = changed(theirs, require_authenticated=True)
     for a, b in ((ours, exposed), (exposed, ours)):
         assert "allow_unauthenticated_data_plane" in " ".join(refused(a, b))
-
-
-def test_a_name_in_either_config_is_honoured() -> None:
-    named = changed(THEIRS, requested_transport="net")
-    assert agree(OURS, named).transports["cpu"].chosen == agree(named, OURS).transports["cpu"].chosen == "net"

@@ -157,26 +157,3 @@ def test_a_peer_that_vanishes_after_our_refusal_does_not_hide_it() -> None:
     there.vanish()
     with pytest.raises(HandshakeError, match="both sides are producers"):
         exchange(here, OURS, timeout=5)
-
-
-def test_a_peer_that_vanishes_or_says_nothing_is_what_the_channel_says() -> None:
-    here, there = channels()
-    there.vanish()
-    with pytest.raises(PeerGoneError):
-        exchange(here, OURS, timeout=5)
-    here, there = channels()
-    with pytest.raises(TimeoutError):
-        exchange(here, OURS, timeout=0.05)
-    here, there = channels()
-    there.send({"hello": THEIRS.to_plain()})
-    with pytest.raises(TimeoutError):
-        exchange(here, OURS, timeout=0.05)
-
-
-def test_a_hello_of_our_own_that_is_too_large_is_refused_before_it_is_sent() -> None:
-    here, there = channels()
-    huge = attrs.evolve(OURS, versions={str(i): "x" * 999 for i in range(200)})
-    with pytest.raises(HandshakeError, match="hello: ours cannot be sent"):
-        exchange(here, huge, timeout=5)
-    with pytest.raises(TimeoutError):
-        there.recv(timeout=0)

@@ -28,6 +28,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
+from kvplug.net.trust.addresses import is_loopback
 from kvplug.net.trust.challenge import ClientChallenge, Mode
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Connection, Listener, dial, dial_until
@@ -459,6 +460,18 @@ def test_another_user_who_floods_is_rated_and_delays_no_client(
             until(lambda: listener.refusals.get("crowded", 0) >= 200 - 48 - 1)
         child.send("enough")
         child.result()
+
+
+def test_an_address_that_floods_is_rated_and_delays_no_client() -> None:
+    """From the address of an interface: the kernel shows no user, as for another host."""
+    with Listener.open("0.0.0.0:0", SECRET, "test") as listener, ExitStack() as stack:
+        host, port = listener.address.rsplit(":", 1)
+        if is_loopback(host):
+            pytest.skip("this host has no address beside loopback")
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((host, int(port)), 5))
+        refusals_become(listener, crowded=200 - 48)
+        meet(listener, SECRET, contact=f"127.0.0.1:{port}").close()
 
 
 def test_what_strangers_send_takes_no_more_memory_than_their_places() -> None:

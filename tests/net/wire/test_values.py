@@ -209,3 +209,16 @@ def test_a_length_that_the_bytes_do_not_keep_allocates_nothing(data: bytes) -> N
 def test_bytes_that_are_no_value_are_refused_by_what_is_wrong(data: bytes, named: str) -> None:
     with pytest.raises(WireError, match=named):
         decode(data)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_a_value_or_a_wire_error(data: bytes) -> None:
+    try:
+        value = decode(data)
+    except WireError:
+        return
+    try:
+        again = encode(value)
+    except TypeError:  # a tensor or such, where those are installed
+        return
+    assert exactly(decode(again)) == exactly(value)
