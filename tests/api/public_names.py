@@ -1,12 +1,11 @@
-"""The public names of kvplug as lines of text, and which changes of them break plugins that exist.
+"""The public names of kvplug as lines of text, which ``plugin-api-1.txt`` records.
 
-``python tests/api/public_names.py`` records new names in ``plugin-api-1.txt``. It records nothing if a change
-breaks plugins. ``--anew`` records everything as it is now; it is for the time before a release has the API.
+``python tests/api/public_names.py`` records new names. If one is gone or another, it records nothing: plugins
+that exist may break. ``--changed`` records that too, after a person has seen that they do not.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import collections.abc
 import enum
@@ -30,8 +29,6 @@ import kvplug_testing
 from kvplug.transport import hookspecs
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "reference" / "plugin-api.md"
-CHANGELOG = ROOT / "CHANGELOG.md"
 RECORD = Path(__file__).with_name("plugin-api-1.txt")
 DOORS = (kvplug, kvplug.engine, kvplug.transport, kvplug_testing)
 WIRE = {
@@ -55,7 +52,6 @@ PROTECTED = (
 )
 """Private methods with a body that subclasses of abstract classes override or call, beside abstract ones."""
 ABSTRACT = "abstract method"
-CALLABLE = ("function", "method", ABSTRACT, "class method", "static method")
 PUBLIC_ELSEWHERE = {
     *vars(collections.abc),
     *vars(typing),
@@ -82,8 +78,9 @@ Names = Mapping[str, Line]
 # -- as it is now ------------------------------------------------------------------------------------
 
 
-def names_now(since: str) -> dict[str, Line]:
+def names_now() -> dict[str, Line]:
     """Every public name, in the order of the doors."""
+    since = "{}.{}".format(*hookspecs.PLUGIN_API)
     found: dict[str, Line] = {}
     public: dict[type, str] = {}
     shown = [(f"{door.__name__}.{name}", getattr(door, name)) for door in DOORS for name in door.__all__]
@@ -218,128 +215,25 @@ def _signature_of_fields(fields: Any) -> str:
     return f"({', '.join(['self', *positional, *(['*', *named] if named else [])])})"
 
 
-# -- what has changed --------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Changes:
-    """What is different from the record."""
-
-    breaks: tuple[str, ...]
-    """What stops plugins that exist from working, a sentence for each name."""
-    added: tuple[str, ...]
-    """Names that are not in the record."""
-    to_look_at: tuple[str, ...]
-    """What may be compatible, such as the type of an argument; a person has to look."""
-
-
-def changes(old: Names, new: Names) -> Changes:
-    """Compare what was recorded with what there is."""
-    breaks, to_look_at = [], []
-    for name, was in old.items():
-        now = _found(name, new)
-        if now is None:
-            breaks.append(f"{name}: it is gone")
-        elif reason := _break(was, now):
-            breaks.append(f"{name}: {reason}")
-        elif (was.kind, was.text) != (now.kind, now.text):
-            to_look_at.append(f"{name}: {_difference(was, now)}")
-    added = [name for name in new if name not in old]
-    for name in added:
-        owner = name.rpartition(".")[0]
-        if new[name].kind.startswith("abstract") and owner in old:
-            breaks.append(f"{name}: it is abstract, and subclasses that exist do not have it; give it a body")
-    return Changes(tuple(breaks), tuple(added), tuple(to_look_at))
-
-
-def _difference(was: Line, now: Line) -> str:
-    old, new = (f"{line.kind}, {line.text}".split(", ") for line in (was, now))
-    gone, come = ([part for part in one if part not in other] for one, other in ((old, new), (new, old)))
-    return f"{', '.join(gone) or 'nothing'} became {', '.join(come) or 'nothing'}"
-
-
-def _found(name: str, names: Names) -> Line | None:
-    """Also where a public base has it."""
-    if name in names:
-        return names[name]
-    owner, _, member = name.rpartition(".")
-    bases = names[owner].text.split(", ") if owner in names and names[owner].kind == "class" else ()
-    return next((names[f"{base}.{member}"] for base in bases if f"{base}.{member}" in names), None)
-
-
-def _break(was: Line, now: Line) -> str:
-    """Why what worked with the old one does not with the new one; empty if it does, or may."""
-    if was.kind != now.kind and (was.kind, now.kind) not in {
-        (ABSTRACT, "method"),
-        ("abstract property", "property"),
-        ("property", "field"),
-        ("class attribute", "property"),
-    }:
-        return f"it was a {was.kind}, and is a {now.kind}"
-    if was.kind == "class" and (missing := {*was.text.split(", ")} - {*now.text.split(", ")} - {""}):
-        return f"it is no longer a subclass of {', '.join(sorted(missing))}"
-    if was.kind == "member" and was.text != now.text:
-        return f"its value was {was.text}, and is {now.text}"
-    if was.kind in CALLABLE:
-        return _break_of_calls(_arguments(was.text), _arguments(now.text), abstract=now.kind == ABSTRACT)
-    return ""
-
-
-@attrs.frozen
-class Arguments:
-    """The parameters of a function: what callers may write."""
-
-    positional: tuple[str, ...]
-    named: frozenset[str]
-    optional: frozenset[str]
-    takes_more: frozenset[str]
-    """``*`` or ``**``, if it takes any arguments."""
-    only_positional: frozenset[str] = frozenset()
-
-
-def _arguments(text: str) -> Arguments:
-    (function,) = ast.parse(f"def f{text}: ...").body
-    assert isinstance(function, ast.FunctionDef)
-    given = function.args
-    positional = [each.arg for each in (*given.posonlyargs, *given.args)]
-    only_named = [each.arg for each in given.kwonlyargs]
-    optional = positional[len(positional) - len(given.defaults) :] if given.defaults else []
-    optional += [
-        name for name, default in zip(only_named, given.kw_defaults, strict=True) if default is not None
-    ]
-    only_positional = frozenset(each.arg for each in given.posonlyargs)
-    more = {"*": given.vararg, "**": given.kwarg}
-    return Arguments(
-        positional=tuple(positional),
-        named=frozenset({*positional, *only_named} - only_positional),
-        optional=frozenset(optional),
-        takes_more=frozenset(mark for mark, argument in more.items() if argument),
-        only_positional=only_positional,
-    )
-
-
-def _break_of_calls(was: Arguments, now: Arguments, *, abstract: bool) -> str:
-    if gone := (was.named - now.named) | (was.takes_more - now.takes_more):
-        return f"it no longer takes {', '.join(sorted(gone))}"
-    if now.positional[: len(was.positional)] != was.positional:
-        return (
-            f"its positional arguments were {', '.join(was.positional)}, and are {', '.join(now.positional)}"
-        )
-    every_now = {*now.positional, *now.named}
-    if required := (every_now - now.optional) - ({*was.positional, *was.named} - was.optional):
-        return f"it requires {', '.join(sorted(required))}"
-    if abstract and (new := every_now - {*was.positional, *was.named}):
-        return f"plugins implement it, and theirs do not take {', '.join(sorted(new))}"
-    return ""
-
-
 # -- the record --------------------------------------------------------------------------------------
 
 
-def read_record(text: str) -> dict[str, Line]:
-    """The names of a record, a line each: since, kind, name and text, separated by `` | ``."""
+def differences(old: Names, new: Names) -> list[str]:
+    """What is recorded, and is gone or another: a sentence for each name."""
+    said = []
+    for name, was in old.items():
+        now = new.get(name)
+        if now is None:
+            said.append(f"{name} is gone")
+        elif (was.kind, was.text) != (now.kind, now.text):
+            said.append(f"{name} was {was.kind} {was.text}, and is {now.kind} {now.text}")
+    return said
+
+
+def recorded() -> dict[str, Line]:
+    """The names of the record, a line each: since, kind, name and text, separated by `` | ``."""
     names = {}
-    for line in text.splitlines():
+    for line in RECORD.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             since, kind, name, text = f"{line} ".split(" | ", 3)
             names[name] = Line(since, kind, text.strip())
@@ -356,55 +250,17 @@ def written(names: Names) -> str:
     )
 
 
-def dotted(api: tuple[int, int]) -> str:
-    return f"{api[0]}.{api[1]}"
-
-
-def is_released(api: str, table: str, changelog: str) -> bool:
-    """Whether the changelog has a version of kvplug with this plugin API, by the page "Plugin API"."""
-    row = re.search(rf"^\| {re.escape(api)} \| ([\d.]+) \|", table, re.M)
-    if row is None:
-        raise SystemExit(
-            f"docs/reference/plugin-api.md has no row for the plugin API {api}: say what it adds"
-        )
-    since = [int(part) for part in row[1].split(".")]
-    released = re.findall(r"^## (\d+(?:\.\d+)+)", changelog, re.M)
-    return any([int(part) for part in version.split(".")] >= since for version in released)
-
-
 def main(arguments: list[str]) -> int:
-    if arguments not in ([], ["--anew"]):
-        print(f"python {sys.argv[0]} [--anew]", file=sys.stderr)
+    if arguments not in ([], ["--changed"]):
+        print(f"python {sys.argv[0]} [--changed]", file=sys.stderr)
         return 2
-    api = dotted(hookspecs.PLUGIN_API)
-    now = names_now(api)
-    frozen = is_released(api, TABLE.read_text(encoding="utf-8"), CHANGELOG.read_text(encoding="utf-8"))
-    if arguments:
-        if frozen:
-            print(f"A release has the plugin API {api}: it is frozen.", file=sys.stderr)
-            return 1
-        RECORD.write_text(written(now), encoding="utf-8")
-        return 0
-    old = read_record(RECORD.read_text(encoding="utf-8"))
-    found = changes(old, now)
-    if found.added and frozen:
-        print(
-            f"A release has the plugin API {api}, and {found.added[0]} is new: raise the minor version of"
-            " PLUGIN_API in kvplug/transport/hookspecs.py, and add a row to the table in"
-            " docs/reference/plugin-api.md.",
-            file=sys.stderr,
-        )
-        return 1
-    said = [f"breaks plugins: {each}" for each in found.breaks]
-    if not said:
-        said = [f"look at: {each}" for each in found.to_look_at] + [f"new: {each}" for each in found.added]
-    for line in said:
+    old, now = recorded(), names_now()
+    said = differences(old, now)
+    for line in (*said, *(f"{name} is new" for name in now if name not in old)):
         print(line)
-    if found.breaks:
+    if said and not arguments:
         return 1
-    kept = {
-        name: attrs.evolve(line, since=old[name].since if name in old else api) for name, line in now.items()
-    }
+    kept = {name: attrs.evolve(line, since=old.get(name, line).since) for name, line in now.items()}
     RECORD.write_text(written(kept), encoding="utf-8")
     return 0
 

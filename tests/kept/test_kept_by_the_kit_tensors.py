@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,6 @@ ROOT = KEPT.parents[1]
 SUBJECTS = {"pipe kept-transport", "store kept-store", "sink kept-sink"}
 LAWS = ("PIPE-2", "END-1", "STORE-7", "STORE-10", "SINK")
 """A part of the laws: what a plugin uses under another name or in another way breaks them, in seconds."""
-FEW = ("END-1", "STORE-7", "SINK-3")
 
 PROGRAM = """
 import torch
@@ -67,16 +65,6 @@ assert scheduler.calls[0] == ("match", "r", 40) and scheduler.calls[-1] == ("fin
 assert {call[0] for call in scheduler.calls} == {"match", "alloc", "output", "finished"}
 """
 """Moves tensors between two ends of the pipe that shares nothing, and runs its connector in an engine."""
-BREAKS = """
-import kvplug.engine, kvplug.transport, kvplug.transport.store.header
-
-window = kvplug.transport.SendWindow
-window.wait_until_it_fits = window.wait_for_room  # a method gets another name
-del window.wait_for_room
-del kvplug.transport.store.header.split_header  # a function is gone
-del kvplug.engine.Sink.close  # a body that subclasses inherit is gone
-"""
-"""For each kept plugin a change of the core that breaks it."""
 
 
 @pytest.fixture
@@ -86,22 +74,6 @@ def kept(site: Any) -> Any:
         with zipfile.ZipFile(path) as wheel:
             wheel.extractall(site.folder / "site")
     return site
-
-
-def judged(
-    site: Any, laws: tuple[str, ...], *arguments: str, timeout_s: float
-) -> tuple[subprocess.CompletedProcess[str], Counter[Any]]:
-    """A run of the kit, and how many tests had which outcome, by subject."""
-    done = site.run(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")),
-        *("--rootdir", str(ROOT), "--kvplug-level", "quick", "--kvplug-report", "card.json"),
-        *(("--hypothesis-profile", "dev") if laws else ()),
-        *(f"--kvplug-law={law}" for law in laws),
-        *(*arguments, str(KEPT / "suites.py")),
-        timeout_s=timeout_s,
-    )
-    card = from_json((site.folder / "card.json").read_text())
-    return done, Counter((result.subject, result.outcome) for result in card.results)
 
 
 @pytest.mark.timeout(300)
@@ -114,17 +86,18 @@ def judged(
     ],
 )
 def test_they_keep_the_laws(kept: Any, laws: tuple[str, ...]) -> None:
-    done, outcomes = judged(kept, laws, timeout_s=290)
+    done = kept.run(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")),
+        *("--rootdir", str(ROOT), "--kvplug-level", "quick", "--kvplug-report", "card.json"),
+        *(("--hypothesis-profile", "dev") if laws else ()),
+        *(f"--kvplug-law={law}" for law in laws),
+        str(KEPT / "suites.py"),
+        timeout_s=290,
+    )
     assert done.returncode == 0, done.stdout
-    assert not {subject for subject in SUBJECTS if outcomes[subject, "passed"] < 5}, outcomes
-
-
-@pytest.mark.full
-def test_the_laws_are_broken_by_what_the_api_must_not_do(kept: Any) -> None:
-    (kept.folder / "breaks.py").write_text(BREAKS)
-    done, outcomes = judged(kept, FEW, "-p", "breaks", "--tb", "line", timeout_s=100)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert {subject for subject, outcome in outcomes if outcome == "failed"} == SUBJECTS
+    card = from_json((kept.folder / "card.json").read_text())
+    passed = Counter(result.subject for result in card.results if result.outcome == "passed")
+    assert not {subject for subject in SUBJECTS if passed[subject] < 5}, passed
 
 
 @pytest.mark.timeout(120)

