@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from kvplug import (
     build_queue,
 )
 from kvplug.transport import UnknownTransportError
+from kvplug_testing.memory.communicator import MemoryCommunicator  # no two threads may parse it
 from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(30)
@@ -51,27 +51,23 @@ def test_what_a_config_names_wrongly_is_refused() -> None:
             build_communicator(Config(communicator="memory"), group, device="cuda:0")
 
 
-def at_ranks(count: int, call: Callable[[StatelessGroup], Any]) -> list[Any]:
-    """What the call returns at each rank of a group, which are threads."""
-    listener = StatelessGroup.listen("unix:")
-
-    def rank(number: int) -> Any:
-        address = listener if number == 0 else listener.contact
-        with StatelessGroup.create(address, rank=number, world_size=count, timeout=20) as group:
-            found = call(group)
-            group.barrier()
-            return found
-
-    return [each.result(25) for each in [Call(lambda number=number: rank(number)) for number in range(count)]]
-
-
 def test_a_communicator_is_built_by_name_at_every_rank() -> None:
     import torch
 
-    def call(group: StatelessGroup) -> Any:
-        config = Config(communicator="memory", timeout_s=20)
-        with build_communicator(config, group, unique_name="tp:0", ranks=[4, 6]) as made:
-            assert (made.rank, made.global_rank) == (group.rank, (4, 6)[group.rank])
-            return made.all_reduce(torch.ones(2) * (group.rank + 1)).tolist()
+    listener = StatelessGroup.listen("unix:")
+    config = Config(communicator="memory", timeout_s=20)
 
-    assert at_ranks(2, call) == [[3.0, 3.0]] * 2
+    def rank(number: int) -> Any:
+        address = listener if number == 0 else listener.contact
+        with (
+            StatelessGroup.create(address, rank=number, world_size=2, timeout=20) as group,
+            build_communicator(config, group, unique_name="tp:0", ranks=[4, 6]) as made,
+        ):
+            assert isinstance(made, MemoryCommunicator)
+            assert (made.rank, made.global_rank) == (number, (4, 6)[number])
+            found = made.all_reduce(torch.ones(2) * (number + 1)).tolist()
+            group.barrier()
+            return found
+
+    calls = [Call(lambda number=number: rank(number)) for number in range(2)]  # type: ignore[misc]
+    assert [call.result(25) for call in calls] == [[3.0, 3.0]] * 2

@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from kvplug import Config, ConfigError, TimeoutError, check_config
-from kvplug.assembly.members import Announcement, DirectoryMembers, fingerprint_of
+from kvplug.assembly.members import DirectoryMembers, fingerprint_of
 from kvplug.engine import Engine, ModelInfo
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
@@ -144,17 +144,6 @@ def test_what_is_no_announcement_is_passed_over(members: Any, directory: InMemor
     members("reader").follow(heard)
     members("friend").announce("unix:@friend")
     waits.until(lambda: heard.knows("friend"))
-
-
-def test_an_announcement_survives_its_way_and_no_other_version_is_believed() -> None:
-    made = Announcement(
-        engine_id="a", epoch="e", rank=1, num_workers=2, contact="unix:@a", role="both", model="m"
-    )
-    for key in (None, b"a key"):
-        assert Announcement.from_bytes("a/1", made.to_bytes(key), key) == made
-        newer = made.to_bytes(key).replace(b'"version": 1', b'"version": 2')
-        assert not isinstance(Announcement.from_bytes("a/1", newer, key), Announcement)
-    assert "unix:@a" not in repr(made)
 
 
 def test_a_directory_that_fails_changes_nothing_and_is_told_once(

@@ -61,12 +61,6 @@ def test_an_end_with_a_wrapper_offers_its_peer_the_inner_transport(registry: Reg
     assert resolved.offers() == ResolvedConfig(config(None), registry).offers()
 
 
-@pytest.mark.parametrize("kind", [Kind.LOOKUP_BUFFER, Kind.COMMUNICATOR])
-def test_only_a_pipe_or_a_queue_wraps(kind: Kind) -> None:
-    with pytest.raises(PluginError, match="only a pipe or a queue"):
-        TransportSpec(kind=kind, name="x", factory="a:b", wraps=True)
-
-
 # -- the inner queue -------------------------------------------------------------------------------
 
 

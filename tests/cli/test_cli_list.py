@@ -104,36 +104,6 @@ def test_a_name_with_two_owners_is_listed_twice_as_ambiguous(birds: Any) -> None
     assert "say kvplug-birds:carrier-pigeon or kvplug-more:carrier-pigeon" in found[0]["reason"]
 
 
-def test_the_table_is_plain_text_in_a_pipe_and_without_long_a_line_below_its_kind(birds: Any) -> None:
-    lines = birds.kvplug("list", "--long").stdout.splitlines()
-    assert lines[0].split()[:5] == ["NAME", "KIND", "FROM", "VERSION", "STATUS"]
-    row = next(line for line in lines if line.startswith("carrier-pigeon"))
-    assert "cpu+cuda, any host, not authenticated, 0.5 GB/s" in row and row.endswith("Tensors by air")
-    assert "\x1b" not in "".join(lines)
-    lines = birds.kvplug("list").stdout.splitlines()
-    for kind, name, text in (
-        ("pipe", "carrier-pigeon", "Tensors by air"),
-        ("queue", "flock", "unavailable: it is night"),
-    ):
-        line = next(line for line in lines[lines.index(kind) :] if line.split()[0] == name)
-        assert line.split(None, 1)[1] == text
-
-
-def test_one_kind_and_one_name(birds: Any) -> None:
-    kinds = [line for line in birds.kvplug("list", "--kind", "queue").stdout.splitlines() if line[:1] != " "]
-    assert kinds[0] == "queue" and "pipe" not in kinds
-    whole = birds.kvplug("list", "carrier-pigeon").stdout
-    for part in ("pipe carrier-pigeon", "Tensors by air", "cpu+cuda, any host", "kvplug-birds 0.7"):
-        assert part in whole
-    assert "flock" not in whole
-    for arguments, said in (
-        (("--kind", "quue"), "did you mean 'queue'"),
-        (("pigeon",), "nothing named 'pigeon'"),
-    ):
-        done = birds.kvplug("list", *arguments)
-        assert done.returncode == 1 and said in done.stderr
-
-
 def test_options_of_a_name_are_shown_with_types_units_and_defaults(birds: Any) -> None:
     text = birds.kvplug("list", "--options", "carrier-pigeon").stdout
     assert "pipe carrier-pigeon (kvplug-birds 0.7), [options.carrier-pigeon]" in text

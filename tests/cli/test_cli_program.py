@@ -94,11 +94,3 @@ def test_an_error_is_one_message(birds: Any, arguments: list[str], environment: 
     done = birds.kvplug(*arguments, **environment)
     assert (done.returncode, done.stdout) == (1, "")
     assert said in done.stderr and "Traceback" not in done.stderr
-
-
-def test_tracebacks_and_the_log_are_shown_on_demand(birds: Any) -> None:
-    birds.add_bad()
-    assert "Traceback" in birds.kvplug("fail", KVPLUG_DEBUG="1").stderr
-    assert "did not load" not in birds.kvplug("list").stderr
-    log = birds.kvplug("list", KVPLUG_LOG="debug").stderr
-    assert "DEBUG kvplug.assembly.registry.registry: plugin bad" in log

@@ -59,26 +59,6 @@ def test_every_help_fits_a_terminal(printed: Any) -> None:
         assert not [line for line in lines if line.rstrip().endswith("...") and "[" not in line], path
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("list",),
-        ("list", "--all"),
-        ("list", "--all", "--long"),
-        ("list", "--options", "log"),
-        ("list", "--options", "around"),
-        ("list", "log"),
-        ("config", "show", "role=both", "secret_file=/a/" + 40 * "long/" + "path"),
-        ("explain", "role=both"),
-    ],
-    ids=" ".join,
-)
-def test_what_a_command_prints_fits_a_terminal(arguments: tuple[str, ...], printed: Any) -> None:
-    lines = printed(program, *arguments)
-    assert lines
-    assert not [line for line in lines if len(line) > WIDTH and len(line.split()) > 1]
-
-
 # -- texts of others -----------------------------------------------------------------------------------
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\x9b\u202e\r\x00"
@@ -202,10 +182,7 @@ def completed(site: Any, *words: str) -> list[str]:
     [
         (("co",), {"coo", "config"}, False),
         (("list", "pap"), {"paper"}, True),
-        (("list", "bir"), {"birds"}, True),
         (("list", "--options", "ne"), {"nest"}, True),
-        (("list", "--kind", "sto"), {"store"}, True),
-        (("list", "--o"), {"--options"}, True),
         (("store", "serve", ""), {"nest"}, False),
         (("config", "show", "slow"), {"slow_path="}, True),
         (("config", "check", "a"), {"a"}, True),  # a file: the shell looks for it

@@ -55,12 +55,6 @@ def test_whatever_is_given_the_answer_is_a_config_or_config_error(data: dict[str
         assert attrs.evolve(config) == config
 
 
-def test_a_missing_role_is_told_when_it_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"role: nothing was given.*KVPLUG_ROLE"):
-        Config().require_role()
-    assert Config(role=Role.BOTH).require_role() is Role.BOTH
-
-
 NAMES = ("transport", "queue", "lookup_buffer", "communicator", "connector")
 
 

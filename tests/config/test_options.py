@@ -108,29 +108,6 @@ def test_a_fault_names_key_value_and_what_is_allowed_and_all_are_told_at_once() 
         Options(lanes=9)
 
 
-def test_an_option_without_a_default_must_be_given() -> None:
-    @attrs.frozen(kw_only=True)
-    class Needy:
-        path: str = option(help="The folder.")
-
-    assert faults_of({}, Needy) == ("options.cpu.path: must be given; The folder.",)
-    assert check_options(Needy, {"path": "x"}).path == "x"
-    assert describe_options(Needy)[0].default == "required"
-
-
-def test_a_class_may_check_between_its_options() -> None:
-    @attrs.frozen(kw_only=True)
-    class Paired:
-        low: int = option(1, help="")
-        high: int = option(2, help="")
-
-        def __attrs_post_init__(self) -> None:
-            if self.low > self.high:
-                raise ValueError("low is above high")
-
-    assert faults_of({"low": 3}, Paired) == ("options.cpu: low is above high",)
-
-
 def test_options_are_described_for_people() -> None:
     rows = {row.name: row for row in describe_options(Options)}
     assert rows["limit"] == OptionRow(

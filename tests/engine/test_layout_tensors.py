@@ -162,21 +162,6 @@ def test_one_layer_of_a_cross_layer_cache_is_a_cache_of_its_own() -> None:
     assert (cache == -1).sum() == (cache == -2).sum() == 2 * 7 * 2 * 4
 
 
-def test_gather_fills_the_memory_it_is_given_and_nothing_else() -> None:
-    layout = layout_of("KBHTD")
-    cache = torch.randn(layout.shape)
-    expected_key, expected_value = gather(cache, layout, TABLE, 2, 9)
-    room = torch.zeros(2, 9, 2, 6)
-    key, value = gather(
-        cache, layout, TABLE, 2, 9, out_key=room[0, 1:8, :, 1:5], out_value=room[1, 1:8, :, 1:5]
-    )
-    assert torch.equal(room[0, 1:8, :, 1:5], expected_key) and key.data_ptr() == room[0, 1, 0, 1:].data_ptr()
-    assert torch.equal(room[1, 1:8, :, 1:5], expected_value) and value is not None
-    assert torch.count_nonzero(room) == torch.count_nonzero(expected_key) + torch.count_nonzero(
-        expected_value
-    )
-
-
 # -- refusals ----------------------------------------------------------------------------------
 
 
@@ -206,19 +191,6 @@ def test_blocks_that_cannot_be_meant_are_refused_and_nothing_is_copied(
         with pytest.raises(LayoutError, match=said):
             scatter(cache, layout, table, start, key[: end - start], value[: end - start])
     assert not cache.any()
-
-
-def test_keys_and_values_come_together_or_not_at_all() -> None:
-    both, latent = layout_of("KBTHD"), layout_of("BTD")
-    key = torch.zeros(3, 2, 4)
-    with pytest.raises(LayoutError, match="none were given"):
-        scatter(torch.zeros(both.shape), both, TABLE, 0, key)
-    with pytest.raises(LayoutError, match="no values; some were given"):
-        scatter(torch.zeros(latent.shape), latent, TABLE, 0, key[:, :1], key[:, :1])
-    with pytest.raises(LayoutError, match="has no values"):
-        gather(torch.zeros(latent.shape), latent, TABLE, 0, 3, out_value=key)
-    with pytest.raises(LayoutError, match="value: expected the shape"):
-        scatter(torch.zeros(both.shape), both, TABLE, 0, key, key[:2])
 
 
 @pytest.mark.parametrize(

@@ -196,17 +196,6 @@ def test_after_close_everything_is_a_miss_and_nothing_raises() -> None:
     assert pages.usage().num_pages == 0
 
 
-def test_close_ends_gets_that_wait_and_finishes_puts_that_have_begun() -> None:
-    place, go = Pages(), threading.Event()
-    pages = cache(place)
-    place.gate = lambda: go.wait(20) and None
-    put, get = pages.put([page(b"key", b"1")]), pages.get([page(b"other", b"1")])
-    threading.Timer(0.2, go.set).start()
-    assert pages.close(10)
-    assert put.results() == [None]
-    assert get.results() == [MissReason.CLOSED]
-
-
 # -- of a config -------------------------------------------------------------------------------
 
 

@@ -95,16 +95,6 @@ def test_waiting_behind_earlier_messages_of_a_pipe_is_not_slow(measured: Any) ->
     assert seconds == [1.0, 1.0, 1.0]
 
 
-def test_pipes_of_one_process_share_its_time(measured: Any) -> None:
-    (one, of_one), (other, of_other), (third, of_third) = (measured() for _ in range(3))
-    first, second, failing = one.begins(MIB, 10.0), other.begins(MIB, 10.0), third.begins(MIB, 10.0)
-    third.ends(failing, 0, 13.0)
-    one.ends(first, MIB, 13.0)
-    other.ends(second, MIB, 14.0)
-    one.ends(one.begins(MIB, 15.0), MIB, 15.5)
-    assert (of_one, of_other, of_third) == ([1.0, 0.5], [2.0], [])
-
-
 def test_a_slow_path_among_many_that_send_now_and_then_is_measured_as_slow(measured: Any) -> None:
     (slow, of_slow), others = measured(), [measured()[0] for _ in range(50)]
     sending = slow.begins(8 * MIB, 10.0)

@@ -72,17 +72,6 @@ def test_names_that_are_not_known_never_make_a_new_series() -> None:
     assert found["failures"] == {"load": {"other": 100}, "other": {"timeout": 100}}
 
 
-@given(calls=CALLS, at=st.integers(0, 20), as_snapshot=st.booleans())
-def test_merged_stats_are_those_of_one_that_counted_everything(
-    calls: list[Any], at: int, as_snapshot: bool
-) -> None:
-    one, other = counted(calls[:at]), counted(calls[at:])
-    before = other.snapshot()
-    one.merge(other.snapshot() if as_snapshot else other)
-    assert one.snapshot() == counted(calls).snapshot()
-    assert other.snapshot() == before
-
-
 @given(batches=st.lists(CALLS, max_size=5))
 def test_what_is_taken_piece_by_piece_adds_up_to_the_whole(batches: list[list[Any]]) -> None:
     stats, sum_ = TransferStats(), TransferStats()
@@ -108,16 +97,6 @@ def test_readers_do_not_take_from_each_other() -> None:
         taken = reader.take()
         assert taken is not None and taken["ops"]["send"]["bytes"] == nbytes
         assert reader.take() is None
-
-
-def test_after_a_reset_everything_is_new_to_every_reader() -> None:
-    stats = counted([(Op.SEND, 5, 0.0, 0)] * 3)
-    stats.take()
-    stats.reset()
-    assert stats.snapshot() == TransferStats().snapshot() and stats.take() is None
-    stats.record("send", 7)
-    taken = stats.take()
-    assert taken is not None and taken["ops"]["send"]["bytes"] == 7
 
 
 @pytest.mark.parametrize(

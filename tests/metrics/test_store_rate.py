@@ -76,19 +76,6 @@ def test_a_good_store_is_not_told(medium: str, op: StoreOp, before: float, after
     assert not store.told
 
 
-def test_pages_of_another_size_are_compared_with_their_own_kind_and_few_kinds_are_known() -> None:
-    store = Store()
-    store.move("get", 1.0, 40, page=4 * MIB)
-    store.move("get", 0.02, 100, page=16 << 10)
-    assert not store.told
-    for size in range(100):
-        store.move("get", 1.0, 40, page=MIB + size)
-    store.move("get", 0.01, 100, page=MIB + 99)
-    assert not store.told, "a store of so many sizes is not measured"
-    store.move("get", 0.01, 100, page=MIB)
-    assert store.told
-
-
 # -- a store of a third party ----------------------------------------------------------------------------
 
 PAGES = NamedPages(MIB)

@@ -146,14 +146,6 @@ def test_a_candidate_that_cannot_be_used_says_why(
     assert reason in found.candidates[1].reason
 
 
-@pytest.mark.parametrize("named", [("net", "auto"), ("auto", "net"), ("net", "net")])
-def test_a_name_at_either_end_binds_both(named: tuple[str, str]) -> None:
-    found = select([NET, LOCAL], [NET, LOCAL], HERE, named)
-    assert found.chosen == "net"
-    assert found.candidates[0].reason.startswith("named ")
-    assert found.candidates[1].reason == "could be used, but net is named"
-
-
 @pytest.mark.parametrize(
     ("theirs", "device", "named", "reasons"),
     [

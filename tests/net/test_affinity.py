@@ -101,11 +101,6 @@ if __name__ == "__main__":
     assert json.loads(found.stdout) == {"thread": ALL, "main": ONE}
 
 
-def test_a_program_that_was_restricted_from_outside_stays_within_that(told: Told) -> None:
-    bound = {"preexec_fn": lambda: os.sched_setaffinity(0, ONE)}  # as taskset would
-    assert told("tell(thread=in_thread(), main=cpus())", **bound) == {"thread": ONE, "main": ONE}
-
-
 def test_a_config_may_say_which_cpus(told: Told) -> None:
     found = told(
         f"""

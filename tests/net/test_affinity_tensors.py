@@ -59,9 +59,3 @@ def test_a_thread_that_copies_keeps_its_cpus_where_openmp_binds_threads(
     assert found["main"] == {"cpus": CPUS[:1], "threads": 2}, "OpenMP has bound the program's main thread"
     assert found["ours"] == {"cpus": CPUS[:2], "threads": 1}
     assert found["main after"] == found["main"], "the program's own threads are as they were"
-
-
-@pytest.mark.full
-def test_a_thread_copies_with_others_where_openmp_binds_none(told: Any) -> None:
-    found = told()
-    assert found["main"] == found["ours"] == {"cpus": CPUS, "threads": 2}

@@ -32,11 +32,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-@pytest.fixture
-def setting(script: Any, tmp_path: Path) -> Any:
-    return script.Setting(gpus=0, quick=True, out=tmp_path, tell=lambda text: None)
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=190)
@@ -63,28 +58,3 @@ def test_all_that_is_measured_comes_of_the_fakes_too_and_is_called_no_measuremen
     assert found["facts"]["fake"] is True
     for said in (done.stdout, (tmp_path / "gpu.md").read_text()):
         assert "THESE ARE NO MEASUREMENTS" in said
-
-
-def test_a_part_that_fails_is_a_row_and_the_others_go_on(
-    script: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def breaks(setting: Any, limit_s: float) -> Iterator[Any]:
-        yield script.Row(part="breaks", what="its first half", us=1.0)
-        raise OSError("the cat\ncame by")
-
-    def works(setting: Any, limit_s: float) -> Iterator[Any]:
-        yield script.Row(part="works", what=f"at most {limit_s:.0f} s", us=2.0)
-
-    monkeypatch.setattr(script, "PARTS", {"breaks": (breaks, 9.0), "works": (works, 7.0)})
-    written: list[list[Any]] = []
-    script.measure(setting, ["breaks", "works"], 8.0, lambda rows: written.append(list(rows)))
-    said = [(row.what, row.us, row.said) for row in written[-1]]
-    assert said == [
-        ("its first half", 1.0, ""),
-        ("breaks", None, "not run: came by (failed-breaks.txt)"),
-        ("at most 7 s", 2.0, ""),
-    ]
-    assert len(written[0]) == 2
-    assert "the cat\ncame by" in (setting.out / "failed-breaks.txt").read_text()
-    script.measure(setting, ["works"], 0.0, lambda rows: written.append(list(rows)))
-    assert [row.said for row in written[-1]] == ["not run: the 0 minutes were over"]

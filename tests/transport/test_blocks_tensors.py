@@ -88,14 +88,6 @@ def test_blocks_that_cannot_be_are_refused(views: Any, block_ids: Any, said: str
         Blocks(views, block_ids)
 
 
-def test_a_block_that_comes_twice_can_be_sent_and_not_received_into() -> None:
-    view = filled((4, 8), torch.float32)
-    blocks = Blocks([view], [2, 2])
-    assert torch.equal(bits(blocks.gathered()), naive([view], [2, 2]))
-    with pytest.raises(LayoutError, match="block 2 comes twice"):
-        blocks.check_distinct()
-
-
 def test_blocks_that_lie_over_each_other_or_nowhere_are_at_no_address() -> None:
     plain = torch.zeros(4, 3)
     memory = Blocks([plain], [1]).memory

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from kvplug.errors import ClosedError, PeerGoneError
+from kvplug.errors import ClosedError
 from kvplug.transport import Lifecycle
 from kvplug_testing.waits import Call
-
-
-def test_the_first_reason_is_kept() -> None:
-    lifecycle = Lifecycle("the pipe to a peer")
-    assert not (lifecycle.closed or lifecycle.ended or lifecycle.peer_lost or lifecycle.broken)
-    assert isinstance(lifecycle.error(), PeerGoneError)
-    assert lifecycle.lose_peer("its process ended")
-    assert not lifecycle.fail("nonsense came")
-    assert not lifecycle.lose_peer("it closed the connection")
-    assert lifecycle.ended
-    assert lifecycle.peer_lost
-    assert not lifecycle.broken
-    error = lifecycle.error()
-    assert isinstance(error, PeerGoneError)
-    assert str(error) == "the pipe to a peer: its process ended"
-    assert lifecycle.error() is not error
 
 
 def test_closing_goes_before_every_other_reason() -> None:

@@ -157,9 +157,3 @@ def test_what_is_too_long_is_refused_by_who_sends_and_by_who_is_told_of_it(
     monkeypatch.setattr(rendezvous, "_gathered", lambda data: [(1 << 60).to_bytes(8, "little")])
     with pytest.raises(WireError, match="1048576 are the most"):
         rendezvous.all_gather("a value")
-
-
-def test_a_torch_group_without_cpu_tensors_is_refused(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    with pytest.raises(UnsupportedError, match=r"\(cuda:nccl\) has no CPU tensors.*give a CPU group"):
-        endpoint().create_from_process_group(alone)

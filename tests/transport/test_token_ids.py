@@ -33,11 +33,6 @@ def test_what_are_no_token_ids_is_refused(token_ids: Any) -> None:
         pack_tokens(token_ids)
 
 
-def test_a_token_id_of_more_than_32_bits_is_refused() -> None:
-    with pytest.raises(OverflowError, match="token ids are integers of 32 bits"):
-        pack_tokens([2**31])
-
-
 def test_bytes_that_are_no_whole_number_of_token_ids_are_refused() -> None:
     with pytest.raises(WireError, match="4 bytes each"):
         unpack_tokens(b"1234567")

@@ -116,16 +116,6 @@ def test_a_name_belongs_to_its_kind_and_every_kind_is_collected() -> None:
         registry.get(Kind.COMMUNICATOR, "shm")
 
 
-def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
-    registry = filled(one=[transport("cuda-ipc"), transport("cpu")])
-    with pytest.raises(UnknownTransportError) as caught:
-        registry.get(Kind.PIPE, "cuda_ipc")
-    assert str(caught.value) == (
-        "no transport named 'cuda_ipc'; did you mean 'cuda-ipc'?\n  known: cpu, cuda-ipc"
-    )
-    assert isinstance(caught.value, LookupError)
-
-
 def test_a_second_owner_of_a_name_is_refused_whole() -> None:
     registry = filled(a=[transport("cpu"), transport("own")], b=[transport("cpu")])
     with pytest.raises(AmbiguousNameError) as caught:

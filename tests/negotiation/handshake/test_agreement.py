@@ -261,14 +261,6 @@ def test_two_of_one_role_are_refused_and_both_works_with_anything(role: str) -> 
         assert agree(changed(OURS, role="both"), other)
 
 
-def test_a_shard_of_the_heads_meets_only_its_like_and_a_scheduler_meets_all() -> None:
-    ours = changed(OURS, tensor_parallel_size=2, tensor_parallel_rank=0)
-    theirs = changed(THEIRS, tensor_parallel_size=2, tensor_parallel_rank=1)
-    assert fields(refused(ours, theirs)) == ["tensor_parallel_rank"]
-    scheduler = changed(theirs, tensor_parallel_rank=None, layers=None)
-    assert agree(ours, scheduler) and agree(scheduler, ours)
-
-
 def test_a_draft_models_layers_are_in_the_caches_of_both_or_of_neither() -> None:
     ours, theirs = changed(OURS, cache_layers=30), changed(THEIRS, cache_layers=31)
     (reason,) = refused(ours, theirs)
@@ -338,14 +330,6 @@ def test_another_boot_of_a_kernel_is_another_host() -> None:
     unknown = changed(THEIRS, identity=PeerIdentity(pid=2))
     assert agree(OURS, unknown).cross_host
     assert agree(unknown, changed(unknown, role="producer", engine_id="third")).cross_host
-
-
-def test_kv_on_a_device_has_a_transport_of_its_own_beside_that_of_the_signals() -> None:
-    ours, theirs = changed(OURS, device="cuda:0"), changed(THEIRS, device="cuda:1")
-    found = agree(ours, theirs).transports
-    assert {device: it.chosen for device, it in found.items()} == {"cuda": "gpu", "cpu": "local"}
-    named = agree(changed(ours, requested_transport="gpu"), theirs).transports
-    assert {device: it.chosen for device, it in named.items()} == {"cuda": "gpu", "cpu": "local"}
 
 
 def test_an_unauthenticated_data_plane_is_refused_where_other_hosts_can_reach_either_end() -> None:

@@ -149,11 +149,3 @@ def test_a_malformed_hello_is_refused_by_field_and_the_peer_is_told(first: Any, 
     assert "hello" in there.recv()
     told = there.recv()["refused"]
     assert told == list(refusal.value.reasons)
-
-
-def test_a_peer_that_vanishes_after_our_refusal_does_not_hide_it() -> None:
-    here, there = channels()
-    there.send({"hello": changed(THEIRS, role="producer").to_plain()})
-    there.vanish()
-    with pytest.raises(HandshakeError, match="both sides are producers"):
-        exchange(here, OURS, timeout=5)

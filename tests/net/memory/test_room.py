@@ -47,7 +47,6 @@ def grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, d
         ("0::/a/b\n", {"a/memory.max": "4194304\n", "a/b/memory.max": "max\n"}, 4 << 20),
         ("0::/a/b\n", {"a/memory.max": "4194304\n", "a/b/memory.max": "1048576\n"}, 1 << 20),
         ("0::/\n", {"memory.max": "2097152\n"}, 2 << 20),  # a container sees its own group as the root
-        ("5:cpu:/x\n4:memory:/x\n", {"memory/x/memory.limit_in_bytes": "3145728\n"}, 3 << 20),
         ("4:memory,hugetlb:/x\n0::/\n", {"memory/memory.limit_in_bytes": "3145728\n"}, 3 << 20),
     ],
 )
@@ -58,7 +57,6 @@ def test_the_limits_of_all_control_groups_around_it_count(
     assert memory_limit() == limit
 
 
-FILES_1 = {"memory.usage_in_bytes": "2097152", "memory.stat": "inactive_file 9\ntotal_inactive_file 1048576"}
 FILES_2 = {"memory.current": "2097152", "memory.stat": "file 9\ninactive_file 1048576"}
 
 
@@ -68,11 +66,6 @@ FILES_2 = {"memory.current": "2097152", "memory.stat": "file 9\ninactive_file 10
         ("0::/a/b", {"a/memory.max": "4194304", "a/memory.current": "3145728", "a/b/memory.max": "max"}),
         ("0::/a/b", {"a/b/memory.max": "2097152", "a/b/memory.current": "1048576", "a/memory.max": "max"}),
         ("0::/a", {"a/memory.max": "2097152"} | {f"a/{name}": text for name, text in FILES_2.items()}),
-        (
-            "4:memory:/x",
-            {"memory/x/memory.limit_in_bytes": "2097152"}
-            | {f"memory/x/{name}": text for name, text in FILES_1.items()},
-        ),
         ("0::/", {"meminfo": "MemTotal: 9000 kB\nMemAvailable:   1024 kB\n"}),
     ],
 )

@@ -6,15 +6,12 @@ import fcntl
 import gc
 import mmap
 import os
-import resource
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from kvplug import ResourceExhaustedError
 from kvplug.net.memory import memfd
 from kvplug.transport import Segment, WireError
 from kvplug_testing import peers
@@ -181,66 +178,6 @@ def test_a_forked_child_has_zeros_in_its_place_and_takes_nothing_from_its_parent
     assert mappings() == 1
 
 
-# -- what the system refuses ---------------------------------------------------------------------------
-
-LARGE = 64 << 20
-
-
-def first_free_descriptor() -> int:
-    fd = os.dup(0)
-    os.close(fd)
-    return fd
-
-
-def addresses_in_use() -> int:
-    with open("/proc/self/statm", encoding="ascii") as f:
-        return int(f.read().split()[0]) * mmap.PAGESIZE
-
-
-TIGHT: dict[str, Callable[[], int]] = {
-    "RLIMIT_NOFILE": first_free_descriptor,
-    "RLIMIT_AS": lambda: addresses_in_use() + LARGE // 2,
-}
-
-
-def refused(parent: peers.Parent, limit: str, what: str) -> Any:
-    """With a limit set: what was raised, and what was left behind."""
-    fd = sealed(LARGE, ALL_SEALS)
-    memfd.device_of_memory()
-    number = getattr(resource, limit)
-    soft, hard = resource.getrlimit(number)
-    before = [descriptors(), mappings()]
-    resource.setrlimit(number, (TIGHT[limit](), hard))
-    try:
-        if what == "create":
-            Segment.create("test", LARGE)
-        else:
-            Segment.attach(fd, LARGE)
-        text = "nothing"
-    except ResourceExhaustedError as e:
-        text = str(e)
-    resource.setrlimit(number, (soft, hard))
-    Segment.attach(fd, LARGE)
-    return [text, before, [descriptors(), mappings()]]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("limit", "what"),
-    [
-        ("RLIMIT_NOFILE", "create"),
-        ("RLIMIT_AS", "create"),
-        ("RLIMIT_AS", "attach"),
-    ],
-)
-def test_a_limit_that_is_met_is_named_and_nothing_stays_behind(limit: str, what: str) -> None:
-    with peers.start(refused, limit, what) as child:
-        text, before, after = child.result()
-    assert f"{limit} is " in text
-    assert str(LARGE) in text
-    assert after == before
-
-
 def taken(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
@@ -305,14 +242,4 @@ def test_readers_see_what_the_owner_writes_and_cannot_write_themselves() -> None
         segment.view[:5] = b"owner"
         child.send("go on")
         assert child.result() == ["PermissionError"] * 5 + ["owner"]
-    os.close(fd)
-
-
-def test_memory_for_readers_must_have_no_more_writers(made: tuple[Segment, int]) -> None:
-    with pytest.raises(WireError, match="more processes could write"):
-        memfd.check_memfd(made[1], SIZE, writable=False)
-    segment, fd = written_by_one()
-    memfd.check_memfd(fd, SIZE, writable=False)
-    with pytest.raises(WireError, match="promised"):
-        memfd.check_memfd(fd, segment.nbytes + 4096, writable=False)
     os.close(fd)

@@ -50,22 +50,6 @@ def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
         parse_address(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("127.0.0.1", "the port is missing"),
-        ("::1", r"write IPv6 in brackets and with a port, as in \[::1\]:29555"),
-        ("host:99999", "the last port is 65535"),
-        ("host:1/x", "'1/x' is not a port"),
-        ("unix:/" + "a" * 107, "at most 107 bytes here, and this one 108"),
-        ("unix:@" + "a" * 108, "at most 107 bytes here, and this one 108"),
-    ],
-)
-def test_the_message_says_what_is_wrong(text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        parse_address(text)
-
-
 def test_a_server_has_a_port_or_a_name_and_may_have_a_usual_port() -> None:
     assert parse_server("10.0.0.7", 6379) == TcpAddress("10.0.0.7", 6379)
     assert parse_server("[::1]", 6379) == TcpAddress("::1", 6379)

@@ -226,20 +226,6 @@ def test_renewed_files_are_used_by_the_next_connection(
         assert Path(renewed.key).read_bytes() != before
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"tls_cert": "nowhere.pem"}, r"tls_cert nowhere\.pem: No such file"),
-        ({"tls_ca": "{key}"}, "tls_ca .*: not a certificate in PEM"),
-    ],
-)
-def test_files_that_cannot_be_used_are_named(files: TlsFiles, change: Any, fault: str) -> None:
-    given = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.ca}
-    given |= {key: value.format(key=files.key) for key, value in change.items()}
-    with pytest.raises(ConfigError, match=fault):
-        credentials_of(Config.from_dict(given))
-
-
 def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(files: TlsFiles, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization as pem
 

@@ -99,18 +99,3 @@ def test_the_view_keeps_the_memory_also_of_a_tensor_that_is_given_another_one_an
     del view
     gc.collect()
     assert memory() is None
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "qint8"),
-        (lambda: torch.ones(2).to_sparse(), "dense"),
-        (lambda: torch.ones(2, device="meta"), "on meta"),
-        (lambda: [1.0], "list"),
-    ],
-)
-def test_what_has_no_plain_memory_here_is_refused(make: Any, named: str) -> None:
-    for look in (memory_of, memory_of_writable):
-        with pytest.raises(UnsupportedError, match=named):
-            look(make())

@@ -11,7 +11,6 @@ from hypothesis import given, strategies as st
 from kvplug.errors import UnsupportedError, WireError
 from kvplug.net.wire.tensors import (
     DTYPES,
-    MAX_DIMS,
     META_PREFIX_SIZE,
     TensorMeta,
     decode_meta,
@@ -57,13 +56,3 @@ def test_a_size_beyond_63_bits_is_refused_at_both_ends(shape: tuple[int, ...]) -
 def test_a_refusal_says_what_is_wrong(data: bytes, named: str) -> None:
     with pytest.raises(WireError, match=named):
         decode_meta(data)
-
-
-def test_what_is_not_carried_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"qint8.*bfloat16"):
-        TensorMeta("qint8", ())
-    with pytest.raises(UnsupportedError, match="65 dimensions"):
-        TensorMeta("int8", (1,) * (MAX_DIMS + 1))
-    with pytest.raises(UnsupportedError, match="0 or more"):
-        TensorMeta("int8", (-1,))
-    assert TensorMeta("int8", (1,) * MAX_DIMS).nbytes == 1

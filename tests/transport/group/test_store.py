@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvplug.net.deadline import Deadline
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.transport.group.store import Store
 from kvplug_testing.waits import Call
@@ -63,15 +62,6 @@ def test_only_the_process_that_joined_may_ask_as_that_rank(store: Store) -> None
     assert not store.is_member(7, identity(1))
     store.part(1, "has left")
     assert not store.is_member(1, identity(1))
-
-
-def test_draining_waits_for_what_others_have_not_fetched_and_not_for_ever(store: Store) -> None:
-    ask(store, 0, "post", "send", 0, [1], b"x")
-    assert store.drain(Deadline.after(0.05)) is False
-    draining = Call(lambda: store.drain(Deadline.after(5)))
-    assert draining.is_blocked(0.05)
-    ask(store, 1, "taken", "send", 0, 0)
-    assert draining.result(5) is True
 
 
 # -- what a rank may make rank 0 hold --------------------------------------------------------------

@@ -11,12 +11,10 @@ import pytest
 import torch
 from hypothesis import assume, given, strategies as st
 
-from kvplug.engine import LayoutError
 from kvplug.transport import (
     BlockViews,
     MissReason,
     PageBlocks,
-    PageBuffers,
     PageFormat,
     PageMemory,
     PagePieces,
@@ -210,29 +208,6 @@ def test_pages_leave_a_cache_and_come_back_bit_by_bit(
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), (layer, part, token)
     layout = source[0][0][blocks[first // block_size], first % block_size].contiguous()
     assert bytes(rows.row(0)[: layout.nbytes]) == layout.view(torch.uint8).numpy().tobytes()
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_copied() -> None:
-    form, views = form_of(4, torch.float16), caches(4, "KBTHD", torch.float16)
-    for blocks in ([0], [0, 0], [0, BLOCKS], [-1, 0], [0.5, 1]):
-        with pytest.raises(LayoutError):
-            PageBlocks(form, views, blocks, 0, 2)  # type: ignore[arg-type]
-    with pytest.raises(LayoutError):
-        PageBlocks(form, views[:2], [0], 0, 1)
-    pages = PageBlocks(form, views, [0, 1], 0, 2)
-    rows = PageBuffers.empty(form, 2).rows()
-    for first, part, layers in (
-        (1, rows, None),
-        (0, rows.columns(0, 8), None),
-        (0, rows, range(1, 4)),
-        (0, rows, range(1)),
-    ):
-        with pytest.raises(LayoutError):
-            pages.gather(first, part, layers)
-    with pytest.raises(LayoutError):
-        PageRows(memoryview(bytearray(8)), [0, 5], 4)
-    with pytest.raises(LayoutError):
-        PageBuffers(opaque_format(8), PageRows.dense(memoryview(bytearray(8)), 2, 4))
 
 
 # -- pages that lie anywhere in memory, whole or in pieces -----------------------------------------------

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-import pytest
 from hypothesis import given, strategies as st
 
-from kvplug.engine import LayoutError
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.keys import (
     KEY_BYTES,
@@ -15,9 +13,6 @@ from kvplug.transport.store.keys import (
     Series,
     chain_root,
     chains_of,
-    token_identities,
-    token_identity,
-    tokens_of_identity,
 )
 
 TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=24)
@@ -78,22 +73,3 @@ def test_the_keys_of_a_chain_differ_by_format_shard_and_seal_and_give_the_chain_
         assert each.chain_of(each.key_of(chain)) == chain
         assert each.keys_of([chain, ROOT]) == [each.key_of(chain), each.key_of(ROOT)]
     assert Series(opaque_format(8), b"0 of 2") == series[0]
-
-
-def test_identities_are_parents_and_tokens_of_each_page() -> None:
-    tokens = list(range(7))
-    chains = chains_of(ROOT, tokens, 2)
-    identities = token_identities(ROOT, chains, tokens, 2)
-    assert identities == [
-        token_identity(ROOT, [0, 1]),
-        token_identity(chains[0], [2, 3]),
-        token_identity(chains[1], [4, 5]),
-    ]
-    assert token_identities(ROOT, chains, tokens, 2, first=2) == identities[2:]
-    parent, packed = tokens_of_identity(identities[1])
-    assert (parent, list(memoryview(packed).cast("i"))) == (chains[0], [2, 3])
-    with pytest.raises(LayoutError, match="there are 5"):
-        token_identities(ROOT, chains, tokens[:5], 2)
-    for wrong in (b"", bytes(31), bytes(33)):
-        with pytest.raises(LayoutError):
-            tokens_of_identity(wrong)

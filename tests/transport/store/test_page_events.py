@@ -42,21 +42,6 @@ def test_a_snapshot_has_its_stores_own_epoch_and_everything_that_is_held_and_exp
     ]
 
 
-@pytest.mark.parametrize("which", ["live", "removed", "cleared"])
-def test_what_does_not_belong_into_a_snapshot_spoils_it(which: str) -> None:
-    log, follower = PageEventLog("one"), PageFollower()
-    header, first = log.snapshot({SERIES: [key(1)]})
-    assert follower.accept(header)
-    wrong = {
-        "live": log.stored(SERIES, [key(3)]),
-        "removed": log.removed(SERIES, [key(1)], PageRemoval.REMOVED),
-        "cleared": log.cleared(),
-    }[which]
-    assert not follower.accept(wrong)
-    assert not follower.accept(first)
-    assert not follower.ready
-
-
 # -- plain form --------------------------------------------------------------------------------
 
 EVENTS: list[PageEvent] = [
@@ -86,12 +71,6 @@ def test_an_event_with_a_field_missing_or_of_another_kind_is_refused(event: Page
             continue
         with pytest.raises(WireError):
             page_event_from_plain({**plain, name: wrong})
-
-
-@pytest.mark.parametrize("plain", [None, 3, "stored", [], {}, {"event": "burnt", "epoch": "e", "seq": 1}])
-def test_what_is_no_event_is_refused(plain: Any) -> None:
-    with pytest.raises(WireError):
-        page_event_from_plain(plain)
 
 
 # -- any store, any loss -----------------------------------------------------------------------
