@@ -174,35 +174,6 @@ PEER_TEXT = Rule(
     },
 )
 
-# -- messages --------------------------------------------------------------------------------------------
-
-
-def names_a_page(text: str) -> bool:
-    return "docs/" in text or any(
-        word.rstrip(".,;:)`").endswith(".md") for word in text.split() if "/" in word
-    )
-
-
-def refers_to_pages(tree: ast.Module) -> Faults:
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Constant(value=str(text)) if id(node) not in docstrings and names_a_page(text):
-                yield node, text[:80]
-
-
-PAGES = Rule(
-    instead="who installed a wheel does not have the repository's pages: say it in the message",
-    files=lambda: sources("kvplug", "plugins", "docs/examples"),
-    may=r"docs/|\.md",
-    faults=refers_to_pages,
-    exceptions={f"{KIT}/laws.py": "it writes a page"},
-)
-
-
-def test_no_template_refers_to_a_page_of_the_repository() -> None:
-    assert not [path for path in (ROOT / "kvplug").rglob("*.jinja") if names_a_page(path.read_text())]
-
 
 # -- threads and locks -----------------------------------------------------------------------------------
 
@@ -256,38 +227,12 @@ LOCKS = Rule(
     faults=enters_conditions,
 )
 
-# -- asserts of the kit ----------------------------------------------------------------------------------
-
-
-def compares_tensors(tree: ast.Module) -> Faults:
-    for node in ast.walk(tree):
-        for call in ast.walk(node.test) if isinstance(node, ast.Assert) else ():
-            match call:
-                case ast.Call(func=ast.Attribute(value=value, attr="all" | "any")):
-                    is_one = any(isinstance(each, ast.Compare) for each in ast.walk(value))
-                case ast.Call(func=ast.Attribute(attr="equal" | "eq")):
-                    is_one = True
-                case _:
-                    is_one = False
-            if is_one:
-                yield call, ast.unparse(call)
-
-
-TENSORS = Rule(
-    instead="pytest's explanation of elements that differ takes hundreds of bytes for each, and a subject of"
-    " the kit may send many; use kvplug_testing.comparison.assert_same",
-    files=lambda: python_in(KIT),
-    may=r"\.(all|any|equal|eq)\(",
-    faults=compares_tensors,
-)
 
 RULES = {
     "no code in data": NO_CODE,
     "texts of peers": PEER_TEXT,
-    "pages": PAGES,
     "threads": THREADS,
     "locks": LOCKS,
-    "tensors in asserts": TENSORS,
 }
 
 

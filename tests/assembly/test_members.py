@@ -197,28 +197,6 @@ def test_a_token_is_never_announced(members: Any) -> None:
         members("open").announce("tcp://127.0.0.1:7000?token=abcdefghijklmnop")
 
 
-def test_an_address_of_one_host_is_not_announced_where_others_look(members: Any) -> None:
-    for url, is_reached in {
-        "redis://198.51.100.7:6379/0": True,
-        "etcd://127.0.0.1:2379,[2001:db8::7]:2379/kvplug": True,
-        "third-party://user:word@198.51.100.7": True,
-        "redis://127.0.0.1:6379/0": False,
-        "etcd://[::1]:2379": False,
-        "redis:///run/redis.sock": False,
-    }.items():
-        mine = members("mine", url=url, secret="0123456789abcdef")
-        for contact in ("127.0.0.1:29555", "[::1]:29555", "unix:@kvplug-0"):
-            if is_reached:
-                with pytest.raises(
-                    ConfigError, match=r"host: .* would be announced .* set host to an address"
-                ):
-                    mine.announce(contact)
-            else:
-                mine.announce(contact)
-        mine.announce("unix:/run/kvplug/a.sock")  # containers of a host may share a folder, and no network
-        mine.announce("198.51.100.5:29555")
-
-
 def test_an_unknown_directory_is_named_with_the_others() -> None:
     config = Config.from_dict({"role": "both", "peers": ["zookeeper://a:1"], "connector": "lookup"})
     assert (config.directory, config.peer_addresses) == ("zookeeper://a:1", ())

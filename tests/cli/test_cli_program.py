@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 import kvplug
-from kvplug import Registry
-from kvplug.cli.main import main
 
 COMMANDS = """\
 from kvplug.engine import CommandSpec
@@ -42,29 +40,6 @@ def test_an_unknown_command_lists_the_known_ones_and_what_did_not_load(birds: An
     assert "no command named 'cofnig'; did you mean 'config'?" in done.stderr
     assert "known: bench, check, config, coo, " in done.stderr
     assert "broken: bad (kvplug-bad 1.0)" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("package", "arguments"),
-    [
-        ("kvplug-transformers", ["demo"]),
-        ("kvplug-transformers", ["list", "demo"]),
-        ("kvplug-redis", ["list", "--options", "redis"]),
-        ("kvplug-redis", ["explain", "role=both", "stores=redis"]),
-        ("kvplug-redis", ["doctor", "role=both", "stores=redis"]),
-    ],
-)
-def test_the_package_of_a_name_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str, arguments: list[str]
-) -> None:
-    monkeypatch.setattr(Registry, "from_env", classmethod(lambda cls: cls()))
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code
-    shown = capsys.readouterr()
-    assert f"pip install {package}" in shown.out + shown.err
-    if "doctor" in arguments:
-        assert f"-> pip install {package}\n" in shown.out
 
 
 def test_a_command_of_two_plugins_is_refused_and_none_takes_one_of_the_core(birds: Any) -> None:

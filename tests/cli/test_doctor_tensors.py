@@ -313,9 +313,7 @@ def test_a_config_that_cannot_be_read_has_a_line_to_change(
 
 SEEN_AT_A_GOOD_PEER: dict[str, tuple[dict[str, Any], str]] = {
     "other model": ({"facts": ["num_layers=4"]}, "problem model.num_layers: ours 4, theirs 3"),
-    "other dtype": ({"facts": ["dtype=bfloat16"]}, "problem dtype: ours 'bfloat16', theirs 'float32'"),
     "other block size": ({"facts": ["block_size=32"]}, "note block_size: it is converted"),
-    "other split": ({"facts": ["tensor_parallel_size=2"]}, "problem tensor_parallel_size: ours 2, theirs 1"),
     "other hash": ({"config": {"integrity": "xxh3_128"}}, "problem integrity: to the same hash"),
     "another ipc namespace": ({"unshare": _NEW_IPC}, "note ipc namespace: different ipc"),
     "another network namespace": ({"unshare": _NEW_NET}, "problem peer: one network namespace"),

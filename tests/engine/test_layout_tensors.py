@@ -193,23 +193,6 @@ def test_blocks_that_cannot_be_meant_are_refused_and_nothing_is_copied(
     assert not cache.any()
 
 
-@pytest.mark.parametrize(
-    ("axes", "layer", "said"),
-    [
-        ("LKBTHD", None, "say which one"),
-        ("LKBTHD", 2, "none is 2"),
-        ("LKBTHD", -1, "none is -1"),
-        ("KBTHD", 0, "has none"),
-    ],
-)
-def test_a_layer_is_named_exactly_where_there_is_an_axis_for_it(
-    axes: str, layer: int | None, said: str
-) -> None:
-    layout = layout_of(axes)
-    with pytest.raises(LayoutError, match=f"axis L: .*{said}"):
-        gather(torch.zeros(layout.shape), layout, TABLE, 0, 3, layer=layer)
-
-
 # -- permute -----------------------------------------------------------------------------------
 
 

@@ -196,22 +196,6 @@ def test_one_thread_serves_many_watches_and_ends_with_the_last(gone: Gone) -> No
             s.close()
 
 
-def test_a_socket_closed_under_its_watch_does_not_hurt_who_gets_its_number(gone: Gone) -> None:
-    a, b = socket.socketpair()
-    number = a.fileno()
-    stale = watch(sock=a, on_gone=gone)
-    a.close()
-    c, d = socket.socketpair()
-    assert c.fileno() == number
-    fresh = watch(sock=c, on_gone=gone)
-    stale.close()
-    d.close()
-    assert gone.event.wait(5)
-    assert fresh.reason and stale.reason is None
-    b.close()
-    c.close()
-
-
 @needs_pidfd
 def test_the_death_of_one_is_not_taken_for_that_of_whoever_got_its_number(
     sleeper: subprocess.Popen[bytes], poller: Poller

@@ -115,17 +115,6 @@ def test_what_is_no_release_is_refused_and_nothing_changes(
     assert texts(checkout) == before
 
 
-def test_a_check_says_what_would_change_and_changes_nothing(checkout: Path, capsys: Any) -> None:
-    pytest.importorskip("towncrier", reason="it writes the changelog")
-    before = texts(checkout)
-    assert run(checkout, NEXT, "--check") == 0
-    said = capsys.readouterr().out
-    assert f'-> version = "{NEXT}"' in said
-    assert "- A door,\n  in two lines.\n- A window.\n" in said
-    assert "git tag" not in said
-    assert texts(checkout) == before
-
-
 def test_a_release_is_what_its_tag_says(checkout: Path, capsys: Any) -> None:
     pytest.importorskip("towncrier", reason="it writes the changelog")
     assert run(checkout, "--tag", f"v{NEXT}") == 1

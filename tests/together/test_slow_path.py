@@ -159,25 +159,6 @@ def test_a_good_pipe_whose_peer_is_stopped_for_a_while_is_not_told(
     assert not warned()
 
 
-@pytest.mark.parametrize("slow", ["warn", "refuse"])
-def test_what_a_transport_measures_at_the_beginning_counts_at_once(
-    slow: str, warned: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvplug_cpu.pipe import CpuPipe
-
-    told = PathReport(measured_gb_per_s=0.5, expected_gb_per_s=49.0, reason="the lanes are narrow")
-    monkeypatch.setattr(CpuPipe, "path_report", lambda self: told)
-    text = "carries 0.5 GB/s (at its start), less than a tenth of the 49 GB/s that its transport claims"
-    if slow == "refuse":
-        with pytest.raises(SlowPathError, match=re.escape(text)):
-            pair(config(slow_path="refuse"), config(slow_path="off"))
-        return
-    for pipe in pair(config(), config(slow_path="off")):
-        pipe.close()
-    (said,) = warned()
-    assert text in said and "Likely: the lanes are narrow" in said
-
-
 # -- causes ----------------------------------------------------------------------------------------------
 
 

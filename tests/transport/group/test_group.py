@@ -26,7 +26,6 @@ from kvplug.errors import (
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener, dial
-from kvplug.net.wire import values
 from kvplug.transport.group import server
 from kvplug.transport.group.client import PURPOSE
 from kvplug.transport.group.group import StatelessGroup
@@ -224,49 +223,6 @@ def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) ->
         group.close()
         for channel in (mute, odd, liar):
             channel.close()
-
-
-def test_a_request_that_is_none_is_refused_and_the_connection_goes_on(pair: Pair) -> None:
-    zero, one, contact = pair
-    with Channel(dial(contact, Credentials(), PURPOSE, 10), timeout_s=30) as channel:
-        channel.send(("ask", 1))
-        assert channel.recv()[0] == "ok"
-        for request in (([], 1), ({"a": 1},), (None,), ("take", "send", 0, 5, 0.0), 7, ()):
-            channel.send(request)
-            status, text = channel.recv()
-            assert status in ("refused", "timeout"), text
-        channel.send(("set", "key", values.encode(5)))
-        assert channel.recv() == ("ok", None)
-    assert zero.get("key") == one.get("key") == 5
-
-
-@pytest.mark.parametrize(
-    ("verb", "args", "answer"),
-    [
-        ("get", ("key",), None),
-        ("get", ("key",), "text"),
-        ("recv", (0,), 7),
-        ("add", ("key",), "1"),
-        ("add", ("key",), True),
-        ("delete", ("key",), None),
-        ("all_gather", (1,), None),
-        ("all_gather", (1,), [b"\x00"]),
-        ("all_gather", (1,), [None, None]),
-        ("barrier", (), None),
-    ],
-)
-def test_an_answer_of_rank_zero_is_checked(verb: str, args: tuple[Any, ...], answer: Any) -> None:
-    class Lying:
-        def ask(self, request: tuple[Any, ...]) -> tuple[str, Any]:
-            return "ok", answer
-
-        def send(self, request: tuple[Any, ...]) -> None: ...
-
-        def close(self, deadline: Any) -> None: ...
-
-    group = StatelessGroup(Lying(), 1, 2, 5.0, None)  # type: ignore[arg-type]
-    with pytest.raises(WireError, match="rank 0 answered"):
-        getattr(group, verb)(*args)
 
 
 def test_closing_wakes_who_waits_and_later_calls_are_refused(pair: Pair) -> None:

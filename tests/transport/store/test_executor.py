@@ -274,24 +274,6 @@ def test_a_write_under_way_is_undone_before_a_removal_is_done(
     assert put.wait(5) == [PutReason.TIMEOUT if timeout < 1 else PutReason.CANCELLED]
 
 
-def test_a_write_that_cannot_be_undone_fails_the_removal(store: ExecutedStore, inner: InDict) -> None:
-    opened = threading.Event()
-
-    def gate(call: str, key: bytes) -> None:
-        if call == "write":
-            opened.wait(20)
-        elif len(inner.calls) > 2:
-            raise OSError("the disk is gone")
-
-    inner.gate = gate
-    store.submit_put(request("a", fill="x"))
-    until(lambda: inner.calls)
-    removal = store.submit_remove(request("a").keys)
-    until(lambda: len(inner.calls) == 2)
-    opened.set()
-    assert removal.wait(5) == [False]
-
-
 @pytest.mark.parametrize("error", [UnsupportedError("never"), PermissionError("read-only")])
 def test_a_store_that_cannot_remove_says_so_and_is_not_taken_for_gone(
     store: ExecutedStore, inner: InDict, error: Exception
