@@ -50,6 +50,23 @@ def test_other_weights_names_types_or_shapes_have_another(tmp_path: Path) -> Non
     assert len(found) == 1 + len(others)
 
 
+def experts(change: int | None = None, by: float = 1.0) -> dict[str, torch.Tensor]:
+    made = {f"layers.{at % 4}.experts.{at // 4}.w": torch.full((4, 4), float(at)) for at in range(2000)}
+    names = list(made)
+    for name in names if change is None else [names[change]]:
+        made[name] = made[name] + by
+    return {**made, "embed": torch.ones(4, 4)}
+
+
+def test_of_very_many_of_one_kind_some_are_looked_at(tmp_path: Path) -> None:
+    plain = fingerprint(saved(tmp_path / "plain", experts(by=0)))
+    assert fingerprint(saved(tmp_path / "tuned", experts())) != plain
+    changes = {at: fingerprint(saved(tmp_path / f"{at}", experts(change=at))) for at in range(0, 2000, 500)}
+    assert 0 < sum(found != plain for found in changes.values()) < len(changes)
+    other = {**experts(by=0), "layers.3.experts.499.w": torch.full((4, 5), 1999.0)}
+    assert fingerprint(saved(tmp_path / "shape", other)) != plain, "the shape of each"
+
+
 def test_every_kind_of_tensor_has_a_value(tmp_path: Path) -> None:
     odd = {
         "none": torch.empty(0, 4),

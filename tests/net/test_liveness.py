@@ -181,6 +181,24 @@ def test_a_closed_watch_never_calls_back(pair: tuple[socket.socket, socket.socke
     assert w.reason is None
 
 
+def test_a_callback_may_watch_and_close_and_may_fail(
+    pair: tuple[socket.socket, socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    second = Gone()
+    a, b = socket.socketpair()
+
+    def first(reason: str) -> None:
+        watch(sock=a, on_gone=second)
+        b.close()
+        raise RuntimeError("a callback that fails")
+
+    watch(sock=pair[0], on_gone=first)
+    pair[1].close()
+    assert second.event.wait(5)
+    a.close()
+    until(lambda: "a callback of the liveness watcher failed" in caplog.text)
+
+
 def test_one_thread_serves_many_watches_and_ends_with_the_last(gone: Gone) -> None:
     pairs = [socket.socketpair() for _ in range(50)]
     watches = [watch(sock=a, on_gone=gone) for a, _ in pairs]

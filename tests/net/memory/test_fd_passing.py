@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import PeerGoneError, TimeoutError
+from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError
 from kvplug.transport import (
     Connection,
     Credentials,
@@ -23,9 +24,9 @@ from kvplug.transport import (
     recv_fds,
     send_fds,
 )
+from kvplug_testing import peers
 from kvplug_testing.waits import Call
 
-SIZE = 64 << 10
 PURPOSE = "pipe-shm"
 
 
@@ -137,3 +138,37 @@ def test_a_peer_that_says_too_little_or_reads_nothing_costs_no_more_than_the_dea
     assert descriptors() == before
     with pytest.raises(TimeoutError):
         send_fds(ours, bytes(16 << 20), files[:1], Deadline.after(0.05))
+
+
+def taking(parent: peers.Parent, contact: str) -> Any:
+    """Take two descriptors three times, where there is room for none, for one, and for both of them."""
+    said = []
+    for spare in range(3):
+        with dial(contact, Credentials(), PURPOSE, 10) as connection:
+            before = descriptors()
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            free = [os.dup(0) for _ in range(spare + 1)]
+            close_all(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
+            try:
+                _, fds = recv_fds(connection, 4, 2, soon())
+                said.append(f"{len(fds)} came")
+                close_all(fds)
+            except ResourceExhaustedError as e:
+                said.append(str(e))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert descriptors() == before, said
+    return said
+
+
+def test_who_can_hold_no_more_says_so_and_keeps_none(files: list[int]) -> None:
+    with (
+        Listener.open("unix:", Credentials(), PURPOSE) as listener,
+        peers.start(taking, listener.contact) as child,
+    ):
+        for _ in range(3):
+            with listener.accept(20) as connection:
+                send_fds(connection, b"four", files[:2], soon())
+                connection.sock.recv(1)  # until it has hung up
+        *refused, taken = child.result()
+    assert all("RLIMIT_NOFILE is " in text for text in refused) and taken == "2 came"

@@ -84,6 +84,14 @@ def test_an_end_of_one_side_leaves_the_other_direction_open(ends: Ends) -> None:
     assert ends.relay.join(30)
 
 
+def test_what_was_sent_before_the_near_end_closed_still_arrives(ends: Ends) -> None:
+    sending = Call(lambda: (ends.user.sendall(LARGE), ends.user.close()))
+    ends.peer.sendall(b"never read")
+    assert received(ends.peer) == LARGE
+    sending.result(30)
+    assert ends.relay.join(30)
+
+
 def test_finishing_ends_it_although_another_process_holds_the_near_connection(ends: Ends) -> None:
     held = ends.user.dup()
     ends.user.sendall(b"before")
