@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from kvplug_testing.contract.queue.attaching import Attaching
 from kvplug_testing.contract.queue.chunks import Chunks
-from kvplug_testing.contract.queue.crash_points import CrashPoints
 from kvplug_testing.contract.queue.endings import Endings
 from kvplug_testing.contract.queue.ends import QueueGeneral
 from kvplug_testing.contract.queue.exhaustion import Exhaustion
-from kvplug_testing.contract.queue.groups import Groups
-from kvplug_testing.contract.queue.handles import Handles
-from kvplug_testing.contract.queue.large import Large
 from kvplug_testing.contract.queue.lying_peers import LyingPeers
 from kvplug_testing.contract.queue.messages import Messages
 from kvplug_testing.contract.queue.other_host import OtherHost
@@ -19,15 +16,12 @@ from kvplug_testing.contract.queue.waiting import Waiting
 
 class MessageQueueContract(
     Messages,
-    Large,
-    Handles,
+    Attaching,
     Chunks,
     Waiting,
-    Groups,
     Endings,
     Processes,
     OtherHost,
-    CrashPoints,
     LyingPeers,
     Exhaustion,
     QueueGeneral,

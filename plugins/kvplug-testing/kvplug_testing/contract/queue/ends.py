@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final
 
 from kvplug.transport import MessageQueue, QueueHandle
 from kvplug_testing import peers, waits
+from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.queue.suite import CHUNK, MIB, QueueSuite, fill
@@ -139,9 +140,7 @@ class QueueEnds(Ends):
         return self._end(0, self.suite.writer(1, **fields))
 
     def _read(self, plain: Any, context: Mapping[str, Any]) -> End:
-        reader = self.suite.attach(QueueHandle.from_plain(plain), **fields_of(context))
-        self.suite.later(reader.abort)
-        return self._end(1, reader)
+        return self._end(1, self.suite.attach(QueueHandle.from_plain(plain), **fields_of(context)))
 
     def _end(self, role: int, queue: MessageQueue) -> QueueEnd:
         return QueueEnd(self.roles[role], queue, self.suite.most_bytes)
@@ -152,3 +151,7 @@ class QueueGeneral(QueueSuite, General):
 
     def ends(self) -> QueueEnds:
         return QueueEnds(self)
+
+    @law("QUEUE-4", "ALL-4")
+    def test_a_call_that_waits_costs_next_to_no_processor_time(self) -> None:
+        super().test_a_call_that_waits_costs_next_to_no_processor_time()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+from kvplug import KvplugError, TimeoutError
 from kvplug.transport import Credentials, Kind, MessageQueue, QueueContext, QueueEndpoint, QueueHandle
 from kvplug_testing import peers, waits
-from kvplug_testing.comparison import difference
 from kvplug_testing.contract.base import Contract
+from kvplug_testing.contract.ends import fields_of
 from kvplug_testing.contract.suite_ref import name_of, named, suite_from_ref
 from kvplug_testing.waits import Call
 
@@ -17,19 +18,8 @@ KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
 CHUNKS = 4
 """The default number of chunks of the tested queues."""
-QUICK_BYTES = 8 * MIB
-"""The largest value at level quick."""
-
-
-LIFE_S = 300.0
+_LIFE_S = 300.0
 """The time limit of a process with an end: longer than any test. It ends with its test."""
-
-
-class QueueEnds(NamedTuple):
-    """The ends of one queue in this process."""
-
-    writer: MessageQueue
-    readers: list[MessageQueue]
 
 
 class QueueSuite(Contract):
@@ -70,21 +60,21 @@ class QueueSuite(Contract):
 
     def reader(self, writer: MessageQueue, rank: int = 0, **context: Any) -> MessageQueue:
         """A reader of the writer's queue, in this process."""
-        made = self.attach(writer.export_handle(), rank, **context)
-        self.later(made.abort)
-        return made
+        return self.attach(writer.export_handle(), rank, **context)
 
     def attach(self, handle: QueueHandle, rank: int = 0, **context: Any) -> MessageQueue:
-        """A reader that must attach in time; the caller ends it."""
+        """A reader that must attach in time."""
         end = self.endpoint(**context)
         within = waits.patience_s
         call = Call(lambda: end.create_from_handle(handle, rank, timeout=within))
-        return call.result(within + 1)  # type: ignore[no-any-return]
+        made: MessageQueue = call.result(within + 1)
+        self.later(made.abort)
+        return made
 
-    def queue(self, n_reader: int = 1, **context: Any) -> QueueEnds:
-        """A queue to which all readers have attached."""
+    def queue(self, n_reader: int = 1, **context: Any) -> tuple[MessageQueue, list[MessageQueue]]:
+        """The writer of a queue, and its readers, all of which have attached."""
         writer = self.writer(n_reader, **context)
-        return QueueEnds(writer, [self.reader(writer, rank, **context) for rank in range(n_reader)])
+        return writer, [self.reader(writer, rank, **context) for rank in range(n_reader)]
 
     def warm_up(self) -> None:
         """Run one large operation: torch starts its threads then and keeps them."""
@@ -102,52 +92,65 @@ class QueueSuite(Contract):
             return f"the ends of {self.called} are in one process (in_one_process)"
         return super().other_processes
 
-    def remote_reader(
-        self, writer: MessageQueue, rank: int, what: Callable[..., Any], *args: Any, **context: Any
-    ) -> peers.Peer:
-        """A child process that attaches as reader ``rank`` and runs ``what(parent, queue, *args)``.
+    def remote_reader(self, handle: QueueHandle, rank: int, **context: Any) -> RemoteEnd:
+        """The reader of that rank in another process, on the host ``at_host`` if there is one."""
+        return self._remote(context, handle.as_plain(), rank)
 
-        ``what`` is a function at the top level of a file.
-        """
-        handle = writer.export_handle().as_plain()
-        of_it = (self.suite_ref(), context, handle, rank)
-        return self.start_forked(
-            f"{__name__}:_remote_reader", *of_it, name_of(what), list(args), timeout_s=LIFE_S
-        )
+    def remote_writer(self, n_reader: int, **context: Any) -> tuple[QueueHandle, RemoteEnd]:
+        """The writer in another process, on the host ``at_host`` if there is one, and its handle."""
+        end = self._remote({"n_reader": n_reader, **context})
+        return QueueHandle.from_plain(end.result()), end
 
-    def remote_writer(
-        self, n_reader: int, what: Callable[..., Any], *args: Any, **context: Any
-    ) -> tuple[QueueHandle, peers.Peer]:
-        """A child process with the writer's end that runs ``what(parent, queue, *args)``. Returns its
-        handle too.
-        """
-        of_it = (self.suite_ref(), {"n_reader": n_reader, **context})
-        child = self.start_forked(
-            f"{__name__}:_remote_writer", *of_it, name_of(what), list(args), timeout_s=LIFE_S
-        )
-        return QueueHandle.from_plain(child.recv()), child
+    def _remote(self, context: dict[str, Any], *handle_and_rank: Any) -> RemoteEnd:
+        arguments = (f"{__name__}:_run_end", self.suite_ref(), context, *handle_and_rank)
+        if "at_host" in context:
+            return RemoteEnd(self.start_at(context["at_host"], *arguments, timeout_s=_LIFE_S))
+        return RemoteEnd(self.start_forked(*arguments, timeout_s=_LIFE_S))
 
 
-def _remote_reader(
+class RemoteEnd:
+    """An end in another process, which runs functions ``what(parent, queue, *args)``, one after the other."""
+
+    def __init__(self, child: peers.Peer) -> None:
+        self.child = child
+
+    def begin(self, what: Callable[..., Any], *args: Any) -> None:
+        """Begin to run ``what``, a function at the top level of a file."""
+        self.child.send([name_of(what), *args])
+
+    def result(self, within: float | None = None) -> Any:
+        """What it sends next, or its function returns."""
+        error, value = self.child.recv(2 * waits.patience_s if within is None else within)
+        assert not error, f"{self.child!r}: {error}: {value}"
+        return value
+
+    def run(self, what: Callable[..., Any], *args: Any) -> Any:
+        """What the function returns."""
+        self.begin(what, *args)
+        return self.result()
+
+
+def _run_end(
     parent: peers.Parent,
     suite_ref: dict[str, Any],
     context: dict[str, Any],
-    handle: dict[str, Any],
-    rank: int,
-    where: str,
-    args: list[Any],
-) -> Any:
-    suite = suite_from_ref(suite_ref)
-    with suite.endpoint(**context).create_from_handle(QueueHandle.from_plain(handle), rank) as queue:
-        return named(where)(parent, queue, *args)
-
-
-def _remote_writer(
-    parent: peers.Parent, suite_ref: dict[str, Any], context: dict[str, Any], where: str, args: list[Any]
-) -> Any:
-    with suite_from_ref(suite_ref).endpoint(**context).create() as queue:
-        parent.send(queue.export_handle().as_plain())
-        return named(where)(parent, queue, *args)
+    handle: Any = None,
+    rank: int = 0,
+) -> None:
+    """In another process: the writer's end, or with a handle a reader's. Runs functions without end."""
+    endpoint = suite_from_ref(suite_ref).endpoint(**fields_of(context))
+    if handle is None:
+        queue = endpoint.create()
+        parent.send(["", queue.export_handle().as_plain()])
+    else:
+        queue = endpoint.create_from_handle(QueueHandle.from_plain(handle), rank, timeout=waits.patience_s)
+    with queue:
+        while True:
+            name, *args = parent.recv(None)
+            try:
+                parent.send(["", named(name)(parent, queue, *args)])
+            except KvplugError as e:
+                parent.send([type(e).__name__, str(e)])
 
 
 # -- calls that must end in time ---------------------------------------------------------------
@@ -173,7 +176,6 @@ def all_received(reader: MessageQueue, count: int) -> Call:
 
 def fill(writer: MessageQueue, most: int = 10_000) -> int:
     """Enqueue 0, 1, 2, ... until there is no room. Returns the number of accepted values."""
-    from kvplug import TimeoutError
 
     def clog() -> int:
         for number in range(most):
@@ -184,14 +186,3 @@ def fill(writer: MessageQueue, most: int = 10_000) -> int:
         raise AssertionError(f"{most} messages were accepted, and none has been read: there is no bound")
 
     return Call(clog).result(waits.patience_s + 10)  # type: ignore[no-any-return]
-
-
-def wrong(got: Iterable[Any], wanted: Iterable[Any]) -> str:
-    """A description of how the received values differ; empty if they are equal."""
-    got, wanted = list(got), list(wanted)
-    for at, (ours, theirs) in enumerate(zip(wanted, got, strict=False)):
-        if other := difference(ours, theirs):
-            return f"message {at + 1:,} of {len(wanted):,}: {other}"
-    if len(got) != len(wanted):
-        return f"{len(wanted):,} messages were sent, and {len(got):,} received"
-    return ""
