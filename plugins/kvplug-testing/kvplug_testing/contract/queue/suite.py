@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -93,19 +94,26 @@ class QueueSuite(Contract):
         return super().other_processes
 
     def remote_reader(self, handle: QueueHandle, rank: int, **context: Any) -> RemoteEnd:
-        """The reader of that rank in another process, on the host ``at_host`` if there is one."""
-        return self._remote(context, handle.as_plain(), rank)
+        """The reader of that rank in another process, on the host ``at_host`` if there is one. It has
+        attached.
+        """
+        return self._remote(context, handle.as_plain(), rank)[0]
 
     def remote_writer(self, n_reader: int, **context: Any) -> tuple[QueueHandle, RemoteEnd]:
         """The writer in another process, on the host ``at_host`` if there is one, and its handle."""
-        end = self._remote({"n_reader": n_reader, **context})
-        return QueueHandle.from_plain(end.result()), end
+        end, handle = self._remote({"n_reader": n_reader, **context})
+        return QueueHandle.from_plain(handle), end
 
-    def _remote(self, context: dict[str, Any], *handle_and_rank: Any) -> RemoteEnd:
+    def _remote(self, context: dict[str, Any], *handle_and_rank: Any) -> tuple[RemoteEnd, Any]:
+        """An end that is ready, and its handle."""
+        start = (
+            functools.partial(self.start_at, context["at_host"])
+            if "at_host" in context
+            else self.start_forked
+        )
         arguments = (f"{__name__}:_run_end", self.suite_ref(), context, *handle_and_rank)
-        if "at_host" in context:
-            return RemoteEnd(self.start_at(context["at_host"], *arguments, timeout_s=_LIFE_S))
-        return RemoteEnd(self.start_forked(*arguments, timeout_s=_LIFE_S))
+        end = RemoteEnd(start(*arguments, timeout_s=_LIFE_S))
+        return end, end.result()
 
 
 class RemoteEnd:
@@ -141,9 +149,9 @@ def _run_end(
     endpoint = suite_from_ref(suite_ref).endpoint(**fields_of(context))
     if handle is None:
         queue = endpoint.create()
-        parent.send(["", queue.export_handle().as_plain()])
     else:
         queue = endpoint.create_from_handle(QueueHandle.from_plain(handle), rank, timeout=waits.patience_s)
+    parent.send(["", queue.export_handle().as_plain()])
     with queue:
         while True:
             name, *args = parent.recv(None)
