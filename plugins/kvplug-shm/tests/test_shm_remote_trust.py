@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 import pytest
 import zmq
 
 import shm_queue_ends as ends
 import shm_remote_ends as remote
-from kvplug import AuthenticationError, CapacityError, ConfigError, TimeoutError, TransportError
+from kvplug import AuthenticationError, TransportError
 from kvplug.transport import (
     Credentials,
     Deadline,
@@ -27,9 +23,8 @@ from kvplug.transport import (
     QueueHandle,
     Secret,
     WireError,
-    this_process,
 )
-from kvplug_shm.queue import remote_assembly, remote_frames as frames
+from kvplug_shm.queue import remote_frames as frames
 from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_shm.queue.remote_contact import RemoteContact, new_contact
 from kvplug_shm.queue.remote_dialling import connect, dial_writer, use_keys
@@ -65,13 +60,6 @@ def contact_of(handle: QueueHandle) -> RemoteContact:
     return RemoteContact.from_plain(handle.data["network"])
 
 
-def token_of(handle: QueueHandle) -> str:
-    """That of the front door, on loopback."""
-    _, _, token = handle.data["network"]["contact"].partition("?token=")
-    assert len(token) > 20
-    return str(token)
-
-
 def has_come(writer: Any, rank: int = 0) -> bool:
     return "not come" not in writer.readers[rank].process
 
@@ -99,45 +87,12 @@ def test_the_same_secret_gets_in_and_another_or_none_does_not(writer: Any, queue
     goes_on(writer)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_an_address_that_other_hosts_reach_needs_a_secret(queue: Any, host: str) -> None:
+def test_an_address_that_other_hosts_reach_needs_a_secret(queue: Any) -> None:
     with pytest.raises(InsecureAddressError):
-        queue(host=host, **NETWORK)
+        queue(host="0.0.0.0", **NETWORK)
     handle = queue(attached=0, **NETWORK)[0].export_handle()
     with pytest.raises(InsecureAddressError):
         joined(with_network(handle, contact="192.0.2.1:9", address="192.0.2.1:9"), 0, Credentials())
-
-
-def test_neither_token_nor_salt_of_one_queue_opens_another(writer: Any, queue: Any) -> None:
-    one, other = (queue(attached=0, **NETWORK)[0] for _ in range(2))
-    stolen, handle = one.export_handle(), other.export_handle()
-    contact = handle.data["network"]["contact"].replace(token_of(handle), token_of(stolen))
-    for changes in ({"token": stolen.data["network"]["token"]}, {"contact": contact}):
-        with pytest.raises(AuthenticationError):
-            joined(with_network(handle, **changes), 0, Credentials())
-    assert not has_come(other)
-    another = queue(attached=0, credentials=SECRET, **NETWORK)[0].export_handle()
-    with pytest.raises(AuthenticationError):
-        joined(with_network(writer.export_handle(), salt=another.data["network"]["salt"]))
-
-
-def test_neither_token_nor_keys_are_shown(queue: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG):
-        writer, (reader,) = queue(**NETWORK)
-        handle = writer.export_handle()
-        contact = contact_of(handle)
-        keys = contact.keys(Credentials())
-        with pytest.raises(TimeoutError) as waited:
-            reader.dequeue(timeout=0.01)
-        shown = [writer, reader, contact, handle, keys, keys.writer, waited.value, str(contact)]
-        reader.abort()
-        until(lambda: writer.readers[0].gone)
-        shown.append(writer.readers)
-        writer.abort()
-    text = " ".join(map(repr, shown)) + caplog.text
-    hidden = [contact.token, token_of(handle), keys.writer.secret.decode(), keys.reader(0).secret.decode()]
-    assert len(contact.token) == 64
-    assert not [secret for secret in hidden if secret in text]
 
 
 def test_every_role_has_a_key_of_its_own() -> None:
@@ -166,11 +121,9 @@ def dealer(writer: Any, *, curve: bool = True, ours: Any = None) -> Iterator[Any
         relay.abort()
 
 
-def joining(**given: Any) -> bytes:
+def joining() -> bytes:
     """What a reader says first."""
-    return frames.plain(
-        QueueFrameKind.JOIN, {"version": frames.VERSION, "who": WHO, "patience_s": 10.0, **given}
-    )
+    return frames.plain(QueueFrameKind.JOIN, {"version": frames.VERSION, "who": WHO, "patience_s": 10.0})
 
 
 @pytest.mark.parametrize("curve", [True, False])
@@ -226,13 +179,12 @@ def test_a_conversation_that_is_replayed_opens_nothing(writer: Any, monkeypatch:
         with joined(wire.handle) as reader:
             writer.enqueue("once")
             assert reader.dequeue() == "once"
-        for pause_s in (0.0, 0.05):
-            with socket.create_connection(remote.address_of(writer.export_handle())) as stranger:
-                with contextlib.suppress(OSError):
-                    for at in range(0, len(wire.to_writer), 200):
-                        stranger.sendall(wire.to_writer[at : at + 200])
-                        time.sleep(pause_s)
-                time.sleep(0.2)
+        with socket.create_connection(remote.address_of(writer.export_handle())) as stranger:
+            with contextlib.suppress(OSError):
+                for at in range(0, len(wire.to_writer), 200):
+                    stranger.sendall(wire.to_writer[at : at + 200])
+                    time.sleep(0.05)
+            time.sleep(0.2)
     assert admitted == [0]
     goes_on(writer)
 
@@ -248,73 +200,30 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(queue: Any, host: str,
         socket.create_connection((other, there[1]))
 
 
-# -- readers that know the secret -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def insider(writer: Any) -> Iterator[Any]:
-    """A socket of ZeroMQ that has proved itself for rank 0 and says what the test wants."""
-    with dealer(writer) as made:
-        yield made
+# -- who knows the secret -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("message", "gone"),
     [
-        *(
-            (message, "it sent nonsense")
-            for message in (
-                [b""],
-                [b"\x00"],
-                [b"\xff" * 100],
-                [b"a", b"b", b"c"],
-                [frames.taken(1, 1, 1)],
-                [frames.taken(0, 0, 5)],
-                [bytes([QueueFrameKind.TAKEN])],
-                [frames.goodbye(3)],
-                [joining()],
-                [b"\x80\x04cbuiltins\neval\n."],
-            )
-        ),
+        ([b"\xff" * 100], "it sent nonsense"),
+        ([b"a", b"b", b"c"], "it sent nonsense"),
+        ([frames.taken(0, 0, 5)], "it sent nonsense"),
+        ([bytes([QueueFrameKind.TAKEN])], "it sent nonsense"),
         ([bytes(MIB)], "its connection ended"),  # the frame is too long
     ],
-    ids=range(11),
+    ids=range(5),
 )
 def test_a_reader_that_sends_nonsense_is_evicted_and_the_others_go_on(
-    writer: Any, insider: Any, message: list[bytes], gone: str
+    writer: Any, message: list[bytes], gone: str
 ) -> None:
-    insider.send(joining())
-    assert insider.poll(10_000) and insider.recv()[0] == QueueFrameKind.WELCOME
-    assert writer.readers[0].process == "pid 77 on example"
-    insider.send_multipart(message)
-    until(lambda: writer.readers[0].gone)
+    with dealer(writer) as insider:
+        insider.send(joining())
+        assert insider.poll(10_000) and insider.recv()[0] == QueueFrameKind.WELCOME
+        insider.send_multipart(message)
+        until(lambda: writer.readers[0].gone)
     assert writer.readers[0].gone.startswith(gone) and writer.readers[0].died
     goes_on(writer)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        frames.plain(QueueFrameKind.JOIN, 7),
-        frames.plain(QueueFrameKind.JOIN, {}),
-        joining(version=2),
-        joining(patience_s=0.0),
-        joining(patience_s="long"),
-        joining(who={**WHO, "pid": -1}),
-        joining(who={**WHO, "pid": "x"}),
-        joining(who={**WHO, "more": 1}),
-        joining(who=[1]),
-    ],
-)
-def test_who_joins_with_nonsense_has_not_come(writer: Any, insider: Any, said: bytes) -> None:
-    insider.send(said)
-    insider.send(frames.plain(QueueFrameKind.READY))
-    assert not insider.poll(100)
-    assert not has_come(writer)
-    goes_on(writer)
-
-
-# -- writers that know the secret -----------------------------------------------------------------------
 
 
 class LyingWriter:
@@ -336,17 +245,17 @@ class LyingWriter:
         self.handle = QueueHandle(transport="shm", reader_ranks=(0,), local_reader_ranks=(), data=data)
         self._reader = b""
 
-    def answer(self, *answers: bytes) -> Call:
-        """A reader that joins, once it has these answers."""
+    def reader(self) -> Any:
+        """A reader that has joined."""
         joins = Call(lambda: joined(self.handle))
         assert self.socket.poll(10_000)
         self._reader, _ = self.socket.recv_multipart()
-        self.say(*answers)
-        return joins
+        self.say(welcome())
+        return joins.result()
 
-    def say(self, *all_of: bytes | list[bytes]) -> None:
+    def say(self, *all_of: bytes) -> None:
         for each in all_of:
-            self.socket.send_multipart([self._reader, *(each if isinstance(each, list) else [each])])
+            self.socket.send_multipart([self._reader, each])
 
     def close(self) -> None:
         self._door.close(0)
@@ -361,129 +270,38 @@ def liar() -> Iterator[LyingWriter]:
     made.close()
 
 
-@pytest.fixture
-def reader(liar: LyingWriter) -> Iterator[Any]:
-    made = liar.answer(welcome()).result()
-    yield made
-    made.abort()
-
-
-def welcome(**lies: Any) -> bytes:
-    said = {"version": frames.VERSION, "who": WHO, "patience_s": 10.0, "published": 0, **lies}
+def welcome() -> bytes:
+    said = {"version": frames.VERSION, "who": WHO, "patience_s": 10.0, "published": 0}
     return frames.plain(QueueFrameKind.WELCOME, said)
 
 
-def first(number: int, nbytes: int, payload: bytes = b"", *, head: int = 0) -> bytes:
+def first(number: int, nbytes: int, payload: bytes = b"") -> bytes:
     """A chunk's beginning, as the table of remote_frames draws it."""
-    return struct.pack("<BB6xQQQ", QueueFrameKind.MESSAGE, True, number, head, nbytes) + payload
+    return struct.pack("<BB6xQQQ", QueueFrameKind.MESSAGE, True, number, 0, nbytes) + payload
 
 
-def piece(number: int, offset: int, nbytes: int = 3) -> bytes:
-    return struct.pack("<B7xQQ", QueueFrameKind.PIECE, number, offset) + bytes(nbytes)
-
-
-def taken(reader: Any, timeout: float = 10) -> int:
-    """The size of the next chunk, which is released."""
-    with reader.acquire_read(timeout=timeout) as view:
-        return len(view)
-
-
-ODD = "no room\n\x1b[2J" + "x" * 1400
-
-
-def test_what_a_writer_says_of_its_reasons_is_one_printable_line(liar: LyingWriter) -> None:
-    refused = liar.answer(frames.plain(QueueFrameKind.REFUSED, ODD)).raised(ConfigError)
-    reader = liar.answer(welcome()).result()
-    liar.say(frames.evicted(7, 3, ODD))
-    with pytest.raises(TransportError) as evicted:
-        taken(reader)
-    for text in (str(refused), str(evicted.value)):
-        assert "no room" in text and text.isprintable() and len(text) < 1500
-    reader.abort()
+def piece(number: int, offset: int) -> bytes:
+    return struct.pack("<B7xQQ", QueueFrameKind.PIECE, number, offset) + bytes(3)
 
 
 @pytest.mark.parametrize(
     ("lie", "text"),
     [
-        (first(0, 2**63), "at most"),
-        (first(0, 2**64 - 1, head=2**64 - 1), "at most"),
-        (first(3, 3, b"abc"), "3 messages from the writer, from number 0 on, were lost"),
-        (first(2**64 - 1, 3, b"abc"), "were lost"),
-        (first(0, 9, b"abc"), "3 of 9 bytes"),
-        (piece(0, 0), "does not continue"),
+        ([first(0, 2**63)], "at most"),
+        ([first(3, 3, b"abc")], "3 messages from the writer, from number 0 on, were lost"),
+        ([first(0, 9, b"abc")], "3 of 9 bytes"),
         ([first(0, MIB), piece(0, 7)], "does not continue"),
-        ([first(0, MIB), piece(0, 0), piece(0, 0)], "does not continue"),
         ([first(0, MIB), first(1, 3, b"abc")], "came amid message 0"),
-        (welcome(), "another version"),  # again
-        (frames.plain(QueueFrameKind.JOIN, {}), "another version"),
-        (frames.taken(1, 2, 3), "another version"),
-        (b"\xff" * 50, "unknown kind"),
-        ([[b"a", b"b", b"c"]], "3 parts"),
+        ([frames.taken(1, 2, 3)], "another version"),
+        ([b"\xff" * 50], "unknown kind"),
     ],
-    ids=range(14),
+    ids=range(7),
 )
 def test_what_cannot_be_is_an_error_of_the_reader_and_takes_no_memory(
-    liar: LyingWriter, reader: Any, lie: Any, text: str
+    liar: LyingWriter, lie: list[bytes], text: str
 ) -> None:
-    liar.say(*(lie if isinstance(lie, list) else [lie]))
-    for _ in range(2):
-        with pytest.raises((TransportError, WireError), match=text):
-            taken(reader)
-
-
-def test_welcomes_without_end_open_no_descriptors(liar: LyingWriter, reader: Any) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    liar.say(*[welcome(who=attrs.asdict(this_process()))] * 50)
-    with pytest.raises(WireError):
-        taken(reader)
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
-
-
-@pytest.mark.parametrize("patience_s", [1e-9, 1e-300])
-def test_an_impatient_writer_does_not_make_a_reader_send_all_the_time(
-    liar: LyingWriter, patience_s: float
-) -> None:
-    made = liar.answer(welcome(patience_s=patience_s)).result()
-    until_s, count = time.monotonic() + 0.5, 0
-    while time.monotonic() < until_s:
-        count += bool(liar.socket.poll(50)) and bool(liar.socket.recv_multipart())
-    assert count < 100  # one in 10 ms
-    made.abort()
-
-
-def test_unread_messages_are_no_more_than_this_process_can_have_and_reading_gives_room_back(
-    liar: LyingWriter, reader: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check_room(nbytes: int, what: str, most: Any = None) -> None:
-        if nbytes > 20 * MIB:
-            full.set()
-            raise CapacityError(f"{what} has {nbytes} bytes")
-
-    full = threading.Event()
-    monkeypatch.setattr(remote_assembly, "check_room", check_room)
-    for number in range(70):
-        liar.say([first(number, MIB), bytes(MIB)])
-        if number < 30:
-            assert taken(reader) == MIB
-    assert full.wait(ends.PATIENCE_S)
-    assert [taken(reader) for _ in range(20)] == [MIB] * 20
-    with pytest.raises(CapacityError, match="was not read"):
-        taken(reader)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"version": 1},
-        {"contact": "x" * 600},
-        {"address": "a\nname"},
-        {"salt": "xx"},
-        {"salt": "00"},
-        {"token": "00"},
-        {"token": None},
-    ],
-    ids=str,
-)
-def test_a_handle_that_says_nothing_of_the_network_is_refused(writer: Any, change: dict[str, Any]) -> None:
-    with pytest.raises(WireError, match="says nothing of the network"):
-        joined(with_network(writer.export_handle(), **change))
+    with contextlib.closing(liar.reader()) as reader:
+        liar.say(*lie)
+        for _ in range(2):
+            with pytest.raises((TransportError, WireError), match=text):
+                reader.dequeue(timeout=10)
