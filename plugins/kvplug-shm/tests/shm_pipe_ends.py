@@ -30,9 +30,7 @@ from kvplug_shm.pipe.header import header_of
 from kvplug_shm.pipe.join import PURPOSE, Join
 from kvplug_shm.pipe.pipe import ShmPipe
 from kvplug_shm.pipe.rings import Incoming, Outgoing
-from kvplug_testing import peers
-from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.pairs import PipePairs, echo, wait
+from kvplug_testing.pairs import PipePairs
 
 TINY = {"slots": 1, "slot_bytes": 1024}
 PATIENCE_S = 30.0
@@ -129,26 +127,3 @@ def by_hand(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Peer
             return peer, pipe
 
         yield make
-
-
-@pytest.fixture
-def remote_pair(fork_server: ForkServer) -> Iterator[Callable[..., tuple[ShmPipe, peers.Peer]]]:
-    """Makes a pipe whose other end is in a child that does ``what``: (pipe, child)."""
-    with PipePairs() as pairs:
-
-        def make(what: str, *args: Any, **options: Any) -> tuple[ShmPipe, peers.Peer]:
-            given = (options, what, list(args))
-            return pairs.remote(
-                endpoint(**options),
-                lambda contact: fork_server.start(
-                    f"{__file__}:remote_end", contact, *given, timeout_s=4 * PATIENCE_S
-                ),
-            )
-
-        yield make
-
-
-def remote_end(parent: peers.Parent, contact: str, options: dict[str, Any], what: str, args: Any) -> Any:
-    """In a child: connect, then run ``what``."""
-    with endpoint(**options).connect(contact) as pipe:
-        return {"echo": echo, "wait": wait}[what](parent, pipe, *args)

@@ -161,10 +161,6 @@ def read_until_the_end(parent: peers.Parent, reader: Any) -> list[Any]:
         return [*found, f"{type(e).__name__}: {e}"]
 
 
-def read_one(parent: peers.Parent, reader: Any) -> Any:
-    return reader.dequeue()
-
-
 def write(parent: peers.Parent, writer: Any, count: int) -> None:
     """Send the handle, then ``count`` numbers when the parent sends a value, and stay."""
     parent.send(writer.export_handle().as_plain())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import attrs
 
@@ -37,36 +38,23 @@ class Wire:
         self.handle = with_network(handle, address=here, contact=contact)
         self._there = address_of(handle)
         self._ends: list[socket.socket] = []
-        self.to_writer = bytearray()
         threading.Thread(target=self._accept, daemon=True).start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cut()
 
     def _accept(self) -> None:
         one, _ = self._listening.accept()
         other = socket.create_connection(self._there)
         self._ends += [one, other]
-        threading.Thread(target=self._carry, args=(one, other, self.to_writer), daemon=True).start()
-        self._carry(other, one, bytearray())
+        threading.Thread(target=self._carry, args=(one, other), daemon=True).start()
+        self._carry(other, one)
 
-    def _carry(self, source: socket.socket, target: socket.socket, carried: bytearray) -> None:
-        try:
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                carried += data
                 target.sendall(data)
-        except OSError:
-            return
 
-    def cut(self) -> None:
+    def close(self) -> None:
         self._listening.close()
-        while self._ends:
-            end = self._ends.pop()
-            try:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the other end has ended it
             end.close()

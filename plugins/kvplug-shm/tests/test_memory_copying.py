@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
-import sys
-import threading
 
 import pytest
 
-from kvplug.net.wire.copying import address_of
 from kvplug.transport import Segment
 from kvplug_shm.memory.copying import RELEASE_GIL_BYTES, into, out_of
 
@@ -52,38 +48,3 @@ def test_what_does_not_fit_or_cannot_be_written_is_refused(segment: Segment, nby
     with pytest.raises((TypeError, ValueError)):
         out_of(segment.view, 0, memoryview(target).toreadonly())
     assert not any(segment.view) and target == b"y" * nbytes
-
-
-def test_an_address_is_where_the_bytes_are(segment: Segment) -> None:
-    segment.view[10:13] = b"abc"
-    for view in (segment.view[10:], segment.view.toreadonly()[10:], memoryview(b"abc")):
-        assert ctypes.string_at(address_of(view), 3) == b"abc"
-    assert address_of(segment.view) == segment.address
-    for content in (b"", bytearray()):
-        address_of(memoryview(content))
-    for apart in (memoryview(bytearray(10))[::2], memoryview(bytes(10))[::2]):
-        with pytest.raises(BufferError):
-            address_of(apart)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "others_run"), [(RELEASE_GIL_BYTES - 1, False), (RELEASE_GIL_BYTES, True)]
-)
-def test_a_large_copy_lets_other_threads_run(segment: Segment, nbytes: int, others_run: bool) -> None:
-    source, go, ran = memoryview(bytes(nbytes)), threading.Lock(), threading.Event()
-    go.acquire()
-    other = threading.Thread(target=lambda: (go.acquire(), ran.set()))
-    other.start()
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # no thread is forced to release the GIL
-    try:
-        go.release()
-        copies = 0
-        while not ran.is_set() and copies < (100_000 if others_run else 1000):
-            into(segment.view, 0, source)
-            copies += 1
-        did = ran.is_set()
-    finally:
-        sys.setswitchinterval(interval)
-        other.join()
-    assert did is others_run

@@ -7,10 +7,7 @@ import mmap
 import queue
 import random
 import resource
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvplug import ResourceExhaustedError, UnsupportedError
-from kvplug.net.wire.tensors import DTYPES, TensorMeta, memory_of, memory_of_writable
+from kvplug import ResourceExhaustedError
+from kvplug.net.wire.tensors import TensorMeta, memory_of, memory_of_writable
 from kvplug_shm.memory.pool import POOLED_FROM, Pool
 from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call
@@ -60,39 +57,6 @@ def idle(pool: Pool, *sizes: int) -> list[int]:
 # -- what is lent ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tensor_of_every_dtype(dtype: str) -> None:
-    if not hasattr(torch, dtype):
-        pytest.skip(f"this torch has no {dtype}")
-    pool = Pool(PLENTY)
-    meta = TensorMeta(dtype, (2 * POOLED_FROM // 64 // DTYPES[dtype][1], 8, 8))
-    tensor = pool.tensor(meta)
-    assert (tensor.dtype, tuple(tensor.shape)) == (getattr(torch, dtype), meta.shape)
-    assert tensor.is_contiguous() and tensor.is_cpu and not tensor.requires_grad
-    assert tensor.untyped_storage().nbytes() == meta.nbytes == pool.lent_bytes
-    fill(tensor, 1)
-    assert holds(tensor, 1)
-
-
-def test_a_dtype_that_is_not_there_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "float8_e5m2")
-    pool = Pool(PLENTY)
-    idle(pool, 2 * MIB)
-    with pytest.raises(UnsupportedError, match="float8_e5m2"):
-        pool.tensor(TensorMeta("float8_e5m2", (2 * MIB,)))
-    assert (pool.lent_bytes, pool.idle_bytes) == (0, 2 * MIB)
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 1 << 40), (), (3, 5), (POOLED_FROM - 1,)])
-def test_a_small_tensor_is_not_the_pools(shape: tuple[int, ...]) -> None:
-    pool = Pool(PLENTY)
-    tensor = pool.tensor(TensorMeta("uint8", shape))
-    assert tuple(tensor.shape) == shape
-    assert pool.lent_bytes == 0
-    del tensor
-    assert pool.idle_bytes == 0
-
-
 def test_memory_goes_back_and_is_lent_again_in_whole_pages() -> None:
     pool = Pool(PLENTY)
     tensor, other = (pool.tensor(of(POOLED_FROM + 1)) for _ in range(2))
@@ -109,8 +73,6 @@ def test_memory_goes_back_and_is_lent_again_in_whole_pages() -> None:
 
 VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a slice": lambda t: t[5:10],
-    "another dtype": lambda t: t.view(torch.int32),
-    "another shape": lambda t: t.view(2, -1),
     "its storage": lambda t: t.untyped_storage(),
     "a parameter of it": lambda t: torch.nn.Parameter(t.view(torch.float32)),
     "numpy's": lambda t: t.numpy()[3:],
@@ -143,11 +105,7 @@ def test_memory_stays_lent_as_long_as_anything_refers_to_it(what: str) -> None:
     ("wanted", "found"),
     [
         (8 * MIB, 8),
-        (7 * MIB, 8),
         (5 * MIB, 8),
-        (4 * MIB, 4),
-        (3 * MIB, 4),
-        (9 * MIB, 16),
         (17 * MIB, None),
         (2 * MIB, 4),
         (2 * MIB - 4096, None),  # none has at most twice its size
@@ -173,16 +131,6 @@ def test_no_more_is_kept_than_was_allowed() -> None:
     [large] = idle(pool, 11 * MIB)
     assert pool.idle_bytes == 7 * MIB  # it would have thrown all others out
     assert not is_mapped(large)
-
-
-def test_large_memory_asks_for_huge_pages() -> None:
-    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        pytest.skip("there are no transparent huge pages here")
-    tensor = Pool(0).tensor(of(5 * MIB))
-    assert tensor.data_ptr() % (2 * MIB) == 0
-    _, _, mapping = Path("/proc/self/smaps").read_text().partition(f"{tensor.data_ptr():x}-")
-    flags = mapping[mapping.index("VmFlags:") :].splitlines()[0]
-    assert " hg" in flags
 
 
 # -- no memory -------------------------------------------------------------------------------------------
@@ -211,14 +159,6 @@ def test_idle_memory_is_given_up_where_there_is_no_other_and_a_limit_that_is_met
     said = in_forked_child(child)
     assert str(64 * MIB) in said
     assert "RLIMIT_AS is " in said and said.endswith(", 60")
-
-
-@pytest.mark.parametrize("nbytes", [1 << 50, (1 << 63) - 1])
-def test_more_than_there_can_be_is_refused(nbytes: int) -> None:
-    pool = Pool(PLENTY)
-    with pytest.raises(ResourceExhaustedError, match=str(nbytes)):
-        pool.tensor(of(nbytes))
-    assert pool.lent_bytes == 0
 
 
 # -- threads, finalizers, forked children, and the end of the pool ---------------------------------------
@@ -276,38 +216,7 @@ def test_memory_may_be_dropped_in_any_thread() -> None:
     assert 0 < pool.idle_bytes <= 64 * MIB
 
 
-def test_closing_leaves_what_is_lent_alone() -> None:
-    pool = Pool(PLENTY)
-    tensor = pool.tensor(of(4 * MIB))
-    fill(tensor, 9)
-    [address] = idle(pool, 2 * MIB)
-    pool.close()
-    pool.close()
-    assert not is_mapped(address)
-    assert holds(tensor, 9)
-    assert (pool.idle_bytes, pool.lent_bytes) == (0, 4 * MIB)
-    address = tensor.data_ptr()
-    del tensor
-    assert not is_mapped(address)
-    idle(pool, 2 * MIB)
-    assert (pool.idle_bytes, pool.lent_bytes) == (0, 0)
-
-
-def test_a_tensor_outlives_its_pool_and_does_not_keep_it() -> None:
-    pool = Pool(PLENTY)
-    tensor = pool.tensor(of(4 * MIB))
-    addresses = [*idle(pool, 2 * MIB), tensor.data_ptr()]
-    gone = weakref.ref(pool)
-    del pool
-    assert gone() is None
-    assert [is_mapped(address) for address in addresses] == [False, True]
-    fill(tensor, 5)
-    del tensor
-    assert not is_mapped(addresses[1])
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_forked_child_has_memory_of_its_own(busy: bool) -> None:
+def test_a_forked_child_has_memory_of_its_own_though_a_thread_of_the_parent_holds_the_lock() -> None:
     limit, taken, release = Limit(PLENTY), threading.Event(), threading.Event()
     pool = Pool(limit)
     lent, another = [pool.tensor(of(2 * MIB))], [pool.tensor(of(2 * MIB))]
@@ -326,32 +235,11 @@ def test_a_forked_child_has_memory_of_its_own(busy: bool) -> None:
         taken.set()
         release.wait(60)
 
-    if busy:  # a thread of the parent holds the lock
-        limit.meanwhile = hold
-        holder = Call(another.clear)
-        assert taken.wait(60)
+    limit.meanwhile = hold
+    holder = Call(another.clear)
+    assert taken.wait(60)
     said = in_forked_child(child)
     release.set()
-    if busy:
-        holder.result()
-    assert said == ("0, 8" if busy else "2, 6")
+    holder.result()
+    assert said == "0, 8"
     assert holds(lent[0], 1)
-
-
-AT_EXIT = """
-import sys
-from kvplug.net.wire.tensors import TensorMeta
-from kvplug_shm.memory.pool import Pool
-
-pool = Pool(64 << 20)
-kept = [pool.tensor(TensorMeta("uint8", (2 << 20,))) for _ in range(3)]
-cycle = [pool.tensor(TensorMeta("uint8", (2 << 20,)))]
-cycle.append(cycle)
-sys.modules["kept for ever"] = pool.tensor(TensorMeta("uint8", (2 << 20,)))
-"""
-
-
-@pytest.mark.full
-def test_a_process_may_end_with_memory_lent() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")

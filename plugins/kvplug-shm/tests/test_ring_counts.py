@@ -123,6 +123,16 @@ def test_a_writer_that_ended_has_fewer_units_left_than_were_asked_for(start: int
     assert reader.writer_over()
 
 
+@pytest.mark.parametrize("ends_itself", [True, False])
+def test_a_reader_that_evicts_the_writer_knows_whether_it_had_ended_itself(ends_itself: bool) -> None:
+    _, writer, [reader] = ring(2)
+    if ends_itself:
+        writer.end()
+    for _ in range(3):
+        assert reader.writer_ended is ends_itself
+        reader.evict_writer()
+
+
 def test_what_a_writer_had_published_before_it_was_evicted_can_be_read() -> None:
     memory, writer, [reader] = ring(4)
     writer.publish(2)
@@ -131,18 +141,6 @@ def test_what_a_writer_had_published_before_it_was_evicted_can_be_read() -> None
     reader.release(2)
     memory.words[protocol.HEAD] = protocol.word_of(2)  # the bit is lost
     assert reader.writer_over()
-
-
-def test_nobody_is_woken_who_does_not_sleep_and_all_who_do_are_by_one_call() -> None:
-    memory, writer, readers = ring(4, 3)
-    writer.publish()
-    assert memory.woken == []
-    memory.words[protocol.asleep(1)] = memory.words[protocol.asleep(2)] = 1
-    writer.publish()
-    assert memory.woken == [protocol.HEAD]
-    memory.words[protocol.WRITER_ASLEEP] = 1
-    readers[0].release()
-    assert memory.woken == [protocol.HEAD, protocol.tail(0)]
 
 
 def test_an_end_says_that_it_sleeps_only_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,18 +169,3 @@ def test_no_end_sleeps_on_the_word_of_an_end_that_is_over() -> None:
     assert comes is not None
     reader.park(comes)
     assert memory.slept == []
-
-
-@pytest.mark.parametrize("places", [-1, 0, 2**30, 2**40])
-def test_a_number_of_places_that_no_ring_has_is_refused(places: int) -> None:
-    for make in (lambda: WritingEnd(Memory(1), 1, places), lambda: ReadingEnd(Memory(1), 0, places)):
-        with pytest.raises(ValueError, match=f"1 to {2**30 - 1} places, not {places}"):
-            make()
-
-
-@pytest.mark.parametrize("num_readers", [0, 1, 2, 17])
-def test_no_two_words_are_the_same(num_readers: int) -> None:
-    words = [protocol.HEAD, protocol.WRITER_ASLEEP]
-    for reader in range(num_readers):
-        words += [protocol.tail(reader), protocol.asleep(reader), protocol.evicted(reader)]
-    assert sorted(words) == list(range(protocol.num_words(num_readers)))

@@ -7,12 +7,14 @@ units that a dead writer has published.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
 from kvplug_shm.ring import ends, protocol
 from ring_explorer import Explorer, StuckError
+from ring_processes import Recording
 from ring_programs import CASES, ONE, Case, LawError, Programs
 
 
@@ -79,15 +81,6 @@ def test_a_futex_that_compares_fewer_bits_than_the_places_need_leaves_both_aslee
         explore(Programs(Case(sizes=ONE * messages, places=places), protocol, ends), bits=bits)
 
 
-class PublishedEarly(Programs):
-    """It publishes, then writes."""
-
-    def _fill(self, memory: Any, end: Any, size: int) -> None:
-        first = end.sent
-        end.publish(size)
-        self._write_units(memory, first, size)
-
-
 class ReleasedEarly(Programs):
     """It releases, then reads."""
 
@@ -98,25 +91,14 @@ class ReleasedEarly(Programs):
         return None if end.evicted() else units
 
 
-class AskedEarly(Programs):
-    """It asks whether it was evicted, then reads."""
-
-    def _take(self, memory: Any, end: Any, size: int) -> list[int] | None:
-        if end.evicted():
-            return None
-        units = self._units(memory, end.read, size)
-        end.release(size)
-        return units
-
-
-@pytest.mark.parametrize(
-    ("programs", "case"),
-    [
-        (PublishedEarly, Case(sizes=ONE * 2, places=2)),
-        (ReleasedEarly, Case(sizes=ONE * 2, places=1)),
-        (AskedEarly, Case(sizes=ONE * 2, places=1, reader_suspected=True)),
-    ],
-)
-def test_an_end_that_is_used_in_the_wrong_order_is_found(programs: type[Programs], case: Case) -> None:
+def test_an_end_that_is_used_in_the_wrong_order_is_found() -> None:
     with pytest.raises(LawError):
-        explore(programs(case, protocol, ends))
+        explore(ReleasedEarly(Case(sizes=ONE * 2, places=1), protocol, ends))
+
+
+def test_without_its_fence_an_announcement_can_leave_an_end_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store buffers of the model find that, and without them nothing would."""
+    monkeypatch.setattr(Recording, "fence", lambda self: None)
+    for late in (False, True):
+        with pytest.raises(StuckError) if late else contextlib.nullcontext():
+            explore(Programs(CASES[0], protocol, ends), late=late)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import shm_pipe_ends as ends
-from kvplug import TimeoutError, UnsupportedError
+from kvplug import TimeoutError
 from kvplug.engine import KVLayout, page_views
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.waits import Call
@@ -106,14 +106,3 @@ def test_blocks_that_are_late_are_resumed_by_whatever_comes_next(by_hand: Any, h
         got = message(target, here)
     assert_same(bits(sent), bits(got))
     sending.result()
-
-
-def test_blocks_of_another_device_are_refused(local_pair: Any) -> None:
-    one, other = local_pair()
-    cache = torch.empty(4, 8, device="meta")
-    with pytest.raises(UnsupportedError, match="meta"):
-        one.send_blocks([cache], [0])
-    one.send_tensor(torch.zeros(1, 1, 8))
-    with pytest.raises(UnsupportedError, match="meta"):
-        other.recv_blocks([cache], [0])
-    assert other.recv_tensor().shape == (1, 1, 8)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import weakref
-from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 import shm_pipe_ends as ends
 from kvplug import TimeoutError
-from kvplug.net.wire.messages import tensor_prefix
-from kvplug_shm.pipe.geometry import LINE, SMALLEST_BYTES, lines
-from kvplug_testing import peers
+from kvplug_shm.pipe.geometry import LINE, lines
 from kvplug_testing.comparison import assert_filled, assert_same
-from kvplug_testing.waits import Call, until
+from kvplug_testing.waits import Call
 
 local_pair, by_hand = ends.local_pair, ends.by_hand
 compiled_only = pytest.mark.parametrize("local_pair", [True], indirect=True)
@@ -52,14 +45,6 @@ def test_a_message_may_begin_at_every_place_of_a_ring(local_pair: Any, into: boo
             count = (begin - at) % places  # messages of one line
             exchange(one, other, [None] * count + [bytes_of(nbytes, begin)], into)
             at += count + 1 + lines(nbytes) // LINE
-
-
-def test_the_longest_prefix_may_begin_at_every_place_of_the_smallest_ring(local_pair: Any) -> None:
-    tensor = torch.arange(24, dtype=torch.int64).reshape((1,) * 61 + (2, 3, 4))
-    assert lines(len(tensor_prefix(tensor.dtype, tensor.shape, tensor.nbytes))) < SMALLEST_BYTES
-    for begin in range(SMALLEST_BYTES // LINE):
-        one, other = local_pair(**ends.TINY)
-        exchange(one, other, [*[None] * begin, tensor, tensor[..., :0], tensor])
 
 
 @settings(max_examples=3 * settings.default.max_examples // 10, deadline=None)
@@ -106,46 +91,6 @@ def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def test_a_pipe_says_how_much_memory_it_holds_and_uses_what_it_received_into_again(local_pair: Any) -> None:
-    one, other = local_pair(slots=2, slot_bytes=MIB)
-    assert attrs.astuple(one.held) == (4 * MIB, 0, 0, 0)
-    source = torch.zeros(9 * MIB, dtype=torch.uint8)
-    gone = weakref.ref(source)
-    one.send_tensor(source)
-    del source
-    assert one.held.queued == 9 * MIB
-    tensor = other.recv_tensor()
-    until(lambda: one.held.queued == 0 and gone() is None)
-    assert other.held.lent >= tensor.nbytes
-    address = tensor.data_ptr()
-    del tensor
-    assert other.held.lent == 0
-    assert other.held.idle >= 9 * MIB
-    one.send_tensor(torch.ones(8 * MIB, dtype=torch.uint8))
-    assert other.recv_tensor().data_ptr() == address
-    one.abort()
-    other.abort()
-    assert one.held.shared == other.held.shared == 0
-
-
-@compiled_only
-@pytest.mark.parametrize("start", [0, 1, 63])
-def test_a_message_that_passes_the_caches_fills_its_target_and_nothing_beside(
-    local_pair: Any, start: int
-) -> None:
-    """On a processor with large caches that is one of more than 32 MiB."""
-    one, other = local_pair()
-    source = torch.arange(33 * MIB // 4 + 1, dtype=torch.int32).view(torch.uint8)
-    around = torch.full((source.nbytes + 128,), 0xA5, dtype=torch.uint8)
-    target = around[start : start + source.nbytes]
-    sending = Call(lambda: one.send_tensor(source))
-    other.recv_tensor(target)
-    sending.result().wait(ends.PATIENCE_S)
-    assert_same(source, target)
-    assert_filled(0xA5, around[:start])
-    assert_filled(0xA5, around[start + source.nbytes :])
-
-
 @compiled_only
 @pytest.mark.parametrize("row_bytes", [2048, 2049, 6000])
 def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
@@ -161,37 +106,3 @@ def test_blocks_that_pass_the_caches_fill_their_rows_and_nothing_beside(
     assert_same(source, target[1:, :row_bytes].flip(0))
     assert_filled(0xA5, target[0])
     assert_filled(0xA5, target[:, row_bytes:])
-
-
-def test_a_pipe_has_one_socket_and_a_pidfd_and_its_memory_goes_with_it(local_pair: Any) -> None:
-    def mappings() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:kvplug-pipe")
-
-    gc.collect()
-    until(lambda: not mappings())  # of pipes of other tests
-    first = local_pair()  # the watcher and the listener have descriptors of their own
-    before = peers.Resources.of().descriptors
-    one, other = local_pair()
-    one.send_tensor(bytes_of(20 * MIB, 1))
-    other.recv_tensor()
-    more = peers.Resources.of().descriptors - before
-    assert not [each for each in more if "memfd" in each]
-    assert sum("socket" in each for each in more) <= 2 + 3, more  # and those of its listener
-    assert sum("pidfd" in each for each in more) <= 2, more
-    assert mappings() == 4
-    gc.disable()
-    try:
-        for pipe in (*first, one, other):
-            pipe.abort()
-        until(lambda: not mappings())
-    finally:
-        gc.enable()
-
-
-def test_small_messages_need_no_thread(local_pair: Any) -> None:
-    one, other = local_pair()
-    before = set(threading.enumerate())
-    for number in range(1000):
-        one.send_tensor(torch.tensor(number))
-        assert other.recv_tensor().item() == number
-    assert set(threading.enumerate()) <= before

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ import shm_queue_ends as ends
 from kvplug import ClosedError, PeerGoneError, TimeoutError
 from kvplug_shm.queue import reader_table
 from kvplug_shm.queue.reader_table import ReaderTable
-from kvplug_shm.queue.use_guard import UseGuard
 from kvplug_testing.waits import Call, until
 
 queue = ends.queue
@@ -33,45 +31,6 @@ def test_an_end_may_be_closed_within_its_own_chunk(queue: Any) -> None:
         view[:] = b"late"
     with pytest.raises(PeerGoneError):
         reader.dequeue(timeout=5)
-
-
-class SlowFar:
-    """A network half whose readers take nothing."""
-
-    data: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, interrupted: bool = False) -> None:
-        self.closing, self.aborted = threading.Event(), threading.Event()
-        self._interrupted = interrupted
-
-    def close(self, deadline: Any) -> None:
-        self.closing.set()
-        if self._interrupted:
-            raise KeyboardInterrupt
-        assert self.aborted.wait(4 * ends.PATIENCE_S)
-
-    def abort(self) -> None:
-        self.aborted.set()
-
-
-def with_readers_elsewhere(queue: Any, monkeypatch: pytest.MonkeyPatch, network: SlowFar) -> Any:
-    """A queue whose network half that is."""
-    with monkeypatch.context() as patch:
-        patch.setattr("kvplug_shm.queue.remote.serve", lambda *_: network)
-        return queue(host="0.0.0.0")
-
-
-def test_abort_ends_a_close_that_waits_for_readers_elsewhere(
-    queue: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    network = SlowFar()
-    writer, (reader,) = with_readers_elsewhere(queue, monkeypatch, network)
-    closes = Call(lambda: writer.close(timeout=None))
-    assert network.closing.wait(ends.PATIENCE_S)
-    writer.abort()
-    assert closes.outcome() is None
-    with pytest.raises(PeerGoneError):
-        reader.dequeue()
 
 
 def test_abort_ends_a_close_that_waits_for_whoever_is_inside(queue: Any) -> None:
@@ -95,60 +54,6 @@ def test_abort_ends_a_close_that_waits_for_whoever_is_inside(queue: Any) -> None
     go_on.set()
     assert isinstance(holds.outcome(), ClosedError)
     assert ends.num_mapped() == 1
-
-
-def test_a_close_that_is_interrupted_lets_go_of_everything(
-    queue: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    network = SlowFar(interrupted=True)
-    writer, (reader,) = with_readers_elsewhere(queue, monkeypatch, network)
-    with pytest.raises(KeyboardInterrupt):
-        writer.close()
-    assert network.aborted.is_set() and ends.num_mapped() == 1
-    with pytest.raises(PeerGoneError):
-        reader.dequeue()
-
-
-def test_abort_ends_what_an_interrupted_abort_has_left(queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, (reader,) = queue()
-    until(lambda: not ends.num_memories())  # all have joined
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("kvplug_shm.queue.admission.hang_up", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            writer.abort()
-    writer.abort()
-    assert ends.num_mapped() == 1
-    with pytest.raises(PeerGoneError):
-        reader.dequeue()
-
-
-def test_a_call_that_comes_while_the_end_is_aborted_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Late:
-        """A lock. The end is aborted between the two looks of who enters."""
-
-        def __init__(self) -> None:
-            self._lock = lock()
-            self.release = self._lock.release
-
-        def acquire(self, **given: Any) -> bool:
-            taken = self._lock.acquire(**given)
-            if not come:
-                come.append(True)
-                guard.shut()
-                guard.over()
-            return taken
-
-    lock, come, dropped = threading.Lock, [], []
-    with monkeypatch.context() as patch:
-        patch.setattr(threading, "Lock", Late)
-        guard = UseGuard(lambda: dropped.append("memory"))
-    with pytest.raises(ClosedError), guard:
-        pass
-    assert dropped == ["memory"]
 
 
 def test_a_handler_may_end_a_writer_that_is_looking_at_its_readers(
@@ -181,24 +86,6 @@ def test_while_a_reader_joins_the_writer_can_be_ended_by_whoever_looks_at_the_re
     with ends.endpoint().create_from_handle(writer.export_handle(), 0):
         until(lambda: struck)
     assert struck == [None]
-
-
-def test_who_hears_of_an_eviction_may_look_at_the_readers(queue: Any) -> None:
-    writer, readers = queue(2)
-    looked: list[Any] = []
-
-    class Looks(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            looked.append(Call(lambda: writer.readers).outcome())
-
-    handler = Looks()
-    logging.getLogger("kvplug_shm.queue.reader_table").addHandler(handler)
-    try:
-        readers[1].abort()
-        until(lambda: looked)
-    finally:
-        logging.getLogger("kvplug_shm.queue.reader_table").removeHandler(handler)
-    assert looked[0][1].died
 
 
 def test_memory_goes_with_the_end_whatever_exceptions_still_hold(queue: Any) -> None:

@@ -7,35 +7,9 @@ from collections import deque
 from hypothesis import given, settings, strategies as st
 
 from kvplug.net.wire import aligned
-from kvplug_shm.queue.extents import Arena, Extents, small_nbytes
+from kvplug_shm.queue.extents import Arena, small_nbytes
 
 CHUNK = 1024
-
-
-def take(extents: Extents, number: int, nbytes: int) -> int:
-    at = extents.find(nbytes)
-    assert at is not None
-    extents.hold(number, at, nbytes)
-    return at
-
-
-def test_the_lowest_place_is_taken() -> None:
-    extents = Extents(1000, 640)
-    assert [take(extents, number, 128) for number in range(5)] == [1000, 1128, 1256, 1384, 1512]
-    assert extents.find(64) is None
-    extents.release(1)
-    assert extents.find(192) is None
-    extents.release(2)
-    assert (extents.find(192), extents.find(64)) == (1000, 1000)
-    assert take(extents, 5, 64) == 1000
-    assert extents.find(192) == 1064
-    extents.release(6)
-    assert extents.empty and extents.find(640) == 1000 and extents.find(704) is None
-
-
-def test_a_place_that_was_only_looked_for_is_nobodys() -> None:
-    extents = Extents(0, 128)
-    assert extents.find(128) == extents.find(128) == 0
 
 
 @settings(deadline=None, max_examples=3 * settings.default.max_examples)

@@ -11,14 +11,11 @@ import pytest
 
 import shm_queue_ends as ends
 from kvplug import (
-    CapacityError,
-    ConfigError,
     PeerGoneError,
     ResourceExhaustedError,
     TimeoutError,
     TransportError,
 )
-from kvplug.transport import PeerIdentity
 from kvplug_shm.queue import join
 from kvplug_shm.queue.reader_table import ReaderTable
 from kvplug_testing.contract.forked_child import held, in_forked_child
@@ -118,55 +115,6 @@ def test_a_reader_that_cannot_be_watched_is_not_admitted_and_may_try_again(
             end.create_from_handle(handle, 1)
     with end.create_from_handle(handle, 1) as reader:
         goes_on(writer, reader)
-
-
-def test_a_reader_that_was_welcomed_and_cannot_be_watched_is_evicted(
-    queue: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It believes that it has joined: no other reader may take its place or receive an end notice.
-
-    That is so where there are heartbeats, which begin afterwards.
-    """
-    monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
-    writer, (reader,) = queue(2, attached=1)
-    until(lambda: not num_joining())  # this one is watched
-
-    def refused(*_: Any) -> Any:
-        raise CapacityError("no descriptors are left")
-
-    monkeypatch.setattr("kvplug_shm.queue.admission.join.watched", refused)
-    end, handle = ends.endpoint(), writer.export_handle()
-    with end.create_from_handle(handle, 1) as unseen:
-        until(lambda: writer.readers[1].gone)
-        assert writer.readers[1].died and "no descriptors are left" in writer.readers[1].gone
-        with pytest.raises(ConfigError, match="attached to this queue already"):
-            end.create_from_handle(handle, 1)
-        goes_on(writer, reader)
-        with pytest.raises(TransportError, match="evicted this reader"):
-            unseen.dequeue()
-
-
-@pytest.mark.usefixtures("sound_sleep")
-def test_a_living_writer_that_hangs_up_on_one_reader_is_there_for_the_others(
-    queue: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched, watches = join.watched, []
-
-    def noted(connection: Any, *args: Any) -> Any:
-        watch = watched(connection, *args)
-        if threading.current_thread() is not threading.main_thread():
-            watches.append((connection, watch))  # the writer's
-        return watch
-
-    monkeypatch.setattr(join, "watched", noted)
-    writer, readers = queue(2)
-    waits = Call(readers[1].dequeue)
-    assert waits.is_blocked(0.3)
-    connection, watch = watches[1]
-    watch.close()
-    join.hang_up(connection)
-    waits.raised(PeerGoneError)
-    goes_on(writer, readers[0])
 
 
 # -- other processes -----------------------------------------------------------------------------------

@@ -44,19 +44,6 @@ def test_what_large_messages_took_goes_back_when_small_ones_follow(queue: Any) -
             pytest.skip("this kernel keeps memory that is given back")
 
 
-def test_received_tensors_use_memory_again_and_share_it_with_no_other(queue: Any) -> None:
-    writer, (reader,) = queue(max_chunk_bytes=4 * MIB)
-    kept = []
-    for number in range(4):
-        writer.enqueue(torch.full((MIB,), number, dtype=torch.uint8))
-        kept.append(reader.dequeue())
-    assert [int(each.sum()) for each in kept] == [number * MIB for number in range(4)]
-    addresses = {each.data_ptr() for each in kept}
-    kept.clear()
-    writer.enqueue(torch.ones(MIB, dtype=torch.uint8))
-    assert reader.dequeue().data_ptr() in addresses
-
-
 def test_messages_that_are_too_large_are_refused_and_the_rest_passes(queue: Any) -> None:
     writer, (reader,) = queue(options={"max_message_bytes": MIB})
     for value in (torch.ones(MIB), bytes(MIB + 1)):

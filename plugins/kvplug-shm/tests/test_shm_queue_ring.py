@@ -23,22 +23,6 @@ def ring() -> Iterator[ShmRingBuffer]:
     made.close()
 
 
-def test_both_processes_see_one_message() -> None:
-    one, fd = ShmRingBuffer.create(SIZES)
-    other = ShmRingBuffer.attach(SIZES, fd)
-    os.close(fd)
-    one.arena[128:133] = b"value"
-    one.arena[192:196] = b"body"
-    one.put(6, VALUE, 128, 5, 4)
-    one.put(7, CHUNK, 192, 0, 2)
-    value, chunk = other.get(6), other.get(7)
-    assert (value.raw, bytes(value.head), bytes(value.body)) == (False, b"value", b"body")
-    assert (chunk.raw, bytes(chunk.head), bytes(chunk.body)) == (True, b"", b"bo")
-    del value, chunk
-    for each in (one, other):
-        each.close()
-
-
 def test_the_parts_do_not_lie_on_each_other() -> None:
     assert 0 < SIZES.num_words * 64 <= SIZES.entries_at
     assert SIZES.entries_at + SIZES.max_chunks * 64 <= SIZES.arena_at

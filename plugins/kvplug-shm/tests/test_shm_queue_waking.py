@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 import shm_queue_ends as ends
 from kvplug import ClosedError, PeerGoneError
-from kvplug_shm.ring.ends import WritingEnd
 from kvplug_testing.waits import Call
 
 queue, sound_sleep = ends.queue, ends.sound_sleep
@@ -62,29 +60,3 @@ def test_a_writer_that_sleeps_is_woken_by_room_and_by_a_death(queue: Any) -> Non
     waits = asleep(lambda: writer.enqueue("more"))
     readers[1].abort()
     waits.result()
-
-
-@pytest.mark.usefixtures("sound_sleep")
-def test_whoever_waits_to_be_ready_is_woken_by_the_last_that_is(queue: Any) -> None:
-    writer, readers = queue(2)
-    waits = [asleep(end.wait_until_ready) for end in (writer, readers[0])]
-    readers[1].wait_until_ready()
-    assert [each.result() for each in waits] == [None, None]
-
-
-def test_a_writer_of_large_messages_waits_once_for_a_reader_that_does_not_go_on(
-    queue: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer, (reader,) = queue(max_chunk_bytes=10 << 20, max_chunks=5)
-    park, parked = WritingEnd.park, []
-    monkeypatch.setattr(WritingEnd, "park", lambda *given: (parked.append(given), park(*given)))
-    large = torch.zeros(9 << 20, dtype=torch.uint8)
-    for _ in range(5):
-        writer.enqueue(large)
-    assert len(parked) == 1
-    assert reader.dequeue().shape == large.shape
-    writer.enqueue(large, 0)
-    assert len(parked) == 1, "without time it does not wait for readers"
-    assert reader.dequeue().shape == large.shape
-    writer.enqueue(large)
-    assert len(parked) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 
 import shm_queue_ends as ends
 import shm_remote_ends as remote
-from kvplug import PeerGoneError, TimeoutError
-from kvplug.transport import PeerIdentity, QueueHandle, WireError
+from kvplug import PeerGoneError
+from kvplug.transport import PeerIdentity, WireError
 from kvplug_shm.queue import remote_writer
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.reader_table import ReaderTable
@@ -29,9 +29,6 @@ NETWORK, SECRET = remote.NETWORK, remote.SECRET
 
 def test_readers_in_memory_and_on_the_network_are_readers_of_one_queue(queue: Any) -> None:
     writer, (local, far) = queue(2, local_reader_ranks=(0,))
-    assert QueueHandle.from_plain(writer.export_handle().as_plain()).local_reader_ranks == (0,)
-    ready = [Call(end.wait_until_ready) for end in (writer, local, far)]
-    assert [each.outcome() for each in ready] == [None] * 3
     value = {"kv": torch.randn(3 * PIECE_BYTES // 4 + 17), "step": 7}
     for _ in range(10):
         writer.enqueue(value)
@@ -42,12 +39,6 @@ def test_readers_in_memory_and_on_the_network_are_readers_of_one_queue(queue: An
             assert torch.equal(got["kv"], value["kv"]) and got["step"] == 7
             with reader.acquire_read() as view:
                 assert view == b"bytes"
-    for number in range(ends.CHUNKS):
-        writer.enqueue(number)
-        assert local.dequeue() == number
-    with pytest.raises(TimeoutError, match=rf"rank 1 \(pid {os.getpid()}\), 4 messages behind") as waited:
-        writer.enqueue("no room", timeout=0.2)
-    assert "rank 0" not in str(waited.value)
     far.close()
     writer.enqueue("room")
     assert local.dequeue() == "room"
@@ -110,10 +101,10 @@ def test_a_silent_reader_that_is_not_watched_is_evicted_and_learns_what_it_lost(
 
 def test_a_connection_that_breaks_is_not_made_again_in_silence(queue: Any) -> None:
     writer, _ = queue(attached=0, **NETWORK)
-    with remote.Wire(writer.export_handle()) as wire:
+    with contextlib.closing(remote.Wire(writer.export_handle())) as wire:
         reader = ends.endpoint(**NETWORK).create_from_handle(wire.handle, 0)
         writer.enqueue("before")
-        wire.cut()
+        wire.close()
         assert reader.dequeue() == "before"
         with pytest.raises(PeerGoneError, match="the connection ended after 1 messages"):
             reader.dequeue()
