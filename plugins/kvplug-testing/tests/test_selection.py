@@ -131,7 +131,7 @@ class TestConnector(ConnectorContract):
 IN_ORDER = {
     "Pipe": ("tensors", "order", "threads", "endings", "peer_death", "general"),
     "Lookup": ("contents", "matching", "capacity", "endings", "processes"),
-    "Queue": ("messages", "attaching", "chunks", "processes", "general"),
+    "Queue": ("messages", "chunks", "readers", "processes", "general"),
     "Communicator": ("collectives", "refusals", "missing", "general"),
     "Connector": ("promises", "failures", "blocks_in_use", "call_sequence", "endings"),
 }

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from kvplug_testing.contract.queue.attaching import Attaching
 from kvplug_testing.contract.queue.chunks import Chunks
-from kvplug_testing.contract.queue.endings import Endings
 from kvplug_testing.contract.queue.ends import QueueGeneral
 from kvplug_testing.contract.queue.exhaustion import Exhaustion
 from kvplug_testing.contract.queue.lying_peers import LyingPeers
 from kvplug_testing.contract.queue.messages import Messages
-from kvplug_testing.contract.queue.other_host import OtherHost
-from kvplug_testing.contract.queue.processes import Processes
-from kvplug_testing.contract.queue.waiting import Waiting
+from kvplug_testing.contract.queue.processes import OtherHost, Processes
+from kvplug_testing.contract.queue.readers import Readers
 
 
 class MessageQueueContract(
     Messages,
-    Attaching,
     Chunks,
-    Waiting,
-    Endings,
+    Readers,
     Processes,
     OtherHost,
     LyingPeers,

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvplug import CapacityError, TimeoutError, UnsupportedError
+from kvplug import CapacityError, TimeoutError
 from kvplug.transport import MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, QueueSuite, all_received, fill, received, sent
+from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, QueueSuite, all_received, fill, received
 from kvplug_testing.waits import Call, raises
 
 
@@ -81,28 +81,6 @@ class Chunks(QueueSuite):
             assert read(readers[1]) == bytes([number])
         write(writer, b"next")
         assert [read(reader) for reader in readers] == [b"next", b"next"]
-
-    @law("QUEUE-5")
-    def test_the_verb_of_the_other_kind_of_message_is_refused_and_the_message_stays(self) -> None:
-        writer, (reader,) = self.queue()
-        sent(writer, "a value")
-        raises(UnsupportedError, lambda: read(reader))
-        assert received(reader) == "a value"
-        write(writer, b"bytes")
-        raises(UnsupportedError, lambda: received(reader))
-        assert read(reader) == b"bytes"
-
-    @law("QUEUE-5")
-    def test_values_and_chunks_come_in_one_order(self) -> None:
-        writer, (reader,) = self.queue()
-        taking = Call(lambda: [received(reader) if at % 3 else read(reader) for at in range(60)])
-        wanted = [at if at % 3 else str(at).encode() for at in range(60)]
-        for value in wanted:
-            if isinstance(value, bytes):
-                write(writer, value)
-            else:
-                sent(writer, value)
-        assert_same(wanted, taking.result())
 
     @law("QUEUE-5")
     @pytest.mark.parametrize("chunks", [1, CHUNKS, 10])

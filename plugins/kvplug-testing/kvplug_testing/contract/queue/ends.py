@@ -10,8 +10,8 @@ from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import General
+from kvplug_testing.contract.queue.readers import acquire_read, acquire_write
 from kvplug_testing.contract.queue.suite import CHUNK, MIB, QueueSuite, fill
-from kvplug_testing.contract.queue.waiting import acquire_read, acquire_write
 
 _SIZES: Final = (MIB, 1, 2 * CHUNK, 1000)
 """Bytes of the values of exchanges, one after the other: some are larger than a chunk."""
@@ -35,33 +35,27 @@ class QueueEnd(End):
 
     def calls(self) -> Calls:
         queue = self._queue
-        found: dict[str, Any] = {
-            "export_handle": lambda timeout: queue.export_handle(),
-            "wait_until_ready": queue.wait_until_ready,
-            "broadcast_object": lambda timeout: queue.broadcast_object(1, timeout),
-        }
+        found: dict[str, Any] = {"export_handle": lambda timeout: queue.export_handle()}
         if queue.is_writer:
             found["readers"] = lambda timeout: queue.readers
-        return found | self._waiting()
-
-    def _waiting(self) -> dict[str, Any]:
-        queue = self._queue
-        if queue.is_writer:
-            return {
-                "enqueue": lambda *timeout: queue.enqueue(self._num_clogging, *timeout),
-                "acquire_write": lambda *timeout: acquire_write(queue, **given(timeout)),
-            }
-        return {
-            "dequeue": lambda *timeout: queue.dequeue(*timeout),
-            "acquire_read": lambda *timeout: acquire_read(queue, **given(timeout)),
-        }
+        return {**self.blocking(), **found}
 
     def blocking(self) -> Calls:
-        queue = self._queue
-        value = (self._num_clogging,) if queue.is_writer else (None,)
+        queue, value = self._queue, self._num_clogging
+        found: dict[str, Any]
+        if queue.is_writer:
+            found = {
+                "enqueue": lambda *timeout: queue.enqueue(value, *timeout),
+                "acquire_write": lambda *timeout: acquire_write(queue, **given(timeout)),
+            }
+        else:
+            found = {
+                "dequeue": lambda *timeout: queue.dequeue(*timeout),
+                "acquire_read": lambda *timeout: acquire_read(queue, **given(timeout)),
+            }
         return {
-            **self._waiting(),
-            "broadcast_object": lambda *timeout: queue.broadcast_object(*value, *timeout),
+            **found,
+            "broadcast_object": lambda *timeout: queue.broadcast_object(value, *timeout),
             "wait_until_ready": queue.wait_until_ready,
         }
 
@@ -76,8 +70,7 @@ class QueueEnd(End):
         return [each for each in self.blocking() if each != "wait_until_ready" or not self._queue.is_writer]
 
     def timed(self) -> Calls:
-        without = ("export_handle", "readers")
-        return {name: call for name, call in super().timed().items() if name not in without}
+        return {**self.blocking(), "close": self.close}
 
     def part(self, number: int, timeout: float | None) -> None:
         value = [number, bytes([number % 251]) * min(_SIZES[number % len(_SIZES)], self._most_bytes)]

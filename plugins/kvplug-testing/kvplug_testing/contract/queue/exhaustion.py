@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from kvplug.transport import MessageQueue, NamedExhaustion, QueueEndpoint
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.exhaustion import Attempt, let_go, together
 from kvplug_testing.contract.queue.suite import KIB, MIB, QueueSuite
@@ -46,18 +47,11 @@ class QueueAttempt(Attempt):
 
     def _attach(self) -> None:
         assert self._endpoint is not None
-        handle = self._ends[0].export_handle()
-        reader: list[MessageQueue] = []
-        endpoint = self._endpoint
-
-        def attach() -> None:
-            reader.append(endpoint.create_from_handle(handle, 0, timeout=self.timeout_s))
-
-        together(attach, within=4 * self.timeout_s)
-        self._ends += reader
+        attach = functools.partial(self._endpoint.create_from_handle, self._ends[0].export_handle(), 0)
+        together(lambda: self._ends.append(attach(timeout=self.timeout_s)), within=4 * self.timeout_s)
 
     def _be_ready(self) -> None:
-        waiting = [partial(end.wait_until_ready, self.timeout_s) for end in self._ends]
+        waiting = [functools.partial(end.wait_until_ready, self.timeout_s) for end in self._ends]
         together(*waiting, within=4 * self.timeout_s)
 
     def _pass(self) -> None:
@@ -73,15 +67,11 @@ class QueueAttempt(Attempt):
             self._received.append(reader.dequeue(timeout=self.timeout_s))
 
     def _close(self) -> None:
-        closing = [partial(end.close, self.timeout_s) for end in reversed(self._ends)]
+        closing = [functools.partial(end.close, self.timeout_s) for end in reversed(self._ends)]
         together(*closing, within=4 * self.timeout_s)
 
     def check(self) -> None:
-        for number, (sent, received) in enumerate(zip(self._values, self._received, strict=True)):
-            same = type(sent) is type(received) and bool(
-                sent.equal(received) if hasattr(sent, "equal") else sent == received
-            )
-            assert same, f"value {number} came as another one"
+        assert_same(self._values, self._received)
 
     def end(self) -> None:
         let_go(*(end.abort for end in self._ends))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 import attrs
@@ -48,10 +49,9 @@ class _Conversing(Conversing):
         super().__init__(relay, child)
         self._role = role
         self._suite = suite
-        self._end: MessageQueue | None = None
-        self._working: Call | None = None
-        """Of the honest end: it reads or writes."""
-        suite.later(self._hang_up)
+        self._over = ExitStack()
+        """Ends what the honest end does in this conversation."""
+        suite.later(self._over.close)
 
     def _begin(self, join_s: float) -> None:
         endpoint = self._suite.endpoint()
@@ -60,44 +60,38 @@ class _Conversing(Conversing):
             self._child.send(["join", join_s])
             handle = QueueHandle.from_plain(self.relay.through_plain(self._answer()))
             with suppress(KvplugError):  # one of the two has refused the join
-                self._end = Call(lambda: endpoint.create_from_handle(handle, 0, timeout=join_s)).result()
-            if self._end is not None:
-                self._working = Call(functools.partial(_read_all, self._end))
+                self._work(Call(lambda: endpoint.create_from_handle(handle, 0, timeout=join_s)).result())
             return
-        writer = self._end = endpoint.create()
+        writer = endpoint.create()
+        self._over.callback(writer.abort)
         self._child.send(["join", join_s, self.relay.through_plain(writer.export_handle().as_plain())])
         if self._answer():
-            self._working = Call(functools.partial(_write_all, writer))
-            self._working.is_blocked(_AHEAD_S)
+            self._work(writer).is_blocked(_AHEAD_S)
+
+    def _work(self, end: MessageQueue) -> Call:
+        """The honest end reads or writes everything."""
+
+        def work() -> None:
+            with suppress(KvplugError):
+                for message in _MESSAGES:
+                    if end.is_writer:
+                        end.enqueue(message, timeout=_ATTACHED_S)
+                    else:
+                        end.dequeue(timeout=_ATTACHED_S)
+
+        call = Call(work)
+        self._over.callback(call.end)
+        self._over.callback(lambda: Call(end.abort).end())
+        return call
 
     def _go_on(self, call_s: float) -> Any:
         self._child.send(["go on", call_s])
         answer = self._answer()
-        self._hang_up()
+        self._over.close()
         return answer
-
-    def _hang_up(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            Call(end.abort).end()
-        working, self._working = self._working, None
-        if working is not None:
-            working.end()
 
     def _wanted(self) -> list[Any]:
         return [_described(message) for message in _MESSAGES] if self._role == DIALS else []
-
-
-def _read_all(reader: MessageQueue) -> None:
-    with suppress(KvplugError):
-        while True:
-            reader.dequeue(timeout=_ATTACHED_S)
-
-
-def _write_all(writer: MessageQueue) -> None:
-    with suppress(KvplugError):
-        for message in _MESSAGES:
-            writer.enqueue(message, timeout=_ATTACHED_S)
 
 
 def _described(value: Any) -> Any:
@@ -116,41 +110,34 @@ def run_victim(parent: peers.Parent, suite_ref: dict[str, Any], role: str) -> st
         while True:
             order, *join = parent.recv(None)
             if order == "end":
-                break
-            calls = (_read if role == DIALS else _write)(parent, suite, *join)
-            parent.send([[attrs.asdict(call) for call in calls], here.faults()])
-        return here.grown()
+                return here.grown()
+            calls = [attrs.asdict(call) for call in _converse(parent, suite.endpoint(), role, *join)]
+            parent.send([calls, here.faults()])
 
 
-def _read(parent: peers.Parent, suite: Any, join_s: float, plain: Any) -> list[Ended]:
-    handle = QueueHandle.from_plain(plain)
-    attach = functools.partial(suite.endpoint().create_from_handle, handle, 0, timeout=join_s)
-    call = ended("create_from_handle", join_s, attach)
-    queue, calls = call.value, [attrs.evolve(call, value=None)]
-    parent.send(queue is not None)
+def _converse(
+    parent: peers.Parent, endpoint: Any, role: str, join_s: float, plain: Any = None
+) -> Iterator[Ended]:
+    """The victim's calls, up to the first that fails."""
+    if role == DIALS:
+        handle = QueueHandle.from_plain(plain)
+        attach = functools.partial(endpoint.create_from_handle, handle, 0, timeout=join_s)
+        call = ended("create_from_handle", join_s, attach)
+        queue = call.value
+        yield attrs.evolve(call, value=None)
+        parent.send(queue is not None)
+    else:
+        queue = endpoint.create()
+        parent.send(queue.export_handle().as_plain())
     call_s = parent.recv(None)[1]
     if queue is None:
-        return calls
-    for _ in _MESSAGES:
-        calls.append(
-            attrs.evolve(
-                ended("dequeue", call_s, lambda: _described(queue.dequeue(timeout=call_s))), is_receipt=True
-            )
-        )
-        if calls[-1].error:
-            break
-    calls.append(ended("close", call_s, queue.close))
-    return calls
-
-
-def _write(parent: peers.Parent, suite: Any, join_s: float) -> list[Ended]:
-    queue = suite.endpoint().create()
-    parent.send(queue.export_handle().as_plain())
-    calls: list[Ended] = []
-    call_s = parent.recv(None)[1]
+        return
     for message in _MESSAGES:
-        calls.append(ended("enqueue", call_s, functools.partial(queue.enqueue, message, timeout=call_s)))
-        if calls[-1].error:
+        if role == DIALS:
+            call = ended("dequeue", call_s, lambda: _described(queue.dequeue(timeout=call_s)))
+        else:
+            call = ended("enqueue", call_s, functools.partial(queue.enqueue, message, timeout=call_s))
+        yield attrs.evolve(call, is_receipt=role == DIALS)
+        if call.error:
             break
-    calls.append(ended("close", call_s, queue.close))
-    return calls
+    yield ended("close", call_s, queue.close)

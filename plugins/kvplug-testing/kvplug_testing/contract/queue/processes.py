@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Final
 
 from kvplug import PeerGoneError, TimeoutError
@@ -16,18 +13,24 @@ from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.chunks import read
-from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, QueueSuite, RemoteEnd, fill, received, sent
-from kvplug_testing.contract.queue.waiting import check_named
+from kvplug_testing.contract.queue.readers import check_named
+from kvplug_testing.contract.queue.suite import (
+    CHUNK,
+    CHUNKS,
+    MIB,
+    QueueSuite,
+    RemoteEnd,
+    all_received,
+    fill,
+    received,
+    sent,
+)
 from kvplug_testing.peers import Parent
 from kvplug_testing.waits import Call, raises, until
 
 _SIZES: Final = (10, CHUNK // 2, 3000, 3 * CHUNK, 100)
-"""Sizes of the messages in bytes, used in turn."""
+"""Bytes of the messages when a reader is killed at any moment, used in turn."""
 _MOMENTS: Final = 24
-_MORE: Final = 50
-"""Messages after the kill: more than there are chunks."""
-_LAST: Final = "the last"
-_NUMBER: Final = 8
 
 
 class Processes(QueueSuite):
@@ -40,10 +43,8 @@ class Processes(QueueSuite):
         victim, other = (self.remote_reader(writer.export_handle(), rank) for rank in (1, 2))
         with writer.acquire_write(8, timeout=waits.patience_s) as view:
             view[:] = b"in place"
-        victim.begin(hold)
-        pid = victim.result()
-        other.begin(read_chunk)
-        assert [read(local), other.result()] == [b"in place"] * 2
+        assert victim.begin(hold).result() == "holding"
+        assert [read(local), other.run(read_chunk)] == [b"in place"] * 2
         for number in range(CHUNKS - 1):
             sent(writer, number)
         waiting = Call(lambda: writer.enqueue(CHUNKS - 1, timeout=waits.patience_s))
@@ -53,17 +54,16 @@ class Processes(QueueSuite):
         for number in range(3 * CHUNKS):
             if number >= CHUNKS:
                 sent(writer, number)
-            assert [received(local), other.run(dequeue)] == [number, number]
+            assert [received(local), *other.run(dequeue)] == [number, number]
         dead = writer.readers[1]
         assert dead.gone and dead.died, f"reader rank 1 was killed, and this is known of it: {dead}"
-        assert f"pid {pid}" in str(dead), f"the dead reader's process is not named: {dead}"
+        assert f"pid {victim.child.pid}" in str(dead), f"the dead reader's process is not named: {dead}"
 
     @law("ALL-2", "ALL-5", "QUEUE-1", needs="other_processes")
     def test_of_a_writer_that_is_killed_all_it_had_sent_is_received_and_half_a_chunk_never_is(self) -> None:
         handle, child = self.remote_writer(2)
         readers = [self.attach(handle, rank) for rank in range(2)]
-        child.begin(write_half)
-        assert child.result() == "half written"
+        assert child.begin(write_half).result() == "half written"
         with readers[0].acquire_read(timeout=waits.patience_s) as view:
             child.child.kill()
             assert bytes(view) == bytes(1000), "what is being read went away with its writer"
@@ -79,89 +79,81 @@ class Processes(QueueSuite):
         writer = self.writer(2)
         local = self.reader(writer, 0)
         stops = self.remote_reader(writer.export_handle(), 1)
-        pid = stops.run(pid_of)
         stops.child.stop()
         held = fill(writer)
         assert [received(local) for _ in range(held)] == [*range(held)]
         error = raises(TimeoutError, lambda: writer.enqueue("x", timeout=0.5))
-        check_named(str(error), 1, f"pid {pid}", held)
+        check_named(str(error), 1, f"pid {stops.child.pid}", held)
         assert not writer.readers[1].gone, "a reader that is only stopped was evicted"
         stops.child.cont()
-        assert [stops.run(dequeue) for _ in range(held)] == [*range(held)]
-        sent(writer, "after")
-        assert stops.run(dequeue) == "after"
-
-    @law("ALL-2", "ALL-5", needs="other_processes", level="long", timeout_s=300)
-    def test_whenever_the_writer_is_killed_readers_get_what_it_had_enqueued_and_nothing_else(self) -> None:
-        for delay_s in _delays():
-            with self.scope(), tempfile.NamedTemporaryFile() as noted:
-                handle, child = self.remote_writer(2)
-                readers = [self.attach(handle, rank) for rank in range(2)]
-                calls = [Call(partial(read_all, None, reader)) for reader in readers]
-                child.begin(write_and_note, noted.name)
-                until(lambda file=noted: os.fstat(file.fileno()).st_size, what="the first message")  # type: ignore[misc]
-                _kill(child, delay_s)
-                enqueued = int.from_bytes(os.pread(noted.fileno(), _NUMBER, 0), "little")
-                for call in calls:
-                    # One more may be enqueued by a call that has not returned yet.
-                    count = call.result(waits.patience_s + 5)
-                    assert count in (enqueued, enqueued + 1), f"killed after {delay_s:.4f} s"
+        assert stops.run(dequeue, held) == [*range(held)]
 
     @law("QUEUE-2", needs="other_processes", level="long", timeout_s=300)
     def test_whenever_a_reader_is_killed_the_others_get_everything(self) -> None:
-        for delay_s in _delays():
+        rng = random.Random(5)
+        values = [bytes([number]) * _SIZES[number % len(_SIZES)] for number in range(60)]
+        for delay_s in [0.0005 * 2 ** rng.uniform(0, 6) for _ in range(_MOMENTS)]:
             with self.scope():
                 writer = self.writer(3)
-                local = Call(partial(read_all, None, self.reader(writer, 0)))
+                local = all_received(self.reader(writer, 0), len(values))
                 victim, remote = (self.remote_reader(writer.export_handle(), rank) for rank in (1, 2))
                 for end in (victim, remote):
-                    end.begin(read_all)
-                killing = Call(partial(_kill, victim, delay_s))
-                count = Call(partial(_write_until, writer, partial(getattr, killing, "ended"))).result(60)
-                got = [local.result(), remote.result()]
-                assert got == [count] * 2, f"killed after {delay_s:.4f} s"
+                    end.begin(dequeue, len(values))
+                killing = threading.Timer(delay_s, victim.child.kill)
+                killing.start()
+                for value in values:
+                    sent(writer, value)
+                killing.join()
+                for got in (local.result(), remote.result()):
+                    assert_same(values, got, f"killed after {delay_s:.4f} s")
 
 
-def _message(number: int) -> tuple[int, bytes]:
-    return number, bytes([number % 251]) * _SIZES[number % len(_SIZES)]
+class OtherHost(QueueSuite):
+    """Ends on two hosts, which share no memory (capability ``cross_host``), see :mod:`kvplug_testing.hosts`.
 
+    The writer and the reader of rank 0 are on host 0, the reader of rank 1 is on host 1.
+    """
 
-def _delays() -> Iterator[float]:
-    """Delays before a kill: short and longer ones."""
-    rng = random.Random(5)
-    for _ in range(_MOMENTS):
-        yield 0.0005 * 2 ** rng.uniform(0, 9)
+    @law("QUEUE-1", needs="another_host")
+    def test_readers_on_both_hosts_get_each_message_once_and_in_order(self) -> None:
+        writer, readers = self._queue()
+        for number in range(50):
+            writer.run(enqueue, number)
+            assert [reader.run(dequeue) for reader in readers] == [[number], [number]]
+        nbytes = min(4 * MIB, self.most_bytes) - 4096  # leaves room for headers
+        for number in range(3):
+            for reader in readers:
+                reader.begin(dequeue)
+            writer.run(enqueue, bytes([number]), nbytes)
+            for reader in readers:
+                assert_same([bytes([number]) * nbytes], reader.result())
 
+    @law("QUEUE-2", "ALL-2", needs="another_host")
+    def test_a_reader_that_is_killed_on_another_host_is_evicted_and_the_others_go_on(self) -> None:
+        writer, (near, far) = self._queue()
+        far.child.kill()
+        until(lambda: writer.run(gone) == [1], what="that the killed reader is evicted")
+        for number in range(20):
+            writer.run(enqueue, number)
+            assert near.run(dequeue) == [number]
 
-def _kill(end: RemoteEnd, delay_s: float) -> None:
-    time.sleep(delay_s)
-    end.child.kill()
-
-
-def _write_until(writer: MessageQueue, over: Callable[[], bool]) -> int:
-    """Send messages until ``over()``, then some more and the last one. Returns their number."""
-    number, more = 0, _MORE
-    while more:
-        writer.enqueue(_message(number), timeout=waits.patience_s)
-        number += 1
-        more -= over()
-    writer.enqueue(_LAST, timeout=waits.patience_s)
-    return number
+    def _queue(self) -> tuple[RemoteEnd, list[RemoteEnd]]:
+        context: dict[str, Any] = {"local_reader_ranks": [] if self.over_network else [0]}
+        handle, writer = self.remote_writer(2, at_host=0, **context)
+        return writer, [
+            self.remote_reader(handle, host, at_host=host, n_reader=2, **context) for host in (0, 1)
+        ]
 
 
 # -- what ends in other processes run ------------------------------------------------------------------
 
 
-def pid_of(parent: Parent, queue: MessageQueue) -> int:
-    return os.getpid()
+def dequeue(parent: Parent, reader: MessageQueue, count: int = 1) -> list[Any]:
+    return [reader.dequeue(timeout=waits.patience_s) for _ in range(count)]
 
 
-def dequeue(parent: Parent, reader: MessageQueue) -> Any:
-    return reader.dequeue(timeout=waits.patience_s)
-
-
-def enqueue(parent: Parent, writer: MessageQueue, value: Any) -> None:
-    writer.enqueue(value, timeout=waits.patience_s)
+def enqueue(parent: Parent, writer: MessageQueue, value: Any, times: int = 1) -> None:
+    writer.enqueue(value * times, timeout=waits.patience_s)
 
 
 def read_chunk(parent: Parent, reader: MessageQueue) -> bytes:
@@ -169,9 +161,9 @@ def read_chunk(parent: Parent, reader: MessageQueue) -> bytes:
 
 
 def hold(parent: Parent, reader: MessageQueue) -> None:
-    """Report its pid from the block of a chunk that it never leaves."""
+    """Never leave the block of a chunk."""
     with reader.acquire_read(timeout=waits.patience_s):
-        parent.send(["", os.getpid()])
+        parent.send(["", "holding"])
         time.sleep(1000)
 
 
@@ -187,25 +179,5 @@ def write_half(parent: Parent, writer: MessageQueue) -> None:
         time.sleep(1000)
 
 
-def write_and_note(parent: Parent, writer: MessageQueue, path: str) -> None:
-    """Send messages until killed; a file holds the number of enqueued messages."""
-    noted = os.open(path, os.O_WRONLY)
-    number = 0
-    while True:
-        writer.enqueue(_message(number), timeout=waits.patience_s)
-        number += 1
-        os.pwrite(noted, number.to_bytes(_NUMBER, "little"), 0)
-
-
-def read_all(parent: Parent | None, reader: MessageQueue) -> int:
-    """Read messages up to the last one, or the end of the writer. Returns their number."""
-    number = 0
-    while True:
-        try:
-            got = reader.dequeue(timeout=waits.patience_s)
-        except PeerGoneError:
-            return number
-        if got == _LAST:
-            return number
-        assert_same(_message(number), got, f"message {number}")
-        number += 1
+def gone(parent: Parent, writer: MessageQueue) -> list[int]:
+    return [reader.rank for reader in writer.readers if reader.gone]

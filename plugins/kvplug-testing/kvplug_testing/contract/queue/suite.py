@@ -122,20 +122,20 @@ class RemoteEnd:
     def __init__(self, child: peers.Peer) -> None:
         self.child = child
 
-    def begin(self, what: Callable[..., Any], *args: Any) -> None:
+    def begin(self, what: Callable[..., Any], *args: Any) -> RemoteEnd:
         """Begin to run ``what``, a function at the top level of a file."""
         self.child.send([name_of(what), *args])
+        return self
 
-    def result(self, within: float | None = None) -> Any:
+    def result(self) -> Any:
         """What it sends next, or its function returns."""
-        error, value = self.child.recv(2 * waits.patience_s if within is None else within)
+        error, value = self.child.recv(2 * waits.patience_s)
         assert not error, f"{self.child!r}: {error}: {value}"
         return value
 
     def run(self, what: Callable[..., Any], *args: Any) -> Any:
         """What the function returns."""
-        self.begin(what, *args)
-        return self.result()
+        return self.begin(what, *args).result()
 
 
 def _run_end(
@@ -182,15 +182,11 @@ def all_received(reader: MessageQueue, count: int) -> Call:
     return Call(lambda: [reader.dequeue(timeout=within) for _ in range(count)])
 
 
-def fill(writer: MessageQueue, most: int = 10_000) -> int:
+def fill(writer: MessageQueue) -> int:
     """Enqueue 0, 1, 2, ... until there is no room. Returns the number of accepted values."""
-
-    def clog() -> int:
-        for number in range(most):
-            try:
-                writer.enqueue(number, timeout=0.2)
-            except TimeoutError:
-                return number
-        raise AssertionError(f"{most} messages were accepted, and none has been read: there is no bound")
-
-    return Call(clog).result(waits.patience_s + 10)  # type: ignore[no-any-return]
+    for number in range(10_000):
+        call = Call(lambda number=number: writer.enqueue(number, timeout=0.2)).end()  # type: ignore[misc]
+        if isinstance(call.error, TimeoutError):
+            return number
+        call.result()
+    raise AssertionError("there is no bound to the messages that nobody has read")

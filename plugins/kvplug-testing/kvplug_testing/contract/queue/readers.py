@@ -1,4 +1,4 @@
-"""Waiting: cancellation, a second thread, and the readers that a writer waits for."""
+"""Waiting and ending: cancellation, and readers that a writer waits for, that leave or that die."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvplug import TimeoutError
+from kvplug import PeerGoneError, TimeoutError
 from kvplug.transport import BusyError, CancelledError, MessageQueue
 from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, received, sent
+from kvplug_testing.contract.general import HOW
+from kvplug_testing.contract.queue.chunks import read, write
+from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, all_received, fill, received, sent
 from kvplug_testing.waits import Call, raises, until
 
 
@@ -28,8 +31,8 @@ def acquire_read(queue: MessageQueue, **given: Any) -> None:
         pass
 
 
-class Waiting(QueueSuite):
-    """Calls that block."""
+class Readers(QueueSuite):
+    """Whom calls wait for, and what they do when it ends."""
 
     @law("ALL-4")
     def test_who_cancels_is_heard(self) -> None:
@@ -90,6 +93,59 @@ class Waiting(QueueSuite):
             assert call.result() == "at last"
             raises(TimeoutError, lambda: reader.dequeue(timeout=0.3, indefinite=True))
         assert not caplog.records, f"an indefinite wait was warned of: {caplog.text}"
+
+    # -- ends ----------------------------------------------------------------------------------
+
+    @law("ALL-1", "ALL-2")
+    @pytest.mark.parametrize("how", HOW)
+    def test_a_writer_that_ends_is_gone_after_what_it_had_sent(self, how: str) -> None:
+        writer, readers = self.queue(2)
+        write(writer, b"chunk")
+        for number in range(1, CHUNKS):
+            sent(writer, number)
+        Call(getattr(writer, how)).result()
+        for reader in readers:
+            assert read(reader) == b"chunk"
+            assert_same([*range(1, CHUNKS)], all_received(reader, CHUNKS - 1).result())
+            for call in (reader.dequeue, lambda end=reader: acquire_read(end), reader.wait_until_ready):
+                raises(PeerGoneError, call)
+
+    @law("QUEUE-2")
+    @pytest.mark.parametrize("how", HOW)
+    def test_a_reader_that_ends_is_waited_for_no_longer_and_one_that_died_is_named(
+        self, how: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        writer, readers = self.queue(3)
+        others = readers[0], readers[2]
+        held = fill(writer)
+        for reader in others:
+            assert_same([*range(held)], all_received(reader, held).result())
+        waiting = Call(lambda: writer.enqueue("more", timeout=waits.patience_s))
+        assert waiting.is_blocked()
+        with caplog.at_level(logging.WARNING):
+            Call(getattr(readers[1], how)).result()
+            waiting.result()
+            if how == "abort":
+                until(lambda: "rank 1" in caplog.text, what="a warning that names reader rank 1")
+        assert bool(caplog.records) == (how == "abort"), f"a reader left, and this was logged: {caplog.text}"
+        assert [received(reader) for reader in others] == ["more"] * 2
+        for number in range(3 * CHUNKS):
+            sent(writer, number)
+            assert [received(reader) for reader in others] == [number] * 2
+        one, gone, _ = writer.readers
+        assert (one.gone, one.died) == ("", False)
+        assert gone.gone and gone.died == (how == "abort"), f"of a reader after {how}: {gone}"
+        assert how == "close" or gone.lag >= held, "how far behind it was is not said"
+
+    @law("QUEUE-2")
+    def test_a_reader_that_died_is_not_waited_for_to_be_ready(self) -> None:
+        writer, readers = self.queue(2)
+        within = waits.patience_s
+        calls = [Call(lambda end=end: end.wait_until_ready(within)) for end in (writer, readers[0])]  # type: ignore[misc]
+        assert calls[0].is_blocked()
+        Call(readers[1].abort).result()
+        for call in calls:
+            call.result(within + 1)
 
 
 def check_named(said: str, rank: int, process: str, lag: int) -> None:
