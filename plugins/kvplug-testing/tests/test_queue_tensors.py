@@ -39,9 +39,9 @@ class Scripted:
         ((0, "2 messages were lost", 3, 4), ""),
         ((0, 1, "1 message was lost", 3, "1 message was lost"), ""),
         ((0, 1, 3), "rank 3 got message 3 where 2 was due, in silence"),
-        ((0, "1 message was lost", 3), "after 1 errors of loss, reader rank 3 got message 3 where 2 was due"),
+        ((0, "1 message was lost", 3), "reader rank 3 got message 3 where 2 was due"),
         ((0, 1, 1), "got message 1 where 2 was due"),
-        ((0, "messages were lost", 3), "is not told how many messages it lost: messages were lost"),
+        ((0, "messages were lost", 3), "does not learn how many messages it lost: messages were lost"),
         ((0, 1, 2, "1,000 messages were lost"), "998 more messages were lost than were sent"),
     ],
 )

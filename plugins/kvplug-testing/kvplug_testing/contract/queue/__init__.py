@@ -12,14 +12,7 @@ from kvplug_testing.contract.queue.readers import Readers
 
 
 class MessageQueueContract(
-    Messages,
-    Chunks,
-    Readers,
-    Processes,
-    OtherHost,
-    LyingPeers,
-    Exhaustion,
-    QueueGeneral,
+    Messages, Chunks, Readers, Processes, OtherHost, LyingPeers, Exhaustion, QueueGeneral
 ):
     """Checks a transport of kind "queue" against the laws ALL and QUEUE.
 

@@ -64,10 +64,9 @@ class Chunks(QueueSuite):
             with pytest.raises(TypeError):
                 view[:] = b"bad!"
             kept.append(view)
-        for view, which in zip(kept, ("writer", "reader"), strict=True):
+        for view in kept:
             with pytest.raises(ValueError, match="released"):
                 view[0]
-                pytest.fail(f"the {which}'s view still shows memory that belongs to the next message")
         assert read(readers[1]) == b"abcd"
 
     @law("QUEUE-5")

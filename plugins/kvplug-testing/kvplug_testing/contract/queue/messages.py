@@ -15,7 +15,7 @@ from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, MIB, QueueSuite, all_received, received, sent
-from kvplug_testing.waits import Call, raises, until
+from kvplug_testing.waits import Call, raises
 
 PLAIN: list[Any] = [
     *(None, True, -(2**63), 2**64 - 1, 0.1, "h\u00e9\u00df\u6f22", "", bytes(range(256))),
@@ -72,9 +72,7 @@ class Messages(QueueSuite):
             Call(lambda: taken(sleepy, count, pause_s, within)),
         ]
         sending = Call(lambda: [writer.enqueue((at, "x" * 100), timeout=within) for at in range(count)])
-        # A reader that finds an error stops reading, and the writer waits for it.
-        until(lambda: any(call.ended and (call.value or call.error) for call in calls) or sending.ended, 240)
-        faults = [call.result() for call in calls if call.ended or sending.ended]
+        faults = [call.result(240) for call in calls]
         assert not any(faults), faults
         sending.result()
 
@@ -87,12 +85,11 @@ class Messages(QueueSuite):
         value = {"list": [1, 2], "tensor": torch.zeros(nbytes // 4)}
         writer, readers = self.queue(2)
         sent(writer, value)
-        for end, what in (("", "the writer"), *((reader, "another reader") for reader in readers)):
-            if end:
-                value = received(end)
-                assert_same({"list": [1, 2], "tensor": torch.zeros(nbytes // 4)}, value, what)
+        for reader in readers:
             value["list"].append(3)
             value["tensor"].fill_(7)
+            value = received(reader)
+            assert_same({"list": [1, 2], "tensor": torch.zeros(nbytes // 4)}, value)
 
     @law("QUEUE-1")
     @pytest.mark.parametrize("nbytes", TENSORS)
@@ -116,9 +113,6 @@ class Messages(QueueSuite):
         assert_same(values, all_received(first, len(values)).result())
         late = self.reader(writer, 1)
         assert_same(values, all_received(late, len(values)).result(), "at the late reader")
-        sent(writer, values[2])
-        for reader in (first, late):
-            assert_same(values[2], received(reader))
 
     @law("QUEUE-1")
     def test_broadcast_object_gives_all_ends_the_same(self) -> None:
@@ -207,7 +201,7 @@ def _tensors_and_arrays() -> list[Any]:
 
 def taken(reader: MessageQueue, count: int, pause_s: float, within: float) -> str:
     """The first error in the numbers that a reader receives; empty if each arrives or is reported as lost."""
-    number = lost = 0
+    number = 0
     while number < count:
         if number == 10:
             time.sleep(pause_s)
@@ -216,14 +210,10 @@ def taken(reader: MessageQueue, count: int, pause_s: float, within: float) -> st
         except TransportError as e:
             said = re.search(r"\b(\d[\d,]*) messages?\b", str(e))
             if said is None:
-                return f"reader rank {reader.rank} is not told how many messages it lost: {e}"
+                return f"reader rank {reader.rank} does not learn how many messages it lost: {e}"
             number += int(said[1].replace(",", ""))
-            lost += 1
             continue
         if got != number:
-            after = f"after {lost} errors of loss, " if lost else ""
-            return (
-                f"{after}reader rank {reader.rank} got message {got:,} where {number:,} was due, in silence"
-            )
+            return f"reader rank {reader.rank} got message {got:,} where {number:,} was due, in silence"
         number += 1
     return "" if number == count else f"{number - count:,} more messages were lost than were sent"

@@ -30,7 +30,6 @@ from kvplug_testing.waits import Call, raises, until
 
 _SIZES: Final = (10, CHUNK // 2, 3000, 3 * CHUNK, 100)
 """Bytes of the messages when a reader is killed at any moment, used in turn."""
-_MOMENTS: Final = 24
 
 
 class Processes(QueueSuite):
@@ -39,12 +38,12 @@ class Processes(QueueSuite):
     @law("QUEUE-2", "ALL-2", needs="other_processes")
     def test_a_reader_that_is_killed_with_a_chunk_in_use_is_evicted_and_the_others_go_on(self) -> None:
         writer = self.writer(3)
-        local = self.reader(writer, 0)
-        victim, other = (self.remote_reader(writer.export_handle(), rank) for rank in (1, 2))
+        others = [self.reader(writer, rank) for rank in (0, 2)]
+        victim = self.remote_reader(writer.export_handle(), 1)
         with writer.acquire_write(8, timeout=waits.patience_s) as view:
             view[:] = b"in place"
         assert victim.begin(hold).result() == "holding"
-        assert [read(local), other.run(read_chunk)] == [b"in place"] * 2
+        assert [read(reader) for reader in others] == [b"in place"] * 2
         for number in range(CHUNKS - 1):
             sent(writer, number)
         waiting = Call(lambda: writer.enqueue(CHUNKS - 1, timeout=waits.patience_s))
@@ -54,7 +53,7 @@ class Processes(QueueSuite):
         for number in range(3 * CHUNKS):
             if number >= CHUNKS:
                 sent(writer, number)
-            assert [received(local), *other.run(dequeue)] == [number, number]
+            assert [received(reader) for reader in others] == [number] * 2
         dead = writer.readers[1]
         assert dead.gone and dead.died, f"reader rank 1 was killed, and this is known of it: {dead}"
         assert f"pid {victim.child.pid}" in str(dead), f"the dead reader's process is not named: {dead}"
@@ -92,7 +91,7 @@ class Processes(QueueSuite):
     def test_whenever_a_reader_is_killed_the_others_get_everything(self) -> None:
         rng = random.Random(5)
         values = [bytes([number]) * _SIZES[number % len(_SIZES)] for number in range(60)]
-        for delay_s in [0.0005 * 2 ** rng.uniform(0, 6) for _ in range(_MOMENTS)]:
+        for delay_s in [0.0005 * 2 ** rng.uniform(0, 6) for _ in range(24)]:
             with self.scope():
                 writer = self.writer(3)
                 local = all_received(self.reader(writer, 0), len(values))
@@ -154,10 +153,6 @@ def dequeue(parent: Parent, reader: MessageQueue, count: int = 1) -> list[Any]:
 
 def enqueue(parent: Parent, writer: MessageQueue, value: Any, times: int = 1) -> None:
     writer.enqueue(value * times, timeout=waits.patience_s)
-
-
-def read_chunk(parent: Parent, reader: MessageQueue) -> bytes:
-    return read(reader)
 
 
 def hold(parent: Parent, reader: MessageQueue) -> None:

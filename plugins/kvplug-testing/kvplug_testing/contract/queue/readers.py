@@ -74,12 +74,20 @@ class Readers(QueueSuite):
             check_named(said, 1, f"pid {os.getpid()}", CHUNKS)
             assert not re.search(r"\brank [02]\b", said), f"it names readers that are not waited for: {said}"
 
-    @law("QUEUE-3")
-    def test_a_reader_that_has_not_come_is_named(self) -> None:
+    @law("QUEUE-3", "QUEUE-2")
+    def test_a_reader_that_has_not_come_is_named_and_one_that_died_is_not_waited_for(
+        self,
+    ) -> None:
         writer = self.writer(2)
-        self.reader(writer, 0)
+        reader = self.reader(writer, 0)
         error = raises(TimeoutError, lambda: writer.wait_until_ready(0.2))
         assert re.search(r"\brank 1\b.*not come", str(error)), f"it does not name the missing reader: {error}"
+        dies = self.reader(writer, 1)
+        calls = [Call(end.wait_until_ready) for end in (writer, reader)]
+        assert calls[0].is_blocked()
+        dies.abort()
+        for call in calls:
+            call.result()
 
     @law("QUEUE-3")
     def test_who_waits_indefinitely_is_not_warned_and_waits_without_end(
@@ -136,16 +144,6 @@ class Readers(QueueSuite):
         assert (one.gone, one.died) == ("", False)
         assert gone.gone and gone.died == (how == "abort"), f"of a reader after {how}: {gone}"
         assert how == "close" or gone.lag >= held, "how far behind it was is not said"
-
-    @law("QUEUE-2")
-    def test_a_reader_that_died_is_not_waited_for_to_be_ready(self) -> None:
-        writer, readers = self.queue(2)
-        within = waits.patience_s
-        calls = [Call(lambda end=end: end.wait_until_ready(within)) for end in (writer, readers[0])]  # type: ignore[misc]
-        assert calls[0].is_blocked()
-        Call(readers[1].abort).result()
-        for call in calls:
-            call.result(within + 1)
 
 
 def check_named(said: str, rank: int, process: str, lag: int) -> None:

@@ -66,9 +66,8 @@ class QueueSuite(Contract):
     def attach(self, handle: QueueHandle, rank: int = 0, **context: Any) -> MessageQueue:
         """A reader that must attach in time."""
         end = self.endpoint(**context)
-        within = waits.patience_s
-        call = Call(lambda: end.create_from_handle(handle, rank, timeout=within))
-        made: MessageQueue = call.result(within + 1)
+        call = Call(lambda: end.create_from_handle(handle, rank, timeout=waits.patience_s))
+        made: MessageQueue = call.result(waits.patience_s + 1)
         self.later(made.abort)
         return made
 
@@ -166,20 +165,17 @@ def _run_end(
 
 def sent(writer: MessageQueue, value: object) -> None:
     """Enqueue a value, which must end in time."""
-    within = waits.patience_s
-    Call(lambda: writer.enqueue(value, timeout=within)).result(within + 1)
+    Call(lambda: writer.enqueue(value, timeout=waits.patience_s)).result(waits.patience_s + 1)
 
 
 def received(reader: MessageQueue) -> Any:
     """The next value, which must arrive in time."""
-    within = waits.patience_s
-    return Call(lambda: reader.dequeue(timeout=within)).result(within + 1)
+    return Call(lambda: reader.dequeue(timeout=waits.patience_s)).result(waits.patience_s + 1)
 
 
 def all_received(reader: MessageQueue, count: int) -> Call:
     """Read ``count`` values in a separate thread; fewer if one does not arrive in time."""
-    within = waits.patience_s
-    return Call(lambda: [reader.dequeue(timeout=within) for _ in range(count)])
+    return Call(lambda: [reader.dequeue(timeout=waits.patience_s) for _ in range(count)])
 
 
 def fill(writer: MessageQueue) -> int:
