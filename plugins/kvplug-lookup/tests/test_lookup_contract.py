@@ -16,10 +16,10 @@ from kvplug.transport.store.wrapper import StoreWrapper
 from kvplug_testing import ConnectorContract
 
 SMALL = MappingProxyType({"segment_bytes": 1 << 20})
-"""Segments of the store, so that a thousand engines cost little memory."""
+"""Segments of the store, so that many engines cost little memory."""
 
 COMMON = MappingProxyType({"transport": "cpu", "connect_timeout_s": 20, "buffer_size": 256 << 20})
-"""The address space of the stores is reserved at once, and law ALL-10 is judged with little."""
+"""The address space of the stores is reserved at once, so it is small."""
 
 
 class TestOverPipes(ConnectorContract):

@@ -65,7 +65,7 @@ class TestPromisesATokenTooMany(MemoryScheduler):
         return found + 1, is_async
 
 
-@breaks(Mutant, "CONN-2", caught_by="test_what_has_gone_for_want_of_room_is_not_promised")
+@breaks(Mutant, "CONN-2", caught_by="test_what_was_refused_is_saved_by_the_next_request_that_computes_it")
 class TestPromisesWhatWasNotKept(MemoryWorker):
     """For what there was no room is promised all the same."""
 

@@ -1,8 +1,7 @@
 """A fake engine without a model: a paged cache, and the calls that a real engine makes to its connector.
 
 :class:`FakeEngine` makes them one step at a time, as a test says. :class:`Schedule` makes random valid calls,
-and checks the connector's promises after each step. :func:`replay` makes the recorded calls of a real engine
-(:mod:`kvplug_testing.call_traces`).
+and checks the connector's promises after each step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from kvplug_testing.engine.cache import (
     model_of,
 )
 from kvplug_testing.engine.fake import CallOrder, FakeEngine, PlannedStep, Scheduled, request_of
-from kvplug_testing.engine.replay import Departed, replay
 from kvplug_testing.engine.requests import Arrival
 from kvplug_testing.engine.schedule import Schedule
 
@@ -29,7 +27,6 @@ __all__ = [
     "NUM_LAYERS",
     "Arrival",
     "CallOrder",
-    "Departed",
     "FakeEngine",
     "PagedCache",
     "PlannedStep",
@@ -38,6 +35,5 @@ __all__ = [
     "kv_of",
     "layout_of",
     "model_of",
-    "replay",
     "request_of",
 ]

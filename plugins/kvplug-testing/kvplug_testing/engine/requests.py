@@ -57,8 +57,6 @@ class Running:
     """Grows on each rollback: results of earlier steps no longer count."""
     must_run: bool = False
     """Its blocks are allocated, so the next step must run it."""
-    is_mixed: bool = False
-    """It continued after a change of weights, so its KV is right for neither."""
 
     @property
     def name(self) -> str:

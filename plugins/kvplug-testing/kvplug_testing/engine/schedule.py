@@ -20,7 +20,6 @@ from kvplug_testing.engine.requests import Arrival, Running, State
 @attrs.frozen(kw_only=True)
 class _Step:
     planned: PlannedStep
-    weights: float
     computed: tuple[tuple[Running, int, int], ...]
     """Each request, its ``life`` at that time, and its number of tokens after this step."""
     held: tuple[tuple[Running, int], ...]
@@ -61,11 +60,6 @@ class Schedule:
         self.other_loads: bool = False
         """Another connector of the engine loads some prompts within the step that needs them, and some of its
         loads fail."""
-        self.counts: Counter[str] = Counter()
-        """How often it has preempted, aborted, computed a part of a prompt (``"chunked"``), planned a step
-        before an earlier one ended (``"ahead"``), and begun a load in the background (``"async"``), and how
-        often a load of another connector has failed (``"other failed"``).
-        """
         self.coming: deque[Running] = deque()
         """Requests that have not arrived yet."""
         self.active: list[Running] = []
@@ -75,17 +69,11 @@ class Schedule:
         self._users: Counter[int] = Counter()
         self._kept: dict[str, tuple[int, ...]] = {}
         self._blank: set[int] = set()
-        self._freed: dict[int, int] = {}
+        self._freed = dict.fromkeys(fake.free_blocks, 0)
         """Free blocks, each with the last step planned before it was freed."""
-        for block in fake.free_blocks:
-            self._freed[block] = 0
         self._to_preempt: list[Running] = []
         self._loaded_by_other: dict[str, int] = {}
         """Requests that another connector loads in their first step, and from which token on."""
-
-    def add_free(self, block: int) -> None:
-        """Add a free block, whose request is done."""
-        self._freed[block] = self.fake.step_number
 
     def submit(self, *arrivals: Arrival) -> None:
         """Add requests, which start in this order at random times."""
@@ -183,7 +171,6 @@ class Schedule:
             self.audit.begin(Load(request, each.blocks, start, end, is_async))
             holds = self.chance.random() < 0.1
             each.state = State.LOADING if is_async else State.HELD if holds else State.RUNNING
-            self.counts["async"] += is_async
         each.must_run = each.state is State.RUNNING
 
     def _shared(self, each: Running) -> tuple[int, ...]:
@@ -191,7 +178,7 @@ class Schedule:
         best: tuple[int, ...] = ()
         tokens = each.arrival.tokens[: len(each.request().token_ids) - 1]
         for other in self.active if self.chance.random() < 0.5 else ():
-            if other.state is not State.RUNNING or other.must_run or other.is_mixed:
+            if other.state is not State.RUNNING or other.must_run:
                 continue
             if other.arrival.extra != each.arrival.extra:
                 continue
@@ -224,18 +211,15 @@ class Schedule:
             if each.name in self._loaded_by_other:
                 other_loads.append((one, self._loaded_by_other.pop(each.name)))
             each.num_computed += new
-            self.counts["chunked"] += each.num_computed < len(each.arrival.prompt)
             computed.append((each, each.life, each.num_computed))
         preempted = frozenset(each.name for each in self._to_preempt)
         scheduled = [one for one in scheduled if one[0].request_id not in preempted]
         self._to_preempt.clear()
         held = tuple((each, each.generation) for each in self.active if each.state is State.HELD)
-        self.counts["ahead"] += bool(self._planned or self._reports)
         planned = self.fake.plan(scheduled, preempted=preempted)
         self._planned.append(
             _Step(
                 planned=planned,
-                weights=self.fake.weights,
                 computed=tuple(one for one in computed if one[0].name not in preempted),
                 held=held,
                 needs_loads=self.audit.plan(planned.number),
@@ -248,18 +232,15 @@ class Schedule:
         late = not step.needs_loads and self.chance.random() < 0.3
         order = CallOrder(loads_after_forward=late, drafts=self.drafts)
         self.before_step()
-        now, self.fake.weights = self.fake.weights, step.weights
         failed: set[int] = set()
         for (request, blocks, end, _), start in step.other_loads:
             if self.chance.random() < 0.5:
                 failed.update(blocks[start // self._block_size : end // self._block_size])
-                self.counts["other failed"] += 1
             else:
                 self.fake.compute(request.token_ids, blocks, start, end)
         report = self.fake.execute(step.planned, order=order)
         self.audit.judge(step.planned.number, report)
         report = attrs.evolve(report, invalid_block_ids=report.invalid_block_ids | failed)
-        self.fake.weights = now
         self._reports.append((step, report))
         blank = [block for block, last in self._freed.items() if last <= step.planned.number]
         fresh = [block for block in blank if block not in self._blank]
@@ -299,7 +280,6 @@ class Schedule:
 
     def _end(self, each: Running) -> None:
         request = each.request()
-        self.counts["aborted"] += each.arrival.end is RequestEnd.ABORTED
         keeps, params = self.fake.finish(request, each.blocks, each.arrival.end)
         reported = any(each.name in report.finished_recving for _, report in self._reports)
         self.audit.end(each.name, keeps, is_reported=keeps and reported)
@@ -313,21 +293,6 @@ class Schedule:
             self._release(each.blocks)
         each.blocks = ()
         self.on_end(each.arrival, params)
-
-    def change_weights(self, restart: float = 0.5) -> bool:
-        """Change the model's weights if the connector can reset its cache. Running requests restart or
-        continue.
-        """
-        if self.fake.scheduler.reset_cache() is not True:
-            return False
-        self.fake.weights += 1
-        for load in self.audit.loads.values():
-            load.is_checked = False
-        for each in list(self.active):
-            each.is_mixed = True  # it started earlier, and may load older KV
-            if each.state is State.RUNNING and self.chance.random() < restart:
-                self._preempt(each)
-        return True
 
     # -- blocks --------------------------------------------------------------------------------
 
@@ -377,7 +342,6 @@ class Schedule:
         each.back_to(0)
         each.generation += 1
         self._to_preempt.append(each)
-        self.counts["preempted"] += 1
 
     def _release(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -393,7 +357,7 @@ class Schedule:
     def _look(self) -> None:
         """Check that all computed KV is right, and that free blocks are unchanged."""
         for each in self.active:
-            if each.state is not State.RUNNING or each.is_mixed:
+            if each.state is not State.RUNNING:
                 continue
             wrong = self.fake.cache.wrong_blocks(each.arrival.tokens, each.blocks, 0, each.num_right)
             assert not wrong, (

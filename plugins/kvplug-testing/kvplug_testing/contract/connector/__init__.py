@@ -5,9 +5,7 @@ from __future__ import annotations
 from kvplug_testing.contract.connector.blocks_in_use import BlocksInUse
 from kvplug_testing.contract.connector.call_sequence import CallSequence
 from kvplug_testing.contract.connector.endings import Endings
-from kvplug_testing.contract.connector.exhaustion import Exhaustion
 from kvplug_testing.contract.connector.failures import Failures
-from kvplug_testing.contract.connector.lying_peers import LyingPeers
 from kvplug_testing.contract.connector.preemption import Preemption
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
@@ -29,8 +27,6 @@ class ConnectorContract(
     References,
     Endings,
     Stalls,
-    LyingPeers,
-    Exhaustion,
 ):
     """Checks a connector against the laws ALL, CONN and REF.
 

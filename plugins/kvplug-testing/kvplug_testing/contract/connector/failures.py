@@ -33,17 +33,6 @@ class Failures(ConnectorSuite):
         again = attrs.evolve(load.prompt, request_id="b")
         self.check_loads(load.engine, again, "one failure has ended all loads")
 
-    @law("CONN-3", needs="background")
-    def test_a_background_load_that_fails_is_reported_when_it_is_named(self) -> None:
-        load = self.loading(background=True)
-        assert load.is_async, "the option says that it loads in the background"
-        with self.injecting_fault():
-            reports = self.run_until_named(load.engine, "a")
-        self.skip_unless_injected()
-        assert load.check_reported(*reports), "a load failed, and nothing was reported"
-        load.engine.scheduler.update_state_after_alloc(load.prompt, (load.blocks,), 0)
-        load.check_computes_again()
-
     @law("CONN-6", needs="own_faults")
     @_either_order
     def test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong(self, drafts: bool) -> None:
@@ -72,7 +61,7 @@ class Failures(ConnectorSuite):
     def test_what_another_connector_failed_to_load_is_not_stored(self, drafts: bool) -> None:
         engine, order, found = self.both(), CallOrder(drafts=drafts), 96
         prompt = request_of("a", range(150))
-        assert not self.num_promised(engine, prompt), "tokens are promised, and none are stored"
+        self.run(engine.matched, prompt)
         blocks = engine.allocate(150)
         engine.scheduler.update_state_after_alloc(prompt, (blocks,), 0)  # another connector loads them
         sharing, theirs = self._shares(Promise(engine, prompt, blocks, found, is_async=False))
@@ -82,10 +71,6 @@ class Failures(ConnectorSuite):
         late = self.run(engine.execute, engine.plan([]), order=order)
         engine.hear(attrs.evolve(report, invalid_block_ids=frozenset(blocks[: found // engine.block_size])))
         engine.hear(late)
-        self._check_nothing_wrong_was_saved(engine, prompt, sharing)
-        self.run(engine.step, [(prompt, blocks, 0, 150)], order=order)
-        engine.finish(prompt, blocks)
-        self.run(engine.settle)
         self._check_nothing_wrong_was_saved(engine, prompt, sharing)
 
     def _shares(self, load: Promise) -> tuple[Request, tuple[int, ...]]:
@@ -102,12 +87,6 @@ class Failures(ConnectorSuite):
     def _check_nothing_wrong_was_saved(self, engine: FakeEngine, *prompts: Request) -> None:
         for prompt in prompts:
             again = attrs.evolve(prompt, request_id=f"{prompt.request_id} {engine.step_number}")
-            found, is_async = self.run(engine.matched, again)
-            blocks = engine.allocate(len(again.token_ids))
-            engine.scheduler.update_state_after_alloc(again, (blocks,), found)
-            load = Promise(engine, again, blocks, found, is_async)
-            if is_async:
-                load.check_reported(*self.run_until_named(engine, again.request_id))
-            else:
-                load.check_reported(self.run(engine.step, [load.work]))
-            engine.finish(again, blocks, RequestEnd.ABORTED)
+            load = self.admitted(engine, again)
+            self.run_load(load)
+            engine.finish(again, load.blocks, RequestEnd.ABORTED)

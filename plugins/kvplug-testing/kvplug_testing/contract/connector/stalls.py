@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any
 
+import attrs
 import pytest
 
 from kvplug.engine import RequestEnd
@@ -22,7 +22,7 @@ LEAST_STEPS = 40
 
 
 class Stalls(ConnectorSuite):
-    """One load, held up in its pipe or by a peer that is stopped, beside a request that computes."""
+    """One load, held up in its pipe, beside a request that computes."""
 
     @law("CONN-9", "CONN-3", "CONN-4", needs="background")
     def test_a_background_load_that_is_held_up_holds_up_no_step(self) -> None:
@@ -32,45 +32,23 @@ class Stalls(ConnectorSuite):
     def test_a_step_waits_for_a_load_that_is_held_up_for_the_stall_timeout_at_most(self) -> None:
         self._is_held_up(background=False)
 
+    @law("CONN-9", needs="background")
+    def test_an_engine_that_lets_every_load_be_waited_for_gets_them_in_the_background(self) -> None:
+        load = self.loading(consumer={"loads_in_background": True})
+        assert load.is_async, "the engine lets requests wait for their loads, and its steps are to wait too"
+
     def _is_held_up(self, *, background: bool) -> None:
-        load = self.loading(background=background, consumer=self._impatient())
+        impatient: dict[str, Any] = {"num_blocks": 256}
+        if not self.stall_limit:
+            tables = {name: dict(table) for name, table in self.config.get("options", {}).items()}
+            tables[self.connector] = {**tables.get(self.connector, {}), self.stall_option: STALL_S}
+            impatient["config"] = {"options": tables}
+        load = self.loading(background=background, consumer=impatient)
         with self.holding_up() as is_held:
             self._fails_in_time(load)
             if not is_held.is_set():
                 pytest.skip(f"no load of {self.called} is held up in a pipe (override holding_up)")
         self._is_written_no_more(load)
-
-    @law("CONN-9", "ALL-3", needs="stall_limit_and_other_processes", level="long")
-    @pytest.mark.parametrize("background", [True, False])
-    def test_a_peer_that_is_stopped_holds_up_no_step_for_longer(self, background: bool) -> None:
-        if background and self.background:
-            pytest.skip(self.background)
-        child, params = self.start_producer()
-        decode = self.engine("consumer", background=background, **self._impatient())
-        self.meet(decode)
-        load = self.promised(decode, request_of("a", range(100), params=params))
-        child.stop()
-        self._fails_in_time(load)
-        child.cont()
-        self._is_written_no_more(load)
-
-    @law("CONN-9", needs="background")
-    def test_an_engine_that_lets_every_load_be_waited_for_gets_them_in_the_background(self) -> None:
-        load = self.loading(consumer={"loads_in_background": True})
-        assert load.is_async, "the engine lets requests wait for their loads, and its steps are to wait too"
-        invalid = load.check_reported(*self.run_until_named(load.engine, "a"))
-        assert not invalid, f"blocks {sorted(invalid)} are reported, and nothing has failed"
-
-    def _impatient(self) -> dict[str, Any]:
-        """Arguments of an engine that waits for :data:`STALL_S`, with blocks for all requests of a test."""
-        given: dict[str, Any] = {"num_blocks": 256, "seed": 2}
-        if not self.stall_limit:
-            tables = {name: dict(table) for name, table in self.config.get("options", {}).items()}
-            tables[self.connector] = {**tables.get(self.connector, {}), self.stall_option: STALL_S}
-            given["config"] = {"options": tables}
-        return given
-
-    # -- a load of which nothing comes ---------------------------------------------------------
 
     def _fails_in_time(self, load: Promise) -> None:
         """Run steps until the load has failed: the one that needs it, or those of another request."""
@@ -91,12 +69,10 @@ class Stalls(ConnectorSuite):
         took = time.monotonic() - began
         invalid = load.check_reported(*reports)
         assert not load.is_async or not invalid or len(reports) >= LEAST_STEPS, (
-            f"nothing of a load came, and the engine made {len(reports)} steps in {took:.1f} s: they have"
-            " waited for it"
+            f"the engine made {len(reports)} steps in {took:.1f} s: they have waited for the load"
         )
         assert self.stall_limit or took < self.timeout_s / 2, (
-            f"nothing of a load came, and it was reported after {took:.1f} s; its {self.stall_option} is"
-            f" {STALL_S}"
+            f"the load was reported after {took:.1f} s; its {self.stall_option} is {STALL_S}"
         )
         figures = self.run(decode.figures)
         assert failed(figures, "load") == bool(invalid), f"one load has failed, and counted are {figures}"
@@ -107,26 +83,8 @@ class Stalls(ConnectorSuite):
         keeps, _ = decode.finish(prompt, load.blocks, RequestEnd.ABORTED)
         assert not keeps, "its load was reported, and its blocks are kept"
         decode.cache.free(load.blocks)
-        names = (f"again{number}" for number in itertools.count())
-        loaded: list[Promise] = []
-
-        def is_loaded() -> bool:
-            again = request_of(next(names), prompt.token_ids, params=prompt.params)
-            found, is_async = self.run(decode.matched, again)
-            if not found:
-                decode.finish(again, (), RequestEnd.ABORTED)
-                return False
-            theirs = decode.allocate(100)
-            decode.scheduler.update_state_after_alloc(again, (theirs,), found)
-            loaded.append(Promise(decode, again, theirs, found, is_async))
-            return True
-
-        waits.until(is_loaded, 2 * waits.patience_s, what="a promise of what the peer has, which goes on")
-        (late,) = loaded
-        if late.is_async:
-            reports = self.run_until_named(decode, late.prompt.request_id)
-        else:
-            reports = [self.run(decode.step, [late.work])]
-        assert not late.check_reported(*reports), "the peer goes on, and what it has does not come"
+        self.until_promised(decode, prompt)
+        again = attrs.evolve(prompt, request_id="again")
+        assert not self.run_load(self.promised(decode, again)), "the peer goes on, and its KV does not come"
         written = decode.cache.written(load.blocks)
         assert not written, f"blocks {sorted(written)} were written after their load was reported as failed"

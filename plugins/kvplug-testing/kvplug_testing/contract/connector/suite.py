@@ -18,11 +18,10 @@ from kvplug import Config, Registry, build_connector
 from kvplug.engine import ConnectorSpec, Request, WorkerOutput
 from kvplug.kit import RecordedStore
 from kvplug.transport import Deadline, Job, Kind, PageBuffers, PutReason
-from kvplug_testing import peers, waits
+from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.connector.fault_injection import FaultInjectingPipe, FaultSwitch
-from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.engine import FakeEngine, Scheduled, request_of
 from kvplug_testing.waits import Call
 
@@ -51,16 +50,11 @@ class Promise:
         """What is computed in the step that needs the load."""
         return self.prompt, self.blocks, self.found, len(self.prompt.token_ids) - self.found
 
-    @property
-    def wrong(self) -> set[int]:
-        """Its blocks that do not have the KV of the promised tokens."""
-        return set(self.engine.cache.wrong_blocks(self.prompt.token_ids, self.blocks, 0, self.found))
-
     def check_reported(self, *reports: WorkerOutput) -> frozenset[int]:
         """Blocks that have wrong KV are in the reports. Returns all that are in these."""
         invalid = frozenset[int]().union(*(report.invalid_block_ids for report in reports))
-        unreported = sorted(self.wrong - invalid)
-        assert not unreported, f"blocks {unreported} have wrong KV, and no report names them"
+        wrong = self.engine.cache.wrong_blocks(self.prompt.token_ids, self.blocks, 0, self.found)
+        assert wrong <= invalid, f"blocks {sorted(wrong - invalid)} have wrong KV, and no report names them"
         assert invalid <= {*self.blocks}, "blocks of others were reported"
         return invalid
 
@@ -68,9 +62,8 @@ class Promise:
         """The engine computes all of it, and nothing is written into its blocks meanwhile."""
         total = len(self.prompt.token_ids)
         ConnectorSuite.run(self.engine.step, [(self.prompt, self.blocks, 0, total)])
-        assert self.engine.is_right(self.prompt.token_ids, self.blocks, total), (
-            "what was computed again was overwritten"
-        )
+        is_right = self.engine.is_right(self.prompt.token_ids, self.blocks, total)
+        assert is_right, "what was computed again was overwritten"
 
 
 class _Overriding:
@@ -248,13 +241,24 @@ class ConnectorSuite(Contract):
         _, decode, prompt = self.asking(**pair)
         return self.promised(decode, prompt)
 
-    def promised(self, engine: FakeEngine, request: Request, num_computed: int = 0) -> Promise:
-        """Start a request that is promised tokens, and allocate its blocks."""
-        found, is_async = self.run(engine.matched, request, num_computed)
-        assert found > 0, f"nothing is promised to {request.request_id}, though its tokens were stored"
+    def admitted(self, engine: FakeEngine, request: Request) -> Promise:
+        """Start a request, which may be promised tokens, and allocate its blocks."""
+        found, is_async = self.run(engine.matched, request)
         blocks = engine.allocate(len(request.token_ids))
         engine.scheduler.update_state_after_alloc(request, (blocks,), found)
         return Promise(engine, request, blocks, found, is_async)
+
+    def promised(self, engine: FakeEngine, request: Request) -> Promise:
+        """Start a request that is promised tokens, and allocate its blocks."""
+        load = self.admitted(engine, request)
+        assert load.found > 0, f"nothing is promised to {request.request_id}, though its tokens were stored"
+        return load
+
+    def run_load(self, load: Promise) -> frozenset[int]:
+        """Run the steps of a load. Returns its blocks that they report; all that are wrong must be."""
+        if load.is_async:
+            return load.check_reported(*self.run_until_named(load.engine, load.prompt.request_id))
+        return load.check_reported(self.run(load.engine.step, [load.work]))
 
     def check_loads(
         self, engine: FakeEngine, prompt: Request, failure: str = "what was stored does not come"
@@ -271,6 +275,15 @@ class ConnectorSuite(Contract):
         """How many tokens are promised to a new request."""
         return int(self.run(engine.matched, prompt)[0])
 
+    def until_promised(self, engine: FakeEngine, prompt: Request) -> None:
+        """Wait until tokens of this prompt are promised to a new request."""
+        names = (f"ask{number}" for number in itertools.count())
+        waits.until(
+            lambda: self.num_promised(engine, attrs.evolve(prompt, request_id=next(names))) > 0,
+            2 * waits.patience_s,
+            what="a promise of what the peer has",
+        )
+
     def run_until_named(self, engine: FakeEngine, name: str) -> list[Any]:
         """Run steps without requests until one names this request as received. Returns their reports."""
         reports: list[Any] = []
@@ -281,14 +294,6 @@ class ConnectorSuite(Contract):
 
         waits.until(is_named, what=f"a step that names {name} as received")
         return reports
-
-    # -- engines of other processes --------------------------------------------------------------
-
-    def start_producer(self) -> tuple[peers.Peer, dict[str, Any]]:
-        """A process with an engine that has stored a prompt, and the parameters for loading it."""
-        host = self.config_of("producer").host  # reserves the address
-        child = self.start(_produce, self.suite_ref(), host)
-        return child, child.recv()
 
     # -- faults --------------------------------------------------------------------------------
 
@@ -360,9 +365,7 @@ class ConnectorSuite(Contract):
     def skip_unless_injected(self) -> None:
         """Skip the test if no load can have failed."""
         if type(self).inject_fault is ConnectorSuite.inject_fault and not self.switch.num_pipes:
-            pytest.skip(
-                f"no load of {self.called} crosses a pipe: no fault was injected (override inject_fault)"
-            )
+            pytest.skip(f"no load of {self.called} crosses a pipe (override inject_fault)")
 
     # -- what tests need -----------------------------------------------------------------------
 
@@ -380,17 +383,17 @@ class ConnectorSuite(Contract):
             return ""
         return f"{self.called} has no option that makes it load in the background (async_option)"
 
+    def skip_unless_possible(self, background: bool) -> None:
+        """Skip the test if it wants loads in the background, and there are none."""
+        if background and self.background:
+            pytest.skip(self.background)
+
     @property
     def stall_limit(self) -> str:
         """For ``needs``: a limit of the time for which nothing of a load comes."""
         if self._has_option(self.stall_option):
             return ""
         return f"{self.called} has no option for how long a load may stall (stall_option)"
-
-    @property
-    def stall_limit_and_other_processes(self) -> str:
-        """For ``needs``."""
-        return self.stall_limit or self.other_processes
 
     def _has_option(self, name: str) -> bool:
         fields = getattr(self.installed().load_options(), "__attrs_attrs__", ())
@@ -399,11 +402,9 @@ class ConnectorSuite(Contract):
     @property
     def own_faults(self) -> str:
         """For ``needs``: loads of the role "both" can be made to fail."""
-        return (
-            ""
-            if self.injects_into_own
-            else f"loads of {self.called} from itself cannot be made to fail (inject_fault, injects_into_own)"
-        )
+        if self.injects_into_own:
+            return ""
+        return f"loads of {self.called} from itself cannot be made to fail (inject_fault, injects_into_own)"
 
     @property
     def others_beside_it(self) -> str:
@@ -421,13 +422,3 @@ class ConnectorSuite(Contract):
 
     def suite_ref(self) -> dict[str, Any]:
         return {**super().suite_ref(), "transport": self.connector}
-
-
-def _produce(parent: peers.Parent, suite_ref: Any, host: str) -> None:
-    """In a child: run an engine that stores a prompt, and runs until it is killed."""
-    suite = suite_from_ref(suite_ref)
-    suite.share_address(host)
-    engine = FakeEngine(suite.config_of("producer"), make=suite.make_side, seed=1)
-    _, params = engine.hand_off(request_of("stored", PROMPT))
-    parent.send(params or {})
-    parent.recv(timeout=None)
