@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -63,11 +64,6 @@ class PlannedStep:
     """The number of the step; the first is 1."""
 
 
-def _split(model: ModelInfo, workers: int) -> ModelInfo:
-    """The model whose heads each of so many workers has as many of as this one."""
-    return attrs.evolve(model, num_kv_heads=model.num_kv_heads * workers)
-
-
 class FakeEngine:
     """Both sides of one engine's connector around a paged cache of random numbers.
 
@@ -114,13 +110,12 @@ class FakeEngine:
         self.kv_caches: dict[str, Tensor] = self.cache.tensors
         """The tensors of the cache, by the names of the layers, as the connector gets them."""
         groups = (CacheGroup(layer_names=self.layer_names, layout=self.layout),)
-        workers = build.get("parallelism") or Parallelism()
-        arguments: dict[str, Any] = {
-            "model": model or _split(model_of(axes, num_layers), workers.tensor_size),
-            "cache": KVCacheConfig(groups=groups, num_blocks=num_blocks),
-            "parallelism": Parallelism(),
-            **build,
-        }
+        build.setdefault("parallelism", Parallelism())
+        build.setdefault("cache", KVCacheConfig(groups=groups, num_blocks=num_blocks))
+        if model is None:  # each worker has as many heads as the fake's cache
+            model = model_of(axes, num_layers)
+            heads = model.num_kv_heads * build["parallelism"].tensor_size
+            model = attrs.evolve(model, num_kv_heads=heads)
         import torch
 
         self.free_blocks: list[int] = torch.randperm(num_blocks, generator=self.cache.random).tolist()
@@ -130,19 +125,15 @@ class FakeEngine:
         self._stats = TransferStats()
         self._ended: set[str] = set()
         self._kept: dict[str, tuple[int, ...]] = {}
-        self.worker: Any = make(config, "worker", **arguments)
-        """The connector's worker side."""
-        try:
-            self.scheduler: Any = make(config, "scheduler", **arguments)
+        with ExitStack() as made:
+            self.worker: Any = make(config, "worker", model=model, **build)
+            """The connector's worker side."""
+            made.callback(self.worker.shutdown)
+            self.scheduler: Any = make(config, "scheduler", model=model, **build)
             """The connector's scheduler side."""
-        except BaseException:
-            self.worker.shutdown()
-            raise
-        try:
+            made.callback(self.scheduler.shutdown)
             self._begin()
-        except BaseException:
-            self.__exit__()
-            raise
+            made.pop_all()
 
     def _begin(self) -> None:
         """Make the calls at start."""
@@ -213,8 +204,7 @@ class FakeEngine:
             found, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed)
             if found is not None:
                 return found, is_async
-            if time.monotonic() > limit:
-                raise AssertionError(f"get_num_new_matched_tokens answers 'not yet' for {PATIENCE_S} s")
+            assert time.monotonic() < limit, f"get_num_new_matched_tokens says 'not yet' for {PATIENCE_S} s"
             time.sleep(0.0005)
 
     def finish(
@@ -236,11 +226,8 @@ class FakeEngine:
         """
         limit = time.monotonic() + PATIENCE_S
         while self._kept or self.scheduler.has_pending_push_work():
-            if time.monotonic() > limit:
-                raise AssertionError(
-                    f"after {PATIENCE_S} s of steps the blocks of {', '.join(self._kept) or 'no request'} are"
-                    f" still kept, and has_pending_push_work is {self.scheduler.has_pending_push_work()}"
-                )
+            late = f"after {PATIENCE_S} s blocks of {sorted(self._kept)} are kept, or work is pending"
+            assert time.monotonic() < limit, late
             self.step([])
 
     # -- steps ---------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ class LoadAudit:
         self.kept: set[str] = set()
         """Ended requests whose blocks are kept until they are named."""
         self._may_be_named: set[str] = set()
-        self._named: dict[str, str] = {}
         self.must_arrive = True
         """Whether nothing has happened that could make a load fail."""
         self.num_loaded = 0
@@ -48,16 +47,12 @@ class LoadAudit:
         total, end = len(request.token_ids), num_computed + (found or 0)
         if found is None or (found == 0 and not is_async):
             return
-        said = (
-            f"{found} tokens beyond {num_computed} are promised to request {request.request_id}, of {total}"
-        )
+        said = f"{found} tokens beyond {num_computed} are promised to {request.request_id}, of {total}"
         assert found > 0, f"{said}, in the background: {is_async}"
-        assert end <= total, f"{said}: more than it has"
-        assert end == total or end % self._cache.block_size == 0, f"{said}: no whole blocks"
+        assert end == total or (end < total and end % self._cache.block_size == 0), f"{said}: no whole blocks"
 
     def begin(self, load: Load) -> None:
         """Record that blocks are allocated for a load."""
-        self._named.pop(load.request.request_id, None)
         self.loads[load.request.request_id] = load
 
     def drop(self, request_id: str) -> None:
@@ -91,36 +86,23 @@ class LoadAudit:
         Raises:
             AssertionError: the report breaks a promise; the message says which.
         """
-        for load in [load for load in self.loads.values() if load.step and load.step <= step]:
+        sent, received = set(report.finished_sending), set(report.finished_recving)
+        assert not sent & received, f"step {step}: {sorted(sent & received)} is named as sent and as received"
+        for name, load in list(self.loads.items()):
+            if not load.step or load.step > step:
+                continue
             load.invalid |= report.invalid_block_ids & set(load.blocks)
-            named = load.request.request_id in report.finished_recving
-            if named or not load.is_async:
+            if name in received or not load.is_async:
                 self._check(load, step)
-                del self.loads[load.request.request_id]
-                if named:
-                    self._name(load.request.request_id, "received", step)
-        twice = report.finished_sending & report.finished_recving
-        assert not twice, f"step {step}: {', '.join(sorted(twice))} is named as sent and as received"
-        for name in sorted(report.finished_recving):
-            if self._named.get(name) != f"received in step {step}":
-                assert name in self._may_be_named, self._unexpected(name, "received", step)
-                self._may_be_named.discard(name)
-                self._name(name, "received", step)
-        for name in sorted(report.finished_sending):
-            assert name in self.kept or name in self._may_be_named, self._unexpected(name, "sent", step)
-            assert name not in self.loads, f"step {step}: {name} is named as sent while it loads"
-            self._may_be_named.discard(name)
-            self._name(name, "sent", step)
-
-    def _name(self, request_id: str, how: str, step: int) -> None:
-        self._named[request_id] = f"{how} in step {step}"
-        self.kept.discard(request_id)
-
-    def _unexpected(self, name: str, how: str, step: int) -> str:
-        before = self._named.get(name)
-        if before:
-            return f"step {step}: {name} is named as {how}, and it was named before: as {before}"
-        return f"step {step}: {name} is named as {how}, and it was neither kept nor loaded in the background"
+                del self.loads[name]
+            if name in received:
+                received.remove(name)
+                self.kept.discard(name)
+        assert not sent & self.loads.keys(), f"step {step}: a request is named as sent while it loads: {sent}"
+        unexpected = sorted((sent - self.kept | received) - self._may_be_named)
+        assert not unexpected, f"step {step}: {unexpected} was named before, or nothing of it was under way"
+        self._may_be_named -= sent | received
+        self.kept -= sent | received
 
     def _check(self, load: Load, step: int) -> None:
         """Check an ended load: every block of it is right or was reported."""

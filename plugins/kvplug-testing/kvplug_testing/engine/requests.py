@@ -37,7 +37,6 @@ class Arrival:
 class State(enum.Enum):
     WAITING = "without blocks"
     LOADING = "in the background"
-    HELD = "waits for a load that its step could have needed"
     RUNNING = "computes"
 
 

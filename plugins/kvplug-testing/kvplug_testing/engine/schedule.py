@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Any
 
 import attrs
@@ -22,11 +23,7 @@ class _Step:
     planned: PlannedStep
     computed: tuple[tuple[Running, int, int], ...]
     """Each request, its ``life`` at that time, and its number of tokens after this step."""
-    held: tuple[tuple[Running, int], ...]
-    """Each request that waits for a load of this step, and its generation at that time."""
     needs_loads: bool
-    other_loads: tuple[tuple[Scheduled, int], ...]
-    """Requests that another connector loads in this step, and from which token on."""
 
 
 class Schedule:
@@ -54,12 +51,10 @@ class Schedule:
         on_end: Callable[[Arrival, dict[str, Any] | None], Any] = lambda arrival, params: None,
     ) -> None:
         self.fake, self.chance, self.depth, self.drafts = fake, chance, depth, drafts
+        self._block_size = fake.block_size
         self.before_step, self.on_end = before_step, on_end
         self.audit = LoadAudit(fake.cache)
         """What the connector has promised, and the loads that have begun and not ended."""
-        self.other_loads: bool = False
-        """Another connector of the engine loads some prompts within the step that needs them, and some of its
-        loads fail."""
         self.coming: deque[Running] = deque()
         """Requests that have not arrived yet."""
         self.active: list[Running] = []
@@ -72,8 +67,6 @@ class Schedule:
         self._freed = dict.fromkeys(fake.free_blocks, 0)
         """Free blocks, each with the last step planned before it was freed."""
         self._to_preempt: list[Running] = []
-        self._loaded_by_other: dict[str, int] = {}
-        """Requests that another connector loads in their first step, and from which token on."""
 
     def submit(self, *arrivals: Arrival) -> None:
         """Add requests, which start in this order at random times."""
@@ -92,16 +85,12 @@ class Schedule:
             or self.fake.scheduler.has_pending_push_work()
         )
 
-    def run(self) -> None:
-        """Run until all requests are done.
+    def run(self, *others: Schedule) -> None:
+        """Run until all requests are done, alternating at random with other engines' schedules.
 
         Raises:
             AssertionError: a promise is broken, or the run does not end.
         """
-        self.run_with()
-
-    def run_with(self, *others: Schedule) -> None:
-        """Like :meth:`run`, alternating at random with other engines' schedules."""
         limit = time.monotonic() + fake.PATIENCE_S
         every = (self, *others)
         while busy := [each for each in every if each.has_work]:
@@ -119,9 +108,7 @@ class Schedule:
         """Make one random move, and check everything."""
         moves: list[tuple[int, Callable[[], Any]]] = []
         in_flight = len(self._planned) + len(self._reports)
-        waiting = [
-            each for each in self.active if each.state is State.WAITING and each not in self._to_preempt
-        ]
+        waiting = [each for each in self._in(State.WAITING) if each not in self._to_preempt]
         if self.coming:
             moves.append((2, self._let_in))
         if waiting:
@@ -157,10 +144,6 @@ class Schedule:
             time.sleep(0.0002)
             return
         end = min(start + found, len(request.token_ids) - 1)
-        self._loaded_by_other.pop(each.name, None)
-        if self.other_loads and not found and self.chance.random() < 0.5:
-            self._loaded_by_other[each.name] = start
-            end = max(start, (len(request.token_ids) - 1) // self._block_size * self._block_size)
         wanted = start + found if is_async else len(request.token_ids)
         if not self._take(each, shared, wanted):
             return
@@ -169,35 +152,27 @@ class Schedule:
         each.state = State.RUNNING
         if found:
             self.audit.begin(Load(request, each.blocks, start, end, is_async))
-            holds = self.chance.random() < 0.1
-            each.state = State.LOADING if is_async else State.HELD if holds else State.RUNNING
+            each.state = State.LOADING if is_async else State.RUNNING
         each.must_run = each.state is State.RUNNING
 
     def _shared(self, each: Running) -> tuple[int, ...]:
         """Blocks of other requests with the same prefix; or none, as without a prefix cache."""
         best: tuple[int, ...] = ()
         tokens = each.arrival.tokens[: len(each.request().token_ids) - 1]
-        for other in self.active if self.chance.random() < 0.5 else ():
-            if other.state is not State.RUNNING or other.must_run:
-                continue
-            if other.arrival.extra != each.arrival.extra:
-                continue
-            same = 0
-            for ours, theirs in zip(tokens, other.arrival.tokens[: other.num_computed], strict=False):
-                if ours != theirs:
-                    break
-                same += 1
-            best = max(best, other.blocks[: same // self._block_size], key=len)
+        for other in self._victims() if self.chance.random() < 0.5 else ():
+            if other.arrival.extra == each.arrival.extra:
+                pairs = zip(tokens, other.arrival.tokens[: other.num_computed], strict=False)
+                same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                best = max(best, other.blocks[: same // self._block_size], key=len)
         return best
 
     def _plan(self) -> None:
         scheduled: list[Scheduled] = []
         computed = []
-        other_loads = []
         if self.chance.random() < 0.05 and (victims := self._victims()):
             self._preempt(self.chance.choice(victims))
-        for each in list(self.active):
-            if each.state is not State.RUNNING or each.rest <= 0:
+        for each in self._in(State.RUNNING):
+            if each.state is not State.RUNNING or each.rest <= 0:  # it may just have been preempted
                 continue
             if not each.must_run and self.chance.random() < 0.2:
                 continue
@@ -206,24 +181,18 @@ class Schedule:
             if not self._grow(each, each.num_computed + new):
                 continue
             each.must_run = False
-            one = (each.request(each.num_computed + new), each.blocks, each.num_computed, new)
-            scheduled.append(one)
-            if each.name in self._loaded_by_other:
-                other_loads.append((one, self._loaded_by_other.pop(each.name)))
+            scheduled.append((each.request(each.num_computed + new), each.blocks, each.num_computed, new))
             each.num_computed += new
             computed.append((each, each.life, each.num_computed))
         preempted = frozenset(each.name for each in self._to_preempt)
         scheduled = [one for one in scheduled if one[0].request_id not in preempted]
         self._to_preempt.clear()
-        held = tuple((each, each.generation) for each in self.active if each.state is State.HELD)
         planned = self.fake.plan(scheduled, preempted=preempted)
         self._planned.append(
             _Step(
                 planned=planned,
                 computed=tuple(one for one in computed if one[0].name not in preempted),
-                held=held,
                 needs_loads=self.audit.plan(planned.number),
-                other_loads=tuple(other_loads),
             )
         )
 
@@ -232,15 +201,8 @@ class Schedule:
         late = not step.needs_loads and self.chance.random() < 0.3
         order = CallOrder(loads_after_forward=late, drafts=self.drafts)
         self.before_step()
-        failed: set[int] = set()
-        for (request, blocks, end, _), start in step.other_loads:
-            if self.chance.random() < 0.5:
-                failed.update(blocks[start // self._block_size : end // self._block_size])
-            else:
-                self.fake.compute(request.token_ids, blocks, start, end)
         report = self.fake.execute(step.planned, order=order)
         self.audit.judge(step.planned.number, report)
-        report = attrs.evolve(report, invalid_block_ids=report.invalid_block_ids | failed)
         self._reports.append((step, report))
         blank = [block for block, last in self._freed.items() if last <= step.planned.number]
         fresh = [block for block in blank if block not in self._blank]
@@ -259,13 +221,9 @@ class Schedule:
                     break
         for name in report.finished_sending | report.finished_recving:
             self._release(self._kept.pop(name, ()))
-        loaded = [
-            each
-            for each in self.active
-            if (each.state is State.LOADING and each.name in report.finished_recving)
-            or (each.state is State.HELD and (each, each.generation) in step.held)
-        ]
-        for each in loaded:
+        for each in self._in(State.LOADING):
+            if each.name not in report.finished_recving:
+                continue
             each.state = State.RUNNING
             each.num_right = each.num_computed
             self.fake.scheduler.update_state_after_alloc(each.request(), (each.blocks,), 0)
@@ -296,41 +254,40 @@ class Schedule:
 
     # -- blocks --------------------------------------------------------------------------------
 
-    @property
-    def _block_size(self) -> int:
-        return self.fake.block_size
-
     def _take(self, each: Running, shared: tuple[int, ...], num_tokens: int) -> bool:
         """Allocate blocks for this many tokens, with the shared ones first."""
-        count = -(-num_tokens // self._block_size) - len(shared)
-        if count > len(self.fake.free_blocks):
+        if self._num_missing(shared, num_tokens) > len(self.fake.free_blocks):
             return False
-        blocks = self.fake.allocate(count * self._block_size) if count > 0 else ()
+        each.blocks = shared
+        self._users.update(shared)
+        self._allocate(each, num_tokens)
+        return True
+
+    def _num_missing(self, blocks: tuple[int, ...], num_tokens: int) -> int:
+        return max(0, -(-num_tokens // self._block_size) - len(blocks))
+
+    def _allocate(self, each: Running, num_tokens: int) -> None:
+        blocks = self.fake.allocate(self._num_missing(each.blocks, num_tokens) * self._block_size)
         for block in blocks:
             del self._freed[block]
             self._blank.discard(block)
-        each.blocks = shared + blocks
-        self._users.update(each.blocks)
-        return True
+        self._users.update(blocks)
+        each.blocks += blocks
 
     def _grow(self, each: Running, num_tokens: int) -> bool:
-        missing = -(-num_tokens // self._block_size) - len(each.blocks)
-        while missing > len(self.fake.free_blocks):
+        while self._num_missing(each.blocks, num_tokens) > len(self.fake.free_blocks):
             victims = [one for one in self._victims() if one is not each]
             if not victims:
                 return False
             self._preempt(victims[-1])
-        if missing > 0:
-            blocks = self.fake.allocate(missing * self._block_size)
-            for block in blocks:
-                del self._freed[block]
-                self._blank.discard(block)
-            self._users.update(blocks)
-            each.blocks += blocks
+        self._allocate(each, num_tokens)
         return True
 
+    def _in(self, state: State) -> list[Running]:
+        return [each for each in self.active if each.state is state]
+
     def _victims(self) -> list[Running]:
-        return [each for each in self.active if each.state is State.RUNNING and not each.must_run]
+        return [each for each in self._in(State.RUNNING) if not each.must_run]
 
     def _preempt(self, each: Running) -> None:
         """Preempt the request: it loses its blocks and waits. The next plan tells the connector."""
@@ -356,12 +313,8 @@ class Schedule:
 
     def _look(self) -> None:
         """Check that all computed KV is right, and that free blocks are unchanged."""
-        for each in self.active:
-            if each.state is not State.RUNNING:
-                continue
+        for each in self._in(State.RUNNING):
             wrong = self.fake.cache.wrong_blocks(each.arrival.tokens, each.blocks, 0, each.num_right)
-            assert not wrong, (
-                f"the KV of {each.name} is wrong in blocks {sorted(wrong)} of {each.blocks}, and it is used"
-            )
+            assert not wrong, f"the KV of {each.name} is wrong in blocks {sorted(wrong)}, and it is used"
         written = self.fake.cache.written(self._blank)
         assert not written, f"blocks {sorted(written)}, which are free, were written to"

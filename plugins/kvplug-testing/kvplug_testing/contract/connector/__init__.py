@@ -6,10 +6,8 @@ from kvplug_testing.contract.connector.blocks_in_use import BlocksInUse
 from kvplug_testing.contract.connector.call_sequence import CallSequence
 from kvplug_testing.contract.connector.endings import Endings
 from kvplug_testing.contract.connector.failures import Failures
-from kvplug_testing.contract.connector.preemption import Preemption
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
-from kvplug_testing.contract.connector.saves import Saves
 from kvplug_testing.contract.connector.schedules import Schedules
 from kvplug_testing.contract.connector.stalls import Stalls
 from kvplug_testing.contract.connector.stats import Stats
@@ -19,8 +17,6 @@ class ConnectorContract(
     Promises,
     Failures,
     BlocksInUse,
-    Preemption,
-    Saves,
     Schedules,
     Stats,
     CallSequence,

@@ -1,4 +1,4 @@
-"""Promised tokens can be loaded (law CONN-2): on every layout, for every prompt, and no others."""
+"""Promised tokens can be loaded, and no others (law CONN-2), and what counts as saved (law CONN-11)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.suite import BLOCK, ConnectorSuite
+from kvplug_testing.contract.connector.suite import BLOCK, PROMPT, ConnectorSuite
 from kvplug_testing.engine import MODEL, request_of
 from kvplug_testing.engine.cache import AXES
 
@@ -20,6 +20,8 @@ _CASES = [
     ([*range(40), 7, 7, 7], [*range(40), 8, 8, 8], 32),  # they differ inside a block
     ([1, 2, 120001] * 20, [1, 2, 120002] * 20, 0),  # ids that a tolerance would confuse
 ]
+_LONG_S = 60.0
+"""For a prompt of thousands of tokens on a busy host: how long it takes is not judged."""
 
 
 class Promises(ConnectorSuite):
@@ -97,3 +99,29 @@ class Promises(ConnectorSuite):
         decode = self.engine("consumer", model=attrs.evolve(MODEL, **ours))
         prompt = request_of("a", range(100), params=self.stored(prefill))
         assert self.num_promised(decode, prompt) == 0, "its KV means something else"
+
+    # -- what counts as saved --------------------------------------------------------------------
+
+    @law("CONN-11", "CONN-2")
+    def test_what_was_refused_is_saved_by_the_next_request_that_computes_it(self) -> None:
+        prefill, decode = self.pair(num_blocks=128)
+        with self.refusing_saves():
+            params = self.stored(prefill, name="refused")
+        found = self.num_promised(decode, request_of("early", PROMPT, params=params))
+        assert not found, f"{found} tokens are promised, and no save was kept"
+        params = self.stored(prefill, name="again")
+        late = request_of("late", PROMPT, params=params)
+        self.check_loads(decode, late, "what was refused once is never saved: it counts as saved")
+
+    @law("CONN-11", "CONN-10", "CONN-4", needs="devices")
+    def test_a_prompt_larger_than_the_staging_memory_is_kept_whole(self) -> None:
+        """1 MiB of staging memory is for 2,730 tokens."""
+        tokens = range(8200)
+        config = {"device": "simulated", "staging_size": 1 << 20}
+        engine = self.both(device="simulated", num_blocks=1100, config=config)
+        blocks, _ = self.run(engine.hand_off, request_of("stored", tokens), within=_LONG_S)
+        engine.cache.free(blocks)
+        load = self.promised(engine, request_of("a", tokens))
+        assert load.found == 8192, f"{load.found} of 8192 tokens were kept"
+        self.run(engine.step, [load.work], within=_LONG_S)
+        assert engine.is_right(load.prompt.token_ids, load.blocks, 8200), "the KV is wrong"

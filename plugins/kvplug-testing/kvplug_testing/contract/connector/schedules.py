@@ -23,7 +23,6 @@ _LONG = {
     "test_whatever_two_engines_do_what_arrives_is_right": "",
     "test_whatever_goes_on_beside_a_load_its_blocks_are_its_own": "background",
     "test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved": "own_faults",
-    "test_whatever_another_connector_loads_nothing_wrong_is_saved": "others_beside_it",
     "test_whatever_two_engines_with_caches_on_a_device_do_what_arrives_is_right": "devices",
 }
 """Tests that run with many seeds at level long, and what they need."""
@@ -84,7 +83,7 @@ class Schedules(ConnectorSuite):
         chance.shuffle(again)
         ours.submit(*arrivals(chance, "p", 4, first=100))
         theirs.submit(*again, *arrivals(chance, "d", 4, first=200))
-        self.run(theirs.run_with, ours, within=4 * waits.patience_s)
+        self.run(theirs.run, ours, within=4 * waits.patience_s)
         self.inject_fault("")
         assert spoils or theirs.audit.num_loaded, "nothing was loaded, though much was stored"
         return theirs
@@ -100,14 +99,14 @@ class Schedules(ConnectorSuite):
         schedule.audit.must_arrive = not spoils
         return schedule
 
-    def _run_both(self, seed: int, *, spoils: bool = False, other_loads: bool = False, **given: Any) -> None:
+    def _run_both(self, seed: int, *, spoils: bool = False, **given: Any) -> None:
         """One engine that saves and loads."""
         chance = random.Random(seed)
         fake = self.both(num_blocks=96, **given)
-        for first in () if other_loads else (0, 1000):  # so that there is KV to load from the beginning
-            fake.free_blocks += self.run(fake.prefill, request_of(f"stored{first}", range(first, first + 96)))
+        for first in (0, 1000):  # so that there is KV to load from the beginning
+            blocks = self.run(fake.prefill, request_of(f"stored{first}", range(first, first + 96)))
+            fake.free_blocks += blocks
         schedule = self._scheduled(fake, chance, spoils)
-        schedule.other_loads = other_loads
         coming = arrivals(chance, "r", 16)
         schedule.submit(*coming)
         self.run(schedule.run, within=4 * waits.patience_s)
@@ -147,11 +146,6 @@ class Schedules(ConnectorSuite):
     @_few_seeds
     def test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
         self._run_both(5000 + seed, spoils=True)
-
-    @law("CONN-6", "CONN-3", needs="others_beside_it")
-    @_few_seeds
-    def test_whatever_another_connector_loads_nothing_wrong_is_saved(self, seed: int) -> None:
-        self._run_both(9000 + seed, other_loads=True)
 
     @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices")
     @_few_seeds

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
+from unittest import mock
 
 import attrs
 import pytest
 
-from kvplug import Config, Registry, build_connector
+from kvplug import Config, build_connector
 from kvplug.engine import ConnectorSpec, Request, WorkerOutput
 from kvplug.kit import RecordedStore
 from kvplug.transport import Deadline, Job, Kind, PageBuffers, PutReason
@@ -66,39 +67,6 @@ class Promise:
         assert is_right, "what was computed again was overwritten"
 
 
-class _Overriding:
-    """A registry in which the suite's factories replace those of one connector."""
-
-    def __init__(self, suite: ConnectorSuite, registry: Registry) -> None:
-        self._suite, self._registry = suite, registry
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._registry, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._registry)
-
-    def get(self, kind: Kind, name: str) -> Any:
-        found = self._registry.get(kind, name)
-        return _Own(found, self._suite) if isinstance(found, ConnectorSpec) else found
-
-
-class _Own:
-    """A spec with the suite's factories."""
-
-    def __init__(self, spec: ConnectorSpec, suite: ConnectorSuite) -> None:
-        self._spec, self._suite = spec, suite
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._spec, name)
-
-    def load_factory(self) -> Any:
-        return type(self._suite).scheduler_factory or self._spec.load_factory()
-
-    def load_worker_factory(self) -> Any:
-        return type(self._suite).worker_factory or self._spec.load_worker_factory()
-
-
 class ConnectorSuite(Contract):
     """The subject, and how its engines are made. Authors set the class attributes."""
 
@@ -126,7 +94,6 @@ class ConnectorSuite(Contract):
     timeout_s: ClassVar[float] = 10.0
     """``timeout_s`` of the configs."""
 
-    _switch: FaultSwitch | None = None
     _host = ""
 
     def __init_subclass__(cls, **given: Any) -> None:
@@ -173,8 +140,12 @@ class ConnectorSuite(Contract):
 
     def make_side(self, config: Config, side: str, **given: Any) -> Any:
         """One side of the connector."""
-        registry: Any = _Overriding(self, base._registry())
-        return build_connector(config, side, registry=registry, **given)
+        made = {"load_factory": self.scheduler_factory, "load_worker_factory": self.worker_factory}
+        with ExitStack() as patches:
+            for load, factory in made.items():
+                if factory is not None:
+                    patches.enter_context(mock.patch.object(ConnectorSpec, load, return_value=factory))
+            return build_connector(config, side, registry=base._registry(), **given)
 
     def engine(
         self, role: str, *, background: bool = False, config: Mapping[str, Any] | None = None, **given: Any
@@ -297,12 +268,10 @@ class ConnectorSuite(Contract):
 
     # -- faults --------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def switch(self) -> FaultSwitch:
         """The switch for faults of tensors that engines of this test receive."""
-        if self._switch is None:
-            self._switch = FaultSwitch()
-        return self._switch
+        return FaultSwitch()
 
     def inject_fault(self, how: str) -> None:
         """From now on what is loaded fails (``"fail"``), is changed (``"corrupt"``), or is right (``""``).
