@@ -130,10 +130,6 @@ class ConnectorSuite(Contract):
         known = {"connector": self.connector, "host": self._host, "timeout_s": self.timeout_s}
         return Config.from_dict({**known, **given, "role": role, "options": options})
 
-    def share_address(self, host: str) -> None:
-        """In another process: use the address of the test's engines."""
-        self._host = host
-
     def use_stack(self, stack: ExitStack) -> None:
         """In another process: what is started ends with this stack."""
         self._stack = stack

@@ -44,8 +44,6 @@ class _Tracked:
     num_planned: int = 0
     """Tokens that the planned steps compute or have computed."""
     is_loading: bool = False
-    has_failed: bool = False
-    """A load has failed: the engine computes the request without another load."""
     is_refused: bool = False
     """Its reference is invalid, and this is already counted."""
     is_old: bool = False
@@ -98,7 +96,7 @@ class MemoryScheduler(SchedulerConnector):
     ) -> tuple[int | None, bool]:
         tracked = self._known(request, "get_num_new_matched_tokens")
         tracked.answered, tracked.num_sure = (num_computed_tokens, 0), None
-        if not self._consumes or tracked.has_failed or num_computed_tokens % self._layout.granule:
+        if not self._consumes or num_computed_tokens % self._layout.granule:
             return 0, False
         held = self._held(tracked)
         if held is None:
@@ -261,9 +259,6 @@ class MemoryScheduler(SchedulerConnector):
         for part in output.worker_metadata:
             assert isinstance(part, Mapping)
             self._heard = max(self._heard, part["step"])
-            for request_id in part["failed"]:
-                if request_id in self._tracked:
-                    self._tracked[request_id].has_failed = True
 
     def has_pending_push_work(self) -> bool:
         return bool(self._unsent)

@@ -46,7 +46,7 @@ class MemoryWorker(WorkerConnector):
         self._suspect: dict[int, int] = {}
         """Blocks that must not be saved, each with the step in which its load failed or may have failed."""
         self._failed_blocks: set[int] = set()
-        self._failed: list[str] = []
+        self._has_failed = False
         self._closed = False
         self._table: EntryTable | None = None
         if context.config.require_role().produces:
@@ -129,9 +129,8 @@ class MemoryWorker(WorkerConnector):
         return failed
 
     def build_worker_metadata(self) -> Plain:
-        failed, self._failed = self._failed, []
-        has_news = failed or self._plan["doubted"]
-        return {"step": self._plan["step"], "failed": failed} if has_news else None
+        has_failed, self._has_failed = self._has_failed, False
+        return {"step": self._plan["step"]} if has_failed or self._plan["doubted"] else None
 
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()
@@ -177,7 +176,7 @@ class MemoryWorker(WorkerConnector):
         blocks = load["blocks"][load["start"] // self._layout.block_size :]
         self._failed_blocks.update(blocks)
         self._suspect |= dict.fromkeys(blocks, self._plan["step"])
-        self._failed.append(load["request"])
+        self._has_failed = True
 
     def _save(self, save: Mapping[str, Any]) -> None:
         """Copy the blocks of an ended request. Afterwards it is named as sent, and its blocks are free."""
