@@ -219,15 +219,6 @@ def test_locks_are_counted_and_keep_objects_from_deletion(make):
     assert lookup(adapter, keys) == [False, False]
 
 
-def test_a_locked_object_is_not_evicted(make):
-    adapter = make(stores=["host"], options={"host": {"size": "4 MiB", "segment_bytes": "4 MiB"}})
-    assert store(adapter, [key(0)], [obj(1, 256 << 10)]).is_successful()
-    assert lookup(adapter, [key(0)]) == [True]
-    for number in range(1, 60):
-        store(adapter, [key(number)], [obj(number, 256 << 10)])
-    assert load(adapter, [key(0), key(1)], [obj(0, 256 << 10), obj(0, 256 << 10)]) == [True, False]
-
-
 class Listener(L2AdapterListener):
     def __init__(self) -> None:
         self.stored: list[tuple[ObjectKey, int]] = []
@@ -271,15 +262,6 @@ def test_a_listener_that_fails_does_not_hold_up_the_task(make, fs):
     adapter = make(**fs)
     adapter.register_listener(Broken())
     assert store(adapter, [key(1)], [obj(1)]).is_successful()
-
-
-def test_the_three_descriptors_differ_and_each_tells_of_its_own(make, fs):
-    adapter = make(**fs)
-    found = (adapter.get_store_event_fd, adapter.get_lookup_and_lock_event_fd, adapter.get_load_event_fd)
-    fds = {each() for each in found}
-    assert len(fds) == 3
-    store(adapter, [key(1)], [obj(1)])
-    assert select.select(fds, [], [], 0) == ([], [], [])
 
 
 # -- a store that fails ------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from typing import Any
 
@@ -47,19 +45,3 @@ def test_a_fresh_server_finds_the_chunks_of_the_first(tmp_path):
     assert len(set(after)) == 2
     assert figures["succeeded"]["get"] >= 4
     assert figures["failed"] == {}
-
-
-@pytest.mark.timeout(600)
-def test_a_server_goes_on_while_its_store_is_stopped_and_when_it_dies(redis, tmp_path):
-    params = {"stores": ["redis"], "options": {"redis": {"address": redis.address}}, "timeout_s": 1}
-    with served(params, tmp_path / "log") as ports:
-        assert ask(ports)[0] == ["0/2", "2/2"] * 2
-        os.kill(redis.process.pid, signal.SIGSTOP)
-        try:
-            assert ask(ports, 2)[0] == ["0/2", "2/2"] * 2  # the chunks are in the server's own memory
-        finally:
-            os.kill(redis.process.pid, signal.SIGCONT)
-        redis.kill()
-        assert ask(ports, 4)[0] == ["0/2", "2/2"] * 2
-        failed = status(ports)["failed"]
-    assert {"store_gone", "timeout"} & failed["put"].keys()

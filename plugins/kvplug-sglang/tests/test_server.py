@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,18 +107,6 @@ def test_other_weights_find_no_page_of_the_first_ones_and_those_are_found_again_
     assert (again.tokens, again.cached) == (first[0].tokens, WHOLE)
 
 
-def test_while_old_kv_may_be_in_the_cache_no_page_is_kept_or_found(server, models, pages, first):
-    server.forget()
-    update = {"model_path": models[1], "flush_cache": False}
-    server.call("POST", "/update_weights_from_disk", update)
-    before = pages.files()
-    assert server.ask(PROMPTS[0]).cached == 0
-    assert "no KV pages are kept or found until the cache is flushed" in server.log
-    server.load(models[0])
-    assert pages.files() == before, "KV that may be of either weights was kept"
-    assert server.ask(PROMPTS[0]).tokens == first[0].tokens
-
-
 def test_a_cleared_storage_finds_nothing(server, first):
     server.call("POST", "/hicache/storage-backend/clear")
     server.forget()
@@ -142,7 +129,6 @@ def redis(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         server.call("PUT", "/hicache/storage-backend", attached)
         yield redis
     finally:
-        redis.process.send_signal(signal.SIGCONT)
         redis.kill()
 
 
@@ -157,30 +143,3 @@ def test_pages_are_kept_in_redis(server, redis):
     assert answer.cached == 0
     until(lambda: finds(server, PROMPTS[3]), WAIT_S, "its pages are in Redis")
     assert server.ask(PROMPTS[3]).tokens == answer.tokens
-
-
-def test_requests_go_on_beside_a_stopped_redis_and_its_pages_are_found_later(server, redis):
-    answer = server.ask(PROMPTS[4])
-    until(lambda: finds(server, PROMPTS[4]), WAIT_S, "its pages are in Redis")
-    redis.process.send_signal(signal.SIGSTOP)
-    server.forget()
-    stopped = [server.ask(PROMPTS[4])]
-    server.forget()
-    stopped += [server.ask(prompt) for prompt in PROMPTS[5:9]]
-    redis.process.send_signal(signal.SIGCONT)
-    assert stopped[0].tokens == answer.tokens
-    assert {each.cached for each in stopped} == {0}
-    assert max(each.seconds for each in stopped) < 30, "one waited past the deadline"
-    until(lambda: finds(server, PROMPTS[4]), WAIT_S, "its pages are found again")
-
-
-def test_a_killed_redis_is_a_miss_and_a_new_one_is_filled(server, redis):
-    answer = server.ask(PROMPTS[9])
-    until(lambda: finds(server, PROMPTS[9]), WAIT_S, "its pages are in Redis")
-    redis.kill()
-    server.forget()
-    gone = server.ask(PROMPTS[9])
-    assert (gone.tokens, gone.cached) == (answer.tokens, 0)
-    redis.start()
-    until(lambda: finds(server, PROMPTS[9]), WAIT_S, "its pages are in the new one")
-    assert server.ask(PROMPTS[9]).tokens == answer.tokens

@@ -167,7 +167,6 @@ class TableScheduler(SchedulerConnector):
         self.requests: dict[str, Request] = {}
         self.loads: list[tuple[Request, int, tuple[int, ...]]] = []
         self.ends: dict[str, RequestEnd] = {}
-        self.closed = 0
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -204,7 +203,7 @@ class TableScheduler(SchedulerConnector):
         return False, {"ended": end.value}
 
     def shutdown(self) -> None:
-        self.closed += 1
+        pass
 
 
 @notes(
@@ -222,7 +221,6 @@ class TableWorker(WorkerConnector):
         self.under_way: dict[str, list[Any]] = {}
         """Steps until the load of a request ends, and the load."""
         self.invalid: set[int] = set()
-        self.closed = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         assert tuple(kv_caches) == self.group.layer_names
@@ -282,7 +280,7 @@ class TableWorker(WorkerConnector):
         return frozenset(invalid)
 
     def shutdown(self) -> None:
-        self.closed += 1
+        pass
 
 
 def generate(model: Any, prompt: ManyOf[int], count: int, stop: int | None = None) -> list[int]:

@@ -78,15 +78,6 @@ def test_an_aborted_request_returns_its_blocks_and_disturbs_no_other(rig):
     assert engine.scheduler.num_free_blocks == 32
 
 
-def test_the_model_is_as_it_was_after_each_step(rig):
-    prompt = rig.prompt(20)
-    before = rig.alone(prompt, 5)
-    engine = rig.engine()
-    engine.add(prompt, max_new_tokens=5)
-    engine.step()
-    assert rig.alone(prompt, 5) == before
-
-
 def test_what_cannot_be_served_is_refused_with_its_numbers(rig):
     engine = rig.engine(num_blocks=4, block_size=16)
     engine.add(rig.prompt(5), max_new_tokens=1, request_id="a")

@@ -7,8 +7,7 @@ import re
 
 import pytest
 
-from kvplug import TimeoutError
-from kvplug.engine import BlocksStored, RequestEnd
+from kvplug.engine import RequestEnd
 
 pytestmark = pytest.mark.timeout(60)
 both_ways = pytest.mark.parametrize("in_background", [False, True], ids=["sync", "async"])
@@ -61,21 +60,6 @@ def test_loaded_kv_is_really_used_and_only_under_its_own_extra(rig):
 # -- loads that fail ---------------------------------------------------------------------------------
 
 
-@both_ways
-@pytest.mark.parametrize("bad", [0, 20, 63])
-def test_after_a_failed_load_the_rest_is_recomputed(rig, bad, in_background):
-    prompt = rig.prompt(70)
-    rig.prefill(prompt, rig.prompt(30))
-    rig.table.bad_tokens = {bad}
-    engine = rig.engine(in_background=in_background)
-    (sequence,) = rig.run(engine, [prompt], 8)
-    rig.expect(sequence)
-    assert (sequence.num_failed_loads, sequence.generation) == (1, 1)
-    assert sequence.num_loaded_tokens == bad // 16 * 16
-    assert f"the KV of tokens {bad // 16 * 16} to 64 could not be loaded" in sequence.load_error
-    assert engine.scheduler.num_free_blocks == engine.options.num_blocks
-
-
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @both_ways
 def test_requests_whose_loads_fail_in_one_step_are_recomputed_or_end_by_the_policy(
@@ -123,19 +107,6 @@ def test_blocks_that_the_connector_keeps_when_a_load_has_failed_are_not_freed_in
 # -- loads in the background, and early ends --------------------------------------------------------
 
 
-def test_an_answer_of_not_yet_is_asked_again_and_lets_others_pass(rig):
-    late, other = rig.prompt(50), rig.prompt(20)
-    rig.prefill(late)
-    engine = rig.engine(in_background=False)
-    rig.table.not_yet = 1
-    first, second = engine.add(late, max_new_tokens=4), engine.add(other, max_new_tokens=4)
-    (token,) = engine.step()
-    assert token.request_id == second.request_id
-    list(engine.run())
-    rig.expect(first)
-    assert first.num_loaded_tokens == 48
-
-
 def test_while_one_request_loads_in_the_background_others_compute(rig):
     late, other = rig.prompt(50), rig.prompt(20)
     rig.prefill(late)
@@ -168,20 +139,6 @@ def test_a_request_aborted_while_it_loads_keeps_its_blocks_until_the_load_has_en
     assert not engine.scheduler.has_pending_connector_work, "it need not be named as sent as well"
 
 
-def test_an_id_used_again_is_not_computed_before_the_worker_side_knows_of_the_first_ones_end(rig):
-    engine = rig.engine(in_background=False)
-    engine.add(rig.prompt(40), max_new_tokens=1, request_id="a")
-    engine.step()
-    again = engine.add(rig.prompt(20), max_new_tokens=3, request_id="a")
-    step = engine.scheduler.schedule()
-    assert step.output.finished_request_ids == {"a"}
-    assert step.output.scheduled == ()
-    engine.scheduler.update(step, *engine.worker.execute(step))
-    rig.table.scheduler.ends.clear()
-    list(engine.run())
-    rig.expect(again)
-
-
 # -- blocks run out ----------------------------------------------------------------------------------
 
 
@@ -202,18 +159,6 @@ def test_preempted_requests_are_named_before_their_blocks_are_overwritten_and_lo
     preempted = {sequence.request_id for sequence in sequences if sequence.num_preemptions}
     assert preempted
     assert rig.table.worker.preempted == preempted
-
-
-def test_a_request_that_runs_takes_blocks_from_one_that_has_only_loaded(rig):
-    late = rig.prompt(33)
-    rig.prefill(late)
-    engine = rig.engine(in_background=True, num_blocks=4)
-    first = engine.add(rig.prompt(16), max_new_tokens=40)
-    second = engine.add(late, max_new_tokens=4)
-    list(engine.run())
-    rig.expect(first, second)
-    assert first.num_preemptions == 0
-    assert second.num_preemptions > 0
 
 
 # -- the calls ---------------------------------------------------------------------------------------
@@ -244,37 +189,6 @@ def test_the_calls_come_in_the_documented_order(rig, in_background):
     assert "handle_preemptions" in rig.table.calls
 
 
-def test_a_connector_with_pending_work_gets_steps_until_it_has_none_but_not_for_ever(rig):
-    engine = rig.engine(in_background=False)
-    asked = []
-
-    def has_pending_push_work():
-        asked.append(rig.table.calls.count("build_connector_meta"))
-        return len(asked) < 4
-
-    rig.table.scheduler.has_pending_push_work = has_pending_push_work
-    rig.run(engine, [rig.prompt(5)], 1)
-    assert asked == []  # while a request is left there is no need to ask
-    engine.settle(timeout=5)
-    assert asked == [2, 3, 4, 5]  # steps so far, the first two for the request and its end
-    rig.table.scheduler.has_pending_push_work = lambda: True
-    with pytest.raises(TimeoutError, match="wants more steps"):
-        engine.settle(timeout=0.05)
-
-
-@pytest.mark.parametrize("metadata", [None, 0, {"a": (1, b"b")}])
-def test_metadata_and_events_of_the_worker_side_arrive_as_they_are(rig, metadata):
-    engine, received = rig.engine(in_background=False), []
-    event = BlocksStored(block_hashes=(b"1",), token_ids=(1,), block_size=1)
-    rig.table.worker.build_worker_metadata = lambda: metadata
-    rig.table.scheduler.update_connector_output = lambda output: received.append(output.worker_metadata)
-    rig.table.scheduler.take_events = rig.table.worker.take_events = lambda: [event]
-    rig.run(engine, [rig.prompt(20)], 2)
-    assert received == [() if metadata is None else (metadata,)] * 2
-    assert engine.take_events() == [event] * 4
-    assert engine.take_events() == []
-
-
 def test_a_connector_that_prefers_one_tensor_for_all_layers_gets_it_and_nothing_else(rig):
     given = []
 
@@ -295,14 +209,6 @@ def test_a_connector_that_prefers_one_tensor_for_all_layers_gets_it_and_nothing_
     ((tensor, layout),) = given
     assert layout.axes == "LKBTHD"
     assert tensor.data_ptr() == engine.worker.pages.tensor.data_ptr()
-
-
-def test_both_sides_of_a_connector_are_given_and_shut_down(rig):
-    engine = rig.engine(in_background=False)
-    with pytest.raises(ValueError, match="both sides of a connector, or neither"):
-        type(engine)(rig.model, scheduler_connector=rig.table.scheduler)
-    engine.shutdown()
-    assert (rig.table.scheduler.closed, rig.table.worker.closed) == (1, 1)
 
 
 # -- everything at once ------------------------------------------------------------------------------

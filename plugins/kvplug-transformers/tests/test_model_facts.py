@@ -41,12 +41,6 @@ def facts(models):
     ("family", "head", "options", "reason"),
     [
         (
-            "Mistral",
-            "CausalLM",
-            {"head_dim": 16, "sliding_window": 8},
-            "keeps a sliding window only (8 tokens)",
-        ),
-        (
             "Gemma2",
             "CausalLM",
             {"head_dim": 16, "sliding_window": 8},
@@ -65,15 +59,6 @@ def test_a_model_with_another_kind_of_cache_is_refused_by_name(models, facts, fa
         facts.describe(model)
     assert type(model).__name__ in str(caught.value)
     assert reason in str(caught.value)
-
-
-def test_a_mistral_without_a_window_is_served(rig, models):
-    config = models.MistralConfig(**SMALL, head_dim=16, sliding_window=None, initializer_range=0.2)
-    model = models.MistralForCausalLM(config).eval()
-    rig = type(rig)(model)
-    engine = rig.engine()
-    (sequence,) = rig.run(engine, [rig.prompt(20)], 5)
-    rig.expect(sequence)
 
 
 def test_the_facts_are_those_of_the_cache(llama, gpt2, facts):

@@ -53,7 +53,6 @@ class Stream:
         """Pieces of work that were queued so far."""
         self.num_done = 0
         """Pieces of work that have run so far."""
-        self._timed: deque[tuple[int, Event]] = deque()
         with _lock:
             _streams.append(self)
 
@@ -80,16 +79,6 @@ class Stream:
         if event.after is not None:
             self.queue(event.after)
 
-    def wait_stream(self, stream: Stream) -> None:
-        """What is queued next runs after all that is queued on the other stream by now."""
-        self.queue(_Order(stream, stream.num_queued))
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """Record the event, or a new one, behind all that is queued by now; returns it."""
-        event = event or Event()
-        event.record(self)
-        return event
-
     def run(self, count: int) -> None:
         """With the lock: run its first so many pieces of work, and what they wait for."""
         while self.num_done < count:
@@ -103,12 +92,6 @@ class Stream:
                 work.stream.run(work.count)
             else:
                 work()
-            self._note_times()
-
-    def _note_times(self) -> None:
-        """With the lock: note the time of the timed events that are passed now."""
-        while self._timed and self._timed[0][0] <= self.num_done:
-            self._timed.popleft()[1]._passed_at = time.monotonic()
 
 
 class Event:
@@ -127,10 +110,12 @@ class Event:
         """Its place is behind all that is queued by now, on the given or the current stream."""
         stream = stream or current_stream()
         with _lock:
-            self.after = _Order(stream, stream.num_queued)
             if self._is_timed:
-                stream._timed.append((stream.num_queued, self))
-                stream._note_times()
+                stream.queue(self._pass)
+            self.after = _Order(stream, stream.num_queued)
+
+    def _pass(self) -> None:
+        self._passed_at = time.monotonic()
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds between this event and a later one. Both were made with ``enable_timing``."""

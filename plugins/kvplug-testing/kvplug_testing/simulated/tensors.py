@@ -76,9 +76,7 @@ def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     found = func(*plain, **plain_kwargs)
     if is_new:
         _unset(found)
-    return pytree.tree_map(
-        lambda each: SimulatedTensor(each) if isinstance(each, torch.Tensor) else each, found
-    )
+    return pytree.tree_map(_wrapped, found)
 
 
 def _memory_of(value: Any) -> Any:
@@ -93,9 +91,7 @@ def _check_devices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for each in pytree.tree_leaves((args, kwargs)):
         is_plain = isinstance(each, torch.Tensor) and not isinstance(each, SimulatedTensor)
         if is_plain and each.dim() and name not in _TAKES_INDICES:
-            raise RuntimeError(
-                f"{name} takes tensors of one device, and was given {each.device} and {DEVICE}"
-            )
+            raise RuntimeError(f"{name} takes tensors of one device, not of {each.device} and {DEVICE}")
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -122,11 +118,8 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    made = _unset(
-        torch.empty_like(
-            _memory_of(source), dtype=dtype, memory_format=memory_format or torch.preserve_format
-        )
-    )
+    kept = memory_format or torch.preserve_format
+    made = _unset(torch.empty_like(_memory_of(source), dtype=dtype, memory_format=kept))
     target = made if device is not None and device.type == "cpu" else SimulatedTensor(made)
     return _copy(target, source, non_blocking)
 
