@@ -1,4 +1,4 @@
-"""The order in which vLLM calls a connector is the recorded one, which the core ships and others replay.
+"""The order in which vLLM calls a connector is the recorded one, which the kit ships.
 
 Where vLLM has changed it, record it again, read the difference, and see what it means for connectors:
 

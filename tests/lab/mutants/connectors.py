@@ -38,7 +38,7 @@ class Mutant(MemoryConnectorContract):
 
     @pytest.fixture(autouse=True)
     def _impatient_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvplug_testing.engine.fake.PATIENCE_S", 3.0)
+        monkeypatch.setattr("kvplug_testing.engine.fake.PATIENCE_S", 8.0)
 
 
 # -- promises ----------------------------------------------------------------------------------------

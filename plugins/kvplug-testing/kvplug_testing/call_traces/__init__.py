@@ -1,4 +1,4 @@
-"""Recorded calls of real engines to a connector, to replay against any connector.
+"""Recorded calls of real engines to a connector: the order in which they are made.
 
 ::
 
@@ -10,7 +10,7 @@ A record is one JSON file next to this module. A test of the engine's adapter ma
 engine calls differently. Methods are those of :class:`kvplug.engine.SchedulerConnector` and
 :class:`kvplug.engine.WorkerConnector`. Requests are named r0, r1, ... in the order of their arrival. Blocks
 are identified by their request and their position in its block table, layers by their position in the forward
-pass. A record keeps the arguments and answers that a replay needs:
+pass. A record keeps these arguments and answers:
 
 =================================  ===============================================  =========================
 method                             given                                            answer

@@ -94,9 +94,8 @@ class Schedule:
         limit = time.monotonic() + fake.PATIENCE_S
         every = (self, *others)
         while busy := [each for each in every if each.has_work]:
+            assert time.monotonic() < limit, f"no end after {fake.PATIENCE_S} s: {[*map(str, busy)]}"
             self.chance.choice(busy).move()
-            if time.monotonic() > limit:
-                raise AssertionError(f"no end after {fake.PATIENCE_S} s: {'; '.join(map(str, busy))}")
 
     def __str__(self) -> str:
         states = ", ".join(f"{each.name} {each.state.value}" for each in (*self.coming, *self.active))

@@ -110,7 +110,9 @@ class Event:
         """Its place is behind all that is queued by now, on the given or the current stream."""
         stream = stream or current_stream()
         with _lock:
-            if self._is_timed:
+            if stream.num_done == stream.num_queued:
+                self._pass()
+            elif self._is_timed:
                 stream.queue(self._pass)
             self.after = _Order(stream, stream.num_queued)
 
