@@ -153,7 +153,7 @@ class EntryTable:
 
     def lease(self, key: Key, *, request_id: str, generation: int, duration_s: float) -> Reference:
         """A reference to the entry that will be stored under this key. It is not evicted for
-        ``duration_s``.
+        ``duration_s``. An earlier lease of the same request ends.
         """
         expires_at_ms = int((time.time() + duration_s) * 1000)
         leased = PromptLease(
@@ -161,7 +161,8 @@ class EntryTable:
         )
         with self._lock:
             lease = next(self._numbers)
-            self._leases[lease] = leased
+            others = {n: each for n, each in self._leases.items() if each.request_id != request_id}
+            self._leases = {**others, lease: leased}
         return Reference(
             engine_id=self.engine_id,
             epoch=self.epoch,

@@ -125,13 +125,6 @@ class Endings(ConnectorSuite):
     def test_a_program_that_leaves_while_its_engines_work_ends_with_its_own_code(self, way: str) -> None:
         leaving.check_left(self.start(_leave, self.suite_ref(), way))
 
-    @law("ALL-7", level="long", timeout_s=300)
-    def test_engines_that_come_and_go_leave_nothing(self) -> None:
-        for number in range(20):
-            with self.scope():
-                _, decode, prompt = self.asking()
-                self.run(decode.load, attrs.evolve(prompt, request_id=f"r{number}"))
-
     # -- the peer ------------------------------------------------------------------------------
 
     @law("ALL-2", "ALL-4", "ALL-5", "CONN-3")

@@ -118,13 +118,6 @@ class References(ConnectorSuite):
         assert self.num_promised(decode, request_of("b", PROMPT, params=fresh)), "the engine's own is a miss"
 
     @law("REF-1")
-    def test_one_whose_lease_is_over_is_a_miss(self) -> None:
-        prefill, decode, params = self._lent()
-        if self.run(prefill.scheduler.reset_cache) is not True:
-            pytest.skip(f"{self.called} cannot end a lease by reset_cache")
-        self._is_a_miss(decode, params, "a reference whose lease is over")
-
-    @law("REF-1")
     def test_one_of_an_earlier_generation_of_its_request_is_a_miss(self) -> None:
         prefill, decode, params = self._lent()
         prompt = attrs.evolve(request_of("stored", PROMPT), generation=1)

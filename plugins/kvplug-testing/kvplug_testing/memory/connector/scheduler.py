@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -71,8 +70,6 @@ class MemoryScheduler(SchedulerConnector):
         self._saves: list[dict[str, Any]] = []
         self._unsent: set[str] = set()
         """Requests whose blocks are kept until they are saved."""
-        self._references: dict[str, Reference] = {}
-        """References by request; only those that have not expired."""
         self._heard = 0
         """The latest step with a reported load that failed, or that another connector may have made."""
 
@@ -84,10 +81,7 @@ class MemoryScheduler(SchedulerConnector):
     def _known(self, request: Request, call: str) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            raise OrderError(
-                f"{call} was called for request {request.request_id}, and on_new_request was not, or"
-                " request_finished was as well"
-            )
+            raise OrderError(f"{call} was called for {request.request_id}, which is not among the requests")
         tracked.request = request
         return tracked
 
@@ -153,8 +147,8 @@ class MemoryScheduler(SchedulerConnector):
             return
         if num_external_tokens > promised:
             raise OrderError(
-                f"update_state_after_alloc was called for {num_external_tokens} external tokens of request"
-                f" {request.request_id}, and get_num_new_matched_tokens had last promised {promised}"
+                f"update_state_after_alloc was called for {num_external_tokens} external tokens of"
+                f" {request.request_id}, and {promised} were promised last"
             )
         end = start + num_external_tokens
         tracked.is_loading = self._in_background
@@ -182,7 +176,12 @@ class MemoryScheduler(SchedulerConnector):
         if not self._produces or tracked.is_old or whole == 0:
             return False, None
         table, tokens = EntryTable.at(self._contact), request.token_ids[:whole]
-        reference = self._lease(table, request, tokens)
+        reference = table.lease(
+            (request.extra, tokens),
+            request_id=request.request_id,
+            generation=request.generation,
+            duration_s=self._context.options.lease_s,
+        )
         self._unsent.add(request.request_id)
         self._saves.append(
             {
@@ -195,24 +194,6 @@ class MemoryScheduler(SchedulerConnector):
             }
         )
         return True, {PARAMS: reference.to_params()}
-
-    def _lease(self, table: EntryTable, request: Request, tokens: tuple[int, ...]) -> Reference:
-        """A reference to the KV that will be saved. Ends an earlier lease of the same request id."""
-        reference = table.lease(
-            (request.extra, tokens),
-            request_id=request.request_id,
-            generation=request.generation,
-            duration_s=self._context.options.lease_s,
-        )
-        now_ms = time.time() * 1000
-        earlier = self._references.get(request.request_id)
-        self._references = {
-            name: each for name, each in self._references.items() if each.expires_at_ms > now_ms
-        }
-        self._references[request.request_id] = reference
-        if earlier is not None:
-            table.settle(earlier.lease, is_stored=False)
-        return reference
 
     def _drop_loads(self, request_ids: set[str] | frozenset[str]) -> bool:
         """Drop loads that no step has planned yet; returns whether there were any."""
@@ -231,10 +212,7 @@ class MemoryScheduler(SchedulerConnector):
         for one in output.scheduled:
             tracked = self._tracked.get(one.request_id)
             if tracked is None:
-                raise OrderError(
-                    f"build_connector_meta schedules request {one.request_id}, and on_new_request was not"
-                    " called for it, or request_finished was as well"
-                )
+                raise OrderError(f"build_connector_meta schedules the unknown request {one.request_id}")
             if (tracked.num_planned or tracked.num_sure or 0) < one.num_computed_tokens:
                 doubted.update(output.block_ids(one.request_id)[0])  # another connector loads into them
             tracked.is_old &= one.num_computed_tokens > 0
