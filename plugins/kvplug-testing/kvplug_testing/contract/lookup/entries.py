@@ -13,10 +13,9 @@ from kvplug.net.wire import TensorMeta, copy_into, empty_like_meta, memory_of, m
 from kvplug.transport import Entry, EntryHeader
 from kvplug_testing.comparison import difference
 
-KIB = 1 << 10
-SIZED = 32 * KIB
+SIZED = 32 << 10
 """Bytes of a :func:`sized` entry, without its keys, values, tokens, roi and the buffer's own data."""
-_OVERHEAD = 3 * KIB
+_OVERHEAD = 3 << 10
 
 _tags = itertools.count(1)
 
@@ -34,10 +33,19 @@ class Put:
     metadata: dict[str, Any] = attrs.field(factory=dict)
 
     @property
+    def mask(self) -> list[bool]:
+        return [True] * len(self.tokens) if self.roi is None else [*self.roi]
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """The tokens under the roi."""
-        mask = [True] * len(self.tokens) if self.roi is None else self.roi
-        return tuple(token for token, counted in zip(self.tokens, mask, strict=True) if counted)
+        return tuple(itertools.compress(self.tokens, self.mask))
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return len([*same])
 
 
 def entry(
@@ -90,13 +98,6 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
     return tensor
 
 
-def _copy(tensor: Any) -> Any:
-    """Not ``clone``, which does not know every dtype."""
-    copy = empty_like_meta(meta_of(tensor))
-    copy_into(copy, memory_of(tensor))
-    return copy
-
-
 def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
     """A description of how a returned entry differs from the inserted one; empty if it is equal.
 
@@ -104,34 +105,31 @@ def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
         without: names of parts that a sink received, and that must be ``None``.
     """
     header = got.header
-    mask = [True] * len(put.tokens) if put.roi is None else list(put.roi)
     layered = put.key if put.key is not None else put.value
-    wrong = [
-        _said(name, wanted, is_)
-        for name, wanted, is_ in (
-            ("tokens", list(put.tokens), got.tokens.tolist()),
-            ("the header's tokens", list(put.tokens), header.tokens.tolist()),
-            ("roi", mask, got.roi.tolist()),
-            ("the header's roi", mask, header.roi.tolist()),
-            ("dtypes of tokens and roi", "torch.int64 torch.bool", f"{got.tokens.dtype} {got.roi.dtype}"),
-            ("metadata", put.metadata, header.metadata),
-            ("num_layers", 0 if layered is None else layered.shape[0], header.num_layers),
-        )
-    ]
-    for name in ("key", "value", "hidden"):
-        wanted = None if name in without else getattr(put, name)
-        wrong.append(_part(name, wanted, getattr(got, name)))
-    return "; ".join(word for word in wrong if word)
+    parts = ("key", "value", "hidden")
+    wanted = {
+        "tokens": [*put.tokens],
+        "roi": put.mask,
+        "the header's tokens and roi": [[*put.tokens], put.mask],
+        "dtypes of tokens and roi": "torch.int64 torch.bool",
+        "metadata": put.metadata,
+        "num_layers": 0 if layered is None else layered.shape[0],
+        **{name: None if name in without else getattr(put, name) for name in parts},
+    }
+    came = {
+        "tokens": got.tokens.tolist(),
+        "roi": got.roi.tolist(),
+        "the header's tokens and roi": [header.tokens.tolist(), header.roi.tolist()],
+        "dtypes of tokens and roi": f"{got.tokens.dtype} {got.roi.dtype}",
+        "metadata": header.metadata,
+        "num_layers": header.num_layers,
+        **{name: getattr(got, name) for name in parts},
+    }
+    return difference(wanted, came)
 
 
-def _part(name: str, put: Any, got: Any) -> str:
-    """A description of how one part differs; empty if it is equal."""
-    wrong = difference(put, got)
-    return f"{name}: {wrong}" if wrong else ""
-
-
-def _said(name: str, put: Any, got: Any) -> str:
-    return "" if put == got else f"{name} is {got!r} and was {put!r}"
+class SinkError(Exception):
+    """The error that a test's sink raises."""
 
 
 class Sink:
@@ -149,8 +147,7 @@ class Sink:
 
     def layer(self, index: int, key: Any, value: Any) -> None:
         self._at(index)
-        copies = [None if part is None else _copy(part) for part in (key, value)]
-        self.layers.append((index, copies[0], copies[1]))
+        self.layers.append((index, _copy(key), _copy(value)))
 
     def _at(self, place: Any) -> None:
         if place == self._wait_at:
@@ -161,17 +158,19 @@ class Sink:
 
     def unlike(self, put: Put) -> str:
         """A description of how the layers differ from the inserted ones; empty if they are equal."""
-        count = 0 if put.key is None else put.key.shape[0]
-        if [index for index, *_ in self.layers] != list(range(count)):
-            return f"the layers {[index for index, *_ in self.layers]} came, of {count}"
-        wrong = []
-        for index, key, value in self.layers:
-            wrong.append(_part(f"key of layer {index}", put.key[index], key))
-            wrong.append(
-                _part(f"value of layer {index}", None if put.value is None else put.value[index], value)
-            )
-        return "; ".join(word for word in wrong if word)
+        layered = put.key if put.key is not None else put.value
+        parts = (put.key, put.value)
+        wanted = [
+            (index, *(None if part is None else part[index] for part in parts))
+            for index in range(0 if layered is None else layered.shape[0])
+        ]
+        return difference(wanted, self.layers)
 
 
-class SinkError(Exception):
-    """The error that a test's sink raises."""
+def _copy(tensor: Any) -> Any:
+    """Not ``clone``, which does not know every dtype."""
+    if tensor is None:
+        return None
+    copy = empty_like_meta(meta_of(tensor))
+    copy_into(copy, memory_of(tensor))
+    return copy

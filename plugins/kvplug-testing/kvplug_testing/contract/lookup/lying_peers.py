@@ -16,8 +16,7 @@ import attrs
 
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.lied_to import LiedToOverPipes, report_lies
-from kvplug_testing.contract.lookup.entries import Put, Sink, entry
-from kvplug_testing.contract.lookup.model import shared
+from kvplug_testing.contract.lookup.entries import Put, Sink, entry, shared
 from kvplug_testing.contract.lookup.suite import LookupSuite
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.tampering.falsehood import Falsehood

@@ -1,0 +1,266 @@
+"""Entries that are taken and read (laws LOOKUP-4 and LOOKUP-7), and the room for them (law LOOKUP-5)."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug.transport import LookupBuffer
+from kvplug_testing import waits
+from kvplug_testing.contract.base import law
+from kvplug_testing.contract.lookup.entries import Sink, SinkError, capacity_for, entry, sized, unlike
+from kvplug_testing.contract.lookup.suite import (
+    SOON_S,
+    LookupSuite,
+    at_both_ends,
+    insert,
+    inserted,
+    matched,
+    missed,
+    read,
+    taken,
+)
+from kvplug_testing.waits import Call, raises, until
+
+_verbs = pytest.mark.parametrize("verb", ["select", "drop_select"])
+
+
+def take_until_quiet(end: LookupBuffer, query: Any) -> list[int]:
+    """Ids of all entries that one caller takes, until none arrives for a second."""
+    ids = []
+    try:
+        while True:
+            ids.append(end.drop_select(query, timeout=1.0).header.entry_id)
+    except TimeoutError:
+        return ids
+
+
+class HandingOver(LookupSuite):
+    """Concurrent callers, callers that give up or are gone, and stores with capacity for a few entries."""
+
+    @law("LOOKUP-4", "LOOKUP-5", needs="waits_for_room")
+    @at_both_ends
+    def test_no_wake_up_is_lost_where_room_and_entries_are_waited_for(self, end: str) -> None:
+        store, buffer = self.opened(end, capacity_for(1))
+        within = waits.patience_s
+        takers = [
+            Call(partial(buffer.drop_select, query, extra=extra, timeout=within))
+            for query, extra in [([1], b""), ([2, 2], b""), (None, b"e")] * 4
+        ]
+        putters = [
+            Call(partial(inserted, store, sized(tokens, extra=extra)))
+            for tokens, extra in [([5], b"e"), ([2], b""), ([1, 2], b"")] * 4
+        ]
+        put = sorted(putter.result() for putter in putters)
+        got = sorted(taker.result().header.entry_id for taker in takers)
+        assert got == put, f"entries {put} were put in, and {got} were handed out"
+
+    @law("LOOKUP-4", timeout_s=100)
+    def test_an_entry_goes_to_one_of_many_racing_callers(self) -> None:
+        store = self.hold()
+        ends = [store, store, self.reach(store), self.reach(store)]
+        queries = [[1], [1, 2], None, [1, 2, 3]]
+        racing = [Call(partial(take_until_quiet, end, query)) for end in ends for query in queries]
+        put = [inserted(store, entry([1, 2, 3, number % 3])) for number in range(120)]
+        got = [entry_id for call in racing for entry_id in call.result(60)]
+        assert sorted(got) == put, "an entry was handed to more than one caller, or to none"
+
+    @law("LOOKUP-4")
+    @at_both_ends
+    def test_callers_that_give_up_just_as_their_entry_comes_lose_none(self, end: str) -> None:
+        store, buffer = self.opened(end)
+        moments = random.Random(5)
+        for number in range(60):
+            call = Call(lambda: buffer.drop_select([1], timeout=0.01))
+            time.sleep(moments.uniform(0.006, 0.014))
+            entry_id = inserted(store, entry([1, number]))
+            call.end()
+            if call.error is None:
+                assert call.value.header.entry_id == entry_id
+                missed(store, [1], timeout=0)
+            else:
+                call.raised(TimeoutError)
+                until(lambda: matched(store, [1]), what="the entry of a caller that gave up")
+                assert taken(store, [1]).header.entry_id == entry_id
+
+    @law("LOOKUP-4", "LOOKUP-7", "ALL-4", "ALL-5")
+    @_verbs
+    def test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back(self, verb: str) -> None:
+        store = self.hold(capacity_for(1))
+        call = self.paused_call(store, verb, SOON_S)
+        call.call.raised(TimeoutError)
+        call.data_pipe.resume()
+        assert not unlike(call.put, read(call.end, [1, 2, 3])), "the rest of a transfer came as another's"
+        got = taken(store, [1, 2, 3])
+        assert got.header.entry_id == call.entry_id, "it is another entry now"
+        again = sized([4])
+        inserted(store, again)  # the bytes are free again
+        assert not unlike(again, taken(call.end, [4]))
+
+    @law("LOOKUP-4", "LOOKUP-7", "ALL-5")
+    @_verbs
+    @pytest.mark.parametrize("goes", ["end", "data_pipe", "signal"])
+    def test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back(self, goes: str, verb: str) -> None:
+        store = self.hold(capacity_for(1))
+        call = self.paused_call(store, verb)
+        missed(store, [1, 2, 3], timeout=0.1)
+        getattr(call, goes).abort()
+        call.data_pipe.resume()
+        call.call.raised(KvplugError)
+        got = taken(store, [1, 2])
+        assert got.header.entry_id == call.entry_id, "it is another entry now"
+        assert not unlike(call.put, got)
+        inserted(store, sized([4]))  # the bytes are free again
+
+    @law("LOOKUP-4", "ALL-1")
+    @pytest.mark.parametrize("how", ["close", "abort"])
+    def test_who_waits_for_an_end_that_is_gone_takes_nothing_from_another(self, how: str) -> None:
+        store = self.hold()
+        one, other = self.reach(store), self.reach(store)
+        within = waits.patience_s
+        waiting = [Call(partial(end.drop_select, [1], timeout=within)) for end in (one, other)]
+        assert all(call.is_blocked() for call in waiting)
+        Call(getattr(one, how)).result()
+        waiting[0].raised(KvplugError)
+        time.sleep(0.1)
+        put = entry([1])
+        inserted(store, put)
+        assert not unlike(put, waiting[1].result())
+
+    # -- reading -------------------------------------------------------------------------------
+
+    @law("LOOKUP-7")
+    @at_both_ends
+    def test_while_it_is_read_an_entry_can_be_read_by_others_and_taken_by_nobody(self, end: str) -> None:
+        store, buffer = self.opened(end)
+        other = self.reach(store)
+        put = entry([1, 2, 3])
+        inserted(store, put)
+        sink = Sink(wait_at=1)
+        within = waits.patience_s
+        reading = Call(lambda: buffer.select([1, 2, 3], sink=sink, timeout=within))
+        assert sink.waits.wait(waits.patience_s), "the sink was not given a second layer"
+        waiting = Call(lambda: other.drop_select([1], timeout=within))
+        for each in (store, other):
+            assert matched(each, [1, 2, 3]) == 3
+            assert not unlike(put, read(each, [1, 2, 3]))
+            missed(each, None, timeout=0.1)
+        assert waiting.is_blocked(), "an entry was taken while it was read"
+        sink.go_on.set()
+        reading.result()
+        assert not sink.unlike(put)
+        assert not unlike(put, waiting.result())
+
+    @law("LOOKUP-7")
+    @at_both_ends
+    @pytest.mark.parametrize("place", ["begin", 2])
+    def test_a_sink_that_raises_ends_the_transfer_and_the_entry_stays(self, end: str, place: Any) -> None:
+        store, buffer = self.opened(end)
+        put = entry([1, 2, 3], layers=4)
+        inserted(store, put)
+        for _ in range(2):
+            raises(SinkError, lambda: buffer.select([1, 2, 3], sink=Sink(raise_at=place)))
+        sink = Sink()
+        assert not unlike(put, read(buffer, [1, 2, 3], sink=sink), without=("key", "value"))
+        assert not sink.unlike(put), "after a sink that raised another one was given something else"
+        assert not unlike(put, taken(buffer, [1, 2, 3]))
+
+    @law("LOOKUP-7")
+    @at_both_ends
+    def test_many_readers_at_once_each_get_their_own(self, end: str) -> None:
+        store, buffer = self.opened(end)
+        other = self.reach(store)
+        puts = [entry([number, number + 1], layers=3) for number in range(6)]
+        for put in puts:
+            inserted(store, put)
+
+        def read_all(which: LookupBuffer, put: Any) -> list[str]:
+            got = [which.select(put.tokens, timeout=waits.patience_s) for _ in range(6)]
+            return [wrong for each in got if (wrong := unlike(put, each))]
+
+        for call in [Call(partial(read_all, which, put)) for which in (buffer, other) for put in puts]:
+            assert not call.result(waits.patience_s * 2)
+
+    @law("LOOKUP-3", "LOOKUP-5", "ALL-5")
+    def test_one_who_takes_its_time_holds_up_nobody(self) -> None:
+        store = self.hold()
+        slow = self.paused_call(store, "select")
+        waiting = Call(partial(slow.end.drop_select, [9], timeout=waits.patience_s))
+        quick = self.reach(store)
+        for number in range(10):
+            other = entry([5, number])
+            inserted(store, other)
+            assert not unlike(other, taken(quick, [5, number]))
+            assert [matched(end, [1, 2, 9]) for end in (quick, slow.end)] == [2, 2]
+        assert not slow.call.ended
+        slow.data_pipe.resume()
+        assert not unlike(slow.put, slow.call.result())
+        inserted(store, entry([9]))
+        assert waiting.result().tokens.tolist() == [9]
+
+    # -- a buffer that evicts ------------------------------------------------------------------
+
+    @law("LOOKUP-5", needs="makes_room")
+    def test_an_insert_makes_room_and_leaves_what_is_being_read(self) -> None:
+        store = self.hold(capacity_for(4))
+        reading = self.paused_call(store, "select")
+        for number in range(10, 20):
+            inserted(store, sized([number]))
+            assert matched(store, [number]) == 1, "what was inserted last is not there"
+            assert matched(store, [1, 2, 3]) == 3, "an entry was evicted while it was being read"
+        held = [number for number in range(10, 20) if matched(store, [number])]
+        assert len(held) <= 3, f"beside the entry that is read there is room for 3, and {held} are held"
+        reading.data_pipe.resume()
+        assert not unlike(reading.put, reading.call.result())
+
+    @law("LOOKUP-5", "ALL-4", needs="makes_room")
+    @_verbs
+    def test_an_insert_waits_where_all_that_is_held_is_being_received(self, verb: str) -> None:
+        store = self.hold(capacity_for(1))
+        receiving = self.paused_call(store, verb)
+        raises(TimeoutError, lambda: insert(store, sized([4]), SOON_S))
+        waiting = Call(lambda: inserted(store, sized([5])))
+        assert waiting.is_blocked(), "an entry was evicted while another end was receiving it"
+        receiving.data_pipe.resume()
+        assert not unlike(receiving.put, receiving.call.result())
+        waiting.result()
+        assert [matched(store, [token]) for token in (1, 4, 5)] == [0, 0, 1]
+
+    # -- the end of a store --------------------------------------------------------------------
+
+    @law("ALL-1")
+    def test_a_store_that_closes_lets_transfers_finish(self) -> None:
+        store = self.hold()
+        buffer = self.reach(store)
+        put = entry([1, 2, 3], layers=5)
+        inserted(store, put)
+        sink = Sink(wait_at=2)
+        within = waits.patience_s
+        reading = Call(lambda: buffer.select([1, 2, 3], sink=sink, timeout=within))
+        assert sink.waits.wait(waits.patience_s)
+        closing = Call(lambda: store.close(timeout=within))
+        assert closing.is_blocked(), "it did not wait for a reader that had begun"
+        raises(ClosedError, lambda: store.match([1]))
+        sink.go_on.set()
+        reading.result()
+        closing.result()
+        assert not sink.unlike(put)
+
+    @law("ALL-1", "ALL-4")
+    def test_a_store_that_closes_waits_no_longer_than_its_timeout_and_ends_its_pipes(self) -> None:
+        store = self.hold()
+        reading = self.paused_call(store, "select")
+        Call(lambda: store.close(timeout=SOON_S)).result()
+        (_, signal), (_, data) = self.pipe_pair(), self.pipe_pair()
+        raises(ClosedError, lambda: store.attach(signal, data))
+        reading.data_pipe.resume()
+        # The whole entry may already be in flight, and arrive before the news of the end.
+        got = reading.call.outcome()
+        assert isinstance(got, KvplugError) or not unlike(reading.put, got)
+        for pipe in (reading.signal, reading.data_pipe):
+            until(partial(getattr, pipe, "closed"), what="that a pipe that was handed in is closed")
