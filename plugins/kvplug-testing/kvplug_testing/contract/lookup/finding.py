@@ -217,7 +217,7 @@ class Finding(LookupSuite):
                 now = statistics.median(_cpu_s(find) for _ in range(7))
                 few = spent.setdefault(name, now)
                 assert now < MOST_GROWTH * few, (
-                    f"{name} takes {few:.6f} s of processor time with {FEW} entries, and {now:.6f} with {MANY}"
+                    f"{name} takes {few:.6f} s with {FEW} entries, and {now:.6f} s with {MANY}"
                 )
 
 
