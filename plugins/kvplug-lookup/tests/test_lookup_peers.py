@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,18 +72,6 @@ def consumer(*addresses: str, seed: int = 2, **more: Any) -> Iterator[FakeEngine
         yield decode
 
 
-@pytest.mark.full
-def test_a_consumer_loads_from_whichever_of_its_peers_has_the_pages(start: Any) -> None:
-    first, second, absent = (an_address(name) for name in ("first", "second", "absent"))
-    start(first, [0])
-    start(second, [1000])
-    with consumer(absent, first, second, lookup={"wait_timeout_s": 5}) as decode:
-        for begin in (0, 1000):
-            until_promised(decode, tokens(100, begin), 96)
-            assert_loads(decode, request_of(f"a {begin}", tokens(100, begin)), 96)
-        assert decode.matched(request_of("b", tokens(100, 2000))) == (0, False)
-
-
 def test_one_load_takes_its_pages_from_several_peers(start: Any) -> None:
     short, long = an_address("short"), an_address("long")
     start(short, [0], 50)
@@ -105,30 +92,6 @@ def test_one_load_takes_its_pages_from_several_peers(start: Any) -> None:
             return True
 
         until(is_shared, what="a load of pages of both")
-
-
-@pytest.mark.full
-def test_the_tenth_restart_of_a_peer_costs_what_the_first_did_and_others_serve_meanwhile(start: Any) -> None:
-    steady, restarted = an_address("steady"), an_address("restarted")
-    start(steady, [0])
-    with consumer(steady, restarted) as decode:
-        until_promised(decode, PROMPT, 96)
-        held, took = [], []
-        for number in range(10):
-            prompt = tokens(100, 1000 * (number + 1))
-            child = start(restarted, [prompt.start])
-            began = time.monotonic()
-            until_promised(decode, prompt, 96)
-            assert_loads(decode, request_of(f"a{number}", prompt), 96)
-            took.append(time.monotonic() - began)
-            here = peers.Resources.of()
-            held.append(len(here.threads) + len(here.descriptors))
-            child.kill()
-            child.close()
-            assert_loads(decode, request_of(f"b{number}", PROMPT), 96)
-            until_promised(decode, prompt, 0)
-        assert held[-1] <= held[1] + 4, f"threads and descriptors after each restart: {held}"
-        assert sorted(took[5:])[2] < 2 * sorted(took[:5])[2] + 1.0, f"seconds of each: {took}"
 
 
 def test_a_peer_that_is_killed_in_the_middle_of_a_load_fails_its_own_pages_only(start: Any) -> None:

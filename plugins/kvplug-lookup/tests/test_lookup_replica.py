@@ -234,19 +234,6 @@ def test_a_store_that_never_completes_its_snapshot_is_waited_for_only_for_a_whil
     assert it.replica.link is it.links[0]  # it may catch up
 
 
-def test_a_store_whose_events_always_have_gaps_is_waited_for_only_for_a_while(
-    follow: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas, "_CATCH_UP_S", 0.5)
-    it = follow()
-    gap = page_event_to_plain(it.stored(CHAINS[0]))  # before any snapshot
-    it.first.append(gap)
-    it.links[0].answer(gap)
-    until(lambda: len(it.links) > 1)
-    it.until([])
-    assert len(it.links) < 12  # with growing pauses, not as fast as it can
-
-
 def test_an_index_without_end_is_given_up(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_MAX_PAGES", 2)
     it = follow()
@@ -265,10 +252,3 @@ def test_a_store_of_another_model_is_refused_and_asked_again_later(follow: Any) 
     with pytest.raises(HandshakeError, match="num_layers"):
         it.replica.wait_until_ready(Deadline.after(5))
     assert it.replica.presences(CHAINS, 0) == []
-
-
-def test_a_replica_that_is_waited_for_says_when_it_is_shut_down(follow: Any) -> None:
-    it = follow()
-    it.replica.close()
-    with pytest.raises(ClosedError):
-        it.replica.wait_until_ready(Deadline.after(5))

@@ -11,7 +11,7 @@ import pytest
 from kvplug.engine import Request
 from kvplug_testing.engine import FakeEngine, PlannedStep, request_of
 from kvplug_testing.waits import until
-from lookup_engines import PROMPT, assert_loads, both, config, first_store, num_held
+from lookup_engines import PROMPT, assert_loads, both, first_store, num_held
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,16 +62,6 @@ def test_what_was_loaded_is_saved_in_the_step_after_it(engine: FakeEngine) -> No
     assert_saved(engine, 0)
     engine.step([(prompt, blocks, LOADED + 32, 1)])
     assert_saved(engine, 8, MORE)
-
-
-def test_pages_that_are_saved_a_step_later_still_wait_for_the_engine_that_loads_them() -> None:
-    with FakeEngine(config("producer"), listen="unix:") as engine:
-        prompt, blocks = begun(engine, "a")
-        engine.compute(prompt.token_ids, blocks, 0, LOADED)
-        run(engine, engine.plan([(prompt, blocks, LOADED, 32)]))
-        engine.step([(prompt, blocks, LOADED + 32, 1)])
-        assert num_held(engine) == 8
-        assert first_store(engine).usage().num_waiting == 8
 
 
 def test_what_the_load_has_left_out_is_computed_and_the_rest_saved(engine: FakeEngine) -> None:
@@ -177,17 +167,3 @@ def test_blocks_of_a_failed_load_that_another_request_gets_are_saved(engine: Fak
     assert set(theirs) <= set(blocks)
     engine.step([(other, theirs, 0, 100)])
     assert_loads(engine, request_of("c", range(500, 600)), 96)
-
-
-def test_blocks_of_a_failed_load_into_which_this_connector_loads_are_right(engine: FakeEngine) -> None:
-    engine.prefill(request_of("saved", range(500, 600)))
-    prompt, blocks = begun(engine, "a")
-    run(engine, engine.plan([(prompt, blocks, LOADED, 54)]), invalid=blocks[:6])
-    engine.finish(prompt, blocks)
-    engine.free_blocks[:0] = blocks
-    other = request_of("b", range(500, 700))
-    found, _ = engine.matched(other)
-    theirs = engine.allocate(200)
-    engine.scheduler.update_state_after_alloc(other, (theirs,), found)
-    engine.step([(other, theirs, found, 200 - found)])
-    assert_loads(engine, request_of("c", range(500, 700)), 192)

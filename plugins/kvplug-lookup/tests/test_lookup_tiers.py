@@ -81,15 +81,6 @@ def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_p
         until(lambda: set(store.submit_lookup(series.keys_of(chains)).wait()) == {Presence.HELD})
         assert engine.matched(request_of("b", PROMPT)) == (96, False)
         assert sources(engine, "b") == ((("host", 6),),), "it was not promoted"
-        copied: list[int] = []
-
-        def are_all_counted() -> bool:  # a page is counted after it is there
-            found = engine.figures() or {"ops": {}}
-            copied.append(found["ops"].get("copy", {"count": 0})["count"])
-            return sum(copied) >= 240 + 6
-
-        until(are_all_counted)
-        assert sum(copied) == 240 + 6
         assert_loads(engine, request_of("c", PROMPT), 96)
 
 
@@ -213,87 +204,6 @@ def test_what_decode_has_still_to_load_outlives_what_it_has_loaded(mapped: bool)
         until(lambda: first_store(prefill).usage().num_waiting == 0, what="that nothing waits")
 
 
-def test_what_was_promised_outlives_what_was_handed_over() -> None:
-    """Without an announcement: decode has loaded it before, and forgotten it."""
-    with pair(producer={"options": {"host": SMALL}}) as (prefill, decode):
-        for number in range(20):
-            saved(prefill, number)
-            loaded(decode, number)
-        again = promised(decode, request_of("again", tokens(100)), 96)
-        pages = first_store(prefill)
-        until(lambda: pages.usage().num_waiting == 0, what="that nothing waits")
-        for number in range(20, 42):
-            saved(prefill, number)
-        report = decode.step([again])
-        assert report.invalid_block_ids == frozenset()
-        assert decode.is_right(again[0].token_ids, again[1], 100)
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "said"),
-    [
-        (2, 4000, "MiB, and the store 'host' holds"),
-        (60, 100, "pages were evicted that another engine was to load"),
-    ],
-    ids=["a prompt larger than it", "many that wait"],
-)
-def test_a_store_that_is_too_small_is_warned_of_once(
-    count: int, size: int, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pair(producer={"options": {"host": SMALL}}, ours={"num_blocks": 300}) as (prefill, _):
-        for number in range(count):
-            prompt = request_of(f"p{number}", tokens(size, first=10_000 * number))
-            blocks = prefill.prefill(prompt, chunk=400)
-            prefill.free_blocks.extend(blocks)
-            num_held(prefill)
-    (told,) = [record.getMessage() for record in caplog.records if said in record.getMessage()]
-    assert "1 MiB" in told and "options.host.size" in told
-
-
-def test_decode_counts_by_source_what_is_not_held_also_where_nothing_is_promised() -> None:
-    with pair() as (prefill, decode):
-        saved(prefill, 1)
-        until_promised(decode, prompt_of(1), 96)
-        decode.scheduler.get_stats()
-        longer = request_of("longer", [*prompt_of(1), *range(50)])
-        for _ in range(2):  # an engine without free blocks asks again
-            assert decode.matched(longer) == (96, False)
-            assert decode.matched(request_of("unknown", tokens(100))) == (0, False)
-        counted = decode.scheduler.get_stats()
-        assert counted["not_held"] == {"peer": 6 + 3}
-        assert decode.scheduler.get_stats() is None or "not_held" not in decode.scheduler.get_stats()
-
-
-def test_a_prompt_that_is_saved_again_after_a_preemption_waits_for_its_reader_once() -> None:
-    with pair() as (prefill, decode):
-        prompt = request_of("a", PROMPT)
-        blocks = prefill.admit(prompt)
-        prefill.step([(prompt, blocks, 0, 100)])
-        num_held(prefill)
-        prefill.step([], preempted=frozenset({"a"}))
-        prefill.step([(prompt, blocks, 0, 100)])
-        num_held(prefill)
-        prefill.finish(prompt, blocks)
-        prefill.settle()
-        until_promised(decode, PROMPT, 96)
-        assert_loads(decode, request_of("d", PROMPT), 96)
-        until(lambda: first_store(prefill).usage().num_waiting == 0, what="that nothing waits")
-
-
-def test_what_an_engine_loads_itself_goes_before_what_another_one_has_still_to_load() -> None:
-    announced = {"params": {"do_remote_decode": True}}
-    with both(options={"host": SMALL}) as engine:
-        saved(engine, 0)
-        assert_loads(engine, request_of("again", tokens(100), **announced), 96)
-        saved(engine, 1, **announced)
-        for number in range(2, 60):
-            saved(engine, number)
-            assert_loads(engine, request_of(f"own {number}", prompt_of(number)), 96)
-        assert first_store(engine).usage().num_waiting == 6 * 2
-        for number in range(2):
-            assert_loads(engine, request_of(f"waits {number}", prompt_of(number)), 96)
-
-
 # -- stores that are slow ------------------------------------------------------------------------
 
 
@@ -347,20 +257,6 @@ def test_after_a_reset_an_engine_finds_none_of_its_old_pages_in_a_folder_and_oth
         assert_loads(other, request_of("c", PROMPT), 96)
 
 
-def test_what_a_folder_has_no_room_for_any_more_is_counted(tmp_path: Path) -> None:
-    """A folder has no events: what this engine has evicted there is in its usage."""
-    options = {"fs": {"path": str(tmp_path), "size": 1 << 20}}
-    with both(stores=["fs"], options=options) as engine:
-        for number in range(10):
-            blocks = engine.prefill(request_of(f"p{number}", tokens(1600, first=10_000 * number)))
-            engine.free_blocks.extend(blocks)
-        until(lambda: not engine.worker.bytes_unsaved, what="the end of all saves")
-        usage = first_store(engine).usage()
-        evicted = engine.figures()["ops"]["evict"]["count"]
-        assert evicted == usage.num_evicted > 0
-        assert engine.figures() is None, "counted twice"
-
-
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_disk_that_does_not_answer_holds_up_no_step_longer_than_the_stall_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
@@ -401,19 +297,6 @@ def test_peers_load_from_an_engines_first_store_whatever_follows_it(tmp_path: Pa
 
 
 # -- what the log says -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("names", [["fs"], ["host", "fs"]])
-def test_a_full_disk_is_one_line_a_minute_with_store_folder_and_count(
-    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("kvplug_fs.store.FolderStore.write", lambda *_: False)
-    with both(stores=names, options={"fs": {"path": str(tmp_path)}}) as engine:
-        for number in range(20):
-            saved(engine, number)
-        num_files(engine) if len(names) > 1 else None
-        assert _lines(caplog) == [f"6 pages were not kept by the store 'fs' ({tmp_path}): no_room"]
-    assert _lines(caplog)[1:] == [f"114 pages were not kept by the store 'fs' ({tmp_path}): no_room"]
 
 
 def test_loads_that_fail_are_one_line_a_minute_with_store_folder_and_count(

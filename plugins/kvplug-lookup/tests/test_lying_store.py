@@ -21,7 +21,6 @@ from kvplug_lookup.buffer.messages import (
     Failed,
     Granted,
     Matched,
-    Read,
     Take,
     key_to_bytes,
     pack,
@@ -31,7 +30,6 @@ from kvplug_testing.waits import Call, until
 
 ASKED = (1, 2, 3)
 META = TensorMeta("float32", (2, 3, 2, 4))
-TB = 1 << 40
 
 
 def tokens(*ids: int) -> bytes:
@@ -85,9 +83,7 @@ def layers(meta: TensorMeta = META) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "lie",
     [
-        {"ids": (4, 5, 6)},
         {"ids": (1, 2, 4)},
-        {"ids": (1, 2, 4, 3)},
         {"extra": b"of another adapter"},
         {"roi": b"\0\0\0"},
         {"roi": b"\1\0\1"},  # tokens 1, 3
@@ -104,27 +100,6 @@ def test_an_entry_of_other_tokens_is_never_handed_out(
     assert store.end.is_lost  # so that the store has the entry back
 
 
-@pytest.mark.parametrize(
-    ("verb", "given", "ids"),
-    [
-        ("select", {"min_tokens": 2}, (1, 2, 9)),
-        ("select", {"min_tokens": 2}, (1, 2)),
-        ("drop_select", {}, (1, 2)),
-        ("drop_select", {}, (1, 2, 3, 4)),
-    ],
-)
-def test_an_entry_that_the_law_allows_is_handed_out(
-    store: LyingStore, verb: str, given: dict[str, Any], ids: tuple[int, ...]
-) -> None:
-    call, number = store.asked(verb, timeout=5, **given)
-    store.answer(coming(number, ids))
-    store.send(*layers(TensorMeta("float32", (2, len(ids), 2, 4))))
-    if verb == "drop_select":
-        store.receive()
-        store.answer(Granted(number, True))
-    assert call.result().tokens.tolist() == list(ids)
-
-
 def test_a_match_is_never_longer_than_the_query(store: LyingStore) -> None:
     call, number = store.asked("match")
     store.answer(Matched(number, 4))
@@ -135,23 +110,15 @@ def test_a_match_is_never_longer_than_the_query(store: LyingStore) -> None:
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize(
-    "meta",
-    [
-        TensorMeta("float32", (4, 3, TB)),
-        TensorMeta("uint8", (1, 3, 1 << 50)),
-        TensorMeta("float64", (2, 3, 1 << 55)),
-    ],
-)
 def test_memory_is_not_asked_for_before_the_size_is_checked(
-    store: LyingStore, meta: TensorMeta, with_sink: bool, monkeypatch: pytest.MonkeyPatch
+    store: LyingStore, with_sink: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, **given: taken.append(size) or empty(size, **given))
     given = {"sink": Sink()} if with_sink else {}
     call, number = store.asked("select", timeout=5, **given)
-    store.answer(coming(number, key=meta))
+    store.answer(coming(number, key=TensorMeta("float32", (4, 3, 1 << 40))))
     assert "this process can have at most" in str(call.raised(CapacityError))
     assert max(map(np.prod, taken)) < 1000, "more than the store's messages"
 
@@ -188,13 +155,10 @@ def test_an_entry_beyond_the_configs_limit_is_refused_and_the_next_one_comes(
     "lie",
     [
         {"key": TensorMeta("float32", (2, 4, 1))},  # tokens
-        {"key": TensorMeta("float32", (6,))},
         {"value": TensorMeta("float32", (3, 3, 2, 4))},  # layers
         {"key": TensorMeta("uint8", (1 << 40, 3, 0))},  # layers without end
         {"roi": b"\1\1"},
-        {"roi": b"\1\2\1"},
         {"tokens": b"12345678" * 2 + b"1234567"},
-        {"entry_id": 2**63 - 1},
         {"entry_id": -1},
     ],
 )
@@ -208,14 +172,9 @@ def test_an_announcement_that_contradicts_itself_is_none(lie: dict[str, Any]) ->
     [
         ["float32", [2, 3, -1]],
         ["float32", [2, 3, 2**62]],
-        ["float32", [2, 3] + [1] * 80],
-        ["float32", [2, 3.5]],
-        ["float32", "23"],
-        ["floaty", [2, 3]],
         ["nn", [2, 3]],  # torch has the name, and it is no dtype
         ["\x1b[31m" * 9999, [2, 3]],
         [7, 8, 9],
-        "float32",
     ],
 )
 def test_parts_that_cannot_be_are_a_wire_error_in_one_short_line(part: Any) -> None:
@@ -224,14 +183,6 @@ def test_parts_that_cannot_be_are_a_wire_error_in_one_short_line(part: Any) -> N
     with pytest.raises(WireError) as caught:
         unpack(data)
     assert len(str(caught.value)) < 1200 and str(caught.value).isprintable()
-
-
-def test_a_tensor_of_another_shape_than_announced_is_not_received(store: LyingStore) -> None:
-    call, number = store.asked("select", timeout=5)
-    store.answer(coming(number))
-    store.send(torch.zeros(5, 5))
-    assert "another shape or dtype" in str(call.raised(WireError))
-    assert store.end.is_lost
 
 
 def test_a_signal_larger_than_any_message_is_not_received(store: LyingStore) -> None:
@@ -256,23 +207,6 @@ def test_announcements_that_were_not_asked_for_make_no_threads_and_end_the_conne
     assert threading.active_count() <= before
     with pytest.raises(WireError, match="not asked for"):
         store.end.match([1])
-
-
-@pytest.mark.parametrize(
-    ("verb", "answers"),
-    [
-        ("drop_select", [coming(1), coming(1)]),
-        ("select", [Matched(1, 2)]),
-        ("select", [Granted(1, True)]),
-    ],
-    ids=["twice the same", "a match", "an entry that was granted"],
-)
-def test_an_answer_that_answers_nothing_ends_the_connection(
-    store: LyingStore, verb: str, answers: list[Any]
-) -> None:
-    call, _ = store.asked(verb, timeout=5)
-    store.answer(*answers)
-    assert "answers nothing" in str(call.raised(WireError))
 
 
 def test_entries_of_calls_that_gave_up_are_drained_by_one_thread(store: LyingStore) -> None:
@@ -336,21 +270,9 @@ def test_a_store_serves_no_more_calls_of_one_end_than_a_bound(joined: Any, entry
     [
         None,
         torch.zeros(3),
-        torch.zeros(2, 2, dtype=torch.uint8),
-        *(
-            torch.tensor(list(data), dtype=torch.uint8)
-            for data in (
-                b"",
-                b"garbage",
-                b"\x93\xa5Match\x01\x02",
-                b"\x91\xa4Nope",
-                b"\x91\xa5Match",
-                b"\x94\xa5Match\xff\xc4\x00\xc4\x00",
-            )
-        ),
-        pack(Read(1, b"1234567", b"", 1, 1.0)),
+        torch.tensor([*b"garbage"], dtype=torch.uint8),
+        torch.tensor([*b"\x91\xa5Match"], dtype=torch.uint8),
         pack(Take(1, b"1234567", b"", None)),
-        pack(Coming(1, 7, b"", b"", b"", {}, None, None, None)),
         pack(Granted(1, True)),
     ],
 )
@@ -366,16 +288,6 @@ def test_a_request_that_cannot_be_ends_that_session_only(
     assert "served no more" in caplog.text
     store.insert(*entry([1, 2]))
     assert good.match([1, 2]) == 2
-
-
-@pytest.mark.parametrize("timeout", [float("inf"), 1e300, 2**63])
-def test_a_time_without_end_is_no_error(joined: Any, entry: Any, timeout: float) -> None:
-    store = joined.store()
-    signal, data = joined.served(store)
-    store.insert(*entry([1, 2]))
-    signal.send_tensor(pack(Read(1, tokens(1, 2), b"", 1, timeout)))
-    assert isinstance(unpack(signal.recv_tensor(timeout=5)), Coming)
-    assert data.recv_tensor(timeout=5) is not None
 
 
 def test_an_entry_that_was_not_confirmed_in_time_is_back_and_a_late_confirmation_refused(

@@ -10,8 +10,6 @@ from kvplug.config import check_options
 from kvplug.transport import Kind, LookupContext
 from kvplug_testing import check_plugin
 
-ONES = torch.ones(2, 2, 1, 1)
-
 
 @pytest.mark.full
 def test_it_keeps_the_laws_of_plugins():
@@ -46,17 +44,11 @@ def test_options_that_are_wrong_are_refused_by_name(made, given):
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"roi": [0.5, 1.0]}, UnsupportedError),
         ({"roi": [1, 0]}, UnsupportedError),
-        ({"tokens": torch.tensor([1.0])}, UnsupportedError),
         ({"tokens": torch.tensor([True])}, UnsupportedError),
-        ({"tokens": torch.ones(2, 2, dtype=torch.int64)}, ValueError),
         ({"key": torch.ones(2, 3, 1, 1)}, ValueError),
-        ({"key": torch.ones(2)}, ValueError),
-        ({"key": ONES, "value": torch.ones(3, 2, 1, 1)}, ValueError),
         ({"key": [1, 2]}, UnsupportedError),
         ({"metadata": {"f": object()}}, UnsupportedError),
-        ({"extra": "text"}, UnsupportedError),
         ({"extra": 3}, UnsupportedError),
     ],
 )
