@@ -55,18 +55,13 @@ class TestOverPipes(ConnectorContract):
 
 
 @pytest.mark.variant
-class TestMapped(ConnectorContract):
+class TestMapped(TestOverPipes):
     """Pages are read from the peer's memory, over no pipe: faults are put into the reader's store."""
 
-    connector = "lookup"
     config = MappingProxyType({**COMMON, "options": {"host": {**SMALL}}})
-    injects_into_own = True
-    serves_beside_others = True
-
-    _how = ""
 
     @pytest.fixture(autouse=True)
-    def _loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _own_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from lookup_engines import missed  # not in the processes that the kit starts
 
         self._held = threading.Event()

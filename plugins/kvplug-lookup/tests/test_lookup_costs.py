@@ -15,7 +15,7 @@ from kvplug_lookup.connector.load_cost import COMPUTE, LoadCostModel, MeasuredCo
 from kvplug_testing import simulated
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call, until
-from lookup_engines import PROMPT, an_address, assert_loads, both, config, pair, tokens, worker_report
+from lookup_engines import PROMPT, an_address, assert_loads, config, pair, worker_report
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -128,27 +128,6 @@ def test_what_costs_too_much_is_not_promised_and_counted() -> None:
         assert decode.scheduler.get_stats()["failures"]["match"] == {"not_worth_it": 1}
         hear(3e-6)
         assert decode.matched(request_of("b", PROMPT)) == (96, False), "a peer has computed it for us"
-
-
-def test_steps_are_measured_that_compute_more_of_prompts_than_they_decode() -> None:
-    with both() as engine:
-        for step, (scheduled, counted) in enumerate(
-            (
-                ([(0, 64)], 64),
-                ([(0, 64), (100, 1)], 65),
-                ([(99, 1)], 1),
-                ([(100, 1)], 0),
-                ([(98, 1), (100, 1)], 2),
-            )
-        ):
-            steps = []
-            for computed, new in scheduled:
-                prompt = attrs.evolve(request_of(f"r{step} {computed}", tokens(101)), num_prompt_tokens=100)
-                steps.append((prompt, engine.admit(prompt), computed, new))
-            assert engine.plan(steps).metadata["num_tokens"] == counted
-            for prompt, blocks, *_ in steps:
-                engine.finish(prompt, blocks)
-                engine.free_blocks.extend(blocks)
 
 
 def rates(report: WorkerOutput) -> Any:

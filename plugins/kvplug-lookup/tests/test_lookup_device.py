@@ -159,12 +159,6 @@ def test_a_device_that_is_busy_for_longer_than_a_save_may_take_ends_no_engine(
         giving_up.result()
 
 
-def test_pages_that_find_no_staging_memory_in_time_are_counted(little_staging: None) -> None:
-    with saving(lookup={"save_timeout_s": 0.2}) as (engine, *_):
-        num_held(engine)
-        assert failures(engine, "save") == {"timeout": 4, "no_memory": 2}
-
-
 # -- a GPU ------------------------------------------------------------------------------------------
 
 
@@ -209,15 +203,3 @@ def test_a_mark_in_a_gpus_stream_is_behind_what_this_thread_queued() -> None:
     thread.start()
     thread.join(30)
     assert found == [1.0]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: what it does is not timed")
-def test_timed_marks_measure_what_a_gpu_does_between_them() -> None:
-    device = torch.device("cuda")
-    begun = DeviceMark(device, timed=True)
-    spin(100_000_000)
-    ended = DeviceMark(device, timed=True)
-    assert not ended.is_passed
-    ended.wait()
-    assert 0.01 < ended.seconds_since(begun) < 1

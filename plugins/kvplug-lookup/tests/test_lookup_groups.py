@@ -177,19 +177,6 @@ def test_a_load_begins_where_the_engines_own_cache_ends(computed: int) -> None:
         assert decode.holds(prompt, tables, 200)
 
 
-def test_every_block_that_there_is_becomes_whole() -> None:
-    """The engine may give it to a later request, for which its first tokens are within the window."""
-    with pair() as (prefill, decode):
-        prompt = request_of("a", PROMPT)
-        prefill.prefill(prompt)
-        tables, *_ = decode.load_after(prompt)
-        for table, (layers, window) in zip(tables, decode.groups, strict=True):
-            absent = table.count(NO_BLOCK)
-            assert absent == (0 if window is None else (192 - WINDOW + 1) // BLOCK)
-            for layer in layers:
-                assert decode.cache.is_right_in(layer, prompt.token_ids, table, absent * BLOCK, 192)
-
-
 def test_a_load_that_fails_names_the_blocks_of_every_group() -> None:
     with pair() as (prefill, decode):
         prompt = request_of("a", PROMPT)

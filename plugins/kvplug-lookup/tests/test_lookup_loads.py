@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from kvplug import ClosedError
 from kvplug.engine import CacheGroup, KVCacheConfig, StalledError, TransferStats, page_views
 from kvplug.metrics.record import RecordedStore
-from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers, Series
+from kvplug.transport import Deadline, DeviceMark, GetJob, MissReason, PageBuffers
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.load import Load
 from kvplug_lookup.connector.plan import LoadPlan
@@ -42,9 +41,8 @@ class Asking:
         return self.job
 
 
-@pytest.fixture
-def asked() -> Iterator[tuple[Series, Asking, Callable[..., Load]]]:
-    """The series of an engine, a store, and what makes a load of two pages from it, the source "x"."""
+def load_of(engine: FakeEngine) -> Load:
+    """A load of two pages."""
     plan = LoadPlan(
         request_id="a",
         first_page=0,
@@ -56,61 +54,36 @@ def asked() -> Iterator[tuple[Series, Asking, Callable[..., Load]]]:
         sources=((("x", 2),),),
         in_background=True,
     )
-
-    with FakeEngine(config("producer"), listen="unix:") as engine:
-        group = CacheGroup(layer_names=engine.layer_names, layout=engine.layout)
-
-        def load(**given: Any) -> Load:
-            return Load(
-                plan,
-                page_views(tuple(engine.kv_caches.values()), engine.layout),
-                rank=0,
-                groups=Groups(KVCacheConfig(groups=(group,), num_blocks=64)),
-                chains=[bytes(32), b"1" * 32],
-                identities=[bytes(160)] * 2,
-                stats=TransferStats(),
-                after=DeviceMark(torch.device("cpu")),
-                **{"timeout_s": 20, "stall_timeout_s": 20, "progressed_at": lambda source: 0.0, **given},
-            )
-
-        yield engine.worker.first_tier.series, Asking(), load
+    group = CacheGroup(layer_names=engine.layer_names, layout=engine.layout)
+    return Load(
+        plan,
+        page_views(tuple(engine.kv_caches.values()), engine.layout),
+        rank=0,
+        groups=Groups(KVCacheConfig(groups=(group,), num_blocks=64)),
+        chains=[bytes(32), b"1" * 32],
+        identities=[bytes(160)] * 2,
+        stats=TransferStats(),
+        after=DeviceMark(torch.device("cpu")),
+        timeout_s=20,
+        stall_timeout_s=20,
+        progressed_at=lambda source: 0.0,
+    )
 
 
-@pytest.mark.parametrize("serves_others", [True, False])
-def test_a_load_is_not_stalled_while_its_source_serves_others(asked: Any, serves_others: bool) -> None:
-    series, store, load_of = asked
-    store.goes_on.set()
-    sources: list[str] = []
-
-    def progressed_at(source: str) -> float:
-        sources.append(source)
-        return time.monotonic() if serves_others else 0.0
-
-    load = load_of(stall_timeout_s=0.1, progressed_at=progressed_at)
-    load.begin(load.parts[0], store, series)
-    time.sleep(0.2)
-    load.check_stall()
-    assert set(sources) == {"x"}
-    assert (load.stalled is None) == serves_others
-    assert store.cancelled.is_set() != serves_others
-
-
-def test_a_load_that_fails_while_a_store_is_asked_has_not_ended_before_that_job_is_settled(
-    asked: Any,
-) -> None:
+def test_a_load_that_fails_while_a_store_is_asked_has_not_ended_before_that_job_is_settled() -> None:
     """Its blocks would be another request's, and the job would still write into them."""
-    series, store, load_of = asked
-    load = load_of()
-    asking = Call(lambda: load.begin(load.parts[0], store, series))
-    assert store.is_asked.wait(10)
-    load.fail(ClosedError("the test wants it so"))
-    assert not load.has_ended
-    store.goes_on.set()
-    asking.result()
-    assert store.cancelled.wait(10)
-    assert not load.has_ended
-    store.job.set(["cancelled"] * 2)
-    assert load.has_ended
+    with FakeEngine(config("producer"), listen="unix:") as engine:
+        load, store = load_of(engine), Asking()
+        asking = Call(lambda: load.begin(load.parts[0], store, engine.worker.first_tier.series))
+        assert store.is_asked.wait(10)
+        load.fail(ClosedError("the test wants it so"))
+        assert not load.has_ended
+        store.goes_on.set()
+        asking.result()
+        assert store.cancelled.wait(10)
+        assert not load.has_ended
+        store.job.set(["cancelled"] * 2)
+        assert load.has_ended
 
 
 def test_a_store_that_raises_what_no_store_may_fails_the_load_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
 import pytest
 
 from kvplug.metrics.record import RecordedStore
-from kvplug.transport import Deadline, Job, PageBuffers, PageRows, PutReason, pack_tokens
+from kvplug.transport import Deadline, Job, PutReason, pack_tokens
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
 from kvplug_testing.engine import CallOrder, PlannedStep, request_of
 from lookup_engines import (
@@ -117,24 +116,19 @@ def test_what_is_computed_from_a_load_is_saved_once_every_worker_is_known_to_hav
 
 def test_pages_that_a_store_refused_are_saved_by_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvplug_lookup.connector.tracked._MAX_PAUSE_S", 0.0)
-    put = RecordedStore.submit_put
 
-    def first_two(store: RecordedStore, pages: Any, **given: Any) -> Job[PutReason | None]:
-        rows = pages.memory.rows()
-        memory = PageBuffers(pages.memory.format, PageRows(rows.buffer, rows.offsets[:2], rows.nbytes))
-        taken = attrs.evolve(pages, keys=pages.keys[:2], identities=pages.identities[:2], memory=memory)
-        results = put(store, taken, **given).wait(10)
+    def refuse(store: RecordedStore, pages: Any, **given: Any) -> Job[PutReason | None]:
         job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(None))
-        job.set([*results, *[PutReason.NO_ROOM] * (job.count - len(results))])
+        job.set([PutReason.NO_ROOM] * job.count)
         return job
 
     with both() as engine:
         prompt = request_of("a", PROMPT)
         blocks = engine.admit(prompt)
         with monkeypatch.context() as refusing:
-            refusing.setattr(RecordedStore, "submit_put", first_two)
+            refusing.setattr(RecordedStore, "submit_put", refuse)
             engine.step([(prompt, blocks, 0, 100)])
-            assert num_held(engine) == 2
+            assert num_held(engine) == 0
         engine.step([])  # whose report says what was not kept
         engine.step([(prompt, blocks, 99, 1)])
         assert num_held(engine) == 6

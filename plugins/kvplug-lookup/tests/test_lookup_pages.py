@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -12,8 +12,7 @@ import pytest
 
 from kvplug import needs_layer_hooks
 from kvplug.engine import Request
-from kvplug.metrics.record import RecordedStore
-from kvplug.transport import PageBlocks, Presence
+from kvplug.transport import Presence
 from kvplug_testing.contract.connector.schedules import arrivals, scheduled
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import until
@@ -41,16 +40,6 @@ def test_the_pages_of_a_shared_prefix_are_kept_once() -> None:
             blocks = prefill.prefill(prompt)
             prefill.free_blocks.extend(blocks)
         assert num_held(prefill) == 30 + 100 * 10
-
-
-def test_what_is_held_already_is_not_gathered_again() -> None:
-    with FakeEngine(config("producer"), listen="unix:") as prefill:
-        prefill.prefill(request_of("a", PROMPT))
-        num_held(prefill)
-        assert prefill.figures()["ops"]["save"]["bytes"] == 6 * PAGE_BYTES
-        prefill.prefill(request_of("b", [*PROMPT, *tokens(60, first=900)]))
-        num_held(prefill)
-        assert prefill.figures()["ops"]["save"]["bytes"] == 4 * PAGE_BYTES
 
 
 def test_prompts_and_generated_tokens_are_found_by_the_next_request() -> None:
@@ -81,27 +70,6 @@ def test_tokens_of_drafts_are_never_saved() -> None:
         assert not planned.metadata["saves"]  # type: ignore[index,call-overload]
         engine.scheduler.update_connector_output(engine.execute(planned, compute=False))
         assert num_held(engine) == 6
-
-
-@pytest.mark.parametrize(
-    ("page_tokens", "num_asked", "num_computed"),
-    [(16, 32, 0), (16, 200, 48), (48, 200, 32), (64, 100, 48), (64, 200, 112)],
-)
-def test_a_load_begins_and_ends_within_pages(page_tokens: int, num_asked: int, num_computed: int) -> None:
-    lookup = {"page_tokens": page_tokens, "stall_timeout_s": 20, "wait_timeout_s": 20}
-    given = {"lookup": lookup, "options": {"host": {"map": False}}, "transport": "cpu"}
-    with pair(producer=given, consumer=given) as (prefill, decode):
-        prefill.prefill(request_of("stored", tokens(400)))
-        prompt = request_of("a", tokens(num_asked))
-        found, _ = decode.matched(prompt, num_computed)
-        assert found > 0
-        blocks = decode.allocate(num_asked)
-        decode.compute(prompt.token_ids, blocks, 0, num_computed)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-        done = num_computed + found
-        report = decode.step([(prompt, blocks, done, num_asked - done)])
-        assert not report.invalid_block_ids
-        assert decode.is_right(prompt.token_ids, blocks, num_asked)
 
 
 # -- pages that are coming -----------------------------------------------------------------------
@@ -160,28 +128,6 @@ def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted()
 # -- what is not saved ---------------------------------------------------------------------------
 
 
-def test_pages_beyond_the_bound_of_what_is_gathered_are_read_out_of_the_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    put, num_pages = RecordedStore.submit_put, Counter[str]()
-
-    def count(store: RecordedStore, pages: Any, **given: Any) -> Any:
-        where = "blocks" if isinstance(pages.memory, PageBlocks) else "gathered"
-        num_pages[where] += len(pages.keys)
-        return put(store, pages, **given)
-
-    monkeypatch.setattr(RecordedStore, "submit_put", count)
-    given = config("producer", {"max_unsaved": 6 * PAGE_BYTES})
-    with FakeEngine(given, listen="unix:") as prefill:
-        prompts = [request_of(f"p{number}", tokens(100, first=1000 * number)) for number in range(3)]
-        planned = prefill.plan([(prompt, prefill.admit(prompt), 0, 100) for prompt in prompts])
-        prefill.execute(planned)
-        assert num_held(prefill) == 18
-        assert num_pages == {"gathered": 6, "blocks": 12}
-        assert prefill.worker.bytes_unsaved == 0
-        assert "save" not in prefill.figures()["failures"]
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_whatever_an_engine_does_while_its_blocks_are_read_what_it_loads_is_right(seed: int) -> None:
     chance = random.Random(seed)
@@ -195,23 +141,34 @@ def test_whatever_an_engine_does_while_its_blocks_are_read_what_it_loads_is_righ
         assert schedule.audit.num_loaded
 
 
+@pytest.mark.parametrize("name", ["host", "fs"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_preempted_request_loads_what_it_saved_or_saves_it_again(
+    name: str, lost: bool, tmp_path: Path
+) -> None:
+    with both(stores=[name], options={"fs": {"path": str(tmp_path)}}) as engine:
+        prompt = request_of("a", PROMPT)
+        blocks = engine.admit(prompt)
+        engine.step([(prompt, blocks, 0, 100)])
+        assert num_held(engine) == 6
+        engine.step([], preempted=frozenset({"a"}))
+        tier = engine.worker.first_tier
+        if lost:
+            tier.store.submit_remove(tier.store.keys(tier.series)).wait(10)
+        until(lambda: engine.ask(prompt) == (0 if lost else 96, False))
+        planned: Any = engine.plan([(prompt, blocks, 0, 100)])
+        assert [save["first_page"] for save in planned.metadata["saves"]] == [0] * lost
+        engine.hear(engine.execute(planned))
+        assert num_held(engine) == 6
+
+
 # -- engines that make no call between layers ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("role", "lookup", "needs"),
-    [
-        ("producer", {}, False),
-        ("consumer", {}, True),
-        ("both", {}, True),
-        ("consumer", {"async_load": True}, False),
-        ("both", {"async_load": True}, False),
-    ],
-)
-def test_calls_in_each_layer_are_needed_for_loads_layer_by_layer_only(
-    role: str, lookup: dict[str, Any], needs: bool
-) -> None:
-    assert needs_layer_hooks(config(role, lookup)) is needs
+def test_calls_in_each_layer_are_needed_for_loads_layer_by_layer_only() -> None:
+    assert needs_layer_hooks(config("consumer"))
+    assert not needs_layer_hooks(config("producer"))
+    assert not needs_layer_hooks(config("consumer", {"async_load": True}))
 
 
 def test_a_step_without_a_call_in_its_layers_is_saved_and_loaded() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvplug import HandshakeError
 from kvplug.engine import RequestEnd
 from kvplug_lab.faults import FaultyPipe, Rule
 from kvplug_lookup.connector import serve
@@ -127,48 +126,7 @@ def test_a_request_that_waits_in_vain_for_the_answer_of_a_stopped_peer_is_counte
         assert stats["failures"]["match"] == {"expired": 1}, "only the first one waits"
 
 
-@pytest.mark.parametrize("do", ["flip", "drop", "duplicate", "swap"])
-def test_pages_that_arrive_wrong_are_never_taken_for_the_right_ones(do: str) -> None:
-    given = {"options": {"host": {"map": False}}, "transport": "cpu"}
-    rules = [Rule.parsed(f"{do} message=1 min_bytes=4096")]
-    wrapped = {"wrap_pipe": lambda pipe: FaultyPipe(pipe, rules)}
-    with pair(producer=given, consumer=given, ours=wrapped) as (prefill, decode):
-        prompt = request_of("a", PROMPT)
-        prefill.prefill(prompt)
-        blocks, loaded, report = decode.load(prompt)
-        assert loaded == 96
-        assert decode.cache.wrong_blocks(prompt.token_ids, blocks, 0, 96) <= report.invalid_block_ids
-        reasons = failures(decode, "load")
-        assert reasons == {"corrupt": 1} if do == "flip" else bool(reasons) == bool(report.invalid_block_ids)
-
-
 # -- peers whose pages are not ours --------------------------------------------------------------
-
-
-def test_what_only_workers_know_to_differ_is_promised_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A kernel's own order of blocks, say. Otherwise each request would fail, one after the other."""
-    address = an_address("refused")
-
-    def engine(role: str, block_format: str) -> FakeEngine:
-        return FakeEngine(config(role, host=address), axes="KBHTD", block_format=block_format)
-
-    with engine("consumer", "one kernel's") as decode:
-        with engine("producer", "another one's") as prefill:
-            decode.scheduler.wait_until_ready(10)
-            prefill.prefill(request_of("stored", PROMPT))
-            found, _ = decode.matched(request_of("a", PROMPT))
-            if found:  # the scheduler sides know no kernels
-                _, _, report = decode.load(request_of("a", PROMPT))
-                assert len(report.invalid_block_ids) == 6
-            for name in "bcd":
-                assert decode.matched(request_of(name, PROMPT)) == (0, False)
-            with pytest.raises(HandshakeError, match="block_format"):
-                decode.worker.wait_until_ready(10)
-        assert caplog.text.count("nothing is loaded from the peer engine's worker 0 any more") <= 1
-        with engine("producer", "one kernel's") as prefill:
-            prefill.prefill(request_of("stored", PROMPT))
-            until_promised(decode, PROMPT, 96)
-            assert_loads(decode, request_of("e", PROMPT), 96)
 
 
 # -- followers -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -109,29 +110,12 @@ def test_pages_that_are_being_kept_meanwhile_are_forgotten_too(monkeypatch: pyte
 def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Inquiry:
-        def presences(self, chains: list[bytes], first: int, rank: int) -> list[Any]:
-            return [Presence.HELD] * (len(chains) - first) if not source.num_drops else []
+    def presences(chains: list[bytes], first: int, rank: int) -> list[Any]:
+        return [] if source.drop.called else [Presence.HELD] * (len(chains) - first)
 
-    class Source:
-        name = "host"
-        replicas = ()
-        num_drops = 0
-        is_expecting = False
-
-        def inquire(self) -> Any:
-            return Inquiry()
-
-        def drop(self) -> None:
-            self.num_drops += 1
-
-        def settle(self, chains: Any, rank: int) -> None:
-            pass
-
-        def close(self) -> None:
-            pass
-
-    source = Source()
+    source = Mock(replicas=(), is_expecting=False)
+    source.name = "host"
+    source.inquire.return_value.presences = presences
     monkeypatch.setattr("kvplug_lookup.connector.scheduler.followed", lambda *_, **__: source)
     with two_workers() as engine:
         scheduler = engine.scheduler
@@ -148,17 +132,17 @@ def test_nothing_is_promised_until_every_worker_has_said_that_it_forgot(
         engine.plan([])  # step 1
         assert found("a") == found("b") == 0
         reset(1, 0)
-        assert (found("c"), source.num_drops) == (0, 0)
+        assert found("c") == 0 and not source.drop.called
         scheduler.reset_cache()  # once more, before the first is through
         reset(1, 1)
         assert found("d") == 0
-        source.num_drops = 0
+        source.drop.reset_mock()
         engine.plan([])  # step 2
         reset(1, 0, 1)
-        assert (found("e"), source.num_drops) == (0, 0)
+        assert found("e") == 0 and not source.drop.called
         reset(2, 0, 1)
-        assert source.num_drops == 1
-        source.num_drops = 0
+        source.drop.assert_called_once()
+        source.drop.reset_mock()
         assert found("f") == 96
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from kvplug.engine import Request
 from kvplug_testing.engine import FakeEngine, PlannedStep, request_of
-from kvplug_testing.waits import until
-from lookup_engines import PROMPT, assert_loads, both, first_store, num_held
+from lookup_engines import PROMPT, both, num_held
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -112,42 +111,6 @@ def test_a_request_saves_nothing_that_another_one_has_still_to_compute(engine: F
     assert_saved(engine, 9, MORE, other.token_ids)
 
 
-def test_a_load_in_the_background_has_succeeded_when_its_request_is_scheduled(engine: FakeEngine) -> None:
-    prompt, blocks = begun(engine, "a")
-    engine.step([])
-    engine.compute(prompt.token_ids, blocks, 0, LOADED)
-    engine.scheduler.update_state_after_alloc(prompt, ((),), 0)
-    engine.step([(prompt, blocks, LOADED, 54)])
-    assert_saved(engine, 9, MORE)
-
-
-def test_what_an_engine_has_in_its_own_cache_is_saved_at_once(engine: FakeEngine) -> None:
-    prompt, blocks = begun(engine, "a")
-    engine.compute(prompt.token_ids, blocks, 0, LOADED)
-    other, theirs = begun(engine, "b", MORE, blocks[:6])
-    engine.step([(other, theirs, LOADED, 54)])
-    assert_saved(engine, 9, MORE)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_a_preempted_request_is_loaded_again_is_not_saved_at_once(
-    fails: bool, engine: FakeEngine
-) -> None:
-    prompt, blocks = begun(engine, "a")
-    engine.step([(prompt, blocks, 0, 150)])
-    assert num_held(engine) == 9
-    engine.step([], preempted=frozenset({"a"}))
-    first_store(engine).submit_remove(None).wait(10)
-    until(lambda: engine.matched(prompt, 0) == (0, False), what="the removal at the scheduler side")
-    prompt, blocks = begun(engine, "a")
-    if not fails:
-        engine.compute(prompt.token_ids, blocks, 0, LOADED)
-    run(engine, engine.plan([(prompt, blocks, LOADED, 54)]), invalid=blocks[:6] if fails else ())
-    assert_saved(engine, 0)
-    engine.step([(prompt, blocks, 0 if fails else 149, 150 if fails else 1)])
-    assert_saved(engine, 9, MORE)
-
-
 def test_a_request_that_ends_with_its_step_saves_nothing(engine: FakeEngine) -> None:
     prompt, blocks = begun(engine, "a")
     planned = engine.plan([(prompt, blocks, LOADED, 54)])
@@ -156,14 +119,3 @@ def test_a_request_that_ends_with_its_step_saves_nothing(engine: FakeEngine) -> 
     engine.hear(attrs.evolve(report, invalid_block_ids=frozenset(blocks[:6])))
     engine.settle()
     assert_saved(engine, 0)
-
-
-def test_blocks_of_a_failed_load_that_another_request_gets_are_saved(engine: FakeEngine) -> None:
-    prompt, blocks = begun(engine, "a")
-    run(engine, engine.plan([(prompt, blocks, LOADED, 54)]), invalid=blocks[:6])
-    engine.finish(prompt, blocks)
-    engine.free_blocks[:0] = blocks
-    other, theirs = begun(engine, "b", range(500, 600))
-    assert set(theirs) <= set(blocks)
-    engine.step([(other, theirs, 0, 100)])
-    assert_loads(engine, request_of("c", range(500, 600)), 96)

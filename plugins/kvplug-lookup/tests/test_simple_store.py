@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from kvplug import CapacityError, ConfigError, Registry, TimeoutError, UnsupportedError
+from kvplug import CapacityError, ConfigError, Registry, TimeoutError
 from kvplug.config import check_options
 from kvplug.transport import Kind, LookupContext
 from kvplug_testing import check_plugin
@@ -39,25 +38,6 @@ def made(joined):
 def test_options_that_are_wrong_are_refused_by_name(made, given):
     with pytest.raises(ConfigError, match=next(iter(given))):
         made(**given)
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"roi": [1, 0]}, UnsupportedError),
-        ({"tokens": torch.tensor([True])}, UnsupportedError),
-        ({"key": torch.ones(2, 3, 1, 1)}, ValueError),
-        ({"key": [1, 2]}, UnsupportedError),
-        ({"metadata": {"f": object()}}, UnsupportedError),
-        ({"extra": 3}, UnsupportedError),
-    ],
-)
-def test_what_cannot_be_an_entry_is_refused_and_takes_no_bytes(made, given, error):
-    store = made()
-    tokens, *parts = (given.pop(name, None) for name in ("tokens", "roi", "key", "value"))
-    with pytest.raises(error):
-        store.insert([1, 2] if tokens is None else tokens, *parts, None, **given)
-    assert len(store) == 0 and store.bytes_used == 0
 
 
 def test_an_entry_takes_exactly_its_bytes_and_a_full_store_says_what_it_holds(made, entry):
