@@ -8,7 +8,6 @@ import torch
 
 from kvplug_lookup.buffer.reach import ReachingEnd
 from kvplug_lookup.buffer.store import SimpleStore
-from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
 from kvplug_testing.contract.lookup.suite import pipe_endpoint
 from kvplug_testing.pairs import PipePairs
 from kvplug_testing.waits import until
@@ -16,11 +15,6 @@ from kvplug_testing.waits import until
 
 class Joined(ExitStack):
     """Stores "simple", and ends that reach them over pipes in this process."""
-
-    def __init__(self):
-        super().__init__()
-        self.data_pipes = []
-        """Of the reaching ends: each can be paused."""
 
     def store(self, buffer_size=1 << 30, **options):
         store = SimpleStore(buffer_size=buffer_size, timeout_s=10, **options)
@@ -41,8 +35,7 @@ class Joined(ExitStack):
 
     def reach(self, store, limit=1 << 20):
         signal, data = self.served(store, limit)
-        self.data_pipes.append(PausablePipe(data))
-        end = ReachingEnd(signal, self.data_pipes[-1], timeout_s=10)
+        end = ReachingEnd(signal, data, timeout_s=10)
         self.callback(end.abort)
         return end
 

@@ -112,15 +112,10 @@ def until_promised(engine: FakeEngine, token_ids: Any, expected: int, within: fl
     waits.until(is_promised, within, what=f"a promise of {expected} tokens")
 
 
-def first_store(engine: FakeEngine) -> Any:
-    """The store that the engine's worker saves into."""
-    return engine.worker.first_tier.store
-
-
 def num_held(engine: FakeEngine) -> int:
     """Pages in the first store once all that was saved is settled."""
     waits.until(lambda: not engine.worker.bytes_unsaved, what="the end of all saves")
-    held: int = first_store(engine).usage().num_pages
+    held: int = engine.worker.first_tier.store.usage().num_pages
     return held
 
 

@@ -128,15 +128,3 @@ def test_an_id_that_is_used_again_at_once_is_a_new_request() -> None:
         second = promised(decode, request_of("a", tokens(100, first=1000)), 96)
         assert not decode.step([second]).invalid_block_ids
         assert decode.is_right(second[0].token_ids, second[1], 100)
-
-
-def test_a_prompt_whose_engine_went_back_is_saved_again_from_there() -> None:
-    with pair() as (prefill, decode):
-        prompt = request_of("a", PROMPT)
-        blocks = prefill.admit(prompt)
-        prefill.compute(prompt.token_ids, blocks, 0, 16)
-        planned = prefill.plan([(prompt, blocks, 0, 64)])
-        report = prefill.execute(planned, compute=True)
-        prefill.scheduler.update_connector_output(report)
-        prefill.step([(prompt, blocks, 16, 84)])
-        assert_loads(decode, request_of("b", PROMPT), 96)

@@ -100,13 +100,6 @@ def test_a_store_that_raises_what_no_store_may_fails_the_load_alone(monkeypatch:
         assert failures(decode, "load") == {"other": 1}
 
 
-def test_threads_that_connect_to_one_peer_at_once_make_one_connection() -> None:
-    with pair() as (_, decode):
-        (peer,) = decode.worker.peers.values()
-        calls = [Call(lambda: peer.connected(Deadline.after(10), retry=True)) for _ in range(4)]
-        assert len({id(call.result()[0]) for call in calls}) == 1
-
-
 def test_a_peer_that_is_waited_for_is_waited_for_no_longer_than_asked() -> None:
     with FakeEngine(config("consumer"), connect="unix:@kvplug-test-loads-no-engine") as decode:
         (peer,) = decode.worker.peers.values()

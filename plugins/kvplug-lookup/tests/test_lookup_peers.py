@@ -112,20 +112,6 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_load_fails_its_own_pages_only(
         until_promised(decode, PROMPT, 0)
 
 
-def test_a_request_that_waits_in_vain_for_the_answer_of_a_stopped_peer_is_counted(start: Any) -> None:
-    address = an_address("stopped")
-    child = start(address, [0])
-    with consumer(address, lookup={"wait_timeout_s": 0.3}) as decode:
-        until_promised(decode, PROMPT, 96)
-        decode.scheduler.get_stats()  # the peer may have started slowly
-        child.stop()
-        for number in range(3):
-            assert decode.matched(request_of(f"in vain {number}", PROMPT)) == (0, False)
-        stats = decode.scheduler.get_stats()
-        child.cont()
-        assert stats["failures"]["match"] == {"expired": 1}, "only the first one waits"
-
-
 # -- peers whose pages are not ours --------------------------------------------------------------
 
 

@@ -25,7 +25,6 @@ from lookup_engines import (
     chains_of,
     config,
     failures,
-    first_store,
     missed,
     num_held,
     pair,
@@ -67,7 +66,7 @@ def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_p
         for number in range(1, 40):
             saved(engine, number)
             until(lambda expected=6 + 6 * number: num_files(engine) == expected, what="six files more")  # type: ignore[misc]
-        series, store = engine.worker.first_tier.series, first_store(engine)
+        series, store = engine.worker.first_tier.series, engine.worker.first_tier.store
         chains = chains_of(PROMPT)
         assert set(store.submit_lookup(series.keys_of(chains)).wait()) == {Presence.ABSENT}
 
@@ -178,10 +177,10 @@ def test_what_decode_has_still_to_load_outlives_what_it_has_loaded(mapped: bool)
             loaded(decode, number)
         for number in range(40, 60):
             saved(prefill, number)
-        assert first_store(prefill).usage().num_waiting == 6 * 20
+        assert prefill.worker.first_tier.store.usage().num_waiting == 6 * 20
         for number in range(40, 60):
             loaded(decode, number)
-        until(lambda: first_store(prefill).usage().num_waiting == 0, what="that nothing waits")
+        until(lambda: prefill.worker.first_tier.store.usage().num_waiting == 0, what="that nothing waits")
 
 
 # -- stores that are slow ------------------------------------------------------------------------
@@ -260,7 +259,3 @@ def test_a_cause_is_logged_again_after_a_minute_with_what_came_meanwhile(
     now = 160.0
     warnings.flush()
     assert lines()[2:] == ["6 full"]
-    now = 230.0
-    warnings.flush()
-    warnings.warn(5, "full")
-    assert lines()[3:] == ["5 full"]

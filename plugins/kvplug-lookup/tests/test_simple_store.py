@@ -1,13 +1,17 @@
-"""What is particular to the store "simple" and to its options. Its laws are in test_simple_contract.py."""
+"""What is particular to the store "simple" and to an end that reaches it. Its laws are in
+test_simple_contract.py.
+"""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from kvplug import CapacityError, ConfigError, Registry, TimeoutError
+from kvplug import CapacityError, Registry, TimeoutError, UnsupportedError
 from kvplug.config import check_options
 from kvplug.transport import Kind, LookupContext
 from kvplug_testing import check_plugin
+from kvplug_testing.waits import until
 
 
 @pytest.mark.full
@@ -32,12 +36,6 @@ def made(joined):
         return store
 
     return make
-
-
-@pytest.mark.parametrize("given", [{"evict": "newest"}, {"ttl_s": -1}, {"evicts": "oldest"}])
-def test_options_that_are_wrong_are_refused_by_name(made, given):
-    with pytest.raises(ConfigError, match=next(iter(given))):
-        made(**given)
 
 
 def test_an_entry_takes_exactly_its_bytes_and_a_full_store_says_what_it_holds(made, entry):
@@ -90,3 +88,30 @@ def test_where_the_oldest_go_what_is_read_stays_and_nothing_goes_in_vain(made, e
     store.select([1, 2, 3], sink=InsertingSink(during))
     store.insert(*entry([16, 2, 3]), timeout=0)
     assert store.match([1]) == 0, "it is not read any more"
+
+
+# -- an end that reaches it ------------------------------------------------------------------------
+
+
+def test_a_query_that_is_no_tokens_or_too_long_for_a_message_is_refused_here(joined):
+    end = joined.reach(joined.store())
+    with pytest.raises(UnsupportedError):
+        end.match([1.5])
+    with pytest.raises(CapacityError):
+        end.match(torch.zeros(3 << 20, dtype=torch.int64))
+    assert end.match([1]) == 0
+
+
+def test_transfers_given_up_at_random_moments_leave_the_pipes_in_order(joined, entry):
+    store = joined.store()
+    end, parts = joined.reach(store, limit=1), entry([1, 2, 3], layers=200)
+    store.insert(*parts)
+    given_up = 0
+    for number in range(40):
+        try:
+            assert torch.equal(end.select([1], timeout=0.0005 * (1 + number % 20)).key, parts[2])
+        except TimeoutError:
+            given_up += 1
+    assert given_up
+    assert torch.equal(end.drop_select([1], timeout=10).key, parts[2])
+    until(lambda: not store.bytes_used)

@@ -524,7 +524,12 @@ class TestTheStoresEndIsNotHeardOf(MemoryRemoteStore):
             super()._end(error)
 
 
-@breaks(Mutant, "ALL-4", "LOOKUP-4")
+@breaks(
+    Mutant,
+    "ALL-4",
+    "LOOKUP-4",
+    caught_by="test_a_call_that_waits_in_vain_ends_at_its_deadline_and_says_what_for",
+)
 class TestIgnoresTimeouts(MemoryStore):
     """Who waits for an entry waits for ever."""
 

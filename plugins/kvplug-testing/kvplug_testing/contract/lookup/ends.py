@@ -15,7 +15,7 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import PART_BYTES, General
 from kvplug_testing.contract.lookup.entries import Put, random_tensor, unlike
-from kvplug_testing.contract.lookup.suite import LookupSuite, pipe_endpoint
+from kvplug_testing.contract.lookup.suite import LookupSuite, insert, pipe_endpoint
 from kvplug_testing.waits import Call
 
 _ROOM: Final = 3
@@ -107,9 +107,7 @@ class LookupEnd(End):
             _read.append(self._buffer.select(put.tokens, timeout=None))
 
     def _insert(self, put: Put, *timeout: float | None) -> int:
-        return self._buffer.insert(
-            put.tokens, put.roi, put.key, put.value, put.hidden, metadata=put.metadata, **given(timeout)
-        )
+        return insert(self._buffer, put, **given(timeout))
 
     def close(self, timeout: float | None) -> None:
         self._buffer.close(timeout)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
-from kvplug.transport import Entry, LookupBuffer, LookupEndpoint, LookupStore, NamedExhaustion, Pipe
+from kvplug.transport import Entry, NamedExhaustion
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.exhaustion import Attempt, let_go, together
 from kvplug_testing.contract.lookup.entries import entry, unlike
-from kvplug_testing.contract.lookup.suite import LookupSuite, pipe_endpoint
+from kvplug_testing.contract.lookup.suite import LookupSuite, insert, pipe_endpoint
+from kvplug_testing.pairs import PipePairs
 
 _HIDDEN: Final = 800_000
 """Elements of an entry's hidden states: more than a little memory."""
@@ -22,11 +23,10 @@ class LookupAttempt(Attempt):
     def __init__(self, suite: LookupSuite) -> None:
         self._suite = suite
         self._put = entry([1, 2, 3], hidden=_HIDDEN)
-        self._endpoint: LookupEndpoint | None = None
-        self._store: LookupStore | None = None
-        self._reach: LookupBuffer | None = None
-        self._pipes: list[Pipe] = []
-        self._is_inserted = False
+        self._pairs = PipePairs()
+        self._endpoint: Any = None
+        self._store: Any = None
+        self._reach: Any = None
         self._got: list[Entry] = []
 
     @property
@@ -50,48 +50,26 @@ class LookupAttempt(Attempt):
             self._endpoint = self._suite.endpoint()
 
     def _hold(self) -> None:
-        assert self._endpoint is not None
         self._store = self._endpoint.hold()
 
     def _reach_it(self) -> None:
-        assert self._endpoint is not None and self._store is not None
-        let_go(*(pipe.abort for pipe in self._pipes))
-        ours_to_signal, theirs_to_signal = self._pipe_pair()
-        our_data, their_data = self._pipe_pair()
-        self._store.attach(theirs_to_signal, their_data)
-        self._reach = self._endpoint.reach(ours_to_signal, our_data)
-
-    def _pipe_pair(self) -> tuple[Pipe, Pipe]:
-        """Of a transport that is not judged here. It connects without waiting."""
-        end = pipe_endpoint(self._suite.pipes, self._suite.timeout_s, {})
-        listener = end.listen()
-        try:
-            connected = end.connect(listener.contact)
-            self._pipes.append(connected)
-            accepted = listener.accept(timeout=self.timeout_s)
-            self._pipes.append(accepted)
-        finally:
-            listener.close()
-        return connected, accepted
+        """Over pipes that are not judged here."""
+        self._pairs.close()
+        pipes = pipe_endpoint(self._suite.pipes, self.timeout_s, {})
+        (our_signal, their_signal), (our_data, their_data) = (self._pairs.local(pipes) for _ in range(2))
+        self._store.attach(their_signal, their_data)
+        self._reach = self._endpoint.reach(our_signal, our_data)
 
     def _insert(self) -> None:
-        assert self._store is not None
-        put = self._put
-        insert = partial(
-            self._store.insert, put.tokens, put.roi, put.key, put.value, put.hidden, extra=put.extra
-        )
-        together(partial(insert, metadata=put.metadata, timeout=self.timeout_s), within=4 * self.timeout_s)
+        together(partial(insert, self._store, self._put, self.timeout_s), within=4 * self.timeout_s)
 
     def _select_there(self) -> None:
-        assert self._store is not None
         self._get(self._store.select)
 
     def _select_here(self) -> None:
-        assert self._reach is not None
         self._get(self._reach.select)
 
     def _take(self) -> None:
-        assert self._reach is not None
         self._get(self._reach.drop_select)
 
     def _get(self, verb: Callable[..., Entry]) -> None:
@@ -101,21 +79,14 @@ class LookupAttempt(Attempt):
         together(get, within=4 * self.timeout_s)
 
     def _close(self) -> None:
-        assert self._reach is not None and self._store is not None
-        together(partial(self._reach.close, self.timeout_s), within=4 * self.timeout_s)
-        together(partial(self._store.close, self.timeout_s), within=4 * self.timeout_s)
+        for end in (self._reach, self._store):
+            together(partial(end.close, self.timeout_s), within=4 * self.timeout_s)
 
     def check(self) -> None:
-        assert len(self._got) == 3, f"{len(self._got)} entries were received, not 3"
-        for got in self._got:
-            wrong = unlike(self._put, got)
-            assert not wrong, wrong
+        assert [unlike(self._put, got) for got in self._got] == [""] * 3
 
     def end(self) -> None:
-        for thing in (self._reach, self._store):
-            if thing is not None:
-                let_go(thing.abort)
-        let_go(*(pipe.abort for pipe in self._pipes))
+        let_go(*(thing.abort for thing in (self._reach, self._store) if thing is not None), self._pairs.close)
 
 
 class Exhaustion(LookupSuite, exhaustion.Exhaustion):

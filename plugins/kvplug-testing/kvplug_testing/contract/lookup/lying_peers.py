@@ -17,7 +17,7 @@ import attrs
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.lied_to import LiedToOverPipes, report_lies
 from kvplug_testing.contract.lookup.entries import Put, Sink, entry, shared
-from kvplug_testing.contract.lookup.suite import LookupSuite
+from kvplug_testing.contract.lookup.suite import LookupSuite, insert
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.tampering.falsehood import Falsehood
 from kvplug_testing.tampering.pipe import TamperingPipe
@@ -42,13 +42,53 @@ def run_both_ends(parent: peers.Parent, suite_ref: dict[str, Any], count: int, s
         return report_lies(parent, _Conversations(suite), count, seed)
 
 
+@attrs.frozen
+class _Asked:
+    """What a call asked for, and how its result is judged."""
+
+    tokens: tuple[int, ...] | None
+    min_tokens: int = 0
+    """Of ``select``; 0: one is a prefix of the other, as for ``drop_select``."""
+
+    def unlike(self, got: Any, sink: Sink | None) -> str:
+        """In which way it is not what was asked for; empty: it is."""
+        tokens, roi = got.header.tokens, got.header.roi
+        if not (got.tokens.equal(tokens) and got.roi.equal(roi) and isinstance(got.header.metadata, dict)):
+            return "the entry's tokens and roi are not those of its header, or it has no metadata"
+        form = [str(tokens.dtype), str(roi.dtype), tokens.ndim]
+        if form != ["torch.int64", "torch.bool", 1] or roi.shape != tokens.shape:
+            return f"tokens and roi have dtypes and dimensions {form}"
+        key = tuple(tokens[roi].tolist())
+        if not self._is_answered_by(key):
+            return f"an entry of the tokens {key[:20]} was handed out to who had asked for {self.tokens}"
+        num_layers, layers = got.header.num_layers, [got.key, got.value]
+        if sink is not None:
+            if [index for index, *_ in sink.layers] != [*range(num_layers)] or len(sink.headers) != 1:
+                return f"the sink was given the layers {[index for index, *_ in sink.layers][:20]}"
+            layers = [None if part is None else part[None] for _, *parts in sink.layers for part in parts]
+            num_layers = 1
+        wrong = [part.shape for part in layers if part is not None]
+        wrong = [shape for shape in wrong if [*shape[:2]] != [num_layers, len(tokens)]]
+        return f"{len(tokens)} tokens in {num_layers} layers came as {wrong}" if wrong else ""
+
+    def _is_answered_by(self, key: tuple[int, ...]) -> bool:
+        if self.tokens is None:
+            return bool(key)
+        common = shared(self.tokens, key)
+        return common >= self.min_tokens if self.min_tokens else common == min(len(self.tokens), len(key)) > 0
+
+
 class _Conversations:
+    """Each of a store, and an end that reaches it and calls it."""
+
     def __init__(self, suite: Any) -> None:
         self._suite = suite
         self._received: dict[str, int] = {}
+        """How many messages have come over each pipe."""
 
     def truth(self) -> list[Ended]:
-        calls, self._received = _Conversation(self._suite, waits.patience_s).hold(None, None)
+        calls, pipes = self._hold(waits.patience_s)
+        self._received = {each: pipe.num_received for each, pipe in pipes.items()}
         return calls
 
     def lies(self, rng: random.Random) -> Iterator[tuple[str, Falsehood]]:
@@ -59,62 +99,13 @@ class _Conversations:
 
     def lie(self, lie: tuple[str, Falsehood]) -> tuple[str, list[Ended]]:
         name, falsehood = lie
-        conversation = _Conversation(self._suite, CALL_S)
-        calls, _ = conversation.hold(name, falsehood)
-        return f"{name}, {conversation.said}", calls
+        calls, pipes = self._hold(CALL_S, *lie)
+        return f"{name}, {pipes[name].said or f'{falsehood}, which was not reached'}", calls
 
-
-@attrs.frozen
-class _Asked:
-    """What a call asked for, and how its result is judged."""
-
-    tokens: tuple[int, ...] | None
-    min_tokens: int = 0
-    """Of ``select``; 0: one is a prefix of the other, as for ``drop_select``."""
-
-    def unlike(self, got: Any, sink: Sink | None = None) -> str:
-        """In which way it is not what was asked for; empty: it is."""
-        header = got.header
-        num_tokens = len(header.tokens)
-        if not got.tokens.equal(header.tokens) or not got.roi.equal(header.roi):
-            return "the entry's tokens and roi are not those of its header"
-        if str(header.tokens.dtype) != "torch.int64" or str(header.roi.dtype) != "torch.bool":
-            return f"tokens and roi are {header.tokens.dtype} and {header.roi.dtype}"
-        if header.roi.shape != header.tokens.shape or header.tokens.ndim != 1:
-            return f"tokens and roi have the shapes {[*header.tokens.shape]} and {[*header.roi.shape]}"
-        key = tuple(header.tokens[header.roi].tolist())
-        if not self._is_answered_by(key):
-            return f"an entry of the tokens {key[:20]} was handed out to who had asked for {self.tokens}"
-        layers = [got.key, got.value]
-        if sink is not None:
-            if [index for index, *_ in sink.layers] != [*range(header.num_layers)] or len(sink.headers) != 1:
-                return f"the sink was given the layers {[index for index, *_ in sink.layers][:20]}"
-            for _, key_layer, value_layer in sink.layers:
-                layers += [None if part is None else part[None] for part in (key_layer, value_layer)]
-        for part in layers:
-            first = 1 if sink is not None else header.num_layers
-            if part is not None and [*part.shape[:2]] != [first, num_tokens]:
-                return f"{num_tokens} tokens in {header.num_layers} layers came as {[*part.shape]}"
-        return "" if isinstance(header.metadata, dict) else f"metadata is {header.metadata!r}"
-
-    def _is_answered_by(self, key: tuple[int, ...]) -> bool:
-        if self.tokens is None:
-            return bool(key)
-        common = shared(self.tokens, key)
-        return common >= self.min_tokens if self.min_tokens else common == min(len(self.tokens), len(key)) > 0
-
-
-class _Conversation:
-    """A store, and an end that reaches it and calls it."""
-
-    def __init__(self, suite: Any, call_s: float) -> None:
-        self._suite = suite
-        self._call_s = call_s
-        self._calls: list[Ended] = []
-        self.said = ""
-
-    def hold(self, name: str | None, falsehood: Falsehood | None) -> tuple[list[Ended], dict[str, int]]:
-        """How each call has ended, and how many messages have come over each pipe."""
+    def _hold(
+        self, call_s: float, name: str = "", falsehood: Falsehood | None = None
+    ) -> tuple[list[Ended], dict[str, TamperingPipe]]:
+        """How each call has ended, and the pipes."""
         with self._suite.scope():
             our_signal, their_signal = self._suite.pipe_pair()
             our_data, their_data = self._suite.pipe_pair()
@@ -124,46 +115,37 @@ class _Conversation:
             }
             store = self._suite.hold()
             for put in _entries():
-                store.insert(
-                    put.tokens, put.roi, put.key, put.value, put.hidden, extra=put.extra, timeout=SLACK_S
-                )
+                insert(store, put, SLACK_S)
             store.attach(pipes[PIPES[0]], pipes[PIPES[1]])
-            end = self._suite.endpoint(timeout_s=self._call_s).reach(pipes[PIPES[2]], pipes[PIPES[3]])
+            end = self._suite.endpoint(timeout_s=call_s).reach(pipes[PIPES[2]], pipes[PIPES[3]])
             self._suite.later(end.abort)
-            try:
-                self._talk(store, end)
-            finally:
-                said = next((pipe.said for pipe in pipes.values() if pipe.said), "")
-                self.said = said or f"{falsehood}, which was not reached"
-        return self._calls, {each: pipe.num_received for each, pipe in pipes.items()}
+            return [*_calls(store, end, call_s)], pipes
 
-    def _talk(self, store: Any, end: Any) -> None:
-        self._match(end, (1, 2, 3, 9))
-        self._entry("select", end, _Asked((1, 2, 3), 1))
-        self._entry("select", end, _Asked((1, 2, 4, 5), 4), sink=Sink())
-        self._entry("drop_select", end, _Asked((6,)))
-        self._entry("drop_select", end, _Asked(None), extra=b"other")
-        self._match(store, (1, 2, 9))
-        self._entry("select", store, _Asked((1, 2, 3), 1))
-        for what, closed in (("close", end), ("close of the store", store)):
-            self._call(what, functools.partial(closed.close, self._call_s))
 
-    def _match(self, end: Any, query: tuple[int, ...]) -> None:
-        call = ended("match", self._call_s, lambda: end.match(query))
+def _calls(store: Any, end: Any, call_s: float) -> Iterator[Ended]:
+    def match(which: Any, query: tuple[int, ...]) -> Ended:
+        call = ended("match", call_s, lambda: which.match(query))
         is_wrong = not call.error and (type(call.value) is not int or not 0 <= call.value <= len(query))
         wrong = f"{call.value!r} of {len(query)} tokens match" if is_wrong else ""
-        self._calls.append(attrs.evolve(call, value=None, wrong=wrong))
+        return attrs.evolve(call, value=None, wrong=wrong)
 
-    def _entry(self, verb: str, end: Any, asked: _Asked, **given: Any) -> None:
+    def entry_of(verb: str, which: Any, asked: _Asked, **given: Any) -> Ended:
         if asked.min_tokens:
             given["min_tokens"] = asked.min_tokens
-        run = functools.partial(getattr(end, verb), asked.tokens, timeout=self._call_s, **given)
-        call = ended(verb, self._call_s, run)
+        run = functools.partial(getattr(which, verb), asked.tokens, timeout=call_s, **given)
+        call = ended(verb, call_s, run)
         wrong = "" if call.error else asked.unlike(call.value, given.get("sink"))
-        self._calls.append(attrs.evolve(call, value=None, wrong=wrong))
+        return attrs.evolve(call, value=None, wrong=wrong)
 
-    def _call(self, what: str, run: Any) -> None:
-        self._calls.append(attrs.evolve(ended(what, self._call_s, run), value=None))
+    yield match(end, (1, 2, 3, 9))
+    yield entry_of("select", end, _Asked((1, 2, 3), 1))
+    yield entry_of("select", end, _Asked((1, 2, 4, 5), 4), sink=Sink())
+    yield entry_of("drop_select", end, _Asked((6,)))
+    yield entry_of("drop_select", end, _Asked(None), extra=b"other")
+    yield match(store, (1, 2, 9))
+    yield entry_of("select", store, _Asked((1, 2, 3), 1))
+    yield ended("close", call_s, functools.partial(end.close, call_s))
+    yield ended("close of the store", call_s, functools.partial(store.close, call_s))
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 """Random calls of a lookup buffer, each compared with a list that is searched from its beginning. Hypothesis
-generates and shrinks them.
+generates them.
 """
 
 # A type checker may run without hypothesis; then its decorators have no type.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from kvplug import CapacityError, TimeoutError
@@ -26,7 +26,7 @@ ROOMY = capacity_for(CAPACITY + 2)
 """Of a store that evicts: it may not know yet that the last entry was received."""
 # Few values, so that keys are often equal or prefixes; close values, so that a tolerance is detected.
 _token = st.sampled_from([1, 2, 120001, 120002, (1 << 31) + 1])
-_extra = st.sampled_from([b"", b"a"])
+_extra = st.sampled_from([b"", b"a", b"a\0"])
 
 
 @st.composite
@@ -124,11 +124,12 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         self.store.abort()
 
 
-def run(make: Any, examples: int, *, fills: bool) -> None:
+def run(make: Any, *, examples: int, fills: bool, shrinks: bool) -> None:
     """Compare the result of ``make()``, a store and one of its ends, with the model.
 
     Args:
         fills: try inserts for which there is no room: not if they would remove entries.
+        shrinks: look for the shortest calls that fail, which takes minutes.
     """
     run_state_machine_as_test(
         partial(Machine, make, fills),
@@ -137,6 +138,7 @@ def run(make: Any, examples: int, *, fills: bool) -> None:
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
+            phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
             database=None,
             print_blob=False,
             suppress_health_check=list(HealthCheck),

@@ -6,26 +6,25 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvplug import TimeoutError
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout, Transfer
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout
+from kvplug_testing.tampering.pipe import TamperingPipe
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PausablePipe(Pipe):
+class PausablePipe(TamperingPipe):
     """A pipe that can be paused. A receive that times out loses nothing."""
 
     def __init__(self, pipe: Pipe) -> None:
-        self.pipe = pipe
+        super().__init__(pipe)
         self._changed = threading.Condition()
         self._left: int | None = None
         self._paused = threading.Event()
 
     def pause_after(self, after: int) -> None:
         """Pass ``after`` more messages, and pause before the next one."""
-        with self._changed:
-            self._left = after
-            self._paused.clear()
+        self._left = after
 
     def resume(self) -> None:
         with self._changed:
@@ -43,30 +42,16 @@ class PausablePipe(Pipe):
                 self._paused.set()
                 if not self._changed.wait(deadline.remaining()):
                     raise TimeoutError("nothing came in time")
-        received = self.pipe.recv_tensor(out, timeout=deadline.remaining())
+        received = super().recv_tensor(out, timeout=deadline.remaining())
         with self._changed:
             if self._left:
                 self._left -= 1
         return received
 
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        return self.pipe.send_tensor(tensor, timeout=timeout)
-
-    @property
-    def closed(self) -> bool:
-        return self.pipe.closed
-
-    @property
-    def peer(self) -> str:
-        return self.pipe.peer
-
-    def limit_messages(self, nbytes: int) -> None:
-        self.pipe.limit_messages(nbytes)
-
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self.resume()
-        self.pipe.close(timeout)
+        super().close(timeout)
 
     def abort(self) -> None:
-        self.pipe.abort()
+        super().abort()
         self.resume()

@@ -12,6 +12,7 @@ import pytest
 
 from kvplug import TimeoutError
 from kvplug.transport import (
+    DEFAULT_TIMEOUT,
     Credentials,
     Entry,
     Kind,
@@ -22,6 +23,7 @@ from kvplug.transport import (
     Pipe,
     PipeContext,
     PipeEndpoint,
+    Timeout,
     check_options,
 )
 from kvplug_testing import waits
@@ -172,7 +174,7 @@ def pipe_endpoint(name: str, timeout_s: float, options: Mapping[str, Any], **con
 # -- calls that must end in time -------------------------------------------------------------------
 
 
-def insert(store: LookupBuffer, put: Put, timeout: float | None) -> int:
+def insert(store: LookupBuffer, put: Put, timeout: Timeout = DEFAULT_TIMEOUT) -> int:
     parts = (put.tokens, put.roi, put.key, put.value, put.hidden)
     return store.insert(*parts, extra=put.extra, metadata=put.metadata, timeout=timeout)
 
