@@ -75,9 +75,8 @@ class LookupEnd(End):
         put = _numbered(100 + number)
         if isinstance(self._buffer, LookupStore):
             self._insert(put, timeout)
-            return
-        wrong = unlike(put, self._buffer.drop_select(put.tokens, timeout=timeout))
-        assert not wrong, wrong
+        else:
+            self._take(put, timeout)
 
     def clog(self) -> int:
         if self._waits_for_room:
@@ -91,9 +90,7 @@ class LookupEnd(End):
 
     def drain(self, count: int) -> None:
         for number in range(count):
-            put = _numbered(number)
-            wrong = unlike(put, self._buffer.drop_select(put.tokens, timeout=waits.patience_s))
-            assert not wrong, wrong
+            self._take(_numbered(number), waits.patience_s)
 
     def busy(self, leaves: bool) -> None:
         """One entry is read again and again. What was read is kept."""
@@ -105,6 +102,10 @@ class LookupEnd(End):
             time.sleep(0.01)
         while True:
             _read.append(self._buffer.select(put.tokens, timeout=None))
+
+    def _take(self, put: Put, timeout: float | None) -> None:
+        wrong = unlike(put, self._buffer.drop_select(put.tokens, timeout=timeout))
+        assert not wrong, wrong
 
     def _insert(self, put: Put, *timeout: float | None) -> int:
         return insert(self._buffer, put, **given(timeout))
@@ -119,8 +120,7 @@ class LookupEnd(End):
         return self._buffer.is_lost
 
     def is_still_open(self) -> None:
-        lost = "that an end knows that its store is gone"
-        waits.until(lambda: self._buffer.is_lost, what=lost)
+        waits.until(lambda: self._buffer.is_lost, what="that an end knows that its store is gone")
 
 
 class LookupEnds(Ends):

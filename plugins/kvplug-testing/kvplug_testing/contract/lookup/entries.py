@@ -104,25 +104,20 @@ def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
     Args:
         without: names of parts that a sink received, and that must be ``None``.
     """
-    header = got.header
+    import torch
+
+    header, parts = got.header, ("key", "value", "hidden")
     layered = put.key if put.key is not None else put.value
-    parts = ("key", "value", "hidden")
+    num_layers = 0 if layered is None else layered.shape[0]
+    tokens, roi = torch.tensor([*put.tokens]), torch.tensor(put.mask)
     wanted = {
-        "tokens": [*put.tokens],
-        "roi": put.mask,
-        "the header's tokens and roi": [[*put.tokens], put.mask],
-        "dtypes of tokens and roi": "torch.int64 torch.bool",
-        "metadata": put.metadata,
-        "num_layers": 0 if layered is None else layered.shape[0],
+        "tokens": [tokens, roi],
+        "header": [tokens, roi, num_layers, put.metadata],
         **{name: None if name in without else getattr(put, name) for name in parts},
     }
     came = {
-        "tokens": got.tokens.tolist(),
-        "roi": got.roi.tolist(),
-        "the header's tokens and roi": [header.tokens.tolist(), header.roi.tolist()],
-        "dtypes of tokens and roi": f"{got.tokens.dtype} {got.roi.dtype}",
-        "metadata": header.metadata,
-        "num_layers": header.num_layers,
+        "tokens": [got.tokens, got.roi],
+        "header": [header.tokens, header.roi, header.num_layers, header.metadata],
         **{name: getattr(got, name) for name in parts},
     }
     return difference(wanted, came)
