@@ -40,6 +40,3 @@ from kvplug_testing.contract.sink import (
 from kvplug_testing.contract.store import (
     StoreContract as StoreContract,
 )
-from kvplug_testing.contract.store.blocking import (
-    BlockingStoreContract as BlockingStoreContract,
-)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug_testing import BlockingStoreContract, StoreContract
-
-
-class TestSqliteMethods(BlockingStoreContract):
-    store = "sqlite"
+from kvplug_testing import StoreContract
 
 
 class TestSqlite(StoreContract):

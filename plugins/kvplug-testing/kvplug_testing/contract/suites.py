@@ -47,8 +47,7 @@ def _loaded(source: str) -> type[Contract]:
 
 
 def every() -> tuple[type[Contract], ...]:
-    blocking = _loaded("kvplug_testing.contract.store.blocking:BlockingStoreContract")
-    return (*(suite_of(kind) for kind in _SUITES), blocking, PluginContract)
+    return (*(suite_of(kind) for kind in _SUITES), PluginContract)
 
 
 def installed(
