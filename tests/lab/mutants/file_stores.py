@@ -170,7 +170,11 @@ class BoundedStore(FileStore):
         return [key in self._sizes for key in keys]
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        return super().read(key, into) if key in self._sizes else None
+        with self.lock:
+            if key not in self._sizes:
+                return None
+            self._sizes[key] = self._sizes.pop(key)  # evicted last
+        return super().read(key, into)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
         nbytes = sum(map(len, page))
@@ -202,7 +206,7 @@ class BoundedMutant(StoreContract):
     """One fault of a store with a budget. The store without one is no control for it."""
 
     options_class = FileOptions
-    evicts_by_use = False
+    use_granularity_s = 0.0
     made: type[BoundedStore] = BoundedStore
     parts = ("made",)
     breaks: tuple[str, ...] = ()

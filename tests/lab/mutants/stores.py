@@ -262,7 +262,10 @@ class TestAGetIsSubmittedWhenItIsDone(MemoryStore):
 
 
 @breaks(
-    Mutant, "STORE-3", "ALL-4", caught_by="test_jobs_end_by_their_deadlines_while_the_store_does_not_answer"
+    Mutant,
+    "STORE-3",
+    "ALL-4",
+    caught_by="test_jobs_end_when_they_are_due_or_cancelled_while_the_store_does_not_answer",
 )
 class TestHasNoDeadlines(MemoryStore):
     """Jobs end when they are done."""
@@ -338,7 +341,7 @@ class TestCopiesAfterTheEnd(Mutant):
 @breaks(
     Mutant,
     "STORE-3",
-    caught_by="test_a_store_that_does_not_answer_holds_up_no_submit_and_no_job_that_is_cancelled",
+    caught_by="test_jobs_end_when_they_are_due_or_cancelled_while_the_store_does_not_answer",
 )
 class TestCannotBeCancelled(MemoryStore):
     """A cancelled job goes on."""
@@ -375,7 +378,7 @@ class TestVerifiesNoProof(PageSeal):
         return None
 
 
-@breaks(Mutant, "STORE-4", caught_by="test_a_page_that_is_replayed_under_another_key_is_a_miss")
+@breaks(Mutant, "STORE-4", caught_by="test_a_page_under_another_key_is_a_miss")
 class TestProvesTheBytesOnly(PageSeal):
     """The proof does not bind a page to its key."""
 
@@ -396,7 +399,7 @@ class TestEvictsLeasedPages(PagePlace):
         return super()._make_room(nbytes)
 
 
-@breaks(Mutant, "STORE-5", caught_by="test_a_lease_that_has_expired_protects_no_more")
+@breaks(Mutant, "STORE-5", caught_by="test_a_lease_can_be_prolonged_and_protects_no_more_when_it_has_expired")
 class TestLeasesDoNotExpire(PagePlace):
     """A lease ends only when it is released."""
 
@@ -404,7 +407,7 @@ class TestLeasesDoNotExpire(PagePlace):
         return super().lookup(end, keys, 1e6 if lease_s else 0.0)
 
 
-@breaks(Mutant, "STORE-5", caught_by="test_a_lease_can_be_prolonged_and_a_shorter_one_does_not_end_it")
+@breaks(Mutant, "STORE-5", caught_by="test_a_lease_can_be_prolonged_and_protects_no_more_when_it_has_expired")
 class TestAShorterLeaseEndsALongerOne(PagePlace):
     """The last lookup decides."""
 
@@ -415,7 +418,11 @@ class TestAShorterLeaseEndsALongerOne(PagePlace):
             return super().lookup(end, keys, lease_s)
 
 
-@breaks(Mutant, "STORE-5", caught_by="test_one_end_does_not_release_what_another_has_leased")
+@breaks(
+    Mutant,
+    "STORE-5",
+    caught_by="test_an_end_does_not_release_what_another_has_leased_and_its_leases_end_with_it",
+)
 class TestReleasesLeasesOfOthers(PagePlace):
     """A release ends every lease on the page."""
 
@@ -424,7 +431,11 @@ class TestReleasesLeasesOfOthers(PagePlace):
             super().release(other, keys)
 
 
-@breaks(Mutant, "STORE-5", caught_by="test_the_leases_of_an_end_that_is_closed_end")
+@breaks(
+    Mutant,
+    "STORE-5",
+    caught_by="test_an_end_does_not_release_what_another_has_leased_and_its_leases_end_with_it",
+)
 class TestKeepsLeasesOfClosedEnds(PagePlace):
     """The leases of an end that was closed go on."""
 
@@ -492,7 +503,7 @@ class TestDoesNotEvict(PagePlace):
         return self.budget_bytes - self.used_bytes >= nbytes
 
 
-@breaks(Mutant, "STORE-6", caught_by="test_headers_are_counted")
+@breaks(Mutant, "STORE-6", caught_by="test_usage_counts_pages_and_their_bytes")
 class TestDoesNotCountHeaders(PlaceEnd):
     """Only the bytes of pages count."""
 
@@ -569,7 +580,9 @@ class TestWhatIsTooLargeFindsNoRoom(PagePlace):
 _kept: list[Any] = []
 
 
-@breaks(Mutant, "STORE-6", "ALL-7", caught_by="test_memory_does_not_grow_with_the_pages_that_come_and_go")
+@breaks(
+    Mutant, "STORE-6", "ALL-7", caught_by="test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory"
+)
 class TestKeepsWhatWasEvicted(PagePlace):
     """Evicted pages stay in memory."""
 
@@ -631,7 +644,9 @@ class TestPromisesWhatCannotBeRead(MemoryStore):
         self._calls.readable = lambda keys, held: held  # type: ignore[method-assign]
 
 
-@breaks(Mutant, "STORE-1", caught_by="test_a_put_that_says_kept_has_kept_the_page")
+@breaks(
+    Mutant, "STORE-1", caught_by="test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
+)
 class TestAPutLies(MemoryStore):
     """A page counts as kept where something is under its key, be it readable or not."""
 
@@ -669,7 +684,7 @@ class TestDeclaredPagesDoNotExpire(PagePlace):
         super().declare(end, series, keys, for_s + 100)
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_that_is_given_up_is_absent")
+@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed")
 class TestCannotGiveUpDeclaredPages(PagePlace):
     """A declared page that is given up is waited for until its time is over."""
 
@@ -677,7 +692,7 @@ class TestCannotGiveUpDeclaredPages(PagePlace):
         return None
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_a_page_that_is_held_is_held_whatever_is_declared")
+@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed")
 class TestADeclaredPageHidesWhatIsHeld(PagePlace):
     """A page that is declared once more is coming, though it is there."""
 
@@ -691,7 +706,7 @@ class TestADeclaredPageHidesWhatIsHeld(PagePlace):
         return super()._presence(end, key, now, lease_s)
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_a_page_that_is_declared_again_is_coming_for_longer")
+@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_whose_time_is_over_is_absent")
 class TestTheFirstDeclarationDecides(PagePlace):
     """A page that is declared again expires as if it had not been."""
 
@@ -734,7 +749,7 @@ class TestRemovesNothing(PagePlace):
         return None
 
 
-@breaks(Mutant, "STORE-9", caught_by="test_a_declared_page_that_is_removed_is_no_longer_coming")
+@breaks(Mutant, "STORE-9", caught_by="test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed")
 class TestRemovedPagesAreStillExpected(PagePlace):
     """A page that was declared and removed is coming."""
 
@@ -787,7 +802,7 @@ class Silent(PagePlace):
             super()._tell(event)
 
 
-@breaks(Mutant, "STORE-10", caught_by="test_evicted_pages_are_told")
+@breaks(Mutant, "STORE-10", caught_by="test_listeners_that_come_while_pages_come_and_go_miss_nothing")
 class TestTellsNoEvictions(PagePlace):
     """An index has pages that were evicted; the numbers have no gap."""
 
@@ -806,7 +821,7 @@ class TestLosesEvents(Silent):
     leaves_out = lambda self, event: event.seq % 20 == 19  # noqa: E731
 
 
-@breaks(Mutant, "STORE-10", caught_by="test_declared_pages_are_told_and_what_becomes_of_them")
+@breaks(Mutant, "STORE-10", caught_by="test_random_calls_give_what_a_dict_gives")
 class TestTellsOfNoDeclaredPages(Silent):
     """Listeners hear of pages when they are there."""
 
@@ -963,7 +978,7 @@ class TestDoesNotKnowThatItsStoreIsGone(RemoteMemoryStore):
         return ExecutedStore.is_lost.fget(self)  # type: ignore[attr-defined, no-any-return]
 
 
-@breaks(LinkMutant, "ALL-7", caught_by="test_other_ends_that_come_and_go_leave_nothing_at_the_first")
+@breaks(LinkMutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
 class TestLeavesAThreadForEachPeer(MemoryStore):
     """Serving a peer that has gone leaves a thread."""
 
@@ -973,7 +988,9 @@ class TestLeavesAThreadForEachPeer(MemoryStore):
 
 
 @breaks(
-    LinkMutant, "STORE-7", caught_by="test_jobs_end_by_their_deadlines_while_the_stores_process_is_stopped"
+    LinkMutant,
+    "STORE-7",
+    caught_by="test_jobs_end_in_time_while_the_stores_process_is_stopped_and_when_it_is_killed",
 )
 class TestTakesAStoppedStoreForDead(RemoteMemoryStore):
     """A store that does not answer for a moment counts as gone for good."""

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from kvplug_testing.contract.store.bad_pages import BadPages
 from kvplug_testing.contract.store.budget import Budget
 from kvplug_testing.contract.store.contents import Contents
 from kvplug_testing.contract.store.deadlines import Deadlines
-from kvplug_testing.contract.store.declared import Declared
 from kvplug_testing.contract.store.devices import Devices
-from kvplug_testing.contract.store.endings import Endings
+from kvplug_testing.contract.store.ends import StoreGeneral
 from kvplug_testing.contract.store.exhaustion import Exhaustion
-from kvplug_testing.contract.store.gone import Gone
 from kvplug_testing.contract.store.index import WhatIsThere
-from kvplug_testing.contract.store.leases import Leases
 from kvplug_testing.contract.store.lying_peers import LyingPeers
-from kvplug_testing.contract.store.misses import Misses, Tenants
-from kvplug_testing.contract.store.model import Model
-from kvplug_testing.contract.store.removal import Removal
+from kvplug_testing.contract.store.misses import Misses
 from kvplug_testing.contract.store.writers import Writers
 
 
 # pytest collects the last base first.
 class StoreContract(
-    Contents,
-    Misses,
-    BadPages,
-    Tenants,
-    Writers,
-    Deadlines,
-    Budget,
-    Leases,
-    Declared,
-    Removal,
-    WhatIsThere,
-    Devices,
-    Model,
-    Gone,
-    Endings,
-    LyingPeers,
-    Exhaustion,
+    Contents, Misses, Writers, Deadlines, Budget, WhatIsThere, Devices, StoreGeneral, LyingPeers, Exhaustion
 ):
     """Checks a store against the laws ALL and STORE.
 

@@ -1,22 +1,25 @@
-"""The budget: never exceeded, used well, and pages that are used stay."""
+"""The budget: never exceeded, used well, and what stays: pages that are used, leased, or to be read."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvplug.transport import PutReason, Store
-from kvplug_testing import waits
+from kvplug import PeerGoneError
+from kvplug.transport import Deadline, MissReason, Presence, PutReason, Store
+from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.footprint import Footprint
+from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import MIB, Batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import (
+    Place,
     StoreSuite,
     at_both_ends,
     ended,
@@ -24,200 +27,312 @@ from kvplug_testing.contract.store.suite import (
     got_or_missed,
     held,
     kept,
+    looked_up,
     missed,
     put,
 )
+from kvplug_testing.waits import Call, until
 
-_CHURNED = 4_000
-"""Pages that come and go."""
 _MEASURED_BYTES = 32 * MIB
 """The least budget of a place whose bytes are measured. Journals and allocators keep less than half of it."""
+_LONG_S = 600.0
+_STOPS = 7
+_FLOOD_S = 2.0
+"""How long a store is flooded in one go, if that is slow."""
+_LATE = {MissReason.ABSENT, MissReason.EVICTED, MissReason.EXPIRED, MissReason.CORRUPT, MissReason.IDENTITY}
+"""Why a page that was evicted during a read may be missed."""
+
+
+def read_again_and_again(parent: peers.Parent, suite: Any, store: Store, name: bytes, nbytes: int) -> Any:
+    """In another process: lease and get pages, over and over, until told to end. Returns what was wrong."""
+    pages = suite.batch(store, 16, sized_format(nbytes), namespace=name)
+    parent.send("ready")
+    # A writer of the same database, say, holds up each call until its deadline.
+    patience_s = waits.patience_s + suite.timeout_s
+    while not parent.poll():
+        store.submit_lookup(pages.keys, lease_s=0.05).wait(patience_s)
+        request = pages.empty()
+        if wrong := pages.unlike(request, store.submit_get(request).wait(patience_s)):
+            return wrong
+    return ""
+
+
+def lease(parent: peers.Parent, suite: Any, store: Store, name: bytes, nbytes: int) -> None:
+    """In another process: lease pages for long, and wait to be killed."""
+    pages = suite.batch(store, 4, sized_format(nbytes), namespace=name)
+    parent.send(looked_up(store, pages.keys, lease_s=_LONG_S) == [Presence.HELD] * 4)
+    parent.recv(None)
 
 
 class Budget(StoreSuite):
-    """Places whose budget is :attr:`budget_bytes`."""
+    """Places whose budget is :attr:`budget_bytes`, and floods of pages that do not fit."""
 
-    def _must_have_a_budget(self, store: Store) -> None:
-        if store.usage().budget_bytes is None:
+    @property
+    def _nbytes(self) -> int:
+        """Bytes of a page of which sixteen and more fit."""
+        return self.budget_bytes // 24
+
+    def _bounded(self, end: str = "first") -> tuple[Store, Store]:
+        """The first end, and the tested one. Skips the test if the store has no budget of its own."""
+        first, store = self.first_and(end, self.budget_bytes)
+        if first.usage().budget_bytes is None:
             pytest.skip(f"{self.called} has no limit of its own")
+        return first, store
 
-    def _within(self, store: Store) -> None:
-        usage = store.usage()
-        budget = usage.budget_bytes
-        if budget is not None:
-            assert budget <= self.budget_bytes, f"the budget is {budget}, and was {self.budget_bytes}"
-        assert usage.used_bytes <= self.budget_bytes, (
-            f"{usage.used_bytes} bytes are used of {self.budget_bytes}"
-        )
+    def _flood(self, store: Store, for_s: float = 600.0) -> None:
+        """Put many other pages, and use each: a store may keep a page that was used before those that are
+        seen once."""
+        limit = Deadline.after(for_s)
+        for _ in range(48):
+            pages = self.batch(store, 1, sized_format(self._nbytes))
+            put(store, pages)
+            got_or_missed(store, pages)
+            if limit.expired:
+                break
 
     @law("STORE-6")
     @at_both_ends
     def test_pages_that_come_do_not_exceed_the_budget(self, end: str) -> None:
-        first, store = self.first_and(end, self.budget_bytes)
-        self._must_have_a_budget(first)
-        nbytes = self.budget_bytes // 24
-        batches = [self.batch(first, 2, sized_format(nbytes)) for _ in range(36)]
+        first, store = self._bounded(end)
+        batches = [self.batch(first, 2, sized_format(self._nbytes)) for _ in range(36)]
         for pages in batches:
-            assert set(put(store, pages)) <= {None, PutReason.NO_ROOM}
-            self._within(first)
-        there = [pages for pages in batches if all(held(first, pages))]
-        assert 2 * len(there) * nbytes >= self.budget_bytes // 4, (
-            f"of a budget of {self.budget_bytes} bytes {2 * len(there)} pages of {nbytes} bytes are there"
-        )
+            assert {*put(store, pages)} <= {None, PutReason.NO_ROOM}
+            usage = first.usage()
+            assert usage.used_bytes <= (usage.budget_bytes or 0) <= self.budget_bytes
+        there = sum(all(held(first, pages)) for pages in batches)
+        assert 2 * there * self._nbytes >= self.budget_bytes // 4, f"only {2 * there} pages fit"
         for pages in batches:
             got_or_missed(store, pages)
         got(store, batches[-1])
 
-    @law("STORE-6")
-    def test_headers_are_counted(self) -> None:
+    @law("STORE-6", "STORE-9", "STORE-10")
+    def test_usage_counts_pages_and_their_bytes(self) -> None:
         """Pages of a few bytes, whose headers are larger than they are."""
-        store = self.hold(self.budget_bytes)
-        self._must_have_a_budget(store)
+        store = self.hold()
+        self.must(store, "usage")
         form = kv_format(2, num_heads=1, head_size=2)
         before = store.usage()
         pages = self.batch(store, 40, form)
-        kept(store, pages)
-        usage = store.usage()
-        header = store.seal.header_length(form, pages.identities[0])
-        assert usage.num_pages - before.num_pages == 40
-        least = 40 * (header + form.nbytes)
-        assert usage.used_bytes - before.used_bytes >= least, (
-            f"{usage.used_bytes - before.used_bytes} bytes are counted for 40 pages, which are {least}"
-        )
+        for _ in range(2):
+            kept(store, pages)
+            usage = store.usage()
+            assert usage.num_pages - before.num_pages == 40
+            least = 40 * (store.seal.header_length(form, pages.identities[0]) + form.nbytes)
+            assert usage.used_bytes - before.used_bytes >= least
+        if all(ended(store.submit_remove(pages.keys))):
+            assert store.usage().num_pages == before.num_pages
+            assert store.usage().used_bytes < usage.used_bytes, "removed pages are still counted"
 
-    @law("STORE-6", level="long")
+    @law("STORE-6", "ALL-7", level="long")
     def test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory(self) -> None:
         """Whatever the store counts: a full place does not grow by what comes."""
         budget = max(_MEASURED_BYTES, self.budget_bytes)
         place = self.place(budget)
-        folder = str(place.options.get(self.place_option, ""))
         store = self.open(place)
-        self._must_have_a_budget(store)
+        if store.usage().budget_bytes is None:
+            pytest.skip(f"{self.called} has no limit of its own")
 
         def put_budgets(count: int) -> None:
             for _ in range(8 * count):
                 put(store, self.batch(store, 8, sized_format(budget // 64)))
 
+        folder = str(place.options.get(self.place_option, ""))
         put_budgets(1)
         before = _lying_bytes(folder)
         put_budgets(2)
-        limit = time.monotonic() + waits.patience_s / 10
-        while more := {
-            where: nbytes - before[where]
-            for where, nbytes in _lying_bytes(folder).items()
-            if nbytes - before[where] > budget // 2
-        }:
-            said = ", ".join(f"{nbytes:,} bytes more lie {where}" for where, nbytes in more.items())
-            assert time.monotonic() < limit, f"the budget of {budget:,} bytes was used, and {said}"
-            time.sleep(0.1)
+
+        def is_steady() -> bool:
+            return all(nbytes - before[at] <= budget // 2 for at, nbytes in _lying_bytes(folder).items())
+
+        until(is_steady, waits.patience_s / 10, f"that a full place does not grow beyond {before}")
 
     @law("STORE-6")
     @at_both_ends
     def test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing(self, end: str) -> None:
-        first, store = self.first_and(end, self.budget_bytes)
-        self._must_have_a_budget(first)
-        pages = self.batch(first, 4, sized_format(self.budget_bytes // 24))
+        first, store = self._bounded(end)
+        pages = self.batch(first, 4, sized_format(self._nbytes))
         kept(first, pages)
         large = self.batch(first, 1, sized_format(self.budget_bytes + 1))
         assert put(store, large) == [PutReason.TOO_LARGE]
         got(store, pages)
         missed(store, large)
 
-    @property
-    def eviction_by_use(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        return "" if self.evicts_by_use else f"{self.called} does not evict by use (evicts_by_use)"
-
-    @law("STORE-6", needs="eviction_by_use", level="long")
+    @law("STORE-6", level="long")
     @at_both_ends
     def test_pages_that_are_got_stay_and_others_are_evicted(self, end: str) -> None:
-        first, store = self.first_and(end, self.budget_bytes)
+        first, store = self._bounded(end)
+        self._use_and_flood(first, lambda pages: got(store, pages))
 
-        def use(pages: Batch) -> None:
-            got(store, pages)
-
-        self._use_and_flood(first, use)
-
-    @law("STORE-6", needs="eviction_by_use")
+    @law("STORE-6")
     def test_pages_that_are_touched_stay_and_others_are_evicted(self) -> None:
-        store = self.hold(self.budget_bytes)
+        store, _ = self._bounded()
         self.must(store, "touch")
         self._use_and_flood(store, lambda pages: store.touch(pages.keys))
 
     def _use_and_flood(self, store: Store, use: Callable[[Batch], None]) -> None:
-        """Half of the pages are used, and a quarter of the capacity comes after that."""
-        self._must_have_a_budget(store)
-        nbytes = self.budget_bytes // 48
-        capacity = self._capacity(nbytes)
-        pages = self.batch(store, capacity - 2, sized_format(nbytes))
+        """Half of the pages are used, and then half of the pages that are there are evicted."""
+        form = sized_format(self.budget_bytes // 48)
+        pages = self.batch(store, self._capacity(form) - 2, form)
         kept(store, pages)
         time.sleep(self.use_granularity_s)
         used, unused = pages[::2], pages[1::2]
         for _ in range(2):
             use(used)
         ended(store.submit_lookup(used.keys))  # a use that is noted in a thread is noted by now
-        for _ in range(capacity // 4):
-            kept(store, self.batch(store, 1, sized_format(nbytes)))
-        lost = held(store, used).count(False)
-        assert not lost, f"{lost} of {len(used)} pages that were used last were evicted"
+        for _ in range(len(pages) // 4):
+            kept(store, self.batch(store, 1, form))
+        assert all(held(store, used)), "pages that were used last were evicted"
         assert not all(held(store, unused)), "nothing was evicted"
 
-    def _capacity(self, nbytes: int) -> int:
-        """How many pages of that size a place takes before one is evicted."""
-        store = self.open(self.place(self.budget_bytes))
-        there: list[Batch] = []
-        while len(there) < 200:
-            pages = self.batch(store, 1, sized_format(nbytes))
-            assert set(put(store, pages)) <= {None, PutReason.NO_ROOM}
-            there.append(pages)
-            if not all(itertools.chain.from_iterable(held(store, each) for each in there)):
-                store.close()
-                assert len(there) > 12, f"{len(there) - 1} pages fit in 48 times their size"
-                return len(there) - 1
-        raise AssertionError(f"200 pages of {nbytes} bytes are held in a budget of {self.budget_bytes}")
-
-    @law("STORE-6", "STORE-9")
-    def test_removed_pages_make_room(self) -> None:
+    def _capacity(self, form: Any) -> int:
+        """How many such pages a place takes before one is evicted."""
         store = self.hold(self.budget_bytes)
-        self._must_have_a_budget(store)
-        nbytes = self.budget_bytes // 24
-        before = store.usage()
-        pages = self.batch(store, 8, sized_format(nbytes))
+        pages = self.batch(store, 60, form)
+        for count in range(60):
+            put(store, pages[count : count + 1])
+            if not all(held(store, pages[: count + 1])):
+                assert count > 12, f"{count} pages fit in 48 times their size"
+                return count
+        raise AssertionError("60 pages are held in a budget of 48")
+
+    # -- leases --------------------------------------------------------------------------------
+
+    def _leased(self, **given: Any) -> tuple[Place, Store, Batch]:
+        """A store with a small budget, and four pages in it."""
+        place = self.place(self.budget_bytes)
+        store = self.open(place)
+        self.must(store, "release")
+        pages = self.batch(store, 4, sized_format(self._nbytes), **given)
         kept(store, pages)
-        if not all(ended(store.submit_remove(pages.keys))):
-            pytest.skip(f"{self.called} cannot remove pages")
-        usage = store.usage()
-        assert usage.num_pages == before.num_pages
-        assert usage.used_bytes - before.used_bytes < 4 * nbytes, "removed pages are still counted"
-        self._within(store)
+        return place, store, pages
 
-    @law("STORE-6", "ALL-7", level="long", timeout_s=300)
-    def test_memory_does_not_grow_with_the_pages_that_come_and_go(self) -> None:
-        store = self.hold(self.budget_bytes)
-        self._must_have_a_budget(store)
-        form = sized_format(self.budget_bytes // 200)
-        each = 10  # a leak of one object per round is more than the pages that a store happens to hold
+    @law("STORE-5")
+    def test_a_leased_page_outlives_a_flood_until_it_is_released(self) -> None:
+        _, store, pages = self._leased()
+        assert looked_up(store, pages.keys[:2], lease_s=_LONG_S) == [Presence.HELD] * 2
+        self._flood(store)
+        assert held(store, pages) == [True, True, False, False]
+        got(store, pages[:2])
+        store.release(pages.keys[:1])
+        self._flood(store)
+        assert held(store, pages) == [False, True, False, False]
 
-        def some(rounds: int) -> None:
-            for _ in range(rounds):
-                pages = self.batch(store, each, form)
-                assert set(put(store, pages)) <= {None, PutReason.NO_ROOM}
-                got_or_missed(store, pages)
-                self._within(store)
+    @law("STORE-5")
+    def test_a_lease_can_be_prolonged_and_protects_no_more_when_it_has_expired(self) -> None:
+        _, store, pages = self._leased()
+        looked_up(store, pages.keys, lease_s=0.1)
+        for lease_s in (_LONG_S, 0.01, 0.0):
+            looked_up(store, pages.keys[:2], lease_s=lease_s)
+        time.sleep(0.2)
+        self._flood(store)
+        assert held(store, pages) == [True, True, False, False]
+        got(store, pages[:2])
 
-        some(20)
-        for _ in range(3):  # what a store remembers of its pages comes and goes; a leak grows each time
-            before = Footprint.taken()
-            rounds = _CHURNED // each
-            some(rounds)
-            limit = time.monotonic() + waits.patience_s / 10
-            while held_more := Footprint.taken().growth(before, rounds, each * form.nbytes):
-                if time.monotonic() > limit:
-                    break
-                time.sleep(0.1)
-            else:
-                return
-        raise AssertionError(f"this process holds {held_more}")
+    @law("STORE-5")
+    def test_an_end_does_not_release_what_another_has_leased_and_its_leases_end_with_it(self) -> None:
+        place, store, pages = self._leased()
+        other = self.other(place)
+        self.must(other, "release")
+        for end in (other, store):
+            looked_up(end, pages.keys, lease_s=_LONG_S)
+        store.release(pages.keys)
+        self._flood(store)
+        got(store, pages)
+        Call(other.close).result()
+        self._until_evicted(store, pages)
+
+    @law("STORE-5", "ALL-7", needs="other_and_forked_processes", timeout_s=120)
+    def test_the_leases_of_a_reader_that_is_killed_end(self) -> None:
+        name = b"leased by a reader that is killed"
+        place, store, pages = self._leased(namespace=name)
+        reader = self.remote(place, lease, name, self._nbytes)
+        assert reader.recv(waits.patience_s), "a lease was not granted"
+        self._flood(store)
+        got(store, pages)
+        reader.kill()
+        self._until_evicted(store, pages)
+
+    @law("STORE-5", "STORE-6")
+    def test_where_everything_is_leased_a_put_finds_no_room(self) -> None:
+        _, store, _ = self._leased()
+        more = self.batch(store, 48, sized_format(self._nbytes))
+        reasons = []
+        for at in range(48):
+            reasons += put(store, more[at : at + 1])
+            looked_up(store, more.keys[at : at + 1], lease_s=_LONG_S)
+        assert {*reasons} == {None, PutReason.NO_ROOM}
+        assert reasons[-1] is PutReason.NO_ROOM
+        got(store, more[[at for at, reason in enumerate(reasons) if reason is None]])
+        store.release(more.keys)
+        until(
+            lambda: put(store, more[-1:]) == [None], what="that there is room once the leases were released"
+        )
+
+    @law("STORE-6", level="long")
+    def test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read(self) -> None:
+        place = self.place(self.budget_bytes)
+        store, other = self.open(place), self.other(place)
+        self.must(store, "expect_reader")
+        pages = self.batch(store, 3, sized_format(self._nbytes))
+        twice, once = pages[:1], pages[1:2]
+        kept(store, once)
+        for expected in (twice, twice, once):
+            store.expect_reader(expected.keys)
+        kept(store, pages)
+        self._flood(store)
+        assert held(store, pages) == [True, True, False]
+        for expected in (once, twice):
+            got(other, pages[:2] if expected is once else twice)
+            self._until_evicted(store, expected)
+            assert held(store, twice) == [expected is once], "another reader is still expected"
+
+    def _until_evicted(self, store: Store, pages: Batch) -> None:
+        def flooded() -> bool:
+            self._flood(store)
+            return not any(held(store, pages))
+
+        until(flooded, what="that pages are evicted whose leases have ended")
+
+    # -- readers that are too late -------------------------------------------------------------
+
+    @law("STORE-5")
+    @at_both_ends
+    def test_a_reader_that_is_held_up_while_its_page_is_evicted_gets_it_or_a_miss(self, end: str) -> None:
+        """The memory of the page is used again while the reader copies it."""
+        first, store = self.first_and(end, self.budget_bytes)
+        for _ in range(4):
+            pages = self.batch(first, 3, sized_format(self._nbytes))
+            kept(first, pages)
+            request, memory = held_request(pages, at=1)
+            with memory:
+                job = store.submit_get(request)
+                memory.wait_begun()
+                self._flood(first)
+            results = ended(job)
+            assert not (wrong := pages.unlike(pages.request(memory.inner), results)), wrong
+            assert {*results} <= {None, *_LATE}
+
+    @law("STORE-5", needs="other_and_forked_processes", timeout_s=180)
+    def test_a_reader_that_is_stopped_for_longer_than_its_lease_gets_no_wrong_byte(self) -> None:
+        """Stop it at any point, use all memory of the store for other pages, and let it go on."""
+        place = self.place(self.budget_bytes)
+        store = self.open(place)
+        name = b"read by a reader that is stopped"
+        pages = self.batch(store, 16, sized_format(self._nbytes), namespace=name)
+        reader = self.remote(place, read_again_and_again, name, self._nbytes, timeout_s=600)
+        assert reader.recv(waits.patience_s) == "ready"
+        with contextlib.suppress(PeerGoneError):  # its result says why
+            for number in range(_STOPS):
+                put(store, pages)
+                time.sleep(0.05 + 0.003 * number)
+                reader.stop()
+                time.sleep(0.1)  # its leases expire
+                # A database, say, waits for the reader's lock, and holds up each call.
+                self._flood(store, _FLOOD_S)
+                reader.cont()
+            reader.send("end")
+        wrong = reader.result(waits.patience_s + self.timeout_s)
+        assert not wrong, f"a reader that was stopped got wrong bytes: {wrong}"
 
 
 def _lying_bytes(folder: str) -> dict[str, int]:

@@ -1,8 +1,12 @@
-"""What is there: keys, usage, and indices that are made of events."""
+"""What is there and what is to come: keys, events, declared pages, and pages that are forgotten.
+
+:mod:`machine` compares random calls with a dict; here is what takes time, or several ends.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -21,16 +25,23 @@ from kvplug.transport import (
     Store,
 )
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.store.pages import Batch, kv_format, sized_format
+from kvplug_testing.contract.store.held_memory import held_request
+from kvplug_testing.contract.store.pages import Batch, sized_format
 from kvplug_testing.contract.store.suite import (
     StoreSuite,
     at_both_ends,
+    ended,
     forgotten,
+    got,
+    held,
     kept,
     looked_up,
+    missed,
     put,
 )
 from kvplug_testing.waits import Call, until
+
+ABSENT, COMING, HELD = Presence.ABSENT, Presence.COMING, Presence.HELD
 
 
 class Index:
@@ -58,12 +69,13 @@ class Index:
         if not self._follower.accept(event):
             self.faults.append(f"{event} is not the next event")
         match event:
-            case PagesSnapshot():
-                self.held, self.coming = {}, {}
-            case PagesCleared():
+            case PagesSnapshot() | PagesCleared():
                 self.held, self.coming = {}, {}
             case PagesStored():
-                self.held.setdefault(event.series, set()).update(event.keys)
+                there = self.held.setdefault(event.series, set())
+                if not there.isdisjoint(event.keys):
+                    self.faults.append(f"{event} is of pages that were there")
+                there.update(event.keys)
                 self.coming.get(event.series, set()).difference_update(event.keys)
             case PagesDeclared():
                 self.coming.setdefault(event.series, set()).update(event.keys)
@@ -78,160 +90,37 @@ class Index:
 
     def removals(self, key: bytes) -> list[PageRemoval]:
         """Why a key was removed, each time."""
-        return [
-            event.reason for event in self.events if isinstance(event, PagesRemoved) and key in event.keys
-        ]
+        removed = [event for event in self.events if isinstance(event, PagesRemoved)]
+        return [event.reason for event in removed if key in event.keys]
 
 
 class WhatIsThere(StoreSuite):
-    """Keys, usage, events."""
+    """Events, declared pages, removals."""
 
-    def _keys(self, store: Store, pages: Batch) -> set[bytes]:
-        found = Call(lambda: store.keys(pages.series)).result()
-        assert len(found) == len(set(found)), "a key comes twice"
-        return set(found)
-
-    @law("STORE-10")
-    @at_both_ends
-    def test_keys_are_those_of_the_series_that_are_held(self, end: str) -> None:
-        first, store = self.first_and(end)
-        pages = self.batch(first, 5)
-        other = self.batch(first, 3, kv_format(3))
-        shard = self.batch(first, 2, shard=b"1 of 2")
-        try:
-            before = self._keys(store, pages)
-        except UnsupportedError:
-            return
-        kept(first, pages)
-        kept(first, other)
-        assert self._keys(store, pages) - before == set(pages.keys)
-        assert self._keys(store, other) >= set(other.keys)
-        assert not self._keys(store, other) & set(pages.keys)
-        assert not self._keys(store, shard) & {*pages.keys, *other.keys}
-        forgotten(first, pages.keys[:2])
-        assert self._keys(store, pages) - before == set(pages.keys[2:])
-
-    @law("STORE-10")
-    def test_usage_counts_pages_and_their_bytes(self) -> None:
-        store = self.hold()
-        self.must(store, "usage")
-        before = store.usage()
-        pages = self.batch(store, 10, sized_format(10_000))
-        kept(store, pages)
-        usage = store.usage()
-        assert usage.num_pages - before.num_pages == 10
-        assert usage.used_bytes - before.used_bytes >= 100_000
-        kept(store, pages)
-        assert store.usage().num_pages == usage.num_pages, "a page that is there already is counted twice"
-
-    # -- events ----------------------------------------------------------------------------------
-
-    @property
-    def _events(self) -> tuple[Store, Index]:
-        store = self.hold()
-        self._needs_events(store)
-        index = Index()
-        self.later(Call(lambda: store.subscribe(index)).result())
-        return store, index
-
-    def _needs_events(self, store: Store) -> None:
+    def _listen(self, store: Store) -> Index:
         if not store.has_events:
+            Call(lambda: store.subscribe(Index())).raised(UnsupportedError)
             pytest.skip(f"{self.called} has no events")
-
-    @law("STORE-10")
-    def test_a_store_without_events_refuses_listeners(self) -> None:
-        store = self.hold()
-        if store.has_events:
-            self.later(store.subscribe(Index()))
-            return
-        Call(lambda: store.subscribe(Index())).raised(UnsupportedError)
-
-    @law("STORE-10")
-    def test_a_listener_gets_a_snapshot_and_then_every_change(self) -> None:
-        store = self.hold()
-        self._needs_events(store)
-        pages, more = self.batch(store, 5), self.batch(store, 3, kv_format(3))
-        kept(store, pages)
         index = Index()
         self.later(store.subscribe(index))
-        self._follows(store, index, pages)
-        assert index.held.get(pages.series.id) == set(pages.keys)
-        kept(store, more)
-        forgotten(store, pages.keys[:2])
-        self._follows(store, index, pages, more)
-        assert index.held[more.series.id] == set(more.keys)
-        assert index.removals(pages.keys[0]) == [PageRemoval.REMOVED]
+        return index
 
-    @law("STORE-10")
-    def test_a_page_that_is_put_again_is_no_second_event(self) -> None:
-        store, index = self._events
-        pages = self.batch(store, 3)
-        kept(store, pages)
-        kept(store, pages)
-        self._follows(store, index, pages)
-        stored = [key for event in index.events if isinstance(event, PagesStored) for key in event.keys]
-        assert sorted(stored) == sorted(pages.keys)
+    def _follows(self, store: Store, index: Index, *batches: Batch) -> None:
+        """An index may be a moment behind; then it has the keys that the store has."""
+
+        def equal() -> Any:
+            return all(
+                index.held.get(pages.series.id, set()) == {*store.keys(pages.series)} for pages in batches
+            )
+
+        until(equal, within=5, what="that an index made of events has the keys that the store has")
+        index.check()
 
     @law("STORE-10", "STORE-6")
-    def test_evicted_pages_are_told(self) -> None:
-        store = self.hold(self.budget_bytes)
-        self._needs_events(store)
-        index = Index()
-        self.later(store.subscribe(index))
-        batches = [self.batch(store, 4, sized_format(self.budget_bytes // 24)) for _ in range(16)]
-        for pages in batches:
-            put(store, pages)
-        self._follows(store, index, *batches)
-        evicted = [event for event in index.events if isinstance(event, PagesRemoved)]
-        assert evicted
-        assert {event.reason for event in evicted} == {PageRemoval.EVICTED}
-
-    @law("STORE-10", "STORE-8")
-    def test_declared_pages_are_told_and_what_becomes_of_them(self) -> None:
-        store, index = self._events
-        self.must(store, "declare")
-        pages = self.batch(store, 4)
-        store.declare(pages.series, pages.keys[:1], timeout=0.3)
-        store.declare(pages.series, pages.keys[1:], timeout=60)
-        late = Index()
-        self.later(store.subscribe(late))
-        until(lambda: index.coming.get(pages.series.id), what="an event of the declared pages")
-        kept(store, pages[1:2])
-        store.withdraw(pages.keys[2:3])
-        until(lambda: index.removals(pages.keys[0]), within=5, what="an event of the page whose time is over")
-        for each in (index, late):
-            self._follows(store, each, pages)
-            until(lambda each=each: each.coming.get(pages.series.id) == {pages.keys[3]})  # type: ignore[misc]
-            assert each.removals(pages.keys[0]) == [PageRemoval.EXPIRED]
-            assert each.removals(pages.keys[2]) == [PageRemoval.WITHDRAWN]
-            assert not each.removals(pages.keys[1])
-        assert looked_up(store, pages.keys[3:]) == [Presence.COMING]
-
-    @law("STORE-10")
-    def test_a_subscription_that_was_ended_gets_nothing_more(self) -> None:
-        store = self.hold()
-        self._needs_events(store)
-        gone, stays = Index(), Index()
-        end = store.subscribe(gone)
-        self.later(store.subscribe(stays))
-        pages = self.batch(store, 2)
-        kept(store, pages)
-        self._follows(store, gone, pages)
-        end()
-        end()
-        count = len(gone.events)
-        more = self.batch(store, 2)
-        kept(store, more)
-        self._follows(store, stays, pages, more)
-        assert len(gone.events) == count, "a listener that had ended its subscription was called"
-
-    @law("STORE-10", level="long")
     def test_listeners_that_come_while_pages_come_and_go_miss_nothing(self) -> None:
         store = self.hold(self.budget_bytes)
-        self._needs_events(store)
-        form = sized_format(self.budget_bytes // 60)
-        batches = [self.batch(store, 8, form) for _ in range(30)]
-        indices: list[Index] = []
+        indices = [self._listen(store)]
+        batches = [self.batch(store, 8, sized_format(self.budget_bytes // 60)) for _ in range(30)]
 
         def work() -> None:
             for number, pages in enumerate(batches):
@@ -240,47 +129,154 @@ class WhatIsThere(StoreSuite):
                     forgotten(store, pages.keys[:4])
 
         working = Call(work)
-        while not working.ended:
-            index = Index()
-            indices.append(index)
-            self.later(store.subscribe(index))
-            if len(indices) > 200:
-                working.end(60)
+        while not working.ended and len(indices) < 200:
+            indices.append(self._listen(store))
         working.result(60)
         for index in indices:
             self._follows(store, index, *batches)
+        first = indices[0].events
+        assert {event.reason for event in first if isinstance(event, PagesRemoved)} == {
+            PageRemoval.EVICTED,
+            PageRemoval.REMOVED,
+        }
 
-    @law("STORE-10", "STORE-9")
-    def test_a_store_that_forgets_everything_tells_so(self) -> None:
-        store, index = self._events
-        pages = self.batch(store, 3)
+    @law("STORE-10")
+    def test_a_subscription_that_was_ended_gets_nothing_more(self) -> None:
+        store = self.hold()
+        stays, gone = self._listen(store), Index()
+        end = store.subscribe(gone)
+        pages = self.batch(store, 2)
         kept(store, pages)
-        try:
-            assert store.submit_remove(None).wait(20) == [True]
-        except UnsupportedError:
-            return
-        self._follows(store, index, pages)
-        assert not any(index.held.values())
+        self._follows(store, gone, pages)
+        end()
+        end()
+        count = len(gone.events)
+        forgotten(store, pages.keys)
+        self._follows(store, stays, pages)
+        assert len(gone.events) == count, "a listener that had ended its subscription was called"
 
     @law("STORE-10")
     def test_each_life_of_a_store_has_an_epoch_of_its_own(self) -> None:
         epochs = set()
         for _ in range(3):
-            store = self.hold()
-            self._needs_events(store)
-            index = Index()
-            self.later(store.subscribe(index))
+            index = self._listen(self.hold())
             until(lambda index=index: index.events)  # type: ignore[misc]
             epochs.add(index.events[0].epoch)
         assert len(epochs) == 3
 
-    def _follows(self, store: Store, index: Index, *batches: Batch) -> None:
-        """An index may be a moment behind; then it has the keys that the store has."""
+    @law("STORE-1", "STORE-2", "STORE-8", "STORE-9", "STORE-10", timeout_s=120)
+    @at_both_ends
+    def test_random_calls_give_what_a_dict_gives(self, end: str) -> None:
+        from kvplug_testing.contract.store import machine
 
-        def equal() -> Any:
-            return all(
-                index.held.get(pages.series.id, set()) == self._keys(store, pages) for pages in batches
-            )
+        machine.run(lambda: (self, *self.first_and(end, 64 << 20)), examples=10, steps=30)
 
-        until(equal, within=5, what="that an index made of events has the keys that the store has")
-        index.check()
+    # -- declared pages ------------------------------------------------------------------------
+
+    def _ends(self, end: str) -> tuple[Store, Store]:
+        """The end that declares, and the one that asks."""
+        first, other = self.first_and(end)
+        self.must(first, "declare")
+        self.must(other, "declare")
+        return first, other
+
+    def _becomes(self, store: Store, pages: Batch, *wanted: Presence) -> None:
+        """An end may learn of it a moment later."""
+        until(lambda: looked_up(store, pages.keys) == [*wanted], within=5, what=f"{[*wanted]} of the store")
+
+    @law("STORE-8", "STORE-9")
+    @at_both_ends
+    def test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed(self, end: str) -> None:
+        first, other = self._ends(end)
+        pages = self.batch(first, 6)
+        kept(first, pages[:1])
+        first.declare(pages.series, pages.keys[:5], timeout=60)
+        self._becomes(other, pages, HELD, COMING, COMING, COMING, COMING, ABSENT)
+        missed(other, pages[1:])
+        kept(first, pages[1:2])
+        first.withdraw(pages.keys[2:3])
+        forgotten(first, pages.keys[3:4])
+        self._becomes(other, pages, HELD, HELD, ABSENT, ABSENT, COMING, ABSENT)
+        got(other, pages[:2])
+
+    @law("STORE-8", "STORE-3", "STORE-10")
+    @at_both_ends
+    def test_a_declared_page_whose_time_is_over_is_absent(self, end: str) -> None:
+        first, other = self._ends(end)
+        pages = self.batch(first, 3)
+        indices = [self._listen(first)] if first.has_events else []
+        begun = time.monotonic()
+        for at, timeout in ((0, 0.4), (1, 60.0), (2, 0.3), (2, 60.0)):  # the last is declared again
+            first.declare(pages.series, pages.keys[at : at + 1], timeout=timeout)
+        indices += [self._listen(first)] if first.has_events else []
+        self._becomes(other, pages, COMING, COMING, COMING)
+        until(lambda: looked_up(other, pages.keys[:1]) == [ABSENT], within=5, what="that it is absent again")
+        assert time.monotonic() - begun >= 0.35, "its time was not over"
+        time.sleep(0.1)
+        assert looked_up(other, pages.keys) == [ABSENT, COMING, COMING]
+        first.withdraw(pages.keys[1:2])
+        for index in indices:
+            until(lambda index=index: index.removals(pages.keys[1]))  # type: ignore[misc]
+            assert [index.removals(key) for key in pages.keys] == [
+                [PageRemoval.EXPIRED],
+                [PageRemoval.WITHDRAWN],
+                [],
+            ]
+
+    @law("STORE-8")
+    def test_what_an_end_that_is_closed_has_declared_is_absent(self) -> None:
+        first, other = self._ends("other")
+        pages = self.batch(first, 2)
+        other.declare(pages.series, pages.keys, timeout=60)
+        self._becomes(first, pages, COMING, COMING)
+        Call(other.close).result()
+        self._becomes(first, pages, ABSENT, ABSENT)
+
+    # -- forgetting ----------------------------------------------------------------------------
+
+    @law("STORE-9")
+    @at_both_ends
+    @pytest.mark.parametrize("queued", [False, True])
+    def test_a_put_under_way_does_not_bring_back_what_is_removed(self, end: str, queued: bool) -> None:
+        first, store = self.first_and(end)
+        pages = self.batch(first, 3)
+        kept(first, pages)
+        if ended(store.submit_remove(pages.keys)) != [True] * 3:
+            assert all(held(store, pages)), "a removal failed, and the page is gone"
+            pytest.skip(f"{self.called} cannot remove pages")
+        before, blocker = held_request(self.batch(first, 1), filled=True)
+        request, memory = held_request(pages, filled=True)
+        jobs = [store.submit_put(each) for each in ([before] if queued else []) + [request]]
+        if not queued:
+            memory.wait_begun()
+        removing = store.submit_remove(pages.keys[:2])
+        blocker.go_on.set()
+        memory.go_on.set()
+        assert ended(removing) == [True, True]
+        assert ended(jobs[-1])[0] is not None, "a page that was removed while it was put counts as kept"
+        for end_ in (first, store):
+            missed(end_, pages[:1])
+        got(store, pages[2:])
+        kept(store, pages)
+        got(first, pages)
+
+    @law("STORE-9", "STORE-10")
+    def test_all_pages_can_be_forgotten_or_that_is_refused(self) -> None:
+        store = self.hold()
+        pages = self.batch(store, 3)
+        kept(store, pages)
+        request, memory = held_request(self.batch(store, 1), filled=True)
+        with memory:
+            putting = store.submit_put(request)
+            memory.wait_begun()
+            try:
+                job = store.submit_remove(None)
+            except UnsupportedError:
+                got(store, pages)
+                return
+        assert ended(job) == [True]
+        assert ended(putting) != [None], "a put that had begun counts as kept"
+        missed(store, pages)
+        assert store.usage().num_pages == 0
+        kept(store, pages)
+        got(store, pages)

@@ -44,7 +44,8 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         ]
         self.held: dict[bytes, bytes] = {}
         self.coming: set[bytes] = set()
-        self.can_list = True
+        self.can_list, self.can_count = True, self.suite.can(self.store, "usage")
+        self.num_before = self.store.usage().num_pages
         self.index = Index() if self.store.has_events else None
         if self.index is not None:
             self.store.subscribe(self.index)
@@ -120,7 +121,9 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         store.release(keys)
 
     @invariant()
-    def keys_and_events_are_those_of_the_model(self) -> None:
+    def keys_events_and_usage_are_those_of_the_model(self) -> None:
+        if self.can_count:
+            assert self.store.usage().num_pages - self.num_before == len(self.held)
         for pages in self.batches:
             held = {key for key in pages.keys if key in self.held}
             if self.can_list:

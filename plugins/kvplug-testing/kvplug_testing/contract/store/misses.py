@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 import pytest
@@ -18,49 +19,44 @@ from kvplug_testing.contract.store.suite import (
     held,
     kept,
     missed,
+    put,
 )
 
-_FIXED = 56
-"""Bytes of a header before the identity."""
+_BAD = 1
+"""The page that is not right, of a few."""
+_IDENTITY = 56
+"""Where the identity begins in a header."""
+_OTHER_HEADER = {MissReason.FORMAT, MissReason.CORRUPT}
 
 
-def turned(page: bytes, at: int) -> bytes:
+def _turned(at: int, page: bytes) -> bytes:
     """The page with one bit turned."""
     changed = bytearray(page)
     changed[at] ^= 1 << (at % 8)
     return bytes(changed)
 
 
-def _zero_tail(page: bytes) -> bytes:
-    """A page whose last writes were lost: its length is right, its last bytes are zeros."""
-    return page[:-100] + bytes(100)
+def _turns(
+    reasons: set[MissReason], **places: int
+) -> dict[str, tuple[Callable[[bytes], bytes], set[MissReason]]]:
+    return {name: (partial(_turned, at), reasons) for name, at in places.items()}
 
 
 _WRONG: dict[str, tuple[Callable[[bytes], bytes], set[MissReason]]] = {
-    "magic": (lambda page: turned(page, 0), {MissReason.FORMAT, MissReason.CORRUPT}),
-    "version": (lambda page: turned(page, 4), {MissReason.FORMAT, MissReason.CORRUPT}),
-    "header length": (lambda page: turned(page, 8), {MissReason.FORMAT, MissReason.CORRUPT}),
-    "payload length": (lambda page: turned(page, 16), {MissReason.FORMAT, MissReason.CORRUPT}),
-    "format": (lambda page: turned(page, 24), {MissReason.FORMAT, MissReason.CORRUPT}),
-    "series": (lambda page: turned(page, 40), {MissReason.FORMAT, MissReason.CORRUPT}),
-    "identity": (lambda page: turned(page, _FIXED + 9), {MissReason.IDENTITY, MissReason.CORRUPT}),
-    "checksum": (lambda page: turned(page, -600), {MissReason.CORRUPT}),
-    "first byte": (lambda page: turned(page, -512), {MissReason.CORRUPT}),
-    "a byte in the middle": (lambda page: turned(page, -200), {MissReason.CORRUPT}),
-    "last byte": (lambda page: turned(page, -1), {MissReason.CORRUPT}),
-    "zeros at the end": (_zero_tail, {MissReason.CORRUPT}),
+    **_turns(_OTHER_HEADER, magic=0, version=4, header_length=8, payload_length=16, format=24, series=40),
+    **_turns({MissReason.IDENTITY, MissReason.CORRUPT}, identity=_IDENTITY + 9),
+    **_turns({MissReason.CORRUPT}, checksum=-600, first_byte=-512, middle=-200, last_byte=-1),
+    "zeros at the end": (lambda page: page[:-100] + bytes(100), {MissReason.CORRUPT}),
     "one byte less": (lambda page: page[:-1], {MissReason.CORRUPT}),
-    "half of it": (lambda page: page[: len(page) // 2], {MissReason.CORRUPT, MissReason.FORMAT}),
-    "part of the header": (lambda page: page[:50], {MissReason.CORRUPT, MissReason.FORMAT}),
-    "nothing": (lambda page: b"", {MissReason.CORRUPT, MissReason.FORMAT}),
+    "part of the header": (lambda page: page[:50], _OTHER_HEADER),
+    "nothing": (lambda page: b"", _OTHER_HEADER),
     "one byte more": (lambda page: page + b"x", {MissReason.CORRUPT}),
-    "another page after it": (lambda page: page + page, {MissReason.CORRUPT}),
 }
 """Changes of a page of 16 layers with checksums (600 bytes before the end is one), and the reasons."""
 
 
 class Misses(StoreSuite):
-    """No wrong byte is ever taken for a page."""
+    """No wrong byte is ever taken for a page, and a bad page hides no other."""
 
     @law("STORE-1")
     @at_both_ends
@@ -68,27 +64,24 @@ class Misses(StoreSuite):
         first, store = self.first_and(end)
         pages = self.batch(first, 3)
         kept(first, pages)
-        others = attrs.evolve(pages, identities=tuple(turned(each, -1) for each in pages.identities))
+        others = attrs.evolve(pages, identities=tuple(_turned(-1, each) for each in pages.identities))
         missed(store, others, MissReason.IDENTITY)
-        longer = attrs.evolve(pages, identities=tuple(each + b"\0" for each in pages.identities))
-        missed(store, longer, MissReason.IDENTITY, MissReason.FORMAT, MissReason.ABSENT)
 
     @law("STORE-1")
     @at_both_ends
-    @pytest.mark.parametrize("form", ["other layers", "other dtype", "other parts", "other shard"])
-    def test_a_page_of_another_format_under_the_same_key_is_a_miss(self, end: str, form: str) -> None:
+    def test_a_page_of_another_format_under_the_same_key_is_a_miss(self, end: str) -> None:
         first, store = self.first_and(end)
-        pages = self.batch(first, 3)
-        kept(first, pages)
-        wanted = {
-            "other layers": kv_format(3),
-            "other dtype": kv_format(dtype="bfloat16"),
-            "other parts": sized_format(pages.form.nbytes),
-            "other shard": pages.form,
-        }[form]
-        series = self.batch(store, 1, wanted, shard=b"1 of 2" if form == "other shard" else b"").series
-        contents = tuple(bytes(wanted.nbytes) for _ in pages.keys)
-        missed(store, attrs.evolve(pages, series=series, contents=contents), MissReason.FORMAT)
+        for wanted, shard in (
+            (kv_format(3), b""),
+            (kv_format(dtype="bfloat16"), b""),
+            (sized_format(kv_format().nbytes), b""),
+            (kv_format(), b"1 of 2"),
+        ):
+            pages, other = self.batch(first, 3), self.batch(store, 3, wanted, shard=shard)
+            kept(first, pages)
+            missed(
+                store, attrs.evolve(other, keys=pages.keys, identities=pages.identities), MissReason.FORMAT
+            )
 
     @law("STORE-1")
     @at_both_ends
@@ -98,36 +91,29 @@ class Misses(StoreSuite):
     ) -> None:
         first, store = self.first_and(end)
         pages = self.batch(first, 3, kv_format(16, num_heads=1, head_size=2))
-        assert pages.form.nbytes == 512
         kept(first, pages)
         alter, reasons = _WRONG[change]
-        self._alter(first, pages, 1, alter)
+        self._alter(first, pages, _BAD, alter)
         request = pages.empty()
         results = ended(store.submit_get(request))
-        assert results[0] is None
-        assert results[2] is None
-        assert results[1] in reasons, f"it is a miss for the reason {results[1]}, not {', '.join(reasons)}"
+        assert results[0] is results[2] is None
+        assert results[_BAD] in reasons, f"it is a miss for the reason {results[_BAD]}"
         assert not (wrong := pages.unlike(request, results)), wrong
         rows = request.memory.rows()
         assert rows is not None
-        right = pages.contents[1]
-        left = [at for at, byte in enumerate(bytes(rows.row(1))) if byte not in {0, FILL, right[at]}]
+        right = pages.contents[_BAD]
+        left = [at for at, byte in enumerate(bytes(rows.row(_BAD))) if byte not in {0, FILL, right[at]}]
         assert not left, f"the missed page's memory holds wrong bytes, at {left}"
         kept(store, pages)
         got(store, pages)
 
-    @law("STORE-1")
-    @at_both_ends
-    def test_a_page_that_was_swapped_with_another_is_a_miss(self, end: str) -> None:
-        first, store = self.first_and(end)
-        pages = self.batch(first, 2)
-        kept(first, pages)
-        raw = [self.read_raw(first, key) for key in pages.keys]
-        for key, page in zip(pages.keys, reversed(raw), strict=True):
-            self.write_raw(first, key, page)
-        missed(store, pages, MissReason.IDENTITY)
+    @law("STORE-1", "STORE-4")
+    def test_a_page_under_another_key_is_a_miss(self) -> None:
+        store = self.hold(secret=b"of the deployment")
+        pages = self.batch(store, 2)
         kept(store, pages)
-        got(store, pages)
+        self.write_raw(store, pages.keys[1], self.read_raw(store, pages.keys[0]))
+        assert ended(store.submit_get(pages.empty())) == [None, MissReason.IDENTITY]
 
     @law("STORE-1")
     def test_no_layer_is_released_before_it_is_verified_for_all_pages(self) -> None:
@@ -135,9 +121,8 @@ class Misses(StoreSuite):
         store = self.hold()
         pages = self.batch(store, 6, kv_format(24, num_heads=4, head_size=64))
         kept(store, pages)
-        step = pages.form.layer_nbytes
-        bad_layer = 9
-        self._alter(store, pages, 4, lambda page: turned(page, bad_layer * step - pages.form.nbytes))
+        step, bad_layer = pages.form.layer_nbytes, 9
+        self._alter(store, pages, 4, partial(_turned, bad_layer * step - pages.form.nbytes))
         request = pages.empty()
         job = store.submit_get(request)
         rows = request.memory.rows()
@@ -151,19 +136,54 @@ class Misses(StoreSuite):
                 there = bytes(rows.row(index)[: ready * step])
                 assert there == content[: ready * step], f"page {index} is not there in {ready} layers"
         results = ended(job)
-        assert [reason is None for reason in results] == [True] * 4 + [False, True]
-        assert results[4] is MissReason.CORRUPT
+        assert results == [*[None] * 4, MissReason.CORRUPT, None]
         assert not (wrong := pages.unlike(request, results)), wrong
 
     def _alter(self, store: Store, pages: Batch, index: int, alter: Callable[[bytes], bytes]) -> None:
-        key = pages.keys[index]
-        page = self.read_raw(store, key)
+        page = self.read_raw(store, pages.keys[index])
         assert page is not None, "a page that was kept cannot be read behind the store's back"
-        self.write_raw(store, key, alter(page))
+        self.write_raw(store, pages.keys[index], alter(page))
 
+    # -- pages that cannot be read, or were lost -----------------------------------------------
 
-class Tenants(StoreSuite):
-    """Pages of different deployments and tenants, on purpose and by accident."""
+    @law("STORE-7", "STORE-1")
+    def test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again(self) -> None:
+        store = self.hold()
+        pages, more = self.batch(store, 3), self.batch(store, 3)
+        kept(store, pages)
+        with self.unreadable(store, pages.keys[_BAD]):
+            for _ in range(3):
+                assert self._missed_alone(store, pages) is not MissReason.STORE_GONE
+            kept(store, more)
+            got(store, more)
+            assert [each is None for each in put(store, pages)] == [True, False, True], "a put lied"
+            assert held(store, pages) == [True, False, True]
+        if self.can(store, "remove"):  # then the page can be replaced
+            kept(store, pages)
+            got(store, pages)
+
+    @law("STORE-1")
+    @at_both_ends
+    def test_a_page_that_is_lost_behind_the_stores_back_is_not_promised_again(self, end: str) -> None:
+        first, store = self.first_and(end)
+        pages = self.batch(first, 3)
+        kept(first, pages)
+        assert all(held(store, pages))
+        self.write_raw(first, pages.keys[_BAD], None)
+        self._missed_alone(store, pages)
+        kept(store, pages)
+        assert all(held(store, pages))
+        got(store, pages)
+
+    def _missed_alone(self, store: Store, pages: Batch) -> MissReason:
+        request = pages.empty()
+        results = ended(store.submit_get(request))
+        assert [each is None for each in results] == [True, False, True], f"a get gave {results}"
+        assert not (wrong := pages.unlike(request, results)), wrong
+        assert held(store, pages) == [True, False, True], "a page that was missed is promised"
+        return results[_BAD]  # type: ignore[no-any-return]
+
+    # -- tenants -------------------------------------------------------------------------------
 
     @law("STORE-4")
     @at_both_ends
@@ -172,26 +192,25 @@ class Tenants(StoreSuite):
         namespace = self.batch(first, 1).keys[0]
         mine = self.batch(first, 3, namespace=namespace, extra=b"salt of one tenant")
         kept(first, mine)
-        for extra in (b"", b"salt of another", b"salt of one tenan"):
-            other = self.batch(first, 3, namespace=namespace, extra=extra)
-            missed(store, other)
-            assert not any(held(store, other))
-        missed(store, self.batch(first, 3, namespace=namespace + b"2", extra=b"salt of one tenant"))
+        for space, extra in (
+            (namespace, b""),
+            (namespace, b"salt of one tenan"),
+            (namespace + b"2", b"salt of one tenant"),
+        ):
+            missed(store, self.batch(first, 3, namespace=space, extra=extra))
         got(store, mine)
 
     @law("STORE-4")
     def test_ends_with_different_secrets_or_checksums_find_nothing_of_each_other(self) -> None:
         place = self.place()
-        namespace = b"of several secrets"
         self.open(place)
         if self.way(place) != "options":
             pytest.skip("ends that reach another process have shown the secret before")
-        seals = [(None, True), (b"one", True), (b"two", True), (None, False)]
         ends = [
             self.open(attrs.evolve(place, secret=secret, checksums=checksums, first=None))
-            for secret, checksums in seals
+            for secret, checksums in ((None, True), (b"one", True), (b"two", True), (b"two", False))
         ]
-        batches = [self.batch(end, 3, namespace=namespace, seed=index) for index, end in enumerate(ends)]
+        batches = [self.batch(end, 3, namespace=b"of all", seed=number) for number, end in enumerate(ends)]
         for end, pages in zip(ends, batches, strict=True):
             missed(end, pages)
             kept(end, pages)
@@ -199,19 +218,9 @@ class Tenants(StoreSuite):
             got(end, pages)
 
     @law("STORE-4")
-    @pytest.mark.parametrize("checksums", [True, False])
-    def test_pages_with_a_secret_come_back(self, checksums: bool) -> None:
-        store = self.hold(secret=b"of the deployment", checksums=checksums)
-        pages = self.batch(store, 4)
-        kept(store, pages)
-        got(store, pages)
-
-    @law("STORE-4")
     @at_both_ends
     def test_a_page_that_was_made_without_the_secret_is_a_miss(self, end: str) -> None:
-        place = self.place(secret=b"of the deployment")
-        first = self.open(place)
-        store = first if end == "first" else self.other(place)
+        first, store = self.first_and(end, secret=b"of the deployment")
         if store.seal.secret is None:
             pytest.skip(f"no stranger can write to {self.called}: its pages need no proof")
         pages = self.batch(first, 1)
@@ -220,31 +229,15 @@ class Tenants(StoreSuite):
         assert page is not None
         length = store.seal.header_length(pages.form, pages.identities[0])
         other = pages.with_bits_of("a stranger")
-        forged = other.page(0, attrs.evolve(place.seal, secret=b"a guess"))
-        plain = other.page(0, PageSeal())
-        for said, forgery, reasons in (
-            ("another secret", forged, {MissReason.FORGED}),
-            ("no proof", plain, {MissReason.FORMAT, MissReason.FORGED, MissReason.CORRUPT}),
-            (
-                "the proof of other bytes",
-                forged[: length - 32] + page[length - 32 : length] + other.contents[0],
-                {MissReason.FORGED},
-            ),
-            ("a proof of zeros", forged[: length - 32] + bytes(32) + other.contents[0], {MissReason.FORGED}),
+        forged = other.page(0, attrs.evolve(store.seal, secret=b"a guess"))
+        proofless, content = forged[: length - 32], other.contents[0]
+        for forgery, *reasons in (
+            (forged, MissReason.FORGED),
+            (other.page(0, PageSeal()), MissReason.FORMAT, MissReason.FORGED, MissReason.CORRUPT),
+            (proofless + page[length - 32 : length] + content, MissReason.FORGED),
+            (proofless + bytes(32) + content, MissReason.FORGED),
         ):
             self.write_raw(first, pages.keys[0], forgery)
-            (reason,) = ended(store.submit_get(pages.empty()))
-            assert reason in reasons, f"a page with {said} gave {reason}"
+            missed(store, pages, *reasons)
         kept(store, pages)
         got(store, pages)
-
-    @law("STORE-4")
-    def test_a_page_that_is_replayed_under_another_key_is_a_miss(self) -> None:
-        store = self.hold(secret=b"of the deployment")
-        if store.seal.secret is None:
-            pytest.skip(f"no stranger can write to {self.called}: its pages need no proof")
-        pages = self.batch(store, 2)
-        kept(store, pages)
-        page = self.read_raw(store, pages.keys[0])
-        self.write_raw(store, pages.keys[1], page)
-        assert ended(store.submit_get(pages.empty())) == [None, MissReason.IDENTITY]

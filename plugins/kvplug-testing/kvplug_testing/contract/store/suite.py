@@ -103,8 +103,6 @@ class StoreSuite(Contract):
     options if it is shared, else not at all."""
     pipes: ClassVar[str] = "auto"
     """The pipe transport of links."""
-    evicts_by_use: ClassVar[bool] = True
-    """Whether pages that were used recently are evicted last."""
     use_granularity_s: ClassVar[float] = 1.2
     """How far apart, in seconds, two uses must be for the later one to count as later."""
     timeout_s: ClassVar[float] = 20.0
