@@ -116,9 +116,8 @@ class TestHostServedApart(_Host):
     reached_by = "options"
     ends_are_processes = True
 
-    # The suite's own descriptors of the program; and an end with another secret is not let in.
+    # The suite's own descriptors of the program.
     test_a_forked_child_holds_none_of_the_descriptors = None
-    test_ends_with_different_secrets_or_checksums_find_nothing_of_each_other = None
 
     def place(self, *args: Any, **given: Any) -> Place:
         place = super().place(*args, **given)

@@ -112,7 +112,7 @@ class TestWritesUnderThePagesName(FileStore):
         return True
 
 
-@breaks(Mutant, "STORE-2", caught_by="test_of_writers_in_two_processes_one_wins_wholly")
+@breaks(Mutant, "STORE-2", caught_by="test_of_two_writers_with_different_bits_one_wins_wholly")
 class TestWritersShareAFile(FileStore):
     """Two writers of a page write into one file aside."""
 

@@ -251,7 +251,11 @@ class TestMixesWriters(PagePlace):
 # -- time ------------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "STORE-3", caught_by="test_submitting_does_not_wait_for_copies")
+@breaks(
+    Mutant,
+    "STORE-3",
+    caught_by="test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled",
+)
 class TestAGetIsSubmittedWhenItIsDone(MemoryStore):
     """``submit_get`` returns when its job is done."""
 
@@ -840,7 +844,11 @@ class TestASnapshotComesLate(PagePlace):
         return end
 
 
-@breaks(Mutant, "STORE-10", caught_by="test_a_subscription_that_was_ended_gets_nothing_more")
+@breaks(
+    Mutant,
+    "STORE-10",
+    caught_by="test_each_life_has_an_epoch_and_a_subscription_that_was_ended_gets_nothing_more",
+)
 class TestASubscriptionDoesNotEnd(PagePlace):
     """A listener is called for ever."""
 
@@ -889,7 +897,7 @@ class TestClosingWaitsForPutsForEver(MemoryStore):
         super().close(None)
 
 
-@breaks(Mutant, "ALL-1", "ALL-5", caught_by="test_aborting_ends_every_job_at_once")
+@breaks(Mutant, "ALL-1", "ALL-5", caught_by="test_jobs_end_with_a_store_that_does_not_answer")
 class TestAbortingLeavesJobs(MemoryStore):
     """Jobs that were under way never end."""
 

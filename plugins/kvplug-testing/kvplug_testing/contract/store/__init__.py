@@ -6,7 +6,6 @@ from kvplug_testing.contract.store.budget import Budget
 from kvplug_testing.contract.store.contents import Contents
 from kvplug_testing.contract.store.deadlines import Deadlines
 from kvplug_testing.contract.store.devices import Devices
-from kvplug_testing.contract.store.ends import StoreGeneral
 from kvplug_testing.contract.store.exhaustion import Exhaustion
 from kvplug_testing.contract.store.index import WhatIsThere
 from kvplug_testing.contract.store.lying_peers import LyingPeers
@@ -16,7 +15,7 @@ from kvplug_testing.contract.store.writers import Writers
 
 # pytest collects the last base first.
 class StoreContract(
-    Contents, Misses, Writers, Deadlines, Budget, WhatIsThere, Devices, StoreGeneral, LyingPeers, Exhaustion
+    Contents, Misses, Writers, Deadlines, Budget, WhatIsThere, Devices, LyingPeers, Exhaustion
 ):
     """Checks a store against the laws ALL and STORE.
 

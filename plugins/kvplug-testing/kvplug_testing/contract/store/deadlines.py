@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,11 @@ from kvplug.transport import Job, MissReason, Presence, PutReason, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import CLOSE_S
-from kvplug_testing.contract.store.held_memory import HeldMemory, held_request
+from kvplug_testing.contract.store.ends import StoreGeneral
+from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import Batch, blank, sized_format
 from kvplug_testing.contract.store.suite import (
     SOON_S,
-    StoreSuite,
     at_both_ends,
     ended,
     got,
@@ -42,7 +41,6 @@ _ALLOWED: dict[str, set[Any]] = {
     "submit_remove": {False},
 }
 """The results of a job that ran out of time, or was cancelled."""
-by_timeout_or_cancelled = pytest.mark.parametrize("how", ["timeout", "cancel"])
 at_once_and_politely = pytest.mark.parametrize("verb", ["close", "abort"])
 
 
@@ -66,12 +64,6 @@ def _check_late(store: Store, pages: Batch) -> None:
         assert {*results} <= {None, *_ALLOWED[name]}, f"{name} gave {results}, and the store is held up"
 
 
-def _end(job: Job[Any], how: str) -> None:
-    """Cancel the job, unless it ends by its timeout."""
-    if how == "cancel":
-        Call(job.cancel).result()
-
-
 def _works(store: Store, pages: Batch) -> bool:
     """Whether a put and a get succeed."""
     if put(store, pages) != [None] * len(pages):
@@ -80,23 +72,8 @@ def _works(store: Store, pages: Batch) -> bool:
     return True
 
 
-class Deadlines(StoreSuite):
+class Deadlines(StoreGeneral):
     """Jobs while the store does not answer or is gone, while a copy takes long, and at the end."""
-
-    @law("STORE-3")
-    @at_both_ends
-    def test_submitting_does_not_wait_for_copies(self, end: str) -> None:
-        first, store = self.first_and(end)
-        pages = self.batch(first, 4)
-        kept(first, pages)
-        with ExitStack() as stack:
-            for _ in range(20):
-                getting, reading = held_request(pages)
-                putting, writing = held_request(self.batch(first, 2), filled=True)
-                stack.enter_context(reading)
-                stack.enter_context(writing)
-                Call(partial(store.submit_get, getting)).result(5)
-                Call(partial(store.submit_put, putting)).result(5)
 
     @law("STORE-3", "ALL-4")
     def test_jobs_end_when_they_are_due_or_cancelled_while_the_store_does_not_answer(
@@ -118,7 +95,7 @@ class Deadlines(StoreSuite):
 
     @law("STORE-3")
     @at_both_ends
-    @by_timeout_or_cancelled
+    @pytest.mark.parametrize("how", ["timeout", "cancel"])
     def test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled(
         self, end: str, how: str
     ) -> None:
@@ -130,7 +107,8 @@ class Deadlines(StoreSuite):
             job = store.submit_get(request, timeout=SOON_S if how == "timeout" else 60.0)
             begun = time.monotonic()
             memory.wait_begun()
-            _end(job, how)
+            if how == "cancel":
+                Call(job.cancel).result()
             results = ended(job)
             assert time.monotonic() - begun < SOON_S + _SLACK_S, "it ended when its copy had ended"
             due = MissReason.TIMEOUT if how == "timeout" else MissReason.CANCELLED
@@ -144,8 +122,7 @@ class Deadlines(StoreSuite):
         got(store, pages)
 
     @law("STORE-3")
-    @by_timeout_or_cancelled
-    def test_pages_that_come_after_the_end_of_a_get_are_not_copied(self, how: str) -> None:
+    def test_pages_that_come_after_the_end_of_a_get_are_not_copied(self) -> None:
         store = self.hold()
         pages = self.batch(store, 3)
         kept(store, pages)
@@ -153,9 +130,9 @@ class Deadlines(StoreSuite):
         rows = request.memory.rows()
         assert rows is not None
         with self.holding_up(store):
-            job = store.submit_get(request, timeout=SOON_S if how == "timeout" else 60.0)
+            job = store.submit_get(request)
             time.sleep(0.05)
-            _end(job, how)
+            Call(job.cancel).result()
             assert None not in ended(job)
             assert job.wait_settled(waits.patience_s)
             left = bytes(rows.buffer)
@@ -188,11 +165,9 @@ class Deadlines(StoreSuite):
         pages = self.batch(first, 16, sized_format(200_000))
         kept(first, pages)
         request, memory = held_request(pages, at=15)
-        calls: list[Job[Any]] = []
         with memory:
             began = time.monotonic()
             job = store.submit_get(request)
-            job.add_done_callback(calls.append)
             until(lambda: job.progressed_at > began, what="the progress of a load whose last page is held up")
             assert job.results() is None
             for wait in (job.wait, partial(job.wait_for_layer, pages.form.num_layers - 1)):
@@ -200,10 +175,6 @@ class Deadlines(StoreSuite):
             assert Call(lambda: job.wait_settled(0.05)).result() is False
         assert ended(job) == [None] * 16
         assert job.num_layers_ready == pages.form.num_layers
-        job.add_done_callback(calls.append)
-        until(lambda: len(calls) >= 2, what="that every callback is called")
-        time.sleep(0.02)
-        assert calls == [job, job]
 
     # -- gone ----------------------------------------------------------------------------------
 
@@ -225,9 +196,8 @@ class Deadlines(StoreSuite):
     def test_jobs_end_in_time_while_the_stores_process_is_stopped_and_when_it_is_killed(
         self,
     ) -> None:
-        place = self.place()
-        holder = self.remote_first(place)
-        store = self.other(place)
+        ends, first = self.across(0)
+        store, holder = ends[1].end.thing, first.child  # type: ignore[attr-defined]
         pages = self.batch(store, 3)
         kept(store, pages)
         holder.stop()
@@ -272,30 +242,6 @@ class Deadlines(StoreSuite):
         if end == "other":
             got(first, coming)
 
-    @law("ALL-1", "ALL-5")
-    @at_both_ends
-    def test_aborting_ends_every_job_at_once(self, end: str) -> None:
-        first, store = self.first_and(end)
-        pages = self.batch(first, 3)
-        kept(first, pages)
-        memories: list[HeldMemory] = []
-        jobs: list[Job[Any]] = []
-        with ExitStack() as stack:
-            for _ in range(3):
-                getting, reading = held_request(pages)
-                putting, writing = held_request(self.batch(first, 3), filled=True)
-                memories += [stack.enter_context(reading), stack.enter_context(writing)]
-                jobs += [store.submit_get(getting), store.submit_put(putting)]
-            until(lambda: any(memory.began.is_set() for memory in memories), what="that a copy begins")
-            aborting = Call(store.abort)
-            begun = time.monotonic()
-            for job in jobs:
-                assert {*ended(job)} <= {None, MissReason.CLOSED, PutReason.CLOSED}
-            assert time.monotonic() - begun < _SLACK_S
-        aborting.result()
-        for job in jobs:
-            assert job.wait_settled(waits.patience_s), "the memory of a job is still in use"
-
     @law("ALL-1", "ALL-5", "STORE-3")
     @at_once_and_politely
     def test_jobs_end_with_a_store_that_does_not_answer(self, verb: str) -> None:
@@ -309,6 +255,8 @@ class Deadlines(StoreSuite):
                 ended(job)
             assert jobs[2].results() == [MissReason.CLOSED] * 3
         ending.result()
+        for job in jobs:
+            assert job.wait_settled(waits.patience_s), "the memory of a job is still in use"
 
     @law("ALL-1", "STORE-7")
     @at_once_and_politely

@@ -255,4 +255,4 @@ class StoreGeneral(StoreSuite, General):
     """The general laws for stores."""
 
     def ends(self) -> StoreEnds:
-        return StoreEnds(self) if self.has_other_ends else OnlyEnds(self)
+        return OnlyEnds(self) if self.one_end else StoreEnds(self)

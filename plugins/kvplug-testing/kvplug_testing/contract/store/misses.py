@@ -187,38 +187,6 @@ class Misses(StoreSuite):
 
     @law("STORE-4")
     @at_both_ends
-    def test_with_another_extra_or_namespace_nothing_is_found(self, end: str) -> None:
-        first, store = self.first_and(end)
-        namespace = self.batch(first, 1).keys[0]
-        mine = self.batch(first, 3, namespace=namespace, extra=b"salt of one tenant")
-        kept(first, mine)
-        for space, extra in (
-            (namespace, b""),
-            (namespace, b"salt of one tenan"),
-            (namespace + b"2", b"salt of one tenant"),
-        ):
-            missed(store, self.batch(first, 3, namespace=space, extra=extra))
-        got(store, mine)
-
-    @law("STORE-4")
-    def test_ends_with_different_secrets_or_checksums_find_nothing_of_each_other(self) -> None:
-        place = self.place()
-        self.open(place)
-        if self.way(place) != "options":
-            pytest.skip("ends that reach another process have shown the secret before")
-        ends = [
-            self.open(attrs.evolve(place, secret=secret, checksums=checksums, first=None))
-            for secret, checksums in ((None, True), (b"one", True), (b"two", True), (b"two", False))
-        ]
-        batches = [self.batch(end, 3, namespace=b"of all", seed=number) for number, end in enumerate(ends)]
-        for end, pages in zip(ends, batches, strict=True):
-            missed(end, pages)
-            kept(end, pages)
-        for end, pages in zip(ends, batches, strict=True):
-            got(end, pages)
-
-    @law("STORE-4")
-    @at_both_ends
     def test_a_page_that_was_made_without_the_secret_is_a_miss(self, end: str) -> None:
         first, store = self.first_and(end, secret=b"of the deployment")
         if store.seal.secret is None:

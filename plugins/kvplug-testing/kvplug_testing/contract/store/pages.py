@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvplug.kit import DTYPES
 from kvplug.transport import (
     MissReason,
     PageBuffers,
@@ -50,11 +49,6 @@ def kv_format(
 def sized_format(nbytes: int) -> PageFormat:
     """The format of opaque pages that are so many bytes long."""
     return opaque_format(nbytes)
-
-
-def every_dtype() -> list[str]:
-    """The names of all dtypes that a part may have."""
-    return list(DTYPES)
 
 
 def randbytes(seed: object, nbytes: int) -> bytes:
@@ -119,8 +113,8 @@ class Batch:
         rows = pages.memory.rows()
         assert rows is not None
         for index, (content, reason) in enumerate(zip(self.contents, results, strict=True)):
-            if reason is None and (said := different(bytes(rows.row(index)), content)):
-                return f"page {index} of {len(self)}: {said}"
+            if reason is None and bytes(rows.row(index)) != content:
+                return f"page {index} of {len(self)} has other bytes than were put"
         return ""
 
     def page(self, index: int, seal: PageSeal) -> bytes:
@@ -138,7 +132,6 @@ def batch(
     extra: bytes = b"",
     shard: bytes = b"",
     seed: object = 0,
-    token_ids: Sequence[int] | None = None,
 ) -> Batch:
     """The pages of one prompt.
 
@@ -146,14 +139,13 @@ def batch(
         seal: of the store.
         namespace: default: a new one, so that no other test has these keys.
         seed: of the bytes.
-        token_ids: of the prompt; default: 0, 1, 2, ...
     """
     form = form or kv_format()
     series = Series(form, shard, seal.id)
     namespace = uuid.uuid4().bytes if namespace is None else namespace
     if form.page_tokens:
         root, length = chain_root(namespace, extra), form.page_tokens
-        token_ids = range(count * length) if token_ids is None else token_ids[: count * length]
+        token_ids = range(count * length)
         chains = chains_of(root, token_ids, length)
         keys = series.keys_of(chains)
         identities = token_identities(root, chains, token_ids, length)
@@ -187,16 +179,3 @@ def outside(memory: PageBuffers) -> bytes:
     for offset in sorted(rows.offsets, reverse=True):
         del left[offset : offset + rows.nbytes]
     return bytes(left)
-
-
-def different(found: bytes, wanted: bytes) -> str:
-    """Where two byte strings differ, in words; empty if they do not."""
-    if found == wanted:
-        return ""
-    if len(found) != len(wanted):
-        return f"{len(found)} bytes came, and there were {len(wanted)}"
-    wrong = [at for at in range(len(wanted)) if found[at] != wanted[at]]
-    return (
-        f"{len(wrong)} of {len(wanted)} bytes differ, the first at {wrong[0]}"
-        f" ({found[wrong[0]]:#04x} came, {wanted[wrong[0]]:#04x} was put)"
-    )

@@ -19,7 +19,7 @@ import pytest
 
 from kvplug import Config, StoreServer, UnsupportedError
 from kvplug.engine import TransferStats
-from kvplug.kit import PURPOSE, ControlPeers, ResolvedConfig, StagedStore, option_fields, store_links
+from kvplug.kit import PURPOSE, ControlPeers, ResolvedConfig, option_fields, store_links
 from kvplug.transport import (
     BlockingStore,
     Credentials,
@@ -170,9 +170,11 @@ class StoreSuite(Contract):
 
     def other(self, place: Place) -> Store:
         """Another end of the place. Skips the test if there can be none."""
-        self.make_reachable(place)
-        if self.way(place) == "options":
+        if self.one_end:
+            pytest.skip(self.one_end)
+        if not self.by_link:
             return self.open(place)
+        self.make_reachable(place)
         link = self._connect(place.address, waits.patience_s)
         self.later(link.close)
         made = self.make_client(self.context(place), link)
@@ -190,24 +192,9 @@ class StoreSuite(Contract):
         first = self.open(place)
         return first, first if end == "first" else self.other(place)
 
-    def way(self, place: Place) -> str:
-        """How other ends reach the place. Skips the test if they do not."""
-        if self.by_link:
-            if reason := self._missing_pipe:
-                pytest.skip(f"ends of {self.called} are reached by a link, and {reason}")
-            return "link"
-        if self.reached_by:
-            return self.reached_by
-        if place.first is None or place.first.is_shared:
-            return "options"
-        pytest.skip(f"there is one end of {self.called}: it serves no peers, and is not shared")
-
     @property
     def other_processes(self) -> str:
-        reason = super().other_processes
-        if not reason and self.by_link:
-            reason = self._missing_pipe
-        return reason
+        return super().other_processes or (self._missing_pipe if self.by_link else "")
 
     @property
     def _missing_pipe(self) -> str:
@@ -216,31 +203,25 @@ class StoreSuite(Contract):
         return ResolvedConfig(config, base._registry()).explain_missing_pipe() or ""
 
     @property
-    def has_other_ends(self) -> bool:
-        """Whether two ends can reach the same pages here."""
-        if self.by_link or self.reached_by:
-            return not (self.by_link and self._missing_pipe)
+    def one_end(self) -> str:
+        """Why there is no other end; empty if there can be."""
+        if self.by_link:
+            return self._missing_pipe
         if type(self) not in _shared:
             with self.scope():
-                _shared[type(self)] = self.hold().is_shared
-        return _shared[type(self)]
+                _shared[type(self)] = bool(self.reached_by) or self.hold().is_shared
+        return "" if _shared[type(self)] else f"{self.called} serves no peers, and is not shared"
 
     @property
     def by_link(self) -> bool:
         """Whether other ends reach the first one over a link."""
-        return self.reached_by == "link" or (not self.reached_by and self._has_client)
-
-    @property
-    def _has_client(self) -> bool:
         overridden = type(self).make_client is not StoreSuite.make_client
-        return overridden or bool(self.spec is not None and self.spec.client)
+        has_client = overridden or bool(self.spec is not None and self.spec.client)
+        return self.reached_by == "link" or (not self.reached_by and has_client)
 
     def make_reachable(self, place: Place) -> None:
-        """Serve the first end, if other ends reach the place by a link. It ends with the scope.
-
-        Skips the test if there can be no other end.
-        """
-        if self.way(place) != "link" or place.address:
+        """Serve the first end, if other ends reach the place by a link. It ends with the scope."""
+        if not self.by_link or place.address:
             return
         assert place.first is not None, "the first end of the place is opened first"
         place.server = StoreServer(place.first, self._links, self._new_address())
@@ -271,21 +252,6 @@ class StoreSuite(Contract):
         where = f"{what.__module__}:{what.__qualname__}"
         target = f"{__name__}:run_remote"
         return self.start_forked(target, self.suite_ref(), place.plain, where, list(args), **given)
-
-    def remote_first(self, place: Place) -> peers.Peer:
-        """Another process that opens the first end of the place and serves it until it is told to end."""
-        peer = self.start_forked(f"{__name__}:run_first", self.suite_ref(), place.plain)
-        place.address = peer.recv()  # it starts first, which is no call of the store
-        return peer
-
-    # -- memory on a device --------------------------------------------------------------------
-
-    def staged(self, store: Store, **given: Any) -> StagedStore:
-        """The store as connectors have it: staged for devices that it does not serve itself."""
-        devices = self.spec.devices if self.spec is not None else frozenset({"cpu"})
-        made = StagedStore(store, timeout_s=self.timeout_s, devices=devices, **given)
-        self.later(made.abort)
-        return made
 
     # -- behind the store's back ---------------------------------------------------------------
 
@@ -428,17 +394,6 @@ def run_remote(
     place = Place(**plain)
     with ExitStack() as suite._stack:
         return what(parent, suite, suite.other(place), *args)
-
-
-def run_first(parent: peers.Parent, suite_ref: Mapping[str, Any], plain: dict[str, Any]) -> None:
-    """In another process: open the first end of the place, and serve it until the parent says so."""
-    suite = suite_from_ref(suite_ref)
-    place = Place(**plain)
-    with ExitStack() as suite._stack:
-        suite.open(place)
-        suite.make_reachable(place)
-        parent.send(place.address)
-        parent.recv(None)
 
 
 # -- requests that must end in time ----------------------------------------------------------------

@@ -51,14 +51,6 @@ def put_without_end(parent: peers.Parent, suite: Any, store: Store, namespace: b
             parent.send(number)
 
 
-def put_when_told(parent: peers.Parent, suite: Any, store: Store, seed: int) -> None:
-    """In another process: put the batches of the given names with bits of this writer."""
-    parent.send("ready")
-    while True:
-        pages = suite.batch(store, _PAGES, sized_format(30_000), namespace=parent.recv(None))
-        parent.send(put(store, pages.with_bits_of(seed)) == [None] * _PAGES)
-
-
 class Writers(StoreSuite):
     """Puts that race, and writers that die."""
 
@@ -76,25 +68,8 @@ class Writers(StoreSuite):
             winners = [_winners(end_, writers) for end_ in (first, store, first)]
             assert winners[0] == winners[1] == winners[2], f"a page changed: {winners}"
 
-    @law("STORE-2", needs="other_and_forked_processes", timeout_s=120)
-    def test_of_writers_in_two_processes_one_wins_wholly(self) -> None:
-        place = self.place()
-        store = self.open(place)
-        children = [self.remote(place, put_when_told, seed) for seed in (1, 2)]
-        for child in children:
-            assert child.recv(waits.patience_s) == "ready"
-        for number in range(10):
-            name = b"race %d" % number
-            for child in children:
-                child.send(name)
-            assert all(child.recv(waits.patience_s) for child in children), "a put was not kept"
-            pages = self.batch(store, _PAGES, sized_format(30_000), namespace=name)
-            _winners(store, [pages.with_bits_of(seed) for seed in (1, 2)])
-
-    @law("STORE-2")
+    @law("STORE-2", needs="one_end")
     def test_ends_that_are_opened_at_once_in_several_threads_share_their_pages(self) -> None:
-        if not self.has_other_ends:
-            pytest.skip(f"there is one end of {self.called}")
         for _ in range(_OPENINGS):
             with self.scope():
                 place, gate = self.place(), threading.Barrier(_OPENERS)
