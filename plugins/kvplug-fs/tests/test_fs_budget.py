@@ -16,7 +16,6 @@ from folders import aside_in, key_of, open_store, page_of, page_path, read, scan
 from kvplug_fs import sweeper as sweeper_module
 from kvplug_fs.folder import cost_of
 from kvplug_fs.ledger import Ledger, Totals
-from kvplug_fs.sweeper import Sweeper
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call, until
@@ -112,40 +111,7 @@ def test_a_process_that_is_stopped_inside_the_lock_holds_up_others_for_a_moment(
         assert read(store, "b") is not None
 
 
-def add_without_end(parent: peers.Parent, path: str) -> None:
-    """In another process: count pages up and down."""
-    ledger = Ledger(path)
-    parent.send("ready")
-    while True:
-        ledger.reserve(7, 1 << 40)
-        ledger.release(7, lambda: None)
-
-
-def test_processes_that_count_at_the_same_time_lose_nothing(tmp_path: Path, fork_server: ForkServer) -> None:
-    path = str(tmp_path / "usage")
-    ledger = counted(tmp_path / "usage")
-    with fork_server.start(f"{__file__}:add_without_end", path) as child:
-        child.recv()
-        for _ in range(500):
-            assert ledger.reserve(1000, 1 << 40)
-        child.kill()
-    assert ledger.reserve(1000, 1 << 40)
-    assert ledger.last.used_bytes in (501_000, 501_007)  # it may have been killed between the two
-
-
 # -- eviction --------------------------------------------------------------------------------------
-
-
-def test_the_page_whose_use_is_longest_ago_goes_first(opened: Any, tmp_path: Path) -> None:
-    store = opened(size=4 * PAGE, touch_s=0)
-    for number in range(4):
-        assert write(store, number)
-        then = time.time() - 1000 + number
-        os.utime(page_path(tmp_path, key_of(number)), (then, then))
-    read(store, 0)
-    assert write(store, "new")
-    assert store.has([key_of(each) for each in (0, 1, 2, 3, "new")]) == [True, False, True, True, True]
-    assert store.usage().used_bytes == used_in(tmp_path) == 4 * PAGE
 
 
 def test_a_page_that_was_used_after_the_scan_is_passed_over(opened: Any, tmp_path: Path) -> None:
@@ -184,28 +150,6 @@ def test_what_other_programs_write_and_delete_is_found_at_the_next_search(
     path.parent.mkdir(exist_ok=True)
     shutil.copy(page_path(tmp_path, key_of(5)), path)
     until(lambda: store.usage().num_pages == 5, what="that a page which another program copied is counted")
-
-
-def test_one_process_searches_for_all(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scans, search = [], Sweeper.scan
-
-    def counted(sweeper: Sweeper, without: str = "") -> None:
-        scans.append(sweeper)
-        search(sweeper, without)
-
-    monkeypatch.setattr(Sweeper, "scan", counted)
-    for number in range(3):
-        assert write(opened(rescan_s=1000), number)
-    assert len(scans) == 1
-
-
-def test_a_page_larger_than_all_else_makes_no_room_for_itself_in_vain(opened: Any, tmp_path: Path) -> None:
-    store = opened(size=4 * PAGE)
-    for number in range(4):
-        assert write(store, number)
-    assert write(store, "large", 4 * PAGE - 10)
-    assert store.usage().num_pages == 1
-    assert used_in(tmp_path) == 4 * PAGE
 
 
 def test_a_page_goes_and_is_counted_out_in_one_turn(tmp_path: Path) -> None:

@@ -138,25 +138,6 @@ def test_a_disk_that_is_taken_away_is_a_store_that_is_gone_and_nothing_is_made_b
     assert below == ["v1"] and os.listdir(tmp_path / "v1") == ["pages"]
 
 
-def exceed_the_file_size(parent: peers.Parent, path: str) -> list[bool]:
-    """In another process: files may have 8 KiB at most."""
-    import resource
-
-    store = open_store(path)
-    write(store, "usage is there now", 1000)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
-    done = [write(store, "large", 20_000), write(store, "small", 8000)]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    store.close()
-    return done
-
-
-def test_a_page_that_no_file_may_be_as_long_as_finds_no_room(tmp_path: Path) -> None:
-    with peers.start(exceed_the_file_size, str(tmp_path)) as child:
-        assert child.result() == [False, True]
-    assert aside_in(tmp_path) == []
-
-
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["open", "writev", "link"])
 def test_whichever_call_finds_the_disk_full_pages_are_evicted_and_it_is_tried_once_more(
@@ -200,22 +181,3 @@ def test_pages_whose_blocks_cannot_be_read_are_missed_and_replaced(
     assert ended(whole.submit_lookup(pages.keys)) == [Presence.ABSENT, Presence.HELD]
     kept(whole, pages)
     got(whole, pages)
-
-
-def use_a_disk_with_few_inodes(parent: peers.Parent, path: str) -> Any:
-    """In another process: a disk with room for 120 files and folders."""
-    mount("-t", "tmpfs", "-o", "nr_inodes=120", "none", path)
-    store = open_store(path)
-    kept = [write(store, number) for number in range(600)]
-    there = [number for number in range(600) if read(store, number) is not None]
-    used = store.usage().used_bytes, used_in(path)
-    store.close()
-    return kept.count(True), there, used
-
-
-def test_a_disk_with_few_inodes_keeps_what_fits_and_the_newest(tmp_path: Path) -> None:
-    with mounted(use_a_disk_with_few_inodes, tmp_path) as child:
-        kept, there, (counted, used) = child.result(60)
-    assert kept == 600
-    assert len(there) > 40 and there[-1] == 599
-    assert counted == used == len(there) * PAGE

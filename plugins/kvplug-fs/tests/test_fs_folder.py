@@ -15,10 +15,9 @@ import pytest
 
 from folders import aside_in, key_of, open_store, page_of, page_path, read, scan, used_in, write
 from kvplug import ConfigError
-from kvplug.transport import ExecutedStore, MissReason, PageSeal, PutReason
+from kvplug.transport import MissReason, PageSeal, PutReason
 from kvplug_fs import folder as folder_module
 from kvplug_fs.folder import Folder
-from kvplug_testing import peers
 from kvplug_testing.contract.store.pages import batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import ended, got, held, kept, put
 from kvplug_testing.named_pages import own_store
@@ -100,26 +99,6 @@ def test_a_file_that_is_shorter_than_it_was_is_told_by_its_length(
 
     monkeypatch.setattr(os, "fstat", before_it_was_cut)
     assert store.read(key_of("a"), [memoryview(bytearray(10_000))]) == 5_000
-
-
-@pytest.mark.parametrize(("length", "how"), [(0, "cut off"), (40, "zeros"), (8192, "cut off")])
-def test_a_page_that_lost_its_last_writes_is_a_miss_and_goes(
-    whole: Any, tmp_path: Path, length: int, how: str
-) -> None:
-    """Without `sync` a crash of the host may leave a file whose last blocks were never written."""
-    pages = batch(2, sized_format(12_000), seal=SEAL)
-    kept(whole, pages)
-    path = page_path(tmp_path, pages.keys[0])
-    size = os.path.getsize(path)
-    os.truncate(path, length)
-    if how == "zeros":
-        os.truncate(path, size)
-    results = ended(whole.submit_get(pages.empty()))
-    assert results[0] in (MissReason.CORRUPT, MissReason.FORMAT)
-    assert results[1] is None
-    assert not os.path.exists(path)
-    kept(whole, pages)
-    got(whole, pages)
 
 
 def test_keys_are_those_of_pages_whatever_else_lies_there(whole: Any, tmp_path: Path) -> None:
@@ -233,41 +212,6 @@ def test_no_link_is_followed_out_of_the_folder(whole: Any, tmp_path: Path) -> No
     for path in (outside / "page", outside / "folder" / other.name):
         assert path.stat().st_mtime == 1, "a link was followed"
     assert len(list((outside / "folder").iterdir())) == 1
-
-
-def test_a_page_of_another_user_is_missed_alone_and_replaced(tmp_path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root can make files of another user")
-    os.chown(tmp_path, 65534, 65534)
-    for parent in list(tmp_path.parents)[:-2]:
-        os.chmod(parent, 0o711)  # noqa: S103 - so that the user reaches it
-    with peers.start(use_another_users_page, str(tmp_path)) as child:
-        child.send(None)
-        assert child.recv() == "kept"
-        (path,) = list((tmp_path / "v1" / "pages").glob("*/*"))[:1]
-        os.chown(path, 0, 0)
-        os.chmod(path, 0o600)
-        child.send(None)
-        assert child.result() == [19, 1, 19, [str(None)] * 20]
-
-
-def use_another_users_page(parent: peers.Parent, path: str) -> list[Any]:
-    """In another process, as another user."""
-    parent.recv()
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-    store = ExecutedStore(open_store(path), name="fs", seal=SEAL)
-    pages = batch(20, seal=SEAL)
-    kept(store, pages)
-    parent.send("kept")
-    parent.recv()
-    looked = held(store, pages)
-    results = ended(store.submit_get(pages.empty()))
-    again = [str(each) for each in put(store, pages)]
-    got(store, pages)
-    store.close()
-    return [results.count(None), results.count(MissReason.UNREADABLE), looked.count(True), again]
 
 
 @pytest.mark.parametrize("which", ["", "v1", "v1/pages", "v1/writing", "v1/pages/ab"])

@@ -36,20 +36,6 @@ def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def offer(parent: Parent, contact: str, options: dict[str, Any]) -> None:
-    """Offer a message, and close when it was taken."""
-    with endpoint(**options).connect(contact) as pipe:
-        pipe.send_tensor(pattern(8 * MIB))
-        parent.send("offered")
-
-
-def count(parent: Parent, contact: str, messages: int) -> int:
-    """How many bytes so many messages have."""
-    with endpoint().connect(contact) as pipe:
-        parent.send("ready")
-        return sum(pipe.recv_tensor().nbytes for _ in range(messages))
-
-
 def connect_in_a_fork(parent: Parent) -> None:
     """What a process says that was forked from one with UCX."""
     listener = endpoint().listen()

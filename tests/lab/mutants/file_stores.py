@@ -86,9 +86,6 @@ class FileStore(BlockingStore):
         for key in keys:
             self._path(key).unlink(missing_ok=True)
 
-    def usage(self) -> Usage:
-        return Usage(num_pages=0, used_bytes=0, budget_bytes=None)
-
 
 class Mutant(StoreContract):
     """One fault of ``made``. ``breaks`` are the laws that it breaks."""
