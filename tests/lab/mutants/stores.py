@@ -279,7 +279,7 @@ class TestHasNoDeadlines(MemoryStore):
             time.sleep(0.02)
 
 
-@breaks(Mutant, "STORE-3", "ALL-4", caught_by="test_where_nothing_is_said_the_contexts_timeout_counts")
+@breaks(Mutant, "ALL-4", caught_by="test_where_nothing_is_said_the_contexts_timeout_counts")
 class TestKeepsItsOwnTimeout(MemoryStore):
     """The timeout of the context is not used."""
 

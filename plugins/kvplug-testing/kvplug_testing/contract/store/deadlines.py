@@ -210,6 +210,7 @@ class Deadlines(StoreGeneral):
         holder.kill()
         for job in jobs:
             ended(job)
+        ends[1].run("is_gone")
         Call(store.abort).result()
 
     @property
