@@ -626,39 +626,6 @@ class TestRaisesWhatItsLibraryRaises(Mutant):
             return super().submit_get(pages, timeout=timeout)
 
 
-@breaks(
-    Mutant, "STORE-7", caught_by="test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
-)
-class TestOneBadPageIsTheLossOfTheStore(MemoryStore):
-    """Any error of a call counts as the loss of the store."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._calls.read = lambda key, into: self._store.read(key, into)  # type: ignore[method-assign]
-
-
-@breaks(
-    Mutant, "STORE-7", caught_by="test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
-)
-class TestPromisesWhatCannotBeRead(MemoryStore):
-    """A lookup says of a page that could not be read that it is held."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._calls.readable = lambda keys, held: held  # type: ignore[method-assign]
-
-
-@breaks(
-    Mutant, "STORE-1", caught_by="test_a_page_that_cannot_be_read_is_missed_alone_and_is_not_promised_again"
-)
-class TestAPutLies(MemoryStore):
-    """A page counts as kept where something is under its key, be it readable or not."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._calls._replace = lambda key, page: self._store.write(key, page)  # type: ignore[method-assign]
-
-
 @breaks(Mutant, "STORE-1", caught_by="test_a_page_that_is_lost_behind_the_stores_back_is_not_promised_again")
 class TestPromisesWhatIsNotThere(MemoryStore):
     """A lookup answers from an index that does not learn of what was lost."""

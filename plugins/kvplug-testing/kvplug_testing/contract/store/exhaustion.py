@@ -54,7 +54,7 @@ class StoreAttempt(Attempt):
         self._place: Place
         self._pages: Batch
         self._filled: PageRequest
-        self._empty: list[PageRequest]
+        self._empty: PageRequest
         self._store: Store | None = None
         self._other: Store | None = None
 
@@ -71,7 +71,7 @@ class StoreAttempt(Attempt):
         self._place = self._suite.place(max(16 * MIB, self._suite.budget_bytes))
         self._pages = batch(_PAGES, sized_format(_PAGE_BYTES), seal=self._place.seal)
         self._filled = self._pages.filled()
-        self._empty = [self._pages.empty() for _ in range(2)]
+        self._empty = self._pages.empty()
 
     def _open(self) -> None:
         with _opening():
@@ -93,13 +93,14 @@ class StoreAttempt(Attempt):
         return self._store.submit_put(self._filled, timeout=self.timeout_s)
 
     def _get(self) -> None:
-        self._get_at(self._store, self._empty[0])
+        self._get_at(self._store)
 
     def _get_there(self) -> None:
-        self._get_at(self._other, self._empty[1])
+        self._get_at(self._other)
 
-    def _get_at(self, store: Store | None, request: PageRequest) -> None:
+    def _get_at(self, store: Store | None) -> None:
         assert store is not None
+        request = self._empty
         results = self._until_done("had", store, lambda: store.submit_get(request, timeout=self.timeout_s))
         assert not (wrong := self._pages.unlike(request, results)), wrong
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import itertools
 import os
@@ -309,27 +308,6 @@ class StoreSuite(Contract):
 
         with self._each_call(store, fail):
             yield
-
-    @contextlib.contextmanager
-    def unreadable(self, store: Store, key: bytes) -> Iterator[None]:
-        """While the block runs, what is under that key cannot be read; other pages can.
-
-        The default makes ``read`` of a blocking store fail. Override it for others; otherwise the tests of
-        that are skipped.
-        """
-        inner = self.inner(store)
-        read = inner.read
-
-        def failing(wanted: bytes, into: Sequence[memoryview]) -> int | None:
-            if wanted == key:
-                raise OSError(errno.EIO, "the suite makes every read of this page fail")
-            return read(wanted, into)
-
-        inner.read = failing  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            del inner.read
 
     @contextlib.contextmanager
     def _each_call(self, store: Store, before: Callable[[], object]) -> Iterator[None]:
