@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any, ClassVar
 
 import pytest
 
-from kvplug_nixl.pipe.contact import NixlContact
 from kvplug_testing import PipeContract
 
 pytest.importorskip("nixl_cu12", reason="the wheel nixl-cu12 is not installed")
@@ -33,13 +31,6 @@ class TestNixlPipe(PipeContract):
         from kvplug_nixl.agent import Agent
 
         Agent(error_handling="none", only_loopback=True).close()
-
-    def silent_contact(self) -> str:
-        listening = socket.socket(socket.AF_UNIX)
-        self.later(listening.close)
-        listening.bind("")  # the kernel chooses an abstract name
-        listening.listen()
-        return str(NixlContact.here(f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
 @pytest.mark.variant

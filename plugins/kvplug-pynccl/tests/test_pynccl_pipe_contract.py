@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any, ClassVar
 
 import pytest
 
 from kvplug.transport import PipeContext, PipeEndpoint
 from kvplug_pynccl.options import PyncclPipeOptions
-from kvplug_pynccl.pipe.contact import PyncclContact
 from kvplug_testing import PipeContract
 
 
@@ -37,13 +35,6 @@ class TestPyncclPipe(PipeContract):
         import kvplug_lab.gpu.pynccl  # noqa: F401
 
         super().import_all()
-
-    def silent_contact(self) -> str:
-        listening = socket.socket(socket.AF_UNIX)
-        self.later(listening.close)
-        listening.bind("")  # the kernel chooses an abstract name
-        listening.listen()
-        return str(PyncclContact.here(f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
 @pytest.mark.variant

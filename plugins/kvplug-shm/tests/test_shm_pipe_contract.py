@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any, ClassVar
 
 import pytest
 
-from kvplug_shm.pipe.contact import ShmContact
 from kvplug_testing import PipeContract
 
 
 class TestShmPipe(PipeContract):
     transport = "shm"
-
-    def silent_contact(self) -> str:
-        listening = socket.socket(socket.AF_UNIX)
-        self.later(listening.close)
-        listening.bind("")  # the kernel chooses an abstract name
-        listening.listen()
-        return str(ShmContact.here(f"unix:@{listening.getsockname()[1:].decode()}"))
 
 
 @pytest.mark.variant

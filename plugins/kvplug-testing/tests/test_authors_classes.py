@@ -80,12 +80,11 @@ def test_a_bound_that_is_not_among_the_options_is_told_with_what_to_set() -> Non
         odd().limited()
 
 
-def test_what_has_no_bound_or_nobody_who_is_silent_is_skipped_with_what_to_do() -> None:
+def test_what_has_no_bound_is_skipped_with_what_to_do() -> None:
     assert not PipeWithOptions().a_limit
     assert PipeWithoutBound().a_limit == (
         "PipeWithoutBound has no option that bounds what is unsent (limit_option)"
     )
-    assert "override `silent_contact()` to have this judged" in Pipe().a_silent_contact
 
 
 @pytest.mark.parametrize(

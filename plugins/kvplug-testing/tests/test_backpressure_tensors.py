@@ -73,12 +73,12 @@ def test_what_clogs_a_pipe_cannot_be_compressed() -> None:
 
 @pytest.mark.full
 def test_what_the_kernel_holds_is_not_counted_against_the_pipe(suite: Any) -> None:
-    suite(lambda _: None).test_messages_without_content_do_not_pile_up_without_bound("None")
+    suite(lambda _: None).test_messages_without_content_do_not_pile_up_without_bound()
 
 
 @pytest.mark.full
 def test_what_the_pipe_holds_beside_the_kernel_is(suite: Any) -> None:
     held: list[Any] = []
     piling = suite(lambda message: held.append([message]))
-    with pytest.raises(AssertionError, match=r"100,000 were accepted, none received, and memory grew by"):
-        piling.test_messages_without_content_do_not_pile_up_without_bound("None")
+    with pytest.raises(AssertionError, match="memory grew by"):
+        piling.test_messages_without_content_do_not_pile_up_without_bound()

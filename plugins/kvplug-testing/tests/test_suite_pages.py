@@ -79,4 +79,4 @@ def test_every_public_suite_is_among_them() -> None:
         name for name in kvplug_testing.__all__ if name.endswith("Contract")
     }
     named = {row.split("`")[1] for row in expected(kvplug_testing.PipeContract)}
-    assert named >= {"limit_option", "beyond_limit_bytes", "make_endpoint(context)", "silent_contact()"}
+    assert named >= {"limit_option", "beyond_limit_bytes", "make_endpoint(context)"}

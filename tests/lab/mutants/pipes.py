@@ -219,7 +219,7 @@ class TestIgnoresConjugation(MemoryPipe):
         return super().send_tensor(tensor, **given)
 
 
-@breaks(Mutant, "PIPE-1", caught_by="test_a_message_larger_than_any_internal_buffer_arrives_whole")
+@breaks(Mutant, "PIPE-1", caught_by="test_messages_of_any_size_arrive_whole_both_ways")
 class TestCutsLargeMessages(MemoryPipe):
     """Of a message only the first 16 MiB are moved."""
 
@@ -245,7 +245,7 @@ class TestChangesTheEndOfLargeMessages(MemoryPipe):
         return message
 
 
-@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_of_too_many_dimensions_is_refused_and_nothing_is_queued")
+@breaks(Mutant, "PIPE-1", caught_by="test_what_is_not_carried_is_refused_and_nothing_is_queued")
 class TestQueuesWhatItRefuses(MemoryPipe):
     """A tensor that cannot be sent is refused, and ``None`` sent for it."""
 

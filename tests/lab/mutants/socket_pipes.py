@@ -309,7 +309,7 @@ class NeverEndsInAForkedChild(Transfer):
 @breaks(
     Mutant,
     "ALL-6",
-    caught_by="test_transfers_under_way_have_failed_in_a_forked_child_and_go_on_in_the_parent",
+    caught_by="test_a_forked_child_connects_anew_and_the_pipe_it_inherited_stays_its_parents",
 )
 class TestForgetsTransfersInAForkedChild(SamplePipe):
     """In a forked child the parent's transfers stay under way for ever."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError
+from kvplug import PeerGoneError, TimeoutError
 from kvplug.transport import NamedExhaustion, Pipe, PipeEndpoint, PipeListener
 from kvplug_testing.contract import exhaustion
-from kvplug_testing.contract.exhaustion import SHORT_S, Attempt, let_go, together
+from kvplug_testing.contract.exhaustion import Attempt, let_go, together
 from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite
 
@@ -29,19 +28,13 @@ class PipeAttempt(Attempt):
         self._endpoint: PipeEndpoint | None = None
         self._listener: PipeListener | None = None
         self._pipes: list[Pipe] = []
-        self._num_sent = [0, 0]
-        self._received: list[list[Any]] = [[], []]
+        self._num_sent = 0
+        self._received: list[Any] = []
 
     @property
     def steps(self) -> Sequence[Callable[[], None]]:
-        return (
-            self._make_endpoint,
-            self._listen,
-            self._connect,
-            self._exchange,
-            self._close,
-            self._close_listener,
-        )
+        making = self._make_endpoint, self._listen, self._connect
+        return *making, self._exchange, self._close, self._close_listener
 
     def may_break(self, step: int) -> bool:
         return self.steps[step] == self._exchange
@@ -58,11 +51,8 @@ class PipeAttempt(Attempt):
         made: list[Pipe] = []
         failed: list[BaseException] = []
         try:
-            together(
-                lambda: self._dial(made, failed),
-                lambda: self._accept(made, failed),
-                within=4 * self.timeout_s,
-            )
+            joining = partial(self._dial, made, failed), partial(self._accept, made, failed)
+            together(*joining, within=4 * self.timeout_s)
         except BaseException:
             let_go(*(pipe.abort for pipe in made))
             raise
@@ -83,16 +73,10 @@ class PipeAttempt(Attempt):
         assert self._listener is not None
         limit = time.monotonic() + self.timeout_s
         while True:
-            has_failed = bool(failed)
-            is_last = time.monotonic() > limit
-            timeout = _STEP_S
-            if has_failed:  # the other end says why, or this one does
-                is_last, timeout = True, _STEP_S if isinstance(failed[0], ResourceExhaustedError) else SHORT_S
+            is_last = bool(failed) or time.monotonic() > limit
             try:
-                pipe = self._listener.accept(timeout=timeout)
+                pipe = self._listener.accept(timeout=_STEP_S)
             except TimeoutError:
-                if has_failed:
-                    return
                 if is_last:
                     raise
                 continue
@@ -108,40 +92,16 @@ class PipeAttempt(Attempt):
                 return
 
     def _exchange(self) -> None:
-        """What was sent or received by a call that failed is not sent or received again."""
-        failed = threading.Event()
-        one, other = self._pipes
-        together(
-            lambda: self._send(one, 0, failed),
-            lambda: self._receive(other, 0, failed),
-            within=4 * self.timeout_s,
-        )
-        together(
-            lambda: self._send(other, 1, failed),
-            lambda: self._receive(one, 1, failed),
-            within=4 * self.timeout_s,
-        )
+        together(self._exchange_all, within=4 * self.timeout_s)
 
-    def _send(self, pipe: Pipe, way: int, failed: threading.Event) -> None:
-        try:
-            while self._num_sent[way] < len(_SIZES):
-                pipe.send_tensor(self._messages[self._num_sent[way]], timeout=self.timeout_s)
-                self._num_sent[way] += 1
-        except BaseException:
-            failed.set()
-            raise
-
-    def _receive(self, pipe: Pipe, way: int, failed: threading.Event) -> None:
-        limit = time.monotonic() + self.timeout_s
-        received = self._received[way]
-        while len(received) < len(_SIZES):
-            try:
-                received.append(pipe.recv_tensor(timeout=_STEP_S))
-            except TimeoutError:
-                if failed.is_set():  # the sender says why
-                    return
-                if time.monotonic() > limit:
-                    raise
+    def _exchange_all(self) -> None:
+        """One message after the other: what was sent or received is not sent or received again."""
+        while len(self._received) < 2 * len(_SIZES):
+            way, number = divmod(len(self._received), len(_SIZES))
+            if self._num_sent == len(self._received):
+                self._pipes[way].send_tensor(self._messages[number], timeout=self.timeout_s)
+                self._num_sent += 1
+            self._received.append(self._pipes[1 - way].recv_tensor(timeout=self.timeout_s))
 
     def _close(self) -> None:
         closing = [partial(pipe.close, self.timeout_s) for pipe in self._pipes]
@@ -152,10 +112,8 @@ class PipeAttempt(Attempt):
         self._listener.close()
 
     def check(self) -> None:
-        for way, received in enumerate(self._received):
-            for number, (message, nbytes) in enumerate(zip(received, _SIZES, strict=True)):
-                wrong = remote.unlike(message, number, nbytes)
-                assert not wrong, f"direction {way}: {wrong}"
+        for number, (message, nbytes) in enumerate(zip(self._received, _SIZES * 2, strict=True)):
+            assert not (wrong := remote.unlike(message, number % len(_SIZES), nbytes)), wrong
 
     def end(self) -> None:
         let_go(*(pipe.abort for pipe in self._pipes))

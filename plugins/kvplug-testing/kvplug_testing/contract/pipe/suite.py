@@ -49,10 +49,6 @@ class PipeSuite(Contract):
         """The transport's factory, called. Override it for a transport that is not installed."""
         return self.installed("make_endpoint").load_factory()(context)  # type: ignore[no-any-return]
 
-    def silent_contact(self) -> str:
-        """A contact that accepts connections and never answers. Override it if the transport can have one."""
-        return ""
-
     # -- ends in this process ------------------------------------------------------------------
 
     def context(
@@ -147,60 +143,32 @@ class PipeSuite(Contract):
         """The reason to skip a test, for ``needs``."""
         return self.both_ways or self.a_limit
 
-    @property
-    def both_ways_and_other_processes(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        return self.both_ways or self.other_processes
-
-    @property
-    def a_silent_contact(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        overridden = type(self).silent_contact is not PipeSuite.silent_contact
-        return (
-            ""
-            if overridden
-            else f"no contact is known that accepts connections of {self.called} and never answers:"
-            " override `silent_contact()` to have this judged"
-        )
-
     # -- ends in other processes ---------------------------------------------------------------
 
-    def remote_pipe(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
-        """A pipe whose other end is in another process, which runs ``what(parent, pipe, *args)``.
+    def connecting(self, contact: str, what: Callable[..., Any], *args: Any) -> peers.Peer:
+        """Another process, which connects to ``contact`` and runs ``what(parent, pipe, *args)``.
 
         ``what`` is a function of an importable module's top level, as in
         :mod:`kvplug_testing.contract.pipe.remote`.
-        ``options`` are the transport's, at both ends; ``heartbeat_timeout_s`` is the context's.
         """
-        return self._remote_pipe(self.start_forked, what, args, options)
+        return self._runs("connecting_end", contact, name_of(what), list(args))
 
-    def spawned_pipe(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[Pipe, peers.Peer]:
-        """Like :meth:`remote_pipe`, with a fresh interpreter, which takes seconds instead of milliseconds."""
-        return self._remote_pipe(self.start, what, args, options)
+    def remote_pipe(self, what: Callable[..., Any], *args: Any) -> tuple[Pipe, peers.Peer]:
+        """A pipe whose other end is in another process, as :meth:`connecting` starts it."""
+        listener = self.endpoint().listen()
+        try:
+            child = self.connecting(listener.contact, what, *args)
+            return self.accept(listener), child
+        finally:
+            listener.close()
 
-    def remote_listener(self, what: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, peers.Peer]:
-        """The contact of a listener in another process, which runs ``what(parent, listener, *args)``."""
-        child = self.start_forked(
-            f"{__name__}:listening_end",
-            self.suite_ref(),
-            options,
-            name_of(what),
-            list(args),
-            timeout_s=CHILD_S,
-        )
+    def remote_listener(self, what: Callable[..., Any]) -> tuple[str, peers.Peer]:
+        """The contact of a listener in another process, which runs ``what(parent, listener)``."""
+        child = self._runs("listening_end", name_of(what))
         return child.recv(), child
 
-    def connecting(self, contact: str, what: Callable[..., Any], *args: Any, **options: Any) -> peers.Peer:
-        """Another process, which connects to ``contact`` and runs ``what(parent, pipe, *args)``."""
-        return self.start_forked(
-            f"{__name__}:connecting_end",
-            self.suite_ref(),
-            options,
-            contact,
-            name_of(what),
-            list(args),
-            timeout_s=CHILD_S,
-        )
+    def _runs(self, end: str, *args: Any) -> peers.Peer:
+        return self.start_forked(f"{__name__}:{end}", self.suite_ref(), *args, timeout_s=CHILD_S)
 
     def accept(self, listener: PipeListener) -> Pipe:
         """The next pipe, which must connect in time; aborted at the end of the test."""
@@ -208,26 +176,6 @@ class PipeSuite(Contract):
         pipe: Pipe = Call(lambda: listener.accept(timeout=within)).result(within + 1)
         self.later(pipe.abort)
         return pipe
-
-    def _remote_pipe(
-        self, start: Callable[..., peers.Peer], what: Callable[..., Any], args: Any, options: dict[str, Any]
-    ) -> tuple[Pipe, peers.Peer]:
-        listener = self.endpoint(**options).listen()
-        try:
-            child = start(
-                f"{__name__}:connecting_end",
-                self.suite_ref(),
-                options,
-                listener.contact,
-                name_of(what),
-                list(args),
-                timeout_s=CHILD_S,
-            )
-            pipe = listener.accept(timeout=waits.patience_s)
-        finally:
-            listener.close()
-        self.later(pipe.abort)
-        return pipe, child
 
     def import_all(self) -> None:
         import torch  # noqa: F401
@@ -244,26 +192,19 @@ class PipeSuite(Contract):
 
 
 def connecting_end(
-    parent: peers.Parent,
-    suite_ref: dict[str, Any],
-    options: dict[str, Any],
-    contact: str,
-    what: str,
-    args: Any,
+    parent: peers.Parent, suite_ref: dict[str, Any], contact: str, what: str, args: Any
 ) -> Any:
     """In another process: connect, run the function, and close the pipe."""
-    with suite_from_ref(suite_ref).endpoint(**options).connect(contact) as pipe:
+    with suite_from_ref(suite_ref).endpoint().connect(contact) as pipe:
         return named(what)(parent, pipe, *args)
 
 
-def listening_end(
-    parent: peers.Parent, suite_ref: dict[str, Any], options: dict[str, Any], what: str, args: Any
-) -> Any:
+def listening_end(parent: peers.Parent, suite_ref: dict[str, Any], what: str) -> Any:
     """In another process: listen, report the contact, and run the function."""
-    listener = suite_from_ref(suite_ref).endpoint(**options).listen()
+    listener = suite_from_ref(suite_ref).endpoint().listen()
     try:
         parent.send(listener.contact)
-        return named(what)(parent, listener, *args)
+        return named(what)(parent, listener)
     finally:
         listener.close()
 

@@ -1,9 +1,9 @@
-"""Messages arrive unchanged (law PIPE-1): every dtype, every shape, any strides, any size, ``None``."""
+"""Messages arrive unchanged (law PIPE-1), also in memory of the caller (law PIPE-5)."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +11,8 @@ import attrs
 import pytest
 
 from kvplug import UnsupportedError
-from kvplug.kit import DTYPES, MAX_DIMS
+from kvplug.kit import MAX_DIMS
+from kvplug.transport import Pipe, TensorMismatchError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law
@@ -19,113 +20,86 @@ from kvplug_testing.contract.pipe.content import dtypes, tensor_of
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug_testing.waits import Call, raises
 
-SHAPES: Final = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4)]
-SIZES: Final = [1, 15, 4095, 4096, 4097, 65_535, 65_536, 65_537, MIB - 1, MIB, MIB + 1, 3 * MIB + 5]
-"""Bytes, around typical sizes of buffers and pages."""
+SHAPES: Final = [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 4)]
+SIZES: Final = [1, 15, 4095, 4096, 4097, 65_535, 65_536, 65_537, MIB - 1, MIB, MIB + 1, 32 * MIB + 3]
+"""Bytes, around typical sizes of buffers and pages, and more than any buffer holds."""
 SPARSE_BYTES: Final = (4 << 30) + 12_345
-DEVICES: Final = ("cpu", "cuda")
-"""Devices with a separate test; all others share one."""
+_PEAK: Final = Path("/proc/self/clear_refs")
+_MISFITS: Final[list[tuple[tuple[str, tuple[int, ...]] | None, tuple[str, tuple[int, ...]]]]] = [
+    # message, out: (dtype, shape)
+    (("float32", (6, 4)), ("float32", (4, 6))),
+    (("float32", (6, 4)), ("int32", (6, 4))),
+    (("float32", (6, 4)), ("float64", (6, 4))),
+    (("bfloat16", (8,)), ("float16", (8,))),
+    (("int16", (8,)), ("uint8", (16,))),
+    (("int64", (1,)), ("int64", ())),
+    (("float32", (0, 3)), ("float32", (3, 0))),
+    (("uint8", (8 * MIB + 1,)), ("uint8", (8 * MIB,))),
+    (None, ("float32", (0,))),
+]
 
 
-def _matrix() -> Any:
-    return tensor_of("float32", (40, 30))
-
-
-STRIDED: Final[dict[str, Callable[[Any], Any]]] = {
-    # Functions of torch that make tensors whose elements are not contiguous, or in another order.
-    "transposed": lambda torch: _matrix().t(),
-    "strided": lambda torch: _matrix()[::2, 1::3],
-    "sliced at an offset": lambda torch: _matrix()[3:7],
-    "a column": lambda torch: _matrix()[:, 4],
-    "expanded": lambda torch: _matrix()[0].expand(50, 30),
-    "expanded from one element": lambda torch: _matrix()[5, 5].expand(6, 4, 2),
-    "permuted": lambda torch: tensor_of("bfloat16", (2, 3, 4, 5)).permute(3, 1, 0, 2),
-    "with channels last": lambda torch: tensor_of("float16", (2, 3, 4, 5)).to(
-        memory_format=torch.channels_last
-    ),
-    "conjugated": lambda torch: tensor_of("complex64", (4, 9)).conj(),
-    "conjugated and transposed": lambda torch: tensor_of("complex64", (4, 9)).conj().t(),
-    "negated": lambda torch: tensor_of("complex64", (4, 9)).conj().imag,
-    "the imaginary part": lambda torch: tensor_of("complex64", (4, 9)).imag,
-    "of float8, transposed": lambda torch: tensor_of("float8_e4m3fn", (6, 7)).t(),
-    "a parameter": lambda torch: torch.nn.Parameter(_matrix()),
-}
+def _out(dtype: str, shape: tuple[int, ...]) -> Any:
+    """Memory filled with a pattern that no message contains."""
+    return tensor_of(dtype, shape, seed=99)
 
 
 class Tensors(PipeSuite):
     """One message at a time."""
 
-    @property
-    def max_dims(self) -> int:
-        """The limit that the transport claims, or that of the wire format."""
-        claimed = None if self.spec is None else self.spec.capabilities.max_dims
-        return MAX_DIMS if claimed is None else min(MAX_DIMS, claimed)
-
-    @law("PIPE-1")
-    @pytest.mark.parametrize("dtype", list(DTYPES))
-    def test_a_tensor_of_each_dtype_arrives_with_its_bits(self, dtype: str) -> None:
-        if dtype not in dtypes():
-            pytest.skip(f"torch has no {dtype} here")
+    @law("PIPE-1", "PIPE-5")
+    def test_a_tensor_of_each_dtype_arrives_with_its_bits(self) -> None:
         one, other = self.pair()
-        for shape in SHAPES:
+        for dtype, shape in itertools.product(dtypes(), SHAPES):
             message = tensor_of(dtype, shape)
-            transfer = sent(one, message)
-            assert_same(message, received(other))
-            transfer.wait(waits.patience_s)
+            turned = _out(dtype, shape[::-1]).permute([*reversed(range(len(shape)))])
+            for out in (None, _out(dtype, shape), turned):
+                _passes(one, other, message, out)
 
     @law("PIPE-1", "PIPE-5")
-    @pytest.mark.parametrize("device", [*DEVICES, "any other"])
-    def test_a_tensor_of_each_claimed_device_arrives_with_its_bits(self, device: str) -> None:
-        claimed = [name for name in self.devices if device == (name if name in DEVICES else "any other")]
-        if not claimed:
-            pytest.skip(f"{self.called} claims devices {', '.join(self.devices)}, not {device}")
-        for name in claimed:
-            self._passes_on(name)
-
-    def _passes_on(self, device: str) -> None:
+    def test_a_tensor_of_each_claimed_device_arrives_with_its_bits(self) -> None:
         import torch
 
-        try:
-            torch.empty(0, device=device)
-        except (AssertionError, RuntimeError) as e:  # torch raises either
-            pytest.skip(f"torch has no device {device} here: {str(e).partition('.')[0]}")
-        one, other = self.pair_of(self.make_endpoint(attrs.evolve(self.context(), device=device)))
-        message = _matrix().to(device)
-        for out in (None, torch.zeros_like(message)):
-            transfer = sent(one, message)
-            got = received(other, out)
-            assert out is None or got is out, "something else than out was returned"
-            assert_same(message.cpu(), got.cpu())
-            transfer.wait(waits.patience_s)
+        missing = []
+        for device in self.devices:
+            try:
+                torch.empty(0, device=device)
+            except (AssertionError, RuntimeError) as e:  # torch raises either
+                missing.append(f"torch has no device {device} here: {str(e).partition('.')[0]}")
+                continue
+            one, other = self.pair_of(self.make_endpoint(attrs.evolve(self.context(), device=device)))
+            message = tensor_of("float32", (40, 30)).to(device)
+            for out in (None, torch.zeros_like(message)):
+                _passes(one, other, message, out)
+        if missing:
+            pytest.skip("; ".join(missing))
 
     @law("PIPE-1")
-    @pytest.mark.parametrize("kind", list(STRIDED))
-    def test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory(self, kind: str) -> None:
+    def test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory(self) -> None:
         import torch
 
         one, other = self.pair()
-        message = STRIDED[kind](torch)
-        transfer = sent(one, message)
-        assert_same(message.detach(), received(other))
-        transfer.wait(waits.patience_s)
+        matrix, numbers = tensor_of("float32", (40, 30)), tensor_of("complex64", (4, 9))
+        for message in (
+            matrix.t(),
+            matrix[::2, 1::3],
+            matrix[3:7],
+            matrix[0].expand(50, 30),
+            tensor_of("bfloat16", (2, 3, 4, 5)).permute(3, 1, 0, 2),
+            tensor_of("float8_e4m3fn", (6, 7)).t(),
+            numbers.conj(),
+            numbers.conj().t(),
+            numbers.conj().imag,
+            torch.nn.Parameter(matrix),
+        ):
+            _passes(one, other, message)
 
     @law("PIPE-1")
     def test_messages_of_any_size_arrive_whole_both_ways(self) -> None:
         pair = self.pair()
         for sender, receiver in (pair, pair[::-1]):
             for size in SIZES:
-                message = tensor_of("uint8", (size,), seed=size)
-                sending = Call(lambda sender=sender, message=message: sender.send_tensor(message))  # type: ignore[misc]
-                assert_same(message, received(receiver))
-                sending.result().wait(waits.patience_s)
-
-    @law("PIPE-1")
-    def test_a_message_larger_than_any_internal_buffer_arrives_whole(self) -> None:
-        one, other = self.pair()
-        message = tensor_of("uint8", (32 * MIB + 3,))
-        sending = Call(lambda: one.send_tensor(message))
-        assert_same(message, received(other))
-        sending.result().wait(waits.patience_s)
+                _passes(sender, receiver, tensor_of("uint8", (size,), seed=size))
 
     @law("PIPE-1")
     def test_what_was_received_stays_as_it_is_when_more_arrives(self) -> None:
@@ -135,58 +109,42 @@ class Tensors(PipeSuite):
         for message in messages:
             sent(one, message)
             kept.append(received(other))
-        for number, (message, got) in enumerate(zip(messages, kept, strict=True)):
-            changed = difference(message, got)
-            assert not changed, f"message {number}, looked at after 8 were received: {changed}"
         kept[0].zero_()
-        assert_same(messages[1], kept[1], "two received tensors share memory")
+        for message, got in zip(messages[1:], kept[1:], strict=True):
+            assert_same(message, got, "two received tensors share memory")
         assert_same(tensor_of("int64", (100,), seed=0), messages[0], "it is the sender's memory")
+
+    @property
+    def max_dims(self) -> int:
+        """The limit that the transport claims, or that of the wire format."""
+        claimed = None if self.spec is None else self.spec.capabilities.max_dims
+        return MAX_DIMS if claimed is None else min(MAX_DIMS, claimed)
 
     @law("PIPE-1")
     def test_tensors_of_as_many_dimensions_as_are_claimed_arrive(self) -> None:
         one, other = self.pair()
-        for ndim in sorted({4, 5, 8, 9, 16, self.max_dims}):
+        for ndim in {8, 9, self.max_dims}:
             if ndim <= self.max_dims:
-                message = tensor_of("int16", (*[1] * (ndim - 2), 3, 2))
-                sent(one, message)
-                assert_same(message, received(other))
+                _passes(one, other, tensor_of("int16", (*[1] * (ndim - 2), 3, 2)))
 
     @law("PIPE-1", "PIPE-2")
-    def test_a_tensor_of_too_many_dimensions_is_refused_and_nothing_is_queued(self) -> None:
+    def test_what_is_not_carried_is_refused_and_nothing_is_queued(self) -> None:
         import torch
 
-        self._is_refused(torch.zeros([1] * (self.max_dims + 1)))
-
-    @law("PIPE-1", "PIPE-2")
-    @pytest.mark.parametrize("kind", ["sparse", "on no device", "quantized", "nested", "no tensor"])
-    @pytest.mark.filterwarnings("ignore")  # torch deprecates some of them
-    def test_what_is_not_carried_is_refused_and_nothing_is_queued(self, kind: str) -> None:
-        import torch
-
-        make: dict[str, Callable[[], Any]] = {
-            "sparse": lambda: torch.eye(3).to_sparse(),
-            "on no device": lambda: torch.empty(3, device="meta"),
-            "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
-            "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-            "no tensor": lambda: b"bytes",
-        }
-        self._is_refused(make[kind]())
-
-    def _is_refused(self, tensor: Any) -> None:
         one, other = self.pair()
-        before, after = tensor_of("int32", (2,)), tensor_of("int32", (3,))
-        sent(one, before)
-        raises(UnsupportedError, lambda: one.send_tensor(tensor, timeout=waits.patience_s))
-        sent(one, after)
-        for message in (before, after):
-            changed = difference(message, received(other))
-            assert not changed, f"a refused tensor left something in the stream: {changed}"
+        message = tensor_of("int32", (2,))
+        dims = [1] * (self.max_dims + 1)
+        for refused in (torch.zeros(dims), torch.eye(3).to_sparse(), torch.empty(3, device="meta"), b"bytes"):
+            raises(UnsupportedError, lambda each=refused: one.send_tensor(each, timeout=waits.patience_s))  # type: ignore[misc]
+            _passes(one, other, message)
 
     @law("PIPE-1", level="long", timeout_s=900.0)
     def test_more_than_four_gibibytes_arrive_from_one_mapped_file_in_another(self, tmp_path: Path) -> None:
         import torch
 
-        _skip_without_room(tmp_path)
+        free = min(shutil.disk_usage(tmp_path).free, _available_memory())
+        if free < 3 * SPARSE_BYTES:
+            pytest.skip(f"{free >> 20} MiB are free, and {3 * SPARSE_BYTES >> 20} may be needed")
         one, other = self.pair()
         source, target = (
             torch.from_file(str(tmp_path / name), shared=True, size=SPARSE_BYTES, dtype=torch.uint8)
@@ -201,24 +159,83 @@ class Tensors(PipeSuite):
         for start in range(0, SPARSE_BYTES, 64 * MIB):
             part = slice(start, start + 64 * MIB)
             assert_same(source[part], target[part], f"in the 64 MiB from {start} on")
-        assert [int(target[at]) for at in marks] == [*range(1, len(marks) + 1)]
+
+    # -- memory of the caller ------------------------------------------------------------------
+
+    @law("PIPE-5")
+    def test_out_that_is_not_contiguous_is_filled_and_nothing_around_it(self) -> None:
+        import torch
+
+        one, other = self.pair()
+        for out_of in (lambda each: each[1::2, ::3], lambda each: each[2:5].conj(), lambda each: each.t()):
+            around = torch.full((12, 10), -0.5 - 0.5j)
+            for memory in (around, torch.view_as_real(around)[..., 0], around.conj().imag):
+                out = out_of(memory)
+                before, inside = torch.view_as_real(around).clone(), out.clone()
+                message = torch.arange(out.numel()).view(out.shape).to(out.dtype)
+                sent(one, message)
+                assert received(other, out) is out, "something else than out was returned"
+                assert_same(message.tolist(), out.tolist(), "out does not hold the message")
+                out.copy_(inside)
+                assert_same(before, torch.view_as_real(around), "memory beside out was written")
+
+    @property
+    def received_in_place(self) -> str:
+        """The reason to skip a test, for ``needs``."""
+        if self.spec is None or not self.spec.capabilities.receive_into:
+            return f"{self.called} does not claim receive_into"
+        return "" if _PEAK.exists() else "this system does not tell how much memory was used at most"
+
+    @law("PIPE-5", needs="received_in_place")
+    def test_a_large_message_is_received_into_out_without_another_tensor(self) -> None:
+        import torch
+
+        one, other = self.pair()
+        message, out = torch.ones(64 * MIB, dtype=torch.uint8), torch.zeros(64 * MIB, dtype=torch.uint8)
+        transfer = sent(one, message)
+        _PEAK.write_text("5")  # reset the peak
+        before = _kilobytes("self/status", "VmRSS")
+        received(other, out)
+        more = (_kilobytes("self/status", "VmHWM") - before) << 10
+        assert_same(message, out)
+        transfer.wait(waits.patience_s)
+        assert more < message.nbytes // 2, f"{more >> 20} MiB more were used for a message of 64 MiB"
+
+    @law("PIPE-5")
+    def test_a_message_that_does_not_fit_out_is_refused_and_stays(self) -> None:
+        one, other = self.pair()
+        following = tensor_of("int32", (5,))
+        for offered, wanted in _MISFITS:
+            message, misfit = None if offered is None else tensor_of(*offered), _out(*wanted)
+            before = misfit.clone()
+            for out in (None, None if offered is None else _out(*offered)):
+                sending = Call(lambda m=message: (one.send_tensor(m), one.send_tensor(following)))  # type: ignore[misc]
+                for _ in range(2):
+                    raises(TensorMismatchError, lambda m=misfit: other.recv_tensor(m))  # type: ignore[misc]
+                    assert_same(before, misfit, "memory was written although the message was refused")
+                assert_same(message, received(other, out), "the refused message did not stay as it was")
+                assert_same(following, received(other), "the message after the refused one is another")
+                for transfer in sending.result():
+                    transfer.wait(waits.patience_s)
 
 
-def _skip_without_room(folder: Path) -> None:
-    """Skip without space for the target file; a transport without ``receive_into`` also holds the whole
-    message.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < 2 * SPARSE_BYTES:
-        pytest.skip(f"{folder} has {free >> 20} MiB left, and {2 * SPARSE_BYTES >> 20} are needed")
-    available = _available_memory()
-    if available < 3 * SPARSE_BYTES:
-        pytest.skip(f"{available >> 20} MiB of memory are available; {3 * SPARSE_BYTES >> 20} may be needed")
+def _passes(sender: Pipe, receiver: Pipe, message: Any, out: Any = None) -> None:
+    """The message arrives, in ``out`` if there is one, and its transfer ends."""
+    sending = Call(lambda: sender.send_tensor(message))
+    got = received(receiver, out)
+    assert out is None or got is out, "something else than out was returned"
+    assert not (changed := difference(message.detach().cpu(), got.cpu())), changed
+    sending.result().wait(waits.patience_s)
 
 
 def _available_memory() -> int:
+    return _kilobytes("meminfo", "MemAvailable") << 10
+
+
+def _kilobytes(file: str, name: str) -> int:
+    """A value from /proc, in kB; 0 where there is none."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc", file).read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), 0)
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)

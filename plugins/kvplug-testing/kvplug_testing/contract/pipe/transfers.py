@@ -1,4 +1,4 @@
-"""Transfers: how they end (law ALL-5), and when the tensor's memory may be reused (law PIPE-4)."""
+"""Transfers (laws PIPE-4 and ALL-5), a polite close (law ALL-1), and receives that time out (law PIPE-6)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Any
 
 import pytest
 
-from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.transport import Transfer
 from kvplug_testing import waits
-from kvplug_testing.comparison import assert_filled, assert_same, difference
+from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.ends import Outcome
 from kvplug_testing.contract.pipe.content import tensor_of
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, fill, received, sent
 from kvplug_testing.waits import Call, raises, until
 
 
 class Transfers(PipeSuite):
-    """The transfers that ``send_tensor`` returns."""
+    """The transfers that ``send_tensor`` returns, and what becomes of messages under way."""
 
     # -- memory --------------------------------------------------------------------------------
 
     @law("PIPE-4")
-    @pytest.mark.parametrize("nbytes", [1, 1000, 100_000, 3 * MIB])
+    @pytest.mark.parametrize("nbytes", [1000, 3 * MIB])
     def test_what_is_overwritten_once_the_transfer_is_done_arrives_as_it_was(self, nbytes: int) -> None:
         one, other = self.pair()
         source = tensor_of("uint8", (nbytes,))
@@ -35,26 +36,7 @@ class Transfers(PipeSuite):
             transfer.wait(waits.patience_s)
         source.fill_(0xEE)
         got = received(other) if receiving is None else receiving.result()
-        changed = difference(wanted, got)
-        assert not changed, f"overwriting the tensor after done() reached the peer: {changed}"
-
-    @law("PIPE-4")
-    def test_one_buffer_can_be_sent_again_and_again(self) -> None:
-        import torch
-
-        one, other = self.pair()
-        buffer = torch.empty(50_000, dtype=torch.int32)
-
-        def send() -> None:
-            for number in range(100):
-                buffer.fill_(number)
-                one.send_tensor(buffer, timeout=waits.patience_s).wait(waits.patience_s)
-
-        sending = Call(send)
-        for number in range(100):
-            got = received(other)
-            assert_filled(number, got, f"message {number} was overwritten after done()")
-        sending.result()
+        assert_same(wanted, got, "overwriting the tensor after done() reached the peer")
 
     @law("PIPE-4")
     def test_the_pipe_keeps_alive_what_it_has_not_sent(self) -> None:
@@ -71,63 +53,41 @@ class Transfers(PipeSuite):
             assert_same(wanted, got, f"message {number} was not kept alive")
             transfer.wait(waits.patience_s)
 
-    # -- how they end --------------------------------------------------------------------------
+    # -- how transfers end ---------------------------------------------------------------------
 
     @law("ALL-5")
-    def test_every_transfer_ends_once_it_was_received(self) -> None:
+    def test_a_transfer_ends_once_it_was_received_and_each_callback_is_called_once(self) -> None:
         one, other = self.pair()
-        for message in (
-            tensor_of("int8", (3,)),
-            None,
-            tensor_of("int8", (0,)),
-            tensor_of("int8", (2 * MIB,)),
-        ):
-            transfer = sent(one, message)
+        for size in (None, 0, 3, 3 * MIB):
+            calls: list[tuple[str, Any, bool]] = []
+            transfer = sent(one, None if size is None else tensor_of("uint8", (size,)))
+            transfer.add_done_callback(lambda t: calls.append(("before", t, t.done())))  # noqa: B023
             received(other)
             until(transfer.done, what=f"the end of {transfer!r}, whose message has been received,")
             assert transfer.error() is None
-            Call(lambda t=transfer: t.wait(0)).result()  # type: ignore[misc]
-            Call(lambda t=transfer: t.wait()).result()  # type: ignore[misc]
+            Call(lambda t=transfer: (t.wait(0), t.wait())).result()  # type: ignore[misc]
+            transfer.add_done_callback(lambda t: calls.append(("after", t, t.done())))  # noqa: B023
+            until(lambda: len(calls) >= 2, what="a callback of a transfer that has ended")  # noqa: B023
+            sent(one, None)  # a second callback would have been called by now
+            assert received(other) is None
+            assert calls == [("before", transfer, True), ("after", transfer, True)]
 
     @law("ALL-5", "ALL-4", needs="a_limit")
     def test_waiting_for_a_transfer_has_a_deadline(self) -> None:
         one, other = self.limited_pair()
-        transfers = [sent(one, tensor_of("uint8", (self.beyond_limit_bytes + 8 * MIB,)))]
-        under_way = [transfer for transfer in transfers if not transfer.done()]
-        for transfer in under_way:
-            assert transfer.error() is None, "it has an error before it has ended"
-            for timeout in (0, 0.3):
-                call = Call(lambda t=transfer, s=timeout: t.wait(s))  # type: ignore[misc]
-                call.raised(TimeoutError)
-                assert call.took_s > timeout - 0.05, f"wait({timeout}) gave up after {call.took_s:.2f} s"
-        for _ in transfers:
-            received(other)
-        for transfer in transfers:
-            transfer.wait(waits.patience_s)
-            raises(ValueError, lambda t=transfer: t.wait(-1))  # type: ignore[misc]
-
-    @law("ALL-5")
-    @pytest.mark.parametrize("nbytes", [10, 3 * MIB])
-    def test_a_callback_is_called_once_whether_it_comes_before_the_end_or_after(self, nbytes: int) -> None:
-        one, other = self.pair()
-        calls: list[tuple[str, Any, bool]] = []
-        transfer = sent(one, tensor_of("uint8", (nbytes,)))
-        transfer.add_done_callback(lambda t: calls.append(("before", t, t.done())))
+        transfer = sent(one, tensor_of("uint8", (self.beyond_limit_bytes + 8 * MIB,)))
+        for timeout in () if transfer.done() else (0, 0.3):
+            call = Call(lambda s=timeout: transfer.wait(s))  # type: ignore[misc]
+            call.raised(TimeoutError)
+            assert call.took_s > timeout - 0.05, f"wait({timeout}) gave up after {call.took_s:.2f} s"
         received(other)
         transfer.wait(waits.patience_s)
-        transfer.add_done_callback(lambda t: calls.append(("after", t, t.done())))
-        until(lambda: len(calls) >= 2, what="a callback of a transfer that has ended")
-        sent(one, None)  # a second callback would have been called by now
-        assert received(other) is None
-        assert [name for name, *_ in calls] == ["before", "after"], f"calls: {[n for n, *_ in calls]}"
-        assert all(given is transfer and done for _, given, done in calls)
 
     @law("ALL-5")
-    @pytest.mark.parametrize("nbytes", [10, 3 * MIB])
-    def test_a_callback_that_raises_harms_nobody(self, nbytes: int) -> None:
+    def test_a_callback_that_raises_harms_nobody(self) -> None:
         one, other = self.pair()
         called = threading.Event()
-        message = tensor_of("uint8", (nbytes,))
+        message = tensor_of("uint8", (3 * MIB,))
         transfer = sent(one, message)
         try:
             transfer.add_done_callback(_raise)
@@ -144,58 +104,105 @@ class Transfers(PipeSuite):
     @pytest.mark.parametrize("end", ["close", "abort"])
     def test_a_callback_may_end_the_pipe(self, end: str) -> None:
         one, other = self.pair()
-        raised: list[BaseException] = []
-        ended = threading.Event()
+        ended: list[Outcome] = []
+        transfer = sent(one, tensor_of("uint8", (3 * MIB,)))
 
         def finish(_: Transfer) -> None:
-            try:
-                getattr(one, end)()
-            except BaseException as e:
-                raised.append(e)
-            ended.set()
+            ended.append(Outcome.of(getattr(one, end)))
 
-        transfer = sent(one, tensor_of("uint8", (3 * MIB,)))
         adding = Call(lambda: transfer.add_done_callback(finish))
         received(other)
-        until(ended.is_set, what=f"the end of {end}() in a callback")
+        until(lambda: ended, what=f"the end of {end}() in a callback")
         adding.result()
-        assert not raised, f"{end}() in a callback raised {raised[0]!r}"
+        ended[0].result()
         raises(ClosedError, lambda: one.send_tensor(None))
-        raises(PeerGoneError, lambda: other.recv_tensor(timeout=waits.patience_s))
 
     @law("ALL-5", needs="a_limit")
-    @pytest.mark.parametrize("who", ["this end", "the other end"])
-    @pytest.mark.parametrize("how", ["aborts", "closes"])
-    def test_every_transfer_ends_when_an_end_ends(self, how: str, who: str) -> None:
-        one, other = self.limited_pair()
+    @pytest.mark.parametrize("how", ["abort", "close"])
+    def test_every_transfer_ends_when_its_end_ends(self, how: str) -> None:
+        """General laws judge what becomes of them when the other end does."""
+        one, _ = self.limited_pair()
         called: list[Transfer] = []
         transfers = fill(one)
         for transfer in transfers:
             transfer.add_done_callback(called.append)
-        waiting = [Call(lambda t=transfer: t.wait(4 * waits.patience_s)) for transfer in transfers[-3:]]  # type: ignore[misc]
-        ending = one if who == "this end" else other
-        Call(ending.abort if how == "aborts" else lambda: ending.close(timeout=0.1)).result()
-        kind = ClosedError if who == "this end" else PeerGoneError
-        _all_end(transfers, kind)
-        until(lambda: len(called) >= len(transfers), what="the last callback")
-        assert len(called) == len(transfers), "a callback was called twice"
-        for transfer, call in zip(transfers[-3:], waiting, strict=True):
-            assert call.end().error is transfer.error() or isinstance(call.error, kind), f"{call.error!r}"
+        waiting = Call(lambda: transfers[-1].wait(4 * waits.patience_s))
+        Call(one.abort if how == "abort" else lambda: one.close(timeout=0.1)).result()
+        until(lambda: len(called) == len(transfers), what="the callback of each transfer")
+        for transfer in transfers:
+            error = transfer.error()
+            assert error is None or isinstance(error, ClosedError), f"{transfer}: {error!r}"
+        assert waiting.end().error is transfers[-1].error()
+
+    # -- a polite close ------------------------------------------------------------------------
+
+    @law("ALL-1", "ALL-2", "PIPE-1")
+    def test_closing_sends_what_was_accepted_first_and_then_the_peer_is_gone(self) -> None:
+        for sizes in ((3,), (16 * MIB, 5, 7 * MIB, 0, 100_000), range(50)):
+            one, other = self.pair()
+            messages = [None, *(tensor_of("uint8", (size,), seed=size) for size in sizes)]
+            transfers = [sent(one, message) for message in messages]
+            closing = Call(lambda p=one: p.close(timeout=10 * waits.patience_s))  # type: ignore[misc]
+            until(lambda p=one, c=closing: p.closed or c.ended, what="closed, of a pipe that closes,")  # type: ignore[misc]
+            raises(ClosedError, lambda p=one: p.recv_tensor(timeout=waits.patience_s))  # type: ignore[misc]
+            for message in messages:
+                assert_same(message, received(other), "after a polite close")
+            closing.result()
+            assert [transfer.error() for transfer in transfers if transfer.done()] == [None] * len(transfers)
+            raises(PeerGoneError, lambda p=other: p.recv_tensor(timeout=waits.patience_s))  # type: ignore[misc]
+
+    # -- receives that time out ----------------------------------------------------------------
+
+    @law("PIPE-6", "ALL-4")
+    def test_a_receive_that_times_out_before_the_first_byte_loses_nothing(self) -> None:
+        one, other = self.pair()
+        for number in range(4):
+            out = tensor_of("int32", (4,), seed=77) if number % 2 else None
+            for timeout in (0, 0.01):
+                raises(TimeoutError, lambda o=out, t=timeout: other.recv_tensor(o, timeout=t))  # type: ignore[misc]
+            message = tensor_of("int32", (4,), seed=number)
+            Call(lambda m=message: one.send_tensor(m, timeout=0)).result()  # type: ignore[misc]
+            sent(one, None)
+            assert_same(message, received(other), "after receives that had timed out")
+            assert received(other) is None
+
+    @law("PIPE-6")
+    @pytest.mark.parametrize("into", ["new memory", "out", "one and the other"])
+    def test_a_receive_that_times_out_within_a_message_goes_on_with_it(self, into: str) -> None:
+        import torch
+
+        one, other = self.pair()
+        messages = [tensor_of("uint8", (4096, 4096), seed=number) for number in range(3)]
+        outs = {
+            "new memory": [None],
+            "out": [torch.zeros(4096, 4096, dtype=torch.uint8).t()],
+            "one and the other": [None, torch.zeros(4096, 4096, dtype=torch.uint8)],
+        }[into]
+        sending = Call(lambda: [one.send_tensor(message) for message in messages])
+        for number, message in enumerate(messages):
+            call = Call(lambda: _with_short_deadlines(other, outs)).end(waits.patience_s + 20)
+            if call.error is not None:  # the pipe is broken, and every later call says so
+                assert isinstance(call.error, KvplugError), call.error
+                again = raises(KvplugError, lambda: other.recv_tensor(timeout=waits.patience_s))
+                assert not isinstance(again, TimeoutError), f"it was broken ({call.error!r}), and then waited"
+                return
+            lost = difference(message, call.value)
+            assert not lost, f"message {number}, received with many short deadlines: {lost}"
+        for transfer in sending.result():
+            transfer.wait(waits.patience_s)
+        raises(TimeoutError, lambda: other.recv_tensor(timeout=0.05))
+
+
+def _with_short_deadlines(pipe: Any, outs: list[Any]) -> Any:
+    for number in range(20_000):
+        out = outs[number % len(outs)]
+        try:
+            return pipe.recv_tensor(out, timeout=(0.0, 0.0005, 0.002)[number % 3])
+        except TimeoutError:
+            if out is not None:
+                out.fill_(0xAA)  # the memory belongs to the caller again
+    raise AssertionError("20,000 receives in a row timed out, and a message was on its way")
 
 
 def _raise(_: Transfer) -> None:
     raise KeyError("a callback of the test")
-
-
-def _all_end(transfers: list[Transfer], kind: type[BaseException]) -> None:
-    until(
-        lambda: all(transfer.done() for transfer in transfers),
-        what=f"the end of each of {len(transfers)} transfers",
-    )
-    for number, transfer in enumerate(transfers):
-        error = transfer.error()
-        assert error is None or (isinstance(error, kind) and str(error)), f"transfer {number}: {error!r}"
-        if error is None:
-            transfer.wait(0)
-        else:
-            raises(kind, lambda t=transfer: t.wait(0))  # type: ignore[misc]
