@@ -72,14 +72,6 @@ def test_what_takes_no_options_says_its_name_and_what_to_set() -> None:
         Pipe().context(lanes=3)
 
 
-def test_a_bound_that_is_not_among_the_options_is_told_with_what_to_set() -> None:
-    with pytest.raises(FAILED, match=r"Pipe has no option 'max_in_flight_bytes'.*set `limit_option`"):
-        Pipe().limited()
-    odd = type("Odd", (PipeWithOptions,), {"limit_option": "room"})
-    with pytest.raises(FAILED, match="Odd has no option 'room', these are: lanes, max_in_flight_bytes"):
-        odd().limited()
-
-
 def test_what_has_no_bound_is_skipped_with_what_to_do() -> None:
     assert not PipeWithOptions().a_limit
     assert PipeWithoutBound().a_limit == (

@@ -257,7 +257,7 @@ class TestQueuesWhatItRefuses(MemoryPipe):
             raise
 
 
-@breaks(Mutant, "PIPE-1", caught_by="test_tensors_of_as_many_dimensions_as_are_claimed_arrive")
+@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory")
 class TestTakesEightDimensions(MemoryPipe):
     """A tensor of more than eight dimensions loses them all."""
 

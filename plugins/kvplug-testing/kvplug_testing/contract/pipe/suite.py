@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -9,7 +10,6 @@ import attrs
 import pytest
 
 from kvplug import TimeoutError
-from kvplug.kit import option_fields
 from kvplug.transport import Credentials, Kind, Pipe, PipeContext, PipeEndpoint, PipeListener, Transfer
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import Contract
@@ -96,33 +96,14 @@ class PipeSuite(Contract):
         return self.pair(**self.limited(limit))
 
     def limited(self, limit: int = LIMIT) -> dict[str, int]:
-        """The option for that limit, as keyword arguments; nothing if :attr:`limit_option` is empty.
-
-        Raises:
-            pytest.fail.Exception: there is no such option. The message says what to set.
-        """
-        makes_own = any(
-            getattr(type(self), name) is not getattr(PipeSuite, name)
-            for name in ("made_options", "context", "endpoint")
-        )
-        known = [] if self._takes is None else [*option_fields(self._takes)]
-        if self.limit_option and not makes_own and self.limit_option not in known:
-            there = f"these are: {', '.join(known)}" if known else "it takes none (options_class)"
-            pytest.fail(
-                f"{self.called} has no option {self.limit_option!r}, {there}: set `limit_option` to the one"
-                ' that bounds what is unsent, or to "" where there is none',
-                pytrace=False,
-            )
+        """The option for that limit, as keyword arguments; nothing if :attr:`limit_option` is empty."""
         return {self.limit_option: limit} if self.limit_option else {}
 
     @property
     def a_limit(self) -> str:
         """The reason to skip a test, for ``needs``."""
-        return (
-            ""
-            if self.limit_option
-            else f"{self.called} has no option that bounds what is unsent (limit_option)"
-        )
+        without = f"{self.called} has no option that bounds what is unsent (limit_option)"
+        return "" if self.limit_option else without
 
     @property
     def devices(self) -> list[str]:
@@ -227,14 +208,8 @@ def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Trans
     Message n is :func:`~kvplug_testing.contract.pipe.content.numbered`.
     """
     transfers: list[Transfer] = []
-
-    def clog() -> None:
+    with contextlib.suppress(TimeoutError):
         while len(transfers) * nbytes < MOST_ACCEPTED:
-            try:
-                transfers.append(pipe.send_tensor(numbered(len(transfers), nbytes), timeout=timeout))
-            except TimeoutError:
-                return
+            transfers.append(pipe.send_tensor(numbered(len(transfers), nbytes), timeout=timeout))
         pytest.fail(f"{MOST_ACCEPTED} bytes were accepted, and none has been received: there is no bound")
-
-    Call(clog).result(waits.patience_s + 10)
     return transfers

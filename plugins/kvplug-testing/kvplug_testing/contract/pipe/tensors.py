@@ -60,19 +60,15 @@ class Tensors(PipeSuite):
     def test_a_tensor_of_each_claimed_device_arrives_with_its_bits(self) -> None:
         import torch
 
-        missing = []
         for device in self.devices:
             try:
                 torch.empty(0, device=device)
             except (AssertionError, RuntimeError) as e:  # torch raises either
-                missing.append(f"torch has no device {device} here: {str(e).partition('.')[0]}")
-                continue
+                pytest.skip(f"torch has no device {device} here: {str(e).partition('.')[0]}")
             one, other = self.pair_of(self.make_endpoint(attrs.evolve(self.context(), device=device)))
             message = tensor_of("float32", (40, 30)).to(device)
             for out in (None, torch.zeros_like(message)):
                 _passes(one, other, message, out)
-        if missing:
-            pytest.skip("; ".join(missing))
 
     @law("PIPE-1")
     def test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory(self) -> None:
@@ -91,6 +87,7 @@ class Tensors(PipeSuite):
             numbers.conj().t(),
             numbers.conj().imag,
             torch.nn.Parameter(matrix),
+            tensor_of("int16", (*[1] * (self.max_dims - 2), 3, 2)),
         ):
             _passes(one, other, message)
 
@@ -101,31 +98,11 @@ class Tensors(PipeSuite):
             for size in SIZES:
                 _passes(sender, receiver, tensor_of("uint8", (size,), seed=size))
 
-    @law("PIPE-1")
-    def test_what_was_received_stays_as_it_is_when_more_arrives(self) -> None:
-        one, other = self.pair()
-        messages = [tensor_of("int64", (100,), seed=number) for number in range(8)]
-        kept = []
-        for message in messages:
-            sent(one, message)
-            kept.append(received(other))
-        kept[0].zero_()
-        for message, got in zip(messages[1:], kept[1:], strict=True):
-            assert_same(message, got, "two received tensors share memory")
-        assert_same(tensor_of("int64", (100,), seed=0), messages[0], "it is the sender's memory")
-
     @property
     def max_dims(self) -> int:
         """The limit that the transport claims, or that of the wire format."""
         claimed = None if self.spec is None else self.spec.capabilities.max_dims
         return MAX_DIMS if claimed is None else min(MAX_DIMS, claimed)
-
-    @law("PIPE-1")
-    def test_tensors_of_as_many_dimensions_as_are_claimed_arrive(self) -> None:
-        one, other = self.pair()
-        for ndim in {8, 9, self.max_dims}:
-            if ndim <= self.max_dims:
-                _passes(one, other, tensor_of("int16", (*[1] * (ndim - 2), 3, 2)))
 
     @law("PIPE-1", "PIPE-2")
     def test_what_is_not_carried_is_refused_and_nothing_is_queued(self) -> None:
@@ -138,11 +115,11 @@ class Tensors(PipeSuite):
             raises(UnsupportedError, lambda each=refused: one.send_tensor(each, timeout=waits.patience_s))  # type: ignore[misc]
             _passes(one, other, message)
 
-    @law("PIPE-1", level="long", timeout_s=900.0)
+    @law("PIPE-1", needs="proc", level="long", timeout_s=900.0)
     def test_more_than_four_gibibytes_arrive_from_one_mapped_file_in_another(self, tmp_path: Path) -> None:
         import torch
 
-        free = min(shutil.disk_usage(tmp_path).free, _available_memory())
+        free = min(shutil.disk_usage(tmp_path).free, _kilobytes("meminfo", "MemAvailable") << 10)
         if free < 3 * SPARSE_BYTES:
             pytest.skip(f"{free >> 20} MiB are free, and {3 * SPARSE_BYTES >> 20} may be needed")
         one, other = self.pair()
@@ -182,9 +159,13 @@ class Tensors(PipeSuite):
     @property
     def received_in_place(self) -> str:
         """The reason to skip a test, for ``needs``."""
-        if self.spec is None or not self.spec.capabilities.receive_into:
-            return f"{self.called} does not claim receive_into"
-        return "" if _PEAK.exists() else "this system does not tell how much memory was used at most"
+        claimed = self.spec is not None and self.spec.capabilities.receive_into
+        return self.proc if claimed else f"{self.called} does not claim receive_into"
+
+    @property
+    def proc(self) -> str:
+        """The reason to skip a test, for ``needs``."""
+        return "" if _PEAK.exists() else "this needs Linux's /proc"
 
     @law("PIPE-5", needs="received_in_place")
     def test_a_large_message_is_received_into_out_without_another_tensor(self) -> None:
@@ -228,14 +209,7 @@ def _passes(sender: Pipe, receiver: Pipe, message: Any, out: Any = None) -> None
     sending.result().wait(waits.patience_s)
 
 
-def _available_memory() -> int:
-    return _kilobytes("meminfo", "MemAvailable") << 10
-
-
 def _kilobytes(file: str, name: str) -> int:
-    """A value from /proc, in kB; 0 where there is none."""
-    try:
-        lines = Path("/proc", file).read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
+    """A value from Linux's /proc, in kB."""
+    lines = Path("/proc", file).read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from typing import Any
 
 import pytest
@@ -56,11 +56,15 @@ class Transfers(PipeSuite):
     # -- how transfers end ---------------------------------------------------------------------
 
     @law("ALL-5")
-    def test_a_transfer_ends_once_it_was_received_and_each_callback_is_called_once(self) -> None:
+    def test_a_transfer_ends_once_it_was_received_and_each_callback_is_called_once_though_one_raises(
+        self,
+    ) -> None:
         one, other = self.pair()
         for size in (None, 0, 3, 3 * MIB):
             calls: list[tuple[str, Any, bool]] = []
             transfer = sent(one, None if size is None else tensor_of("uint8", (size,)))
+            with contextlib.suppress(KeyError):  # of one that was done already
+                transfer.add_done_callback(_raise)
             transfer.add_done_callback(lambda t: calls.append(("before", t, t.done())))  # noqa: B023
             received(other)
             until(transfer.done, what=f"the end of {transfer!r}, whose message has been received,")
@@ -71,34 +75,6 @@ class Transfers(PipeSuite):
             sent(one, None)  # a second callback would have been called by now
             assert received(other) is None
             assert calls == [("before", transfer, True), ("after", transfer, True)]
-
-    @law("ALL-5", "ALL-4", needs="a_limit")
-    def test_waiting_for_a_transfer_has_a_deadline(self) -> None:
-        one, other = self.limited_pair()
-        transfer = sent(one, tensor_of("uint8", (self.beyond_limit_bytes + 8 * MIB,)))
-        for timeout in () if transfer.done() else (0, 0.3):
-            call = Call(lambda s=timeout: transfer.wait(s))  # type: ignore[misc]
-            call.raised(TimeoutError)
-            assert call.took_s > timeout - 0.05, f"wait({timeout}) gave up after {call.took_s:.2f} s"
-        received(other)
-        transfer.wait(waits.patience_s)
-
-    @law("ALL-5")
-    def test_a_callback_that_raises_harms_nobody(self) -> None:
-        one, other = self.pair()
-        called = threading.Event()
-        message = tensor_of("uint8", (3 * MIB,))
-        transfer = sent(one, message)
-        try:
-            transfer.add_done_callback(_raise)
-        except KeyError:
-            assert transfer.done(), "a callback was called before the end"  # called at once, in this thread
-        transfer.add_done_callback(lambda _: called.set())
-        assert_same(message, received(other))
-        transfer.wait(waits.patience_s)
-        until(called.is_set, what="the second callback, after one that raised,")
-        sent(one, None)
-        assert received(other) is None
 
     @law("ALL-5", "ALL-1")
     @pytest.mark.parametrize("end", ["close", "abort"])
