@@ -13,7 +13,7 @@ import torch
 import cpu_ranks
 from communicator_ranks import at_all
 from kvplug import PeerGoneError, StatelessGroup, TimeoutError, TransportError, UnsupportedError
-from kvplug.transport import Deadline, Mesh, TensorMismatchError
+from kvplug.transport import Mesh, TensorMismatchError
 from kvplug_cpu.communicator import CpuCommunicator
 
 Make = Callable[..., list[CpuCommunicator]]
@@ -81,25 +81,6 @@ def test_a_rank_that_has_left_is_missed_by_the_next_collective_and_by_no_others(
         assert "rank 2" in str(error)
 
 
-def test_a_call_that_waited_for_nobody_sees_that_the_one_before_it_broke_the_communicator(
-    communicators: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = communicators(2)[0]
-    after, calls = Deadline.after, 0
-
-    def fails_first(*given: Any) -> Deadline:
-        nonlocal calls
-        calls += 1
-        if calls == 1:  # between two looks of the call below another one fails
-            with pytest.raises(TimeoutError):
-                made.all_reduce(torch.ones(1), timeout=0.1)
-        return after(*given)
-
-    monkeypatch.setattr(Deadline, "after", fails_first)
-    with pytest.raises(TransportError, match=r"since one failed .*rank 1 did not come"):
-        made.all_reduce(torch.ones(1), timeout=None)
-
-
 # -- who does something else -----------------------------------------------------------------------
 
 
@@ -117,50 +98,20 @@ def test_all_hear_at_once_that_one_sends_where_the_others_sum(communicators: Mak
         assert isinstance(error, TransportError), found
 
 
-@pytest.mark.parametrize("differ", ["all2all_backend", "data_parallel_size"])
-def test_ranks_that_would_exchange_tokens_in_different_ways_are_refused(
-    communicators: Make, differ: str
-) -> None:
-    values: dict[str, list[Any]] = {
-        "all2all_backend": ["naive", "", "allgather_reducescatter", "naive"],
-        "data_parallel_size": [2, 4, 4, 2],
-    }
+def test_ranks_that_would_exchange_tokens_in_different_ways_are_refused(communicators: Make) -> None:
+    ways = ["naive", "", "allgather_reducescatter", "naive"]
     usual = {"unique_name": "ep", "data_parallel_size": 4}
-    made = communicators(4, lambda rank: {**usual, differ: values[differ][rank]})
+    made = communicators(4, lambda rank: {**usual, "all2all_backend": ways[rank]})
     for error in at_all(made, lambda end: end.dispatch_router_logits(torch.ones(2, 4), torch.ones(2, 3))):
         assert isinstance(error, TensorMismatchError)
-        assert f"{differ} {values[differ][0]}" in str(error)
+        assert "all2all_backend naive" in str(error)
     assert at_all(made, total) == [4.0] * 4
 
 
-@pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])
-def test_both_ways_of_exchange_leave_autograd_aside(communicators: Make, backend: str) -> None:
-    made = communicators(
-        2, lambda _: {"unique_name": "ep", "data_parallel_size": 2, "all2all_backend": backend}
-    )
-
-    def call(end: CpuCommunicator) -> Any:
-        hidden = torch.ones(2, 4, requires_grad=True)
-        return end.dispatch_router_logits(hidden * 2, torch.ones(2, 3))[0].requires_grad
-
-    assert at_all(made, call) == [False, False]
-
-
-@pytest.mark.parametrize(
-    ("method", "wrong", "words"),
-    [
-        ("all_reduce", torch.ones(1).expand(3), "clone()"),
-        ("broadcast", torch.ones(1).expand(3), "clone()"),
-        ("all_reduce", torch.ones(3).numpy(), "a dense torch.Tensor is needed"),
-        ("all_reduce", torch.ones(3).to_sparse(), "a dense torch.Tensor is needed"),
-    ],
-    ids=["shared", "shared at a broadcast", "array", "sparse"],
-)
-def test_what_cannot_be_filled_is_refused_before_anything_is_begun(
-    communicators: Make, method: str, wrong: Any, words: str
-) -> None:
+@pytest.mark.parametrize("method", ["all_reduce", "broadcast"])
+def test_what_cannot_be_filled_is_refused_before_anything_is_begun(communicators: Make, method: str) -> None:
     made = communicators(2)
-    for error in at_all(made, lambda end: getattr(end, method)(wrong)):
-        assert isinstance(error, UnsupportedError)
-        assert words in str(error)
+    for wrong in (torch.ones(1).expand(3), torch.ones(3).to_sparse()):
+        for error in at_all(made, lambda end: getattr(end, method)(wrong)):  # noqa: B023
+            assert isinstance(error, UnsupportedError)
     assert at_all(made, lambda end: end.all_gather(torch.ones(1).expand(2)).tolist()) == [[1.0] * 4] * 2

@@ -6,14 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,11 +24,9 @@ from kvplug import (
     StatelessGroup,
     TimeoutError,
     TransportError,
-    UnsupportedError,
     build_communicator,
 )
 from kvplug.transport import Deadline, WireError
-from kvplug_cpu import gloo
 from kvplug_cpu.gloo import Gloo
 from kvplug_cpu.interface import address_of
 from kvplug_cpu.store import GroupStore
@@ -50,8 +43,6 @@ RANKS = cpu_ranks.__file__
         ("all_reduce", KILL, "PeerGoneError", None),
         ("all_reduce", STOP, "TimeoutError", 1.0),
         ("batch_isend_irecv", STOP, "TimeoutError", 1.0),
-        pytest.param("all_gather", STOP, "TimeoutError", 1.0, marks=pytest.mark.full),
-        pytest.param("reduce_scatter", KILL, "PeerGoneError", None, marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_is_struck_in_the_middle_is_named_and_the_others_go_on_without_it(
@@ -68,20 +59,16 @@ def test_a_rank_that_is_struck_in_the_middle_is_named_and_the_others_go_on_witho
 @pytest.mark.parametrize(
     ("when", "who", "fault", "kinds"),
     [
-        ("pipes", 2, STOP, ["TimeoutError", "PeerGoneError"]),
         ("pipes", 2, KILL, ["TimeoutError", "PeerGoneError"]),
         ("gloo", 2, STOP, ["TimeoutError"]),
-        ("gloo", 2, KILL, ["PeerGoneError"]),
         # It keeps the group's store, which itself would wait for 30 s.
         ("gloo", 0, STOP, ["TimeoutError"]),
-        ("ready", 0, STOP, ["TimeoutError"]),
     ],
 )
 def test_a_rank_that_is_struck_while_the_ranks_meet_is_named_in_time(
     ranks: Any, when: str, who: int, fault: int, kinds: list[str]
 ) -> None:
-    given = {"timeout_s": 60.0 if kinds == ["PeerGoneError"] else 3.0}
-    check_joiners(ranks("joiner", RANKS, 3, given, fault, when, who), who, kinds, within=15.0)
+    check_joiners(ranks("joiner", RANKS, 3, {"timeout_s": 3.0}, fault, when, who), who, kinds, within=15.0)
 
 
 def test_a_process_group_of_torch_meets_through_our_store_and_is_used_and_left_alone(ranks: Any) -> None:
@@ -92,18 +79,14 @@ def test_a_process_group_of_torch_meets_through_our_store_and_is_used_and_left_a
 
 # -- processes that end ----------------------------------------------------------------------------
 
-MEETING = """
-import threading, time, torch
-from kvplug import TimeoutError
+ALONE = """
+import threading
+from kvplug import StatelessGroup, TimeoutError
 from kvplug.transport import Deadline
 from kvplug_cpu.gloo import Gloo
-
-threading.excepthook = lambda _: None
-"""
-ALONE = """
-from kvplug import StatelessGroup
 from kvplug_cpu.store import GroupStore
 
+threading.excepthook = lambda _: None
 group = StatelessGroup.create("unix:", rank=0, world_size=1)
 store = GroupStore(group, "a/", Deadline.after(60.0))
 try:
@@ -112,28 +95,11 @@ except TimeoutError:
     store.abandon()
     print("in time", flush=True)
 """
-UNDER_WAY = """
-store, ends = torch.distributed.HashStore(), [None, None]
-
-def meet(rank):
-    ends[rank] = Gloo.meet(store, rank, 2, "127.0.0.1", Deadline.after(60.0), lambda: None)
-
-meeting = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
-[each.start() for each in meeting]
-[each.join() for each in meeting]
-call = lambda: ends[0].all_reduce(torch.ones(3), Deadline.after(None))
-threading.Thread(target=call, daemon=True).start()
-time.sleep(0.3)
-print("in time", flush=True)
-"""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("program", [ALONE, UNDER_WAY], ids=["meeting", "operation"])
-def test_a_process_whose_thread_is_in_gloo_ends_as_any_other(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEETING + program], capture_output=True, text=True, timeout=60
-    )
+def test_a_process_whose_thread_is_in_gloo_ends_as_any_other() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "in time\n"), done.stderr
 
 
@@ -149,22 +115,12 @@ def listening() -> set[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="Linux says in /proc where one listens")
-@pytest.mark.parametrize(
-    ("host", "address"), [("127.0.0.2", "0200007F"), ("lo", "0100007F"), ("unix:@kv", "0100007F")]
-)
-def test_gloo_listens_at_the_configured_interface_and_nowhere_else(
-    groups: Any, host: str, address: str
-) -> None:
+def test_gloo_listens_at_the_configured_interface_and_nowhere_else(groups: Any) -> None:
     assert listening() == set()
-
-    def make(group: StatelessGroup) -> Any:
-        if host == "lo":
-            return cpu_ranks.make(group, host=host)
-        return build_communicator(Config.from_dict({"communicator": "cpu", "host": host}), group)
-
-    made = at_all(groups(3), make)
+    config = Config.from_dict({"communicator": "cpu", "host": "127.0.0.2"})
+    made = at_all(groups(3), lambda group: build_communicator(config, group))
     try:
-        assert listening() == {address}
+        assert listening() == {"0200007F"}
     finally:
         for each in made:
             each.destroy()
@@ -181,34 +137,13 @@ def test_where_strangers_could_reach_gloo_the_config_must_permit_it(groups: Any)
         build_communicator(config, groups(1)[0])
 
 
-class Other:
-    """A process group of torch, of other ranks."""
-
-    def rank(self) -> int:
-        return 5
-
-    def size(self) -> int:
-        return 7
-
-    def _get_backend(self, device: torch.device) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("world_size", "given", "kind", "words"),
     [
         (2, {"host": "203.0.113.1", "timeout_s": 5.0}, Exception, r"203\.0\.113\.1"),
-        (2, {"device_group": Other()}, ConfigError, "rank 5 of 7"),
         (2, {"device_group": "a word"}, ConfigError, "a torch process group with gloo is needed"),
         (1, {"device": "cuda:0"}, ConfigError, "takes CPU tensors, and the device is 'cuda:0'"),
-        (
-            1,
-            {"unique_name": "ep:0", "data_parallel_size": 2, "all2all_backend": "pigeons"},
-            ConfigError,
-            r"'pigeons' is none .*: allgather_reducescatter, naive",
-        ),
     ],
-    ids=["address", "other ranks", "no group", "device", "way of exchange"],
 )
 def test_what_cannot_be_used_is_refused_by_name(
     groups: Any, world_size: int, given: dict[str, Any], kind: type[Exception], words: str
@@ -218,30 +153,6 @@ def test_what_cannot_be_used_is_refused_by_name(
             cpu_ranks.make(group, **given)
 
     assert at_all(groups(world_size), make) == [None] * world_size
-
-
-def test_an_operation_that_cannot_be_ended_is_not_waited_for_by_destroy(
-    groups: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gloo, "_ENDING_S", 0.1)
-    monkeypatch.setattr(gloo, "_BEYOND_S", 3.0)
-    nothing = SimpleNamespace(wait=lambda _: None)
-    monkeypatch.setattr(torch.distributed.ProcessGroupGloo, "recv", lambda *_: nothing)
-    both = groups(2)
-    made = at_all(both, cpu_ranks.make)
-    late, all_reduce = made[1].device_group, Gloo.all_reduce
-
-    def slowly(group: Gloo, *given: Any) -> None:
-        time.sleep(1.5) if group.group is late else all_reduce(group, *given)
-
-    monkeypatch.setattr(Gloo, "all_reduce", slowly)
-    second = Call(lambda: made[1].all_reduce(torch.ones(3)))
-    with pytest.raises(TimeoutError, match="rank 1 began a collective, did not go on"):
-        made[0].all_reduce(torch.ones(3), timeout=0.5)
-    made[0].destroy()
-    assert "kvplug-cpu-gloo" in {thread.name for thread in threading.enumerate()}  # that one waits
-    second.result(30)
-    made[1].destroy()
 
 
 def test_one_rank_alone_opens_nothing(groups: Any) -> None:
@@ -270,8 +181,6 @@ def test_the_store_keeps_what_torch_expects_of_one(groups: Any) -> None:
     store.wait(["key", "count"])
     with pytest.raises(TimeoutError, match="none"):
         store.wait(["none"])
-    with pytest.raises(UnsupportedError):
-        store.num_keys()
     assert store.delete_key("word")
     assert not store.delete_key("word")
     store.forget()
@@ -296,14 +205,10 @@ def address(host: bytes, *, says: int | None = None, rest: int = 20) -> bytes:
     "lie",
     [
         b"",
-        b"short",
-        7,
         "text",
         None,
         address(b"there", says=1 << 40),
-        address(b"there", says=6),
         address(b"there", rest=19),
-        address(b"", rest=21),
     ],
     ids=repr,
 )
@@ -318,53 +223,17 @@ def test_what_gloo_would_read_beyond_its_end_does_not_reach_it(groups: Any, lie:
         store.get("0/2")
 
 
-@pytest.mark.parametrize("what", ["meeting", "operation"])
-def test_a_failure_of_gloo_leaves_no_thread_and_no_descriptor_whoever_holds_the_error(
-    groups: Any, what: str
-) -> None:
-    group = groups(1)[0]
-    before = Resources.of().descriptors
+def test_a_failure_of_gloo_leaves_no_thread_and_no_descriptor_whoever_holds_the_error() -> None:
+    before, store = Resources.of().descriptors, torch.distributed.HashStore()
 
-    def meet(store: Any, rank: int, check: Callable[[], None] = lambda: None) -> Gloo:
-        return Gloo.meet(store, rank, 2, "127.0.0.1", Deadline.after(20.0), check)
+    def meet(rank: int) -> Gloo:
+        return Gloo.meet(store, rank, 2, "127.0.0.1", Deadline.after(20.0), lambda: None)
 
-    if what == "meeting":
-        store = GroupStore(group, "a/", Deadline.after(1.0))
-        error = WireError("the test wants it so")
-
-        def fail() -> None:
-            raise error
-
-        with pytest.raises(WireError) as raised:
-            meet(store, 0, fail)
-        store.abandon()
-    else:
-        with ThreadPoolExecutor(2) as pool:
-            here, there = pool.map(partial(meet, torch.distributed.HashStore()), range(2))
-        there.close()
-        with pytest.raises(TransportError) as raised:
-            here.all_reduce(torch.ones(3), Deadline.after(20.0))
-        here.close()
+    with ThreadPoolExecutor(2) as pool:
+        here, there = pool.map(meet, range(2))
+    there.close()
+    with pytest.raises(TransportError) as raised:
+        here.all_reduce(torch.ones(3), Deadline.after(20.0))
+    here.close()
     until(lambda: not Resources.of().descriptors - before)
     assert raised.value
-
-
-def test_nothing_of_the_meeting_stays_in_the_groups_store(
-    groups: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, set_key = [], StatelessGroup.set
-
-    def note(group: StatelessGroup, key: str, value: object) -> None:
-        kept.append(key)
-        set_key(group, key, value)
-
-    monkeypatch.setattr(StatelessGroup, "set", note)
-    both = groups(2)
-    made = at_all(both, cpu_ranks.make)
-    at_all(both, lambda group: group.barrier())
-    assert len(kept) >= 2
-    for key in kept:
-        with pytest.raises(TimeoutError):
-            both[0].get(key, 0)
-    for each in made:
-        each.destroy()

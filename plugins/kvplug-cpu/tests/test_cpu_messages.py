@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import socket
-import threading
 import time
 from typing import Any
 
@@ -13,9 +10,9 @@ import pytest
 import torch
 
 from cpu_ends import MIB, make_endpoint, num_sockets, streams_of
-from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug import PeerGoneError
 from kvplug.transport import PeerIdentity, TensorMismatchError
-from kvplug_testing.comparison import assert_filled, assert_same
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.waits import Call
 
 
@@ -45,37 +42,11 @@ def test_the_smaller_number_of_connections_counts(socket_kind: str) -> None:
 # -- parts of a message ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first_out", [False, True])
-def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call_though_the_peer_closes(
-    by_hand: Any, first_out: bool
-) -> None:
-    peer, other = by_hand(split_bytes=100_000)
-    sent = torch.randint(0, 255, (2_000_000,), dtype=torch.uint8)
-    streams = streams_of(sent, 100_000)
-    for sock, stream in zip(peer.data, streams, strict=True):
-        sock.sendall(stream[:20_000])
-    peer.data[0].shutdown(socket.SHUT_RD)  # as a pipe that is closed, and still sends what it has
-    with contextlib.suppress(PeerGoneError):  # TCP does not report it
-        other.send_tensor(torch.ones(1))
-    out, fresh = torch.zeros_like(sent), torch.zeros_like(sent)
-    with pytest.raises(TimeoutError, match="of 2000000 bytes"):
-        other.recv_tensor(out if first_out else None, timeout=0.2)
-    out.fill_(99)  # the caller's own again
-    rest = [
-        Call(lambda sock=sock, stream=stream: sock.sendall(stream[20_000:]))
-        for sock, stream in zip(peer.data, streams, strict=True)
-    ]
-    assert_same(sent, other.recv_tensor(None if first_out else fresh))
-    for each in rest:
-        each.result()
-    assert_filled(99, out, "memory was written to after its call had ended")
-
-
 @pytest.mark.parametrize(
     ("nbytes", "before_end"),
     [
-        *((1000, before) for before in (0, 1, 16, 20, 27, 1025)),
-        *((3 * MIB, before) for before in (10, 26, 100_000)),
+        *((1000, before) for before in (1, 20, 1025)),
+        *((3 * MIB, before) for before in (26, 100_000)),
     ],
 )
 def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_may_be(
@@ -106,50 +77,16 @@ def test_memory_that_cannot_be_written_is_refused_and_the_message_stays(local_pa
     assert_same(sent, other.recv_tensor(torch.zeros(3, 4).t(), timeout=2))
 
 
-def test_signals_do_not_move_the_deadline_of_a_receive(by_hand: Any) -> None:
-    peer, other = by_hand()
-    peer.data[0].sendall(streams_of(torch.ones(MIB, dtype=torch.uint8), 2 * MIB)[0][:50_000])
-    old = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
-    threading.Timer(4.0, peer.close).start()
-    try:
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            other.recv_tensor(timeout=0.5)
-        assert time.monotonic() - began < 3.5, "until the peer was gone"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
-
-
-@pytest.mark.parametrize(
-    ("how", "kind"), [("close", ClosedError), ("abort", ClosedError), ("break", PeerGoneError)]
-)
-def test_a_receive_in_the_middle_of_a_message_ends_with_the_pipe_and_with_any_of_its_connections(
-    by_hand: Any, how: str, kind: type[Exception]
-) -> None:
+def test_a_receive_in_the_middle_of_a_message_ends_with_any_of_its_connections(by_hand: Any) -> None:
     peer, other = by_hand(split_bytes=4096)
     peer.data[0].sendall(streams_of(torch.ones(MIB, dtype=torch.uint8), 4096)[0][:1000])
     receiving = Call(lambda: other.recv_tensor(timeout=10))
     assert receiving.is_blocked(0.1)
-    if how == "break":
-        peer.data[1].shutdown(socket.SHUT_RDWR)
-    else:
-        getattr(other, how)()
-    receiving.raised(kind, 3)
+    peer.data[1].shutdown(socket.SHUT_RDWR)
+    receiving.raised(PeerGoneError, 3)
 
 
 # -- what was sent --------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_message_that_was_received_has_been_sent_whatever_is_queued_behind_it(local_pair: Any) -> None:
-    # The writer gives the kernel small messages together; the kernel has room for two or three of these.
-    one, other = local_pair(connections=1, socket_buffer_bytes=4096)
-    message = torch.ones(2000, dtype=torch.uint8)
-    for transfer in [one.send_tensor(message) for _ in range(200)]:
-        other.recv_tensor(timeout=10)
-        transfer.wait(10)
 
 
 def test_what_has_failed_is_not_sent_any_further(by_hand: Any) -> None:
@@ -167,15 +104,6 @@ def test_what_has_failed_is_not_sent_any_further(by_hand: Any) -> None:
 
 
 # -- idle -----------------------------------------------------------------------------------------
-
-
-def test_small_messages_need_no_thread(local_pair: Any) -> None:
-    one, other = local_pair()
-    before = set(threading.enumerate())
-    for number in range(200):
-        one.send_tensor(torch.tensor(number))
-        assert other.recv_tensor().item() == number
-    assert set(threading.enumerate()) <= before
 
 
 def test_without_a_pidfd_silence_counts_as_death_and_a_quiet_peer_is_not_silent(
