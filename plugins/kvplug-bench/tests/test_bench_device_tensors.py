@@ -95,12 +95,6 @@ def test_a_receiver_answers_when_its_device_has_the_messages():
     assert sender == ["synchronize", "received 64", "send 4096", "send 4096", "received 64"] * (2 * BURSTS)
 
 
-def test_the_message_of_a_latency_has_the_size_that_was_asked_for():
-    figures, sender, _ = measured(bulk=[], small=["latency"])
-    assert len(figures["latency"]["seconds"]) == pipes.TRIPS
-    assert sender == ["synchronize", *["send 1024", "received 1024"] * (pipes.WARM_TRIPS + pipes.TRIPS)]
-
-
 def test_a_device_that_cannot_be_measured_says_why():
     assert open_device("cpu").name == "cpu"
     with pytest.raises(UnavailableError, match="device 'cuda:99' cannot be used on this machine"):

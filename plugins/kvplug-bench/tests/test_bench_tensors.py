@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from kvplug_bench.candidate import MEMCPY, Candidate, baseline
@@ -36,8 +35,6 @@ class Socket(Link):
     def __init__(self, rendezvous, how="well"):
         if how == "unavailable" and not rendezvous.is_first:
             raise UnavailableError("it is night")
-        if how == "lacking":
-            import a_module_that_is_not_there
         self.how, path = how, f"{rendezvous.folder}/socket"
         self.sock = socket.socket(socket.AF_UNIX)
         if rendezvous.is_first:
@@ -127,18 +124,13 @@ def test_a_baseline_is_measured_or_says_what_it_lacks(name, kind):
     ("how", "has_failed", "why"),
     [
         ("unavailable", False, "it is night"),
-        ("lacking", False, "a_module_that_is_not_there is not installed"),
         ("dying", True, "failed: the cat came"),
         ("changing", True, "the content of 64 bytes was changed on its way"),
-        ("misspelt", False, "has no attribute 'Glue'"),
     ],
 )
 def test_what_cannot_work_here_or_fails_has_its_reason(links, how, has_failed, why):
-    candidate = links(how)
-    if how == "misspelt":
-        candidate = attrs.evolve(candidate, link="kvplug_bench.gloo:Glue")
     with nothing_left():
-        (outcome,) = run_rounds([candidate], PLAN)
+        (outcome,) = run_rounds([links(how)], PLAN)
     assert (outcome.failed, outcome.rounds) == (has_failed, [])
     assert outcome.skipped_because.startswith("failed: ") == has_failed
     assert why in outcome.skipped_because
@@ -148,22 +140,12 @@ def test_what_cannot_work_here_or_fails_has_its_reason(links, how, has_failed, w
 # -- the program -----------------------------------------------------------------------------------
 
 
-def bench(site: Any, arguments: str, *more: str) -> Any:
+def rows(site: Any, arguments: str) -> list[dict[str, Any]]:
     """Each of its processes imports torch, which takes long where others are at work."""
-    return site.kvplug("bench", *arguments.split(), *more, "--rounds", "1", timeout_s=LONGEST_S)
-
-
-def rows(site: Any, arguments: str, *more: str) -> list[dict[str, Any]]:
-    done = bench(site, f"{arguments} --json", *more)
+    arguments += " --rounds 1 --json"
+    done = site.kvplug("bench", *arguments.split(), timeout_s=LONGEST_S)
     assert (done.returncode, done.stderr) == (0, "")
     return list(json.loads(done.stdout))
-
-
-def test_a_device_that_is_not_here_is_a_row_that_says_so(site):
-    found = rows(site, "--transport pipe:memory --baseline memcpy --device cuda:99")
-    skipped = {row["name"]: row["skipped_because"] for row in found}
-    assert skipped["memory"] == "moves cpu tensors, and cuda ones are needed"
-    assert "device 'cuda:99' cannot be used on this machine" in skipped["memcpy"]
 
 
 def test_rows_for_programs_have_every_figure_and_nothing_else(site):
@@ -184,8 +166,8 @@ def test_rows_for_programs_have_every_figure_and_nothing_else(site):
 def test_a_queue_is_measured_with_its_readers(site):
     pytest.importorskip("kvplug_shm", reason="kvplug-shm is not installed")
     arguments = "--sizes 4KiB,64KiB --readers 2 --chunk-bytes 4KiB --chunks 4 --idle 50ms"
-    found = rows(site, f"--transport queue:shm {arguments}", "--baseline", "")
-    assert [(row["op"], row["bytes"], row["skipped_because"]) for row in found] == [
+    found = rows(site, f"--transport queue:shm {arguments} --baseline memcpy")
+    assert [(row["op"], row["bytes"], row["skipped_because"]) for row in found if row["name"] == "shm"] == [
         ("kept", 4 * KIB, ""),
         ("kept", 64 * KIB, ""),
         ("looked", 4 * KIB, ""),
@@ -195,27 +177,6 @@ def test_a_queue_is_measured_with_its_readers(site):
     ]
     assert found[4]["latency_us_p50"] > 0
     assert found[4]["idle_cpu_percent"] is not None
-
-
-def test_a_failure_is_reported_and_the_others_are_shown(site):
-    source = (
-        "from kvplug.transport import TransportSpec, hookimpl\nKVPLUG_API = (1, 0)\n"
-        "@hookimpl\ndef kvplug_transports():\n"
-        "    return [TransportSpec(kind='pipe', name='cat', factory='kvplug_cat.pipe:cat')]\n"
-    )
-    code = (
-        "import os, sys\ndef cat(context):\n    print('meow', file=sys.stderr, flush=True)\n    os._exit(3)\n"
-    )
-    site.add("cat", source, files={"pipe.py": code})
-    done = bench(site, "--transport cat --baseline memcpy --sizes 64KiB")
-    assert done.returncode == 1
-    lines = done.stdout.splitlines()
-    assert lines[0].split()[:4] == ["NAME", "KIND", "OP", "SIZE"]
-    assert any(line.startswith("cat") and line.endswith("skipped: failed: meow") for line in lines)
-    assert any(line.startswith("memcpy") for line in lines)
-    assert "1 rounds, medians. " in lines[-1]
-    assert done.stderr.startswith("kvplug: pipe cat failed; the last output of its process:\n")
-    assert "exit code 3" in done.stderr
 
 
 @pytest.fixture

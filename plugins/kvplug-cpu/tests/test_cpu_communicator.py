@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -77,32 +75,6 @@ def test_a_process_group_of_torch_meets_through_our_store_and_is_used_and_left_a
         assert child.result() == ([6, 6], [12 * rank, 12 * rank + 6], [3.0])
 
 
-# -- processes that end ----------------------------------------------------------------------------
-
-ALONE = """
-import threading
-from kvplug import StatelessGroup, TimeoutError
-from kvplug.transport import Deadline
-from kvplug_cpu.gloo import Gloo
-from kvplug_cpu.store import GroupStore
-
-threading.excepthook = lambda _: None
-group = StatelessGroup.create("unix:", rank=0, world_size=1)
-store = GroupStore(group, "a/", Deadline.after(60.0))
-try:
-    Gloo.meet(store, 0, 2, "127.0.0.1", Deadline.after(0.5), lambda: None)
-except TimeoutError:
-    store.abandon()
-    print("in time", flush=True)
-"""
-
-
-@pytest.mark.full
-def test_a_process_whose_thread_is_in_gloo_ends_as_any_other() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "in time\n"), done.stderr
-
-
 # -- in threads ------------------------------------------------------------------------------------
 
 
@@ -155,37 +127,7 @@ def test_what_cannot_be_used_is_refused_by_name(
     assert at_all(groups(world_size), make) == [None] * world_size
 
 
-def test_one_rank_alone_opens_nothing(groups: Any) -> None:
-    group = groups(1)[0]
-    before = set(os.listdir("/proc/self/fd"))
-    with cpu_ranks.make(group) as made:
-        assert set(os.listdir("/proc/self/fd")) == before
-        given = torch.arange(3)
-        assert made.all_gather(given) is given
-    with pytest.raises(ClosedError):
-        made.all_gather(given)
-
-
 # -- the store -------------------------------------------------------------------------------------
-
-
-def test_the_store_keeps_what_torch_expects_of_one(groups: Any) -> None:
-    group = groups(1)[0]
-    store = GroupStore(group, "a/", Deadline.after(0.3))
-    store.set("key", b"\x00\xff")
-    store.set("word", "text")
-    assert (store.get("key"), store.get("word")) == (b"\x00\xff", b"text")
-    assert store.check(["key", "word"])
-    assert not store.check(["key", "none"])
-    assert [store.add("count", 2), store.add("count", 3)] == [2, 5]
-    store.wait(["key", "count"])
-    with pytest.raises(TimeoutError, match="none"):
-        store.wait(["none"])
-    assert store.delete_key("word")
-    assert not store.delete_key("word")
-    store.forget()
-    assert not store.check(["key"])
-    assert not store.check(["count"])
 
 
 def test_a_wait_at_the_store_ends_when_its_own_time_is_over_and_when_it_is_abandoned(groups: Any) -> None:

@@ -14,15 +14,11 @@ import torch
 import cuda_ipc_ends as ends
 from device_pipes import CHILD, assert_works, noise
 from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError, TransportError
-from kvplug.transport import Channel, Credentials, HeartbeatTerms, dial
 from kvplug_cuda_ipc import peer_process
-from kvplug_cuda_ipc.cudart.errors import CudaError
 from kvplug_cuda_ipc.cudart.library import Runtime
-from kvplug_cuda_ipc.pipe import join
-from kvplug_cuda_ipc.pipe.contact import CudaIpcContact
 from kvplug_lab.gpu.fake import CUDART
 from kvplug_testing import peers
-from kvplug_testing.comparison import assert_filled, assert_same
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.waits import Call, until
 
 pytestmark = pytest.mark.full
@@ -66,8 +62,7 @@ def test_ends_in_one_process_whose_connection_breaks_free_everything_at_once(
     until(lambda: controls.get("allocations") == 0)
 
 
-@pytest.mark.parametrize("ended", ["closed", "aborted"])
-@pytest.mark.parametrize("then", ["goes on", "is killed"])
+@pytest.mark.parametrize(("ended", "then"), [("closed", "goes on"), ("aborted", "is killed")])
 def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
     remote_pair: Any, controls: Any, ended: str, then: str
 ) -> None:
@@ -86,66 +81,12 @@ def test_memory_that_a_stopped_peer_has_mapped_is_kept_until_it_goes_on_or_ends(
         child.kill()
 
 
-def test_a_callback_that_ends_its_thread_frees_no_memory_that_the_peer_has_mapped(
-    remote_pair: Any, controls: Any
-) -> None:
-    pipe, child = remote_pair("wait")
-    assert child.recv() == "here"
-    transfer = pipe.send_tensor(noise(LARGE))
-
-    def leave(_: Any) -> None:
-        raise SystemExit
-
-    transfer.add_done_callback(leave)
-    child.stop()
-    pipe.channel.socket().shutdown(socket.SHUT_RDWR)  # it lives on without its connection
-    until(transfer.done)
-    time.sleep(0.3)
-    assert controls.get("allocations") == 1
-    child.kill()
-
-
-@pytest.mark.parametrize("how", ["close", "abort"])
-def test_both_ends_unmap_before_anything_is_freed(
-    remote_pair: Any, controls: Any, fake_path: str, how: str
-) -> None:
+def test_both_ends_unmap_before_anything_is_freed(remote_pair: Any, controls: Any, fake_path: str) -> None:
     pipe, child = remote_pair("counters", fake_path)
     assert child.recv() == "here"
     pipe.send_tensor(noise(MIB))
-    getattr(pipe, how)()
+    pipe.close()
     assert child.result(PATIENCE_S) == dict.fromkeys(ends.COUNTERS, 0)
-
-
-def test_memory_is_mapped_once_however_many_messages_there_are(remote_pair: Any, controls: Any) -> None:
-    pipe, _ = remote_pair("echo")
-    for nbytes in (1, 1000, LARGE, MIB):
-        message = noise(nbytes)
-        pipe.send_tensor(message)
-        assert_same(message, pipe.recv_tensor(timeout=PATIENCE_S))
-        assert (controls.get("allocations"), controls.get("mappings")) == (1, 1)
-
-
-@pytest.mark.parametrize("into_out", [False, True])
-def test_a_receive_that_runs_out_of_time_inside_a_message_is_resumed(
-    remote_pair: Any, into_out: bool
-) -> None:
-    pipe, child = remote_pair("send", LARGE, env=CUDART.environment(delay_us=60_000))
-    out = torch.zeros(LARGE, dtype=torch.uint8) if into_out else None
-    with pytest.raises(TimeoutError, match=r"bytes of a tensor have arrived|no message has arrived"):
-        pipe.recv_tensor(out, timeout=0.4)
-    child.stop()
-    late = 0
-    while True:
-        if out is not None:
-            out.fill_(9)  # the caller's meanwhile
-        try:
-            came = pipe.recv_tensor(out, timeout=0.2)
-            break
-        except TimeoutError:
-            late += 1
-            child.cont()
-    assert_filled(1, came)
-    assert late
 
 
 def test_ctrl_c_gives_the_callers_memory_back_and_breaks_the_pipe(remote_pair: Any) -> None:
@@ -167,12 +108,11 @@ def test_ctrl_c_gives_the_callers_memory_back_and_breaks_the_pipe(remote_pair: A
 # -- the device ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 5])
 def test_a_device_that_fails_ends_both_pipes_with_cudas_error_here(
-    remote_pair: Any, local_pair: Any, controls: Any, at: int
+    remote_pair: Any, local_pair: Any, controls: Any
 ) -> None:
     pipe, child = remote_pair("echo")
-    controls.set(fail_after=controls.get("copies") + at)
+    controls.set(fail_after=controls.get("copies") + 5)
     with pytest.raises(TransportError, match="cudaErrorIllegalAddress"):
         pipe.send_tensor(noise(LARGE)).wait(PATIENCE_S)
         pipe.recv_tensor(timeout=PATIENCE_S)
@@ -184,18 +124,6 @@ def test_a_device_that_fails_ends_both_pipes_with_cudas_error_here(
     pipe.abort()
     controls.set(fail_after=-1, failed=0)
     assert_works(local_pair())
-
-
-def test_a_copy_that_is_refused_breaks_the_pipe(local_pair: Any, controls: Any) -> None:
-    one, other = local_pair()
-    controls.set(copy_result=1)
-    with pytest.raises(CudaError, match="cudaMemcpyAsync returned cudaErrorInvalidValue"):
-        one.send_tensor(noise(100))
-    controls.set(copy_result=0)
-    with pytest.raises(TransportError, match="a message was not begun"):
-        one.send_tensor(None)
-    with pytest.raises(PeerGoneError):
-        other.recv_tensor(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])
@@ -259,21 +187,6 @@ def test_both_ends_report_memory_that_cannot_be_mapped_with_the_gpus(
             assert "cudaErrorMapBufferObjectFailed" in text
             assert "aa000000-" in text and "bb000000-" in text
         assert "namespaces" in said
-
-
-def test_memory_that_is_gone_with_its_process_means_that_the_peer_is_gone(
-    fake_path: str, pipe_pairs: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    hello = join.Hello(
-        gpu="GPU-7", token=bytes(16), handle=bytes(64), nbytes=MIB, terms=HeartbeatTerms(True, 1000)
-    )
-    with ends.endpoint(fake_path).listen() as listener:
-        where = CudaIpcContact.parse(listener.contact).reachable()[0]
-        channel = Channel(dial(where, Credentials(), join.PURPOSE))
-        channel.send(hello.encode())
-        join.Hello.decode(channel.recv(PATIENCE_S))
-        channel.close()
-        until(lambda: "has ended, and its memory with it" in caplog.text)
 
 
 def test_a_peer_that_is_stopped_while_a_pipe_is_made_keeps_what_it_may_have_mapped(

@@ -790,8 +790,8 @@ class TestKeepsAPartOfEveryPipe(Mutant):
             super().__init__(*args)
             kept.append(b"x" * 200_000)
 
-    def _meet_again_and_again(self, rounds: int) -> None:
-        super()._meet_again_and_again(min(rounds, 250))  # show it as well as a thousand
+    def _come_and_go(self, rounds: int) -> None:
+        super()._come_and_go(min(rounds, 250))  # show it as well as a thousand
 
 
 class TestOneEndEndsAll(Mutant):

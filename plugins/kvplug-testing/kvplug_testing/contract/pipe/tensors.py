@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -144,7 +145,12 @@ class Tensors(PipeSuite):
         import torch
 
         one, other = self.pair()
-        for out_of in (lambda each: each[1::2, ::3], lambda each: each[2:5].conj(), lambda each: each.t()):
+        parts: list[Callable[[Any], Any]] = [
+            lambda whole: whole.t(),
+            lambda whole: whole[1::2, ::3],
+            lambda whole: whole[2:5].conj(),
+        ]
+        for out_of in parts:
             around = torch.full((12, 10), -0.5 - 0.5j)
             for memory in (around, torch.view_as_real(around)[..., 0], around.conj().imag):
                 out = out_of(memory)
