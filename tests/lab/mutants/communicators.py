@@ -87,7 +87,7 @@ class TestReturnsAnotherTensor(MemoryCommunicator):
         return super().all_reduce(input_.clone() if hasattr(input_, "clone") else input_, **given)
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_a_tensor_that_is_not_contiguous_gives_the_same")
+@breaks(Mutant, "COMM-1", caught_by="test_where_nothing_is_said_arguments_have_defaults_and_inputs_stay")
 class TestForgetsStrides(MemoryCommunicator):
     """What is done to the contiguous copy of a tensor is not written back."""
 
@@ -106,7 +106,7 @@ class TestSkipsEmptyRanks(MemoryCommunicator):
         return super().all_gatherv(input_, dim, sizes, **given)
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_a_small_part_and_a_large_one_are_gathered_in_one_call")
+@breaks(Mutant, "COMM-1", caught_by="test_all_gatherv_takes_as_many_from_each_rank_as_sizes_say")
 class TestGoesAnotherWayWithALargePart(MemoryCommunicator):
     """Each rank decides by its own part which way all of them are gathered."""
 
@@ -127,7 +127,7 @@ class TestGathersToEverybody(MemoryCommunicator):
         return self.all_gather(input_, dim, **given)
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_send_goes_to_the_next_rank_and_recv_takes_from_the_previous")
+@breaks(Mutant, "COMM-1", caught_by="test_tensors_go_from_any_rank_to_any_other_or_the_next_in_order")
 class TestSendsBackwards(MemoryCommunicator):
     """Where no rank is named, it sends to the previous one."""
 

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.communicator.collectives import Collectives
-from kvplug_testing.contract.communicator.endings import Endings
 from kvplug_testing.contract.communicator.exhaustion import Exhaustion
-from kvplug_testing.contract.communicator.identity import Identity
 from kvplug_testing.contract.communicator.lying_peers import LyingPeers
 from kvplug_testing.contract.communicator.missing import Missing
 from kvplug_testing.contract.communicator.moe import ExpertLayers
-from kvplug_testing.contract.communicator.other_host import OtherHost
+from kvplug_testing.contract.communicator.one_rank import OneRank
 from kvplug_testing.contract.communicator.point_to_point import PointToPoint
 from kvplug_testing.contract.communicator.refusals import Refusals
 
 
 class DeviceCommunicatorContract(
-    Collectives,
-    PointToPoint,
-    ExpertLayers,
-    Refusals,
-    Missing,
-    Endings,
-    Identity,
-    OtherHost,
-    LyingPeers,
-    Exhaustion,
+    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, OneRank, LyingPeers, Exhaustion
 ):
     """Checks a transport of kind "communicator" against the laws ALL and COMM.
 

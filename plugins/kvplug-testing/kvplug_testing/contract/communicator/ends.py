@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
-
 from kvplug import StatelessGroup, TransportError
-from kvplug.transport import DeviceCommunicator
+from kvplug.transport import DeviceCommunicator, RecvOp, SendOp
 from kvplug_testing import peers, waits
 from kvplug_testing.comparison import assert_same
-from kvplug_testing.contract.communicator.calls import perform
 from kvplug_testing.contract.communicator.tensors import tensor_of
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.waits import Call
@@ -36,7 +33,8 @@ class RankEnd(End):
         self._number = number
         self._group = group
         self._made = made
-        self._three = self._tensor("float32", (3,))  # made here: torch may hang in a forked child
+        # Made here: torch may hang in a forked child.
+        self._three = tensor_of("float32", (3,), number).to(made.device)
 
     def calls(self) -> Calls:
         import torch
@@ -95,13 +93,39 @@ class RankEnd(End):
         super().end(how)
         self._group.abort()
 
-    def perform(self, method: str, args: list[Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Call any method, and return its :class:`CallOutcome` as plain values."""
-        outcome = perform(self._made, self._number, method, args, given)
-        return attrs.asdict(outcome, recurse=False)
+    def perform(self, method: str, args: list[Any], form: str, given: dict[str, Any]) -> list[Any]:
+        """Call any method, or :meth:`batch`, or get an attribute.
 
-    def _tensor(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        return tensor_of(dtype, shape, self._number).to(self._made.device)
+        Returns the result, the first tensor argument as it is now, and whether these are the same object.
+        ``form`` of tensor arguments: "strided" are not contiguous, "meta" are on that device.
+        """
+        import torch
+
+        there = [self._formed(arg, form) for arg in args]
+        found = getattr(self if method == "batch" else self._made, method)
+        value = found(*there, **given) if callable(found) else found
+        first = next((arg for arg in there if isinstance(arg, torch.Tensor)), None)
+        return [_plain(value), _plain(first), value is first]
+
+    def batch(self, sends: Sequence[Any], recvs: Sequence[Any], **given: Any) -> list[Any]:
+        """``batch_isend_irecv`` of pairs of a tensor and a rank. Returns the tensors received into."""
+        ops: list[Any] = [*(SendOp(*each) for each in sends), *(RecvOp(*each) for each in recvs)]
+        self._made.batch_isend_irecv(ops, **given)
+        return [tensor for tensor, _ in recvs]
+
+    def _formed(self, arg: Any, form: str) -> Any:
+        import torch
+
+        if type(arg) is list:
+            return [self._formed(each, form) for each in arg]
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        here = arg.clone().to("meta" if form == "meta" else self._made.device)
+        if form != "strided":
+            return here
+        wide = torch.empty((*here.shape, 2), dtype=here.dtype, device=here.device)
+        wide[..., 0] = here
+        return wide[..., 0]
 
     def close(self, timeout: float | None) -> None:
         self._made.destroy()
@@ -172,6 +196,15 @@ class CommunicatorEnds(Ends):
         self.suite.later(group.abort)
         self.suite.later(made.destroy)
         return RankEnd(rank, group, made)
+
+
+def _plain(value: Any) -> Any:
+    """A result in the form in which it is sent to another process."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().contiguous()
+    return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 @lru_cache(maxsize=2)

@@ -16,7 +16,7 @@ import attrs
 from kvplug import KvplugError, StatelessGroup
 from kvplug.transport import DEFAULT_TIMEOUT, Timeout
 from kvplug_testing import peers, waits
-from kvplug_testing.contract.communicator.moe import Tokens
+from kvplug_testing.contract.communicator.moe import tokens
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite
 from kvplug_testing.contract.lied_to import DIALS, LISTENS, LiedTo, be_lied_to
 from kvplug_testing.contract.suite_ref import suite_from_ref
@@ -75,9 +75,8 @@ class _Conversing(Conversing):
         super().__init__(relay, child)
         self._suite = suite
         self._rank = 1 - _RANKS[role]
-        self._group: Any = None
         self._made: Any = None
-        self._working: Call | None = None
+        self._ends: list[Callable[[], Any]] = []
         suite.later(self._hang_up)
 
     def _begin(self, join_s: float) -> None:
@@ -93,33 +92,29 @@ class _Conversing(Conversing):
         joining.end(join_s + SLACK_S)
 
     def _join(self, address: Any, join_s: float) -> None:
+        self._made = None
         with suppress(KvplugError):
-            self._group = _relayed(self.relay).create(
+            group = _relayed(self.relay).create(
                 address, rank=self._rank, world_size=2, timeout=join_s, timeout_s=join_s
             )
-            self._made = self._suite.made(self._group, timeout_s=join_s, **_CONTEXT)
+            self._ends.append(group.abort)
+            self._made = self._suite.made(group, timeout_s=join_s, **_CONTEXT)
+            self._ends.append(self._made.destroy)
 
     def _go_on(self, call_s: float) -> Any:
-        if self._made is not None:
-            self._working = Call(partial(_call_all, self._made, self._rank))
+        working = Call(partial(_call_all, self._made, self._rank))
         self._child.send(["go on", call_s])
         answer = self._answer()
         self._hang_up()
+        working.end()
         return answer
 
     def _hang_up(self) -> None:
-        made, self._made = self._made, None
-        if made is not None:
-            Call(made.destroy).end()
-        working, self._working = self._working, None
-        if working is not None:
-            working.end()
-        group, self._group = self._group, None
-        if group is not None:
-            Call(group.abort).end()
+        while self._ends:
+            Call(self._ends.pop()).end()
 
     def _wanted(self) -> list[Any]:
-        return [None] * 7
+        return []
 
 
 _CONTEXT: Final = {"unique_name": "ep:0", "data_parallel_size": 2, "all2all_backend": "naive"}
@@ -129,36 +124,31 @@ def _calls(made: Any, rank: int) -> Iterator[tuple[str, Callable[[float], Any]]]
     """The calls of one of two ranks, by their names."""
     import torch
 
-    device = made.device
-    tensor = torch.arange(12, dtype=torch.float32, device=device).view(3, 4) + rank
-    other = 1 - rank
-    yield "all_reduce", lambda s: _shaped(made.all_reduce(tensor.clone(), timeout=s), [3, 4])
-    yield "all_gather", lambda s: _shaped(made.all_gather(tensor, timeout=s), [3, 8])
-    yield "broadcast", lambda s: _shaped(made.broadcast(tensor.clone(), 0, timeout=s), [3, 4])
+    tensor = torch.arange(12, dtype=torch.float32, device=made.device).view(3, 4) + rank
+    given = [each.to(made.device) for each in tokens(2 + rank, rank)]
 
     def pair(s: float) -> None:
         for sender in (0, 1):
             if sender == rank:
-                made.send(tensor, other, timeout=s)
+                made.send(tensor, 1 - rank, timeout=s)
             else:
-                _shaped(made.recv((3, 4), torch.float32, other, timeout=s), [3, 4])
-
-    yield "send and recv", pair
-    given = [each.to(device) for each in Tokens.of(2 + rank, rank).all]
+                _shaped(made.recv((3, 4), torch.float32, sender, timeout=s), [3, 4])
 
     def layer(s: float) -> None:
         hidden = made.dispatch(*given, False, timeout=s)[0]
         _shaped(hidden, [len(hidden), *given[0].shape[1:]])
         _shaped(made.combine(hidden, False, timeout=s), [*given[0].shape])
 
+    yield "all_reduce", lambda s: _shaped(made.all_reduce(tensor.clone(), timeout=s), [3, 4])
+    yield "all_gather", lambda s: _shaped(made.all_gather(tensor, timeout=s), [3, 8])
+    yield "broadcast", lambda s: _shaped(made.broadcast(tensor.clone(), 0, timeout=s), [3, 4])
+    yield "send and recv", pair
     yield "dispatch and combine", layer
-    yield "all_gatherv", lambda s: made.all_gatherv(tensor[: 1 + rank], dim=0, sizes=[1, 2], timeout=s)
-    yield "synchronize", lambda s: made.synchronize(timeout=s)
 
 
 def _call_all(made: Any, rank: int) -> None:
     with suppress(KvplugError):
-        for _, call in _calls(made, rank):
+        for _, call in _calls(made, rank) if made is not None else ():
             call(waits.patience_s)
 
 
@@ -187,23 +177,26 @@ def _take_part(
     create = partial(
         StatelessGroup.create, address, rank=rank, world_size=2, timeout=join_s, timeout_s=join_s
     )
-    call = ended("StatelessGroup.create", join_s, create)
-    group, calls = call.value, [attrs.evolve(call, value=None)]
+    calls: list[Ended] = []
+
+    def call(name: str, within: float, run: Callable[[], Any]) -> Any:
+        how = ended(name, within, run)
+        calls.append(attrs.evolve(how, value=None))
+        return how.value
+
+    group = call("StatelessGroup.create", join_s, create)
     made = None
     if group is not None:
         make = partial(suite.made, group, timeout_s=join_s, **_CONTEXT)
-        call = ended("the factory", join_s, make)
-        made = call.value
-        calls.append(attrs.evolve(call, value=None))
+        made = call("the factory", join_s, make)
     parent.send("joined, or not")
     call_s = parent.recv(None)[1]
-    for name, run in _calls(made, rank) if made is not None else ():
-        call = ended(name, call_s, partial(run, call_s))
-        calls.append(attrs.evolve(call, value=None, is_receipt=True))
-        if call.error:
-            break
     if made is not None:
-        calls.append(attrs.evolve(ended("destroy", call_s, made.destroy), value=None))
+        for name, run in _calls(made, rank):
+            call(name, call_s, partial(run, call_s))
+            if calls[-1].error:
+                break
+        call("destroy", call_s, made.destroy)
     if group is not None:
-        calls.append(ended("close of the group", call_s, partial(group.close, call_s)))
+        call("close of the group", call_s, partial(group.close, call_s))
     return calls
