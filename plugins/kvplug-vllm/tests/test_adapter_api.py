@@ -19,30 +19,22 @@ from stepping import PROMPT
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import msgspec
-    import vllm
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
         MultiConnector,
         MultiKVConnectorStats,
     )
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-    from kvplug_vllm.connector import KvplugConnector
-    from kvplug_vllm.metadata import KvplugHandshakeMetadata, KvplugStats, KvplugWorkerMetadata
+    from kvplug_vllm.metadata import KvplugHandshakeMetadata, KvplugStats
     from kvplug_vllm.plugin import NAME, register
     from kvplug_vllm.releases.base import FAILS_BY_REQUEST, unknown_names
     from kvplug_vllm.releases.cache import declares_layout
 
 pytestmark = pytest.mark.smoke
-
-
-def has(*methods: str) -> Any:
-    """Skips a test where vLLM lacks one of these methods."""
-    lacks = not all(hasattr(KVConnectorBase_V1, method) for method in methods)
-    return pytest.mark.skipif(lacks, reason=f"vLLM {vllm.__version__} lacks one of {', '.join(methods)}")
 
 
 def test_every_method_of_the_api_was_looked_at():
@@ -78,44 +70,6 @@ def test_vllm_may_replay_whole_steps_unless_the_connector_saves_by_layer(it, mon
     lookup = connector_class(Config(connector="lookup"))
     monkeypatch.setattr(lookup, "needs_layer_hooks", classmethod(lambda *_: True))
     assert asked({"connector": "lookup"}) is True
-
-
-@has("register_finished_partial_tail", "get_loaded_kv_cache_group_ids")
-def test_what_the_scheduler_asks_about_partial_blocks_and_what_was_loaded(it):
-    assert it.connector.has_pending_block_frees() is False
-    assert it.connector.register_finished_partial_tail(SimpleNamespace(request_id="a"), ([],), []) is False
-    it.add("a")
-    request = it.scheduler.requests["a"]
-    assert it.connector.get_loaded_kv_cache_group_ids(request) == (0,)
-    assert sum(it.connector.get_external_cache_hit_sources(request, 96).values()) == 96
-
-
-def test_what_a_worker_answers_without_anything_to_do(it):
-    worker = it.worker
-    assert worker.has_connector_metadata() is False
-    assert worker.get_handshake_metadata() is None
-    assert worker.get_finished(set()) == (set(), set())
-    assert worker.get_block_ids_with_load_errors() == set()
-    assert worker.get_kv_connector_stats() is None
-    assert worker.get_kv_connector_kv_cache_events() is None
-    assert worker.build_connector_worker_meta() is None
-
-
-@has("get_transfer_results", "get_mem_pool_context")
-def test_what_a_worker_answers_to_calls_that_came_with_0_30(it):
-    it.worker.finish_forward()
-    it.worker.reset_capture_state()
-    results = it.worker.get_transfer_results(set())
-    assert not (results.finished_sending or results.finished_recving or results.failed_recving)
-    assert it.worker.get_mem_pool_context() is None, "vLLM allocates the cache"
-
-
-def test_a_step_has_metadata_until_it_is_over(it):
-    it.add("a")
-    it.worker.bind_connector_metadata(it.plan().kv_connector_metadata)
-    assert it.worker.has_connector_metadata() is True
-    it.worker.clear_connector_metadata()
-    assert it.worker.has_connector_metadata() is False
 
 
 def test_handshake_metadata_of_the_workers_arrives_whole_and_by_rank(it):
@@ -226,30 +180,6 @@ def test_figures_of_both_sides_are_put_together_and_neither_is_changed(it):
         first.aggregate(KvplugStats(data={"ops": {"load": {"count": "many"}}}))
 
 
-def test_stats_are_empty_before_the_first_figure_and_after_a_reset():
-    nothing = KvplugConnector.build_kv_connector_stats()
-    assert nothing.is_empty()
-    assert nothing.reduce() == {}
-    assert nothing.aggregate(KvplugStats()).is_empty(), "vLLM would print an empty line"
-    assert nothing.aggregate(KvplugStats(data=snapshot())).data == snapshot()
-    some = KvplugStats(data=snapshot())
-    assert not some.is_empty()
-    some.reset()
-    assert some.is_empty()
-
-
-def test_what_is_printed():
-    assert KvplugStats(data=snapshot(2)).reduce() == {
-        "load count": 2,
-        "load MiB": 2.0,
-        "load tokens": 64,
-        "load mean ms": 250.0,
-        "save failed: no_room": 2,
-    }
-    only_failed = KvplugStats(data={"ops": {}, "failures": {"load": {"timeout": 1}}})
-    assert only_failed.reduce() == {"load failed: timeout": 1}
-
-
 def received(stats: Any) -> Any:
     """What vLLM's front end makes of what its core sends: plain values since 0.30, before a dataclass."""
     plain = stats.to_dict() if hasattr(stats, "to_dict") else dataclasses.asdict(stats)["data"]
@@ -268,24 +198,3 @@ def test_vllm_puts_figures_of_children_together_again_in_its_front_end():
     assert together.reduce()[NAME]["load count"] == 3
     # Before 0.30 vLLM reads the object itself, in an engine of one process, as if it had been serialised.
     assert KvplugStats(data=snapshot(1))["data"] == snapshot(1)
-
-
-def test_vllms_log_has_what_came_since_the_last_line():
-    lines: list[str] = []
-    logging = KVConnectorLogging(None)
-    logging.connector_cls = KvplugConnector
-    data = snapshot()
-    for _ in range(2):
-        logging.observe(data)
-        logging.observe(data)
-        logging.log(log_fn=lambda text, *arguments: lines.append(text % arguments))
-    assert len(set(lines)) == 1
-    assert "load count=2" in lines[0]
-    assert data == snapshot(), "the same object goes to Prometheus"
-
-
-def test_each_workers_part_is_kept_in_the_order_of_the_workers():
-    parts = [KvplugWorkerMetadata(parts=({"rank": rank},)) for rank in range(3)]
-    together = parts[0].aggregate(parts[1]).aggregate(parts[2])
-    assert together.parts == ({"rank": 0}, {"rank": 1}, {"rank": 2})
-    assert parts[0].parts == ({"rank": 0},)

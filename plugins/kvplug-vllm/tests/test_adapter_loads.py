@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvplug import KvplugError
-from kvplug.engine import NO_BLOCK
 from stepping import BLOCK, OTHER_PROMPT, PROMPT, Stepping
 
 with warnings.catch_warnings():
@@ -43,16 +42,6 @@ def test_a_whole_prompt_may_be_loaded(fails, in_background, made):
     assert it.decides.received == (["a"] if in_background else []), "those that began in the background"
 
 
-@pytest.mark.parametrize("found", [101, 1000, -1, 0])
-@pytest.mark.parametrize("in_background", [False, True])
-def test_more_than_is_left_or_nothing_is_not_loaded(found, in_background, made, errors):
-    it = made()
-    it.decides.get_num_new_matched_tokens = lambda request, computed: (found, in_background)
-    it.add("a")
-    assert it.step(RIGHT) == {"a": [RIGHT]}
-    assert (f"{found} tokens of a, where 100 are left" in errors.text) is (found != 0)
-
-
 def test_a_connector_that_does_not_know_yet_is_asked_again(made):
     it = made()
     it.add("a", offers=64)
@@ -80,14 +69,6 @@ def test_nothing_is_loaded_for_a_request_that_reads_no_cache(in_background, made
     assert it.computed(plan) == {"a": 0}
     assert it.finish(plan) == {"a": [7]}
     assert it.decides.asked == [], "it would be counted as a miss, or as a match that is not loaded"
-
-
-def test_hints_are_counted_as_ignored(made):
-    hints = pytest.importorskip("vllm.v1.kv_hints")
-    it = made()
-    actions = [hints.KvHintAction(f"{kind}", kind, "1", {}) for kind in ("fetch", "pin", "fetch")]
-    it.add("a", kv_hints=hints.KvHintsEnvelope(protocol_version="1", message_id="1", actions=actions))
-    assert it.connector.get_kv_connector_stats().data["failures"] == {"hint": {"ignored": 3}}
 
 
 # -- loads that succeed ------------------------------------------------------------------------------
@@ -186,16 +167,6 @@ def test_a_request_with_the_same_prompt_waits_until_the_load_is_known_to_have_fa
     assert it.finish(plan, RIGHT) == {"b": [RIGHT]}
 
 
-def test_a_request_that_shares_only_what_was_cached_before_does_not_wait(made):
-    it = made()
-    it.add("first", PROMPT[:40], max_tokens=1)
-    it.step()
-    it.add("a", offers=96, fails=True)
-    it.add("b", [*PROMPT[:32], *range(2000, 2040)])
-    it.add("c", list(range(3000, 3040)))
-    assert it.computed(it.plan()) == {"a": 96, "b": 32, "c": 0}
-
-
 def test_what_was_loaded_or_cached_before_a_load_failed_stays_cached(made):
     it = made()
     it.add("first", PROMPT[:40], max_tokens=1)
@@ -255,20 +226,6 @@ def windowed(request: pytest.FixtureRequest, made) -> Stepping:
     it: Stepping = made(window=WINDOW)
     it.decides.in_background = request.param
     return it
-
-
-@SEVERAL_GROUPS
-def test_a_load_of_groups_is_waited_for_and_has_the_blocks_that_are_needed(windowed):
-    it = windowed
-    it.add("a", LONG, offers=OFFERED)
-    assert it.step(WRONG) == {}, "it waits for its load, whether that is in the background or not"
-    window, full = it.decides.tables["a"]
-    assert window[:ABSENT] == (NO_BLOCK,) * ABSENT
-    assert NO_BLOCK not in window[ABSENT:] + full
-    assert len(set(window[ABSENT:] + full)) == len(window) - ABSENT + len(full), "of one pool"
-    plan = it.plan()
-    assert (it.computed(plan), plan.num_scheduled_tokens) == ({"a": OFFERED}, {"a": 12})
-    assert it.finish(plan, RIGHT) == {"a": [RIGHT]}
 
 
 @SEVERAL_GROUPS

@@ -105,12 +105,6 @@ def test_a_request_that_ends_while_it_loads_is_freed_when_received_and_not_when_
     assert "named" not in errors.text
 
 
-def test_pending_work_keeps_an_engine_stepping_that_has_no_request(it):
-    for is_pending in (True, False):
-        it.decides.has_pending_push_work = lambda is_pending=is_pending: is_pending
-        assert it.scheduler.has_requests() is is_pending
-
-
 def test_blocks_are_kept_until_every_worker_has_named_their_request(made):
     it = made(num_workers=3)
     it.decides.keeps = True
@@ -139,19 +133,6 @@ def multi(made) -> tuple[Stepping, Child, Child]:
     return it, one, other
 
 
-def test_blocks_that_both_keep_are_freed_when_both_have_named_them(multi):
-    it, (one, one_moves), (other, other_moves) = multi
-    one.keeps = other.keeps = True
-    it.add("a", max_tokens=1)
-    it.step()
-    for moves in (one_moves, other_moves):
-        assert it.requests == ["a"]
-        moves.sent.add("a")
-        it.step()
-    assert not it.requests
-    assert one.sent == other.sent == ["a"]
-
-
 @pytest.mark.parametrize("loader_keeps", [False, True])
 @pytest.mark.parametrize("loader_first", [False, True])
 def test_what_one_loads_no_other_can_keep(loader_keeps, loader_first, multi):
@@ -172,19 +153,6 @@ def test_what_one_loads_no_other_can_keep(loader_keeps, loader_first, multi):
     assert (one.received, other.received) == (["a"], [])
 
 
-def test_a_request_that_waited_for_one_may_be_kept_by_another_when_it_has_run(multi):
-    it, (one, _), (other, other_moves) = multi
-    one.offers["a"] = 96
-    one.in_background = other.keeps = True
-    it.add("a", max_tokens=1)
-    it.step()
-    assert it.step() == {"a": [7]}
-    other_moves.sent.add("a")
-    it.step()
-    assert not it.requests
-    assert other.sent == ["a"]
-
-
 def test_each_child_gets_the_handshake_metadata_of_its_own_workers(multi):
     """vLLM hands the metadata of the first child that has any to all of them."""
     it, (one, one_moves), (other, other_moves) = multi
@@ -194,17 +162,6 @@ def test_each_child_gets_the_handshake_metadata_of_its_own_workers(multi):
         metadata = {(0, 0): it.worker.get_handshake_metadata()}
         it.connector.set_xfer_handshake_metadata_pp_aware(metadata)
         assert [one.metadata, other.metadata] == got
-
-
-def test_the_first_child_that_offers_something_loads_it(multi):
-    it, (one, _), (other, _) = multi
-    one.offers["a"] = other.offers["a"] = 64
-    other.in_background = True
-    it.add("a")
-    plan = it.plan()
-    assert it.computed(plan) == {"a": 64}
-    it.finish(plan)
-    assert other.offers == {"a": 64}, "it was not told to load"
 
 
 def test_a_request_that_shares_a_load_under_way_waits_whichever_child_found_it(multi):

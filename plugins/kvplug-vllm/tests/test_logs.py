@@ -59,16 +59,3 @@ def test_the_core_and_every_plugin_log_where_vllm_does(registry, lines):
         logging.getLogger(name).info("hello")
         logging.getLogger(name).debug("too much")
     assert lines == [f"{name}: hello" for name in names]
-
-
-def test_loggers_that_were_set_up_and_all_beside_a_vllm_without_logging_are_not_changed(registry, lines):
-    logging.getLogger("some_plugin").setLevel(logging.ERROR)
-    logging.getLogger("kvplug").handlers = [logging.NullHandler()]
-    join_vllm(registry)
-    logging.getLogger("some_plugin").warning("hello")
-    logging.getLogger("kvplug").warning("hello")
-    assert lines == []
-    logging.getLogger("vllm").handlers = logging.getLogger("kvplug").handlers = []
-    join_vllm(registry)
-    assert logging.getLogger("kvplug").propagate
-    assert logging.getLogger("kvplug").handlers == []

@@ -5,9 +5,6 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -149,7 +146,6 @@ FAILURES: dict[str, tuple[Callable[[Standin], None], dict[str, str], str]] = {
     "killed": (Standin.kill, LATE, "failed"),
     "stopped, found by a check": (Standin.stop, QUICK, "failed"),
     "stopped": (Standin.stop, IMPATIENT, "slow"),
-    "full": (answer(status=503), LATE, "status 503"),
     "refuses": (answer(status=400), LATE, "status 400"),
     "answers too much": (answer(params={"much": "x" * 20000}), LATE | {"max-body-mib": "0.01"}, "failed"),
 }
@@ -168,16 +164,6 @@ def test_a_prefill_that_fails_is_left_out_and_counted(kind):
         assert skipped in ({reason: 1}, {"no server is up": 1} if options == QUICK else {})
         assert "no prefill, decode computes the prompt" in proxy.log
         assert prefill.url in proxy.log
-
-
-def test_the_next_prefill_server_is_asked_if_one_is_gone():
-    with setup(2, 1, LATE) as (proxy, prefill, (decode,)):
-        prefill[1].params = PARAMS
-        prefill[0].kill()
-        assert proxy.ask(ASKED)[0] == 200
-        assert json.loads(decode.seen[0]["raw"])["kv_transfer_params"] == PARAMS
-        assert proxy.status["prefills_skipped"] == {}
-        assert [each["is_up"] for each in proxy.status["prefill"]] == [False, True]
 
 
 # -- decode servers that fail ------------------------------------------------------------------------
@@ -298,12 +284,8 @@ GOOD = ["--prefill", "http://127.0.0.1:8100", "--decode", "http://[::1]:8200/"]
     ("arguments", "words"),
     [
         ([], "the following arguments are required: --prefill, --decode"),
-        *(
-            ([*GOOD, "--decode", url], f"'{url}' was given; expected is http://HOST:PORT")
-            for url in ("127.0.0.1:8100", "ftp://a", "http://a/v1", "http://a:b", "http://key@a:1")
-        ),
+        ([*GOOD, "--decode", "http://a/v1"], "'http://a/v1' was given; expected is http://HOST:PORT"),
         ([*GOOD, "--port", "65536"], "'65536' was given; expected is a port from 1 to 65535"),
-        ([*GOOD, "--health-timeout-s", "-1"], "'-1' was given; expected is a number above 0"),
         ([*GOOD, "--prefill-timeout-s", "nan"], "'nan' was given; expected is a number above 0"),
     ],
 )
@@ -314,13 +296,3 @@ def test_a_wrong_command_line_is_refused(arguments, words, capsys):
         main(arguments)
     assert e.value.code == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_an_error():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "kvplug_vllm.proxy", *GOOD, "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert f"kvplug proxy: cannot listen on 127.0.0.1, port {port}" in done.stderr
-    assert "Traceback" not in done.stderr

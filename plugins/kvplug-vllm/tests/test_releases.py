@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import logging
 import random
 import warnings
 from pathlib import Path
@@ -25,7 +24,7 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 
     from kvplug_vllm.connector import KvplugConnector
-    from kvplug_vllm.releases import base, cache, events, tables
+    from kvplug_vllm.releases import base, cache, tables
 
 pytestmark = pytest.mark.smoke
 
@@ -107,11 +106,6 @@ def test_where_no_layout_is_declared_the_adapter_requires_the_order_that_it_assu
     assert cache.order_of(SimpleNamespace(), lambda: None) == "BTHD", "the variable counts, as in vLLM"
 
 
-def test_all_groups_are_moved_where_vllm_names_none():
-    assert cache.groups_of(SimpleNamespace(kv_cache_groups=["a", "b"])) == ["a", "b"]
-    assert cache.groups_of(SimpleNamespace(kv_cache_groups=["a", "b"], transfer_groups=["a"])) == ["a"]
-
-
 # -- block tables -------------------------------------------------------------------------------------
 
 
@@ -166,44 +160,4 @@ def plan_of(**fields: Any) -> Any:
     return SimpleNamespace(**fields, num_scheduled_tokens=scheduled)
 
 
-def test_a_name_that_ends_and_comes_again_in_one_step_is_another_request():
-    kept = tables.KeptTables()
-    for block in (1, 2):
-        plan = plan_of(
-            finished_req_ids={"a"},
-            preempted_req_ids=None,
-            scheduled_new_reqs=[SimpleNamespace(req_id="a", block_ids=([block],))],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
-        )
-        assert kept.of(plan)("a") == ((block,),)
-
-
-def test_tables_that_vllm_offers_are_read():
-    state = SimpleNamespace(get_block_ids={"a": ([1, 2], [3])}.get)
-    lookup = tables.offered_by_method(SimpleNamespace(kv_connector_block_state=state))
-    assert lookup("a") == ((1, 2), (3,))
-    with pytest.raises(KeyError, match="not scheduled in this step"):
-        lookup("b")
-
-
 # -- events -------------------------------------------------------------------------------------------
-
-
-def test_an_owner_that_vllms_events_cannot_name_is_logged_once(caplog):
-    def without(**fields: Any) -> Any:
-        return fields
-
-    class WithOwner:
-        __struct_fields__ = ("ownership",)
-
-        def __init__(self, **fields: Any) -> None:
-            self.fields = fields
-
-    assert events.event_of(WithOwner, "me", medium="cpu").fields == {"medium": "cpu", "ownership": "me"}
-    assert events.event_of(WithOwner, "").fields == {"ownership": None}
-    with caplog.at_level(logging.WARNING):
-        for owner in ("", "me", "me"):
-            assert events.event_of(without, owner, medium="cpu") == {"medium": "cpu"}
-    assert [record.getMessage() for record in caplog.records] == [
-        "vLLM's without has no field for an owner: events say nothing about theirs"
-    ]

@@ -138,12 +138,6 @@ def test_a_session_has_the_media_of_every_turn():
     assert one.extra == extra_of(sessions[0])
 
 
-def test_parameters_of_the_client_are_handed_on():
-    params = {"do_remote_prefill": True}
-    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
-    assert Requests()[request_of(sampling_params=sampling)].params == params
-
-
 def test_how_a_request_ended():
     ends = {
         RequestEnd.FINISHED: ("STOPPED", "LENGTH_CAPPED", "REPETITION"),

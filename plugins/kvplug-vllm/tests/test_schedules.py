@@ -115,15 +115,6 @@ def test_requests_that_are_preempted(kind, prefill, decode, text, expected):
     assert engine.count("transfers", "op=load") - loads >= len(asked)
 
 
-def test_more_requests_than_run_at_once(kind, prefill, decode, text, expected):
-    asked = [text[at : at + 64 + 50 * at] for at in range(8)]
-    salt = f"many, {kind}"
-    prefill.generate(asked, max_tokens=1, salt=salt)
-    answers = decode.generate(asked, salt=salt)
-    assert [answer.tokens for answer in answers] == expected(asked)
-    assert [answer.num_cached for answer in answers] == [whole(len(prompt) - 1) for prompt in asked]
-
-
 def test_a_prefix_that_the_engine_has_and_a_longer_one_that_its_peer_has(
     kind, prefill, decode, text, expected
 ):
@@ -248,15 +239,3 @@ def test_what_an_engine_stored_itself_is_loaded_and_not_stored_anew(both, text, 
     assert both.count("transfer_tokens", "op=save") - saved == sum(
         whole(len(prompt) + 15) for prompt in asked
     )
-
-
-def test_what_was_stored_in_chunks_by_requests_that_were_preempted(both, text, expected):
-    asked = [text[at : at + 490 + at] for at in (0, 10, 20, 30)]
-    before = both.counter("num_preemptions")
-    for _ in range(2):
-        answers = both.generate(asked, max_tokens=64, salt="preempted")
-        assert [answer.tokens for answer in answers] == expected(asked, 64)
-        reset(both)
-    assert both.counter("num_preemptions") > before
-    answers = both.generate(asked, salt="preempted")
-    assert [answer.num_cached for answer in answers] == [whole(len(prompt) - 1) for prompt in asked]

@@ -18,7 +18,7 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from kvplug import ConfigError, TimeoutError
+from kvplug import ConfigError
 from kvplug.transport import Deadline, Job, Presence
 from kvplug_testing.waits import until
 
@@ -281,28 +281,6 @@ def test_while_the_server_is_stopped_no_call_waits_and_every_transfer_ends(besid
     until(lambda: engine.find(key(1)) == [True])
 
 
-def test_a_server_that_dies_is_a_miss(beside_redis, redis):
-    redis.kill()
-    assert beside_redis.find(key(1)) == [False]
-    beside_redis.store(2)
-    beside_redis.settle()
-    assert beside_redis.find(key(2)) == [True], "in the primary tier"
-
-
-def test_a_copy_that_hangs_is_not_waited_for_longer_than_its_deadline_and_a_moment(start, fs, monkeypatch):
-    engine = start({**fs, "timeout_s": 1})
-    hanging: Job[Any] = Job(1, Deadline.after(None))
-    monkeypatch.setattr(engine.tier.cache, "put", lambda pages: hanging)
-    engine.store(1)
-    engine.step()
-    began = time.monotonic()
-    with pytest.raises(TimeoutError, match="1 jobs"):
-        engine.tier.drain_jobs()
-    assert time.monotonic() - began < 1 + 8
-    hanging.set([None])
-    engine.settle()
-
-
 @pytest.mark.parametrize("store", ["fs", "host"])
 def test_shutdown_gives_everything_back(start, fs, store, caplog):
     tier = fs if store == "fs" else {"stores": ["host"], "options": {"host": {"size": "64 MiB"}}}
@@ -324,23 +302,12 @@ def test_shutdown_gives_everything_back(start, fs, store, caplog):
     assert not any("mmap" in each for each in warned)  # the region was unmapped: nothing holds a view of it
 
 
-def test_options_of_vllm_stand_beside_those_of_kvplug(start, fs):
-    pressure = {"backpressure_cls": "EMABackpressureDetector"}
-    tier = start({**fs, "backpressure": pressure, "medium": "CPU", "locality": "LOCAL"}).tier
-    assert tier.bp_detector is not None
-    assert (tier.medium.value, tier.locality.value) == ("CPU", "LOCAL")
-    source = getattr(tier, "cache_hit_source", None)  # since vLLM 0.32
-    assert source is None or source.name == "HOST"
-
-
 @pytest.mark.parametrize(
     ("tier", "fault"),
     [
         ({"stores": ["fs", "host"]}, "stores: fs, host was given"),
         ({"stores": ["fs"], "root_dir": "/kv"}, "root_dir: not a known key"),
         ({"stores": ["fs"], "medium": "DISK"}, "medium: 'DISK' was given; allowed is 'CPU', 'STORAGE'"),
-        ({"stores": ["fs"], "locality": "NEAR"}, "locality: 'NEAR' was given; allowed is 'LOCAL', 'REMOTE'"),
-        ({"stores": ["fs"], "namespace": 1}, "namespace: 1 was given; allowed is text"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_name(start, tier, fault):
@@ -358,26 +325,6 @@ EVENTS = st.one_of(
     st.tuples(st.just("flush")),
     st.tuples(st.just("answer"), st.booleans()),
 )
-
-
-def test_a_request_that_begins_after_a_miss_asks_again():
-    asked: list[Any] = []
-
-    def lookup(keys: list[Any], *, lease_s: float) -> Job[Presence]:
-        job: Job[Presence] = Job(len(keys), Deadline.after(None))
-        asked.extend(keys)
-        job.set([Presence.ABSENT if len(asked) == 1 else Presence.HELD] * len(keys))
-        return job
-
-    lookups = Lookups(lookup, lambda keys: None, 60)
-    for _ in range(3):
-        found = lookups.ask(KEYS[0], "a")
-        lookups.flush()
-    assert (found, asked) == (False, KEYS[:1])
-    assert lookups.ask(KEYS[0], "b") is None
-    lookups.flush()
-    assert lookups.ask(KEYS[0], "b") is True
-    assert lookups.ask(KEYS[0], "a") is True
 
 
 @given(st.lists(EVENTS, max_size=40))

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from kvplug import Config, ConfigError, UnsupportedError
-from kvplug.engine import KVLayout, LayoutError
+from kvplug.engine import LayoutError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm
     from vllm import _custom_ops as custom_ops
-    from vllm.config import CUDAGraphMode, KVTransferConfig
+    from vllm.config import KVTransferConfig
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -32,18 +32,14 @@ with warnings.catch_warnings():
         SlidingWindowSpec,
     )
 
-    from kvplug_vllm.ranks import log_address_of
-    from kvplug_vllm.releases.cache import declares_layout, layout_to_require
-    from kvplug_vllm.releases.specs import extras_of
+    from kvplug_vllm.releases.cache import declares_layout
     from kvplug_vllm.translate import (
         cache_of,
-        can_rewind,
         config_of,
         frees_early,
         in_memory_order,
         model_of,
         parallelism_of,
-        replays_steps,
     )
 
 pytestmark = pytest.mark.smoke
@@ -108,14 +104,6 @@ def transfer(**more: Any) -> KVTransferConfig:
 # -- the configuration ------------------------------------------------------------------------------
 
 
-def test_the_extra_config_is_kvplugs_own():
-    extra = {"connector": "lookup", "transport": "cpu", "host": "127.0.0.1", "port": 29555}
-    config = config_of(vllm_config(transfer=transfer(**extra, buffer_size="1 GiB")))
-    assert (config.connector, config.transport, config.role) == ("lookup", "cpu", "producer")
-    assert (config.host, config.port, config.buffer_size) == ("127.0.0.1", 29555, 1 << 30)
-    assert config.failure_policy == "fail", "vLLM's default, which vLLM applies"
-
-
 def test_every_fault_of_the_extra_config_is_reported_at_once():
     given = {"conector": "lookup", "port": "many", "failure_policy": "recompute"}
     with pytest.raises(ConfigError) as e:
@@ -136,36 +124,6 @@ def test_each_data_parallel_rank_takes_ports_of_its_own_which_consumers_name_as_
     assert addresses == ["127.0.0.1:5000", "127.0.0.1:5002", "127.0.0.1:5004"]
     for rank in (0, 3):
         assert config(rank, peers=addresses).peer_addresses == tuple(addresses)
-
-
-def test_a_data_parallel_rank_logs_where_it_is_or_that_it_looks_for_one_rank_only(caplog):
-    caplog.set_level("INFO", "kvplug_vllm")
-    for role, peers, rank in (
-        ("kv_consumer", [], 0),
-        ("kv_producer", [], 0),
-        ("kv_consumer", ["127.0.0.1:5000"], 2),
-        ("kv_consumer", [], 2),
-        ("kv_producer", [], 2),
-    ):
-        given = transfer(host="127.0.0.1", port=5000, peers=peers)
-        given.kv_role = role
-        config = config_of(vllm_config(transfer=given, parallel={"data_parallel_index": rank}))
-        log_address_of(rank, config)
-    consumer, producer = (f"{record.levelname} {record.getMessage()}" for record in caplog.records)
-    assert re.match('WARNING data-parallel rank 2 has no "peers" .* at 127.0.0.1:5002; name', consumer)
-    assert re.match("INFO data-parallel rank 2 listens at 127.0.0.1:5002; consumers name", producer)
-
-
-def test_vllm_rewinds_only_step_by_step_and_with_its_first_runner():
-    for batches, second_runner in ((1, False), (2, False), (1, True)):
-        config = SimpleNamespace(max_concurrent_batches=batches, use_v2_model_runner=second_runner)
-        assert can_rewind(config) is ((batches, second_runner) == (1, False))
-
-
-def test_vllm_replays_whole_steps_with_full_graphs_only():
-    for mode in CUDAGraphMode:
-        config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-        assert replays_steps(config) is ("FULL" in mode.name)
 
 
 # -- cache and layout ---------------------------------------------------------------------------------
@@ -206,12 +164,6 @@ def test_tensors_come_in_the_order_of_memory_and_their_strides_are_checked():
     wrong = cache_of(vllm_config(), cache_config(layout="LBHNC")).groups[0].layout
     with pytest.raises(LayoutError, match="memory order"):
         wrong.check(in_memory_order(heads_inside, wrong))
-
-
-def test_blocks_that_a_kernel_cuts_are_refused_with_what_to_change():
-    layout = KVLayout("BHTKD", {"B": 7, "T": 32, "H": 3, "D": 64})
-    with pytest.raises(LayoutError, match=r"14 blocks where its scheduler counts 7: .* --block-size"):
-        in_memory_order(torch.zeros(14, 3, 16, 128), layout)
 
 
 def layer(backend: str, **more: Any) -> Any:
@@ -335,11 +287,6 @@ def test_blocks_that_a_release_gives_another_content_are_refused(name):
         cache_of(vllm_config(), cache_config(dataclasses.replace(LATENT, **{name: 4})))
 
 
-def test_sparse_latent_attention_is_refused_by_name():
-    sparse = SimpleNamespace(**vars(LATENT), topk_buffer_width=2048)  # a field of 0.33
-    assert (extras_of(LATENT), extras_of(sparse)) == ("", "topk_buffer_width 2048")
-
-
 def test_settings_of_the_cache_that_cannot_be_served_are_refused():
     with pytest.raises(UnsupportedError, match=r"a draft model .* --disable-hybrid-kv-cache-manager"):
         cache_of(vllm_config(), groups_of_specs(SLIDING, FULL, is_eagle_group=True))
@@ -350,15 +297,6 @@ def test_settings_of_the_cache_that_cannot_be_served_are_refused():
     with pytest.raises(UnsupportedError, match="--calculate-kv-scales"):
         cache_of(config, cache_config(QUANTISED))
     cache_of(config, cache_config())  # without a quantised cache it does nothing
-
-
-def test_layouts_that_vllm_lacks_or_does_not_declare_are_refused():
-    assert layout_to_require("BTHKD") == ("LBNHC" if declares_layout() else "NHD")
-    with pytest.raises(ConfigError, match="KBTHD"):
-        layout_to_require("KBTHD")
-    if declares_layout():
-        with pytest.raises(ConfigError, match="kv_cache_layout is None"):
-            cache_of(vllm_config(), cache_config(layout=None))
 
 
 def test_pages_of_other_scales_are_pages_of_another_format():
