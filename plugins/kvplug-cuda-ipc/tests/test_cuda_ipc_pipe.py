@@ -41,7 +41,6 @@ PREFIX = tensor_prefix(torch.float32, torch.Size((3,)), 12)
 class TestPipeOverTheFake(PipesOverAFake):
     ends = ends
     factory = CudaIpcEndpoint
-    copies = "copies"
     exits = (0, 7)
     lies = {  # noqa: RUF012
         "no frame": ("hello",),

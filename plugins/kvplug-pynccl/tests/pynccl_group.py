@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from communicator_ranks import at_all, groups, met, ranks
-from kvplug import KvplugError, StatelessGroup
+from communicator_ranks import at_all, groups, ranks
+from kvplug import StatelessGroup
 from kvplug.transport import CommunicatorContext, Credentials
 from kvplug_lab.gpu.fake import Controls
 from kvplug_lab.gpu.pynccl import HostCommunicator, HostDevice
 from kvplug_pynccl.communicator import communicator
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
 from kvplug_pynccl.options import PyncclCommunicatorOptions
-from kvplug_testing import peers
 
 __all__ = ["at_all", "groups", "local_ranks", "ranks"]
 PATIENCE_S = 60.0
@@ -82,17 +81,3 @@ def strike(made: Any, fault: list[Any]) -> None:
 def strike_start(when: str, struck: Callable[..., Any]) -> None:
     """When NCCL starts, or before."""
     setattr(communicator, {"nccl": "MonitoredCommunicator", "pipes": "connect_ranks"}[when], struck)
-
-
-def bystander(parent: peers.Parent, module: Any, rank: int, world_size: int, path: str) -> Any:
-    """Rank 0 receives from rank 1, which never sends. The last rank takes no part in it."""
-    with met(parent, rank, world_size) as group, make(group, path) as made:
-        parent.send("ready")
-        parent.recv()
-        if rank == 0:
-            try:
-                made.recv((3,), torch.float32, 1, timeout=None)
-            except KvplugError as e:
-                return type(e).__name__, str(e)
-        parent.recv(timeout=None)
-    return None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
-from typing import Any
 
 from kvplug_lab.gpu.fake import Controls, Stream
 from kvplug_pynccl.nccl.abi import Result, UniqueId
@@ -31,11 +29,6 @@ class Rank:
             time.sleep(0.001)
         return state
 
-    def enqueue(self, name: str, *args: Any) -> int:
-        getattr(self.nccl, name)(*args, self.comm, self.stream.handle)
-        assert self.settled() == Result.SUCCESS
-        return self.stream.record()
-
     def end(self) -> None:
         self.nccl.comm_abort(self.comm)
         self.stream.close()
@@ -46,11 +39,3 @@ def near(nccl: Library, world_size: int = 1) -> list[Rank]:
     made = [Rank(nccl, unique_id, world_size, rank) for rank in range(world_size)]
     assert [each.settled() for each in made] == [Result.SUCCESS] * world_size
     return made
-
-
-def ints(*values: int) -> ctypes.Array[ctypes.c_int32]:
-    return (ctypes.c_int32 * len(values))(*values)
-
-
-def at(array: Any) -> int:
-    return ctypes.addressof(array)

@@ -6,20 +6,18 @@ import ctypes
 import gc
 import re
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import kvplug
 import pynccl_ranks as ranks
-from kvplug import KvplugError, PeerGoneError, TimeoutError, TransportError, UnsupportedError
+from kvplug import PeerGoneError, TimeoutError, TransportError, UnsupportedError
 from kvplug_lab.gpu import fake
 from kvplug_pynccl.nccl import errors
 from kvplug_pynccl.nccl.abi import DataType, RedOp, Result, Version
 from kvplug_pynccl.nccl.dtypes import Carried, moved_as, reduced_as
-from kvplug_pynccl.nccl.errors import NcclError, NcclTimeoutError, error_of
+from kvplug_pynccl.nccl.errors import NcclError, error_of
 from kvplug_pynccl.nccl.library import Library
 
 
@@ -37,8 +35,6 @@ def test_a_call_that_waits_lets_other_threads_run(nccl: Library, controls: fake.
 
 
 def test_a_communicator_is_asked_and_destroyed(nccl: Library, controls: fake.Controls) -> None:
-    assert repr(nccl) == f"<NCCL 2.32.3 of {nccl.path}>"
-    assert nccl.get_error_string(Result.TIMEOUT) == "timeout"
     comm = nccl.comm_init_rank(1, nccl.get_unique_id(), 0)
     assert (nccl.comm_count(comm), nccl.comm_user_rank(comm), nccl.comm_cu_device(comm)) == (1, 0, 0)
     assert nccl.comm_destroy(comm) is Result.SUCCESS  # also one that was not finalized
@@ -47,17 +43,6 @@ def test_a_communicator_is_asked_and_destroyed(nccl: Library, controls: fake.Con
     assert me.settled() == 77
     with pytest.raises(NcclError, match="the start gave result 77"):
         nccl.raise_for(nccl.comm_get_async_error(me.comm), "the start", me.comm)
-    me.end()
-
-
-def test_newer_functions_are_there(nccl: Library) -> None:
-    (me,) = ranks.near(nccl)
-    data = ranks.ints(0)
-    window, result = nccl.comm_window_register(me.comm, ranks.at(data), 4)
-    assert (window.value, result) == (ranks.at(data), Result.SUCCESS)
-    nccl.comm_window_deregister(me.comm, window.value)
-    properties = nccl.comm_query_properties(me.comm)
-    assert (properties.rank, properties.nRanks) == (0, 1)
     me.end()
 
 
@@ -90,25 +75,15 @@ def test_a_dtype_is_moved_in_its_own_size_as_bytes_where_nccl_has_no_type_for_it
     assert moved_as(torch.complex64) == Carried(DataType.UINT8, 8)
 
 
-@pytest.mark.parametrize("op", RedOp, ids=lambda op: op.name)
-def test_numbers_are_reduced_as_what_they_are(op: RedOp) -> None:
-    for name in ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float64"):
-        assert reduced_as(getattr(torch, name), op, Version(2, 20, 0)).name.lower() == name
-
-
 @pytest.mark.parametrize(
     ("dtype", "op", "version", "carried"),
     [
+        (torch.bfloat16, RedOp.SUM, OLD, DataType.BFLOAT16),
         (torch.float8_e4m3fn, RedOp.SUM, NEW, DataType.FLOAT8E4M3),
-        (torch.float8_e5m2, RedOp.SUM, Version(2, 24, 0), DataType.FLOAT8E5M2),
         (torch.float8_e5m2, RedOp.SUM, OLD, r"torch\.float8_e5m2 from 2\.24\.0 on, and this is 2\.23\.4"),
         (torch.bool, RedOp.MAX, NEW, DataType.UINT8),
-        (torch.bool, RedOp.MIN, NEW, DataType.UINT8),
-        *((torch.bool, op, NEW, f"torch.bool has no {op.name}; use MAX") for op in (RedOp.SUM, RedOp.AVG)),
-        *(
-            (dtype, RedOp.SUM, NEW, f"does not reduce {dtype}; it does int8, .*, bool")
-            for dtype in (torch.complex64, torch.int16, torch.float8_e4m3fnuz)
-        ),
+        (torch.bool, RedOp.SUM, NEW, "torch.bool has no SUM; use MAX"),
+        (torch.int16, RedOp.SUM, NEW, "does not reduce torch.int16; it does int8, .*, bool"),
     ],
     ids=str,
 )
@@ -125,48 +100,15 @@ def test_other_dtypes_are_reduced_where_that_means_something_or_refused_by_name(
 # -- errors ----------------------------------------------------------------------------------------
 
 FAILURES = [result for result in Result if result not in (Result.SUCCESS, Result.IN_PROGRESS)]
-CLASSES = {name: each for name, each in vars(errors).items() if isinstance(each, type)}
-
-
-@pytest.mark.parametrize("result", FAILURES, ids=lambda result: result.name)
-def test_a_failure_is_an_error_of_its_own(result: Result) -> None:
-    error = error_of(result, "ncclSend", "what\n  happened.\n")
-    assert isinstance(error, NcclError) and isinstance(error, TransportError) and isinstance(error, OSError)
-    assert (error.result, error.function) == (result, "ncclSend")
-    assert re.match(r"ncclSend gave nccl[A-Z]\w+: ", str(error))
-    assert "NCCL says: what happened. NCCL_DEBUG=WARN shows more" in str(error)
+CLASSES = [each for each in vars(errors).values() if isinstance(each, type)]
 
 
 def test_each_failure_has_another_class_which_is_also_what_it_means() -> None:
-    kinds = [type(error_of(result, "f")) for result in FAILURES]
-    assert len({*kinds}) == len(kinds)
-    assert {*kinds, NcclError} == {each for each in CLASSES.values() if issubclass(each, NcclError)}
-    for name, meaning in (
-        ("RemoteError", PeerGoneError),
-        ("TimeoutError", TimeoutError),
-        ("InvalidUsageError", ValueError),
-        ("InvalidArgumentError", ValueError),
-        ("LibraryError", TransportError),
-    ):
-        assert issubclass(CLASSES[f"Nccl{name}"], meaning)
-    text = str(error_of(Result.INVALID_USAGE, "ncclCommInitRank"))
-    assert "two ranks have the same GPU" in text and "do not agree on the world size, the unique id" in text
-    assert "NCCL says" not in text
-
-
-def test_a_result_that_nobody_knows_is_an_error_with_its_number_and_what_is_in_progress_is_none(
-    nccl: Library,
-) -> None:
-    error = error_of(42, "ncclSend")
-    assert type(error) is NcclError and "result 42" in str(error) and error.result == 42
-    assert nccl.raise_for(Result.IN_PROGRESS, "x") is Result.IN_PROGRESS
-    assert nccl.raise_for(0, "x") is Result.SUCCESS
-    with pytest.raises(NcclTimeoutError, match="the start gave ncclTimeout"):
-        nccl.raise_for(Result.TIMEOUT, "the start")
-
-
-def test_every_error_of_the_plugin_is_in_its_readme() -> None:
-    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
-    named = {name for name, each in CLASSES.items() if issubclass(each, KvplugError)} - {*vars(kvplug.errors)}
-    assert {"NcclError", "NcclLibraryError"} <= named
-    assert not {name for name in named if f"`{name}`" not in readme}
+    made = [error_of(result, "ncclSend", "what\n  happened.\n") for result in FAILURES]
+    assert {*map(type, made)} | {NcclError} == {each for each in CLASSES if issubclass(each, NcclError)}
+    for error in made:
+        assert isinstance(error, TransportError) and isinstance(error, OSError)
+        assert re.match(r"ncclSend gave nccl[A-Z]\w+: ", str(error))
+        assert "NCCL says: what happened. NCCL_DEBUG=WARN shows more" in str(error)
+    for result, meaning in ((Result.REMOTE_ERROR, PeerGoneError), (Result.TIMEOUT, TimeoutError)):
+        assert isinstance(error_of(result, "f"), meaning)

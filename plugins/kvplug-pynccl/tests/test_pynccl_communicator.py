@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -19,11 +18,8 @@ from kvplug_lab.gpu import fake
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl.communicator.bootstrap import agree
 from kvplug_pynccl.communicator.communicator import PyncclCommunicator
-from kvplug_pynccl.communicator.memory import Part, are_contiguous
-from kvplug_pynccl.communicator.side_channel import SideChannelEndpoint
 from kvplug_pynccl.nccl.library import Library
 from kvplug_testing.comparison import assert_filled
-from kvplug_testing.waits import until
 
 at_all, adds, sums, PATIENCE_S = ends.at_all, ends.adds, ends.sums, ends.PATIENCE_S
 SIZE = 1 << 12
@@ -126,26 +122,6 @@ def test_a_rank_that_leaves_an_operation_in_flight_is_named_by_the_next_call(ahe
         adds(made[0])
 
 
-def test_the_thread_is_there_only_for_what_is_left_and_ends_with_its_communicator(
-    ahead: Any, local_ranks: Any, controls: Any
-) -> None:
-    def watches() -> bool:
-        return "kvplug-pynccl-watch" in {thread.name for thread in threading.enumerate()}
-
-    plain = local_ranks(2)
-    at_all(plain, adds)
-    assert at_all(plain, lambda one: one.synchronize(timeout=0)) == [None, None]  # nothing is left
-    assert not watches()
-    made, _ = ahead(2)
-    controls.set(hold=1)
-    at_all(made, adds)
-    assert watches()
-    controls.set(hold=0)
-    for one in made:
-        one.destroy()
-    until(lambda: not watches())
-
-
 # -- sleep -------------------------------------------------------------------------------------------
 
 
@@ -181,19 +157,6 @@ def test_an_nccl_that_cannot_says_so_and_sleeps(
 # -- what is refused ---------------------------------------------------------------------------------
 
 
-def test_unsigned_integers_are_added_up_where_nccl_does_it_and_others_refused_by_name(
-    local_ranks: Any,
-) -> None:
-    made = local_ranks(2)
-    for dtype in (torch.uint32, torch.uint64):
-        found = at_all(made, lambda one: one.all_reduce(torch.tensor([2, 3]).to(dtype), timeout=PATIENCE_S))  # noqa: B023
-        assert [each.to(torch.int64).tolist() for each in found] == [[4, 6]] * 2
-    for dtype in (torch.int16, torch.uint16):
-        for method in ("all_reduce", "reduce_scatter"):
-            with pytest.raises(UnsupportedError, match=str(dtype).removeprefix("torch.")):
-                getattr(made[0], method)(torch.zeros(4, dtype=dtype))
-
-
 def test_a_graph_that_is_being_captured_is_refused(local_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = local_ranks(2)
     with monkeypatch.context() as patch:
@@ -202,12 +165,6 @@ def test_a_graph_that_is_being_captured_is_refused(local_ranks: Any, monkeypatch
             with pytest.raises(UnsupportedError, match="CUDA graph"):
                 adds(one)
     assert sums(made) == [[3, 3]] * 2
-
-
-def test_another_device_than_a_gpu_is_refused(groups: Any) -> None:
-    context = ends.context_of(groups(1)[0], "")
-    with pytest.raises(ConfigError, match="'pynccl' moves CUDA tensors, and the device is 'cpu'"):
-        PyncclCommunicator(context)
 
 
 def test_one_rank_alone_loads_and_opens_nothing(groups: Any, fake_path: str) -> None:
@@ -236,11 +193,9 @@ def hello(number: int, **given: Any) -> dict[str, Any]:
     ("second", "kind", "words"),
     [
         ({"world_size": 3}, ConfigError, "rank 1 of 2 says that it is rank 1 of 3"),
-        ({"rank": 0}, ConfigError, "rank 1 of 2 says that it is rank 0 of 2"),
         ({"nccl": 22005}, TransportError, "rank 0 has 2.32.3, rank 1 has 2.20.5"),
         ({"check_order": True}, ConfigError, "rank 0 has False, rank 1 has True"),
         ({"id": bytes(128)}, WireError, "one unique id"),
-        ({"gpu": None}, WireError, "does not start"),
     ],
 )
 def test_ranks_that_agree_have_rank_0s_id_and_others_are_quoted(
@@ -251,28 +206,3 @@ def test_ranks_that_agree_have_rank_0s_id_and_others_are_quoted(
     assert [each.rank for each in hellos] == [0, 1]
     with pytest.raises(kind, match=words):
         agree([hello(0), hello(1, **second)])
-
-
-def test_parts_are_one_if_they_follow_each_other_in_one_size() -> None:
-    whole = torch.arange(12)
-    assert are_contiguous([Part.of(part) for part in whole.split(4)])
-    assert are_contiguous([Part.of(whole[:0])] * 2)
-    assert not are_contiguous([Part.of(part) for part in whole.split([2, 4, 6])])
-    assert not are_contiguous([Part.of(whole[4:8]), Part.of(whole[:4])])
-
-
-def test_a_side_channel_carries_bytes_and_nothing_else(groups: Any) -> None:
-    end = SideChannelEndpoint(ends.context_of(groups(1)[0], ""))
-    with end.listen() as listener:
-        one, other = end.connect(listener.contact), listener.accept(PATIENCE_S)
-    with one, other:
-        for message in (None, torch.arange(5, dtype=torch.uint8)):
-            assert one.send_tensor(message, timeout=PATIENCE_S).done()
-            got = other.recv_tensor(timeout=PATIENCE_S)
-            assert got is None if message is None else torch.equal(got, message)
-        for call in (lambda: one.send_tensor(torch.ones(2)), lambda: one.recv_tensor(torch.ones(2))):
-            with pytest.raises(UnsupportedError, match=r"bytes in a flat tensor|into memory"):
-                call()
-        other.abort()
-        with pytest.raises(PeerGoneError):
-            one.recv_tensor(timeout=PATIENCE_S)

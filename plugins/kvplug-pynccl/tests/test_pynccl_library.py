@@ -18,7 +18,7 @@ import pynccl_ranks as ranks
 from kvplug import UnsupportedError
 from kvplug_lab.gpu import fake
 from kvplug_pynccl.nccl import places as places_module
-from kvplug_pynccl.nccl.abi import HEADER, Config, Properties, Result, UniqueId, Version
+from kvplug_pynccl.nccl.abi import Config, UniqueId, Version
 from kvplug_pynccl.nccl.errors import NcclError, NcclLibraryError
 from kvplug_pynccl.nccl.library import Library, load
 from kvplug_pynccl.nccl.places import PACKAGE, SONAME, VARIABLE, Place, places
@@ -58,33 +58,23 @@ def ask_the_real_one(parent: peers.Parent, when: str) -> dict[str, Any]:
     if when == "before the first id":
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     got: dict[str, Any] = {"version": str(nccl.version), "path": nccl.path, "before": listening()}
-    got["texts"] = [nccl.get_error_string(result) for result in (*Result, 99)]
     one = nccl.get_unique_id()
     os.environ["NCCL_SOCKET_IFNAME"] = "nothing-has-this-name"  # it was read, and is not read again
     got["ids differ"] = bytes(one) != bytes(nccl.get_unique_id())
     got["listening"] = listening()
     got["has"] = [name for name in PROTOTYPES if nccl.has(name)]
     got["torch"] = "torch" in sys.modules
-    got["errors"] = []
-    for call in (
-        lambda: nccl.comm_init_rank(1, one, 0),
-        lambda: nccl.comm_init_rank_config(1, one, 5, nccl.config(blocking=0)),
-        lambda: nccl.comm_count(0),
-    ):
-        try:
-            call()
-        except NcclError as e:
-            got["errors"].append([type(e).__name__, str(e)])
-    got["empty group"] = [int(nccl.group_start()), int(nccl.group_end())]
+    try:
+        nccl.comm_init_rank(1, one, 0)
+    except NcclError as e:
+        got["error"] = str(e)
     return got
 
 
 @pytest.mark.skipif(not packaged(), reason=f"{PACKAGE} is not installed")
-@pytest.mark.parametrize("when", ["before it starts", "before it is loaded", "before the first id"])
+@pytest.mark.parametrize("when", ["before it is loaded", "before the first id"])
 def test_the_real_library_answers_and_listens_where_it_is_told_to(when: str) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "", VARIABLE: "", "NCCL_DEBUG": "WARN"}
-    if when == "before it starts":
-        environment["NCCL_SOCKET_IFNAME"] = "lo"
     with peers.start(ask_the_real_one, when, env=environment, timeout_s=120.0) as child:
         got = child.result(120.0)
     assert got["version"] == packaged() and SONAME in got["path"]
@@ -92,17 +82,10 @@ def test_the_real_library_answers_and_listens_where_it_is_told_to(when: str) -> 
     assert len(got["listening"]) == 2  # one for each id
     loopback = re.compile(r"0100007F:[0-9A-F]{4}|00000000000000000000000001000000:[0-9A-F]{4}")
     assert all(loopback.fullmatch(address) for address in got["listening"])
-    assert got["texts"][Result.SUCCESS] == "no error"
-    assert "remote process" in got["texts"][Result.REMOTE_ERROR]
-    assert "unknown" in got["texts"][-1]
     version = Version(*(int(part) for part in got["version"].split(".")[:3]))
     assert {*got["has"]} == {*PROTOTYPES} - {name for name, since in OPTIONAL.items() if version < since}
     assert got["torch"] is False
-    *starts, [kind, _] = got["errors"]
-    for start, text in starts:
-        assert start in ("NcclCudaError", "NcclInvalidArgumentError") and "NCCL says: " in text
-    assert len(starts) == 2 and kind == "NcclInvalidArgumentError"
-    assert got["empty group"] == [0, 0]
+    assert "NCCL says: " in got["error"]
 
 
 # -- what cannot be used ---------------------------------------------------------------------------------
@@ -114,26 +97,13 @@ def test_the_real_library_answers_and_listens_where_it_is_told_to(when: str) -> 
         (None, "cannot be loaded"),
         (b"not a library", "cannot be loaded.*(invalid ELF header|file too short)"),
         (4000, "is incomplete: [0-9]+ bytes are missing at its end"),
-        (100, "is incomplete|cannot be loaded"),
         ("int something(void) { return 1; }", "is not NCCL: it lacks ncclGetErrorString, .*, \\.\\.\\."),
-        (
-            "int ncclGetVersion(int *version) { *version = 0; return 3; }",
-            "does not tell its version: ncclGetVersion gave 3",
-        ),
         (
             "int ncclGetVersion(int *version) { *version = 22005; return 0; }",
             "is NCCL 2.20.5, and lacks ncclGetErrorString, .*, \\.\\.\\.",
         ),
     ],
-    ids=[
-        "not there",
-        "a text",
-        "the first 4000 bytes",
-        "the first 100",
-        "another",
-        "no version",
-        "too little",
-    ],
+    ids=["not there", "a text", "the first 4000 bytes", "another", "too little"],
 )
 def test_what_was_named_and_is_no_nccl_is_refused(
     content: Any, says: str, fake_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,15 +139,8 @@ def test_what_an_older_one_does_not_have_is_told_when_it_is_called(old_path: str
     nccl = load(old_path)
     controls.reset()
     assert {name for name in PROTOTYPES if not nccl.has(name)} == {*OPTIONAL}
-    for call in (
-        lambda: nccl.comm_suspend(0),
-        lambda: nccl.comm_resume(0),
-        lambda: nccl.comm_window_register(0, 0, 0),
-        lambda: nccl.comm_window_deregister(0, 0),
-        lambda: nccl.comm_query_properties(0),
-    ):
-        with pytest.raises(UnsupportedError, match=r"came with NCCL 2\.2\d\.\d, and .* is NCCL 2\.20\.5"):
-            call()
+    with pytest.raises(UnsupportedError, match=r"came with NCCL 2\.2\d\.\d, and .* is NCCL 2\.20\.5"):
+        nccl.comm_suspend(0)
     (me,) = ranks.near(nccl)
     assert nccl.config().version == 22005  # of the two the older
     me.end()
@@ -186,21 +149,9 @@ def test_what_an_older_one_does_not_have_is_told_when_it_is_called(old_path: str
 # -- values ----------------------------------------------------------------------------------------------
 
 
-def test_a_version_is_read_from_its_code_and_written_again() -> None:
-    for code, text in ((2708, "2.7.8"), (20906, "2.9.6"), (22005, "2.20.5"), (23203, "2.32.3")):
-        assert str(Version.of(code)) == text
-        assert Version.of(code).code == code
-
-
 def test_structures_have_the_fields_and_sizes_that_the_library_knows(nccl: Library) -> None:
-    config = Config(blocking=0, commName=b"kv", minCTAs=2)
-    assert (config.blocking, config.commName, config.minCTAs) == (0, b"kv", 2)
     with pytest.raises(TypeError, match=r"ncclConfig_t has no bloking; it has blocking, "):
         Config(bloking=0)
-    with pytest.raises(TypeError, match="has no magic"):
-        Config(magic=1)
-    assert Properties(version=Version(2, 29, 7)).version == 22907
-    assert Properties(version=Version(9, 0, 0)).version == HEADER.code
     data = bytes(nccl.get_unique_id())
     assert bytes(UniqueId.of(data)) == data
     with pytest.raises(ValueError, match="has 128 bytes, these are 127"):
@@ -247,46 +198,17 @@ def test_torchs_own_is_found_where_its_wheels_have_it_and_one_that_cannot_be_loa
     assert load().path == str(beside / SONAME)
 
 
-def test_without_torch_and_without_proc_the_system_is_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(places_module, "Path", lambda name: tmp_path / "absent")
-    monkeypatch.setattr(places_module.importlib.util, "find_spec", lambda name: None)
-    _, loaded, torch, system = places()
-    assert loaded.missing.startswith("it cannot be read: ") and torch.missing == "PyTorch is not installed"
-    assert system.path == SONAME
-
-
-def test_what_is_loaded_already_is_found(nccl: Library) -> None:
-    found = next(each for each in places() if each.what == "what this process has loaded")
-    assert not found.missing and Path(found.path).name.startswith("libnccl")
-
-
 NOWHERE = "libnccl-that-is-not-there.so.2"
 
 
-@pytest.mark.parametrize(
-    ("files", "missing"),
-    [
-        ((), f"the package {PACKAGE}: it is not installed"),
-        (None, f"the package {PACKAGE} 2.32.3: it has no {NOWHERE}"),
-        (["nvidia/nccl.h"], f"the package {PACKAGE} 2.32.3: it has no {NOWHERE}"),
-        ([f"nvidia/{NOWHERE}"], f"the package {PACKAGE} 2.32.3: /none/nvidia/{NOWHERE} is not there"),
-    ],
-)
 def test_where_there_is_none_the_error_says_where_it_was_looked_for(
-    files: Any, missing: str, torch_folder: Path, monkeypatch: pytest.MonkeyPatch
+    torch_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if files != ():
-        paths = files and [importlib.metadata.PackagePath(file) for file in files]
-        package = SimpleNamespace(
-            version="2.32.3", files=paths, locate_file=lambda file: Path("/none") / file
-        )
-        monkeypatch.setattr(places_module.importlib.metadata, "distribution", lambda name: package)
     monkeypatch.setattr(places_module, "SONAME", NOWHERE)
     with pytest.raises(NcclLibraryError) as caught:
         load()
     text = str(caught.value)
-    assert f"install {PACKAGE}" in text and VARIABLE in text and missing in text
+    assert f"install {PACKAGE}" in text and VARIABLE in text
+    assert f"the package {PACKAGE}: it is not installed" in text
     assert str(torch_folder / "lib") in text and str(torch_folder.parent / "nvidia") in text
     assert f"the system's loader: {NOWHERE} cannot be loaded" in text

@@ -85,19 +85,6 @@ def test_memory_in_use_is_given_back_when_the_abort_is_over_which_needs_no_threa
     until(lambda: gc.collect() >= 0 and seen() is None)
 
 
-def test_when_the_program_leaves_an_abort_that_gets_no_thread_is_left_to_the_end_of_the_process(
-    make: Make, nccl: Library, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    comm = make()
-    address = comm.comm
-    with monkeypatch.context() as patch:
-        patch.setattr(monitored.threading.Thread, "start", no_more_threads)
-        patch.setattr(monitored, "is_leaving", lambda: True)
-        assert comm.abort().is_set()
-    assert not caplog.text
-    nccl.comm_abort(address)
-
-
 def test_a_start_that_fails_at_once_leaves_no_communicator(make: Make, controls: Any) -> None:
     before = controls.get("communicators")
     controls.set(begin_result=Result.INTERNAL_ERROR)

@@ -18,8 +18,7 @@ from kvplug_lab.gpu.fake import GPU_VARIABLE, NCCL
 from kvplug_lab.gpu.pynccl import HostDevice
 from kvplug_pynccl import interface
 from kvplug_pynccl.nccl.abi import Result
-from kvplug_pynccl.nccl.errors import NcclError, NcclLibraryError
-from kvplug_pynccl.nccl.places import places
+from kvplug_pynccl.nccl.errors import NcclError
 from kvplug_pynccl.pipe import join
 from kvplug_pynccl.pipe.contact import PyncclContact
 from kvplug_pynccl.pipe.content import check_out, content_of
@@ -140,28 +139,6 @@ def test_an_end_that_was_ready_first_and_then_fails_is_noticed_while_nccl_starts
 
 
 # -- what is refused -----------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_nccl_itself_without_a_gpu_is_an_error_of_its_own_and_the_process_goes_on(
-    fake_path: str, local_pair: Any
-) -> None:
-    place = next(places())
-    if place.missing:
-        pytest.skip(f"{place.what}: {place.missing}")
-    end = ends.endpoint(place.path, device=HostDevice(fake_path))
-    with end.listen() as listener:
-        for _ in range(2):
-            with pytest.raises(TransportError, match="there is no GPU"):
-                end.connect(listener.contact)
-    one, other = local_pair()
-    one.send_tensor(None)
-    assert other.recv_tensor() is None
-
-
-def test_a_library_that_is_not_there_is_named(fake_path: str) -> None:
-    with pytest.raises(NcclLibraryError, match="/nowhere/libnccl"):
-        ends.endpoint("/nowhere/libnccl.so.2", device=HostDevice(fake_path))
 
 
 def test_a_cpu_tensor_on_a_pipe_of_gpus_is_refused_by_name_or_staged(fake_path: str) -> None:

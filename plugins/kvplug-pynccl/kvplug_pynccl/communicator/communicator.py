@@ -20,7 +20,6 @@ from kvplug_pynccl.interface import bind_to
 from kvplug_pynccl.monitored import MonitoredCommunicator
 from kvplug_pynccl.nccl.abi import DataType, RedOp
 from kvplug_pynccl.nccl.dtypes import reduced_as
-from kvplug_pynccl.nccl.errors import NcclInvalidUsageError
 from kvplug_pynccl.nccl.library import load
 from kvplug_pynccl.nccl.prototypes import OPTIONAL
 from kvplug_pynccl.options import PyncclCommunicatorOptions
@@ -51,7 +50,8 @@ class PyncclCommunicator(DeviceCommunicator):
             ConfigError: the device is not a GPU of this machine; no interface has the host's address; the
                 ranks do not agree on an option or on the world size.
             NcclLibraryError: there is no usable NCCL.
-            NcclInvalidUsageError: ranks have the same GPU; the message names them.
+            NcclInvalidUsageError: ranks have the same GPU; the message names them. A rank that hears it from
+                another one raises TransportError with that message.
             TimeoutError, PeerGoneError: a rank did not come, or is gone; the message names it.
             TransportError: NCCL failed, here or at another rank, and why.
         """
@@ -95,12 +95,11 @@ class PyncclCommunicator(DeviceCommunicator):
         except BaseException:
             comm.abort()
             raise
-        try:
-            self._inflight.wait_until_settled(
-                deadline, "NCCL did not start in time, though all ranks are there"
-            )
-        except NcclInvalidUsageError as e:
-            raise explain_invalid_usage(e, hellos) from e
+        self._inflight.wait_until_settled(
+            deadline,
+            "NCCL did not start in time, though all ranks are there",
+            lambda error: explain_invalid_usage(error, hellos),
+        )
         self._mesh.compare({"call": "ready"}, deadline)
 
     # -- collectives -----------------------------------------------------------------------------

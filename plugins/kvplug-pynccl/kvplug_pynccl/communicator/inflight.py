@@ -117,15 +117,25 @@ class Inflight:
         with self._lock:
             yield self._mesh
 
-    def wait_until_settled(self, deadline: Deadline, late: str) -> None:
+    def wait_until_settled(
+        self,
+        deadline: Deadline,
+        late: str,
+        explain: Callable[[NcclInvalidUsageError], NcclInvalidUsageError],
+    ) -> None:
         """Wait until the communicator has completed its last call that was not an operation.
+
+        ``explain`` makes the error that is raised, and told to the other ranks, of NCCL's.
 
         Raises:
             TimeoutError: names the ranks that do not answer; ``late`` if all do.
             The rest as :meth:`run`.
         """
         with self._lock, self._guarded(None):
-            self._poll(self._comm.is_settled, deadline, late)
+            try:
+                self._poll(self._comm.is_settled, deadline, late)
+            except NcclInvalidUsageError as e:
+                raise explain(e) from e
 
     def run(
         self,

@@ -27,7 +27,6 @@ class Exchange:
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}
         self.rounds: dict[tuple[tuple[int, ...], int], dict[int, Any]] = {}
         self.collected: dict[tuple[tuple[int, ...], int], int] = {}
-        self.waits_for: dict[int, list[int]] = {}
         self.gone: set[int] = set()
         self.broken: KvplugError | None = None
         """Why a rank gave up: other ranks must neither wait for it nor continue without it."""
@@ -47,25 +46,14 @@ class Exchange:
             here = self.rounds.setdefault((members, number), {})
             here[rank] = what
             self.changed.notify_all()
-            try:
-                while missing := [member for member in members if member not in here]:
-                    self.waits_for[rank] = missing
-                    self._check(rank, missing)
-                    if deadline.expired:
-                        waited = f"rank {rank} waited {time.monotonic() - began:.3g} s in vain for"
-                        self._break(TimeoutError(f"{waited} {_named(self._absent(missing))}"))
-                    self.changed.wait(deadline.remaining())
-            finally:
-                self.waits_for.pop(rank, None)
+            while missing := [member for member in members if member not in here]:
+                self._check(rank, missing)
+                if deadline.expired:
+                    waited = f"rank {rank} waited {time.monotonic() - began:.3g} s in vain for"
+                    self._break(TimeoutError(f"{waited} {_named(missing)}"))
+                self.changed.wait(deadline.remaining())
             self._collect(members, number)
             return [here[member] for member in members]
-
-    def _absent(self, missing: Sequence[int]) -> list[int]:
-        """The missing ranks that are not blocked themselves: these delay the others."""
-        found = list(missing)
-        for member in found:
-            found += [each for each in self.waits_for.get(member, []) if each not in found]
-        return sorted(each for each in found if each not in self.waits_for) or list(missing)
 
     def _check(self, rank: int, missing: Sequence[int]) -> None:
         if rank in self.gone:

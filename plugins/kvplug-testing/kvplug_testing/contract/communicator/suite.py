@@ -12,7 +12,6 @@ import attrs
 
 from kvplug import StatelessGroup
 from kvplug.transport import CommunicatorContext, Credentials, DeviceCommunicator, Kind
-from kvplug_testing import waits
 from kvplug_testing.contract.communicator.ends import CommunicatorEnds
 from kvplug_testing.contract.communicator.tensors import WORLD
 from kvplug_testing.contract.ends import Handle, Outcome, Pending
@@ -37,7 +36,7 @@ class Ranks:
 
     def outcomes(self, method: str, args: Args, form: str = "", **given: Any) -> list[Outcome]:
         begun = self.begin(method, args, form, **given)
-        return [pending.outcome(waits.patience_s + 5) for pending in begun.values()]
+        return [pending.outcome() for pending in begun.values()]
 
     def results(self, method: str, args: Args, form: str = "") -> list[Any]:
         """Of each call what :meth:`.RankEnd.perform` returns."""
