@@ -39,10 +39,6 @@ class PipeWithOptions(Pipe):
     options = {"lanes": "3"}  # noqa: RUF012
 
 
-class PipeWithoutBound(Pipe):
-    limit_option = ""
-
-
 def test_options_of_what_is_not_installed_are_made_as_a_config_makes_them() -> None:
     suite = PipeWithOptions()
     made: Any = suite.endpoint(**suite.limited(2000))
@@ -66,17 +62,12 @@ def test_the_options_class_is_for_every_kind_of_transport(kind: str) -> None:
     assert made.options == Options()
 
 
-def test_what_takes_no_options_says_its_name_and_what_to_set() -> None:
-    assert Pipe().context().options is None
-    with pytest.raises(ValueError, match=r"Pipe takes no options \(where it does, set `options_class`\)"):
-        Pipe().context(lanes=3)
-
-
-def test_what_has_no_bound_is_skipped_with_what_to_do() -> None:
-    assert not PipeWithOptions().a_limit
-    assert PipeWithoutBound().a_limit == (
-        "PipeWithoutBound has no option that bounds what is unsent (limit_option)"
-    )
+def test_a_bound_that_is_not_among_the_options_is_told_with_what_to_set() -> None:
+    with pytest.raises(FAILED, match=r"Pipe has no option 'max_in_flight_bytes'.*set `limit_option`"):
+        Pipe().limited()
+    odd = type("Odd", (PipeWithOptions,), {"limit_option": "room"})
+    with pytest.raises(FAILED, match="Odd has no option 'room', these are: lanes, max_in_flight_bytes"):
+        odd().limited()
 
 
 @pytest.mark.parametrize(
@@ -96,15 +87,3 @@ def test_a_class_that_does_not_say_what_it_judges_is_told_what_to_set(
     mine = type("TestMine", (suite,), {})()
     with pytest.raises(FAILED, match=f"TestMine does not say what it judges: .*{said}"):
         ask(mine)
-
-
-@pytest.mark.full
-def test_in_a_run_it_is_the_failure_of_every_test(package: Any) -> None:
-    (package.folder / "tests" / "test_mine.py").write_text(
-        "from kvplug_testing import MessageQueueContract\n\nclass TestMine(MessageQueueContract): ...\n"
-    )
-    found = package.outcomes("-k", "test_a_value_of or test_each_reader or idle")
-    assert found
-    assert {result.outcome for result in found.values()} <= {"failed", "skipped"}
-    (told,) = {result.reason for result in found.values() if result.outcome == "failed"}
-    assert "TestMine does not say what it judges: set `transport` to the name of an installed queue" in told

@@ -77,24 +77,6 @@ def test_it_calls_in_the_order_it_is_told(engine: FakeEngine, order: CallOrder, 
     assert calls == [*BEGINS, *expected, *ENDS, *BEGINS, *beside, *ENDS]
 
 
-def test_it_leaves_out_the_calls_in_layers_that_a_step_does_not_need(engine: FakeEngine) -> None:
-    calls: list[str] = []
-    worker, engine.worker = engine.worker, Noting(engine.worker, calls)
-    worker.has_connector_metadata = lambda: False
-    engine.prefill(request_of("a", range(20)))
-    engine.worker = worker
-    assert not {"wait_for_layer_load", "save_kv_layer"}.intersection(calls)
-
-
-def test_block_tables_are_valid_while_a_step_is_planned_and_no_longer(engine: FakeEngine) -> None:
-    outputs: list[Any] = []
-    build = engine.scheduler.build_connector_meta
-    engine.scheduler.build_connector_meta = lambda output: (outputs.append(output), build(output))[1]
-    engine.prefill(request_of("a", range(20)))
-    with pytest.raises(KeyError):
-        outputs[0].block_ids("a")
-
-
 @pytest.mark.parametrize("axes", AXES)
 def test_its_cache_knows_right_from_wrong_on_every_layout(axes: str) -> None:
     cache = PagedCache(axes=axes, num_blocks=8)
@@ -110,14 +92,6 @@ def test_its_cache_knows_right_from_wrong_on_every_layout(axes: str) -> None:
     assert not cache.written([1, 3])
     cache.by_token(2)[3, 0] = 0
     assert cache.written([1, 3]) == {3}
-
-
-def test_what_is_computed_upon_wrong_kv_is_wrong() -> None:
-    cache = PagedCache(num_blocks=8)
-    tokens, blocks = tuple(range(40)), (5, 2, 7)
-    cache.compute(0, tokens, blocks, 16, 40)
-    cache.compute(0, tokens, blocks, 0, 16)
-    assert not cache.is_right(tokens, blocks, 40, start=16)
 
 
 @pytest.mark.parametrize("value", [{1}, (1, object()), {"a": frozenset()}, [range(3)]])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,20 +88,6 @@ def test_a_host_has_its_own_processes_shared_memory_names_and_boot_id(hosts: Hos
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("kvplug-")]
 
 
-@pytest.mark.full
-def test_the_hosts_reach_each_other_and_not_their_loopback(hosts: HostPair) -> None:
-    for here in (0, 1):
-        with run(hosts, here, listen, ADDRESSES[here]) as listener:
-            port = listener.recv()
-            with run(hosts, 1 - here, dial, "127.0.0.1", port) as child:
-                assert child.result() == "ConnectionRefusedError"
-            with run(hosts, 1 - here, dial, ADDRESSES[here], port) as child:
-                child.send(b"hello")
-                assert listener.recv() == b"hello"
-                child.send(b"")
-                assert (child.result(), listener.result()) == ("ended", "ended")
-
-
 def test_apart_they_hear_nothing_and_then_go_on(hosts: HostPair) -> None:
     with run(hosts, 0, listen, ADDRESSES[0]) as listener:
         port = listener.recv()
@@ -117,41 +100,9 @@ def test_apart_they_hear_nothing_and_then_go_on(hosts: HostPair) -> None:
             assert listener.recv() == b"two"
 
 
-def test_a_process_on_a_host_is_stopped_and_killed_as_any_other(hosts: HostPair) -> None:
-    with run(hosts, 0, listen, ADDRESSES[0]) as child:
-        child.recv()
-        assert Path(f"/proc/{child.pid}/comm").exists()
-        child.stop()
-        child.cont()
-        child.kill()
-        assert child.exit_code == -9
-    with run(hosts, 1, listen, "no address") as child, pytest.raises(peers.ChildError):
-        child.recv()
-
-
 def test_nothing_is_left_of_hosts(server: ForkServer, hosts: HostPair) -> None:
     with peers.nothing_left(), HostPair(server) as pair, run(pair, 1, listen, ADDRESSES[1]) as child:
         assert child.recv()
-
-
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="there is no setpriv here")
-def test_a_user_without_rights_has_hosts_or_the_reason_why_not(hosts: HostPair) -> None:
-    code = f"""
-import sys; sys.path[:] = {sys.path!r}
-from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.hosts.pair import HostPair, NoHostsError
-server = ForkServer.of("socket")
-try:
-    with HostPair(server) as pair, pair.apart():
-        print("hosts")
-except NoHostsError as e:
-    print(e)
-server.close()
-"""
-    command = ["setpriv", *(("--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ())]
-    command += [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "hosts\n" or "not permitted" in done.stdout, done.stdout + done.stderr
 
 
 # -- what the scorecard says -------------------------------------------------------------------------
@@ -186,30 +137,3 @@ def test_a_claim_that_is_not_judged_is_told_with_the_reason(said: dict[str, Any]
     suite = type("Judged", (Claimed,), said)()
     assert suite.another_host.startswith(reason)
     assert bool(suite.another_host) == bool(reason)
-
-
-REFUSED = """
-from kvplug_testing import PipeContract
-from kvplug_testing.hosts import pair
-
-def refuse(*_):
-    raise pair.NoHostsError("unshare of namespaces: Operation not permitted")
-
-pair._Host.__init__ = refuse
-
-class TestCpu(PipeContract):
-    transport = "cpu"
-"""
-
-
-@pytest.mark.full
-def test_a_system_that_permits_no_hosts_is_told_in_the_scorecard(package: Any) -> None:
-    pytest.importorskip("kvplug_cpu")
-    (package.folder / "tests" / "test_mine.py").write_text(REFUSED)
-    found = package.outcomes("-k", "other_host_vanishes", "--kvplug-level", "long")
-    (result,) = found.values()
-    assert result.outcome == "skipped"
-    assert result.reason == (
-        "cross_host is not judged: no second host can be made of namespaces here:"
-        " unshare of namespaces: Operation not permitted"
-    )

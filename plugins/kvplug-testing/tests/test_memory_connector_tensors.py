@@ -8,5 +8,4 @@ from kvplug_testing.memory.connector.suite import MemoryConnectorContract
 
 
 @pytest.mark.full
-class TestMemory(MemoryConnectorContract):
-    pass
+class TestMemory(MemoryConnectorContract): ...

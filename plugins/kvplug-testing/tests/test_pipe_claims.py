@@ -22,28 +22,6 @@ class Claims(PipeContract):
         return attrs.evolve(spec, capabilities=attrs.evolve(spec.capabilities, **self.claims))
 
 
-class OneWay(Claims):
-    claims = {"full_duplex": False}  # noqa: RUF012
-
-
-def reasons(suite: PipeContract) -> dict[str, str]:
-    """Why tests are skipped."""
-    marks = {name: getattr(getattr(suite, name), "pytestmark", []) for name in dir(suite)}
-    needs = {
-        name: mark.kwargs["needs"]
-        for name, found in marks.items()
-        for mark in found
-        if "needs" in mark.kwargs
-    }
-    return {name: reason for name, need in needs.items() if need and (reason := getattr(suite, need))}
-
-
-def test_both_ways_at_once_is_for_those_that_claim_it() -> None:
-    skipped = {name for name, reason in reasons(OneWay()).items() if "full_duplex" in reason}
-    assert "test_one_thread_sends_while_another_receives" in skipped
-    assert not [name for name, reason in reasons(Claims()).items() if "full_duplex" in reason]
-
-
 @pytest.mark.parametrize(
     ("devices", "said", "device"),
     [
@@ -73,5 +51,5 @@ class ImportsMore(Claims):
 
 
 def test_a_class_that_imports_more_has_a_fork_server_of_its_own() -> None:
-    assert Claims().server_key == OneWay().server_key
+    assert Claims().server_key == type("Another", (Claims,), {})().server_key
     assert Claims().server_key != ImportsMore().server_key

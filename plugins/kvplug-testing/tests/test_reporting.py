@@ -78,15 +78,6 @@ class TestMine(Contract):
     assert "left behind: descriptors" in then
 
 
-def test_a_level_runs_what_is_of_it_and_of_those_below(package: Any) -> None:
-    assert len(package.outcomes("--kvplug-level", "long")) == 6
-
-
-def test_what_is_deselected_is_not_counted_as_of_another_level(package: Any) -> None:
-    done = package.judge("-k", "kept or longer")
-    assert "  1 more with --kvplug-level long\n" in done.stdout
-
-
 @pytest.mark.parametrize("named", [[], ["tests"]], ids=["no file", "a file"])
 def test_an_installed_transport_is_judged_with_the_test_files_that_are_named(
     package: Any, named: list[str]
@@ -95,10 +86,3 @@ def test_an_installed_transport_is_judged_with_the_test_files_that_are_named(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "TestMemoryPipeContract::test_a_tensor_of_each_dtype_arrives_with_its_bits[bool]" in done.stdout
     assert ("TestMine::" in done.stdout) is bool(named)
-
-
-def test_a_run_without_any_suite_says_nothing_of_the_kit(package: Any) -> None:
-    (package.folder / "test_plain.py").write_text("def test_nothing(): pass\n")
-    done = package.judge("test_plain.py")
-    assert done.returncode == 0
-    assert "conformance" not in done.stdout

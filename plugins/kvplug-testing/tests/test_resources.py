@@ -37,12 +37,6 @@ def test_a_thread_that_a_listing_leaves_out_was_there(monkeypatch: pytest.Monkey
     assert next(cut, None) is None
 
 
-def test_what_never_stays_as_it_is_is_read_often_and_no_more() -> None:
-    count = iter(range(10**6))
-    assert resources.steady(lambda: [next(count)])
-    assert next(count) < 1000
-
-
 def test_of_many_leaked_resources_the_first_few_and_their_number_are_told() -> None:
     nothing = Resources(*[frozenset[Any]()] * 5)
     descriptors = frozenset(f"{number} -> socket:[{number}]" for number in range(7, 2007))

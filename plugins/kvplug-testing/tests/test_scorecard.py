@@ -6,8 +6,6 @@ import io
 import json
 from typing import Any
 
-import pytest
-
 from kvplug_testing.scorecard import Outcome, Result, Scorecard, from_json
 
 
@@ -20,36 +18,6 @@ def printed(card: Scorecard) -> str:
     file = io.StringIO()
     card.print(file)
     return file.getvalue()
-
-
-@pytest.mark.parametrize("columns", ["80", "60"])
-def test_a_narrow_terminal_shows_every_outcome_whole(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    table = printed(Scorecard(level="quick", results=(result(),)))
-    header = next(line for line in table.splitlines() if "law" in line)
-    assert [word for word in header.split() if word.isalpha()] == ["law", *Outcome]
-    assert "PIPE-6 (a receive" in table
-
-
-def test_each_class_that_judged_one_subject_has_a_table_with_its_name() -> None:
-    results = (result(), result(suite="TestSampleOverTcp", outcome=Outcome.FAILED, reason="it is late"))
-    card = Scorecard(level="quick", results=(*results, result(subject="plugin sample", suite="TestPlugin")))
-    for text in (printed(card), card.as_markdown()):
-        assert "pipe sample (TestSample)" in text
-        assert "pipe sample (TestSampleOverTcp)" in text
-        assert "plugin sample (" not in text
-    assert card.counts("pipe sample", "TestSample") == {"PIPE-6": {Outcome.PASSED: 1}}
-    assert card.counts("pipe sample") == {"PIPE-6": {Outcome.PASSED: 1, Outcome.FAILED: 1}}
-
-
-def test_how_long_the_tests_of_a_subject_took_is_told() -> None:
-    several = (result(seconds=41.24), result(seconds=25.1, outcome=Outcome.FAILED, reason="it is late"))
-    card = Scorecard(level="quick", results=(*several, result(subject="plugin sample", seconds=0.25)))
-    assert "pipe sample, level quick, 66 s" in printed(card)
-    assert "plugin sample, level quick, 0.2 s" in printed(card)
-    assert "## pipe sample\n\n66 s\n" in card.as_markdown()
-    assert json.loads(card.as_json())["seconds"] == {"pipe sample": 66.34, "plugin sample": 0.25}
-    assert from_json(card.as_json()) == card
 
 
 def test_tests_that_are_skipped_or_fail_for_one_reason_are_one_line_and_waivers_one_each() -> None:
@@ -102,8 +70,3 @@ def test_a_report_of_before_can_be_read_and_one_that_says_more() -> None:
     assert from_json(json.dumps(plain)).results == (result(reason="so"),)
     plain["results"][0]["weather"] = plain["weather"] = "fog"
     assert from_json(json.dumps(plain)).results == (result(reason="so"),)
-
-
-def test_a_report_of_another_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="a scorecard of format 7"):
-        from_json('{"format": 7}')

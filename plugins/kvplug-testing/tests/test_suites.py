@@ -38,10 +38,6 @@ def test_options_of_what_is_judged_are_given_by_its_name(name: str) -> None:
     assert not made.eager
 
 
-def test_an_option_without_a_value_counts_as_not_given() -> None:
-    assert judged("memory.eager=")().made_options().eager
-
-
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -58,22 +54,12 @@ def test_an_option_that_cannot_be_is_told_at_once(option: str, said: str) -> Non
         judged(option)
 
 
-def test_what_takes_no_options_says_so() -> None:
-    with pytest.raises(ConfigError, match="memory takes no options; lanes was given"):
-        judged("memory.lanes=2", transports=("queue:memory",))
-
-
 def test_what_goes_around_another_one_is_judged_around_the_kits_own() -> None:
     with pytest.raises(ConfigError, match=r"options\.around\.mark: must be given"):
         judged(transports=("pipe:around",))
     suite = judged("around.mark=x", transports=("pipe:around",))
     assert suite.__name__ == "TestAroundPipeContract"
     assert not suite.across_processes
-
-
-def test_a_footprint_crosses_to_another_process_as_plain_values() -> None:
-    taken = Footprint.taken()
-    assert Footprint.from_plain(taken.plain()) == taken
 
 
 def test_growth_is_what_a_process_that_keeps_messages_or_objects_would_show() -> None:
@@ -89,9 +75,3 @@ def test_a_store_is_judged_by_its_name() -> None:
     suite = suites.installed([], [], ["memory.path=/a"], stores=["memory"])[0]
     assert (suite.__name__, suite.subject()) == ("TestMemoryStoreContract", "store memory")
     assert suite().made_options().path == "/a"
-
-
-def test_an_option_that_the_suite_sets_by_itself_need_not_be_given() -> None:
-    pytest.importorskip("kvplug_fs")
-    suite = suites.installed([], [], ["fs.threads=2"], stores=["fs"])[0]
-    assert suite.options == {"threads": "2"}

@@ -26,26 +26,6 @@ def test_a_waiver_whose_test_passes_fails(package: Any) -> None:
     assert "it is kept, so the waiver (nothing keeps it) must go" in package.judge().stdout
 
 
-def test_a_waiver_with_parameters_is_of_that_test_alone(package: Any) -> None:
-    (package.folder / "tests" / "test_mine.py").write_text("""
-import pytest
-from kvplug.transport import Kind
-from kvplug_testing import law
-from kvplug_testing.contract.base import Contract
-
-class TestMine(Contract):
-    kind = Kind.PIPE
-    waivers = {"test_a_dtype[complex32]": "the device has none"}
-
-    @law("PIPE-1")
-    @pytest.mark.parametrize("dtype", ["bool", "complex32"])
-    def test_a_dtype(self, dtype):
-        raise AssertionError("not yet")
-""")
-    found = {name: result.outcome for name, result in package.outcomes().items()}
-    assert found == {"test_a_dtype[bool]": "failed", "test_a_dtype[complex32]": "waived"}
-
-
 @pytest.mark.parametrize(
     ("waiver", "said"),
     [
