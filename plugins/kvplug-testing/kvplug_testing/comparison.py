@@ -1,22 +1,18 @@
 """Compares what was received with what was sent: tensors, arrays, bytes and values that contain them.
 
-A difference is described by the first wrong byte, with dtypes and shapes, in one line, and with a few MiB
-of memory, whatever the size of the message. Do not compare large tensors in an ``assert`` statement: to
-explain ``assert (a == b).all()``, pytest asks whether ``a`` can be iterated over, and torch answers by making
-a tensor of each row of it, hundreds of bytes for each row.
+A difference is described by the first wrong byte, with dtypes and shapes, in one line. Do not compare large
+tensors in an ``assert`` statement: to explain ``assert (a == b).all()``, pytest asks whether ``a`` can be
+iterated over, and torch answers by making a tensor of each row of it, hundreds of bytes for each row.
 """
 
 from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvplug.net.wire import memory_of
 
-_PART_BYTES = 1 << 20
-"""Tensors are compared in parts of at most this size."""
 _SHOWN = 120
 """Characters of a value that are shown."""
 
@@ -63,22 +59,19 @@ def brief(value: Any) -> str:
     return _brief.repr(value)
 
 
-# -- differences -----------------------------------------------------------------------------------
-
-
 def _difference(wanted: Any, got: Any, where: str) -> str:
     """``where`` is the place of both in the compared values: ``"[3]['key']"``."""
     at = f"at {where}, " if where else ""
     if (_is_tensor(wanted) and _is_tensor(got)) or (_is_array(wanted) and _is_array(got)):
         if (wanted.dtype, wanted.shape) == (got.dtype, got.shape):
-            wrong = _other_byte(wanted, got)
+            wrong = _other_byte(_bytes_of(wanted), _bytes_of(got))
             return f"{at}{brief(wanted)}: {wrong}" if wrong else ""
     elif type(wanted) is type(got):
-        if isinstance(wanted, (bytes, bytearray)):
-            wrong = _other_bytes(wanted, got)
+        if isinstance(wanted, (bytes, bytearray)) and len(wanted) == len(got):
+            wrong = _other_byte(wanted, got)
             return f"{at}{wrong}" if wrong else ""
-        if isinstance(wanted, (list, tuple)):
-            return _other_item(wanted, got, where, at)
+        if isinstance(wanted, (list, tuple)) and len(wanted) == len(got):
+            wanted, got = dict(enumerate(wanted)), dict(enumerate(got))
         if isinstance(wanted, dict) and wanted.keys() == got.keys():
             found = (_difference(wanted[key], got[key], f"{where}[{brief(key)}]") for key in wanted)
             return next((wrong for wrong in found if wrong), "")
@@ -87,95 +80,16 @@ def _difference(wanted: Any, got: Any, where: str) -> str:
     return f"{at}{brief(wanted)} was expected, and {brief(got)} came"
 
 
-def _other_item(wanted: Sequence[Any], got: Sequence[Any], where: str, at: str) -> str:
-    for index, (ours, theirs) in enumerate(zip(wanted, got, strict=False)):
-        if wrong := _difference(ours, theirs, f"{where}[{index}]"):
-            return wrong
-    same = len(wanted) == len(got)
-    return "" if same else f"{at}{len(wanted):,} items were expected, and {len(got):,} came"
+def _bytes_of(tensor: Any) -> bytes:
+    return tensor.tobytes() if _is_array(tensor) else bytes(memory_of(tensor.detach().cpu()))
 
 
-def _other_bytes(wanted: bytes | bytearray, got: bytes | bytearray) -> str:
-    if len(wanted) != len(got):
-        return f"{len(wanted):,} bytes were expected, and {len(got):,} came"
-    return "" if wanted == got else _byte(wanted, got, 0, len(wanted))
-
-
-def _other_byte(wanted: Any, got: Any) -> str:
-    """Of two tensors or arrays with one dtype and shape."""
-    before = 0
-    for ours, theirs in zip(_parts(wanted, wanted.nbytes), _parts(got, got.nbytes), strict=True):
-        one, other = _bytes_of(ours), _bytes_of(theirs)
-        if one != other:
-            index = before + (within := _first(one, other))
-            values = _values(ours, theirs, within // wanted.itemsize)
-            return _byte(one, other, before, wanted.nbytes) + _element(wanted, index) + values
-        before += len(one)
-    return ""
-
-
-def _parts(tensor: Any, nbytes: int) -> Iterator[Any]:
-    """Parts of a tensor or array of at most :data:`_PART_BYTES`, in the order of its elements.
-
-    To read the bytes of what is not contiguous takes a copy, which is then a copy of one part.
-    """
-    if nbytes <= _PART_BYTES or not tensor.ndim:
-        yield tensor
-        return
-    rows = len(tensor)
-    row_bytes = nbytes // rows
-    if row_bytes > _PART_BYTES:
-        for row in range(rows):
-            yield from _parts(tensor[row], row_bytes)
-    else:
-        step = _PART_BYTES // row_bytes
-        for start in range(0, rows, step):
-            yield tensor[start : start + step]
-
-
-def _bytes_of(part: Any) -> bytes:
-    return part.tobytes() if _is_array(part) else bytes(memory_of(part.detach().cpu()))
-
-
-def _byte(one: bytes | bytearray, other: bytes | bytearray, before: int, nbytes: int) -> str:
-    """The first byte in which two runs of bytes differ, after ``before`` others of ``nbytes`` in all."""
-    index = _first(one, other)
-    return f"byte {before + index:,} of {nbytes:,} is {other[index]:#04x}, not {one[index]:#04x}"
-
-
-def _first(one: bytes | bytearray, other: bytes | bytearray) -> int:
-    """The index of the first byte in which two runs of one length, which are not equal, differ."""
-    low, high = 0, len(one)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] != other[low:middle]:
-            high = middle
-        else:
-            low = middle
-    return low
-
-
-def _element(tensor: Any, byte: int) -> str:
-    """Where the element of a byte is, unless the number of the byte says it."""
-    if tensor.ndim < 2 and tensor.itemsize == 1:
+def _other_byte(wanted: bytes | bytearray, got: bytes | bytearray) -> str:
+    """The first byte in which two runs of bytes of one length differ; empty if there is none."""
+    if wanted == got:
         return ""
-    index, indices = byte // tensor.itemsize, list[int]()
-    for size in reversed(tensor.shape):
-        index, within = divmod(index, size)
-        indices.insert(0, within)
-    return f", in the element {indices}"
-
-
-def _values(ours: Any, theirs: Any, index: int) -> str:
-    """The values of an element, for dtypes that have them."""
-    try:
-        one, other = (each.reshape(-1)[index].item() for each in (ours, theirs))
-    except (RuntimeError, NotImplementedError):
-        return ""
-    return f": {other!r}, not {one!r}"
-
-
-# -- values ----------------------------------------------------------------------------------------
+    index = next(at for at in range(len(wanted)) if wanted[at] != got[at])
+    return f"byte {index:,} of {len(wanted):,} is {got[index]:#04x}, not {wanted[index]:#04x}"
 
 
 def _is_tensor(value: Any) -> bool:

@@ -12,69 +12,42 @@ import pytest
 
 _LEVELS = ("quick", "long")
 _MARKER = "kvplug_law(id, ..., level, needs): a test of kvplug's conformance kit, and the laws that it judges"
+_OPTIONS = {
+    "transport": ("NAME", "judge the installed transport NAME (or KIND:NAME), without any test file"),
+    "connector": ("NAME", "judge the installed connector NAME, without any test file"),
+    "store": ("NAME", "judge the installed store NAME, without any test file"),
+    "option": (
+        "NAME.KEY=VALUE",
+        "set the option KEY of the judged NAME, as the variable KVPLUG_OPTIONS__NAME__KEY does",
+    ),
+    "law": (
+        "ID",
+        "run only the tests of the law ID, such as PIPE-4, or of all laws of a kind, such as PIPE",
+    ),
+    "report": ("FILE", "write the scorecard to FILE, which ends in .json or .md"),
+}
+"""Options that may be given several times: what each takes, and its help."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kvplug", "kvplug's conformance kit")
-    group.addoption(
-        "--kvplug-transport",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="judge the installed transport NAME (or KIND:NAME), without any test file",
-    )
-    group.addoption(
-        "--kvplug-connector",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="judge the installed connector NAME, without any test file",
-    )
-    group.addoption(
-        "--kvplug-store",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="judge the installed store NAME, without any test file",
-    )
-    group.addoption(
-        "--kvplug-option",
-        metavar="NAME.KEY=VALUE",
-        action="append",
-        default=[],
-        help="set the option KEY of the judged NAME, as the variable KVPLUG_OPTIONS__NAME__KEY does",
-    )
+    for name, (metavar, text) in _OPTIONS.items():
+        group.addoption(f"--kvplug-{name}", metavar=metavar, action="append", default=[], help=text)
     group.addoption(
         "--kvplug-level",
         choices=_LEVELS,
         default="quick",
         help="quick: while you write (default); long: minutes, before a release",
     )
-    group.addoption(
-        "--kvplug-law",
-        metavar="ID",
-        action="append",
-        default=[],
-        help="run only the tests of the law ID, such as PIPE-4, or of all laws of a kind, such as PIPE",
-    )
-    group.addoption(
-        "--kvplug-report",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="write the scorecard to FILE, which ends in .json or .md",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
-    option = config.option
-    named = option.kvplug_transport or option.kvplug_connector or option.kvplug_store
-    if named or option.kvplug_option or option.kvplug_report or option.kvplug_law:
+    if any(config.getoption(f"kvplug_{name}") for name in _OPTIONS):
         from kvplug_testing import reporting
 
-        reporter = reporting.reporter_of(config)
-        reporter.choose(
+        option = config.option
+        reporting.reporter_of(config).choose(
             option.kvplug_transport,
             option.kvplug_connector,
             option.kvplug_option,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections import Counter
 from collections.abc import Generator, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,19 +16,17 @@ from kvplug import KvplugError
 from kvplug.kit import did_you_mean
 from kvplug_testing import waits
 from kvplug_testing.contract import suites
-from kvplug_testing.contract.base import LEVELS, Contract
+from kvplug_testing.contract.base import Contract
 from kvplug_testing.hangs import Hangs
 from kvplug_testing.laws import LAWS, PROGRAM, selected
 from kvplug_testing.scorecard import NOT_RUN, Outcome, Result, Scorecard, result_from_plain
-from kvplug_testing.selection import Selection, put_in_order, suite_of
+from kvplug_testing.selection import put_in_order, selected_tests, suite_of
 
 _NAME = "kvplug_judge"
 _PROPERTY = "kvplug"
 _WAIVED = "waived: "
 _KEPT = pytest.StashKey[str]()
 """The waiver of a waived test whose call has passed. A leak that it leaves may still break the law."""
-_PLACE = "place"
-_ABOVE = "kvplug_above"
 _NOTHING_JUDGED = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR)
 """Exit codes of a run that does not overwrite an earlier report."""
 _JUDGED = Path(__file__).with_name("contract") / "collected_suites.py"
@@ -54,11 +51,8 @@ class Reporter:
             self._laws = selected(config.option.kvplug_law)
         except LookupError as e:
             raise pytest.UsageError(f"--kvplug-law: {e}") from e
-        self._selection = Selection(self._level, self._laws)
         self._hangs = Hangs()
-        self._places: dict[str, int] = {}
-        """The place of each test among those that run, which is the same in every worker of pytest-xdist."""
-        self._results: list[tuple[int, Result]] = []
+        self._results: list[Result] = []
         self._distributions: dict[type[Contract], str] = {}
         """The distribution of each suite's subject."""
         self._date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -117,8 +111,7 @@ class Reporter:
         Raises:
             pytest.UsageError: no test judges the laws that are asked for.
         """
-        kept, left_out = self._selection.select(items)
-        self._places = {item.nodeid: place for place, item in enumerate(kept)}
+        kept, left_out = selected_tests(items, self._level, self._laws)
         for suite in {suite_of(item) for item in kept if item.get_closest_marker("kvplug_law") is not None}:
             # Before any test, so that modules and resources that this loads are not counted as a test's leak.
             with contextlib.suppress(KvplugError):  # the tests report the error
@@ -154,7 +147,6 @@ class Reporter:
         result = _result(report, suite, item.name, marker.args)
         if result is not None:
             result["distribution"] = self._distributions.get(suite, "")
-            result[_PLACE] = self._places.get(item.nodeid, 0)
             report.user_properties.append((_PROPERTY, result))
         if report.failed and call.excinfo is not None:
             self._hangs.note(suite, item.name, call.excinfo.value, call.duration)
@@ -168,21 +160,17 @@ class Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if self._is_worker:
             return
-        told: list[tuple[str, Any]] = report.user_properties
-        self._results += [
-            (plain.pop(_PLACE), result_from_plain(plain)) for name, plain in told if name == _PROPERTY
-        ]
-        report.user_properties = [each for each in report.user_properties if each[0] != _PROPERTY]
+        given: list[tuple[str, Any]] = report.user_properties
+        self._results += [result_from_plain(plain) for name, plain in given if name == _PROPERTY]
+        report.user_properties = [each for each in given if each[0] != _PROPERTY]
 
     # -- after -----------------------------------------------------------------------------------
 
     @property
     def scorecard(self) -> Scorecard:
-        """The results so far, in the order in which one process runs the tests. A test that failed twice (in
-        its call and in the check for leaks) is one result.
-        """
+        """The results so far. A test that failed twice (in its call and in the check for leaks) is one."""
         final: dict[tuple[str, str, str], Result] = {}
-        for _, result in sorted(self._results, key=lambda each: each[0]):
+        for result in self._results:
             key = (result.subject, result.suite, result.test)
             before = final.setdefault(key, result)
             if before is not result and result.outcome is Outcome.FAILED:
@@ -194,33 +182,19 @@ class Reporter:
             versions=suites.versions(),
             platform=platform.platform(),
             date=self._date,
-            above={
-                subject: {level: counter[level] for level in LEVELS if counter[level]}
-                for subject, counter in self._selection.above.items()
-            },
             only=self._laws,
         )
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if self._is_worker:
-            output: dict[str, Any] = self._config.workeroutput  # type: ignore[attr-defined]
-            output[_ABOVE] = {subject: dict(counter) for subject, counter in self._selection.above.items()}
-            return
-        for path in self._reports if exitstatus not in _NOTHING_JUDGED else ():
-            self.scorecard.write(path)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        """A hook of pytest-xdist. Every worker collects all tests, so the counts of one worker are enough."""
-        told = getattr(node, "workeroutput", None) or {}
-        above = told.get(_ABOVE, {})
-        self._selection.above.update((subject, Counter(counts)) for subject, counts in above.items())
+        if not self._is_worker and exitstatus not in _NOTHING_JUDGED:
+            for path in self._reports:
+                self.scorecard.write(path)
 
     def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
         card = self.scorecard
         if card.results:
             terminalreporter.section("kvplug conformance")
-            card.print(terminalreporter._tw._file)
+            terminalreporter.write(card.as_markdown())
             if any(result.outcome is Outcome.FAILED for result in card.results):
                 terminalreporter.write_line(f"`{PROGRAM} ID` prints the law with this id")
         for path in self._reports if exitstatus not in _NOTHING_JUDGED else ():

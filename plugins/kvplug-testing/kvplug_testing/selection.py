@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -14,45 +13,33 @@ _KIT = Contract.__module__.rpartition(".")[0]
 """The package with the parts of all suites."""
 
 
-class Selection:
-    """Selects tests by level and law, and counts those that a higher level has."""
+def selected_tests(
+    items: Sequence[pytest.Item], level: str, laws: Collection[str]
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests that run, and those that do not. ``laws`` are the ids of the only laws that are judged; if it
+    is empty, all are.
 
-    def __init__(self, level: str, laws: Collection[str] = ()) -> None:
-        """``laws`` are the ids of the only laws that are judged; if it is empty, all are."""
-        self._level = LEVELS.index(level)
-        self._laws = frozenset(laws)
-        self.above: dict[str, Counter[str]] = {}
-        """By subject and level: how many tests are left out because their level is higher."""
-
-    def select(self, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-        """The tests that run, and those that do not.
-
-        Raises:
-            pytest.UsageError: laws are given, and no test of any of them runs.
-        """
-        kept, left_out = [], []
-        for item in items:
-            marker = item.get_closest_marker("kvplug_law")
-            level = LEVELS[0] if marker is None else marker.kwargs["level"]
-            if self._laws and (marker is None or not self._laws.intersection(marker.args)):
-                left_out.append(item)
-            elif LEVELS.index(level) <= self._level:
-                kept.append(item)
-            else:
-                left_out.append(item)
-                self.above.setdefault(suite_of(item).subject(), Counter())[level] += 1
-        if self._laws and not kept:
-            raise pytest.UsageError(f"--kvplug-law {', '.join(sorted(self._laws))}: {self._missing(items)}")
-        return kept, left_out
-
-    def _missing(self, items: Sequence[pytest.Item]) -> str:
-        """Why no test of the laws is left."""
-        levels = {level for counts in self.above.values() for level in counts}
-        if levels:
-            lowest = min(levels, key=LEVELS.index)
-            return f"level {LEVELS[self._level]} has no test of it, --kvplug-level {lowest} has"
+    Raises:
+        pytest.UsageError: laws are given, and no test of any of them runs.
+    """
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    above = set()
+    for item in items:
+        marker = item.get_closest_marker("kvplug_law")
+        needed = LEVELS[0] if marker is None else marker.kwargs["level"]
+        is_asked_for = not laws or (marker is not None and not {*laws}.isdisjoint(marker.args))
+        is_kept = is_asked_for and LEVELS.index(needed) <= LEVELS.index(level)
+        (kept if is_kept else left_out).append(item)
+        if is_asked_for and not is_kept:
+            above.add(needed)
+    if laws and not kept:
         judged = {id_ for item in items for mark in item.iter_markers("kvplug_law") for id_ in mark.args}
-        return f"no test here judges it; judged are {', '.join(sorted(judged)) or 'none'}"
+        reason = f"no test here judges it; judged are {', '.join(sorted(judged)) or 'none'}"
+        if above:
+            reason = f"level {level} has no test of it, --kvplug-level {above.pop()} has"
+        raise pytest.UsageError(f"--kvplug-law {', '.join(sorted(laws))}: {reason}")
+    return kept, left_out
 
 
 def put_in_order(items: list[pytest.Item]) -> None:

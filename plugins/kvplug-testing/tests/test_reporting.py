@@ -22,9 +22,9 @@ def test_a_run_quotes_the_laws_that_are_broken_and_reports_each_outcome_with_its
         "law PIPE-6 (a receive that runs out of time):\n",
         "    `recv_tensor(out=...)` fills `out`, contiguous or not.",  # what the law says
         "kvplug conformance",
-        "pipe memory, level quick",
+        "# Conformance, level quick",
+        "## pipe memory",
         "skipped: PIPE-7 test_of_what_is_not_claimed: ",
-        "  2 more with --kvplug-level long",
     ):
         assert said in done.stdout
     page, text = ((package.folder / name).read_text() for name in ("card.md", "card.json"))
@@ -39,11 +39,10 @@ def test_a_run_quotes_the_laws_that_are_broken_and_reports_each_outcome_with_its
     assert "in one process (across_processes)" in found["test_of_what_is_not_claimed"].reason
     assert "left behind: descriptors" in found["test_that_leaves_something"].reason
     assert {result.subject for result in found.values()} == {"pipe memory"}
-    assert "| PIPE-1 (what arrives) | 1 |  |  |  |" in page
+    assert page.strip() in done.stdout
     assert "- failed: PIPE-5, PIPE-6 test_that_is_broken: " in page
     plain = json.loads(text)
     assert plain["platform"] in page and plain["date"] in page
-    assert plain["above"] == {"pipe memory": {"long": 2}}
     brought = f"kvplug-testing {plain['versions']['kvplug']}"
     assert {each["distribution"] for each in plain["results"]} == {brought}
     assert f"\n{brought}; " in page
@@ -84,5 +83,6 @@ def test_an_installed_transport_is_judged_with_the_test_files_that_are_named(
 ) -> None:
     done = package.judge("--kvplug-transport", "pipe:memory", "--collect-only", "-q", *named)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "TestMemoryPipeContract::test_a_tensor_of_each_dtype_arrives_with_its_bits[bool]" in done.stdout
+    judged = done.stdout.partition("TestMemoryPipeContract::")[2]
+    assert judged.startswith("test_a_tensor_of_each_dtype_arrives_with_its_bits["), "simple laws come first"
     assert ("TestMine::" in done.stdout) is bool(named)
