@@ -27,7 +27,6 @@ import contextlib
 import ctypes
 import faulthandler
 import inspect
-import itertools
 import math
 import os
 import queue
@@ -42,7 +41,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol, Self
+from typing import IO, Any, NoReturn, Self
 
 from kvplug import KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.wire import Limits, decode, encode
@@ -54,7 +53,6 @@ __all__ = [
     "ChildError",
     "Parent",
     "Peer",
-    "Process",
     "abstract_sockets",
     "children",
     "nothing_left",
@@ -66,7 +64,6 @@ DEFAULT_TIMEOUT_S = 30.0
 """Seconds that a wait takes at most, and that a child lives."""
 _LIMITS = Limits()
 _SIZE = struct.Struct("<Q")
-_DUMP = signal.SIGUSR1
 _STDERR = 2
 _EXIT_ORPHANED = 86
 _PR_SET_PDEATHSIG = 1
@@ -120,38 +117,17 @@ def start(
     return Peer(target, args, process, ours, stderr)
 
 
-class Process(Protocol):
-    """The part of ``subprocess.Popen`` that a :class:`Peer` requires."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    def poll(self) -> int | None:
-        """Its exit code; ``None`` while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended; ``timeout`` is in seconds."""
-
-    def kill(self) -> None:
-        """End it with ``SIGKILL``."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send it the signal of that number."""
-
-
 class Peer:
     """A child process. Leaving the ``with`` block kills it if it still runs."""
 
     def __init__(
-        self, target: str, args: Sequence[Any], process: Process, wire: socket.socket, stderr: IO[bytes]
+        self, target: str, args: Sequence[Any], process: Any, wire: socket.socket, stderr: IO[bytes]
     ) -> None:
-        """:func:`start` and the fork server call this."""
+        """:func:`start` and the fork server call this. ``process`` is like a ``subprocess.Popen``."""
         self._target = target
         self._process = process
         self._wire = _Wire(wire)
         self._unread: collections.deque[tuple[str, Any]] = collections.deque()
-        self._listens_to_signals = False
         self._stderr = stderr
         self._wire.send((target, list(args)))
 
@@ -175,12 +151,6 @@ class Peer:
         end = self._stderr.seek(0, os.SEEK_END)
         return os.pread(self._stderr.fileno(), end, 0).decode("utf-8", "replace")
 
-    @property
-    def _wrote(self) -> str:
-        """:attr:`stderr` with equal lines in sequence shown once, and their number."""
-        runs = [(line, len([*equal])) for line, equal in itertools.groupby(self.stderr.splitlines())]
-        return "\n".join(f"{line} ({count} times)" if count > 1 else line for line, count in runs)
-
     def send(self, value: Any) -> None:
         """Send the child a value, which its ``parent.recv()`` returns.
 
@@ -190,7 +160,7 @@ class Peer:
         try:
             self._wire.send(("value", value))
         except OSError as e:
-            raise PeerGoneError(f"{self!r} is gone; it wrote:\n{self._wrote}") from e
+            raise PeerGoneError(f"{self!r} is gone; it wrote:\n{self.stderr}") from e
 
     def recv(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
         """The next value that the child sent with ``parent.send``.
@@ -237,7 +207,7 @@ class Peer:
         limit = time.monotonic() + DEFAULT_TIMEOUT_S
         while not self._is_stopped():
             if self.exit_code is not None:
-                raise PeerGoneError(f"{self!r} cannot be stopped: it has ended; it wrote:\n{self._wrote}")
+                raise PeerGoneError(f"{self!r} cannot be stopped: it has ended; it wrote:\n{self.stderr}")
             if time.monotonic() > limit:
                 raise TimeoutError(f"{self!r} does not stop")
             time.sleep(0.001)
@@ -255,9 +225,9 @@ class Peer:
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired as e:
-            raise TimeoutError(f"{self!r} has not ended\n{self.both_stacks()}") from e
+            raise TimeoutError(f"{self!r} has not ended\n{self._both_stacks()}") from e
 
-    def both_stacks(self) -> str:
+    def _both_stacks(self) -> str:
         """The stacks of all threads of both processes, for a report."""
         return f"-- this process --\n{stacks()}\n-- {self!r} --\n{self.stacks()}"
 
@@ -267,17 +237,13 @@ class Peer:
             before = len(self.stderr)
             with contextlib.suppress(OSError):
                 self._wire.send(("stacks", None))
-            # The signal's handler reads frames of threads that continue to run, and sometimes crashes the
-            # child. It is used only if a call holds the GIL and does not return.
-            if not self._writes(before, 2.0) and self._may_be_signalled():
-                self._process.send_signal(_DUMP)
-                self._writes(before, 2.0)
+            self._await_output(before, 2.0)
         return self.stderr
 
     def _is_stopped(self) -> bool:
         return _state_of(self.pid) in "Tt"
 
-    def _writes(self, before: int, within: float) -> bool:
+    def _await_output(self, before: int, within: float) -> None:
         """Wait until the child has written more than ``before`` bytes to stderr, and its output pauses."""
         limit = time.monotonic() + within
         length = before
@@ -286,7 +252,6 @@ class Peer:
                 break
             length = len(self.stderr)
             time.sleep(0.02)
-        return length != before
 
     def close(self) -> None:
         """Kill the child if it still runs, reap it, and release its resources. Idempotent."""
@@ -309,9 +274,9 @@ class Peer:
         except EOFError as e:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(2.0)
-            raise PeerGoneError(f"{self!r} ended without a word; it wrote:\n{self._wrote}") from e
+            raise PeerGoneError(f"{self!r} ended without a word; it wrote:\n{self.stderr}") from e
         except TimeoutError as e:
-            raise TimeoutError(f"no {wanted} from {self!r} in {timeout} s\n{self.both_stacks()}") from e
+            raise TimeoutError(f"no {wanted} from {self!r} in {timeout} s\n{self._both_stacks()}") from e
         if kind == "error":
             raise ChildError(*value)
         if kind != wanted:
@@ -322,18 +287,9 @@ class Peer:
     def _receive(self, limit: float | None) -> tuple[str, Any]:
         if self._unread:
             return self._unread.popleft()
-        while True:
-            left = None if limit is None else max(0.0, limit - time.monotonic())
-            kind, value = self._wire.recv(left)
-            if kind != "ready":
-                return kind, value
-            self._listens_to_signals = True
-
-    def _may_be_signalled(self) -> bool:
-        """Whether the handler is installed: without it, the signal that asks for stacks kills the child."""
-        if not self._listens_to_signals:
-            self.poll()
-        return self._listens_to_signals
+        left = None if limit is None else max(0.0, limit - time.monotonic())
+        kind, value = self._wire.recv(left)
+        return kind, value
 
 
 class Parent:
@@ -436,10 +392,8 @@ def _live(fd: int, timeout_s: float) -> None:
     import traceback
 
     faulthandler.enable()
-    faulthandler.register(_DUMP, all_threads=True)
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     wire = _Wire(socket.socket(fileno=fd))
-    wire.send(("ready", None))
     where, args = wire.recv(timeout_s)
     parent = Parent(wire)
     threading.Thread(target=parent._listen, name="kvplug_testing parent", daemon=True).start()
@@ -448,8 +402,7 @@ def _live(fd: int, timeout_s: float) -> None:
         if path.endswith(".py"):
             sys.path.append(str(Path(path).parent))  # for what the file imports from beside itself
             spec = importlib.util.spec_from_file_location("kvplug_testing_target", path)
-            assert spec is not None
-            assert spec.loader is not None
+            assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)

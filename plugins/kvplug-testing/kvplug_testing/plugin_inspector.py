@@ -45,7 +45,7 @@ class PluginInspector:
         if not mine:
             there = ", ".join(sorted({each.name for each in found})) or "none"
             what = f"no entry point named {self._name!r} is installed in the group kvplug; there are: {there}"
-            self._breach("PLUGIN-1", "found", what)
+            self._breach("PLUGIN-1", what)
             return
         modules = {each.module for each in mine}
         points = [
@@ -54,14 +54,14 @@ class PluginInspector:
             if each.name == self._name or each.module in modules
         ]
         if len(points) > 1:
-            self._breach("PLUGIN-1", "found", f"several entry points lead to it: {'; '.join(points)}")
+            self._breach("PLUGIN-1", f"several entry points lead to it: {'; '.join(points)}")
+        fits = True
         try:
             check_api(mine[0].module)
         except PluginError as e:
-            self._breach("PLUGIN-1", "api", str(e))
-            specs = self._specs(mine[0].entry_point.value, is_judged=False)
-        else:
-            specs = self._specs(mine[0].entry_point.value, is_judged=True)
+            fits = False
+            self._breach("PLUGIN-1", str(e))
+        specs = self._specs(mine[0].entry_point.value, is_judged=fits)
         if not specs:
             return
         self._record(offers=True)
@@ -105,10 +105,9 @@ class PluginInspector:
             registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": blocked})
         plugin = next(each for each in registry.plugins if each.name == self._name)
         if is_judged and plugin.status is not PluginStatus.OK:
-            broken = f"it does not load, with all others blocked: {plugin.reason}"
-            self._breach("PLUGIN-1", "loads", broken)
+            self._breach("PLUGIN-1", f"it does not load, with all others blocked: {plugin.reason}")
         for other in sorted((others - mine) & {_top(module) for module in sys.modules} - before):
-            self._breach("PLUGIN-1", "loads", f"{step} loads {other}, which is another plugin")
+            self._breach("PLUGIN-1", f"{step} loads {other}, which is another plugin")
         return plugin.specs
 
     def _look_at(self, spec: Any) -> None:
@@ -116,14 +115,14 @@ class PluginInspector:
 
         of = _of(spec)
         if not spec.summary.strip():
-            self._breach("PLUGIN-4", "summaries", f"the {of} has no summary")
+            self._breach("PLUGIN-4", f"the {of} has no summary")
         if getattr(spec, "options", None) is not None:
             step = f"the options of the {of} ({spec.options})"
-            with self._kept("options", "cannot be read", step):
+            with self._kept("cannot be read", step):
                 for row in describe_options(spec.load_options()):
                     if not row.help.strip():
                         help_ = f"the option {row.name!r} of the {of} has no help"
-                        self._breach("PLUGIN-4", "help", help_)
+                        self._breach("PLUGIN-4", help_)
         has_domain = self._probe(spec)
         if hasattr(spec, "capabilities") and not spec.wraps:  # a wrapper has those of the inner transport
             self._capabilities(spec, has_domain)
@@ -137,12 +136,12 @@ class PluginInspector:
             return False
         step = f"the probe of the {_of(spec)} ({spec.probe})"
         has_domain = True
-        with self._kept("probe", "gives no answer", step):
+        with self._kept("gives no answer", step):
             probe = load_target(spec.probe)()
             if not isinstance(probe, Probe):
                 raise TypeError(f"it returned {probe!r}, not a Probe")
             if not probe.viable and not probe.reason:
-                self._breach("PLUGIN-3", "probe", f"{step} says that it cannot work here, and not why")
+                self._breach("PLUGIN-3", f"{step} says that it cannot work here, and not why")
             has_domain = not probe.viable or bool(probe.domain)
         return has_domain
 
@@ -151,19 +150,19 @@ class PluginInspector:
 
         of, able = _of(spec), spec.capabilities
         if not able.devices:
-            self._breach("PLUGIN-3", "capabilities", f"the {of} moves tensors of no device")
+            self._breach("PLUGIN-3", f"the {of} moves tensors of no device")
         for unknown in sorted({*able.devices} - {*DEVICE_TYPES}):
             if not may_be_device_type(unknown):
                 hint = f"{did_you_mean(unknown, DEVICE_TYPES)}; there are: {', '.join(DEVICE_TYPES)}"
                 what = f"the {of} moves tensors of {unknown!r}, which is no type of device{hint}"
-                self._breach("PLUGIN-3", "capabilities", what)
+                self._breach("PLUGIN-3", what)
         if able.cost is UNSTATED:
             hint = "so that auto cannot compare it: Capabilities(cost=Cost(...))"
-            self._breach("PLUGIN-3", "capabilities", f"the {of} states no cost, {hint}")
+            self._breach("PLUGIN-3", f"the {of} states no cost, {hint}")
         if not able.cross_host and not has_domain:
             how = "its probe names no domain" if spec.probe else "it has no probe that names one"
             what = f"the {of} works within one domain (cross_host=False), and {how}"
-            self._breach("PLUGIN-3", "probe", f"{what}: two hosts would be taken for one")
+            self._breach("PLUGIN-3", f"{what}: two hosts would be taken for one")
 
     def _readme(self, distribution: str, specs: tuple[Any, ...]) -> None:
         headers = metadata.metadata(distribution)
@@ -171,14 +170,14 @@ class PluginInspector:
         text = str(headers["Description"] or payload or "")
         if not text.strip():
             what = f"the distribution {distribution} has no readme in its metadata"
-            self._breach("PLUGIN-4", "readme", what)
+            self._breach("PLUGIN-4", what)
             return
         unnamed = [
             _of(spec) for spec in specs if not re.search(rf"(?<![\w-]){re.escape(spec.name)}(?![\w-])", text)
         ]
         if unnamed:
             what = f"the readme of {distribution} does not name the {', '.join(unnamed)}"
-            self._breach("PLUGIN-4", "readme", what)
+            self._breach("PLUGIN-4", what)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -192,19 +191,19 @@ class PluginInspector:
             yield
         finally:
             if loaded := sorted(_heavy() - heavy):
-                self._breach("PLUGIN-2", "weight", f"{step} loads {', '.join(loaded)}")
+                self._breach("PLUGIN-2", f"{step} loads {', '.join(loaded)}")
             if opened := sorted({*self._opened, *_open_devices()}):
-                self._breach("PLUGIN-2", "devices", f"{step} opens {', '.join(opened)}")
+                self._breach("PLUGIN-2", f"{step} opens {', '.join(opened)}")
             self._record(begins="")
 
     @contextmanager
-    def _kept(self, about: str, failure: str, step: str) -> Iterator[None]:
+    def _kept(self, failure: str, step: str) -> Iterator[None]:
         """A step whose error breaks a law."""
         with self._step(step):
             try:
                 yield
             except (Exception, SystemExit) as e:
-                self._breach("PLUGIN-3", about, f"{step} {failure}: {_in_words(e)}")
+                self._breach("PLUGIN-3", f"{step} {failure}: {_in_words(e)}")
 
     @contextmanager
     def _used(self, what: str, spec: Any, target: str) -> Iterator[None]:
@@ -218,11 +217,11 @@ class PluginInspector:
             if missing in HEAVY:
                 self._record(unchecked=f"{step} was not loaded: {missing} is not installed here")
             else:
-                self._breach("PLUGIN-3", "factories", f"{step} is not what the spec says: {_in_words(e)}")
+                self._breach("PLUGIN-3", f"{step} is not what the spec says: {_in_words(e)}")
         self._record(begins="")
 
-    def _breach(self, law: str, about: str, observed: str) -> None:
-        self._record(breach=[law, about, observed])
+    def _breach(self, law: str, observed: str) -> None:
+        self._record(breach=[law, observed])
 
     def _record(self, **facts: Any) -> None:
         self._file.write(json.dumps(facts) + "\n")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 
@@ -69,10 +68,9 @@ class Resources:
             if extra and field.name == "shared_memory":
                 extra = _left_here(extra)
             if extra:
-                shown = sorted(extra, key=_by_number)[:_MOST_SHOWN]
-                named = [_named(each) if field.name == "threads" else str(each) for each in shown]
+                shown = sorted(map(_named if field.name == "threads" else str, extra))[:_MOST_SHOWN]
                 more = [f"and {len(extra) - len(shown):,} more"] if len(extra) > len(shown) else []
-                words.append(f"{field.name.replace('_', ' ')}: {', '.join(named + more)}")
+                words.append(f"{field.name.replace('_', ' ')}: {', '.join(shown + more)}")
         return "; ".join(words)
 
 
@@ -101,35 +99,20 @@ def abstract_sockets(pid: int) -> set[str]:
     return {name for inode, name in names.items() if inode in held}
 
 
-def _by_number(resource: Any) -> tuple[int, str]:
-    first = str(resource).partition(" ")[0]
-    return int(first) if first.isdecimal() else 0, str(resource)
-
-
 def _named(task: str) -> str:
-    """``"kernel id name"`` of a thread; of one of Python's in this process its name there and the function
-    that it runs. Python does not know who started it.
-    """
-    for thread in threading.enumerate():
-        if thread.ident is not None and task.startswith(f"{thread.native_id} "):
-            frame, code = sys._current_frames().get(thread.ident), None
-            while frame is not None:  # to the outermost frame, except those of Python's own module
-                code = frame.f_code if frame.f_code.co_filename != threading.__file__ else code
-                frame = frame.f_back
-            runs = (
-                f", which runs {code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" if code else ""
-            )
-            return f"{thread.native_id} {thread.name}{runs}"
-    return task
+    """``"kernel id name"`` of a thread; of one of Python's in this process its name there."""
+    names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    number = task.partition(" ")[0]
+    return f"{number} {names[number]}" if number in names else task
 
 
 def _shared_memory() -> Iterator[str]:
     """Names of this user's shared memory."""
     for name in _listdir(_SHARED_MEMORY):
-        if not name.startswith(_OF_PROCESSES):
-            with contextlib.suppress(OSError):
-                if os.lstat(f"{_SHARED_MEMORY}/{name}").st_uid == os.geteuid():
-                    yield name
+        with contextlib.suppress(OSError):
+            is_ours = os.lstat(f"{_SHARED_MEMORY}/{name}").st_uid == os.geteuid()
+            if is_ours and not name.startswith(_OF_PROCESSES):
+                yield name
 
 
 def _left_here(names: Set[str]) -> frozenset[str]:

@@ -89,7 +89,7 @@ class Scorecard:
             rows = [(str(LAWS[id_]), counter) for id_, counter in counts.items() if counter]
             width = max(len(title) for title, _ in rows)
             yield f"| {'law':{width}} | {' | '.join(Outcome)} |"
-            yield f"| {'-' * width} |{' --- |' * len(Outcome)}"
+            yield f"| {'-' * width} | {' | '.join('-' * len(each) for each in Outcome)} |"
             for title, counter in rows:
                 numbers = (f"{counter[each] or '':{len(each)}}" for each in Outcome)
                 yield f"| {title:{width}} | {' | '.join(numbers)} |"

@@ -37,9 +37,8 @@ class Conversing(abc.ABC):
         """The recording of a conversation in which nothing is changed."""
         self.begin()
         calls = self.go_on()
-        first = calls[0] if calls else None
-        if first is None or first.error:
-            why = f"{first.call} ends in {first.error}: {first.text}" if first is not None else "no end joins"
+        if not calls or calls[0].error:
+            why = f"{calls[0].call} ends in {calls[0].error}: {calls[0].text}" if calls else "no end joins"
             pytest.skip(f"not judged: through a relay {why}")
         for call in calls:
             assert not call.error, f"nothing was changed, and {call.call} ends in {call.error}: {call.text}"
@@ -56,11 +55,8 @@ class Conversing(abc.ABC):
     def tamper(self, rng: random.Random) -> None:
         """A conversation in which memory is changed before the victim goes on."""
         self.begin()
-        memory = SharedMemory(self.relay.descriptors)
-        try:
+        with SharedMemory(self.relay.descriptors) as memory:
             self._said = memory.tamper(rng)
-        finally:
-            memory.close()
         self._is_false = True
         self.go_on()
 

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 
 Message = Any
-
-CHANGES: Final[Sequence[str]] = (
-    *("it says something else",) * 8,
-    "it does not come",
-    "it comes twice",
-    "it comes after the next one",
-    "nothing more comes",
-    "the connection ends",
-)
 
 
 @attrs.frozen
@@ -26,8 +17,6 @@ class Falsehood:
 
     at: int
     seed: int
-    only: str = ""
-    """The name of one of the changes; empty: any."""
 
 
 class Falsifier:
@@ -35,7 +24,7 @@ class Falsifier:
 
     Args:
         falsehood: ``None``: nothing is changed.
-        changed: another message in the place of one, and what is different, in words.
+        changed: another message in the place of one, and a description of the difference.
         end: ends the connection.
     """
 
@@ -53,34 +42,31 @@ class Falsifier:
         self._falsehood = falsehood
         self._changed = changed
         self._end = end
-        self._held: Callable[[Message], list[Message]] | None = None
-        """What to do with the message after the one that was reached."""
+        self._late: list[Message] = []
+        """The message that comes after the next one."""
 
     def passed_on(self, message: Message) -> list[Message]:
         """What is received in the place of the next message."""
         number, self.num_received = self.num_received, self.num_received + 1
-        held, self._held = self._held, None
-        if held is not None:
-            return held(message)
+        late, self._late = self._late, []
         if self._falsehood is None or self._falsehood.at != number:
-            return [message]
+            return [message, *late]
         rng = random.Random(self._falsehood.seed)
-        what = self._falsehood.only or rng.choice(CHANGES)
-        self.said = f"message {number}: {what}"
-        match what:
-            case "it does not come":
-                return []
-            case "it comes twice":
-                return [message, message]
-            case "it comes after the next one":
-                self._held = lambda following: [following, message]
-                return []
-            case "nothing more comes":
-                self.is_silent = True
-                return []
-            case "the connection ends":
+        received: list[Message] = []
+        match rng.randrange(13):
+            case 0:
+                what = "it does not come"
+            case 1:
+                what, received = "it comes twice", [message, message]
+            case 2:
+                what, self._late = "it comes after the next one", [message]
+            case 3:
+                what, self.is_silent = "nothing more comes", True
+            case 4:
+                what = "the connection ends"
                 self._end()
-                return []
-        other, words = self._changed(message, rng)
-        self.said = f"message {number}: {words}"
-        return [other]
+            case _:
+                other, what = self._changed(message, rng)
+                received = [other]
+        self.said = f"message {number}: {what}"
+        return received

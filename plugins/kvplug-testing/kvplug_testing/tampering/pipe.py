@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections import deque
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TICK_S: Final = 0.02
-_WORDS_AT_MOST: Final = 1 << 16
+_MOST_ELEMENTS: Final = 1 << 16
 """Elements of a tensor in which one is changed."""
 
 
@@ -115,42 +116,32 @@ class TamperingPipe(Pipe):
 
 def _changed(message: Message, rng: random.Random) -> tuple[Message, str]:
     """Another message, and what is different, in words."""
-    if message is None or rng.random() < 0.1:
+    if message is None:
         meta = TensorMeta(rng.choice(tuple(DTYPES)), rng.choice(((), (0,), (1,), (3, 2, 2, 4), (5000,))))
         return _made(meta, b""), f"it becomes {meta}"
     meta, data = meta_of(message), bytes(memory_of(message))
     if meta.dtype == "uint8":
-        try:
+        with contextlib.suppress(KvplugError):  # it may hold something else
             value, words = lie(decode(data), rng)
             said = encode(value)
             return _made(TensorMeta("uint8", (len(said),)), said), words
-        except KvplugError:
-            pass  # it holds something else
+    shape, size = [*meta.shape], meta.itemsize
     match rng.randrange(6):
         case 0:
             return None, "it becomes None"
         case 1:
-            dtype = rng.choice(tuple(DTYPES))
-            return _made(TensorMeta(dtype, meta.shape), data), f"its dtype becomes {dtype}"
-        case 2 | 3 if meta.shape:
-            shape = [*meta.shape]
-            at = rng.randrange(len(shape))
-            shape[at : at + 1] = rng.choice(
-                ([], [0], [shape[at] + 1], [max(0, shape[at] - 1)], [1, shape[at]])
-            )
-            return _made(TensorMeta(meta.dtype, tuple(shape)), data), f"its shape becomes {shape}"
-    return _one_element(meta, data, rng)
-
-
-def _one_element(meta: TensorMeta, data: bytes, rng: random.Random) -> tuple[Message, str]:
-    if not data:
-        return _made(TensorMeta(meta.dtype, (1,)), b""), "it becomes a tensor of one element"
-    size = meta.itemsize
-    at = rng.randrange(min(len(data) // size, _WORDS_AT_MOST)) * size
-    old = int.from_bytes(data[at : at + size], "little")
-    new = rng.choice((*INTEGERS, old + 1, old - 1, old ^ 1 << rng.randrange(8 * size))) % (1 << 8 * size)
-    changed = data[:at] + new.to_bytes(size, "little") + data[at + size :]
-    return _made(meta, changed), f"the element {at // size} becomes {new}"
+            meta = TensorMeta(rng.choice(tuple(DTYPES)), meta.shape)
+        case 2 | 3:
+            at = rng.randrange(len(shape) + 1)
+            shape[at : at + 1] = rng.choice(([], [0], [1, *shape[at : at + 1]]))
+            meta = TensorMeta(meta.dtype, tuple(shape))
+        case _ if data:
+            at = rng.randrange(min(len(data) // size, _MOST_ELEMENTS)) * size
+            old = int.from_bytes(data[at : at + size], "little")
+            new = rng.choice((*INTEGERS, old + 1, old - 1)) % (1 << 8 * size)
+            changed = data[:at] + new.to_bytes(size, "little") + data[at + size :]
+            return _made(meta, changed), f"the element {at // size} becomes {new}"
+    return _made(meta, data), f"it becomes {meta}"
 
 
 def _made(meta: TensorMeta, data: bytes) -> Message:

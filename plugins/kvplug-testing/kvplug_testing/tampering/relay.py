@@ -6,54 +6,27 @@ then on it speaks for the end whose stream it changes. Descriptors that are hand
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, Self
-
-import attrs
 
 from kvplug import KvplugError
 from kvplug.kit import IDENTITY_SIZE, OPENING_SIZE, PROOF_SIZE, REPLY_SIZE, ListenerContact, parse_contact
 from kvplug.transport import BackgroundThread, TcpAddress, UnixAddress
 from kvplug_testing.tampering.edits import Edit, StreamEditor, StreamId
 
-PROOF_BYTES: Final = {
+_PROOF_BYTES: Final = {
     True: OPENING_SIZE + PROOF_SIZE + IDENTITY_SIZE,
     False: 2 * REPLY_SIZE + IDENTITY_SIZE,
 }
 """What each end sends before it has proved itself: by whether it dialled."""
 _READ: Final = 1 << 18
 _MAX_FDS: Final = 16
-_INT: Final = array.array("i").itemsize
-
-
-def addresses_in(text: str) -> dict[str, ListenerContact]:
-    """The words of a text that are contacts of kvplug's listeners."""
-    found = {}
-    for word in text.split(" "):
-        with contextlib.suppress(KvplugError):
-            if ":" in word:
-                found[word] = parse_contact(word)
-    return found
-
-
-def addresses_within(value: Any) -> dict[str, ListenerContact]:
-    """The same of every text in a plain value."""
-    if isinstance(value, str):
-        return addresses_in(value)
-    if isinstance(value, Mapping):
-        return addresses_within([*value.values()])
-    found = {}
-    if isinstance(value, list | tuple):
-        for item in value:
-            found.update(addresses_within(item))
-    return found
 
 
 class Relay:
@@ -63,18 +36,14 @@ class Relay:
         self._lock = threading.Lock()
         self._listening: list[tuple[socket.socket, threading.Thread]] = []
         self._conversation = _Conversation(None)
-        self._closed = False
 
     def through(self, text: str) -> str:
         """A contact with each address in it replaced by one of the relay's."""
-        for word, contact in addresses_in(text).items():
-            text = text.replace(word, self._listen_for(contact))
+        for word in text.split(" "):
+            with contextlib.suppress(KvplugError):
+                if ":" in word:
+                    text = text.replace(word, self._listen_for(parse_contact(word)))
         return text
-
-    def stand_at(self, address: str, theirs: str) -> None:
-        """Listen at a chosen address in the place of the listener at ``theirs``."""
-        ours, there = parse_contact(address), parse_contact(theirs)
-        self._listen_at(ours.address, there)
 
     def through_plain(self, value: Any) -> Any:
         """The same for every text in a plain value."""
@@ -85,6 +54,10 @@ class Relay:
         if isinstance(value, list | tuple):
             return type(value)(self.through_plain(item) for item in value)
         return value
+
+    def stand_at(self, address: str, theirs: str) -> None:
+        """Listen at a chosen address in the place of the listener at ``theirs``."""
+        self._listen_at(parse_contact(address).address, parse_contact(theirs))
 
     # -- conversations ---------------------------------------------------------------------------------
 
@@ -97,10 +70,9 @@ class Relay:
     def leave(self) -> None:
         """Stand before none of the listeners that there were."""
         ours, self._listening = self._listening, []
-        for listening, _ in ours:
+        for listening, thread in ours:
             _hang_up(listening)
             listening.close()
-        for _, thread in ours:
             thread.join()
 
     @property
@@ -113,28 +85,20 @@ class Relay:
         """Copies of the descriptors that were handed over, until the next :meth:`begin`."""
         return [*self._conversation.descriptors]
 
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self.begin()
-        self.leave()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.leave()
+        self._conversation.close()
 
     # -- connections -----------------------------------------------------------------------------------
 
     def _listen_for(self, there: ListenerContact) -> str:
+        ours: Any = TcpAddress("127.0.0.1", 0)
         if isinstance(there.address, UnixAddress):
-            ours: Any = self._listen_at(
-                UnixAddress(f"kvplug-relay-{os.getpid()}-{secrets.token_hex(8)}"), there
-            )
-        else:
-            ours = self._listen_at(TcpAddress("127.0.0.1", 0), there)
-        return ListenerContact(ours, there.token).reveal()
+            ours = UnixAddress(f"kvplug-relay-{os.getpid()}-{secrets.token_hex(8)}")
+        return ListenerContact(self._listen_at(ours, there), there.token).reveal()
 
     def _listen_at(self, ours: UnixAddress | TcpAddress, there: ListenerContact) -> UnixAddress | TcpAddress:
         if isinstance(ours, UnixAddress):
@@ -161,60 +125,85 @@ class Relay:
             except OSError:
                 return
             try:
-                far = _dial(there)
+                far = _dial(there.address)
             except OSError:
                 near.close()
                 continue
             with self._lock:
-                conversation, closed = self._conversation, self._closed
-            if closed:
-                near.close()
-                far.close()
-                return
+                conversation = self._conversation
             conversation.carry(near, far)
 
 
-def _dial(there: ListenerContact) -> socket.socket:
-    if isinstance(there.address, UnixAddress):
-        far = socket.socket(socket.AF_UNIX)
-        try:
-            far.connect(there.address.sockaddr)
-        except BaseException:
-            far.close()
-            raise
-        return far
-    return socket.create_connection((there.address.host, there.address.port))
+def _dial(address: Any) -> socket.socket:
+    if isinstance(address, TcpAddress):
+        return socket.create_connection((address.host, address.port))
+    far = socket.socket(socket.AF_UNIX)
+    try:
+        far.connect(address.sockaddr)
+    except BaseException:
+        far.close()
+        raise
+    return far
 
 
 class _Conversation:
-    """All connections since a :meth:`Relay.begin`."""
+    """All connections since a :meth:`Relay.begin`, with a thread for each direction."""
 
     def __init__(self, edit: Edit | None) -> None:
         self._edit = edit
         self._lock = threading.Lock()
-        self._pairs: list[_Pair] = []
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
         self.sent: dict[StreamId, list[bytes]] = {}
         self.descriptors: list[int] = []
         self._closed = False
 
     def carry(self, near: socket.socket, far: socket.socket) -> None:
         with self._lock:
-            number = len(self._pairs)
-            directions = []
+            if self._closed:
+                near.close()
+                far.close()
+                return
+            number = len(self._sockets) // 2
+            self._sockets += [near, far]
             for forward, source, target in ((True, near, far), (False, far, near)):
-                stream = StreamId(number, forward)
-                edit = self._edit if self._edit is not None and self._edit.stream == stream else None
-                sent = self.sent[stream] = []
-                directions.append(_Direction(source, target, forward, edit, sent.append, self._hand_over))
-            pair = _Pair(near, far, directions)
-            self._pairs.append(pair)
-            closed = self._closed
-            if not closed:
-                pair.start()
-        if closed:
-            pair.close()
+                thread = BackgroundThread(
+                    self._pass_on,
+                    args=(source, target, StreamId(number, forward)),
+                    name="kvplug_testing relay",
+                    stop=partial(_hang_up, source),
+                )
+                self._threads.append(thread)
+                thread.start()
 
-    def _hand_over(self, fds: list[int]) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, stream: StreamId) -> None:
+        sent = self.sent[stream] = []
+        is_changed = self._edit is not None and self._edit.stream == stream
+        editor = StreamEditor(self._edit if is_changed else None)
+        proof_bytes = _PROOF_BYTES[stream.forward]
+        with contextlib.suppress(OSError):  # an end hung up
+            while not editor.is_cut:
+                data, fds, _, _ = socket.recv_fds(source, _READ, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+                try:
+                    if not data:
+                        break
+                    self._keep(fds)
+                    proof, said = data[:proof_bytes], data[proof_bytes:]
+                    proof_bytes -= len(proof)
+                    if said:
+                        sent.append(said)
+                    _write(target, proof + editor.feed(said), fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+            _write(target, editor.rest(), [])
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+        if editor.is_cut:
+            with contextlib.suppress(OSError):
+                source.shutdown(socket.SHUT_RD)
+
+    def _keep(self, fds: list[int]) -> None:
         with self._lock:
             if not self._closed:
                 self.descriptors += [os.dup(fd) for fd in fds]
@@ -222,105 +211,21 @@ class _Conversation:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            pairs = [*self._pairs]
-        for pair in pairs:
-            pair.close()
-        with self._lock:
-            fds, self.descriptors = self.descriptors, []
+        for sock in self._sockets:
+            _hang_up(sock)
+        for thread in self._threads:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+        fds, self.descriptors = self.descriptors, []
         for fd in fds:
             os.close(fd)
 
 
-@attrs.define(eq=False)
-class _Pair:
-    """One connection: the two sockets, and a thread for each direction."""
-
-    near: socket.socket
-    far: socket.socket
-    directions: list[_Direction]
-
-    def start(self) -> None:
-        for direction in self.directions:
-            direction.thread.start()
-
-    def close(self) -> None:
-        for sock in (self.near, self.far):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for direction in self.directions:
-            if direction.thread.ident is not None:
-                direction.thread.join()
-        self.near.close()
-        self.far.close()
-
-
-class _Direction:
-    """One direction of a connection."""
-
-    def __init__(
-        self,
-        source: socket.socket,
-        target: socket.socket,
-        forward: bool,
-        edit: Edit | None,
-        record: Callable[[bytes], None],
-        hand_over: Callable[[list[int]], None],
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._proof = PROOF_BYTES[forward]
-        self._editor = StreamEditor(edit)
-        self._record = record
-        self._hand_over = hand_over
-        self._has_fds = source.family == socket.AF_UNIX
-        self.thread = BackgroundThread(self._run, name="kvplug_testing relay", stop=self._stop)
-
-    def _run(self) -> None:
-        try:
-            while not self._editor.is_cut:
-                data, fds = self._read()
-                try:
-                    if not data:
-                        break
-                    proof, said = data[: self._proof], data[self._proof :]
-                    self._proof -= len(proof)
-                    if said:
-                        self._record(said)
-                    self._write(proof + self._editor.feed(said), fds)
-                finally:
-                    for fd in fds:
-                        os.close(fd)
-            self._write(self._editor.rest() if not self._editor.is_cut else b"", [])
-        except OSError:
-            pass  # an end hung up
-        for sock in (self._target,) if not self._editor.is_cut else (self._target, self._source):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_WR if sock is self._target else socket.SHUT_RD)
-
-    def _stop(self) -> None:
-        _hang_up(self._source)
-        _hang_up(self._target)
-
-    def _read(self) -> tuple[bytes, list[int]]:
-        if not self._has_fds:
-            return self._source.recv(_READ), []
-        room = socket.CMSG_SPACE(_MAX_FDS * _INT)
-        data, controls, _, _ = self._source.recvmsg(_READ, room, socket.MSG_CMSG_CLOEXEC)
-        fds = array.array("i")
-        for level, kind, content in controls:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(content[: len(content) - len(content) % _INT])
-        if fds:
-            self._hand_over(fds.tolist())
-        return data, fds.tolist()
-
-    def _write(self, data: bytes, fds: list[int]) -> None:
-        if not data:
-            return
-        controls = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        sent = self._target.sendmsg([data], controls)
-        if sent < len(data):
-            self._target.sendall(data[sent:])
+def _write(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+    if fds and data:
+        data = data[socket.send_fds(sock, [data], fds) :]
+    sock.sendall(data)
 
 
 def _hang_up(sock: socket.socket) -> None:
