@@ -146,7 +146,6 @@ FAULTS = {
     ),
     "a name is not well formed": Fault("PLUGIN-1", "'Smoke_1' cannot be a name", '"smoke"', '"Smoke_1"'),
     "it ends the process": Fault("PLUGIN-1", "exit code 7", more="import os\nos._exit(7)"),
-    "it never ends": Fault("PLUGIN-1", "had not come to an end after", more="import time\ntime.sleep(100)"),
     # light to load
     "its entry point is heavy": Fault(
         "PLUGIN-2", "the entry point (kvplug_subject.plugin) loads jax", more="import jax"
@@ -267,7 +266,7 @@ def test_a_plugin_that_keeps_the_laws_passes(site: Any) -> None:
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_breach_is_told_with_its_law_and_no_other_law(site: Any, fault: Fault) -> None:
     hangs = "had not come" in fault.said
-    done = check(site, fault, 3.0 if hangs else 30.0)
+    done = check(site, fault, 8.0 if hangs else 30.0)
     assert done.returncode == 1, "it was not noticed"
     told, _, laws = done.stderr.strip().partition("\n\n")
     first, *breaches = told.split("\n  - ")

@@ -7,7 +7,6 @@ pipes, so faults of pipes are theirs, too.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import random
@@ -56,8 +55,6 @@ class Rule:
     min_bytes: int = 0
     after: int = 0
     """It begins after so many bytes."""
-    pipe: int | None = None
-    """The number of the pipe, from 1, in the order in which endpoints of one config make them."""
     bits: int = 1
     bytes_per_s: int = 1
 
@@ -80,17 +77,13 @@ class Rule:
 class FaultyPipe(Pipe):
     """A pipe around another one. Without rules it behaves like that one."""
 
-    def __init__(
-        self, pipe: Pipe, rules: Sequence[Rule], *, number: int = 1, when: Callable[[], bool] | None = None
-    ) -> None:
-        """Wrap ``pipe``, whose number it is. With ``when`` a fault happens only if it returns
-        true.
-        """
+    def __init__(self, pipe: Pipe, rules: Sequence[Rule], *, when: Callable[[], bool] | None = None) -> None:
+        """With ``when`` a fault happens only if it returns true."""
         self._pipe = pipe
-        self._counted = {rule: 0 for rule in rules if rule.pipe in (None, number)}
+        self._counted = dict.fromkeys(rules, 0)
         self._when = when
         self._passed = 0
-        self._random = random.Random(number)
+        self._random = random.Random(1)
         self._last: Transfer | None = None
         self._late: list[Tensor] = []
         """A swapped message, which is sent after the next one."""
@@ -227,10 +220,9 @@ class FaultyPipe(Pipe):
 class FaultyEndpoint(PipeEndpoint):
     """An endpoint around another one, whose pipes inject faults. The contact is the other one's."""
 
-    def __init__(self, inner: PipeEndpoint, rules: Sequence[Rule], numbers: Iterator[int]) -> None:
+    def __init__(self, inner: PipeEndpoint, rules: Sequence[Rule]) -> None:
         self._inner = inner
         self._rules = rules
-        self._numbers = numbers
 
     def listen(self) -> PipeListener:
         return _FaultyListener(self._inner.listen(), self._wrapped)
@@ -239,7 +231,7 @@ class FaultyEndpoint(PipeEndpoint):
         return self._wrapped(self._inner.connect(contact, timeout))
 
     def _wrapped(self, pipe: Pipe) -> Pipe:
-        return FaultyPipe(pipe, self._rules, number=next(self._numbers))
+        return FaultyPipe(pipe, self._rules)
 
 
 class _FaultyListener(PipeListener):
@@ -266,20 +258,15 @@ def _are_rules(_: Any, __: Any, given: Sequence[str]) -> None:
             raise ConfigError(f"rules: {text!r}: {e}") from e
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True)
 class FaultyOptions:
     """Options of the pipe "faulty"."""
 
     inner: str = option("auto", help="The pipe that moves the bytes.")
     rules: tuple[str, ...] = option(help="What is injected, such as 'flip message=1'.", validator=_are_rules)
-    numbers: Iterator[int] = attrs.field(init=False, repr=False, factory=lambda: itertools.count(1))
-    """Of the pipes that are made with these options. Not an option."""
 
 
 def faulty(context: PipeContext) -> PipeEndpoint:
     """The factory of the spec."""
     assert context.make_inner is not None
-    options = context.options
-    return FaultyEndpoint(
-        context.make_inner(), [Rule.parsed(text) for text in options.rules], options.numbers
-    )
+    return FaultyEndpoint(context.make_inner(), [Rule.parsed(text) for text in context.options.rules])

@@ -589,7 +589,7 @@ class TestLeavesAThread(MemoryRemoteStore):
 _kept: list[Any] = []
 
 
-@breaks(Mutant, "ALL-7", caught_by="test_very_many_ends_that_come_and_go_leave_nothing")
+@breaks(Mutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
 class TestKeepsWhatWasTaken(MemoryStore):
     """Entries that were taken stay in memory."""
 

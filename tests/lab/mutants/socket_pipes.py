@@ -443,7 +443,7 @@ class TestKeepsTheProgramFromLeaving(SamplePipe):
 class Short(Mutant):
     """A connect that meets a shortage ends as :meth:`meet` says."""
 
-    caught_by = "test_what_runs_out_is_named_nothing_is_left_and_the_next_try_succeeds"
+    caught_by = "test_each_thing_that_is_needed_runs_out_in_turn"
 
     def make_endpoint(self, context: Any) -> Any:
         endpoint = super().make_endpoint(context)

@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Final
@@ -69,7 +68,7 @@ class End(abc.ABC):
     awaits: str = ""
     """What the message of a call that timed out names."""
     thing: Any = None
-    """The object, if it can be used in a ``with`` block."""
+    """The object."""
 
     # -- what a kind defines -------------------------------------------------------------------
 
@@ -226,20 +225,6 @@ class End(abc.ABC):
 
         return in_forked_child(look)
 
-    def use_in_block(self, error: BaseException | None = None) -> None:
-        with self.thing as thing:
-            assert thing is self.thing, "with does not give the object"
-            if error is not None:
-                raise error
-
-    def fail_in_block(self) -> bool:
-        """Leave a block by an exception, which must come out."""
-        try:
-            self.use_in_block(KeyError("of the test"))
-        except KeyError:
-            return True
-        return False
-
     def interrupted(self, name: str) -> str:
         """The error of a blocking call whose thread, the main one, gets SIGINT meanwhile."""
         main = threading.main_thread().ident
@@ -262,23 +247,15 @@ class End(abc.ABC):
         """Seconds of processor time that its process has used."""
         return time.process_time()
 
-    def leave_a_child(self, how: str) -> int:
-        """Leave a process behind that does nothing, as ``"python"`` forks one, or as ``"c"`` does, which runs
-        no hook of Python: it holds every descriptor of this process. Returns its pid.
+    def leave_a_child(self) -> int:
+        """Leave a process behind that does nothing and holds every descriptor of this one: no hook of
+        Python's has run in it. Returns its pid.
         """
-        if how == "c":
-            libc = ctypes.PyDLL(None)
-            if (pid := libc.fork()) == 0:
-                libc.sleep(_GRANDCHILD_S)
-                libc._exit(0)
-            return int(pid)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads
-            pid = os.fork()
-        if pid == 0:
-            time.sleep(_GRANDCHILD_S)
-            os._exit(0)
-        return pid
+        libc = ctypes.PyDLL(None)
+        if (pid := libc.fork()) == 0:
+            libc.sleep(_GRANDCHILD_S)
+            libc._exit(0)
+        return int(pid)
 
 
 def partial_close(end: End) -> Callable[[], None]:
@@ -292,9 +269,6 @@ class Ends(abc.ABC):
     """The ends of one connection, in the order in which they are made."""
     breaks_by_timeout: ClassVar[bool] = False
     """Whether a call that has timed out leaves the end broken, and all later calls say so."""
-
-    very_many: ClassVar[int] = 1000
-    """Ends that come and go at level long: fewer where an end takes long to make."""
     has_heartbeat: ClassVar[bool] = False
     """Whether the context's ``heartbeat_timeout_s`` says when silence of another host counts as its death."""
 
@@ -478,20 +452,15 @@ class RemoteHandle(Handle):
         self.child.send(["leave", way, []])
         leaving.check_left(self.child)
 
-    def anew(self) -> None:
-        """End this end, and let its process make the next one."""
-        self.child.send(["anew", "", []])
-
 
 def run_end(parent: peers.Parent, suite_ref: dict[str, Any], role: int, context: dict[str, Any]) -> None:
     """In another process: make an end, and carry out the test's calls, each in a thread."""
     suite: Any = suite_from_ref(suite_ref)
     suite.warm_up()
-    while True:
-        with ExitStack() as suite._stack:
-            end = suite.ends().join(parent, role, context)
-            parent.send(["ready", end.describe()])
-            _serve(parent, end)
+    with ExitStack() as suite._stack:
+        end = suite.ends().join(parent, role, context)
+        parent.send(["ready", end.describe()])
+        _serve(parent, end)
 
 
 def _serve(parent: peers.Parent, end: End) -> None:
@@ -505,9 +474,6 @@ def _serve(parent: peers.Parent, end: End) -> None:
                 leaving.leave(parent, way, abort=end.abort, close=partial_close(end))
             case ["exit", *_]:
                 os._exit(0)
-            case ["anew", *_]:
-                end.abort()
-                return
             case [0, method, args]:
                 call(0, method, args)
             case [number, method, args]:

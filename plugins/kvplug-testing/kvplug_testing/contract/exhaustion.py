@@ -10,11 +10,12 @@ import abc
 import collections
 import contextlib
 import faulthandler
+import functools
 import gc
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -28,8 +29,6 @@ from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.limits import LIMITS, Limit, mount_small_disk
 
-SAMPLE: Final = (0, 1, 3, 8)
-"""The numbers that the first test tries."""
 MOST: Final = 400
 """An object that needs more than this is not judged beyond it."""
 _ENOUGH: Final = 3
@@ -122,35 +121,21 @@ class Exhaustion(Contract):
         """A new attempt with this suite's subject. Makes nothing that needs a resource."""
         raise NotImplementedError
 
-    @law("ALL-9", needs="running_out_processes", timeout_s=CHILD_S, level="long")
-    def test_what_runs_out_is_named_nothing_is_left_and_the_next_try_succeeds(self) -> None:
-        self._run_out(LIMITS, SAMPLE, is_sample=True)
-
     @law("ALL-9", level="long", needs="running_out_processes", timeout_s=CHILD_S)
     @pytest.mark.parametrize("limit", LIMITS)
     def test_each_thing_that_is_needed_runs_out_in_turn(self, limit: str) -> None:
-        self._run_out([limit], range(MOST), is_sample=False)
-
-    def _run_out(self, limits: Iterable[str], numbers: Sequence[int], *, is_sample: bool) -> None:
-        child = self.start_forked(
-            f"{__name__}:run_out", self.suite_ref(), list(limits), list(numbers), is_sample, timeout_s=CHILD_S
-        )
-        verdict = child.result(CHILD_S)
-        if not verdict["judged"]:
-            pytest.skip("; ".join(verdict["skipped"]))
-        faults = verdict["faults"]
+        child = self.start_forked(f"{__name__}:run_out", self.suite_ref(), limit, timeout_s=CHILD_S)
+        unfit, faults = child.result(CHILD_S)
+        if unfit:
+            pytest.skip(unfit)
         assert not faults, "\n".join([*faults, child.stderr[-_LAST_WORDS:]])
 
 
-def run_out(
-    parent: peers.Parent, suite_ref: dict[str, Any], limits: list[str], numbers: list[int], is_sample: bool
-) -> Any:
-    """In a child: judge the suite's subject. Returns the faults, the limits under which it was judged, and
-    why it was not under the others.
-    """
+def run_out(parent: peers.Parent, suite_ref: dict[str, Any], limit: str) -> tuple[str, list[str]]:
+    """In a child: judge the suite's subject. Returns why it cannot be judged, and the faults."""
     mount_small_disk()  # else other processes' shared memory is seen, and taken for what was left
-    unfit = {limit: reason for limit in limits if (reason := LIMITS[limit].prepare())}
-    judged = [limit for limit in limits if limit not in unfit]
+    if unfit := LIMITS[limit].prepare():
+        return unfit, []
     with ExitStack() as stack:
         suite = suite_from_ref(suite_ref)
         suite._stack = stack
@@ -159,32 +144,21 @@ def run_out(
             import torch
 
             torch.set_num_threads(1)  # those of torch are not judged, and it cannot do without them
-        faults = without_limit(suite)
-        for limit in () if faults else judged:
-            faults += Trial(suite, LIMITS[limit], numbers, is_sample=is_sample).faults()
-    return {"judged": judged, "skipped": list(unfit.values()), "faults": faults}
+        for _ in range(2):  # these make what a process makes once, and keeps
+            if failure := _whole(suite):
+                return "", [f"without a limit: {failure.what}"]
+        return "", _Trial(suite, LIMITS[limit]).faults()
 
 
-def without_limit(suite: Any) -> list[str]:
-    """Attempts that must not fail. They make what a process makes once, and keeps. Returns the faults."""
-    for _ in range(2):
-        if failure := _whole(suite):
-            return [f"without a limit: {failure.what}"]
-    return []
-
-
-class Trial:
+class _Trial:
     """All attempts with one subject under one limit.
 
-    All that is needed runs out from the first step on. Later ones begin with nothing left, or one. In a
-    sample a step ends the trial that is refused nothing, as then the later ones need nothing either.
+    All that is needed runs out from the first step on. Later ones begin with nothing left, or one.
     """
 
-    def __init__(self, suite: Any, limit: Limit, numbers: list[int], *, is_sample: bool) -> None:
+    def __init__(self, suite: Any, limit: Limit) -> None:
         self._suite = suite
         self._limit = limit
-        self._numbers = numbers
-        self._is_sample = is_sample
         self._unrefused = 0
         """The attempts in a row that were refused nothing."""
 
@@ -194,12 +168,9 @@ class Trial:
         num_steps, unlimited = len(self._suite.attempt().steps), self._suite.attempt().unlimited
         for first in range(unlimited, num_steps):
             self._unrefused = 0
-            later = self._numbers[: 1 if self._is_sample else _LATER]
-            for number in self._numbers if first == unlimited else later:
+            for number in range(MOST if first == unlimited else _LATER):
                 found += self._one(first, number)
                 if len(found) >= _SHOWN or any(BLOCKED in each for each in found):
-                    return found
-                if self._is_sample and number == 0 and self._unrefused:
                     return found
                 if self._unrefused >= _ENOUGH:
                     break
@@ -371,13 +342,9 @@ class _Workers:
             del call, outcome
 
 
-_made: list[_Workers] = []
-
-
+@functools.cache
 def _workers() -> _Workers:
-    if not _made:
-        _made.append(_Workers())
-    return _made[0]
+    return _Workers()
 
 
 def let_go(*ends: Callable[[], Any]) -> None:

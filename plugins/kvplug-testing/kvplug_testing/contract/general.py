@@ -43,7 +43,7 @@ _BLOCKED_S: Final = 0.1
 _AFTER_S: Final = 5.0
 """The timeout of an exchange that may fail, since a call was interrupted."""
 _WARM_UP: Final = 10
-_FEW: Final = 20
+_ROUNDS: Final = 20
 _LONGEST: Final = (None, 1e10, 1e300, math.inf, 3600)
 _WRONG: Final = (-1, -0.001, -math.inf, math.nan)
 
@@ -202,30 +202,6 @@ class General(Contract):
             end.begin("close", timeout).result()
             assert end.run("closed") is not False
 
-    @law("ALL-1")
-    def test_aborting_ends_a_close_that_waits(self) -> None:
-        for _, end in self.each_end():
-            if end.run("clog"):
-                closing = end.begin("close", 10 * waits.patience_s)
-                closing.is_blocked(2 * _BLOCKED_S)
-                end.run("end", "abort")
-                closing.result()
-                assert end.run("closed") is not False
-
-    @law("ALL-1")
-    def test_a_block_closes_and_one_that_raises_aborts_and_lets_the_error_out(self) -> None:
-        for ends, end in self.each_end():
-            if not isinstance(end, LocalHandle) or not hasattr(end.end.thing, "__enter__"):
-                continue
-            self.exchange(ends)
-            end.run("use_in_block")
-            assert not (wrong := end.run("not_closed")), wrong
-            with self.scope():
-                other = self.connected(timeout_s=10 * waits.patience_s)[ends.index(end)]
-                other.run("clog")  # a polite close would wait
-                assert other.run("fail_in_block"), "no error came out of the block"
-                assert not (wrong := other.run("not_closed")), wrong
-
     # -- ALL-2 ---------------------------------------------------------------------------------
 
     @law("ALL-2")
@@ -276,33 +252,17 @@ class General(Contract):
     @law("ALL-2", needs="other_and_forked_processes")
     def test_a_child_of_the_dead_process_that_holds_its_descriptors_does_not_hide_its_death(self) -> None:
         for dies, end, waiting in self._deaths():
-            self._leave_a_child(dies, "c")
+            pid = dies.run("leave_a_child")
+            self.later(functools.partial(os.kill, pid, signal.SIGKILL))
             dies.child.kill()
             _raises_gone(end, waiting)
 
-    @law("ALL-6", "ALL-2", needs="other_and_forked_processes")
-    def test_a_forked_child_of_the_other_process_neither_ends_it_nor_hides_its_death(self) -> None:
-        for ends, forks in self.each_process():
-            self._leave_a_child(forks, "python")
-            self.exchange(ends, 1)
-            forks.child.kill()
-            for end in self.others(ends, forks):
-                if end.gone:
-                    _raises_gone(end, None)
-
-    def _leave_a_child(self, end: Handle, how: str) -> None:
-        pid = end.run("leave_a_child", how)
-        self.later(lambda: os.kill(pid, signal.SIGKILL))
-
     @law("ALL-2", "ALL-5", needs="other_processes", level="long")
-    @pytest.mark.parametrize("moment", [0.0, 0.003, 0.03])
-    def test_when_a_process_is_killed_at_work_all_ends_say_so_and_nothing_comes_in_part(
-        self, moment: float
-    ) -> None:
+    def test_when_a_process_is_killed_at_work_all_ends_say_so_and_nothing_comes_in_part(self) -> None:
         for ends, dies in self.each_process():
             working = [(end, end.begin("work", 2)) for end in self.others(ends, dies)]
             dies.begin("work", 2)
-            time.sleep(0.02 + moment)
+            time.sleep(0.02)
             dies.child.kill()
             for end, call in working:
                 if end.gone:
@@ -361,20 +321,6 @@ class General(Contract):
         with ExitStack() as stack:
             self._all_say_so(ends, lambda: stack.enter_context(self.hosts().apart()))
 
-    @law("ALL-3", needs="heartbeat_and_another_host", level="long")
-    def test_a_process_on_another_host_is_dead_when_it_was_stopped_for_so_long_and_knows_it(self) -> None:
-        ends = self.between_hosts(heartbeat_timeout_s=SILENCE_S)
-        stops: Any = ends[1]
-        began = time.monotonic()
-        self._all_say_so(ends[:1], stops.child.stop)
-        after_s = time.monotonic() - began
-        assert after_s > SILENCE_S / 2, f"a silence of {after_s:.2f} s was taken for a death"
-        stops.child.cont()
-        while not (found := stops.begin("wait", stops.facts["doomed"][0], waits.patience_s).outcome()).kinds:
-            pass  # what had arrived
-        found.raised("an end that was given up", KvplugError)
-        assert "TimeoutError" not in found.kinds, f"an end that was given up waits: {found}"
-
     @property
     def heartbeat_and_another_host(self) -> str:
         """The reason to skip a test, for ``needs``."""
@@ -423,12 +369,10 @@ class General(Contract):
         for ends, end in self.each_end():
             if end not in self._partners(ends):
                 continue
-            first = end.begin("part", 0, timeout)
-            first.is_blocked(_BLOCKED_S)
-            for part in [
-                first,
-                *(each.begin("part", 0, timeout) for each in self._partners(ends) if each is not end),
-            ]:
+            parts = [end.begin("part", 0, timeout)]
+            parts[0].is_blocked(_BLOCKED_S)
+            parts += [each.begin("part", 0, timeout) for each in self.others(ends, end)]
+            for part in parts:
                 part.result()
 
     @law("ALL-4")
@@ -443,19 +387,16 @@ class General(Contract):
     @law("ALL-4")
     def test_a_call_that_waits_costs_next_to_no_processor_time(self) -> None:
         ends = self.connected()
-        waiting = [
-            end.begin("wait", name, None).check_blocked() for end in ends if (name := end.facts["idles"])
-        ]
-        if not waiting:
+        idle = [end for end in ends if end.facts["idles"]]
+        for end in idle:
+            end.begin("wait", end.facts["idles"], None).check_blocked()
+        if not idle:
             pytest.skip(f"law ALL-4 does not limit the processor time of {self.called}")
         seen = {end.facts["pid"]: end for end in ends}
-        began, used = time.monotonic(), sum(end.run("cpu_s") for end in seen.values())
+        before = sum(end.run("cpu_s") for end in seen.values())
         time.sleep(1.0)
-        used = sum(end.run("cpu_s") for end in seen.values()) - used
-        took = time.monotonic() - began
-        assert used < 0.1 * took, (
-            f"{len(waiting)} calls waited {took:.2f} s and used {used:.2f} s of processor time"
-        )
+        used = sum(end.run("cpu_s") for end in seen.values()) - before
+        assert used < 0.1, f"{len(idle)} calls that waited for a second used {used:.2f} s of processor time"
 
     @law("ALL-5", needs="other_and_forked_processes", level="long", timeout_s=120)
     def test_an_interrupt_of_a_blocked_call_leaves_an_end_that_works_or_says_that_it_is_broken(self) -> None:
@@ -486,17 +427,9 @@ class General(Contract):
             inside.is_blocked(_BLOCKED_S)
             for each in [*ends] * 3:
                 assert not (wrong := each.forks()), wrong
-            others = [each.begin("part", 2 + at, None) for each in self._partners(ends) if each is not end]
+            others = [each.begin("part", 2 + at, None) for each in self.others(ends, end)]
             for part in [inside, *others]:
                 part.result()
-
-    @law("ALL-6", needs="forked_processes", level="long")
-    def test_in_a_forked_child_every_call_raises_closed_whatever_blocked_in_the_parent(self) -> None:
-        for ends, end, name in self.each_blocking_call():
-            inside = end.begin("wait", name, None).check_blocked()
-            for each in [*ends] * 3:
-                assert not (wrong := each.forks()), wrong
-            inside.check_blocked(0.0)
 
     @law("ALL-6", needs="forked_processes")
     def test_forks_under_load_disturb_no_end(self) -> None:
@@ -535,13 +468,7 @@ class General(Contract):
 
     @law("ALL-7", needs="ends_here")
     def test_ends_that_come_and_go_leave_nothing(self) -> None:
-        self._come_and_go(_FEW)
 
-    @law("ALL-7", level="long", needs="ends_here", timeout_s=900)
-    def test_very_many_ends_that_come_and_go_leave_nothing(self) -> None:
-        self._come_and_go(self.ends().very_many)
-
-    def _come_and_go(self, rounds: int) -> None:
         def one(number: int) -> None:
             with self.scope():
                 ends = self.connected()
@@ -549,7 +476,7 @@ class General(Contract):
                 for end in ends if number % 2 else ends[::-1]:
                     end.run("end", "close" if number % 3 else "abort")
 
-        self._leaves_nothing(one, rounds, [])
+        self._leaves_nothing(one, _ROUNDS, [])
 
     @law("ALL-7", needs="other_processes", level="long", timeout_s=120)
     def test_processes_that_end_or_are_killed_leave_nothing(self) -> None:
@@ -569,7 +496,7 @@ class General(Contract):
                         end.run("is_gone")
                     end.run("end", "close" if number % 5 else "abort")
 
-        self._leaves_nothing(one, _FEW, [])
+        self._leaves_nothing(one, _ROUNDS, [])
 
     @law("ALL-7", needs="other_processes", level="long")
     def test_exchanges_leave_nothing_here_nor_there(self) -> None:
@@ -578,25 +505,6 @@ class General(Contract):
         """
         ends, _ = self.across(0)
         self._leaves_nothing(lambda _: self.exchange(ends), 60, ends, spans=3)
-
-    @law("ALL-7", needs="other_processes", level="long", timeout_s=120)
-    def test_ends_that_come_and_go_leave_nothing_at_a_process_that_lives_on(self) -> None:
-        for ends, _ in self.each_process():
-            children = [end.child if isinstance(end, RemoteHandle) else None for end in self._partners(ends)]
-
-            def one(number: int, ends: list[Handle] = ends, children: Any = children) -> None:
-                with self.scope():
-                    for end in ends:
-                        if isinstance(end, RemoteHandle):
-                            end.anew()
-                    ends[:] = self._met(children, {})
-                    self.exchange(ends)
-                    for end in ends:
-                        end.run("end", "close" if number % 3 else "abort")
-
-            for end in ends:
-                end.run("end", "abort")
-            self._leaves_nothing(one, _FEW, ends)
 
     def _leaves_nothing(self, one: Callable[[int], None], rounds: int, ends: Any, spans: int = 1) -> None:
         """Run the rounds, and check that nothing grows after the first few, in any process.
@@ -639,25 +547,10 @@ class General(Contract):
     @law("ALL-8", needs="other_and_forked_processes", level="long", timeout_s=120)
     @pytest.mark.parametrize("way", leaving.WAYS)
     def test_a_program_that_leaves_at_work_ends_with_its_own_code(self, way: str) -> None:
-        self._leave(way, at_work=True)
-
-    @law("ALL-8", level="long", needs="other_and_forked_processes", timeout_s=120)
-    @pytest.mark.parametrize("way", leaving.OTHER_WAYS)
-    def test_so_does_one_that_closed_its_end_and_a_forked_child(self, way: str) -> None:
-        self._leave(way, at_work=True)
-
-    @law("ALL-8", level="long", needs="other_and_forked_processes", timeout_s=120)
-    @pytest.mark.parametrize("way", [*leaving.WAYS, *leaving.OTHER_WAYS])
-    def test_so_does_one_whose_end_does_nothing(self, way: str) -> None:
-        self._leave(way, at_work=False)
-
-    def _leave(self, way: str, *, at_work: bool) -> None:
         for ends, leaves in self.each_process():
-            working: list[Pending] = []
-            if at_work:
-                working = [end.begin("busy", False) for end in self.others(ends, leaves)]
-                leaves.begin("busy", True)
-                time.sleep(2 * _BLOCKED_S)
+            working = [end.begin("busy", False) for end in self.others(ends, leaves)]
+            leaves.begin("busy", True)
+            time.sleep(2 * _BLOCKED_S)
             leaves.leave(way)
             for end in self.others(ends, leaves):
                 end.run("end", "abort")

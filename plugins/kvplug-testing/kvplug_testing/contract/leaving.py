@@ -6,19 +6,14 @@ the transport does, since that is a call of torch.
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
 from kvplug import TimeoutError
 from kvplug_testing import peers
 
-WAYS = ("abort", "neither")
+WAYS = ("abort", "close", "neither")
 """What the program does right before it leaves."""
-OTHER_WAYS = ("close", "forked child")
-"""The same, for level long: each time Python takes a second of processor time for its end."""
 _CODE = 7
 _LEAVES_S = 20.0
 """The limit of a busy machine."""
@@ -33,13 +28,6 @@ def leave(
         abort()
     elif way == "close":
         close()
-    if way == "forked child":
-        faulthandler.cancel_dump_traceback_later()  # in the child Python would wait for the timer's thread
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads
-            pid = os.fork()
-        if pid:
-            os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) % 256)
     parent.leave(_CODE)
 
 

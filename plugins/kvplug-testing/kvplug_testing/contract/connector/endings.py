@@ -121,7 +121,7 @@ class Endings(ConnectorSuite):
         self.check_loads(decode, request_of("b", range(1000, 1100), params=fresh))
 
     @law("ALL-8", needs="forked_processes", level="long", timeout_s=120)
-    @pytest.mark.parametrize("way", [*leaving.WAYS, *leaving.OTHER_WAYS])
+    @pytest.mark.parametrize("way", leaving.WAYS)
     def test_a_program_that_leaves_while_its_engines_work_ends_with_its_own_code(self, way: str) -> None:
         leaving.check_left(self.start(_leave, self.suite_ref(), way))
 

@@ -210,7 +210,6 @@ class StoreEnds(Ends):
     """The end of a place that was opened first, and another one."""
 
     roles: ClassVar[Sequence[str]] = ("first", "other")
-    very_many = 100  # a connection to a server, or a folder
     suite: StoreSuite
 
     def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
