@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,8 @@ class _Results:
 
 
 def _check(kind: Kind, make: Callable[..., Any] | None, settings: Mapping[str, Any]) -> Scorecard:
-    level, laws, attributes = _settings(**settings)
+    attributes = dict(settings)
+    level, laws = attributes.pop("level", "quick"), attributes.pop("laws", ())
     suite = suite_around(kind, make, **attributes)
     results = _Results()
     arguments = ["-q", "--no-header", "-c", os.devnull, "--rootdir", os.getcwd(), "--kvplug-level", level]
@@ -194,12 +195,6 @@ def _check(kind: Kind, make: Callable[..., Any] | None, settings: Mapping[str, A
             "\n".join([f"{len(failed)} of {len(card.results)} tests fail:", *lines, *quoted])
         )
     return card
-
-
-def _settings(
-    *, level: str = "quick", laws: Sequence[str] = (), **attributes: Any
-) -> tuple[str, Sequence[str], Mapping[str, Any]]:
-    return level, laws, attributes
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from kvplug_testing import peers
 from kvplug_testing.peers import DEFAULT_TIMEOUT_S
@@ -91,11 +91,6 @@ class ForkServer:
 
 class _Forked(peers.Peer):
     _process: _Process
-
-    def __init__(
-        self, target: str, args: Sequence[Any], process: _Process, wire: socket.socket, stderr: IO[bytes]
-    ) -> None:
-        super().__init__(target, args, process, wire, stderr)
 
     def close(self) -> None:
         super().close()

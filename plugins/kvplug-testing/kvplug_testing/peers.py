@@ -138,12 +138,13 @@ class Peer:
     @property
     def pid(self) -> int:
         """Process id of the child."""
-        return self._process.pid
+        return int(self._process.pid)
 
     @property
     def exit_code(self) -> int | None:
         """``None`` while it runs; negative if a signal killed it."""
-        return self._process.poll()
+        code: int | None = self._process.poll()
+        return code
 
     @property
     def stderr(self) -> str:
@@ -223,7 +224,7 @@ class Peer:
             TimeoutError: it has not; the message holds the stacks of both processes.
         """
         try:
-            return self._process.wait(timeout)
+            return int(self._process.wait(timeout))
         except subprocess.TimeoutExpired as e:
             raise TimeoutError(f"{self!r} has not ended\n{self._both_stacks()}") from e
 

@@ -7,47 +7,29 @@ from kvplug.transport import Capabilities, Cost, Kind, StoreSpec, TransportSpec,
 
 KVPLUG_API = (1, 0)
 
+_FAST, _SLOW = Cost(latency_us=10.0, gb_per_s=5.0), Cost(latency_us=100.0, gb_per_s=2.0)
+_TRANSPORTS = (
+    (Kind.PIPE, "pipe:MemoryEndpoint", _FAST, "both ends in one process"),
+    (Kind.QUEUE, "queue:MemoryQueueEndpoint", _FAST, "writer and readers in one process"),
+    (Kind.COMMUNICATOR, "communicator:MemoryCommunicator", _SLOW, "the ranks are threads of one process"),
+    (Kind.LOOKUP_BUFFER, "lookup:MemoryLookupEndpoint", _SLOW, "entries in this process, reached within it"),
+)
+
 
 @hookimpl
 def kvplug_transports() -> list[TransportSpec]:
     return [
         TransportSpec(
-            kind=Kind.PIPE,
+            kind=kind,
             name="memory",
-            factory="kvplug_testing.memory.pipe:MemoryEndpoint",
-            options="kvplug_testing.memory.options:MemoryPipeOptions",
+            factory=f"kvplug_testing.memory.{factory}",
+            options="kvplug_testing.memory.options:MemoryPipeOptions" if kind is Kind.PIPE else None,
             probe="kvplug_testing.memory.options:describe",
-            summary="For tests: both ends in one process, nothing but Python",
-            capabilities=Capabilities(cost=Cost(latency_us=10.0, gb_per_s=5.0)),
+            summary=f"For tests: {summary}, nothing but Python",
+            capabilities=Capabilities(cost=cost),
             for_tests=True,
-        ),
-        TransportSpec(
-            kind=Kind.QUEUE,
-            name="memory",
-            factory="kvplug_testing.memory.queue:MemoryQueueEndpoint",
-            probe="kvplug_testing.memory.options:describe",
-            summary="For tests: writer and readers in one process, nothing but Python",
-            capabilities=Capabilities(cost=Cost(latency_us=10.0, gb_per_s=5.0)),
-            for_tests=True,
-        ),
-        TransportSpec(
-            kind=Kind.COMMUNICATOR,
-            name="memory",
-            factory="kvplug_testing.memory.communicator:MemoryCommunicator",
-            probe="kvplug_testing.memory.options:describe",
-            summary="For tests: the ranks are threads of one process, nothing but Python",
-            capabilities=Capabilities(cost=Cost(latency_us=100.0, gb_per_s=2.0)),
-            for_tests=True,
-        ),
-        TransportSpec(
-            kind=Kind.LOOKUP_BUFFER,
-            name="memory",
-            factory="kvplug_testing.memory.lookup:MemoryLookupEndpoint",
-            probe="kvplug_testing.memory.options:describe",
-            summary="For tests: entries in this process, reached within it, nothing but Python",
-            capabilities=Capabilities(cost=Cost(latency_us=100.0, gb_per_s=2.0)),
-            for_tests=True,
-        ),
+        )
+        for kind, factory, cost, summary in _TRANSPORTS
     ]
 
 

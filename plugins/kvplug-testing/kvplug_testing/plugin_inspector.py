@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import metadata
 from typing import Any, Final
 
@@ -101,7 +101,7 @@ class PluginInspector:
         )
         before = {_top(module) for module in sys.modules}  # the kit is a plugin too
         step = f"the entry point ({value})"
-        with self._step(step):
+        with self._step(step, "cannot be loaded"):
             registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": blocked})
         plugin = next(each for each in registry.plugins if each.name == self._name)
         if is_judged and plugin.status is not PluginStatus.OK:
@@ -118,7 +118,7 @@ class PluginInspector:
             self._breach("PLUGIN-4", f"the {of} has no summary")
         if getattr(spec, "options", None) is not None:
             step = f"the options of the {of} ({spec.options})"
-            with self._kept("cannot be read", step):
+            with self._step(step, "cannot be read"):
                 for row in describe_options(spec.load_options()):
                     if not row.help.strip():
                         help_ = f"the option {row.name!r} of the {of} has no help"
@@ -136,7 +136,7 @@ class PluginInspector:
             return False
         step = f"the probe of the {_of(spec)} ({spec.probe})"
         has_domain = True
-        with self._kept("gives no answer", step):
+        with self._step(step, "gives no answer"):
             probe = load_target(spec.probe)()
             if not isinstance(probe, Probe):
                 raise TypeError(f"it returned {probe!r}, not a Probe")
@@ -182,43 +182,32 @@ class PluginInspector:
     # -- steps -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _step(self, step: str) -> Iterator[None]:
-        """Record that a step begins, and what heavy packages and devices it opens."""
+    def _step(self, step: str, failure: str, *, may_be_heavy: bool = False) -> Iterator[None]:
+        """Record that a step begins. Its error breaks a law, unless it may load whatever it needs and that is
+        not installed here; otherwise it must load nothing heavy and open no device.
+        """
         self._record(begins=step)
         self._opened.clear()
         heavy = _heavy()
         try:
             yield
-        finally:
+        except (Exception, SystemExit) as e:
+            missing = _missing(e)
+            if may_be_heavy and missing in HEAVY:
+                self._record(unchecked=f"{step} was not loaded: {missing} is not installed here")
+            else:
+                error = " ".join(f"{type(e).__name__}: {e}".split())
+                self._breach("PLUGIN-3", f"{step} {failure}: {error}")
+        if not may_be_heavy:
             if loaded := sorted(_heavy() - heavy):
                 self._breach("PLUGIN-2", f"{step} loads {', '.join(loaded)}")
             if opened := sorted({*self._opened, *_open_devices()}):
                 self._breach("PLUGIN-2", f"{step} opens {', '.join(opened)}")
-            self._record(begins="")
-
-    @contextmanager
-    def _kept(self, failure: str, step: str) -> Iterator[None]:
-        """A step whose error breaks a law."""
-        with self._step(step):
-            try:
-                yield
-            except (Exception, SystemExit) as e:
-                self._breach("PLUGIN-3", f"{step} {failure}: {_in_words(e)}")
-
-    @contextmanager
-    def _used(self, what: str, spec: Any, target: str) -> Iterator[None]:
-        """A step that may load whatever it needs; if that is not installed here, it is not checked."""
-        step = f"the {what.replace('_', ' ')} of the {_of(spec)} ({target})"
-        self._record(begins=step)
-        try:
-            yield
-        except (Exception, SystemExit) as e:
-            missing = _missing(e)
-            if missing in HEAVY:
-                self._record(unchecked=f"{step} was not loaded: {missing} is not installed here")
-            else:
-                self._breach("PLUGIN-3", f"{step} is not what the spec says: {_in_words(e)}")
         self._record(begins="")
+
+    def _used(self, what: str, spec: Any, target: str) -> AbstractContextManager[None]:
+        step = f"the {what.replace('_', ' ')} of the {_of(spec)} ({target})"
+        return self._step(step, "is not what the spec says", may_be_heavy=True)
 
     def _breach(self, law: str, observed: str) -> None:
         self._record(breach=[law, observed])
@@ -248,21 +237,12 @@ def _top(module: str) -> str:
 
 def _open_devices() -> Iterator[str]:
     """Open devices, including those that native code has opened."""
-    try:
-        numbers = os.listdir("/proc/self/fd")
-    except OSError:
-        return
-    for number in numbers:
-        try:
-            path = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:
-            continue
-        if path.startswith("/dev/") and not _NO_DEVICE.fullmatch(path):
-            yield path
-
-
-def _in_words(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    with suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                path = os.readlink(f"/proc/self/fd/{number}")
+                if path.startswith("/dev/") and not _NO_DEVICE.fullmatch(path):
+                    yield path
 
 
 def _missing(error: BaseException | None) -> str:

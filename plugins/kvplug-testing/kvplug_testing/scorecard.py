@@ -59,7 +59,7 @@ class Scorecard:
     platform: str = ""
     date: str = ""
     """When the run began, with its time zone (ISO 8601)."""
-    only: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    only: tuple[str, ...] = ()
     """The laws that the run was asked to judge; empty if it was all of them."""
 
     def as_json(self) -> str:
@@ -109,14 +109,14 @@ def _reasons(results: list[Result]) -> Iterator[str]:
             if result.outcome is outcome:
                 test = result.test.partition("[")[0] if outcome is Outcome.WAIVED else ""
                 by_reason.setdefault((outcome, result.reason, test), []).append(result)
-    for (outcome, reason, _), alike in by_reason.items():
+    for (ended, reason, _), alike in by_reason.items():
         if reason.startswith(NOT_RUN):
-            yield f"{outcome}: {len(alike)} more tests were {reason}"
+            yield f"{ended}: {len(alike)} more tests were {reason}"
             continue
         laws = ", ".join(dict.fromkeys(id_ for result in alike for id_ in result.laws))
         others = len({result.test.partition("[")[0] for result in alike}) - 1
         more = f" and {others} more" if others else ""
-        yield f"{outcome}: {laws} {alike[0].test}{more}: {reason}"
+        yield f"{ended}: {laws} {alike[0].test}{more}: {reason}"
 
 
 def from_json(text: str) -> Scorecard:
@@ -129,7 +129,8 @@ def from_json(text: str) -> Scorecard:
     if plain.get("format") != FORMAT:
         raise ValueError(f"a scorecard of format {plain.get('format')!r}, and {FORMAT} is understood")
     results = tuple(result_from_plain(each) for each in plain.pop("results"))
-    return Scorecard(**_known(Scorecard, plain), results=results)
+    given = _known(Scorecard, plain)
+    return Scorecard(**{**given, "results": results, "only": tuple(given.get("only", ()))})
 
 
 def result_from_plain(plain: Mapping[str, Any]) -> Result:

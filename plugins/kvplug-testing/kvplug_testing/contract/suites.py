@@ -12,7 +12,6 @@ from typing import Any
 from kvplug import ConfigError, Registry
 from kvplug.kit import TRANSPORTS, option_fields
 from kvplug.transport import Kind, UnknownTransportError, check_options
-from kvplug_testing import peers
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.plugin import PluginContract
 
@@ -137,7 +136,7 @@ def _made(registry: Registry, kind: Kind, name: str, options: Mapping[str, str])
         _check(spec, options, getattr(suite, "place_option", ""))
     said: dict[str, Any] = {"transport": name, "options": options, "made_from": source}
     if suite.across_processes:
-        said["across_processes"] = _reaches_other_processes(spec, name)
+        said["across_processes"] = kind not in TRANSPORTS or not spec.for_tests
     return type(_called(name, suite_of(kind)), (suite,), said)
 
 
@@ -150,26 +149,6 @@ def _check(spec: Any, options: Mapping[str, str], place: str) -> None:
         check_options(cls, options, where=f"options.{spec.name}")
     elif options:
         raise ConfigError(f"{spec.name} takes no options; {', '.join(options)} was given")
-
-
-def _reaches_other_processes(spec: Any, name: str) -> bool:
-    """Whether a transport's probe names the same domain in another process of this host as here.
-
-    ``name`` is as given, and may include the distribution if two plugins offer the same name.
-    """
-    if spec.kind not in TRANSPORTS:
-        return True
-    here = spec.run_probe().domain
-    if not here or spec.capabilities.cross_host:
-        return True
-    with peers.start(f"{__name__}:domain_of", spec.kind.value, name) as child:
-        return bool(child.result() == here)
-
-
-def domain_of(parent: peers.Parent, kind: str, name: str) -> str:
-    """The probe's domain in another process."""
-    spec: Any = Registry.from_env().get(Kind(kind), name)
-    return spec.run_probe().domain  # type: ignore[no-any-return]
 
 
 def _made_of_plugin(name: str) -> type[Contract]:

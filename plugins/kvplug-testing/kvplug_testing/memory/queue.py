@@ -289,20 +289,10 @@ class MemoryWriter(MemoryQueueEnd):
         with self._locked():
             self._ring.put(message)
 
-    def dequeue(
-        self,
-        timeout: Timeout = DEFAULT_TIMEOUT,
-        cancel: threading.Event | None = None,
-        indefinite: bool = False,
-    ) -> Any:
+    def dequeue(self, *_: Any, **__: Any) -> Any:
         self._check_reader()
 
-    def acquire_read(
-        self,
-        timeout: Timeout = DEFAULT_TIMEOUT,
-        cancel: threading.Event | None = None,
-        indefinite: bool = False,
-    ) -> Any:
+    def acquire_read(self, *_: Any, **__: Any) -> Any:
         self._check_reader()
 
     def _leave(self, why: str, died: bool) -> None:
@@ -318,9 +308,6 @@ class MemoryReader(MemoryQueueEnd):
     """One reader's end."""
 
     _rank: int
-
-    def __init__(self, endpoint: MemoryQueueEndpoint, ring: Ring, rank: int) -> None:
-        super().__init__(endpoint, ring, rank)
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -378,10 +365,10 @@ class MemoryReader(MemoryQueueEnd):
             self._ring.taken[self._rank] += 1
             self._ring.drop_what_all_have_read()
 
-    def enqueue(self, value: object, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def enqueue(self, *_: Any, **__: Any) -> None:
         self._check_writer()
 
-    def acquire_write(self, nbytes: int | None = None, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+    def acquire_write(self, *_: Any, **__: Any) -> Any:
         self._check_writer()
 
     def _leave(self, why: str, died: bool) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
+from kvplug import ClosedError, TimeoutError
+from kvplug.transport import Deadline
+
 Message = Any
+_TICK_S: Final = 0.02
 
 
 @attrs.frozen
@@ -23,6 +29,8 @@ class Falsifier:
     """What becomes of the messages that come one after the other. Its caller has a lock.
 
     Args:
+        inner: the pipe or channel, which has ``closed``.
+        receive: receives from it, with a timeout.
         falsehood: ``None``: nothing is changed.
         changed: another message in the place of one, and a description of the difference.
         end: ends the connection.
@@ -30,22 +38,39 @@ class Falsifier:
 
     def __init__(
         self,
+        inner: Any,
+        receive: Callable[[float | None], Message],
         falsehood: Falsehood | None,
         changed: Callable[[Message, random.Random], tuple[Message, str]],
         end: Callable[[], object],
     ) -> None:
+        self.ready: deque[Message] = deque()
+        """What is received next."""
         self.num_received = 0
         self.said = ""
         """What was changed, in words."""
-        self.is_silent = False
+        self._is_silent = False
         """Nothing more comes."""
+        self._inner = inner
+        self._receive = receive
         self._falsehood = falsehood
         self._changed = changed
         self._end = end
         self._late: list[Message] = []
         """The message that comes after the next one."""
 
-    def passed_on(self, message: Message) -> list[Message]:
+    def await_message(self, deadline: Deadline) -> None:
+        """Wait until something is :attr:`ready`."""
+        while not self.ready:
+            while self._is_silent:
+                if self._inner.closed:
+                    raise ClosedError("this end is closed")
+                if deadline.expired:
+                    raise TimeoutError("nothing came in time")
+                time.sleep(_TICK_S)
+            self.ready.extend(self._passed_on(self._receive(deadline.remaining())))
+
+    def _passed_on(self, message: Message) -> list[Message]:
         """What is received in the place of the next message."""
         number, self.num_received = self.num_received, self.num_received + 1
         late, self._late = self._late, []
@@ -61,7 +86,7 @@ class Falsifier:
             case 2:
                 what, self._late = "it comes after the next one", [message]
             case 3:
-                what, self.is_silent = "nothing more comes", True
+                what, self._is_silent = "nothing more comes", True
             case 4:
                 what = "the connection ends"
                 self._end()

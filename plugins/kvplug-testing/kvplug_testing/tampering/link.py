@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
-from collections import deque
 from typing import Any, Final
 
-from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug import KvplugError
 from kvplug.net.wire import encode
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, StoreLink, Timeout
 from kvplug_testing.tampering.falsehood import Falsehood, Falsifier
@@ -16,7 +14,6 @@ from kvplug_testing.tampering.pipe import TamperingPipe
 
 CHANNEL: Final = "channel"
 PIPE: Final = "pipe"
-_TICK_S: Final = 0.02
 
 
 class TamperingChannel:
@@ -24,20 +21,11 @@ class TamperingChannel:
 
     def __init__(self, channel: Any, falsehood: Falsehood | None = None) -> None:
         self._channel = channel
-        self._ready: deque[Any] = deque()
-        self.falsifier = Falsifier(falsehood, _changed, channel.close)
+        self.falsifier = Falsifier(channel, channel.recv, falsehood, _changed, channel.close)
 
     def recv(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
-        deadline = Deadline.after(timeout, 60.0)
-        while not self._ready:
-            while self.falsifier.is_silent:
-                if self._channel.closed:
-                    raise ClosedError("this channel is closed")
-                if deadline.expired:
-                    raise TimeoutError("nothing came in time")
-                time.sleep(_TICK_S)
-            self._ready.extend(self.falsifier.passed_on(self._channel.recv(timeout=deadline.remaining())))
-        return self._ready.popleft()
+        self.falsifier.await_message(Deadline.after(timeout, 60.0))
+        return self.falsifier.ready.popleft()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)

@@ -33,7 +33,7 @@ class SharedMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _, memory in self._all:
+        for _fd, memory in self._all:
             memory.close()
 
     def can_shrink(self) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug import KvplugError, TimeoutError
 from kvplug.kit import DTYPES
 from kvplug.net.wire import TensorMeta, copy_into, decode, empty_like_meta, encode, memory_of, meta_of
 from kvplug.transport import (
@@ -26,7 +25,6 @@ from kvplug_testing.tampering.lies import INTEGERS, lie
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TICK_S: Final = 0.02
 _MOST_ELEMENTS: Final = 1 << 16
 """Elements of a tensor in which one is changed."""
 
@@ -36,11 +34,11 @@ class TamperingPipe(Pipe):
 
     def __init__(self, pipe: Pipe, falsehood: Falsehood | None = None) -> None:
         self.pipe = pipe
-        self._falsifier = Falsifier(falsehood, _changed, pipe.abort)
+        self._falsifier = Falsifier(
+            pipe, lambda timeout: pipe.recv_tensor(timeout=timeout), falsehood, _changed, pipe.abort
+        )
         self._limit = MessageLimit()
         self._turn = threading.Lock()
-        self._ready: deque[Message] = deque()
-        self._over = threading.Event()
 
     @property
     def num_received(self) -> int:
@@ -59,11 +57,9 @@ class TamperingPipe(Pipe):
         if not self._turn.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX)):
             raise TimeoutError("another call receives")
         try:
-            while not self._ready:
-                self._ready.extend(self._next(deadline))
-            message = self._ready[0]
-            received = self._delivered(message, out)
-            self._ready.popleft()
+            self._falsifier.await_message(deadline)
+            received = self._delivered(self._falsifier.ready[0], out)
+            self._falsifier.ready.popleft()
             return received
         finally:
             self._turn.release()
@@ -78,16 +74,6 @@ class TamperingPipe(Pipe):
             raise TensorMismatchError(f"{meta_of(message)} came, and {meta_of(out)} was to be filled")
         copy_into(out, memory_of(message))
         return out
-
-    def _next(self, deadline: Deadline) -> list[Message]:
-        while self._falsifier.is_silent:
-            if self._over.wait(_TICK_S):
-                raise ClosedError("this pipe is closed")
-            if self.pipe.closed:
-                raise PeerGoneError("the other end of this pipe is gone")
-            if deadline.expired:
-                raise TimeoutError("nothing came in time")
-        return self._falsifier.passed_on(self.pipe.recv_tensor(timeout=deadline.remaining()))
 
     # -- the rest is the other pipe's --------------------------------------------------------------------
 
@@ -106,11 +92,9 @@ class TamperingPipe(Pipe):
         return self.pipe.peer
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self._over.set()
         self.pipe.close(timeout)
 
     def abort(self) -> None:
-        self._over.set()
         self.pipe.abort()
 
 
