@@ -9,7 +9,6 @@ import pytest
 
 from kvplug import ConfigError
 from kvplug.transport import option
-from kvplug.transport.context import CommunicatorContext, LookupContext, QueueContext
 from kvplug_testing import (
     ConnectorContract,
     DeviceCommunicatorContract,
@@ -45,21 +44,6 @@ def test_options_of_what_is_not_installed_are_made_as_a_config_makes_them() -> N
     assert made.options == Options(lanes=3, max_in_flight_bytes=2000)
     with pytest.raises(ConfigError, match=r"options\.PipeWithOptions\.lane"):
         suite.endpoint(lane=1)
-
-
-@pytest.mark.parametrize("kind", ["queue", "lookup", "communicator"])
-def test_the_options_class_is_for_every_kind_of_transport(kind: str) -> None:
-    said = {"options_class": Options, "make_endpoint": lambda _, c: c, "make_communicator": lambda _, c: c}
-    bases: dict[str, tuple[type, type]] = {
-        "queue": (MessageQueueContract, QueueContext),
-        "lookup": (LookupBufferContract, LookupContext),
-        "communicator": (DeviceCommunicatorContract, CommunicatorContext),
-    }
-    suite, context = bases[kind]
-    mine: Any = type("Mine", (suite,), said)()
-    made: Any = mine.made(object()) if kind == "communicator" else mine.endpoint()
-    assert isinstance(made, context)
-    assert made.options == Options()
 
 
 def test_a_bound_that_is_not_among_the_options_is_told_with_what_to_set() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvplug import Config
-from kvplug_testing.engine import Arrival, CallOrder, FakeEngine, PagedCache, Schedule, request_of
+from kvplug_testing.engine import CallOrder, FakeEngine, PagedCache, request_of
 from kvplug_testing.engine.cache import AXES
 from kvplug_testing.engine.roundtrip import roundtrip
 
@@ -99,24 +98,3 @@ def test_only_plain_values_cross(value: Any) -> None:
     with pytest.raises(AssertionError, match="what it says"):
         roundtrip(value, "what it says")
     assert roundtrip({"a": (1, [b"x", None])}, "it") == {"a": (1, [b"x", None])}
-
-
-def test_the_same_seed_makes_the_same_moves() -> None:
-    def calls_of(seed: int) -> list[str]:
-        host = f"unix:@kvplug-test-fake-engine-{next(_numbers)}"
-        config = Config.from_dict({"connector": "memory", "role": "both", "host": host})
-        calls: list[str] = []
-        with FakeEngine(config, num_blocks=20) as fake:
-            scheduler = fake.scheduler
-            fake.scheduler = Noting(scheduler, calls)
-            schedule = Schedule(fake, random.Random(seed), depth=2)
-            schedule.submit(
-                *(Arrival(request_id=f"r{n}", prompt=tuple(range(60 + n)), generated=(7,)) for n in range(8))
-            )
-            schedule.run()
-            fake.scheduler = scheduler
-            assert schedule.audit.num_loaded
-        return calls
-
-    assert calls_of(1) == calls_of(1)
-    assert calls_of(1) != calls_of(2)

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
-from kvplug_testing import PipeContract, peers
+from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.peers import Parent
@@ -103,37 +102,3 @@ def test_apart_they_hear_nothing_and_then_go_on(hosts: HostPair) -> None:
 def test_nothing_is_left_of_hosts(server: ForkServer, hosts: HostPair) -> None:
     with peers.nothing_left(), HostPair(server) as pair, run(pair, 1, listen, ADDRESSES[1]) as child:
         assert child.recv()
-
-
-# -- what the scorecard says -------------------------------------------------------------------------
-
-
-class Claimed(PipeContract):
-    """The pipe "memory", with other claims."""
-
-    transport = "memory"
-    cross_host = True
-
-    @property
-    def spec(self) -> Any:
-        spec: Any = super().spec
-        able = attrs.evolve(spec.capabilities, cross_host=self.cross_host)
-        return attrs.evolve(spec, capabilities=able)
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ({}, ""),
-        ({"cross_host": False}, "memory does not claim cross_host"),
-        ({"one_host": "socket is unix"}, "cross_host is not judged: socket is unix"),
-        ({"across_processes": False}, "cross_host is not judged: the ends of memory are in one process"),
-        ({"forks": False}, "cross_host is not judged: a process with memory must not fork"),
-        ({"transport": "", "spec": None}, "cross_host is not judged: Judged does not say whose claim it is"),
-    ],
-    ids=str,
-)
-def test_a_claim_that_is_not_judged_is_told_with_the_reason(said: dict[str, Any], reason: str) -> None:
-    suite = type("Judged", (Claimed,), said)()
-    assert suite.another_host.startswith(reason)
-    assert bool(suite.another_host) == bool(reason)

@@ -36,15 +36,6 @@ def test_ends_are_made_for_a_device_that_is_claimed(devices: set[str], said: str
     assert mine.context().device == device
 
 
-def test_a_device_that_is_not_claimed_and_one_that_torch_has_not_are_skipped() -> None:
-    pytest.importorskip("torch")
-    mine: Any = type("Mine", (Claims,), {"claims": {"devices": {"cpu", "abacus"}}})()
-    with pytest.raises(pytest.skip.Exception, match="memory claims devices cpu, abacus, not cuda"):
-        mine.test_a_tensor_of_each_claimed_device_arrives_with_its_bits("cuda")
-    with pytest.raises(pytest.skip.Exception, match="torch has no device abacus here"):
-        mine.test_a_tensor_of_each_claimed_device_arrives_with_its_bits("any other")
-
-
 class ImportsMore(Claims):
     def import_all(self) -> None:
         super().import_all()

@@ -93,20 +93,16 @@ class _Failure:
 
     step: int
     what: str
-    is_foreign: bool
-    is_late: bool
-    """All of them are timeouts."""
-    is_result: bool
-    """All of them are results, which name nothing."""
-    is_ended: bool
-    """All of them are results of an object that has ended."""
+    kinds: frozenset[str]
+    """The kinds of errors, see :func:`_kind`."""
     names: frozenset[str]
     """The resources that they name."""
 
     @property
     def says_broken(self) -> bool:
         """Whether they say that the object has ended, for which nothing else is a reason."""
-        return self.is_ended or not (self.is_foreign or self.is_late or self.is_result or self.names)
+        excuses = ({"late"}, {"result"}, {"result", "ended"})
+        return not (self.kinds in excuses or {"named", "foreign"} & self.kinds)
 
 
 class Exhaustion(Contract):
@@ -180,15 +176,15 @@ class _Trial:
         """Begin the limit at step ``first``, where ``number`` more can be had."""
         before, mapped = peers.Resources.of(), shared_mappings()
         found = self._try(first, number, SHORT_S)
-        if found is not None and found[0].is_late and not found[0].names:
+        if found is not None and found[0].kinds == {"late"}:
             found = self._try(first, number, LONG_S)  # a busy machine, perhaps
         self._unrefused = 0 if found else self._unrefused + 1
         faults = []
         if found is not None:
             failure, again = found
-            if failure.is_foreign:
+            if "foreign" in failure.kinds:
                 faults.append(f"it raised what is no error of kvplug: {failure.what}")
-            elif not (failure.is_result or failure.names & self._limit.resources):
+            elif not (failure.kinds <= {"result", "ended"} or failure.names & self._limit.resources):
                 faults.append(f"no error named what ran out: {failure.what}")
             if again:
                 faults.append(f"the very next try without the limit failed: {again}")
@@ -253,12 +249,22 @@ def _failure(attempt: Attempt, step: int, error: Exception) -> _Failure:
     return _Failure(
         step=step,
         what=f"{_name(attempt, step)}: {said}"[:2000],
-        is_foreign=not all(isinstance(each, KvplugError) for each in errors),
-        is_late=all(isinstance(each, TimeoutError) for each in errors),
-        is_result=all(isinstance(each, ResultError) for each in errors),
-        is_ended=all(isinstance(each, EndedError) for each in errors),
+        kinds=frozenset(map(_kind, errors)),
         names=frozenset(each.resource for each in errors if isinstance(each, ResourceExhaustedError)),
     )
+
+
+def _kind(error: Exception) -> str:
+    match error:
+        case EndedError():
+            return "ended"
+        case ResultError():
+            return "result"
+        case ResourceExhaustedError():
+            return "named"
+        case KvplugError():
+            return "late" if isinstance(error, TimeoutError) else "broken"
+    return "foreign"
 
 
 def _name(attempt: Attempt, step: int) -> str:
