@@ -135,16 +135,6 @@ FAULTS = {
     "it needs another plugin": Fault(
         "PLUGIN-1", "kvplug_neighbour, which is another plugin", more="import kvplug_neighbour.plugin"
     ),
-    "it has a hook that is unknown": Fault(
-        "PLUGIN-1", "kvplug_transprots", "def kvplug_transports", "def kvplug_transprots"
-    ),
-    "it has a hook without a mark": Fault(
-        "PLUGIN-1",
-        "not marked with kvplug.transport.hookimpl",
-        "@hookimpl\ndef kvplug_sinks",
-        "def kvplug_sinks",
-    ),
-    "a name is not well formed": Fault("PLUGIN-1", "'Smoke_1' cannot be a name", '"smoke"', '"Smoke_1"'),
     "it ends the process": Fault("PLUGIN-1", "exit code 7", more="import os\nos._exit(7)"),
     # light to load
     "its entry point is heavy": Fault(
@@ -163,13 +153,6 @@ FAULTS = {
         "def describe():\n    try:\n        open('/dev/kvplug-none')\n    except OSError:\n        pass",
     ),
     # claims
-    "its options are no attrs class": Fault("PLUGIN-3", "is not an attrs class", "@attrs.frozen", ""),
-    "its probe raises": Fault(
-        "PLUGIN-3",
-        "gives no answer: OSError: fog",
-        "return Probe(",
-        "raise OSError('fog')\n    return Probe(",
-    ),
     "its probe never returns": Fault(
         "PLUGIN-3",
         "the probe of the pipe smoke (kvplug_subject.light:describe): it had not come",
@@ -187,12 +170,6 @@ FAULTS = {
     ),
     "its factory is not there": Fault(
         "PLUGIN-3", "cannot load kvplug_subject.heavy:End:", "heavy:Endpoint", "heavy:End"
-    ),
-    "its factory is not called with one argument": Fault(
-        "PLUGIN-3",
-        "too many positional arguments",
-        "Endpoint:\n    def __init__(self, context)",
-        "Endpoint:\n    def __init__(self)",
     ),
     "its factory leaves something abstract": Fault(
         "PLUGIN-3",
