@@ -106,7 +106,8 @@ class _Process:
         self._number = number
         self._pidfd = pidfd
         self._status = status
-        self.pid = _pid_here(pidfd)
+        facts = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+        self.pid = next(int(line.split()[1]) for line in facts if line.startswith("Pid:"))
         self._asking = threading.Lock()
         self._code: int | None = None
 
@@ -140,12 +141,6 @@ class _Process:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-
-
-def _pid_here(pidfd: int) -> int:
-    """The pid, in this namespace, of a process that has not been reaped."""
-    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
 
 
 def _import_all(*modules: str) -> None:
@@ -185,7 +180,11 @@ def serve(control: socket.socket, disown: Callable[[], None]) -> None:
         if word == "wait":
             answer = os.waitpid(int(number), 0)[1]
         else:
-            answer = _fork()
+            with warnings.catch_warnings():
+                # Python 3.12 warns of forks in processes with threads. The thread here only reads, and holds
+                # no lock that a child needs.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                answer = os.fork()
             if answer == 0:
                 disown()
                 _be_a_child(control, fds, float(number))
@@ -193,14 +192,6 @@ def serve(control: socket.socket, disown: Callable[[], None]) -> None:
         socket.send_fds(control, [_NUMBER.pack(answer)], pidfds)
         for each in (*fds, *pidfds):
             os.close(each)
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forks in processes with threads. The thread here only reads, and holds no lock
-        # that a child needs.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
 
 
 def _be_a_child(control: socket.socket, fds: Sequence[int], timeout_s: float) -> None:

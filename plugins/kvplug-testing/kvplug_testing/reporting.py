@@ -220,7 +220,8 @@ def _result(
     if report.skipped and waived.startswith(_WAIVED):
         outcome, reason = Outcome.WAIVED, waived.removeprefix(_WAIVED)
     elif report.skipped:
-        outcome, reason = Outcome.SKIPPED, _skip_reason(report)
+        skip = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        outcome, reason = Outcome.SKIPPED, skip.removeprefix("Skipped: ")
     elif report.failed:
         outcome, reason = Outcome.FAILED, _observed(report)
     elif report.when == "call" and not waived:
@@ -236,12 +237,6 @@ def _result(
         "reason": reason,
         "seconds": round(report.duration, 3),
     }
-
-
-def _skip_reason(report: pytest.TestReport) -> str:
-    longrepr = report.longrepr
-    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
-    return text.removeprefix("Skipped: ")
 
 
 def _observed(report: pytest.TestReport) -> str:

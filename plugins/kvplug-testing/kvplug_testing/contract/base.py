@@ -12,6 +12,7 @@ scorecard.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -247,9 +248,9 @@ class Contract:
     def suite_ref(self) -> dict[str, Any]:
         """Plain values from which another process recreates this suite. See :func:`suite_from_ref`."""
         cls = type(self)
-        source = (
-            getattr(cls, "made_from", None) or f"{os.path.abspath(inspect.getfile(cls))}:{cls.__qualname__}"
-        )
+        source = getattr(cls, "made_from", "")
+        if not source:
+            source = f"{os.path.abspath(inspect.getfile(cls))}:{cls.__qualname__}"
         return {
             "source": source,
             "kind": cls.kind.value,
@@ -264,11 +265,8 @@ class Contract:
     @property
     def other_processes(self) -> str:
         """The reason to skip a test, for ``needs``."""
-        return (
-            ""
-            if self.across_processes
-            else f"the ends of {self.called} are in one process (across_processes)"
-        )
+        reason = f"the ends of {self.called} are in one process (across_processes)"
+        return "" if self.across_processes else reason
 
     @property
     def forked_processes(self) -> str:
@@ -312,10 +310,8 @@ def _prepare(suite_ref: Mapping[str, Any]) -> None:
 
 _servers: dict[tuple[str, str, Any], ForkServer] = {}
 _hosts: dict[tuple[str, str, Any], HostPair] = {}
-_loaded: list[Registry] = []
 
 
+@functools.cache
 def _registry() -> Registry:
-    if not _loaded:
-        _loaded.append(Registry.from_env())
-    return _loaded[0]
+    return Registry.from_env()

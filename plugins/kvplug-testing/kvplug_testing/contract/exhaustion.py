@@ -274,20 +274,18 @@ def _name(attempt: Attempt, step: int) -> str:
 def _left(before: peers.Resources, mapped: collections.Counter[str], within: float) -> str:
     """What the process holds beyond ``before``, once it had time to release it."""
     limit = time.monotonic() + within
-    while left := _beyond(before, mapped):
+    while True:
+        words = [peers.Resources.of().beyond(before)]
+        if more := shared_mappings() - mapped:
+            words.append(f"mappings: {', '.join(sorted(more))}")
+        left = "; ".join(word for word in words if word)
+        if not left:
+            return ""
         if time.monotonic() > limit:
             faulthandler.dump_traceback(all_threads=True)
             return left
         time.sleep(0.005)
         gc.collect()
-    return ""
-
-
-def _beyond(before: peers.Resources, mapped: collections.Counter[str]) -> str:
-    words = [peers.Resources.of().beyond(before)]
-    if more := shared_mappings() - mapped:
-        words.append(f"mappings: {', '.join(sorted(more))}")
-    return "; ".join(word for word in words if word)
 
 
 def shared_mappings() -> collections.Counter[str]:

@@ -244,7 +244,13 @@ class General(Contract):
     def test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so(self) -> None:
         ways = itertools.cycle(DEATHS)
         for dies, end, waiting in self._deaths(heartbeat_timeout_s=HEARTBEAT_S):
-            _die(dies, next(ways))
+            match next(ways):
+                case "is killed":
+                    dies.child.kill()
+                case "is killed and not reaped":
+                    os.kill(dies.child.pid, signal.SIGKILL)
+                case _:
+                    dies.child.send(["exit", "", []])
             _raises_gone(end, waiting)
             end.run("close", waits.patience_s)
             assert not (wrong := end.run("not_closed")), wrong
@@ -563,16 +569,6 @@ def _raises_gone(end: Handle, waiting: Pending | None) -> None:
     if waiting is not None:
         waiting.raised(end.gone or KvplugError)
     end.run("is_gone")
-
-
-def _die(end: RemoteHandle, how: str) -> None:
-    """End the process of that end, without closing anything."""
-    if how == "is killed":
-        end.child.kill()
-    elif how == "is killed and not reaped":
-        os.kill(end.child.pid, signal.SIGKILL)
-    else:
-        end.child.send(["exit", "", []])
 
 
 def _footprints(ends: Sequence[Handle]) -> dict[int, Footprint]:
