@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvplug import ClosedError, PeerGoneError, TimeoutError  # noqa: E402
+from kvplug import TimeoutError  # noqa: E402
 from kvplug.transport import Credentials, Pipe, PipeContext  # noqa: E402
 from kvplug_lab.faults import FaultyEndpoint, Rule  # noqa: E402
 from kvplug_testing.memory.options import MemoryPipeOptions  # noqa: E402
@@ -79,24 +79,3 @@ def test_so_many_bits_are_flipped_and_the_caller_s_tensor_is_unchanged(pair: Pai
     assert torch.equal(first, source) and torch.equal(small, tensor(0, 8)) and none is None
     changed = second.view(torch.uint8) ^ source.contiguous().view(torch.uint8)
     assert sum(byte.bit_count() for byte in changed.flatten().tolist()) == 9
-
-
-def test_a_stopped_send_ends_with_its_deadline_or_its_pipe(pair: Pair) -> None:
-    near, _ = pair("stop")
-    raises(TimeoutError, lambda: near.send_tensor(None, timeout=0.05))
-    call = Call(lambda: near.send_tensor(None, timeout=None))
-    assert call.is_blocked()
-    near.abort()
-    call.raised(ClosedError)
-
-
-def test_both_ends_lose_their_peer_when_it_disconnects(pair: Pair) -> None:
-    near, far = pair("disconnect message=2")
-    send(near, 1)
-    waiting = Call(lambda: near.recv_tensor(timeout=5))
-    assert received(far, 1) == [1] and waiting.is_blocked()
-    raises(PeerGoneError, lambda: send(near, 2))
-    waiting.raised(PeerGoneError)
-    raises(PeerGoneError, far.recv_tensor)
-    near.close(1)
-    raises(ClosedError, near.recv_tensor)

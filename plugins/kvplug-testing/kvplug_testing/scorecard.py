@@ -87,7 +87,7 @@ class Scorecard:
             yield from ("; ".join([*sorted({each.distribution for each in results} - {""}), seconds]), "")
             counts = {id_: Counter(each.outcome for each in results if id_ in each.laws) for id_ in LAWS}
             rows = [(str(LAWS[id_]), counter) for id_, counter in counts.items() if counter]
-            width = max(len(title) for title, _ in rows)
+            width = max((len(title) for title, _ in rows), default=0)
             yield f"| {'law':{width}} | {' | '.join(Outcome)} |"
             yield f"| {'-' * width} | {' | '.join('-' * len(each) for each in Outcome)} |"
             for title, counter in rows:

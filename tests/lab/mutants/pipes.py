@@ -790,9 +790,6 @@ class TestKeepsAPartOfEveryPipe(Mutant):
             super().__init__(*args)
             kept.append(b"x" * 200_000)
 
-    def _come_and_go(self, rounds: int) -> None:
-        super()._come_and_go(min(rounds, 250))  # show it as well as a thousand
-
 
 class TestOneEndEndsAll(Mutant):
     """One connecting end that aborts makes its siblings believe that their peers are gone."""

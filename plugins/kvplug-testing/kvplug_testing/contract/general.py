@@ -44,6 +44,8 @@ _AFTER_S: Final = 5.0
 """The timeout of an exchange that may fail, since a call was interrupted."""
 _WARM_UP: Final = 10
 _ROUNDS: Final = 20
+_MANY_ROUNDS: Final = 150
+"""So many that a leak of a few hundred KB in each is seen."""
 _LONGEST: Final = (None, 1e10, 1e300, math.inf, 3600)
 _WRONG: Final = (-1, -0.001, -math.inf, math.nan)
 
@@ -474,7 +476,13 @@ class General(Contract):
 
     @law("ALL-7", needs="ends_here")
     def test_ends_that_come_and_go_leave_nothing(self) -> None:
+        self._come_and_go(_ROUNDS)
 
+    @law("ALL-7", level="long", needs="ends_here", timeout_s=900)
+    def test_very_many_ends_that_come_and_go_leave_nothing(self) -> None:
+        self._come_and_go(_MANY_ROUNDS)
+
+    def _come_and_go(self, rounds: int) -> None:
         def one(number: int) -> None:
             with self.scope():
                 ends = self.connected()
@@ -482,7 +490,7 @@ class General(Contract):
                 for end in ends if number % 2 else ends[::-1]:
                     end.run("end", "close" if number % 3 else "abort")
 
-        self._leaves_nothing(one, _ROUNDS, [])
+        self._leaves_nothing(one, rounds, [])
 
     @law("ALL-7", needs="other_processes", level="long", timeout_s=120)
     def test_processes_that_end_or_are_killed_leave_nothing(self) -> None:
