@@ -40,3 +40,6 @@ from kvplug_testing.contract.sink import (
 from kvplug_testing.contract.store import (
     StoreContract as StoreContract,
 )
+from kvplug_testing.contract.store.blocking import (
+    BlockingStoreContract as BlockingStoreContract,
+)

@@ -19,7 +19,7 @@ from kvplug.errors import CapacityError
 from kvplug.transport.store.blocking import BlockingStore
 from kvplug.transport.store.results import Usage
 from kvplug_lab.mutants import breaks
-from kvplug_testing import StoreContract
+from kvplug_testing import BlockingStoreContract, StoreContract
 
 
 @attrs.frozen(kw_only=True)
@@ -226,7 +226,25 @@ class TestKeepsItsBudget(BoundedMutant):
     is_control = True
 
 
-@breaks(Mutant, "STORE-1")
+class TestHasNoFault(Mutant):
+    """The store over files as it is."""
+
+    is_control = True
+
+
+class Methods(BlockingStoreContract):
+    """One fault of the store's methods, which are called one by one."""
+
+    options_class = FileOptions
+    made: type[FileStore] = FileStore
+    parts = ("made",)
+    breaks: tuple[str, ...] = ()
+
+    def make_store(self, context: Any) -> Any:
+        return self.made(context)
+
+
+@breaks(Methods, "STORE-1")
 class TestFillsTheFirstBufferOnly(FileStore):
     """The others keep what was in them."""
 
@@ -234,7 +252,7 @@ class TestFillsTheFirstBufferOnly(FileStore):
         return super().read(key, into[:1])
 
 
-@breaks(Mutant, "STORE-1")
+@breaks(Methods, "STORE-1")
 class TestReturnsHowMuchItCopied(FileStore):
     """A page that is longer than the buffers looks like one that fits."""
 
@@ -243,7 +261,25 @@ class TestReturnsHowMuchItCopied(FileStore):
         return None if nbytes is None else min(nbytes, sum(map(len, into)))
 
 
-@breaks(Mutant, "STORE-9")
+@breaks(Methods, "STORE-2")
+class TestLeavesPartsWhenKilled(FileStore):
+    """A page has its name before it is whole."""
+
+    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
+        if not self._path(key).exists():
+            self._write_pieces(self._path(key), b"".join(page))
+        return True
+
+
+@breaks(Methods, "STORE-2")
+class TestTheLastWriteWins(FileStore):
+    """A page that is there is replaced."""
+
+    def _publish(self, aside: Path, path: Path) -> None:
+        os.replace(aside, path)
+
+
+@breaks(Methods, "STORE-9")
 class TestRemovesTheFirstKeyOnly(FileStore):
     """The other pages stay."""
 
@@ -251,7 +287,7 @@ class TestRemovesTheFirstKeyOnly(FileStore):
         super().remove(keys[:1])
 
 
-@breaks(Mutant, "STORE-10")
+@breaks(Methods, "STORE-10")
 class TestAnswersInItsOwnOrder(FileStore):
     """Answers are in the order of the files."""
 
@@ -259,7 +295,7 @@ class TestAnswersInItsOwnOrder(FileStore):
         return sorted(super().has(keys))
 
 
-class TestHasNoFault(Mutant):
+class TestHasRightMethods(Methods):
     """The store over files as it is."""
 
     is_control = True

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from kvplug_testing import StoreContract
+from kvplug_testing import BlockingStoreContract, StoreContract
+
+
+class TestSqliteMethods(BlockingStoreContract):
+    store = "sqlite"
 
 
 class TestSqlite(StoreContract):

@@ -46,7 +46,8 @@ def _loaded(source: str) -> type[Contract]:
 
 
 def every() -> tuple[type[Contract], ...]:
-    return (*(suite_of(kind) for kind in _SUITES), PluginContract)
+    blocking = _loaded("kvplug_testing.contract.store.blocking:BlockingStoreContract")
+    return (*(suite_of(kind) for kind in _SUITES), blocking, PluginContract)
 
 
 def installed(
