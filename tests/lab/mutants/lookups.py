@@ -15,8 +15,7 @@ from kvplug.errors import CapacityError, ClosedError, KvplugError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug_lab.mutants import breaks
 from kvplug_testing import LookupBufferContract
-from kvplug_testing.memory.lookup import MemoryLookupEndpoint, MemoryStore
-from kvplug_testing.memory.lookup_calls import MemoryRemoteStore, Wanted
+from kvplug_testing.memory.lookup import MemoryLookupEndpoint, MemoryRemoteStore, MemoryStore, Wanted
 from kvplug_testing.memory.store_core import LeasedEntry, StoreCore, StoredEntry
 
 
