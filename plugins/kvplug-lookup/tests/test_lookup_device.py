@@ -77,12 +77,6 @@ def test_blocks_of_a_load_that_is_given_up_are_not_written_once_the_engine_may_u
 # -- more pages than there is staging memory for ---------------------------------------------------
 
 
-def on_device(**given: Any) -> FakeEngine:
-    """An engine that saves and loads, with the least memory for staging: for 2,720 tokens."""
-    given = {"stores": ["host"], "staging_size": 1 << 20, "device": "simulated", **given}
-    return FakeEngine(config("both", host=an_address("both"), **given), num_blocks=1100, device="simulated")
-
-
 @pytest.fixture
 def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for four pages, in pieces of one."""
@@ -93,7 +87,9 @@ def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
 def saving(**given: Any) -> Iterator[tuple[FakeEngine, Any, Any, ExitStack]]:
     """An engine, a request whose pages a step saves, its blocks, and the stall of the device, which has read
     none of them."""
-    with on_device(**given) as engine, ExitStack() as stall:
+    given = {"stores": ["host"], "staging_size": 1 << 20, "device": "simulated", **given}
+    keys = config("both", host=an_address("both"), **given)
+    with FakeEngine(keys, num_blocks=1100, device="simulated") as engine, ExitStack() as stall:
         prompt = request_of("a", PROMPT)
         blocks = engine.admit(prompt)
         planned = engine.plan([(prompt, blocks, 0, 100)])

@@ -11,7 +11,6 @@ import attrs
 import pytest
 
 from kvplug import needs_layer_hooks
-from kvplug.engine import Request
 from kvplug.transport import Presence
 from kvplug_testing.contract.connector.schedules import arrivals, scheduled
 from kvplug_testing.engine import FakeEngine, request_of
@@ -81,10 +80,6 @@ def known(engine: FakeEngine) -> list[Presence | None]:
     return replica.presences(chains_of(PROMPT), 0) or []
 
 
-def asks(engine: FakeEngine, prompt: Request) -> Any:
-    return engine.scheduler.get_num_new_matched_tokens(prompt, 0)[0]
-
-
 def test_a_page_that_is_missing_and_planned_is_waited_for_and_then_loaded() -> None:
     with pair(consumer={"lookup": {"wait_timeout_s": 20}}) as (prefill, decode):
         decode.scheduler.wait_until_ready(10)
@@ -96,7 +91,7 @@ def test_a_page_that_is_missing_and_planned_is_waited_for_and_then_loaded() -> N
         asking = request_of("a", PROMPT)
         decode.scheduler.on_new_request(asking)
         until(lambda: Presence.COMING in known(decode), what="the declared pages")
-        assert asks(decode, asking) is None
+        assert decode.scheduler.get_num_new_matched_tokens(asking, 0)[0] is None
         prefill.worker.start_load_kv()
         for layer in range(3):
             prefill.visit(layer, planned)
@@ -118,7 +113,7 @@ def test_a_page_that_does_not_come_is_waited_for_until_the_timeout_and_counted()
         asking = request_of("a", PROMPT)
         assert decode.matched(asking) == (0, False)
         assert decode.scheduler.get_stats()["failures"]["match"]["expired"] == 1
-        assert asks(decode, asking) == 0, "it waits no second time"
+        assert decode.scheduler.get_num_new_matched_tokens(asking, 0)[0] == 0, "it waits no second time"
         prefill.worker.handle_preemptions(frozenset({"stored"}))  # given up: absent from now on
         until(lambda: known(decode) == [], what="the end of the declared pages")
         assert decode.matched(request_of("b", PROMPT)) == (0, False)

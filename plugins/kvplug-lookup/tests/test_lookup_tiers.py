@@ -54,11 +54,6 @@ def num_files(engine: FakeEngine) -> int:
     return found
 
 
-def sources(engine: FakeEngine, name: str) -> Any:
-    """Where the pages that were promised to a request come from."""
-    return engine.scheduler.sources_of(name)
-
-
 def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_path: Path) -> None:
     with both(**tiers(tmp_path)) as engine:
         engine.prefill(request_of("old", PROMPT))
@@ -72,11 +67,11 @@ def test_what_the_first_store_evicted_is_loaded_from_the_next_and_promoted(tmp_p
 
         prompt = request_of("a", PROMPT)
         assert engine.matched(prompt) == (96, False)
-        assert sources(engine, "a") == ((("fs", 6),),)
+        assert engine.scheduler.sources_of("a") == ((("fs", 6),),)
         assert_loads(engine, prompt, 96)
         until(lambda: set(store.submit_lookup(series.keys_of(chains)).wait()) == {Presence.HELD})
         assert engine.matched(request_of("b", PROMPT)) == (96, False)
-        assert sources(engine, "b") == ((("host", 6),),), "it was not promoted"
+        assert engine.scheduler.sources_of("b") == ((("host", 6),),), "it was not promoted"
         assert_loads(engine, request_of("c", PROMPT), 96)
 
 
@@ -94,7 +89,7 @@ def test_one_load_takes_its_pages_from_several_stores(tmp_path: Path) -> None:
         assert 0 < num_held(engine) < 60
         prompt = request_of("c", tokens(970))
         assert engine.matched(prompt) == (960, False)
-        assert sources(engine, "c") == ((("host", 6), ("fs", 54)),)
+        assert engine.scheduler.sources_of("c") == ((("host", 6), ("fs", 54)),)
         assert engine.scheduler.get_hit_sources(prompt, 960) == {"host": 96, "disk": 864}
         assert engine.scheduler.get_hit_sources(prompt, 90) == {"host": 90}
         assert_loads(engine, prompt, 960)
@@ -156,9 +151,9 @@ def prompt_of(number: int) -> range:
     return tokens(100, first=1000 * number)
 
 
-def saved(engine: FakeEngine, number: int, **given: Any) -> None:
+def saved(engine: FakeEngine, number: int) -> None:
     """Six pages of a prompt are in the first store."""
-    blocks = engine.prefill(request_of(f"p{number}", prompt_of(number), **given))
+    blocks = engine.prefill(request_of(f"p{number}", prompt_of(number)))
     engine.free_blocks.extend(blocks)
     num_held(engine)
 

@@ -4,6 +4,8 @@ test_simple_contract.py.
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -62,16 +64,6 @@ def test_old_entries_go_when_room_is_needed_even_during_the_wait(made, entry):
     assert store.match([1, 2, 3]) == 0 and store.match([4, 5, 6]) == 3
 
 
-class InsertingSink:
-    """Runs a function while an entry is read."""
-
-    def __init__(self, during):
-        self.begin = lambda header: during()
-
-    def layer(self, index, key, value):
-        pass
-
-
 def test_where_the_oldest_go_what_is_read_stays_and_nothing_goes_in_vain(made, entry):
     store = made(3 * bytes_of(entry([1, 2, 3])), evict="oldest")
     for first in (1, 4, 7):
@@ -85,7 +77,7 @@ def test_where_the_oldest_go_what_is_read_stays_and_nothing_goes_in_vain(made, e
             store.insert(*entry([first, 2, 3]), timeout=0)
         assert [first for first in (1, 4, 7, 10, 13) if store.match([first])] == [1, 10, 13]
 
-    store.select([1, 2, 3], sink=InsertingSink(during))
+    store.select([1, 2, 3], sink=Mock(begin=lambda header: during()))
     store.insert(*entry([16, 2, 3]), timeout=0)
     assert store.match([1]) == 0, "it is not read any more"
 
