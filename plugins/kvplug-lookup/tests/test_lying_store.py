@@ -20,7 +20,6 @@ from kvplug_lookup.buffer.messages import (
     Done,
     Failed,
     Granted,
-    Matched,
     Take,
     key_to_bytes,
     pack,
@@ -98,12 +97,6 @@ def test_an_entry_of_other_tokens_is_never_handed_out(
     store.answer(coming(number, **lie))
     assert "other tokens" in str(call.raised(WireError))
     assert store.end.is_lost  # so that the store has the entry back
-
-
-def test_a_match_is_never_longer_than_the_query(store: LyingStore) -> None:
-    call, number = store.asked("match")
-    store.answer(Matched(number, 4))
-    assert "4 of 3 tokens" in str(call.raised(WireError))
 
 
 # -- sizes --------------------------------------------------------------------------------------
