@@ -46,7 +46,7 @@ class Missing(CommunicatorSuite):
         ranks.raised("all_reduce", _without(1), TransportError, timeout=None)
         ranks.raised("all_reduce", {1: [tensor_of("float32", (3,), 1)]}, KvplugError, timeout=2.0)
 
-    @law("COMM-2", "ALL-2")
+    @law("COMM-2", "ALL-2", "ALL-5")
     @pytest.mark.parametrize("method", METHODS)
     def test_a_rank_that_is_gone_is_named_at_all_others(self, method: str) -> None:
         ranks = self.ranks()
