@@ -12,6 +12,7 @@ from functools import partial
 from kvplug import CapacityError
 from kvplug.kit import SERIES_BYTES
 from kvplug.transport import (
+    BackgroundThread,
     PageEvent,
     PageEventLog,
     PageRemoval,
@@ -21,6 +22,22 @@ from kvplug.transport import (
 )
 
 Listener = Callable[[PageEvent], None]
+
+
+class _Timer(BackgroundThread):
+    """One call to come."""
+
+    def __init__(self, after_s: float, call: Callable[[], None]) -> None:
+        self._over = threading.Event()
+        super().__init__(self._wait, name="kvplug_testing timer", stop=self.cancel, args=(after_s, call))
+
+    def _wait(self, after_s: float, call: Callable[[], None]) -> None:
+        if not self._over.wait(min(after_s, threading.TIMEOUT_MAX)):
+            call()
+
+    def cancel(self) -> None:
+        """It is not called, unless it is being called now."""
+        self._over.set()
 
 
 class PagePlace:
@@ -43,7 +60,7 @@ class PagePlace:
         self._leases: dict[bytes, dict[int, float]] = {}
         self._expected: dict[bytes, tuple[int, int]] = {}
         """For each page that another end is to read: the end that expects so, and how many readers."""
-        self._timers: dict[int, set[threading.Timer]] = defaultdict(set)
+        self._timers: dict[int, set[_Timer]] = defaultdict(set)
         self._log = PageEventLog()
         self._listeners: list[Listener] = []
 
@@ -197,9 +214,7 @@ class PagePlace:
                 self._tell(self._log.declared(series, new, for_s))
                 timers = self._timers[end]
                 timers.difference_update([each for each in timers if not each.is_alive()])
-                expire = partial(self._expire, end, new, until)
-                timer = threading.Timer(min(for_s, threading.TIMEOUT_MAX), expire)
-                timer.daemon = True
+                timer = _Timer(for_s, partial(self._expire, end, new, until))
                 timers.add(timer)
                 timer.start()
 
