@@ -111,7 +111,8 @@ class Misses(StoreSuite):
         store = self.hold(secret=b"of the deployment")
         pages = self.batch(store, 2)
         kept(store, pages)
-        self.write_raw(store, pages.keys[1], self.read_raw(store, pages.keys[0]))
+        page, _ = (self.read_raw(store, key) for key in pages.keys)
+        self.write_raw(store, pages.keys[1], page)
         assert ended(store.submit_get(pages.empty())) == [None, MissReason.IDENTITY]
 
     @law("STORE-1")
