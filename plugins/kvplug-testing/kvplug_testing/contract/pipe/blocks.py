@@ -15,7 +15,7 @@ from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe.content import dtypes, tensor_of
-from kvplug_testing.contract.pipe.suite import PipeSuite, received, sent
+from kvplug_testing.contract.pipe.suite import MIB, PipeSuite, received, sent
 from kvplug_testing.waits import Call, raises
 
 _DTYPES = ("bfloat16", "float8_e4m3fn", "float32", "bool")
@@ -114,6 +114,19 @@ class BlockMessages(PipeSuite):
         _receive(pipe, target, block_ids, **given).result()
         assert_same(message, message_of(target, block_ids))
         assert_same(before, message_of(target, others), "blocks that were not named were written")
+
+    @law("PIPE-1", "PIPE-5")
+    def test_rows_of_any_size_arrive_in_the_named_ones_and_in_no_others(self) -> None:
+        import torch
+
+        one, other = self.pair()
+        for nbytes in (1, 65, 4096, 3 * MIB + 5):
+            source, target = tensor_of("uint8", (5, nbytes)), torch.zeros(7, nbytes, dtype=torch.uint8)
+            sending = Call(lambda s=source: one.send_blocks([s], [3, 1, 4]))  # type: ignore[misc]
+            _receive(other, [target], [6, 0, 2]).result()
+            sending.result().wait(waits.patience_s)
+            assert_same(source[[3, 1, 4]], target[[6, 0, 2]])
+            assert not target[[1, 3, 4, 5]].any(), "blocks that were not named were written"
 
     @law("PIPE-5")
     def test_layers_and_blocks_that_do_not_fit_are_refused_by_name_and_the_message_stays(self) -> None:

@@ -35,10 +35,11 @@ class OtherProcess(PipeSuite):
         chance = random.Random(nbytes)
         for round_ in range(_KILLS):
             pipe, child = self.remote_pipe(remote.send_without_end, nbytes)
-            child.recv()
-            threading.Timer(chance.uniform(0, 0.03), os.kill, (child.pid, signal.SIGKILL)).start()
+            kill = threading.Timer(chance.uniform(0, 0.03), os.kill, (child.pid, signal.SIGKILL))
             number = 0
             while True:
+                if number == 1:
+                    kill.start()
                 out = torch.zeros(nbytes, dtype=torch.uint8) if round_ % 2 else None
                 receiving = Call(partial(pipe.recv_tensor, out, timeout=waits.patience_s))
                 if isinstance(receiving.end(waits.patience_s + 1).error, PeerGoneError):

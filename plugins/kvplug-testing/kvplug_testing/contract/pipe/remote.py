@@ -42,7 +42,6 @@ def unlike(message: Any, number: int, nbytes: int) -> str:
 
 def send_without_end(parent: Parent, pipe: Pipe, nbytes: int) -> None:
     """Send numbered messages until it is killed."""
-    parent.send("here")
     for number in count():
         pipe.send_tensor(content(number, nbytes), timeout=None)
 
