@@ -36,6 +36,13 @@ def test_ends_are_made_for_a_device_that_is_claimed(devices: set[str], said: str
     assert mine.context().device == device
 
 
+def test_a_device_that_torch_has_not_is_skipped() -> None:
+    pytest.importorskip("torch")
+    mine: Any = type("Mine", (Claims,), {"claims": {"devices": {"abacus"}}})()
+    with pytest.raises(pytest.skip.Exception, match="torch has no device abacus here"):
+        mine.test_a_tensor_of_each_claimed_device_arrives_with_its_bits()
+
+
 class ImportsMore(Claims):
     def import_all(self) -> None:
         super().import_all()
