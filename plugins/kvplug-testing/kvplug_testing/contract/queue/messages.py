@@ -143,7 +143,8 @@ class Messages(QueueSuite):
         places: list[dict[str, Any]] = [{}, {"local_reader_ranks": ()}] if remote else [{}]
         for where in places:
             writer = self.writer(**where)
-            carried = json.loads(json.dumps(writer.export_handle().as_plain()))
+            plain = writer.export_handle().as_plain()
+            carried = json.loads(json.dumps(plain, default=lambda it: pytest.fail(f"JSON has no {it!r}")))
             reader = self.attach(QueueHandle.from_plain(carried), **where)
             assert reader.export_handle() == writer.export_handle()
             sent(writer, 5)
