@@ -107,7 +107,7 @@ class TestForgetsTheWeights(Mutant):
             super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="")))
 
 
-@breaks(Mutant, "CONN-2", caught_by="test_whatever_goes_on_beside_a_load_its_blocks_are_its_own")
+@breaks(Mutant, "CONN-2", caught_by="test_an_answer_depends_on_its_own_question_and_not_on_other_requests")
 class TestRemembersItsBestAnswer(MemoryScheduler):
     """What was promised once is promised again, however much has been computed meanwhile."""
 

@@ -75,15 +75,12 @@ class Schedule:
     @property
     def has_work(self) -> bool:
         """Whether a request, a step, a report, a load or a lent block is left."""
-        return bool(
-            self.coming
-            or self.active
-            or self._planned
-            or self._reports
-            or self._kept
-            or self.audit.loads
-            or self.fake.scheduler.has_pending_push_work()
-        )
+        return bool(self._planned or self._reports or self._needs_steps)
+
+    @property
+    def _needs_steps(self) -> bool:
+        left = self.coming or self.active or self._kept or self.audit.loads
+        return bool(left or self.fake.scheduler.has_pending_push_work())
 
     def run(self, *others: Schedule) -> None:
         """Run until all requests are done, alternating at random with other engines' schedules.
@@ -112,7 +109,7 @@ class Schedule:
             moves.append((2, self._let_in))
         if waiting:
             moves.append((3, lambda: self._admit(self.chance.choice(waiting))))
-        if in_flight < self.depth:
+        if in_flight < self.depth and self._needs_steps:
             moves.append((3, self._plan))
         if self._planned:
             moves.append((3, self._execute))

@@ -100,6 +100,14 @@ class Promises(ConnectorSuite):
         prompt = request_of("a", range(100), params=self.stored(prefill))
         assert self.num_promised(decode, prompt) == 0, "its KV means something else"
 
+    @law("CONN-2", "CONN-1")
+    def test_an_answer_depends_on_its_own_question_and_not_on_other_requests(self) -> None:
+        _, decode, prompt = self.asking()
+        found, _ = self.run(decode.matched, prompt)
+        beside = self.num_promised(decode, attrs.evolve(prompt, request_id="b"))
+        assert beside == found > 0, f"{found} tokens are promised, and {beside} of the same prompt beside it"
+        assert self.run(decode.ask, prompt, BLOCK)[0] == found - BLOCK, "asked again, it answers otherwise"
+
     # -- what counts as saved --------------------------------------------------------------------
 
     @law("CONN-11", "CONN-2")
