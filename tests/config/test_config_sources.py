@@ -193,6 +193,27 @@ def test_vllms_json_is_accepted_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "extra", "said"),
+    [
+        ("lookup", {"connector": "p2p"}, ["'lookup' was given, and in kv_connector_extra_config"]),
+        ("lookup", 3, ["kv_connector_extra_config: 3 was given"]),
+        (
+            "KvplugConnector",
+            {"failure_policy": "recompute", "prot": 5},
+            ["by kv_load_failure_policy beside it", "prot: not a known key"],
+        ),
+    ],
+)
+def test_an_extra_config_of_vllm_that_contradicts_or_is_none_is_refused(
+    given: str, extra: Any, said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"kv_connector": given, "kv_connector_extra_config": extra})
+    assert len(caught.value.faults) == len(said)
+    assert all(each in str(caught.value) for each in said)
+
+
+@pytest.mark.parametrize(
     ("given", "extra", "connector"),
     [
         (None, None, "lookup"),  # what vLLM leaves out is written as null

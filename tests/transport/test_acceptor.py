@@ -144,3 +144,17 @@ def test_no_more_are_served_at_once_than_a_bound_and_the_others_come_in(
         with came(opened, b"p"):
             acceptor.accept().abort()
     assert "was dropped: 2 join" in caplog.text
+
+
+def test_no_more_pipes_wait_to_be_accepted_than_a_bound(
+    opened: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvplug.transport.acceptor.MAX_READY", 2)
+    with Plain(opened) as acceptor, came(opened, b"p"), came(opened, b"p"):
+        until(lambda: len(acceptor.made) == 2 and not num_joining())
+        with came(opened, b"p"):
+            until(lambda: len(acceptor.made) == 3)
+            assert acceptor.made[2].aborted.wait(PATIENCE_S)
+        for _ in range(2):
+            acceptor.accept().abort()
+    assert "were not accepted yet" in caplog.text

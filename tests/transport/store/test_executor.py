@@ -15,7 +15,7 @@ import pytest
 
 from kvplug.errors import TimeoutError, UnsupportedError
 from kvplug.transport.store import page_calls
-from kvplug.transport.store.blocking import BlockingStore
+from kvplug.transport.store.blocking import BlockingStore, PageError
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.header import PageSeal
@@ -170,6 +170,25 @@ def test_a_store_that_fails_is_a_miss_and_is_tried_again_after_a_while(
     assert store.submit_put(wanted).wait(5) == [None]
     (warning,) = warnings_in(caplog)
     assert "no route to it" in warning
+
+
+def test_a_page_that_alone_is_lost_has_its_reason_and_the_store_is_not_taken_for_gone(
+    store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store.submit_put(request("a", "b", fill="x")).wait(5) == [None, None]
+
+    def gate(call: str, key: bytes) -> None:
+        if call in ("read", "write") and key == foreign_key(b"test", b"a"):
+            raise PageError(MissReason.TIMEOUT, "its holder does not answer")
+        if call == "has":
+            raise PageError(MissReason.TIMEOUT)
+
+    inner.gate = gate
+    for _ in range(3):
+        assert store.submit_get(request("a", "b")).wait(5) == [MissReason.TIMEOUT, None]
+        assert store.submit_put(request("a", "c", fill="y")).wait(5) == [PutReason.TIMEOUT, None]
+        assert store.submit_lookup(request("b").keys).wait(5) == [Presence.ABSENT]
+    assert not caplog.records
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
