@@ -118,3 +118,10 @@ class Contents(StoreSuite):
         for call in (store.touch, store.release, store.withdraw):
             call(())
         store.declare(none.series, ())
+
+    @law("STORE-1", "STORE-2", "STORE-8", "STORE-9", "STORE-10", timeout_s=120)
+    @at_both_ends
+    def test_random_calls_give_what_a_dict_gives(self, end: str) -> None:
+        from kvplug_testing.contract.store import machine
+
+        machine.run(lambda: (self, *self.first_and(end, 64 << 20)), examples=10, steps=30)

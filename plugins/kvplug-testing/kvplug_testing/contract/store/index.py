@@ -1,6 +1,6 @@
 """What is there and what is to come: keys, events, declared pages, and pages that are forgotten.
 
-:mod:`machine` compares random calls with a dict; here is what takes time, or several ends.
+Random calls are compared with a dict by :mod:`machine`; here is what takes time, or several ends.
 """
 
 from __future__ import annotations
@@ -158,13 +158,6 @@ class WhatIsThere(StoreSuite):
             assert len(gone.events) == count, "a listener that had ended its subscription was called"
             epochs.add(gone.events[0].epoch)
         assert len(epochs) == 2
-
-    @law("STORE-1", "STORE-2", "STORE-8", "STORE-9", "STORE-10", timeout_s=120)
-    @at_both_ends
-    def test_random_calls_give_what_a_dict_gives(self, end: str) -> None:
-        from kvplug_testing.contract.store import machine
-
-        machine.run(lambda: (self, *self.first_and(end, 64 << 20)), examples=10, steps=30)
 
     # -- declared pages ------------------------------------------------------------------------
 
