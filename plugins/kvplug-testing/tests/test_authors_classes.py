@@ -46,14 +46,6 @@ def test_options_of_what_is_not_installed_are_made_as_a_config_makes_them() -> N
         suite.endpoint(lane=1)
 
 
-def test_a_bound_that_is_not_among_the_options_is_told_with_what_to_set() -> None:
-    with pytest.raises(FAILED, match=r"Pipe has no option 'max_in_flight_bytes'.*set `limit_option`"):
-        Pipe().limited()
-    odd = type("Odd", (PipeWithOptions,), {"limit_option": "room"})
-    with pytest.raises(FAILED, match="Odd has no option 'room', these are: lanes, max_in_flight_bytes"):
-        odd().limited()
-
-
 @pytest.mark.parametrize(
     ("suite", "ask", "said"),
     [

@@ -5,7 +5,9 @@ from __future__ import annotations
 from kvplug_testing.contract.connector.blocks_in_use import BlocksInUse
 from kvplug_testing.contract.connector.call_sequence import CallSequence
 from kvplug_testing.contract.connector.endings import Endings
+from kvplug_testing.contract.connector.exhaustion import Exhaustion
 from kvplug_testing.contract.connector.failures import Failures
+from kvplug_testing.contract.connector.lying_peers import LyingPeers
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
 from kvplug_testing.contract.connector.schedules import Schedules
@@ -23,6 +25,8 @@ class ConnectorContract(
     References,
     Endings,
     Stalls,
+    LyingPeers,
+    Exhaustion,
 ):
     """Checks a connector against the laws ALL, CONN and REF.
 
