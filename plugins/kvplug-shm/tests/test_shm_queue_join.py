@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvplug import (
 )
 from kvplug_shm.queue import join
 from kvplug_shm.queue.reader_table import ReaderTable
+from kvplug_shm.queue.ring_buffer import ShmRingBuffer
 from kvplug_testing.contract.forked_child import held, in_forked_child
 from kvplug_testing.waits import Call, until
 
@@ -114,6 +116,29 @@ def test_a_reader_that_cannot_be_watched_is_not_admitted_and_may_try_again(
         with pytest.raises(ResourceExhaustedError, match="no free descriptor"):
             end.create_from_handle(handle, 1)
     with end.create_from_handle(handle, 1) as reader:
+        goes_on(writer, reader)
+
+
+def test_a_reader_that_gave_up_its_join_may_try_again_before_the_writer_has_noticed(
+    queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, _ = queue(1, attached=0)
+    end, handle = ends.endpoint(), writer.export_handle()
+    dismiss = ReaderTable.dismiss
+
+    def late(table: ReaderTable, rank: int) -> None:
+        time.sleep(0.3)
+        dismiss(table, rank)
+
+    def refused(*_: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(ReaderTable, "dismiss", late)
+    with monkeypatch.context() as patch:
+        patch.setattr(ShmRingBuffer, "attach", refused)
+        with pytest.raises(ResourceExhaustedError, match="memory"):
+            end.create_from_handle(handle, 0)
+    with end.create_from_handle(handle, 0) as reader:
         goes_on(writer, reader)
 
 

@@ -17,6 +17,8 @@ from kvplug_shm.queue.ring_buffer import Sizes
 _DECLINE_S: Final = 0.1
 _JOIN_TIMEOUT_S: Final = 10.0
 """How long a proven reader may take to send its request."""
+_OTHER_JOIN_S: Final = 1.0
+"""How long a reader waits for the end of another join of its rank before it is refused."""
 
 
 class Admission:
@@ -105,6 +107,7 @@ class Admission:
         try:
             pidfd = connection.peer.open_pidfd()
             asked = join.asked(connection, self._heartbeat_timeout_s, pidfd is not None, deadline)
+            self._reader_table.wait_join_ended(asked.rank, _OTHER_JOIN_S)
             why = self._reader_table.admit(asked.rank, str(connection.peer), joining=True)
             if why:
                 join.refuse(connection, why, deadline)

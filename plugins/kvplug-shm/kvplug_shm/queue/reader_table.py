@@ -45,6 +45,7 @@ class ReaderTable:
         self._end = end
         self._closed = False
         self._lock = threading.RLock()  # a signal handler may end the queue
+        self._join_ended = threading.Condition(self._lock)
         self._members = {rank: _RegisteredReader(rank, index) for index, rank in enumerate(self.reader_ranks)}
         self._left = len(self._members)
 
@@ -117,9 +118,18 @@ class ReaderTable:
             member.process = process
         return ""
 
+    def wait_join_ended(self, rank: int, timeout: float) -> None:
+        """Wait while reader ``rank`` is joining, at most ``timeout`` seconds: an attempt that its reader gave
+        up is dismissed a moment later than that reader may try again."""
+        with self._lock:
+            member = self._members.get(rank)
+            if member is not None:
+                self._join_ended.wait_for(lambda: not member.joining, timeout)
+
     def joined(self, rank: int) -> None:
         with self._lock:
             self._members[rank].joining = False
+            self._join_ended.notify_all()
 
     def dismiss(self, rank: int) -> None:
         """Reader ``rank`` was admitted but could not attach; it may try again."""
@@ -127,6 +137,7 @@ class ReaderTable:
             member = self._members[rank]
             member.attached = member.joining = False
             member.process = _NOT_YET
+            self._join_ended.notify_all()
 
     def published(self) -> int:
         return self._end.sent
