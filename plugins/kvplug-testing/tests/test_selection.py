@@ -42,84 +42,7 @@ def test_a_name_that_is_no_laws_is_told_with_those_that_are_near(name: str, said
         selected(["PIPE-4", name])
 
 
-# -- hangs -------------------------------------------------------------------------------------------
-
-
 # -- in a run ----------------------------------------------------------------------------------------
-
-KINDS = """
-from kvplug_testing import *
-
-class TestPipe(PipeContract):
-    transport = "memory"
-
-    def test_of_the_authors_own(self):
-        pass
-
-    @law("PIPE-1")
-    def test_of_the_authors_own_by_a_law(self):
-        pass
-
-class TestLookup(LookupBufferContract):
-    transport = "memory"
-
-class TestQueue(MessageQueueContract):
-    transport = "memory"
-
-class TestCommunicator(DeviceCommunicatorContract):
-    transport = "memory"
-
-class TestConnector(ConnectorContract):
-    connector = "memory"
-"""
-IN_ORDER = {
-    "Pipe": ("tensors", "sending", "transfers", "listeners", "general"),
-    "Lookup": ("contents", "matching", "capacity", "endings", "processes"),
-    "Queue": ("messages", "large", "chunks", "crash_points", "general"),
-    "Communicator": ("collectives", "refusals", "missing", "general"),
-    "Connector": ("promises", "failures", "blocks_in_use", "call_sequence", "endings"),
-}
-"""Parts of each suite, the simple ones first."""
-
-
-def parts_of(package: Any, *arguments: str) -> dict[str, list[str]]:
-    """The module that defined each collected test, in order, by class."""
-    done = package.judge("--collect-only", "-q", "--kvplug-level", "long", *arguments)
-    found: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
-        if line.count("::") == 2:
-            _, cls, test = line.split("::")
-            kind = cls.removeprefix("Test").removeprefix("Memory").removesuffix("Contract")
-            found.setdefault(kind, []).append(test.partition("[")[0])
-    return found
-
-
-@pytest.mark.full
-def test_simple_laws_come_first_in_the_suite_of_each_kind(package: Any) -> None:
-    (package.folder / "tests" / "test_mine.py").write_text(KINDS)
-    found = parts_of(package)
-    assert found["Pipe"][-1] == "test_of_the_authors_own_by_a_law"
-    for kind, parts in IN_ORDER.items():
-        modules = [module_of(kind, test) for test in found[kind] if "authors_own" not in test]
-        first = [modules.index(part) for part in parts if part in modules]
-        assert len(first) > 2 and first == sorted(first), f"{kind}: {list(dict.fromkeys(modules))}"
-        whole = [module for module, after in zip(modules, [*modules[1:], ""], strict=True) if module != after]
-        assert len(whole) == len({*whole}), f"{kind}: parts come in pieces: {whole}"
-
-
-def module_of(kind: str, test: str) -> str:
-    kinds = {"Lookup": "lookup_buffer"}
-    suite: Any = suite_of(kinds.get(kind, kind.lower()))  # type: ignore[arg-type]
-    defining = [base for base in suite.__mro__ if test in vars(base)][-1]
-    return str(defining.__module__).rpartition(".")[2]
-
-
-@pytest.mark.full
-def test_the_order_is_the_same_without_a_test_file(package: Any) -> None:
-    tests = parts_of(package, "--kvplug-transport", "pipe:memory")["Pipe"]
-    assert module_of("Pipe", tests[0]) == "tensors"
-    assert module_of("Pipe", tests[-1]) == "exhaustion"
-
 
 CORRUPT = """
 import os
@@ -147,12 +70,9 @@ class TestMine(Tensors, Leaks):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arguments", [[], ["-n", "2"]], ids=["", "xdist"])
-def test_corruption_is_reported_before_what_it_leaves_behind(package: Any, arguments: list[str]) -> None:
-    if arguments:
-        pytest.importorskip("xdist")
+def test_corruption_is_reported_before_what_it_leaves_behind(package: Any) -> None:
     (package.folder / "tests" / "test_mine.py").write_text(CORRUPT)
-    done = package.judge(*arguments, "--kvplug-report", "card.json")
+    done = package.judge("--kvplug-report", "card.json")
     assert done.returncode == 1
     results = from_json((package.folder / "card.json").read_text()).results
     assert [result.test for result in results] == ["test_that_bits_arrive", "test_that_nothing_is_left"]
