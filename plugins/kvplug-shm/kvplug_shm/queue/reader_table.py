@@ -91,6 +91,7 @@ class ReaderTable:
         """The writer has ended: no reader can join, and readers that leave are not reported."""
         with self._lock:
             self._closed = True
+            self._join_ended.notify_all()
 
     def drop(self) -> None:
         """After :meth:`close`: release the memory, which this object no longer uses."""
@@ -124,7 +125,7 @@ class ReaderTable:
         with self._lock:
             member = self._members.get(rank)
             if member is not None:
-                self._join_ended.wait_for(lambda: not member.joining, timeout)
+                self._join_ended.wait_for(lambda: self._closed or not member.joining, timeout)
 
     def joined(self, rank: int) -> None:
         with self._lock:
