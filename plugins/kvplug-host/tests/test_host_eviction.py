@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -105,6 +107,22 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 8, 32])
+def test_while_the_prompts_in_flight_have_room_none_of_their_pages_is_lost(num_in_flight: int) -> None:
+    """Prefill saves, decode loads any of the prompts in flight: in a store that was filled by a thousand."""
+    rng = random.Random(1)
+    pages, in_flight, system = Pages(20 * num_in_flight + 10), [], [b"system %d" % at for at in range(10)]
+    for number in range(1000):
+        prompt = [*system, *(b"%d %d" % (number, at) for at in range(rng.randint(1, 20)))]
+        for key in reversed(prompt):
+            pages.put(key, 1)
+        in_flight.append(prompt)
+        if len(in_flight) == num_in_flight:
+            for key in in_flight.pop(rng.randrange(num_in_flight)):
+                assert key in pages.held, f"prompt {number} was saved when a page of another one was lost"
+                pages.read(key)
 
 
 def test_a_page_that_was_handed_over_goes_before_those_that_were_used_again() -> None:
