@@ -274,7 +274,8 @@ class PipesOverAFake:
             while True:
                 other.send_tensor(None, timeout=PATIENCE_S)
                 time.sleep(0.001)
-        with pytest.raises(PeerGoneError):
+        # The liar's own half may first get a true answer to what it has never announced.
+        with pytest.raises((PeerGoneError, TransportError)):
             while True:
                 one.recv_tensor(timeout=PATIENCE_S)
         assert_works(local_pair())
