@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import os
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 from kvplug import ClosedError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
+    Connection,
     Deadline,
     DescriptorGuard,
     ExclusiveUse,
@@ -19,9 +21,29 @@ from kvplug.transport import (
     QueueContext,
     Timeout,
     Wait,
+    Watch,
     close_after_fork,
     end_at_exit,
+    watch,
 )
+
+
+def watch_process(connection: Connection, hang_up: Callable[[], None]) -> Watch | None:
+    """Call ``hang_up`` once the peer's process has ended. A child of it may still hold the connection open.
+
+    ``None`` where the connection's end is the only sign: see ``PeerIdentity.open_pidfd``.
+
+    Raises:
+        PeerGoneError: it has ended already.
+        ResourceExhaustedError: there is no free descriptor, or no thread.
+    """
+    pidfd = connection.peer.open_pidfd()
+    if pidfd is None:
+        return None
+    try:
+        return watch(pidfd=pidfd, on_gone=lambda _: hang_up())
+    finally:
+        os.close(pidfd)  # the watch has its own
 
 
 class End(MessageQueue):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvplug import ConfigError, KvplugError, PeerGoneError
+from kvplug import ConfigError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
@@ -15,10 +15,7 @@ from kvplug.transport import (
     Timeout,
     WireError,
     dial,
-    peer_text,
-    recv_fds,
 )
-from kvplug_relay.message import HEADER, JOIN, Kind
 from kvplug_relay.reader import Reader
 from kvplug_relay.writer import PURPOSE, Writer
 
@@ -53,18 +50,13 @@ class RelayEndpoint(QueueEndpoint):
             raise WireError(f"this handle of a queue {NAME!r} has no contact")
         connection = dial(contact, self.context.credentials, PURPOSE, deadline.remaining())
         try:
-            connection.sock.settimeout(None)
-            connection.sock.sendall(JOIN.pack(rank))
-            data, _ = recv_fds(connection, HEADER.size, 0, deadline)
-            kind, nbytes = HEADER.unpack(data)
-            if kind == Kind.REFUSED and nbytes <= 1000:
-                why, _ = recv_fds(connection, nbytes, 0, deadline)
-                raise ConfigError(peer_text(why.decode(errors="replace")))
-            if kind != Kind.JOINED:
-                raise WireError(f"{connection.describe} answered with something else")
-            return Reader(self.context, handle, rank, connection)
-        except BaseException as e:
+            reader = Reader(self.context, handle, rank, connection)
+        except BaseException:
             connection.close()
-            if isinstance(e, OSError) and not isinstance(e, KvplugError):
-                raise PeerGoneError(f"{connection.describe} hung up: {e}") from e
             raise
+        try:
+            reader.join(deadline)
+        except BaseException:
+            reader.abort()
+            raise
+        return reader

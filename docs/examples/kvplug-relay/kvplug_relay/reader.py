@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from kvplug import KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError, UnsupportedError
+from kvplug import (
+    ConfigError,
+    KvplugError,
+    PeerGoneError,
+    ResourceExhaustedError,
+    TimeoutError,
+    UnsupportedError,
+)
 from kvplug.net.wire import Limits, decode
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
@@ -22,11 +29,13 @@ from kvplug.transport import (
     QueueHandle,
     Timeout,
     Wait,
+    Watch,
     WireError,
+    peer_text,
     recv_fds,
 )
-from kvplug_relay.end import End
-from kvplug_relay.message import HEADER, Kind, News, map_received
+from kvplug_relay.end import End, watch_process
+from kvplug_relay.message import HEADER, JOIN, Kind, News, map_received
 
 LIMITS = Limits(max_bytes=1 << 40)
 """The writer's own memory holds a value, and so bounds it."""
@@ -43,7 +52,36 @@ class Reader(End):
         self._arrived: deque[tuple[Kind, int, int]] = deque()  # kind, bytes, descriptor
         self._all_ready = False
         self._broken: KvplugError | None = None
+        self._watch: Watch | None = None
         super().__init__(context, rank)
+        try:
+            self._watch = watch_process(connection, self._shut_down)
+        except BaseException:
+            self.abort()
+            raise
+
+    def join(self, deadline: Deadline) -> None:
+        """Ask the writer to admit this rank. Everything that a reader needs has been acquired before.
+
+        Raises:
+            ConfigError: the writer refused it, and says why.
+            PeerGoneError, TimeoutError, WireError: no answer came, or a wrong one.
+        """
+        sock = self._connection.sock
+        try:
+            sock.settimeout(None)
+            sock.sendall(JOIN.pack(self._rank))
+            data, _ = recv_fds(self._connection, HEADER.size, 0, deadline)
+            kind, nbytes = HEADER.unpack(data)
+            if kind == Kind.REFUSED and nbytes <= 1000:
+                why, _ = recv_fds(self._connection, nbytes, 0, deadline)
+                raise ConfigError(peer_text(why.decode(errors="replace")))
+        except OSError as e:
+            if isinstance(e, KvplugError):
+                raise
+            raise PeerGoneError(f"{self._connection.describe} hung up: {e}") from e
+        if kind != Kind.JOINED:
+            raise WireError(f"{self._connection.describe} answered with something else")
 
     @property
     def readers(self) -> NoReturn:
@@ -175,8 +213,16 @@ class Reader(End):
     def _hang_up(self, polite: bool) -> None:
         if polite:
             self._tell(News.LEFT)
-        with contextlib.suppress(OSError):
-            self._connection.sock.shutdown(socket.SHUT_RDWR)
+        if self._watch is not None:
+            self._watch.close()
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        """What has come can still be received. Then the connection has ended."""
+        if self._descriptors.enter():
+            with contextlib.suppress(OSError):
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
+            self._descriptors.leave()
 
     def _close_descriptors(self) -> None:
         self._connection.close()

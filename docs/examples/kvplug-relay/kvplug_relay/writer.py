@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -28,10 +29,11 @@ from kvplug.transport import (
     Reader as ReaderState,
     Timeout,
     Wait,
+    Watch,
     decline,
     recv_fds,
 )
-from kvplug_relay.end import End
+from kvplug_relay.end import End, watch_process
 from kvplug_relay.message import HEADER, JOIN, Kind, Memory, News
 
 PURPOSE: Final = "kvplug-relay queue"
@@ -47,6 +49,7 @@ class Attached:
 
     rank: int
     connection: Connection | None = None
+    watch: Watch | None = None
     process: str = "has not come yet"
     taken: int = 0
     """Messages that it has taken."""
@@ -221,6 +224,7 @@ class Writer(End):
                 connection.sock.send(HEADER.pack(Kind.REFUSED, len(why)) + why, socket.MSG_DONTWAIT)
                 connection.close()
                 return
+            reader.watch = watch_process(connection, functools.partial(self._shut_down, reader))
             reader.connection, reader.process = connection, str(connection.peer)
             self._give(reader, HEADER.pack(Kind.JOINED, 0))
             for header, fd in self._kept:
@@ -257,6 +261,8 @@ class Writer(End):
         """It is waited for no longer, and gets no more."""
         connection, reader.connection = reader.connection, None
         reader.gone, reader.died = why, died
+        if reader.watch is not None:
+            reader.watch.close()
         if connection is not None:
             connection.close()
         _log.log(
@@ -287,9 +293,15 @@ class Writer(End):
         """What was sent is in the readers' sockets, and can still be received."""
         self._wake()
         for each in self._readers.values():
-            if each.connection is not None:
-                with contextlib.suppress(OSError):
-                    each.connection.sock.shutdown(socket.SHUT_RDWR)
+            if each.watch is not None:
+                each.watch.close()
+            self._shut_down(each)
+
+    def _shut_down(self, reader: Attached) -> None:
+        """What it has told can still be received. Then its connection has ended."""
+        with self._lock, contextlib.suppress(OSError):
+            if reader.connection is not None:
+                reader.connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _end(self, *, polite: bool) -> None:
         super()._end(polite=polite)
