@@ -1,4 +1,4 @@
-"""The order in which vLLM calls a connector is the recorded one, which the kit ships.
+"""The order in which vLLM calls a connector is the recorded one, which lies next to this file.
 
 Where vLLM has changed it, record it again, read the difference, and see what it means for connectors:
 
@@ -7,18 +7,19 @@ Where vLLM has changed it, record it again, read the difference, and see what it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 import vllm
 
-from kvplug_testing import call_traces
 from vllm_engines import transfer_config
 
 NAME = "vllm-0.32"
+RECORD = Path(__file__).with_name(f"call_order_{NAME}.json")
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
@@ -48,7 +49,7 @@ class Recording:
     def __init__(self, start: Callable[..., Any], port: int) -> None:
         self._start = start
         self._port = port
-        self.runs: dict[str, call_traces.TracedRun] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
 
     @contextmanager
     def engine(
@@ -69,7 +70,7 @@ class Recording:
         for facts in runs.found:
             last = facts["calls"][-1][0]
             facts["calls"] += [[last, *rest] for _, *rest in at_end]
-            self.runs[facts["name"]] = call_traces.run_from_plain(facts)
+            self.runs[facts["name"]] = facts
 
 
 class Runs:
@@ -81,8 +82,8 @@ class Runs:
         self.found: list[dict[str, Any]] = []
 
     @contextmanager
-    def run(self, name: str, about: str, *prompts: call_traces.Prompt) -> Iterator[Any]:
-        named = {f"r{at}": attrs.asdict(prompt) for at, prompt in enumerate(prompts)}
+    def run(self, name: str, about: str, *prompts: dict[str, Any]) -> Iterator[Any]:
+        named = {f"r{at}": each for at, each in enumerate(prompts)}
         self.engine.ask("step", times=2)  # what came before is over
         self.engine.ask("recorder:begin")
         yield self.engine
@@ -101,8 +102,13 @@ def asked(prompts) -> dict[str, list[int]]:
     return found
 
 
+def prompt(num_tokens: int, num_stored: int = 0, spoilt: bool = False) -> dict[str, Any]:
+    """A prompt, of which so many leading tokens are stored; ``spoilt``: loading them fails."""
+    return {"num_tokens": num_tokens, "num_stored": num_stored, "spoilt": spoilt}
+
+
 @pytest.fixture(scope="module")
-def recorded(start, free_port, asked) -> call_traces.CallTraces:
+def recorded(start, free_port, asked) -> list[dict[str, Any]]:
     recording = Recording(start, free_port())
     with recording.engine("producer", setup="faults:switchable", num_gpu_blocks_override=64) as prefill:
         stored = [asked["two"], asked["half"][:96], asked["five"], asked["five more"]]
@@ -111,20 +117,19 @@ def recorded(start, free_port, asked) -> call_traces.CallTraces:
             "save in chunks",
             "Three prompts of an engine that prefills, one shorter than two blocks, in chunks that are no"
             " whole blocks; it generates another token after each.",
-            *(call_traces.Prompt(num_tokens=LENGTHS[name]) for name in ("short", "long", "longer")),
+            *(prompt(LENGTHS[name]) for name in ("short", "long", "longer")),
         ) as engine:
             engine.generate([asked["short"], asked["long"], asked["longer"]], max_tokens=2, ignore_eos=True)
         record_loads(recording, prefill.engine, asked)
     first = "save in chunks"  # of the engine that ended last
-    runs = {name: recording.runs[name] for name in (first, *recording.runs)}
-    return call_traces.CallTraces(name=NAME, engine=f"vllm {vllm.__version__}", runs=runs)
+    return list({first: recording.runs[first], **recording.runs}.values())
 
 
 def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
-    two = call_traces.Prompt(num_tokens=80, num_stored=64)
-    half = call_traces.Prompt(num_tokens=160, num_stored=96)
-    five = call_traces.Prompt(num_tokens=160, num_stored=160)
-    spoilt = attrs.evolve(five, spoilt=True)
+    two = prompt(80, num_stored=64)
+    half = prompt(160, num_stored=96)
+    five = prompt(160, num_stored=160)
+    spoilt = prompt(160, num_stored=160, spoilt=True)
 
     def spoil(is_on: bool) -> None:
         prefill.ask("faults:switch", corrupt=is_on)
@@ -209,24 +214,31 @@ def record_loads(recording: Recording, prefill: Any, asked: Any) -> None:
         )
 
 
-def test_the_recorded_order_is_that_of_vllm(recorded, pytestconfig, tmp_path):
-    text = call_traces.to_text(recorded)
+def test_the_recorded_order_is_that_of_vllm(recorded, pytestconfig):
+    runs = json.loads(json.dumps(recorded))
     if pytestconfig.getoption("--record-order"):
-        (pytestconfig.rootpath / f"plugins/kvplug-testing/kvplug_testing/call_traces/{NAME}.json").write_text(
-            text, encoding="utf-8"
-        )
+        RECORD.write_text(to_text(runs), encoding="utf-8")
         return
-    shipped = call_traces.load(NAME)
-    assert list(recorded.runs) == list(shipped.runs)
-    for name, run in recorded.runs.items():
-        assert timeless(run) == timeless(shipped.runs[name]), f"vLLM calls in another order: {name}"
-        assert attrs.evolve(run, calls=()) == attrs.evolve(shipped.runs[name], calls=())
+    expected = json.loads(RECORD.read_text(encoding="utf-8"))["runs"]
+    assert [run["name"] for run in runs] == [run["name"] for run in expected]
+    for run, before in zip(runs, expected, strict=True):
+        assert timeless(run) == timeless(before), f"vLLM calls in another order: {run['name']}"
+        assert run | {"calls": []} == before | {"calls": []}
 
 
-def timeless(run: call_traces.TracedRun) -> list[Any]:
+def to_text(runs: list[dict[str, Any]]) -> str:
+    """JSON with one call a line, so that a diff is readable."""
+    texts = []
+    for run in runs:
+        calls = ",\n".join(map(json.dumps, run["calls"]))
+        facts = json.dumps({key: value for key, value in run.items() if key != "calls"})
+        texts.append(f'{facts[:-1]}, "calls": [\n{calls}\n]}}')
+    together = ",\n".join(texts)
+    return f'{{"engine": "vllm {vllm.__version__}", "runs": [\n{together}\n]}}\n'
+
+
+def timeless(run: dict[str, Any]) -> list[Any]:
     """The calls, but for reports with nothing but the connector's own metadata: "lookup" has some whenever
     its peers' news come.
     """
-    return [
-        call for call in run.calls if call.method != "update_connector_output" or any(call.given.values())
-    ]
+    return [call for call in run["calls"] if call[2] != "update_connector_output" or any(call[4].values())]
