@@ -19,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kvplug
+from installed_site import Site
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.site import Site
 
 # No deadline: an example's time depends on the machine's load, and tests of speed measure it themselves. A
 # test that wants more or fewer examples uses a multiple of settings.default.max_examples of the profile.

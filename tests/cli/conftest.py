@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from installed_site import Site, enter
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.peers import Parent
-from kvplug_testing.site import Site
 
 PRELOADED = (
     *("torch", "pytest", "kvplug.cli.doctor", "kvplug.cli.list", "kvplug.cli.main", "kvplug_testing.engine"),
@@ -34,15 +34,9 @@ def fork_server() -> Iterator[ForkServer]:
     server.close()
 
 
-def run_program(
-    parent: Parent, arguments: list[str], path: list[str], folder: str, environment: dict[str, str]
-) -> tuple[int, str, str]:
+def run_program(parent: Parent, arguments: list[str], *place: Any) -> tuple[int, str, str]:
     """The exit code of the program, and what it writes to stdout and stderr, as to files."""
-    for name in [name for name in os.environ if name.startswith("KVPLUG_")]:
-        del os.environ[name]
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.path[1:1] = path
+    enter(*place)
     sys.argv = ["kvplug", *arguments]
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code = 0
@@ -62,21 +56,16 @@ def run_program(
 class Programs(Site):
     """Packages of plugins, and runs of the program with them."""
 
-    def __init__(self, folder: Path, server: ForkServer) -> None:
-        super().__init__(folder, lambda: server)
-        self._start = server.start
-
     def kvplug(
         self, *arguments: str, timeout_s: float = 60.0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        given = (list(arguments), [str(each) for each in self.path], str(self.folder), environment)
-        with self._start(f"{__file__}:run_program", *given, timeout_s=timeout_s) as child:
-            return subprocess.CompletedProcess(arguments, *child.result(timeout_s))
+        done = self.forked(f"{__file__}:run_program", list(arguments), environment, timeout_s)
+        return subprocess.CompletedProcess(arguments, *done)
 
 
 @pytest.fixture
 def site(tmp_path: Path, fork_server: ForkServer) -> Programs:
-    return Programs(tmp_path, fork_server)
+    return Programs(tmp_path, lambda: fork_server)
 
 
 HEADER = """\
@@ -164,7 +153,7 @@ class Birds(Programs):
     """With a plugin that offers something of each kind."""
 
     def __init__(self, folder: Path, server: ForkServer) -> None:
-        super().__init__(folder, server)
+        super().__init__(folder, lambda: server)
         files = {"light.py": LIGHT, "heavy.py": HEAVY}
         self.package = self.add("birds", BIRDS, version="0.7", files=files)
 

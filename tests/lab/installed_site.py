@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import runpy
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ class Site:
 
     def __init__(self, folder: Path, server: Callable[[], ForkServer]) -> None:
         self.folder = folder
-        self._server = server
+        self.server = server
         self.marks = folder / "marks"
         self.marks.mkdir(parents=True)
         self.path = [folder / "site"]
@@ -32,30 +31,25 @@ class Site:
         name: str,
         source: str,
         *,
-        distribution: str = "",
         version: str = "1.0",
-        module: str = "",
         entry_point: str = "",
         where: str = "site",
         files: dict[str, str] | None = None,
         readme: str = "",
     ) -> Path:
-        """Install a package whose entry point ``name`` is ``<module>.plugin``.
+        """Install the package ``kvplug_<name>`` whose entry point ``name`` is ``kvplug_<name>.plugin``.
 
         Importing the package, or its entry-point module, is recorded; see :meth:`marked`.
         """
-        distribution = distribution or f"kvplug-{name}"
-        module = module or distribution.replace("-", "_")
-        site = self.folder / where
-        package = site / module
+        package = self.folder / where / f"kvplug_{name}"
         package.mkdir(parents=True, exist_ok=True)
         mark = f"open({str(self.marks)!r} + '/' + __name__, 'w').close()\n"
         (package / "__init__.py").write_text(mark)
         (package / "plugin.py").write_text(mark + source)
         for file, content in (files or {}).items():
             (package / file).write_text(textwrap.dedent(content))
-        line = f"{name} = {entry_point or f'{module}.plugin'}"
-        self.add_metadata(distribution, version, line, where=where, readme=readme)
+        line = f"{name} = {entry_point or f'kvplug_{name}.plugin'}"
+        self.add_metadata(f"kvplug-{name}", version, line, where=where, readme=readme)
         return package
 
     def add_metadata(
@@ -64,10 +58,9 @@ class Site:
         """Add a dist-info folder with only these entry points and this readme."""
         info = self.folder / where / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n\n{readme}"
-        )
-        (info / "entry_points.txt").write_text("[kvplug]\n" + "".join(f"{each}\n" for each in entry_points))
+        headers = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+        (info / "METADATA").write_text(f"{headers}\n{readme}")
+        (info / "entry_points.txt").write_text("\n".join(["[kvplug]", *entry_points]))
         return info
 
     def marked(self) -> set[str]:
@@ -96,53 +89,56 @@ class Site:
         """Run the program ``kvplug`` with these packages installed."""
         return self.run("-m", "kvplug.cli", *arguments, timeout_s=timeout_s, **environment)
 
-    def ask(self, code: str, **environment: str) -> Any:
-        """The value that ``code`` assigns to ``answer``. It may use ``registry``.
-
-        It runs in a fork of a process that has imported kvplug and loaded no plugin.
+    def forked(self, target: str, given: Any, environment: dict[str, str], timeout_s: float = 60.0) -> Any:
+        """Call ``target(parent, given, *place)`` in a fork of a process that has imported kvplug and loaded
+        no plugin. The target calls ``enter(*place)`` first.
         """
-        program = "\n".join(
-            [
-                "import json, sys, logging; logging.basicConfig()",
-                "from kvplug import *",
-                "from kvplug.engine import *",
-                "from kvplug.transport import *",
-                "registry = Registry.from_env()",
-                textwrap.dedent(code),
-            ]
-        )
-        path = [str(each) for each in self.path]
-        with self._server().start(
-            f"{__file__}:answer", program, path, str(self.folder), environment
-        ) as child:
-            return json.loads(child.result(60.0))
+        place = ([str(each) for each in self.path], str(self.folder), environment)
+        with self.server().start(target, given, *place, timeout_s=timeout_s) as child:
+            return child.result(timeout_s)
+
+    def ask(self, code: str, **environment: str) -> Any:
+        """The value that ``code`` assigns to ``answer``. It may use ``registry``."""
+        return json.loads(self.forked(f"{__file__}:answer", textwrap.dedent(code), environment))
 
     def plugin(self, name: str, **environment: str) -> dict[str, Any]:
         """The plugin with this name, from the registry of a child process."""
-        every = self.ask(
-            """
+        (found,) = self.ask(
+            f"""
             answer = [
-                dict(name=p.name, distribution=p.distribution, version=p.version, status=p.status,
-                     reason=p.reason, api=p.api, offers=[s.name for s in p.specs])
-                for p in registry.plugins
+                dict(version=p.version, status=p.status, reason=p.reason, api=p.api,
+                     offers=[s.name for s in p.specs])
+                for p in registry.plugins if p.name == {name!r}
             ]
             """,
             **environment,
         )
-        found = [each for each in every if each["name"] == name]
-        assert len(found) == 1, f"{len(found)} plugins named {name!r}"
-        plugin: dict[str, Any] = found[0]
-        return plugin
+        return dict(found)
 
 
-def answer(parent: Parent, program: str, path: list[str], folder: str, environment: dict[str, str]) -> str:
-    """In a child: set up the path and environment as in a new process, and run the program."""
+def enter(path: Sequence[str], folder: str, environment: dict[str, str]) -> None:
+    """Set up the path and environment as in a new process with these packages installed."""
     for name in [name for name in os.environ if name.startswith("KVPLUG_")]:
         del os.environ[name]
     os.environ.update(environment)
     os.chdir(folder)
     sys.path[1:1] = path
     importlib.invalidate_caches()
-    file = Path(folder, "program.py")
-    file.write_text(program)
-    return json.dumps(runpy.run_path(str(file))["answer"])
+
+
+HEADER = """
+import logging
+from kvplug import *
+from kvplug.engine import *
+from kvplug.transport import *
+logging.basicConfig()
+registry = Registry.from_env()
+"""
+
+
+def answer(parent: Parent, code: str, *place: Any) -> str:
+    """In a child: run the code of :meth:`Site.ask`."""
+    enter(*place)
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(HEADER + code, scope)  # noqa: S102 - the code is the test's own
+    return json.dumps(scope["answer"])
