@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,12 +19,13 @@ from torch.cuda import _sleep as spin_on_gpu
 
 from kvplug import (
     ConfigError,
+    KvplugError,
     PeerGoneError,
     ResourceExhaustedError,
     TimeoutError,
     TransportError,
 )
-from kvplug.transport import Blocks, Credentials, PipeContext
+from kvplug.transport import Blocks, Credentials, PeerIdentity, Pipe, PipeContext
 from kvplug_testing import pairs, peers
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.forkserver import ForkServer
@@ -135,22 +136,54 @@ def remote_end(
         return WHAT.get(what, getattr(module, what, None))(parent, pipe, *args)
 
 
+def send_ones(parent: peers.Parent, pipe: Pipe, nbytes: int) -> None:
+    """In a child: send a message of ``nbytes`` bytes, report it to the parent, and wait."""
+    pipe.send_tensor(torch.ones(nbytes, dtype=torch.uint8))
+    parent.send("sent")
+    parent.recv(None)
+
+
+def receive_interrupted(parent: peers.Parent, pipe: Pipe, nbytes: int) -> list[str]:
+    """In a child: the errors of calls that Ctrl-C interrupts in the middle of a message, and of the next
+    call. The last string says whether the caller's memory stayed unchanged afterwards.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    out = torch.zeros(nbytes, dtype=torch.uint8)
+    said = []
+    parent.send("here")
+    for memory in (out, None):
+        try:
+            pipe.recv_tensor(memory, timeout=PATIENCE_S)
+        except (KeyboardInterrupt, KvplugError) as e:
+            said.append(f"{type(e).__name__}: {e}")
+            out.fill_(5)
+    parent.send("struck")
+    parent.recv()
+    said.append(str(bool((out == 5).all())))
+    return said
+
+
 WHAT: dict[str, Any] = {
     "echo": pairs.echo,
     "wait": pairs.wait,
-    "send": pairs.send_ones,
-    "interrupted": partial(pairs.receive_interrupted, timeout=PATIENCE_S),
+    "send": send_ones,
+    "interrupted": receive_interrupted,
 }
 
 
 def connects(parent: peers.Parent, contact: str, ends: str, path: str) -> str:
     """In a child: what becomes of a connection."""
-    return pairs.connect_and_send(module_at(ends).endpoint(path), contact, PATIENCE_S)
+    try:
+        with module_at(ends).endpoint(path).connect(contact, timeout=PATIENCE_S) as pipe:
+            pipe.send_tensor(torch.arange(3)).wait()
+    except KvplugError as e:
+        return f"{type(e).__name__}: {e}"
+    return "connected"
 
 
 def mute(parent: peers.Parent, contact: str, ends: str, path: str, heartbeat_s: float) -> None:
-    """In a child that sees no process end: connect, and echo."""
-    pairs.see_no_process_end()
+    """In a child that sees no process end, only missing heartbeats: connect, and echo."""
+    PeerIdentity.open_pidfd = lambda self: None  # type: ignore[method-assign]
     end = module_at(ends).endpoint(path, heartbeat_timeout_s=heartbeat_s)
     with end.connect(contact) as pipe:
         pairs.echo(parent, pipe)

@@ -11,13 +11,12 @@ def echoing(parent, contact):
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from kvplug import KvplugError, PeerGoneError
-from kvplug.transport import PeerIdentity, Pipe, PipeEndpoint, PipeListener
+from kvplug import PeerGoneError
+from kvplug.transport import Pipe, PipeEndpoint
 from kvplug_testing.peers import Parent, Peer
 
 
@@ -26,27 +25,22 @@ class PipePairs(ExitStack):
 
     def local(self, endpoint: PipeEndpoint) -> tuple[Any, Any]:
         """Two connected pipes in this process."""
-        listener = self._listen(endpoint)
-        one = self._aborted(endpoint.connect(listener.contact))
-        return one, self._aborted(listener.accept())
+        listener = endpoint.listen()
+        self.callback(listener.close)
+        one = endpoint.connect(listener.contact)
+        self.callback(one.abort)
+        other = listener.accept()
+        self.callback(other.abort)
+        return one, other
 
     def remote(self, endpoint: PipeEndpoint, start: Callable[[str], Peer]) -> tuple[Any, Peer]:
         """A pipe, and the child process with its other end: ``start`` gets a contact and starts the child."""
-        listener = self._listen(endpoint)
-        child = self.enter_context(start(listener.contact))
-        return self._aborted(listener.accept()), child
-
-    def _listen(self, endpoint: PipeEndpoint) -> PipeListener:
         listener = endpoint.listen()
         self.callback(listener.close)
-        return listener
-
-    def _aborted(self, pipe: Pipe) -> Pipe:
+        child = self.enter_context(start(listener.contact))
+        pipe = listener.accept()
         self.callback(pipe.abort)
-        return pipe
-
-
-# -- in a child --------------------------------------------------------------------------------------
+        return pipe, child
 
 
 def wait(parent: Parent, pipe: Any) -> None:
@@ -65,52 +59,3 @@ def echo(parent: Parent, pipe: Pipe) -> int:
             return count
         pipe.send_tensor(message)
         count += 1
-
-
-def send_ones(parent: Parent, pipe: Pipe, nbytes: int) -> None:
-    """Send a message of ``nbytes`` bytes, report it to the parent, and wait."""
-    import torch
-
-    pipe.send_tensor(torch.ones(nbytes, dtype=torch.uint8))
-    parent.send("sent")
-    parent.recv(None)
-
-
-def receive_interrupted(parent: Parent, pipe: Pipe, nbytes: int, timeout: float) -> list[str]:
-    """The errors of calls that Ctrl-C interrupts in the middle of a message, and of the next call.
-
-    The last string says whether the caller's memory stayed unchanged afterwards.
-    """
-    import torch
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    out = torch.zeros(nbytes, dtype=torch.uint8)
-    said = []
-    parent.send("here")
-    for memory in (out, None):
-        try:
-            pipe.recv_tensor(memory, timeout=timeout)
-        except (KeyboardInterrupt, KvplugError) as e:
-            said.append(f"{type(e).__name__}: {e}")
-            out.fill_(5)
-    parent.send("struck")
-    parent.recv()
-    said.append(str(bool((out == 5).all())))
-    return said
-
-
-def connect_and_send(endpoint: PipeEndpoint, contact: str, timeout: float) -> str:
-    """The result of a connection attempt: "connected", or the error."""
-    import torch
-
-    try:
-        with endpoint.connect(contact, timeout=timeout) as pipe:
-            pipe.send_tensor(torch.arange(3)).wait()
-    except KvplugError as e:
-        return f"{type(e).__name__}: {e}"
-    return "connected"
-
-
-def see_no_process_end() -> None:
-    """Disable pidfds: from now on this process detects a dead peer only by missing heartbeats."""
-    PeerIdentity.open_pidfd = lambda self: None  # type: ignore[method-assign]
