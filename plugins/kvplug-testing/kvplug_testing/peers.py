@@ -15,21 +15,18 @@ The function is at the top level of the test file (or of any module) and takes t
 
 Values cross in kvplug's wire format: plain values only, nothing is pickled. No wait is endless: a wait that
 takes too long raises an error with the stacks of *both* processes, and a child dumps its stacks and exits
-after its time limit. A child also exits when its parent is gone. On Linux the kernel kills it then, even if
-it is stopped; but not if a thread other than the main one started it, since the kernel would watch that
-thread.
+after its time limit. When its parent is gone the kernel kills the child, even if it is stopped; but not if a
+thread other than the main one started it, since the kernel would watch that thread.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import faulthandler
 import inspect
 import math
 import os
-import queue
 import select
 import signal
 import socket
@@ -64,10 +61,8 @@ DEFAULT_TIMEOUT_S = 30.0
 """Seconds that a wait takes at most, and that a child lives."""
 _LIMITS = Limits()
 _SIZE = struct.Struct("<Q")
-_STDERR = 2
-_EXIT_ORPHANED = 86
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_LIBC = ctypes.CDLL(None)
 """Loaded before any fork: a forked child calls it."""
 
 
@@ -127,7 +122,6 @@ class Peer:
         self._target = target
         self._process = process
         self._wire = _Wire(wire)
-        self._unread: collections.deque[tuple[str, Any]] = collections.deque()
         self._stderr = stderr
         self._wire.send((target, list(args)))
 
@@ -159,7 +153,7 @@ class Peer:
             PeerGoneError: the child has ended.
         """
         try:
-            self._wire.send(("value", value))
+            self._wire.send(value)
         except OSError as e:
             raise PeerGoneError(f"{self!r} is gone; it wrote:\n{self.stderr}") from e
 
@@ -177,14 +171,7 @@ class Peer:
         """Whether :meth:`recv` can return or raise at once; waits up to ``timeout`` seconds for that. Unlike
         a :meth:`recv` that times out, it does not make the child dump its stacks.
         """
-        if not self._unread:
-            try:
-                self._unread.append(self._receive(time.monotonic() + timeout))
-            except TimeoutError:
-                return False
-            except EOFError:
-                pass
-        return True
+        return self._wire.poll(timeout)
 
     def result(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
         """The return value of the child's function. Raises like :meth:`recv`."""
@@ -234,23 +221,20 @@ class Peer:
 
     def stacks(self) -> str:
         """The stacks of the child's threads, and everything else that it wrote to stderr."""
-        if self.exit_code is None and not self._is_stopped():
+        if self.exit_code is None and not self._is_stopped() and _dumps_stacks(self.pid):
             before = len(self.stderr)
-            with contextlib.suppress(OSError):
-                self._wire.send(("stacks", None))
+            self._process.send_signal(signal.SIGUSR1)
             self._await_output(before, 2.0)
         return self.stderr
 
     def _is_stopped(self) -> bool:
-        return _state_of(self.pid) in "Tt"
+        return _status_of(self.pid, "State")[:1] in ("T", "t")
 
     def _await_output(self, before: int, within: float) -> None:
         """Wait until the child has written more than ``before`` bytes to stderr, and its output pauses."""
         limit = time.monotonic() + within
         length = before
-        while length == before or length != len(self.stderr):
-            if time.monotonic() > limit or self.exit_code is not None:
-                break
+        while (length == before or length != len(self.stderr)) and time.monotonic() < limit:
             length = len(self.stderr)
             time.sleep(0.02)
 
@@ -269,9 +253,8 @@ class Peer:
         self.close()
 
     def _next(self, wanted: str, timeout: float | None) -> Any:
-        limit = None if timeout is None else time.monotonic() + timeout
         try:
-            kind, value = self._receive(limit)
+            kind, value = self._wire.recv(timeout)
         except EOFError as e:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(2.0)
@@ -280,17 +263,8 @@ class Peer:
             raise TimeoutError(f"no {wanted} from {self!r} in {timeout} s\n{self._both_stacks()}") from e
         if kind == "error":
             raise ChildError(*value)
-        if kind != wanted:
-            self._unread.appendleft((kind, value))
-            raise AssertionError(f"{self!r} gave a {kind} ({value!r}) where a {wanted} was expected")
+        assert kind == wanted, f"{self!r} gave a {kind} ({value!r}) where a {wanted} was expected"
         return value
-
-    def _receive(self, limit: float | None) -> tuple[str, Any]:
-        if self._unread:
-            return self._unread.popleft()
-        left = None if limit is None else max(0.0, limit - time.monotonic())
-        kind, value = self._wire.recv(left)
-        return kind, value
 
 
 class Parent:
@@ -298,22 +272,23 @@ class Parent:
 
     def __init__(self, wire: _Wire) -> None:
         self._wire = wire
-        self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def send(self, value: Any) -> None:
         """Send the parent a value, which its ``recv()`` returns."""
         self._wire.send(("value", value))
 
     def recv(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
-        """The next value the parent sent. Raises TimeoutError."""
-        try:
-            return self._values.get(timeout=timeout)
-        except queue.Empty as e:
-            raise TimeoutError(f"no value from the parent in {timeout} s") from e
+        """The next value the parent sent.
+
+        Raises:
+            TimeoutError: it has sent none.
+            EOFError: it is gone.
+        """
+        return self._wire.recv(timeout)
 
     def poll(self) -> bool:
         """Whether a value of the parent has come that ``recv()`` returns at once."""
-        return not self._values.empty()
+        return self._wire.poll(0.0)
 
     def leave(self, code: int) -> NoReturn:
         """Leave the program as ``sys.exit(code)`` does, but out of functions and ``with`` blocks."""
@@ -325,56 +300,41 @@ class Parent:
         """Close this connection in a forked child of the child, which must not use it."""
         self._wire.close()
 
-    def _listen(self) -> None:
-        """The child's reader thread: also dumps stacks on request, and exits when the parent is gone."""
-        try:
-            while True:
-                kind, value = self._wire.recv(None)
-                if kind == "stacks":
-                    faulthandler.dump_traceback(_STDERR, all_threads=True)
-                else:
-                    self._values.put(value)
-        except (EOFError, OSError):
-            os._exit(_EXIT_ORPHANED)
-
 
 class _Wire:
-    """Values with a length prefix, in both directions, over a socket pair."""
+    """Values with a length prefix over a socket. Threads may send at the same time; one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._lock = threading.Lock()
-        self._unread = bytearray()
+        self._socket = sock
+        self._sending = threading.Lock()
 
     def send(self, value: Any) -> None:
         data = encode(value, limits=_LIMITS)
-        with self._lock:
-            self._sock.sendall(_SIZE.pack(len(data)) + data)
+        with self._sending:
+            self._socket.sendall(_SIZE.pack(len(data)) + data)
 
     def recv(self, timeout: float | None) -> Any:
-        limit = None if timeout is None else time.monotonic() + timeout
-        (size,) = _SIZE.unpack(self._read(_SIZE.size, limit, keep=True))
-        message = self._read(_SIZE.size + size, limit, keep=False)
-        return decode(message[_SIZE.size :], limits=_LIMITS)
+        if not self.poll(timeout):
+            raise TimeoutError(f"nothing came in {timeout} s")
+        (size,) = _SIZE.unpack(self._read(_SIZE.size))
+        return decode(self._read(size), limits=_LIMITS)
+
+    def poll(self, timeout: float | None) -> bool:
+        return is_readable(self._socket.fileno(), timeout)
 
     def close(self) -> None:
-        self._sock.close()
+        self._socket.close()
 
-    def _read(self, size: int, limit: float | None, *, keep: bool) -> bytes:
-        while len(self._unread) < size:
-            self._sock.settimeout(None if limit is None else max(0.001, limit - time.monotonic()))
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
             try:
-                chunk = self._sock.recv(1 << 16)
-            except OSError as e:
-                if isinstance(e, ConnectionError):
-                    raise EOFError from e
-                raise TimeoutError("nothing came in time") from e
+                chunk = self._socket.recv(size - len(data), socket.MSG_WAITALL)
+            except ConnectionError:
+                chunk = b""
             if not chunk:
                 raise EOFError
-            self._unread += chunk
-        data = bytes(self._unread[:size])
-        if not keep:
-            del self._unread[:size]
+            data += chunk
         return data
 
 
@@ -389,37 +349,42 @@ def _main() -> None:
 
 def _live(fd: int, timeout_s: float) -> None:
     """Run the child from its first import to its exit."""
-    import importlib.util
     import traceback
 
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     wire = _Wire(socket.socket(fileno=fd))
     where, args = wire.recv(timeout_s)
-    parent = Parent(wire)
-    threading.Thread(target=parent._listen, name="kvplug_testing parent", daemon=True).start()
     try:
-        path, _, name = where.rpartition(":")
-        if path.endswith(".py"):
-            sys.path.append(str(Path(path).parent))  # for what the file imports from beside itself
-            spec = importlib.util.spec_from_file_location("kvplug_testing_target", path)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(path)
-        answer = ("result", getattr(module, name)(parent, *args))
+        answer = ("result", _function(where)(Parent(wire), *args))
     except BaseException as e:
         answer = ("error", [type(e).__name__, traceback.format_exc()])
     faulthandler.cancel_dump_traceback_later()
     wire.send(answer)
 
 
+def _function(where: str) -> Callable[..., Any]:
+    """The function at ``"package.module:function"`` or ``"/path/to/file.py:function"``."""
+    import importlib.util
+
+    path, _, name = where.rpartition(":")
+    if not path.endswith(".py"):
+        module = importlib.import_module(path)
+    else:
+        sys.path.append(str(Path(path).parent))  # for what the file imports from beside itself
+        spec = importlib.util.spec_from_file_location("kvplug_testing_target", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends. Does nothing except on Linux."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Let the kernel kill this process when the thread that started it ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def is_readable(fd: int, timeout: float | None) -> bool:
@@ -462,7 +427,16 @@ def nothing_left(settle_s: float = 5.0) -> Iterator[None]:
         time.sleep(0.01)
 
 
-def _state_of(pid: int) -> str:
+def _status_of(pid: int, field: str) -> str:
+    """A field of ``/proc/<pid>/status``; empty if the process is gone."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "X"
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == field:
+                return value.strip()
+    return ""
+
+
+def _dumps_stacks(pid: int) -> bool:
+    """Whether a process has a handler for the signal by now; it would die of it otherwise."""
+    return bool(int(_status_of(pid, "SigCgt") or "0", 16) >> (signal.SIGUSR1 - 1) & 1)
