@@ -109,36 +109,55 @@ def start(
             pass_fds=[theirs.fileno(), *pass_fds],
             env={**os.environ, **(env or {})},
         )
-    return Peer(target, args, process, ours, stderr)
+    return Peer(target, args, os.pidfd_open(process.pid), process.wait, ours, stderr)
 
 
 class Peer:
     """A child process. Leaving the ``with`` block kills it if it still runs."""
 
     def __init__(
-        self, target: str, args: Sequence[Any], process: Any, wire: socket.socket, stderr: IO[bytes]
+        self,
+        target: str,
+        args: Sequence[Any],
+        pidfd: int,
+        reap: Callable[[], int],
+        wire: socket.socket,
+        stderr: IO[bytes],
     ) -> None:
-        """:func:`start` and the fork server call this. ``process`` is like a ``subprocess.Popen``."""
+        """:func:`start` and the fork server call this. ``reap`` returns the exit code of an ended process."""
         self._target = target
-        self._process = process
+        self._pidfd = pidfd
+        self._reap = reap
+        self._reaping = threading.Lock()
+        self._code: int | None = None
+        facts = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+        self.pid = int(facts.partition("\nPid:")[2].split()[0])
+        """Process id of the child, as this process sees it."""
         self._wire = _Wire(wire)
         self._stderr = stderr
         self._wire.send((target, list(args)))
 
     def __repr__(self) -> str:
-        code = self._process.poll()
+        code = self.exit_code
         return f"<Peer {self._target} pid {self.pid}, {'running' if code is None else end_of(code)}>"
-
-    @property
-    def pid(self) -> int:
-        """Process id of the child."""
-        return int(self._process.pid)
 
     @property
     def exit_code(self) -> int | None:
         """``None`` while it runs; negative if a signal killed it."""
-        code: int | None = self._process.poll()
-        return code
+        self._ends(0.0)
+        return self._code
+
+    def _ends(self, within: float | None) -> bool:
+        """Whether it has ended, or does so in time."""
+        if self._code is None and is_readable(self._pidfd, within):
+            with self._reaping:
+                if self._code is None:  # only once: afterwards the pid can be reused
+                    self._code = self._reap()
+        return self._code is not None
+
+    def _signal(self, number: int) -> None:
+        if self._code is None:
+            signal.pidfd_send_signal(self._pidfd, number)
 
     @property
     def stderr(self) -> str:
@@ -176,12 +195,12 @@ class Peer:
     def result(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
         """The return value of the child's function. Raises like :meth:`recv`."""
         value = self._next("result", timeout)
-        self._process.wait(timeout)
+        self.wait(timeout)
         return value
 
     def kill(self) -> None:
         """Send SIGKILL, and wait until the child is gone."""
-        self._process.kill()
+        self._signal(signal.SIGKILL)
         self.wait()
 
     def stop(self) -> None:
@@ -191,7 +210,7 @@ class Peer:
             PeerGoneError: it has ended; what it said last is there to be received.
             TimeoutError: it has not stopped.
         """
-        self._process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         limit = time.monotonic() + DEFAULT_TIMEOUT_S
         while not self._is_stopped():
             if self.exit_code is not None:
@@ -202,7 +221,7 @@ class Peer:
 
     def cont(self) -> None:
         """Send SIGCONT."""
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def wait(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> int:
         """Wait until the child ends; returns the exit code.
@@ -210,10 +229,10 @@ class Peer:
         Raises:
             TimeoutError: it has not; the message holds the stacks of both processes.
         """
-        try:
-            return int(self._process.wait(timeout))
-        except subprocess.TimeoutExpired as e:
-            raise TimeoutError(f"{self!r} has not ended\n{self._both_stacks()}") from e
+        if not self._ends(timeout):
+            raise TimeoutError(f"{self!r} has not ended\n{self._both_stacks()}")
+        assert self._code is not None
+        return self._code
 
     def _both_stacks(self) -> str:
         """The stacks of all threads of both processes, for a report."""
@@ -223,7 +242,7 @@ class Peer:
         """The stacks of the child's threads, and everything else that it wrote to stderr."""
         if self.exit_code is None and not self._is_stopped() and _dumps_stacks(self.pid):
             before = len(self.stderr)
-            self._process.send_signal(signal.SIGUSR1)
+            self._signal(signal.SIGUSR1)
             self._await_output(before, 2.0)
         return self.stderr
 
@@ -240,11 +259,14 @@ class Peer:
 
     def close(self) -> None:
         """Kill the child if it still runs, reap it, and release its resources. Idempotent."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
+        if self._pidfd < 0:
+            return
+        self._signal(signal.SIGKILL)
+        self._ends(None)
         self._wire.close()
         self._stderr.close()
+        os.close(self._pidfd)
+        self._pidfd = -1
 
     def __enter__(self) -> Self:
         return self
@@ -256,8 +278,7 @@ class Peer:
         try:
             kind, value = self._wire.recv(timeout)
         except EOFError as e:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(2.0)
+            self._ends(2.0)
             raise PeerGoneError(f"{self!r} ended without a word; it wrote:\n{self.stderr}") from e
         except TimeoutError as e:
             raise TimeoutError(f"no {wanted} from {self!r} in {timeout} s\n{self._both_stacks()}") from e

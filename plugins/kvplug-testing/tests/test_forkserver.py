@@ -17,8 +17,6 @@ from kvplug_testing import peers
 from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.forkserver import ForkServer
 
-pytestmark = pytest.mark.skipif(not ForkServer.works(), reason="it works on Linux only")
-
 HERE = os.path.abspath(__file__)
 
 

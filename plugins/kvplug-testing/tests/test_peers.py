@@ -79,8 +79,6 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., peers.Peer]]
     if request.param == "new":
         yield peers.start
         return
-    if not ForkServer.works():
-        pytest.skip("it works on Linux only")
     with peers.nothing_left(), contextlib.closing(ForkServer("calendar:isleap", 2000)) as server:
         yield lambda function, *args, **given: server.start(f"{__file__}:{function.__name__}", *args, **given)
 
@@ -160,7 +158,6 @@ def test_a_child_is_killed_stopped_and_continued_by_its_pid(start: Any) -> None:
             child.recv()
 
 
-@pytest.mark.skipif(not ForkServer.works(), reason="it works on Linux only")
 def test_a_family_ends_when_the_process_that_started_it_is_killed_though_it_is_stopped() -> None:
     with peers.start(start_family) as runner:
         pids = runner.recv()

@@ -127,7 +127,7 @@ class Contract:
     def _have_a_server(self, node: pytest.Item) -> None:
         """Start a fork server before the first check for leaks. It ends with the test file."""
         key = self.server_key
-        if key in _servers or self.other_and_forked_processes or not ForkServer.works():
+        if key in _servers or self.other_and_forked_processes:
             return
         _servers[key] = ForkServer(f"{__name__}:_prepare", self.suite_ref())
         (node.getparent(pytest.Module) or node).addfinalizer(lambda: _servers.pop(key).close())
@@ -288,8 +288,6 @@ class Contract:
         if not getattr(getattr(self.spec, "capabilities", None), "cross_host", False):
             return f"{self.called} does not claim cross_host"
         reason = self.one_host or self.other_and_forked_processes
-        if not reason and not ForkServer.works():
-            reason = "this system has no namespaces"
         return f"cross_host is not judged: {reason}" if reason else ""
 
     @property

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from typing import Any
 
 from kvplug import KvplugError
 from kvplug_testing import peers
@@ -21,19 +20,21 @@ class NoHostsError(KvplugError):
     """This system does not permit to make hosts; the message says what it refuses."""
 
 
-class HostPair:
-    """Two hosts, joined by a link. Their processes are forked, and have imported what a fork server has."""
+class HostPair(ExitStack):
+    """Two hosts, joined by a link. Their processes are forked, and have imported what a fork server has. Both
+    hosts end with the block, or with :meth:`close`; close their peers first.
+    """
 
     def __init__(self, server: ForkServer) -> None:
         """Raises:
         NoHostsError: there can be no hosts here; the message says why.
         """
-        self._stack = ExitStack()
+        super().__init__()
         self._hosts: list[_Host] = []
         try:
             for number in range(2):
-                made = _Host(server, number, self._hosts[0].first_pid if self._hosts else 0)
-                self._stack.callback(made.close)
+                made = _Host(server, number, self._hosts[0].pid if self._hosts else 0)
+                self.callback(made.close)
                 self._hosts.append(made)
         except BaseException:
             self.close()
@@ -46,53 +47,38 @@ class HostPair:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """While the block runs nothing passes between the hosts, as if one of them had lost its power."""
-        self._turn(False)
+        self._call(1, "turn", False)
         try:
             yield
         finally:
-            self._turn(True)
+            self._call(1, "turn", True)
             for number in range(2):
                 self._call(number, "wait_until_running")
 
-    def _turn(self, on: bool) -> None:
-        self._call(1, "turn", on)
-
     def _call(self, number: int, function: str, *args: Any) -> None:
-        with self.start(
-            number, f"{__name__}:call", function, *args, timeout_s=peers.DEFAULT_TIMEOUT_S
-        ) as child:
+        """Call a function of :mod:`.link` on a host."""
+        target = f"{__name__}:call"
+        with self._hosts[number].start(target, function, *args) as child:
             child.result()
-
-    def close(self) -> None:
-        """End both hosts, with all their processes. Close their peers first."""
-        self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Host(ForkServer):
     """A fork server that is the first process of a host."""
 
     def __init__(self, server: ForkServer, number: int, first: int) -> None:
-        self._lock = threading.Lock()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # the kernel chooses an abstract name
             listener.listen()
             listener.settimeout(peers.DEFAULT_TIMEOUT_S)
-            name = listener.getsockname()
-            self._server = server.start(f"{host.__name__}:become", name, number, first)
+            process = server.start(f"{host.__name__}:become", listener.getsockname(), number, first)
             try:
-                self._control, _ = listener.accept()
+                control, _ = listener.accept()
             except BaseException:
-                self._server.close()
+                process.close()
                 raise
-        self._control.settimeout(None)
-        self.first_pid, refusal = self._server.recv()
-        if refusal:
+        control.settimeout(None)
+        self._attach(process, control)
+        if refusal := process.recv():
             self.close()
             raise NoHostsError(refusal)
 
