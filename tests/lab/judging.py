@@ -21,6 +21,8 @@ FOLDER: Final = Path(__file__).parent / "mutants"
 FILES: Final = sorted(path for path in FOLDER.glob("*.py") if path.name != "conftest.py")
 LIFE_S: Final = 900
 """Of a process that judges a file of mutants."""
+NOT_RUN: Final = "not run: three other tests of the mutant have hung"
+"""Why a test is skipped that would only hang, too."""
 
 
 @cache

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 import judging
 import kvplug_testing
-from kvplug_testing.scorecard import NOT_RUN, Scorecard, from_json
+from kvplug_testing.scorecard import Scorecard, from_json
 
 KIT: Final = Path(kvplug_testing.__file__).parent
 LEVELS: Final = ("quick", "long")
@@ -145,7 +145,7 @@ def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
         tests = {test.partition("[")[0] for test in judging.catching(path, name, law, card)}
         if not tests and (reason := judging.reason_without_hosts(name, card)):
             raise NoResultError(reason)
-        unrun = any(NOT_RUN in each.reason and law in each.laws for each in mine)
+        unrun = any(judging.NOT_RUN in each.reason and law in each.laws for each in mine)
         found[law] = sorted(tests) + [UNRUN] * (unrun and bool(tests))
     return found
 

@@ -8,7 +8,6 @@ them. A message that names a law refers to this program: a page of the repositor
 
 from __future__ import annotations
 
-import difflib
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from typing import Final
 
 import attrs
 
-from kvplug.kit import listed
+from kvplug.kit import did_you_mean
 
 _WIDTH = 100
 """Columns of a law on the terminal."""
@@ -75,7 +74,7 @@ def selected(names: Iterable[str]) -> tuple[str, ...]:
     (``"PIPE"``), in upper or lower case.
 
     Raises:
-        LookupError: a name is neither; the message lists those that are like it.
+        LookupError: a name is neither; the message has the one that is most like it.
     """
     found: set[str] = set()
     for name in names:
@@ -83,9 +82,8 @@ def selected(names: Iterable[str]) -> tuple[str, ...]:
         ids = {id_ for id_ in LAWS if wanted in (id_, _kind(id_))}
         if not ids:
             kinds = list(dict.fromkeys(map(_kind, LAWS)))
-            near = difflib.get_close_matches(wanted, [*kinds, *LAWS], n=4)
-            hint = f"; did you mean {listed(near)}?" if near else "."
-            raise LookupError(f"there is no law {name!r}{hint} Kinds of laws are {', '.join(kinds)}")
+            hint = did_you_mean(wanted, [*kinds, *LAWS]) or f"; kinds of laws are {', '.join(kinds)}"
+            raise LookupError(f"there is no law {name!r}{hint}")
         found |= ids
     return tuple(id_ for id_ in LAWS if id_ in found)
 
@@ -100,9 +98,9 @@ def with_laws(page: str) -> str:
     Raises:
         ValueError: the page lacks the marker lines around the laws.
     """
-    before, _, rest = page.partition(_BEGIN)
+    before, begin, rest = page.partition(_BEGIN)
     _, end, after = rest.partition(_END)
-    if not end:
+    if not (begin and end):
         raise ValueError(f"the laws stand between the lines {_BEGIN!r} and {_END!r}, which this page lacks")
     sections = groupby(LAWS.values(), lambda law: law.section)
     made = "".join(f"\n## {section}\n\n{_as_definitions(laws)}" for section, laws in sections)
@@ -111,13 +109,10 @@ def with_laws(page: str) -> str:
 
 def _as_definitions(laws: Iterable[Law]) -> str:
     """Markdown definition lists, each with a link target."""
-
-    def indented(text: str) -> str:
-        return textwrap.fill(
-            text, _PAGE_WIDTH, initial_indent=": ", subsequent_indent="  ", break_on_hyphens=False
-        )
-
-    return "\n".join(f"({law.id})=\n{law.id}, {law.title}\n{indented(law.text)}\n" for law in laws)
+    wrap = textwrap.TextWrapper(
+        _PAGE_WIDTH, initial_indent=": ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    return "\n".join(f"({law.id})=\n{law.id}, {law.title}\n{wrap.fill(law.text)}\n" for law in laws)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -126,16 +121,15 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: a name is unknown; the message says which are near.
     """
-    match arguments:
-        case ["--page", path]:
-            page = Path(path)
-            page.write_text(with_laws(page.read_text()))
-        case ids:
-            try:
-                wanted = selected(ids)
-            except LookupError as e:
-                sys.exit(str(e))
-            sys.stdout.writelines(f"{LAWS[id_].quoted}\n" for id_ in wanted or LAWS)
+    if arguments[:1] == ["--page"]:
+        page = Path(arguments[1])
+        page.write_text(with_laws(page.read_text()))
+        return
+    try:
+        wanted = selected(arguments)
+    except LookupError as e:
+        sys.exit(str(e))
+    sys.stdout.writelines(f"{LAWS[id_].quoted}\n" for id_ in wanted or LAWS)
 
 
 if __name__ == "__main__":

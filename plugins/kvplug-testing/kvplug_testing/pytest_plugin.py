@@ -46,19 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if any(config.getoption(f"kvplug_{name}") for name in _OPTIONS):
         from kvplug_testing import reporting
 
-        option = config.option
-        reporting.reporter_of(config).choose(
-            option.kvplug_transport,
-            option.kvplug_connector,
-            option.kvplug_option,
-            stores=option.kvplug_store,
-        )
+        reporting.reporter_of(config)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Check waivers against all tests, and put simple laws first. Levels and laws then select from the tests
-    that other plugins leave, in the order that those give them.
+    """Apply waivers, and put simple laws first. Levels and laws then select from the tests that other plugins
+    leave, in the order that those give them.
     """
     judged = any(item.get_closest_marker("kvplug_law") for item in items)
     if not judged and not config.option.kvplug_law:
@@ -68,5 +62,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reporter = reporting.reporter_of(config)
     reporter.prepare(items)
     result = yield
-    reporter.select(items)
+    reporter.select(config, items)
     return result

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 from pathlib import Path
 
-from kvplug_testing.laws import with_laws
+import pytest
+
+from kvplug_testing.laws import main, selected, with_laws
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "laws.md"
 
@@ -16,13 +17,23 @@ def test_the_page_is_what_is_made_of_the_laws() -> None:
     assert with_laws(page) == page, "run: python -m kvplug_testing.laws --page docs/reference/laws.md"
 
 
-def test_an_id_that_is_no_laws_is_told_with_those_that_are() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvplug_testing.laws", "PIPE-5", "PIPE-55"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("there is no law 'PIPE-55'; did you mean PIPE-5, ")
+def test_a_law_is_named_by_its_id_and_several_by_their_kind() -> None:
+    assert selected(["pipe-4", "end", "PIPE-4"]) == ("END-1", "END-2", "PIPE-4")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lokup-3", "did you mean 'LOOKUP-3'?"),
+        ("PIP", "did you mean 'PIPE'?"),
+        ("xyz", "are ALL, END, PIPE"),
+    ],
+)
+def test_a_name_that_is_no_laws_is_told_with_one_that_is_near(name: str, said: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        main(["PIPE-5", name])
+
+
+def test_the_program_prints_what_laws_say(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["PIPE-5"])
+    assert capsys.readouterr().out.startswith("law PIPE-5 (receiving into memory):\n    `recv_tensor(")

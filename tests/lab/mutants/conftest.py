@@ -10,12 +10,14 @@ It runs the tests that have caught a similar mutant: one with the same first bas
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from judging import NOT_RUN
 from kvplug.errors import KvplugError
 from kvplug_testing import waits
 from kvplug_testing.contract import base
@@ -32,6 +34,8 @@ _caught: set[tuple[Any, str]] = set()
 """Each mutant with a law whose tests have caught it."""
 _catching: set[tuple[Any, str]] = set()
 """Each mutant with the name of a test that has caught it."""
+_hung: Counter[Any] = Counter()
+"""How many tests of each mutant have failed after a wait."""
 _dead: list[BaseException | None] = []
 """The errors of threads that have died in this test."""
 
@@ -109,6 +113,8 @@ def pytest_runtest_setup(item: Any) -> None:
     if not _is_control(item):
         if _broken(item) <= _caught and not _runs_anyway(item):
             pytest.skip("caught already")
+        if _hung[item.cls] >= 3:
+            pytest.skip(NOT_RUN)
     elif not any(name == item.name and issubclass(cls, item.cls.__base__) for cls, name in _catching):
         pytest.skip("has caught nothing")
 
@@ -118,6 +124,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
     """Report a mutant's failure that is no breach as skipped. A control must not fail at all."""
     report = yield
     if report.failed and not _is_control(item):
+        _hung[item.cls] += call.duration >= waits.patience_s
         if reason := _no_breach(item, call):
             path, line, _ = item.location
             report.outcome, report.longrepr = "skipped", (path, line, f"Skipped: no breach: {reason}")
