@@ -2,53 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
+import time
 from functools import cache
-from pathlib import Path
 from typing import ClassVar
 
 import attrs
 import pytest
 
+from kvplug import PeerGoneError, TimeoutError
 from kvplug.kit import discover
-from kvplug_testing import plugin_inspector, waits
+from kvplug_testing import peers, plugin_inspector, waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.laws import LAWS
-from kvplug_testing.peers import end_of
-
-
-@attrs.frozen
-class Breach:
-    """One violation of a law by a plugin."""
-
-    law: str
-    observed: str
-
-    def __str__(self) -> str:
-        return f"law {LAWS[self.law]}: {self.observed}"
 
 
 @attrs.frozen
 class Inspection:
     """What :mod:`kvplug_testing.plugin_inspector` has found."""
 
-    breaches: tuple[Breach, ...]
-    """By law."""
+    breaches: tuple[tuple[str, str], ...]
+    """A law and an observation each, by law."""
     unchecked: tuple[str, ...]
     """A sentence for each step that was skipped because a heavy library is not installed."""
     offers: bool
     """Whether everything that the plugin offers could be looked at."""
 
+    def described(self) -> list[str]:
+        """The breaches in words."""
+        return [f"law {LAWS[id_]}: {observed}" for id_, observed in self.breaches]
+
+    def quoted(self) -> str:
+        """The text of the laws that are broken."""
+        return "\n".join(LAWS[id_].quoted for id_ in dict.fromkeys(id_ for id_, _ in self.breaches))
+
 
 def check_plugin(name: str) -> tuple[str, ...]:
     """Check the installed plugin whose entry point is called ``name`` against the laws PLUGIN-1 to PLUGIN-4.
 
-    Separate processes inspect it as ``kvplug list`` and a config do, so modules that the calling process has
-    imported make no difference. No device is needed.
+    A process of its own inspects it as ``kvplug list`` and a config do, so modules that the calling process
+    has imported make no difference. No device is needed.
 
     Returns:
         What could not be checked here, and why: a sentence for each factory whose heavy library is not
@@ -58,52 +51,33 @@ def check_plugin(name: str) -> tuple[str, ...]:
         AssertionError: the plugin breaks a law. The message lists all breaches, each with its law, the
             observation, followed by the text of these laws.
     """
-    found = inspect_plugin(name, waits.patience_s)
+    found = inspect_plugin(name, 2 * waits.patience_s)
     if found.breaches:
-        lines = "".join(f"\n  - {breach}" for breach in found.breaches)
-        laws = "\n".join(LAWS[id_].quoted for id_ in dict.fromkeys(breach.law for breach in found.breaches))
-        raise AssertionError(f"the plugin {name!r} breaks laws:{lines}\n\n{laws}")
+        lines = "\n  - ".join(["", *found.described()])
+        raise AssertionError(f"the plugin {name!r} breaks laws:{lines}\n\n{found.quoted()}")
     return found.unchecked
 
 
 def inspect_plugin(name: str, timeout_s: float) -> Inspection:
-    """Inspect the plugin whose entry point is called ``name``, in two processes: the first loads what
-    ``kvplug list`` loads, the second what is used.
-
-    ``timeout_s`` is the time limit of each process, in seconds.
+    """Inspect the plugin whose entry point is called ``name``, in a process that may take ``timeout_s``
+    seconds.
     """
-    looked = _run("look", name, timeout_s)
-    if not looked.offers:
-        return looked
-    used = _run("use", name, timeout_s)
-    found = [*looked.breaches, *(each for each in used.breaches if each.law == "PLUGIN-3")]
-    return Inspection(tuple(sorted(found, key=lambda each: each.law)), used.unchecked, offers=True)
-
-
-def _run(mode: str, name: str, timeout_s: float) -> Inspection:
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("KVPLUG_")}
-    with tempfile.TemporaryDirectory(prefix="kvplug-") as folder:
-        path = Path(folder, "facts")
-        path.touch()
-        command = [sys.executable, "-P", "-m", plugin_inspector.__name__, mode, name, str(path)]
+    unset = {key: "" for key in os.environ if key.startswith("KVPLUG_")}
+    target = f"{plugin_inspector.__name__}:inspect"
+    limit, last = time.monotonic() + timeout_s, plugin_inspector.ENTRY_POINT
+    with peers.start(target, name, timeout_s=2 * timeout_s, env=unset, flags=["-P"]) as child:
         try:
-            done = subprocess.run(command, env=environ, capture_output=True, timeout=timeout_s, check=False)
-            printed = done.stderr.decode("utf-8", "replace").strip()
-            ended = f"the process ended: {end_of(done.returncode)}{': ' if printed else ''}{printed[-2000:]}"
-        except subprocess.TimeoutExpired:
+            while step := child.recv(max(0.0, limit - time.monotonic())):
+                last = step
+            breaches, unchecked, offers = child.result()
+            return Inspection(tuple((id_, observed) for id_, observed in breaches), tuple(unchecked), offers)
+        except TimeoutError:
             ended = f"it had not come to an end after {timeout_s:g} s"
-        facts = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = [Breach(*fact["breach"]) for fact in facts if "breach" in fact]
-    offers = mode == "use" or any("offers" in fact for fact in facts)
-    if not any("end" in fact for fact in facts):
-        step = next((fact["begins"] for fact in reversed(facts) if "begins" in fact), "")
-        found.append(Breach("PLUGIN-3" if offers else "PLUGIN-1", f"{step}: {ended}" if step else ended))
-        offers = False
-    unchecked = tuple(fact["unchecked"] for fact in facts if "unchecked" in fact)
-    return Inspection(tuple(sorted(found, key=lambda each: each.law)), unchecked, offers)
-
-
-# -- the suite -------------------------------------------------------------------------------------
+        except PeerGoneError:
+            wrote = child.stderr.strip()[-2000:]
+            ended = f"the process ended: {peers.end_of(child.wait())}{wrote and f'; it wrote: {wrote}'}"
+    id_ = "PLUGIN-1" if last.startswith(plugin_inspector.ENTRY_POINT) else "PLUGIN-3"
+    return Inspection(((id_, f"{last}: {ended}"),), (), offers=False)
 
 
 class PluginContract(Contract):
@@ -127,7 +101,7 @@ class PluginContract(Contract):
 
     def _judge(self, law_: str) -> None:
         found = _inspected(self.plugin)
-        observed = [breach.observed for breach in found.breaches if breach.law == law_]
+        observed = [observed for id_, observed in found.breaches if id_ == law_]
         if observed:
             pytest.fail("; ".join(observed), pytrace=False)
         if not found.offers:
@@ -155,4 +129,4 @@ class PluginContract(Contract):
 @cache
 def _inspected(name: str) -> Inspection:
     """The inspection, run once for all tests of a suite."""
-    return inspect_plugin(name, waits.patience_s)
+    return inspect_plugin(name, 2 * waits.patience_s)
