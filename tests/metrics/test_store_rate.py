@@ -16,7 +16,7 @@ from kvplug.transport import MissReason, Presence, PutReason
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug_testing.memory.store import PlaceEnd
-from kvplug_testing.named_pages import NamedPages
+from named_pages import NamedPages
 
 MIB = 1 << 20
 

@@ -20,8 +20,8 @@ from kvplug_fs import folder as folder_module
 from kvplug_fs.folder import Folder
 from kvplug_testing.contract.store.pages import batch, kv_format, sized_format
 from kvplug_testing.contract.store.suite import ended, got, held, kept, put
-from kvplug_testing.named_pages import own_store
 from kvplug_testing.waits import Call
+from named_pages import own_store
 
 SEAL = PageSeal()
 

@@ -12,7 +12,7 @@ from kvplug import Config, build_store
 from kvplug.metrics import path_rate
 from kvplug.transport import MissReason
 from kvplug_redis.store import RedisStore
-from kvplug_testing.named_pages import NamedPages
+from named_pages import NamedPages
 from redis_server import RedisServer
 
 MIB = 1 << 20
