@@ -8,7 +8,6 @@ iterated over, and torch answers by making a tensor of each row of it, hundreds 
 from __future__ import annotations
 
 import reprlib
-import sys
 from typing import Any
 
 from kvplug.net.wire import memory_of
@@ -62,7 +61,7 @@ def brief(value: Any) -> str:
 def _difference(wanted: Any, got: Any, where: str) -> str:
     """``where`` is the place of both in the compared values: ``"[3]['key']"``."""
     at = f"at {where}, " if where else ""
-    if (_is_tensor(wanted) and _is_tensor(got)) or (_is_array(wanted) and _is_array(got)):
+    if _is_array(wanted) and _is_array(got) and _is_tensor(wanted) == _is_tensor(got):
         if (wanted.dtype, wanted.shape) == (got.dtype, got.shape):
             wrong = _other_byte(_bytes_of(wanted), _bytes_of(got))
             return f"{at}{brief(wanted)}: {wrong}" if wrong else ""
@@ -80,8 +79,17 @@ def _difference(wanted: Any, got: Any, where: str) -> str:
     return f"{at}{brief(wanted)} was expected, and {brief(got)} came"
 
 
-def _bytes_of(tensor: Any) -> bytes:
-    return tensor.tobytes() if _is_array(tensor) else bytes(memory_of(tensor.detach().cpu()))
+def _is_array(value: Any) -> bool:
+    """Whether it is an array, or a tensor."""
+    return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "detach")
+
+
+def _bytes_of(array: Any) -> bytes:
+    return bytes(memory_of(array.detach().cpu())) if _is_tensor(array) else array.tobytes()
 
 
 def _other_byte(wanted: bytes | bytearray, got: bytes | bytearray) -> str:
@@ -92,31 +100,16 @@ def _other_byte(wanted: bytes | bytearray, got: bytes | bytearray) -> str:
     return f"byte {index:,} of {len(wanted):,} is {got[index]:#04x}, not {wanted[index]:#04x}"
 
 
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
 class _Brief(reprlib.Repr):
     """Short for every value, and for large tensors and bytes without formatting them whole."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = _SHOWN
-
     def repr1(self, x: Any, level: int) -> str:
-        if _is_tensor(x):
-            return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
         if _is_array(x):
-            return f"array of {x.dtype} {list(x.shape)}"
+            return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
         if isinstance(x, (bytes, bytearray)) and len(x) > _SHOWN // 4:
             return f"{len(x):,} bytes"
         return super().repr1(x, level)
 
 
 _brief = _Brief()
+_brief.maxstring = _brief.maxother = _brief.maxlong = _SHOWN

@@ -59,12 +59,7 @@ class Call:
         """Wait until it ends. Fails the test with all stacks if that takes longer than ``within``
         (:data:`patience_s`), on a busy host twice as long.
         """
-
-        def has_ended(within: float) -> bool:
-            self._thread.join(within)
-            return self.ended
-
-        _wait(has_ended, within, "a call is still blocked after")
+        _wait(lambda within: not self.is_blocked(within), within, "a call is still blocked after")
         return self
 
     def result(self, within: float | None = None) -> Any:
@@ -118,21 +113,16 @@ def until(condition: Callable[[], Any], within: float | None = None, what: str =
     _wait(has_come, within, f"{what or 'what was waited for'} did not come in")
 
 
-def busy_host() -> str:
-    """How busy this host is, if more threads can run than it has processors; empty otherwise."""
-    load = host_load()
-    return f"this host is busy: {load:.1f} runnable threads for each processor" if load > 1 else ""
-
-
 def _wait(has_come: Callable[[float], bool], within: float | None, missed: str) -> None:
     """Wait ``within`` seconds, and on a busy host once more, since it may be the host that is late."""
     within = patience_s if within is None else within
     if has_come(within):
         return
-    busy = ""
-    if said := busy_host():
-        again = min(within, patience_s)
-        if has_come(again):
+    again = ""
+    if (load := host_load()) > 1:
+        if has_come(min(within, patience_s)):
             return
-        busy = f" and again {again} s; {said}"
-    raise DeadlineError(f"{missed} {within} s{busy}\n{peers.stacks()}")
+        again = (
+            f", also not on waiting again; this host is busy: {load:.1f} runnable threads for each processor"
+        )
+    raise DeadlineError(f"{missed} {within} s{again}\n{peers.stacks()}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from kvplug_testing import waits
 from kvplug_testing.waits import Call, DeadlineError, until
 
-BUSY = r"0\.4 s and again 0\.4 s; this host is busy: 4\.0 runnable threads for each processor"
+BUSY = r"0\.4 s, also not on waiting again; this host is busy: 4\.0 runnable threads for each processor\n"
 
 
 @pytest.fixture
@@ -39,14 +38,8 @@ def test_what_comes_late_counts_as_come_on_a_busy_host_only(load: Any, way: str)
             with pytest.raises(DeadlineError, match=r"0\.4 s\n"):
                 wait_for(event, way)
         timer.join()
-
-
-@pytest.mark.parametrize("way", ["until", "call"])
-def test_what_never_comes_is_missed_once_more_and_the_busy_host_is_named(load: Any, way: str) -> None:
     load(4.0)
     event = threading.Event()
-    began = time.monotonic()
     with pytest.raises(DeadlineError, match=BUSY):
         wait_for(event, way)
-    assert time.monotonic() - began >= 0.8
     event.set()
