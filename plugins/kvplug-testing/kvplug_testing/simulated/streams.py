@@ -14,29 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
-
-import attrs
-
-Work: TypeAlias = Callable[[], object]
+from typing import Any, Final
 
 _RUNS_AHEAD: Final = 0.15
 """How likely a call lets some stream run."""
 
-_lock: Final = threading.RLock()
-_changed: Final = threading.Condition(_lock)
+_changed: Final = threading.Condition()
+"""Its lock guards all streams."""
 _streams: Final[list[Stream]] = []
 _choice = random.Random(0)
 _num_stalls = 0
 _mine: Final = threading.local()
-
-
-@attrs.frozen
-class _Order:
-    """What comes next runs after the first so many pieces of work of another stream."""
-
-    stream: Stream
-    count: int
 
 
 class Stream:
@@ -48,50 +36,50 @@ class Stream:
 
         self.device = torch.device("privateuseone:0")
         """The device, as torch names it."""
-        self._queue: deque[Work | _Order] = deque()
+        self._queue: deque[Callable[[], object]] = deque()
         self.num_queued = 0
         """Pieces of work that were queued so far."""
         self.num_done = 0
         """Pieces of work that have run so far."""
-        with _lock:
+        with _changed:
             _streams.append(self)
 
-    def queue(self, work: Work | _Order) -> None:
+    def queue(self, work: Callable[[], object]) -> None:
         """Queue a function without arguments, which runs when the stream comes to it."""
-        with _lock:
+        with _changed:
             self._queue.append(work)
             self.num_queued += 1
             _run_ahead()
 
     def query(self) -> bool:
         """Whether all of it has run."""
-        with _lock:
+        return self.has_done(self.num_queued)
+
+    def has_done(self, count: int) -> bool:
+        """Whether its first so many pieces of work have run."""
+        with _changed:
             _run_ahead(self)
-            return self.num_done == self.num_queued
+            return self.num_done >= count
 
     def synchronize(self) -> None:
         """Return when all that is queued by now has run."""
-        with _lock:
-            self.run(self.num_queued)
+        self.run(self.num_queued)
 
     def wait_event(self, event: Event) -> None:
         """What is queued next runs after the event."""
-        if event.after is not None:
-            self.queue(event.after)
+        stream, count = event.stream, event.count
+        if stream is not None:
+            self.queue(lambda: stream.run(count))
 
     def run(self, count: int) -> None:
-        """With the lock: run its first so many pieces of work, and what they wait for."""
-        while self.num_done < count:
-            while _num_stalls:
-                _changed.wait()
-                if self.num_done >= count:
-                    return
-            work = self._queue.popleft()
-            self.num_done += 1
-            if isinstance(work, _Order):
-                work.stream.run(work.count)
-            else:
-                work()
+        """Run its first so many pieces of work, and what they wait for."""
+        with _changed:
+            while self.num_done < count:
+                if _num_stalls:
+                    _changed.wait()
+                else:
+                    self.num_done += 1
+                    self._queue.popleft()()
 
 
 class Event:
@@ -100,44 +88,38 @@ class Event:
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
-        """The arguments are those of torch, and mean nothing here but the first."""
-        self.after: _Order | None = None
-        """The place; ``None`` until it is recorded."""
-        self._is_timed = enable_timing
+        """The arguments are those of torch, and mean nothing here."""
+        self.stream: Stream | None = None
+        """The stream; ``None`` until it is recorded."""
+        self.count = 0
+        """How much of the stream's work is before it."""
         self._passed_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         """Its place is behind all that is queued by now, on the given or the current stream."""
         stream = stream or current_stream()
-        with _lock:
+        with _changed:
             if stream.num_done == stream.num_queued:
                 self._pass()
-            elif self._is_timed:
+            else:
                 stream.queue(self._pass)
-            self.after = _Order(stream, stream.num_queued)
+            self.stream, self.count = stream, stream.num_queued
 
     def _pass(self) -> None:
         self._passed_at = time.monotonic()
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds between this event and a later one. Both were made with ``enable_timing``."""
-        assert self._is_timed and end._is_timed and self.query() and end.query()
+        """Milliseconds between this event and a later one, which has passed."""
         return (end._passed_at - self._passed_at) * 1e3
 
     def query(self) -> bool:
         """Whether all that is before it has run; true if it was never recorded."""
-        after = self.after
-        if after is None:
-            return True
-        with _lock:
-            _run_ahead(after.stream)
-            return after.stream.num_done >= after.count
+        return self.stream is None or self.stream.has_done(self.count)
 
     def synchronize(self) -> None:
         """Return when all that is before it has run."""
-        with _lock:
-            if self.after is not None:
-                self.after.stream.run(self.after.count)
+        if self.stream is not None:
+            self.stream.run(self.count)
 
     def wait(self, stream: Stream | None = None) -> None:
         """What is queued next on the given or the current stream runs after it."""
@@ -154,13 +136,12 @@ def _run_ahead(asked: Stream | None = None) -> None:
         chosen = _choice.choice(_streams)
     else:
         return
-    left = chosen.num_queued - chosen.num_done
-    if left:
+    if left := chosen.num_queued - chosen.num_done:
         chosen.run(chosen.num_done + _choice.randint(1, left))
 
 
 def default_stream(device: Any = None) -> Stream:
-    with _lock:
+    with _changed:
         return _streams[0] if _streams else Stream()
 
 
@@ -182,9 +163,9 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 def synchronize(device: Any = None) -> None:
     """Return when everything has run."""
-    with _lock:
+    with _changed:
         for stream in _streams:
-            stream.run(stream.num_queued)
+            stream.synchronize()
 
 
 @contextmanager
@@ -192,8 +173,7 @@ def choosing(seed: int) -> Iterator[None]:
     """The choices in the block are those of this seed. What was queued before, and in it, runs first."""
     global _choice
     synchronize()
-    with _lock:
-        _choice = random.Random(seed)
+    _choice = random.Random(seed)
     yield
     synchronize()
 
@@ -202,11 +182,11 @@ def choosing(seed: int) -> Iterator[None]:
 def stalled() -> Iterator[None]:
     """While the block runs, the device does nothing: who waits for it waits until the block ends."""
     global _num_stalls
-    with _lock:
+    with _changed:
         _num_stalls += 1
     try:
         yield
     finally:
-        with _lock:
+        with _changed:
             _num_stalls -= 1
             _changed.notify_all()

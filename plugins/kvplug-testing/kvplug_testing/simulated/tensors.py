@@ -8,6 +8,7 @@ thread's stream was given: they make no new orders possible, and hide none betwe
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -125,9 +126,8 @@ def _to_copy(
 
 
 def _unset(memory: torch.Tensor) -> torch.Tensor:
-    if memory.numel():
-        raw = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
-        raw.fill_(_UNSET)
+    raw = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+    raw.fill_(_UNSET)
     return memory
 
 
@@ -139,42 +139,22 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> to
     return SimulatedTensor(_unset(torch.empty_strided(size, stride, dtype=dtype)))
 
 
-class _Module:
-    """What ``torch.get_device_module("simulated")`` gives."""
-
-    Stream, Event = streams.Stream, streams.Event
-    current_stream = staticmethod(streams.current_stream)
-    default_stream = staticmethod(streams.default_stream)
-    stream = staticmethod(streams.on_stream)
-    synchronize = staticmethod(streams.synchronize)
-
-    @staticmethod
-    def device(device: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    @staticmethod
-    def is_initialized() -> bool:
-        return True
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def _is_in_bad_fork() -> bool:
-        return False
-
-    @staticmethod
-    def manual_seed_all(seed: int) -> None:
-        """It has no random numbers of its own."""
+_MODULE: Final = SimpleNamespace(
+    Stream=streams.Stream,
+    Event=streams.Event,
+    current_stream=streams.current_stream,
+    default_stream=streams.default_stream,
+    stream=streams.on_stream,
+    synchronize=streams.synchronize,
+    device=lambda device: contextlib.nullcontext(),
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,
+)
+"""What ``torch.get_device_module("simulated")`` gives."""
 
 
 def register() -> None:
@@ -184,7 +164,7 @@ def register() -> None:
         return
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_Module())
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_MODULE)
     _library = torch.library.Library("aten", "IMPL")
     _library.impl("empty.memory_format", _empty, "PrivateUse1")
     _library.impl("empty_strided", _empty_strided, "PrivateUse1")
