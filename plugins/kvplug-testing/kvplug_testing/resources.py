@@ -43,12 +43,11 @@ class Resources:
 
     @classmethod
     def of(cls, pid: int | None = None) -> Resources:
-        """The resources of a process of this user, by default of this process. Empty outside Linux."""
+        """The resources of a process of this user, by default of this process."""
         pid = os.getpid() if pid is None else pid
-        descriptors = _descriptors(pid)
         return cls(
-            descriptors,
-            frozenset(f"{task} {_comm(pid, task)}" for task in _tasks(pid)),
+            _descriptors(pid),
+            frozenset(f"{task} {_read(f'/proc/{pid}/task/{task}/comm').strip()}" for task in _tasks(pid)),
             frozenset(children(pid)),
             frozenset(abstract_sockets(pid)),
             frozenset(_shared_memory()),
@@ -78,23 +77,16 @@ def children(pid: int) -> list[int]:
     """Pids of the direct children of a process, zombies too."""
 
     def read() -> list[int]:
-        found: list[int] = []
-        for task in _tasks(pid):
-            with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-        return found
+        lists = [_read(f"/proc/{pid}/task/{task}/children") for task in _tasks(pid)]
+        return [int(child) for each in lists for child in each.split()]
 
     return steady(read)
 
 
 def abstract_sockets(pid: int) -> set[str]:
     """Names of the abstract Unix sockets that a process listens on or is connected through."""
-    names = {}
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()[1:]:
-            fields = line.split(maxsplit=7)
-            if len(fields) == 8 and fields[7].startswith("@"):
-                names[f"socket:[{fields[6]}]"] = fields[7]
+    rows = [line.split(maxsplit=7) for line in _read(f"/proc/{pid}/net/unix").splitlines()]
+    names = {f"socket:[{row[6]}]": row[7] for row in rows if len(row) == 8 and row[7].startswith("@")}
     held = {entry.partition(" -> ")[2] for entry in _descriptors(pid)}
     return {name for inode, name in names.items() if inode in held}
 
@@ -118,32 +110,23 @@ def _shared_memory() -> Iterator[str]:
 def _left_here(names: Set[str]) -> frozenset[str]:
     """Those of the names that this process or a descendant of it holds or has left."""
     family = _family(os.getpid())
-    ours: set[str] = set()
-    theirs: set[str] = set()
-    for pid in _listdir("/proc"):
-        if pid.isdecimal():
-            held = ours if int(pid) in family else theirs
-            held |= names & _shared_memory_held(int(pid))
-    left = {name for name in names - theirs if not name.startswith(_SEMAPHORE)}
+    held = {int(pid): names & _shared_memory_held(int(pid)) for pid in _listdir("/proc") if pid.isdecimal()}
+    ours = {name for pid, each in held.items() if pid in family for name in each}
+    nobodys = {name for name in names.difference(*held.values()) if not name.startswith(_SEMAPHORE)}
     # Looked at last: a name that a process had and unlinked meanwhile is found at no process, and is gone.
-    return frozenset(name for name in ours | left if os.path.lexists(f"{_SHARED_MEMORY}/{name}"))
+    return frozenset(name for name in ours | nobodys if os.path.lexists(f"{_SHARED_MEMORY}/{name}"))
 
 
 def _family(pid: int) -> set[int]:
     """A process and all its descendants."""
-    found, new = set[int](), [pid]
-    while new:
-        found.update(new)
-        new = [child for each in new for child in children(each) if child not in found]
-    return found
+    return {pid}.union(*map(_family, children(pid)))
 
 
 def _shared_memory_held(pid: int) -> set[str]:
     """Names that a process has open or mapped."""
     paths = [entry.partition(" -> ")[2] for entry in _descriptors(pid)]
-    with contextlib.suppress(OSError):
-        maps = os.fsdecode(Path(f"/proc/{pid}/maps").read_bytes())
-        paths += [fields[5] for line in maps.split("\n") if len(fields := line.split(maxsplit=5)) == 6]
+    rows = [line.split(maxsplit=5) for line in _read(f"/proc/{pid}/maps").split("\n")]
+    paths += [row[5] for row in rows if len(row) == 6]
     before = f"{_SHARED_MEMORY}/"
     return {path.removeprefix(before) for path in paths if path.startswith(before)}
 
@@ -175,15 +158,13 @@ def steady(read: Callable[[], list[_T]]) -> list[_T]:
     return found
 
 
-def _comm(pid: int, task: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/task/{task}/comm").read_text().strip()
-    except OSError:
-        return ""
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return os.fsdecode(Path(path).read_bytes())
+    return ""
 
 
 def _listdir(path: str) -> list[str]:
-    try:
+    with contextlib.suppress(OSError):
         return os.listdir(path)
-    except OSError:
-        return []
+    return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 
 from kvplug import PeerGoneError, TimeoutError
 from kvplug_testing import peers
+from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import until
 
@@ -34,7 +37,7 @@ def fail(parent: peers.Parent) -> None:
 
 
 def sleep_in_here(parent: peers.Parent) -> None:
-    parent.send("asleep")
+    parent.send(os.getpid())
     time.sleep(60)
 
 
@@ -49,18 +52,16 @@ def die_of_a_bus_error(parent: peers.Parent) -> None:
     os.kill(os.getpid(), signal.SIGBUS)
 
 
-def say_pid(parent: peers.Parent) -> None:
-    parent.send(os.getpid())
-    time.sleep(60)
+def count_sockets(parent: peers.Parent) -> int:
+    return sum("socket:" in each for each in peers.Resources.of().descriptors)
 
 
 def start_family(parent: peers.Parent) -> None:
     """Report the pids of a child, its child, a fork server, and its child. All of them are stopped."""
-    with peers.start(start_child) as child, contextlib.closing(ForkServer("calendar:isleap", 2000)) as server:
+    with peers.start(start_child) as child, contextlib.closing(ForkServer.of("calendar")) as server:
         grandchild = child.recv()
-        with server.start(f"{__file__}:say_pid") as forked:
-            forked.recv()
-            pids = [forked.pid, server.pid, grandchild, child.pid]
+        with server.start(f"{__file__}:sleep_in_here") as forked:
+            pids = [forked.recv(), server.pid, grandchild, child.pid]
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             parent.send(pids)
@@ -68,7 +69,7 @@ def start_family(parent: peers.Parent) -> None:
 
 
 def start_child(parent: peers.Parent) -> None:
-    with peers.start(say_pid) as child:
+    with peers.start(sleep_in_here) as child:
         parent.send(child.recv())
         parent.recv(None)
 
@@ -79,13 +80,13 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., peers.Peer]]
     if request.param == "new":
         yield peers.start
         return
-    with peers.nothing_left(), contextlib.closing(ForkServer("calendar:isleap", 2000)) as server:
+    with peers.nothing_left(), contextlib.closing(ForkServer.of("calendar")) as server:
         yield lambda function, *args, **given: server.start(f"{__file__}:{function.__name__}", *args, **given)
 
 
 def test_a_child_gets_arguments_and_values_and_gives_some_back(start: Any) -> None:
     with peers.nothing_left(), start(echo, 2) as child:
-        for value in ({"a": [1, 2.5, None]}, b"bytes"):
+        for value in ({"a": [1, 2.5, None]}, b"bytes" * 100_000):
             child.send(value)
             assert child.recv() == value
         assert child.result() == "done"
@@ -99,29 +100,18 @@ def test_a_child_that_raises_shows_its_traceback_here(start: Any) -> None:
         assert caught.value.kind == "KeyError"
 
 
-def test_a_wait_that_is_too_long_shows_the_stacks_of_both() -> None:
-    with peers.start(sleep_in_here) as child:
-        assert child.recv() == "asleep"
+def test_a_wait_that_is_too_long_shows_the_stacks_of_both(start: Any) -> None:
+    with start(sleep_in_here) as child:
+        assert child.recv() == child.pid
         with pytest.raises(TimeoutError) as caught:
             child.result(0.3)
         assert "sleep_in_here" in str(caught.value)
         assert "test_a_wait_that_is_too_long" in str(caught.value)
 
 
-def test_a_child_that_is_stopped_is_not_waited_for_to_show_its_stacks() -> None:
-    with peers.start(echo, 1) as child:
-        child.stop()
-        assert child.stacks() == ""
-        child.cont()
-        child.send("x")
-        assert child.recv() == "x"
-        assert child.result() == "done"
-        assert child.stderr == ""
-
-
 @pytest.mark.full
 def test_a_child_whose_time_is_up_dumps_its_stacks_and_exits(start: Any) -> None:
-    with start(sleep_in_here, timeout_s=5.0) as child:
+    with start(sleep_in_here, timeout_s=3.0) as child:
         child.recv()
         with pytest.raises(PeerGoneError, match="sleep_in_here"):
             child.result()
@@ -136,12 +126,9 @@ def test_a_child_that_ends_without_a_word_is_gone(start: Any) -> None:
 
 def test_a_child_that_a_signal_killed_is_named_with_it(start: Any) -> None:
     with start(die_of_a_bus_error) as child:
-        with pytest.raises(PeerGoneError) as raised:
+        with pytest.raises(PeerGoneError, match=r"(?s)killed by SIGBUS> ended.*the last line"):
             child.recv()
         assert child.exit_code == -signal.SIGBUS
-    message = str(raised.value)
-    assert "killed by SIGBUS> ended" in message
-    assert "the last line" in message
 
 
 def test_a_child_is_killed_stopped_and_continued_by_its_pid(start: Any) -> None:
@@ -150,12 +137,36 @@ def test_a_child_is_killed_stopped_and_continued_by_its_pid(start: Any) -> None:
         child.send("x")
         with pytest.raises(TimeoutError):
             child.recv(0.2)
+        assert child.stacks() == "", "a stopped child is not waited for"
         child.cont()
         assert child.recv() == "x"
-        child.kill()
-        assert child.exit_code == -9
+        with ThreadPoolExecutor(8) as pool:
+            waits = [pool.submit(child.wait) for _ in range(8)]
+            child.kill()
+            assert {wait.result(30) for wait in waits} == {-signal.SIGKILL}
         with pytest.raises(PeerGoneError):
             child.recv()
+
+
+def test_a_child_is_waited_for_beside_more_descriptors_than_select_takes(start: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this process may not have 2,048 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    many = [os.dup(0) for _ in range(1024)]
+    try:
+        with start(echo, 0) as child:
+            assert (child.result(), child.exit_code) == ("done", 0)
+        assert in_forked_child(lambda: "found") == "found"
+    finally:
+        for each in many:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_child_holds_its_own_door_and_nothing_of_the_others(start: Any) -> None:
+    with start(echo, 1), start(count_sockets) as child:
+        assert child.result() == 1
 
 
 def test_a_family_ends_when_the_process_that_started_it_is_killed_though_it_is_stopped() -> None:
@@ -193,41 +204,21 @@ def test_what_is_left_behind_is_named() -> None:
     child.communicate()
 
 
-SHARED = Path("/dev/shm")
-has_names = pytest.mark.skipif(not SHARED.is_dir(), reason="shared memory has no names here")
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A name in shared memory, as any library might choose it. It is gone after the test."""
-    path = SHARED / f"psm_{os.getpid()}"
-    yield path
-    path.unlink(missing_ok=True)
-
-
 def leave_a_name(parent: peers.Parent, path: str) -> None:
     Path(path).write_bytes(b"left")
 
 
-@has_names
-def test_shared_memory_of_a_child_that_has_ended_is_left_behind(shared: Path) -> None:
-    with (
-        pytest.raises(AssertionError, match=f"shared memory: .*{shared.name}"),
-        peers.nothing_left(0.1),
-        peers.start(leave_a_name, str(shared)) as child,
-    ):
+def test_shared_memory_of_a_child_is_left_behind_and_that_of_others_is_their_own() -> None:
+    path = Path(f"/dev/shm/psm_{os.getpid()}")  # a name as any library might choose it
+    left = pytest.raises(AssertionError, match=f"shared memory: .*{path.name}")
+    with left, peers.nothing_left(0.1), peers.start(leave_a_name, str(path)) as child:
         child.result()
-
-
-@has_names
-def test_shared_memory_of_a_process_that_is_no_child_is_its_own(shared: Path) -> None:
+    path.unlink()
     with peers.nothing_left(0.1):
-        command = f"sleep 100 3>{shared} >/dev/null 2>&1 & echo $!"
+        command = f"sleep 100 3>{path} >/dev/null 2>&1 & echo $!"
         stranger = int(subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=True).stdout)
-        limit = time.monotonic() + 30
-        while not shared.exists():
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        until(path.exists)
     before = peers.Resources.of()
     os.kill(stranger, signal.SIGKILL)
-    assert shared.name in before.shared_memory
+    path.unlink()
+    assert path.name in before.shared_memory

@@ -47,9 +47,3 @@ def test_it_loads_nothing_but_itself(tmp_path: Path) -> None:
     assert not {module.partition(".")[0] for module in more} & {
         *("torch", "numpy", "hypothesis", "attrs", "attr", "msgspec", "pluggy", "rich", "click")
     }
-
-
-def test_with_an_option_it_loads_what_that_needs(tmp_path: Path) -> None:
-    more = loaded(tmp_path, "--kvplug-report", "card.json")
-    assert "kvplug_testing.reporting" in more
-    assert not {"torch", "kvplug_testing.contract.collected_suites"} & more

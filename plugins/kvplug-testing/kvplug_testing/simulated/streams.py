@@ -88,7 +88,8 @@ class Event:
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
-        """The arguments are those of torch, and mean nothing here."""
+        """The arguments are those of torch, and mean nothing here but the first."""
+        self._is_timed = enable_timing
         self.stream: Stream | None = None
         """The stream; ``None`` until it is recorded."""
         self.count = 0
@@ -101,7 +102,7 @@ class Event:
         with _changed:
             if stream.num_done == stream.num_queued:
                 self._pass()
-            else:
+            elif self._is_timed:
                 stream.queue(self._pass)
             self.stream, self.count = stream, stream.num_queued
 
