@@ -48,10 +48,11 @@ demo: $(TOX)
 
 install: $(INSTALLED)
 
-# Blocks of code on pages, from their files, and the reference of Python, from the docstrings. Tests fail if they differ.
+# Blocks of code on pages, from their files, the reference of Python, from the docstrings, and the laws. Tests fail if they differ.
 pages: $(INSTALLED)
 	.venv/bin/python docs/tools/doc_blocks.py
 	.venv/bin/python docs/tools/doc_reference.py
+	.venv/bin/python docs/tools/doc_laws.py
 
 # Without stored bytecode every process compiles what it imports, and each run rewrites the asserts of all tests.
 test: export PYTHONDONTWRITEBYTECODE =

@@ -130,13 +130,12 @@ def serve(parent: Parent, control: socket.socket) -> None:
 def _be_a_child(parent: Parent, control: socket.socket, fds: Sequence[int], timeout_s: float) -> None:
     code = 1
     try:
-        peers.die_with_parent()
         parent.disown()
         control.close()
         wire, stderr = fds
         os.dup2(stderr, 2)
         os.close(stderr)
-        peers._live(wire, timeout_s)
+        peers._live(wire, timeout_s, is_watched=True)
         code = 0
     finally:
         os._exit(code)

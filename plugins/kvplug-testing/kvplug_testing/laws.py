@@ -1,30 +1,20 @@
 """The laws by id, which stand in laws.txt. Tests name the ids, and failures quote the laws.
-docs/reference/laws.md is generated from them.
 
 ``python -m kvplug_testing.laws PIPE-5 COMM`` prints this law and those of this kind; without an id, all of
 them. A message that names a law refers to this program: a page of the repository is not in the wheel.
-``python -m kvplug_testing.laws --page docs/reference/laws.md`` updates the page.
 """
 
 from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 import attrs
 
 from kvplug.kit import did_you_mean
-
-_WIDTH = 100
-"""Columns of a law on the terminal."""
-_PAGE_WIDTH = 118
-"""Columns of a law on the page."""
-_BEGIN = "<!-- Laws, made of laws.txt: `python -m kvplug_testing.laws --page docs/reference/laws.md`. -->\n"
-_END = "<!-- The end of the laws. -->\n"
 
 
 @attrs.frozen
@@ -42,7 +32,7 @@ class Law:
     @property
     def quoted(self) -> str:
         """Id and title, and the text below them."""
-        lines = textwrap.wrap(self.text, _WIDTH, break_on_hyphens=False)
+        lines = textwrap.wrap(self.text, 100, break_on_hyphens=False)
         return f"law {self}:\n" + "\n".join(f"    {line}" for line in lines)
 
     def __str__(self) -> str:
@@ -92,41 +82,14 @@ def _kind(id_: str) -> str:
     return id_.rpartition("-")[0]
 
 
-def with_laws(page: str) -> str:
-    """The page with the laws updated; the text before and after them is kept.
-
-    Raises:
-        ValueError: the page lacks the marker lines around the laws.
-    """
-    before, begin, rest = page.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not (begin and end):
-        raise ValueError(f"the laws stand between the lines {_BEGIN!r} and {_END!r}, which this page lacks")
-    sections = groupby(LAWS.values(), lambda law: law.section)
-    made = "".join(f"\n## {section}\n\n{_as_definitions(laws)}" for section, laws in sections)
-    return f"{before}{_BEGIN}{made}\n{_END}{after}"
-
-
-def _as_definitions(laws: Iterable[Law]) -> str:
-    """Markdown definition lists, each with a link target."""
-    wrap = textwrap.TextWrapper(
-        _PAGE_WIDTH, initial_indent=": ", subsequent_indent="  ", break_on_hyphens=False
-    )
-    return "\n".join(f"({law.id})=\n{law.id}, {law.title}\n{wrap.fill(law.text)}\n" for law in laws)
-
-
-def main(arguments: Sequence[str]) -> None:
+def main(names: Iterable[str]) -> None:
     """The program.
 
     Raises:
-        SystemExit: a name is unknown; the message says which are near.
+        SystemExit: a name is unknown; the message says which is near.
     """
-    if arguments[:1] == ["--page"]:
-        page = Path(arguments[1])
-        page.write_text(with_laws(page.read_text()))
-        return
     try:
-        wanted = selected(arguments)
+        wanted = selected(names)
     except LookupError as e:
         sys.exit(str(e))
     sys.stdout.writelines(f"{LAWS[id_].quoted}\n" for id_ in wanted or LAWS)

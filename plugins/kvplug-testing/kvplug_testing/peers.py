@@ -99,11 +99,11 @@ def start(
         target = f"{os.path.abspath(source)}:{target.__qualname__}"
     ours, theirs = socket.socketpair()
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
-    boot = "from kvplug_testing.peers import _main; _main()"
-    watched = threading.current_thread() is threading.main_thread()
+    is_watched = threading.current_thread() is threading.main_thread()
+    boot = f"from kvplug_testing import peers; peers._live({theirs.fileno()}, {timeout_s}, {is_watched})"
     with theirs:
         process = subprocess.Popen(
-            [python, *flags, "-c", boot, str(theirs.fileno()), str(timeout_s), str(int(watched))],
+            [python, *flags, "-c", boot],
             stdin=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=[theirs.fileno(), *pass_fds],
@@ -359,19 +359,14 @@ class _Wire:
         return data
 
 
-def _main() -> None:
-    """The child's program: argv holds the descriptor of its socket, its time limit, and whether the kernel is
-    to kill it when the thread that started it ends.
+def _live(fd: int, timeout_s: float, is_watched: bool) -> None:
+    """Run the child from its first import to its exit. ``is_watched``: the kernel is to kill it when the
+    thread that started it ends.
     """
-    if sys.argv[3] == "1":
-        die_with_parent()
-    _live(int(sys.argv[1]), float(sys.argv[2]))
-
-
-def _live(fd: int, timeout_s: float) -> None:
-    """Run the child from its first import to its exit."""
     import traceback
 
+    if is_watched:
+        die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     faulthandler.dump_traceback_later(timeout_s, exit=True)

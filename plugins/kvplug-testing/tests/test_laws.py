@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
+import doc_laws
 import pytest
 
-from kvplug_testing.laws import main, selected, with_laws
-
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "laws.md"
+from kvplug_testing.laws import main, selected
 
 
 def test_the_page_is_what_is_made_of_the_laws() -> None:
-    page = PAGE.read_text()
-    assert with_laws(page) == page, "run: python -m kvplug_testing.laws --page docs/reference/laws.md"
+    page = doc_laws.PAGE.read_text()
+    assert doc_laws.refreshed(page) == page, "run: python docs/tools/doc_laws.py"
 
 
 def test_a_law_is_named_by_its_id_and_several_by_their_kind() -> None:
