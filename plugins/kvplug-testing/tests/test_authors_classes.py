@@ -1,4 +1,4 @@
-"""What an author's class says of itself: options of what is not installed, and what it forgot to say."""
+"""What an author's class says of itself: options, what it forgot to say, and what its pipe claims."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import pytest
 
 from kvplug import ConfigError
 from kvplug.transport import option
-from kvplug_testing import (
-    ConnectorContract,
-    DeviceCommunicatorContract,
-    LookupBufferContract,
-    MessageQueueContract,
-    PipeContract,
-)
+from kvplug_testing import ConnectorContract, DeviceCommunicatorContract, PipeContract
 
 FAILED = pytest.fail.Exception
 
@@ -50,11 +44,8 @@ def test_options_of_what_is_not_installed_are_made_as_a_config_makes_them() -> N
     ("suite", "ask", "said"),
     [
         (PipeContract, lambda s: s.pair(), "`transport` .* an installed pipe, or override `make_endpoint`"),
-        (MessageQueueContract, lambda s: s.writer(), "installed queue, or override `make_endpoint`"),
-        (LookupBufferContract, lambda s: s.hold(), "installed lookup buffer, or override `make_endpoint`"),
         (DeviceCommunicatorContract, lambda s: s.made(None), "communicator, or override `make_communicator`"),
         (ConnectorContract, lambda s: s.both(), "set `connector` to the name of an installed connector$"),
-        (ConnectorContract, lambda s: s.background, "set `connector` to the name of an installed connector$"),
     ],
 )
 def test_a_class_that_does_not_say_what_it_judges_is_told_what_to_set(
@@ -63,3 +54,46 @@ def test_a_class_that_does_not_say_what_it_judges_is_told_what_to_set(
     mine = type("TestMine", (suite,), {})()
     with pytest.raises(FAILED, match=f"TestMine does not say what it judges: .*{said}"):
         ask(mine)
+
+
+class Claims(PipeContract):
+    """The pipe "memory" with other capabilities."""
+
+    transport = "memory"
+    claims: Any = {}  # noqa: RUF012
+
+    @property
+    def spec(self) -> Any:
+        spec: Any = super().spec
+        return attrs.evolve(spec, capabilities=attrs.evolve(spec.capabilities, **self.claims))
+
+
+@pytest.mark.parametrize(
+    ("devices", "said", "device"),
+    [
+        ({"cpu"}, "", "cpu"),
+        ({"cuda", "cpu"}, "", "cpu"),
+        ({"xpu", "cuda"}, "", "cuda"),
+        ({"cuda", "cpu"}, "cuda", "cuda"),
+    ],
+)
+def test_ends_are_made_for_a_device_that_is_claimed(devices: set[str], said: str, device: str) -> None:
+    mine: Any = type("Mine", (Claims,), {"claims": {"devices": devices}, "device": said})()
+    assert mine.context().device == device
+
+
+def test_a_device_that_torch_has_not_is_skipped() -> None:
+    pytest.importorskip("torch")
+    mine: Any = type("Mine", (Claims,), {"claims": {"devices": {"abacus"}}})()
+    with pytest.raises(pytest.skip.Exception, match="torch has no device abacus here"):
+        mine.test_a_tensor_of_each_claimed_device_arrives_with_its_bits()
+
+
+class ImportsMore(Claims):
+    def import_all(self) -> None:
+        super().import_all()
+
+
+def test_a_class_that_imports_more_has_a_fork_server_of_its_own() -> None:
+    assert Claims().server_key == type("Another", (Claims,), {})().server_key
+    assert Claims().server_key != ImportsMore().server_key

@@ -11,10 +11,11 @@ import pytest
 PROGRAM = """
 import sys
 
-from kvplug.transport import BlockingStore, Usage
+from kvplug.transport import BlockingStore
 from kvplug_testing import check_pipe, check_store
-from kvplug_testing.memory.options import MemoryPipeOptions
+from kvplug_testing.memory.options import MemoryPipeOptions, MemoryStoreOptions
 from kvplug_testing.memory.pipe import MemoryPipe
+from kvplug_testing.memory.store import MemoryStore
 
 
 def make_pair(context):
@@ -24,40 +25,28 @@ def make_pair(context):
     return ends
 
 
-class Pages(BlockingStore):
+class Forgetful(BlockingStore):
     is_shared = False
 
-    def __init__(self, forgets):
-        self.pages, self.forgets = {}, forgets
-
     def has(self, keys):
-        return [key in self.pages for key in keys]
+        return [False for _ in keys]
 
     def read(self, key, into):
-        page = self.pages.get(key)
-        if page is None:
-            return None
-        left = memoryview(page)
-        for part in into:
-            part[: len(left)] = left[: part.nbytes]
-            left = left[part.nbytes :]
-        return len(page)
+        return None
 
     def write(self, key, page):
-        if not self.forgets:
-            self.pages.setdefault(key, b"".join(page))
         return True
 
 
 def make_store(context):
-    return Pages(forgets=False)
+    return MemoryStore(context)
 
 
 if __name__ == "__main__":
     level, *laws = sys.argv[1:]
-    for make in (make_store, lambda context: make_store(context), lambda context: Pages(forgets=True)):
+    for make in (make_store, lambda context: make_store(context), lambda context: Forgetful()):
         try:
-            card = check_store(make, level=level, laws=laws)
+            card = check_store(make, options_class=MemoryStoreOptions, level=level, laws=laws)
         except AssertionError as e:
             print("broken:", e)
         else:

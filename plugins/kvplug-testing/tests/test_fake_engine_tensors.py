@@ -56,8 +56,6 @@ REPORTS = [
     ("order", "expected"),
     [
         (CallOrder(), ["start_load_kv", *3 * LAYER, "wait_for_save", *REPORTS]),
-        (CallOrder(loads_after_forward=True), [*3 * LAYER, "start_load_kv", "wait_for_save", *REPORTS]),
-        (CallOrder(drafts=True), ["start_load_kv", *2 * LAYER, *REPORTS, *LAYER, "wait_for_save"]),
         (
             CallOrder(loads_after_forward=True, drafts=True),
             [*2 * LAYER, "start_load_kv", *REPORTS, *LAYER, "wait_for_save"],

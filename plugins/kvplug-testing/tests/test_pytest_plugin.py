@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +9,9 @@ from pathlib import Path
 import pytest
 
 COLLECT = """
-import json, sys
-import pytest
-
-code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[2:]])
-with open(sys.argv[1], "w") as file:
-    json.dump([int(code), sorted(sys.modules)], file)
+import sys, pytest
+assert pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]]) == 0
+print(*sys.modules)
 """
 
 
@@ -24,18 +19,9 @@ def loaded(folder: Path, *arguments: str) -> set[str]:
     """The modules of a fresh process in which pytest has collected a file that knows nothing of kvplug."""
     (folder / "test_nothing.py").write_text("def test_nothing(): pass\n")
     (folder / "pytest.ini").write_text("[pytest]\n")
-    done = subprocess.run(
-        [sys.executable, "-c", COLLECT, str(folder / "loaded.json"), *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    code, modules = json.loads((folder / "loaded.json").read_text())
-    assert code == 0, done.stdout + done.stderr
-    return {*modules}
+    command = [sys.executable, "-c", COLLECT, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    return {*done.stdout.splitlines()[-1].split()}
 
 
 @pytest.mark.full
