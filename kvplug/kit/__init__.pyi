@@ -7,7 +7,6 @@ from kvplug.assembly.registry import (
     PluginStatus as PluginStatus,
 )
 from kvplug.assembly.registry.discovery import (
-    check_api as check_api,
     discover as discover,
 )
 from kvplug.assembly.resolve import (
@@ -26,7 +25,6 @@ from kvplug.config.addresses import (
 )
 from kvplug.config.messages import (
     did_you_mean as did_you_mean,
-    listed as listed,
 )
 from kvplug.config.options import (
     option_fields as option_fields,
