@@ -182,9 +182,10 @@ def _suite_of(item: Any) -> type[Contract]:
     Raises:
         pytest.UsageError: it is in none.
     """
-    if item.cls is None or not issubclass(item.cls, Contract):
+    suite: type[Contract] | None = item.cls
+    if suite is None or not issubclass(suite, Contract):
         raise pytest.UsageError(f"{item.nodeid} names a law and stands in no class that is made from a suite")
-    return item.cls
+    return suite
 
 
 def _put_in_order(items: list[pytest.Item]) -> None:

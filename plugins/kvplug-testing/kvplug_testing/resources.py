@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -107,7 +107,7 @@ def _shared_memory() -> Iterator[str]:
                 yield name
 
 
-def _left_here(names: Set[str]) -> frozenset[str]:
+def _left_here(names: frozenset[str]) -> frozenset[str]:
     """Those of the names that this process or a descendant of it holds or has left."""
     family = _family(os.getpid())
     held = {int(pid): names & _shared_memory_held(int(pid)) for pid in _listdir("/proc") if pid.isdecimal()}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,79 @@ from kvplug_testing.scorecard import Outcome, Result, Scorecard, from_json
 pytestmark = pytest.mark.full
 
 
-def test_a_run_quotes_the_laws_that_are_broken_and_reports_each_outcome_with_its_reason(package: Any) -> None:
+SUITE = """
+from kvplug.transport import Kind
+from kvplug_testing import law
+from kvplug_testing.contract.base import Contract
+
+class TestMine(Contract):
+    kind = Kind.PIPE
+    transport = "memory"
+    across_processes = False
+    settle_s = 0.2
+
+    @law("PIPE-1")
+    def test_that_is_kept(self):
+        pass
+
+    @law("PIPE-5", "PIPE-6")
+    def test_that_is_broken(self):
+        assert 1 + 1 == 3, "two and a half came"
+
+    @law("PIPE-7", needs="other_processes")
+    def test_of_what_is_not_claimed(self):
+        raise AssertionError("it ran")
+
+    @law("PIPE-1")
+    def test_that_is_waived(self):
+        raise AssertionError("not yet")
+
+    @law("PIPE-1")
+    def test_that_is_kept_but_waived(self):
+        pass
+
+    @law("ALL-4", level="long")
+    def test_that_takes_longer(self):
+        pass
+
+    @law("ALL-7")
+    def test_that_leaves_something(self):
+        import os
+        self.left = os.dup(0)
+        raise AssertionError("a call is still blocked")
+
+    waivers = {"test_that_is_waived": "see issue 12", "test_that_is_kept_but_waived": "nothing keeps it"}
+"""
+
+
+class Package:
+    """A plugin author's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "tests").mkdir()
+        (folder / "tests" / "test_mine.py").write_text(SUITE)
+
+    def judge(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run pytest in it."""
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+        given = {
+            "capture_output": True,
+            "text": True,
+            "timeout": 100,
+            "env": {**os.environ, "COLUMNS": "120"},
+        }
+        return subprocess.run(command, cwd=self.folder, check=False, **given)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return Package(tmp_path)
+
+
+def test_a_run_quotes_the_broken_laws_and_reports_each_outcome_with_its_reason(
+    package: Package,
+) -> None:
     done = package.judge("--kvplug-report", "card.md", "--kvplug-report", "card.json")
     assert done.returncode == 1
     assert "law PIPE-5 (receiving into memory)" in done.stdout.partition("short test summary")[2]
@@ -52,7 +127,7 @@ def test_a_run_quotes_the_laws_that_are_broken_and_reports_each_outcome_with_its
     assert f"\n{brought}; " in page
 
 
-def test_one_law_is_judged_alone(package: Any) -> None:
+def test_one_law_is_judged_alone(package: Package) -> None:
     more = "def test_of_no_suite():\n    raise AssertionError('it ran')\n"
     (package.folder / "tests" / "test_more.py").write_text(more)
     done = package.judge("--kvplug-law", "pipe-5", "--kvplug-law", "END", "--kvplug-report", "card.json")
@@ -74,7 +149,7 @@ def test_one_law_is_judged_alone(package: Any) -> None:
     ],
 )
 def test_what_cannot_be_judged_or_reported_is_told_before_anything_runs(
-    package: Any, arguments: list[str], said: str
+    package: Package, arguments: list[str], said: str
 ) -> None:
     if arguments == ["alone"]:
         alone = 'from kvplug_testing import law\n\n@law("PIPE-1")\ndef test_alone(): ...\n'
@@ -87,7 +162,7 @@ def test_what_cannot_be_judged_or_reported_is_told_before_anything_runs(
 
 @pytest.mark.parametrize("named", [[], ["tests"]], ids=["no file", "a file"])
 def test_an_installed_transport_is_judged_with_the_test_files_that_are_named(
-    package: Any, named: list[str]
+    package: Package, named: list[str]
 ) -> None:
     done = package.judge("--kvplug-transport", "pipe:memory", "--collect-only", "-q", *named)
     assert done.returncode == 0, done.stdout + done.stderr
