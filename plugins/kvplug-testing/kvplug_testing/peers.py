@@ -242,7 +242,7 @@ class Peer:
         """The stacks of the child's threads, and everything else that it wrote to stderr."""
         if self.exit_code is None and not self._is_stopped() and _dumps_stacks(self.pid):
             before = len(self.stderr)
-            self._signal(signal.SIGUSR1)
+            self._signal(signal.SIGUSR2)
             self._await_output(before, 2.0)
         return self.stderr
 
@@ -368,7 +368,7 @@ def _live(fd: int, timeout_s: float, is_watched: bool) -> None:
     if is_watched:
         die_with_parent()
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR2)
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     wire = _Wire(socket.socket(fileno=fd))
     where, args = wire.recv(timeout_s)
@@ -455,4 +455,4 @@ def _status_of(pid: int, field: str) -> str:
 
 def _dumps_stacks(pid: int) -> bool:
     """Whether a process has a handler for the signal by now; it would die of it otherwise."""
-    return bool(int(_status_of(pid, "SigCgt") or "0", 16) >> (signal.SIGUSR1 - 1) & 1)
+    return bool(int(_status_of(pid, "SigCgt") or "0", 16) >> (signal.SIGUSR2 - 1) & 1)

@@ -41,10 +41,6 @@ def sleep_in_here(parent: peers.Parent) -> None:
     time.sleep(60)
 
 
-def leave_at_once(parent: peers.Parent) -> None:
-    os._exit(7)
-
-
 def die_of_a_bus_error(parent: peers.Parent) -> None:
     faulthandler.disable()
     print("the last line", file=sys.stderr, flush=True)
@@ -115,13 +111,6 @@ def test_a_child_whose_time_is_up_dumps_its_stacks_and_exits(start: Any) -> None
         child.recv()
         with pytest.raises(PeerGoneError, match="sleep_in_here"):
             child.result()
-
-
-def test_a_child_that_ends_without_a_word_is_gone(start: Any) -> None:
-    with start(leave_at_once) as child:
-        with pytest.raises(PeerGoneError):
-            child.recv()
-        assert child.wait() == 7
 
 
 def test_a_child_that_a_signal_killed_is_named_with_it(start: Any) -> None:
