@@ -6,8 +6,6 @@ suite is collected; then it calls :mod:`kvplug_testing.reporting`.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import pytest
 
 _LEVELS = ("quick", "long")
@@ -49,18 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
         reporting.reporter_of(config)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Apply waivers, and put simple laws first. Levels and laws then select from the tests that other plugins
-    leave, in the order that those give them.
-    """
-    judged = any(item.get_closest_marker("kvplug_law") for item in items)
-    if not judged and not config.option.kvplug_law:
-        return (yield)
-    from kvplug_testing import reporting
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put simple laws first, waive tests, and select by level and law."""
+    if config.option.kvplug_law or any(item.get_closest_marker("kvplug_law") for item in items):
+        from kvplug_testing import reporting
 
-    reporter = reporting.reporter_of(config)
-    reporter.prepare(items)
-    result = yield
-    reporter.select(config, items)
-    return result
+        reporting.reporter_of(config).select(config, items)

@@ -73,31 +73,27 @@ class Reporter:
 
     # -- before ----------------------------------------------------------------------------------
 
-    def prepare(self, items: list[pytest.Item]) -> None:
-        """Put the tests in order, and mark the waived ones."""
-        for item in filter(_laws_of, items):
-            waivers = _suite_of(item).waivers
-            if reason := waivers.get(item.name, waivers.get(item.name.partition("[")[0])):
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-        _put_in_order(items)
-
     def select(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Deselect tests above the level and of other laws.
+        """Put the tests in order, mark the waived ones, and deselect those above the level and of other laws.
 
         Raises:
-            pytest.UsageError: no test judges the laws that are asked for.
+            pytest.UsageError: no test judges the laws that are asked for, or one with a law is in no suite.
         """
+        _put_in_order(items)
         kept = list(filter(self._runs, items))
         if self._laws and not kept:
             laws = ", ".join(self._laws)
             raise pytest.UsageError(f"--kvplug-law: no test here judges {laws} at level {self._level}")
-        for suite in {_suite_of(item) for item in filter(_laws_of, kept)}:
-            # Before any test, so that modules and resources that this loads are not counted as a test's leak.
-            with contextlib.suppress(KvplugError):  # the tests report the error
-                self._distributions[suite] = suite.distribution()
-        if len(kept) < len(items):
-            config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-            items[:] = kept
+        for item in filter(_laws_of, kept):
+            suite = _suite_of(item)
+            if reason := suite.waivers.get(item.name, suite.waivers.get(item.name.partition("[")[0])):
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+            if suite not in self._distributions:
+                # Before any test, so that what this loads is not counted as a test's leak.
+                with contextlib.suppress(KvplugError):  # the tests report the error
+                    self._distributions[suite] = suite.distribution()
+        config.hook.pytest_deselected(items=[item for item in items if not self._runs(item)])
+        items[:] = kept
 
     def _runs(self, item: pytest.Item) -> bool:
         marker = item.get_closest_marker("kvplug_law")
@@ -202,7 +198,7 @@ def _put_in_order(items: list[pytest.Item]) -> None:
         at, item = numbered
         if not _laws_of(item):
             return at, 0
-        bases = item.cls.__mro__
+        bases = _suite_of(item).__mro__
         part = max(index for index, base in enumerate(bases) if item.originalname in vars(base))
         return first.setdefault(item.cls, at), part or len(bases)
 
