@@ -43,14 +43,7 @@ def assert_filled(value: Any, got: Any, what: str = "") -> None:
         AssertionError: one is not; ``what`` stands first in the message.
     """
     __tracebackhide__ = True
-    assert_same(filled_like(got, value), got, what)
-
-
-def filled_like(tensor: Any, value: Any) -> Any:
-    """A tensor with this tensor's dtype and shape whose elements are all ``value``, in the memory of one
-    element.
-    """
-    return tensor.new_full((), value).expand(tensor.shape)
+    assert_same(got.new_full((), value).expand(got.shape), got, what)
 
 
 def brief(value: Any) -> str:

@@ -241,21 +241,16 @@ class Peer:
     def stacks(self) -> str:
         """The stacks of the child's threads, and everything else that it wrote to stderr."""
         if self.exit_code is None and not self._is_stopped() and _dumps_stacks(self.pid):
-            before = len(self.stderr)
+            length = before = len(self.stderr)
             self._signal(signal.SIGUSR2)
-            self._await_output(before, 2.0)
+            limit = time.monotonic() + 2.0
+            while (length == before or length != len(self.stderr)) and time.monotonic() < limit:
+                length = len(self.stderr)  # until its output pauses
+                time.sleep(0.02)
         return self.stderr
 
     def _is_stopped(self) -> bool:
         return _status_of(self.pid, "State")[:1] in ("T", "t")
-
-    def _await_output(self, before: int, within: float) -> None:
-        """Wait until the child has written more than ``before`` bytes to stderr, and its output pauses."""
-        limit = time.monotonic() + within
-        length = before
-        while (length == before or length != len(self.stderr)) and time.monotonic() < limit:
-            length = len(self.stderr)
-            time.sleep(0.02)
 
     def close(self) -> None:
         """Kill the child if it still runs, reap it, and release its resources. Idempotent."""
