@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import attrs
 import msgspec
 import pytest
 
@@ -140,10 +139,8 @@ class Reporter:
         final: dict[tuple[str, str, str], Result] = {}
         for result in self._results:
             key = (result.subject, result.suite, result.test)
-            before = final.setdefault(key, result)
-            if before is not result and result.outcome is Outcome.FAILED:
-                reasons = [each.reason for each in (before, result) if each.outcome is Outcome.FAILED]
-                final[key] = attrs.evolve(before, outcome=Outcome.FAILED, reason="; then ".join(reasons))
+            if final.setdefault(key, result).outcome is not Outcome.FAILED:
+                final[key] = result
         return Scorecard(
             level=self._level,
             results=tuple(final.values()),
