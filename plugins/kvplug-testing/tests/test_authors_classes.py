@@ -1,4 +1,4 @@
-"""What an author's class says of itself: options, what it forgot to say, and what its pipe claims."""
+"""What an author's class says of itself: options of what is not installed, and what it forgot to say."""
 
 from __future__ import annotations
 
@@ -54,46 +54,3 @@ def test_a_class_that_does_not_say_what_it_judges_is_told_what_to_set(
     mine = type("TestMine", (suite,), {})()
     with pytest.raises(FAILED, match=f"TestMine does not say what it judges: .*{said}"):
         ask(mine)
-
-
-class Claims(PipeContract):
-    """The pipe "memory" with other capabilities."""
-
-    transport = "memory"
-    claims: Any = {}  # noqa: RUF012
-
-    @property
-    def spec(self) -> Any:
-        spec: Any = super().spec
-        return attrs.evolve(spec, capabilities=attrs.evolve(spec.capabilities, **self.claims))
-
-
-@pytest.mark.parametrize(
-    ("devices", "said", "device"),
-    [
-        ({"cpu"}, "", "cpu"),
-        ({"cuda", "cpu"}, "", "cpu"),
-        ({"xpu", "cuda"}, "", "cuda"),
-        ({"cuda", "cpu"}, "cuda", "cuda"),
-    ],
-)
-def test_ends_are_made_for_a_device_that_is_claimed(devices: set[str], said: str, device: str) -> None:
-    mine: Any = type("Mine", (Claims,), {"claims": {"devices": devices}, "device": said})()
-    assert mine.context().device == device
-
-
-def test_a_device_that_torch_has_not_is_skipped() -> None:
-    pytest.importorskip("torch")
-    mine: Any = type("Mine", (Claims,), {"claims": {"devices": {"abacus"}}})()
-    with pytest.raises(pytest.skip.Exception, match="torch has no device abacus here"):
-        mine.test_a_tensor_of_each_claimed_device_arrives_with_its_bits()
-
-
-class ImportsMore(Claims):
-    def import_all(self) -> None:
-        super().import_all()
-
-
-def test_a_class_that_imports_more_has_a_fork_server_of_its_own() -> None:
-    assert Claims().server_key == type("Another", (Claims,), {})().server_key
-    assert Claims().server_key != ImportsMore().server_key
