@@ -58,6 +58,7 @@ def check_plugin(name: str) -> tuple[str, ...]:
     return found.unchecked
 
 
+@cache
 def inspect_plugin(name: str, timeout_s: float) -> Inspection:
     """Inspect the plugin whose entry point is called ``name``, in a process that may take ``timeout_s``
     seconds.
@@ -100,7 +101,7 @@ class PluginContract(Contract):
         return ", ".join(f"{each.distribution} {each.version}" for each in found)
 
     def _judge(self, law_: str) -> None:
-        found = _inspected(self.plugin)
+        found = inspect_plugin(self.plugin, 2 * waits.patience_s)  # once for all tests
         observed = [observed for id_, observed in found.breaches if id_ == law_]
         if observed:
             pytest.fail("; ".join(observed), pytrace=False)
@@ -124,9 +125,3 @@ class PluginContract(Contract):
     @law("PLUGIN-4")
     def test_what_it_offers_is_described(self) -> None:
         self._judge("PLUGIN-4")
-
-
-@cache
-def _inspected(name: str) -> Inspection:
-    """The inspection, run once for all tests of a suite."""
-    return inspect_plugin(name, 2 * waits.patience_s)
