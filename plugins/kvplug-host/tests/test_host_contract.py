@@ -15,8 +15,9 @@ from kvplug.transport import PutReason, Store
 from kvplug_host.arena.segments import WORD
 from kvplug_host.store import HostStore
 from kvplug_testing import StoreContract, peers, waits
-from kvplug_testing.contract.store.lying_peers import LyingPeers
-from kvplug_testing.contract.store.suite import Place
+from kvplug_testing.contract.lied_to import LiedTo
+from kvplug_testing.contract.store.ends import StoreGeneral
+from kvplug_testing.contract.store.suite import Place, StoreSuite
 
 _numbers = itertools.count()
 _PROGRAMS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "host_programs.py")
@@ -80,11 +81,12 @@ class TestHost(_Raw):
     store = "host"
 
 
-class TestHostIsLiedToOverAPipe(LyingPeers):
+class TestHostIsLiedToOverAPipe(StoreSuite, LiedTo):
     """Where its memory is mapped, no page comes over the pipe."""
 
     store = "host"
     options: ClassVar[dict[str, Any]] = {"map": False}
+    ends = StoreGeneral.ends
 
 
 @pytest.mark.variant

@@ -16,6 +16,10 @@ _SHOWN = 120
 """Characters of a value that are shown."""
 
 
+class UnlikeError(AssertionError):
+    """What came has the form that was asked for, and is something else."""
+
+
 def difference(wanted: Any, got: Any) -> str:
     """A description of how ``got`` differs from ``wanted``; empty if it is the same.
 
@@ -34,6 +38,19 @@ def assert_same(wanted: Any, got: Any, what: str = "") -> None:
     __tracebackhide__ = True  # pytest shows the line that compares
     if wrong := difference(wanted, got):
         raise AssertionError(f"{what}: {wrong}" if what else wrong)
+
+
+def assert_answer(wanted: Any, got: Any, what: str) -> None:
+    """Raise an error if the tensor ``got`` differs from ``wanted``.
+
+    Raises:
+        AssertionError: in dtype or shape; ``what`` stands first in the message.
+        UnlikeError: in its bytes.
+    """
+    form = brief(got)
+    assert form == brief(wanted), f"{what}: {brief(wanted)} was expected, and {form} came"
+    if wrong := difference(wanted, got):
+        raise UnlikeError(f"{what}: {wrong}")
 
 
 def assert_filled(value: Any, got: Any, what: str = "") -> None:

@@ -15,8 +15,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from kvplug import PeerGoneError
-from kvplug.transport import Pipe, PipeEndpoint
+from kvplug import KvplugError, PeerGoneError
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    PeerIdentity,
+    Pipe,
+    PipeEndpoint,
+    PipeListener,
+    Timeout,
+    Transfer,
+)
 from kvplug_testing.peers import Parent, Peer
 
 
@@ -40,7 +48,40 @@ class PipePairs(ExitStack):
         child = self.enter_context(start(listener.contact))
         pipe = listener.accept()
         self.callback(pipe.abort)
-        return pipe, child
+        return pipe
+
+
+class PipeAround(Pipe):
+    """A pipe that does what another one does. Subclasses override some of it."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    @property
+    def closed(self) -> bool:
+        return self._pipe.closed
+
+    @property
+    def peer(self) -> str:
+        return self._pipe.peer
+
+    def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
+        return self._pipe.send_tensor(tensor, timeout=timeout)
+
+    def recv_tensor(self, out: Any = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        return self._pipe.recv_tensor(out, timeout=timeout)
+
+    def limit_messages(self, nbytes: int) -> None:
+        self._pipe.limit_messages(nbytes)
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._pipe.close(timeout)
+
+    def abort(self) -> None:
+        self._pipe.abort()
+
+
+# -- in a child --------------------------------------------------------------------------------------
 
 
 def wait(parent: Parent, pipe: Any) -> None:

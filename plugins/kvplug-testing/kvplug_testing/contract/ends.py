@@ -113,7 +113,11 @@ class End(abc.ABC):
 
     @abc.abstractmethod
     def part(self, number: int, timeout: float | None) -> None:
-        """This end's part in exchange ``number`` of all ends; checks what it receives."""
+        """This end's part in exchange ``number`` of all ends; checks what it receives.
+
+        Raises:
+            UnlikeError: that is no other thing than was asked for, as far as its form shows it.
+        """
 
     def clog(self) -> int:
         """Send to the other end, which receives nothing, until there is no room. Returns how much that is."""
@@ -122,6 +126,12 @@ class End(abc.ABC):
     def drain(self, count: int) -> None:
         """Receive so much, which the other end's :meth:`clog` has sent, and check it."""
         assert not count, f"the {self.role} end receives nothing"
+
+    def lied_to(self) -> Calls:
+        """Calls that are made after some exchanges with an end that lies. They check the form of what they
+        return.
+        """
+        return self.calls()
 
     # -- what tests do with it -----------------------------------------------------------------
 

@@ -23,10 +23,11 @@ import pytest
 from kvplug import ClosedError, KvplugError, TimeoutError
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import leaving
-from kvplug_testing.contract.base import Contract, law
+from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import CHILD_S, RUN_END, Ends, Handle, LocalHandle, Pending, RemoteHandle
 from kvplug_testing.contract.footprint import Footprint
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
+from kvplug_testing.contract.lied_to import LiedTo
 
 HOW: Final = ("close", "abort")
 DEATHS: Final = ("is killed", "is killed and not reaped", "exits")
@@ -62,7 +63,7 @@ def _closed_with_test(turns: Callable[..., Any]) -> Callable[..., Any]:
     return begin
 
 
-class General(Contract):
+class General(LiedTo):
     """Ends, deadlines, deaths, forks and leaks."""
 
     def ends(self) -> Ends:

@@ -1,153 +1,80 @@
-"""The bases of what judges law ALL-10.
+"""Law ALL-10, written once for all kinds: what a peer says that has proved its identity.
 
-:class:`LiedTo` is for ends that reach each other over kvplug's own listeners. A relay between the two changes
-one thing of what the honest end says: while they join, in later messages, or in memory that it has handed
-over. The other end, the victim, is a process of its own.
-
-:class:`LiedToOverPipes` is for what is built on pipes. Both ends are in one child process, and the pipes that
-they are given change one message.
+Both ends are in one child process, and reach each other through a relay. After a conversation in which
+nothing was changed, many follow in which one thing is: of what an end says, while they join or later, or of
+memory that it has handed over. A conversation is made of what the general laws know of a kind's ends.
 """
 
 from __future__ import annotations
 
 import itertools
+import queue
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar, Final
 
-import attrs
 import pytest
 
-from kvplug import KvplugError
+from kvplug import KvplugError, TimeoutError
 from kvplug_testing import peers, waits
+from kvplug_testing.comparison import UnlikeError
 from kvplug_testing.contract.base import Contract, law
-from kvplug_testing.tampering.conversing import Conversing
-from kvplug_testing.tampering.edits import edits_of
+from kvplug_testing.contract.ends import End, Outcome
+from kvplug_testing.contract.suite_ref import suite_from_ref
+from kvplug_testing.tampering.edits import Edit, Recording, edits_of
 from kvplug_testing.tampering.memory import SharedMemory
 from kvplug_testing.tampering.relay import Relay
-from kvplug_testing.tampering.victim import SLACK_S, Ended, victim
+from kvplug_testing.tampering.victim import bounded, faults_noted, is_printable
+from kvplug_testing.waits import Call
 
-LISTENS, DIALS = "listens", "dials"
-"""What the victim does. The other end does the other."""
+SLACK_S: Final = 10.0
+"""How much later than its timeout a call may end: machines are busy."""
+_SEED: Final = 8
+_EXCHANGES: Final = (1, 2, 3, 0)
+"""The numbers of the exchanges of a conversation."""
+_RUN: Final = f"{__name__}:run_conversations"
 _LIFE_S: Final = 1800.0
-_has_listener: dict[str, bool] = {}
-"""Whether the contact of a suite's ends is that of a listener, by the suite."""
-
-_victims = pytest.mark.parametrize("role", [LISTENS, DIALS])
 
 
 class LiedTo(Contract):
-    """What a peer may say that has proved its identity."""
-
-    lies: ClassVar[int] = 40
-    """How many false messages the suite sends to each end (law ALL-10). Fewer where an end takes long to
-    make."""
-    _victim: ClassVar[str]
-    """The function of the victim's process: ``"module:function"``."""
-
-    def _contact(self) -> Any:
-        """Plain values with the addresses of an end's listeners."""
-        raise NotImplementedError
-
-    def _conversations(self, relay: Relay, role: str, child: peers.Peer) -> Conversing:
-        """Conversations of an honest end here and a victim with this role."""
-        raise NotImplementedError
-
-    @property
-    def lied_to_processes(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        if self.other_processes:
-            return self.other_processes
-        key = str(self.suite_ref())
-        if key not in _has_listener:
-            try:
-                contact = self._contact()
-            except KvplugError:
-                return ""  # the tests report it
-            with Relay() as relay:
-                _has_listener[key] = relay.through_plain(contact) != contact
-        if _has_listener[key]:
-            return ""
-        return f"not judged: the contact of {self.called} names no kvplug.transport.Listener to stand before"
-
-    @law("ALL-10", needs="lied_to_processes", timeout_s=300, level="long")
-    @_victims
-    def test_whatever_a_peer_says_each_call_ends_in_time_in_a_message_or_an_error(self, role: str) -> None:
-        with self._conversing(role) as conversing:
-            possible = edits_of(conversing.truth(), random.Random(8), forward=role == LISTENS)
-            edits = [*itertools.islice(possible, self.lies)]
-            if not edits:
-                pytest.skip(f"not judged: {self.called} sends nothing through a kvplug.transport.Listener")
-            for edit in edits:
-                conversing.lie(edit)
-
-    @law("ALL-10", needs="lied_to_processes", timeout_s=300, level="long")
-    @_victims
-    def test_whatever_a_peer_writes_into_shared_memory_each_call_ends_in_time(self, role: str) -> None:
-        with self._conversing(role) as conversing:
-            conversing.begin()
-            with SharedMemory(conversing.relay.descriptors) as memory:
-                if not memory:
-                    pytest.skip(f"{self.called} hands over no memory by a descriptor")
-                assert not memory.can_shrink(), "the peer can shrink memory: seal it (F_SEAL_SHRINK)"
-            conversing.go_on()
-            rng = random.Random(8)
-            for _ in range(self.lies // 2):
-                conversing.tamper(rng)
-
-    @contextmanager
-    def _conversing(self, role: str) -> Iterator[Conversing]:
-        child = self.start_forked(self._victim, self.suite_ref(), role, timeout_s=_LIFE_S)
-        with self.scope(), Relay() as relay:
-            conversing = self._conversations(relay, role, child)
-            yield conversing
-            conversing.end()
-
-
-def be_lied_to(
-    parent: peers.Parent, suite: Any, converse: Callable[..., list[Ended]], *, bounded: bool
-) -> str:
-    """In the victim's process: converse as often as the parent wants; ``converse`` takes what it sends."""
-    suite.warm_up()
-    with victim(bounded=bounded) as here:
-        while True:
-            order, *given = parent.recv(None)
-            if order == "end":
-                return here.grown()
-            calls = converse(*given)
-            parent.send([[attrs.asdict(call) for call in calls], here.faults()])
-
-
-class Conversations(Protocol):
-    """Of two ends in one process, one after the other."""
-
-    def truth(self) -> list[Ended]:
-        """One in which nothing is changed: how its calls have ended."""
-
-    def lies(self, rng: random.Random) -> Iterator[Any]:
-        """What may be changed, according to the truth, without end; none if there is nothing."""
-
-    def lie(self, lie: Any) -> tuple[str, list[Ended]]:
-        """One in which this is changed: what was changed, in words, and how the calls have ended."""
-
-
-class LiedToOverPipes(Contract):
-    """What the other end of its pipes may say."""
+    """What a peer may say."""
 
     lies: ClassVar[int] = 40
     """How many false messages the suite sends (law ALL-10). Fewer where a conversation takes long."""
-    _run_ends: ClassVar[str]
-    """The function of the ends' process, which calls :func:`report_lies`: ``"module:function"``."""
+    lied_to_s: ClassVar[float] = 0.1
+    """The timeout of calls of ends that are lied to."""
+    lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """What of their context differs from the suite's defaults."""
+
+    ends: Callable[[], Any]
+
+    def before_lies(self) -> None:
+        """Make what stays while many conversations begin and end."""
+
+    def lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
+        """What makes each :class:`.End` of a conversation. They are called at the same time."""
+        kind, (here, there) = self.ends(), _through(relay)
+        context = {"timeout_s": timeout_s, **self.lied_to_context}
+        return [lambda: kind.make([None, here], context)[0], lambda: kind.join(there, 1, context)]
 
     @property
     def lied_to_processes(self) -> str:
         """The reason to skip a test, for ``needs``."""
+        if self.ends_are_processes:
+            return f"ends of {self.called} are lied to in one process (ends_are_processes)"
         return self.forked_processes
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the process that is lied to gets few addresses: drivers of devices take very many."""
+        return True
 
     @law("ALL-10", needs="lied_to_processes", timeout_s=300, level="long")
     def test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for(self) -> None:
-        child = self.start_forked(self._run_ends, self.suite_ref(), self.lies, 8, timeout_s=_LIFE_S)
+        child = self.start_forked(_RUN, self.suite_ref(), self.lies, timeout_s=_LIFE_S)
         said = "nothing was changed"
         while True:
             try:
@@ -159,33 +86,153 @@ class LiedToOverPipes(Contract):
             if answer is None:
                 break
             said, breaches, not_judged = answer
-            if not_judged:
-                pytest.skip(not_judged)
             assert not breaches, f"{said}, and then: {'; '.join(breaches)}"
-        grown = child.result(2 * waits.patience_s + 3 * SLACK_S)
-        assert not grown, grown
+            if not_judged:
+                pytest.skip(f"not judged: {not_judged}")
+        child.result(2 * waits.patience_s + 3 * SLACK_S)
 
 
-def report_lies(
-    parent: peers.Parent, conversations: Conversations, count: int, seed: int, *, bounded: bool = True
-) -> str:
-    """In the child process: hold the conversations, and report what is wrong after each of them."""
-    with victim(bounded=bounded) as here:
-        calls = conversations.truth()
-        failed = [f"{call.call} raised {call.error}: {call.text}" for call in calls if call.error]
-        here.hold_honest()
-        parent.send(["nothing was changed", failed + _breaches(calls) + here.faults(), ""])
-        rng = random.Random(seed)
-        lies = [*itertools.islice(conversations.lies(rng), count)]
-        if not lies:
-            parent.send(["", [], "not judged: nothing comes over the pipes that were given"])
-        for lie in lies:
-            parent.send([f"{lie}", [], ""])  # the last word of a process that dies
-            said, calls = conversations.lie(lie)
-            parent.send([said, _breaches(calls) + here.faults(), ""])
+class _Wire:
+    """What one end of a connection sends to the other's process, as :class:`.peers.Peer` does."""
+
+    def __init__(self, relay: Relay, inbox: queue.Queue[Any], outbox: queue.Queue[Any]) -> None:
+        self._relay = relay
+        self._inbox = inbox
+        self._outbox = outbox
+
+    def send(self, value: Any) -> None:
+        self._outbox.put(self._relay.through(value))
+
+    def recv(self, timeout: float | None = None) -> Any:
+        try:
+            return self._inbox.get(timeout=waits.patience_s)
+        except queue.Empty:
+            raise TimeoutError("the other end has not said how to reach it") from None
+
+
+def _through(relay: Relay) -> tuple[Any, Any]:
+    one: queue.Queue[Any] = queue.Queue()
+    other: queue.Queue[Any] = queue.Queue()
+    return _Wire(relay, one, other), _Wire(relay, other, one)
+
+
+# -- in the child process ------------------------------------------------------------------------------
+
+
+def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: int) -> None:
+    """Hold one that is true and so many that are not. Reports what was changed and what is wrong then."""
+    suite: Any = suite_from_ref(suite_ref)
+    with ExitStack() as suite._stack, Relay() as relay, faults_noted() as faults:
+        suite.warm_up()
+        suite.before_lies()
+
+        def hold(*change: Any) -> _Conversation:
+            held = _Conversation(suite, relay, *change)
+            held.hold()
+            parent.send([held.said, held.breaches + faults.taken(), held.not_judged])
+            return held
+
+        true = hold()
+        if true.not_judged:
+            return
+        with bounded(is_bounded=suite.is_bounded):
+            waits.patience_s = 5 * suite.lied_to_s
+            rng = random.Random(_SEED)
+            for edit in itertools.islice(edits_of(true.recording, rng), count):
+                parent.send([f"{edit}", [], ""])  # the last word of a process that dies
+                hold(edit)
+            for _ in range(count // 2 if true.hands_over_memory else 0):
+                hold(None, rng)
         parent.send(None)
-        return here.grown()
 
 
-def _breaches(calls: list[Ended]) -> list[str]:
-    return [breach for call in calls if (breach := call.breach())]
+class _Conversation:
+    """Two ends join, exchange, are called and are closed. With ``rng`` memory is changed after they join."""
+
+    def __init__(
+        self, suite: Any, relay: Relay, edit: Edit | None = None, rng: random.Random | None = None
+    ) -> None:
+        self._suite = suite
+        self._relay = relay
+        self._edit = edit
+        self._rng = rng
+        self._is_true = edit is None and rng is None
+        self._within = waits.patience_s if self._is_true else suite.lied_to_s
+        self.said = "nothing was changed" if edit is None else str(edit)
+        self.breaches: list[str] = []
+        self.not_judged = ""
+        self.recording: Recording = {}
+        self.hands_over_memory = False
+
+    def hold(self) -> None:
+        self._relay.begin(self._edit)
+        with self._suite.scope():
+            makers = self._suite.lied_to(self._relay, max(self._within, waits.patience_s))
+            joined = self._each(partial(self._run, "joining"), makers)
+            failed = [outcome for outcome in joined if outcome.kinds]
+            if failed:
+                self.not_judged = f"through a relay joining {failed[0]}" if self._is_true else ""
+            else:
+                self._change_memory()
+                ends = [outcome.value for outcome in joined]
+                for phase in (self._exchange, self._call, self._close):
+                    self._each(phase, ends)
+            self.recording = self._relay.recording
+            if self._is_true and not any(map(any, self.recording.values())):
+                self.not_judged = f"{self._suite.called} says nothing through a kvplug.transport.Listener"
+        self._relay.leave()
+        self._relay.begin()
+
+    def _change_memory(self) -> None:
+        with SharedMemory(self._relay.descriptors) as memory:
+            self.hands_over_memory = bool(memory)
+            if memory.can_shrink():
+                self.breaches.append("the peer can shrink memory: seal it (F_SEAL_SHRINK)")
+            if self._rng is not None and memory:
+                self.said = memory.tamper(self._rng)
+
+    def _exchange(self, end: End) -> None:
+        for number in _EXCHANGES:
+            if self._run(f"exchange {number}", partial(end.part, number, self._within)).kinds:
+                break
+
+    def _call(self, end: End) -> None:
+        for name, call in end.lied_to().items():
+            self._run(name, partial(call, self._suite.lied_to_s))
+
+    def _close(self, end: End) -> None:
+        self._run("close", partial(end.close, self._within))
+
+    def _each(self, run: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
+        """For each of these things at the same time."""
+        return [call.result(_LIFE_S) for call in [Call(partial(run, thing)) for thing in things]]
+
+    def _run(self, what: str, call: Callable[[], Any]) -> Outcome:
+        """A call, which must end."""
+        running = Call(partial(Outcome.of, call))
+        try:
+            outcome: Outcome = running.result(self._within + SLACK_S)
+        except waits.DeadlineError as e:
+            outcome = Outcome(kinds=["DeadlineError"], text=str(e)[:20_000])
+        import os  # DEBUG
+
+        if os.environ.get("KVLIE"):
+            with open(os.environ["KVLIE"], "a") as f:
+                print(
+                    f"{os.getpid()} {self.said} | {what} | {outcome.took_s:.2f} | {str(outcome)[:150]}",
+                    file=f,
+                )
+        if breach := self._breach(what, outcome):
+            self.breaches.append(breach)
+        return outcome
+
+    def _breach(self, what: str, outcome: Outcome) -> str:
+        """What is wrong with it; empty: nothing."""
+        if not outcome.kinds:
+            return ""
+        said = f"{what} {outcome}"
+        if UnlikeError.__name__ in outcome.kinds:  # of what was not changed, only the end may be missing
+            return said if self._is_true or (self._edit is not None and self._edit.cuts) else ""
+        if KvplugError.__name__ not in outcome.kinds or (self._is_true and what.startswith("exchange")):
+            return said
+        return "" if is_printable(outcome.text) else f"{said!r}, with codes of the peer's"

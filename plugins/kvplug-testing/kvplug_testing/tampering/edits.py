@@ -5,9 +5,9 @@ A stream is what one end says on one connection, after both have proved themselv
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +20,8 @@ EVERYTHING: Final = 1 << 62
 """The end of an edit that takes all that follows."""
 _HEAD: Final = 64
 """Bytes at the beginning of what is sent at once, where headers are."""
+_SHORT: Final = 1 << 12
+"""Bytes of what may be no more than headers and values."""
 
 
 class StreamId(NamedTuple):
@@ -43,6 +45,7 @@ class Edit:
     begin: int
     end: int
     change: Callable[[bytes], bytes] = attrs.field(repr=False)
+    """May raise a ``KvplugError``: these bytes cannot be changed."""
     words: str
     """What it does, for reports."""
     cuts: bool = False
@@ -76,8 +79,7 @@ class StreamEditor:
             self.is_cut, self._held = True, b""
         elif self._held and len(self._held) >= edit.end - edit.begin:
             held, self._held, self._edit = self._held, b"", None
-            size = edit.end - edit.begin
-            return before + edit.change(held[:size]) + held[size:]
+            return before + _changed(edit, held)
         return before
 
     def rest(self) -> bytes:
@@ -85,58 +87,64 @@ class StreamEditor:
         return self._held
 
 
-def edits_of(recording: Recording, rng: random.Random, *, forward: bool) -> Iterator[Edit]:
-    """Changes of what the one end said, random ones without end; none if it said nothing.
+def _changed(edit: Edit, data: bytes) -> bytes:
+    size = edit.end - edit.begin
+    try:
+        return edit.change(data[:size]) + data[size:]
+    except KvplugError:
+        return data
+
+
+def edits_of(recording: Recording, rng: random.Random) -> Iterator[Edit]:
+    """Changes of what the ends said, random ones without end; none if they said nothing.
 
     In any case these: far more is announced than comes, and nothing comes from some place on.
     """
-    streams = {
-        stream: b"".join(sent)
-        for stream, sent in recording.items()
-        if stream.forward is forward and any(map(len, sent))
-    }
+    streams = {stream: b"".join(sent) for stream, sent in recording.items() if any(sent)}
+    frames = {stream: [*frames_in(whole)] for stream, whole in streams.items()}
     for stream, whole in streams.items():
-        for begin, end in frames_in(whole):
-            with contextlib.suppress(KvplugError):
-                data = much_larger(whole[begin:end])
-                yield Edit(stream, begin, end, _becoming(data), "far more is announced than comes")
-                break
+        announced = [place for place in frames[stream] if _can(much_larger, whole[slice(*place)])]
+        for begin, end in announced[:1]:
+            yield Edit(stream, begin, end, much_larger, "far more is announced than comes")
         yield _cut(stream, len(whole) // 2)
-    while streams:
-        stream = rng.choice([*streams])
-        with contextlib.suppress(KvplugError):  # a lie that cannot be encoded
-            yield _edit(stream, [part for part in recording[stream] if part], streams[stream], rng)
+    parts = {stream: [*pairwise(accumulate(map(len, recording[stream]), initial=0))] for stream in streams}
+    framed = [stream for stream, places in frames.items() if places]
+    sent = [(stream, *place) for stream, places in parts.items() for place in places if place[0] < place[1]]
+    short = [place for place in sent if place[2] - place[1] <= _SHORT]
+    while sent:
+        if framed and rng.random() < 0.5:
+            stream = rng.choice(framed)
+            yield _false(stream, *rng.choice(frames[stream]), rng)
+        else:
+            yield _edit(*rng.choice(short if short and rng.random() < 0.8 else sent), rng)
 
 
-def _becoming(data: bytes) -> Callable[[bytes], bytes]:
-    """Whatever came there this time."""
-    return lambda _: data
+def _can(change: Callable[[bytes], bytes], data: bytes) -> bool:
+    try:
+        change(data)
+    except KvplugError:
+        return False
+    return True
 
 
 def _cut(stream: StreamId, at: int) -> Edit:
     return Edit(stream, at, EVERYTHING, bytes, "nothing more comes", cuts=True)
 
 
-def _edit(stream: StreamId, sent: Sequence[bytes], whole: bytes, rng: random.Random) -> Edit:
-    frames = [*frames_in(whole)]
-    if frames and rng.random() < 0.4:
-        begin, end = rng.choice(frames)
-        data, words = false_frame(whole[begin:end], rng)
-        return Edit(stream, begin, end, _becoming(data), words)
-    begin, end = rng.choice([*pairwise([0, *accumulate(map(len, sent))])])
+def _false(stream: StreamId, begin: int, end: int, rng: random.Random) -> Edit:
+    seed = rng.getrandbits(32)
+    return Edit(stream, begin, end, partial(false_frame, seed=seed), f"a false frame of the seed {seed}")
+
+
+def _edit(stream: StreamId, begin: int, end: int, rng: random.Random) -> Edit:
     at = rng.randrange(begin, min(end, begin + _HEAD) if rng.random() < 0.8 else end)
-    match rng.randrange(8):
-        case 0 | 1:
-            bit = 1 << rng.randrange(8)
-            return Edit(stream, at, at + 1, lambda data: bytes([data[0] ^ bit]), f"a bit flips: {bit}")
-        case 2 | 3 | 4:
-            size = rng.choice((1, 2, 4, 8))
-            order: Any = rng.choice(("little", "big"))
-            number = rng.choice(INTEGERS) % (1 << 8 * size)
-            words = f"{size} bytes become {number}, {order}-endian"
-            return Edit(stream, at, at + size, _becoming(number.to_bytes(size, order)), words)
-        case 5:
+    match rng.randrange(6):
+        case 0:
             return _cut(stream, at)
-        case 6:
-            return Edit(stream, begin, end, lambda data: data + data, f"{end - begin} bytes come twice")
-    return Edit(stream, begin, end, lambda data: b"", f"{end - begin} bytes do not come")
+        case 1:
+            times, words = rng.choice(((0, "do not come"), (2, "come twice")))
+            return Edit(stream, begin, end, lambda data: times * data, f"{end - begin} bytes {words}")
+    size = rng.choice((1, 2, 4, 8))
+    order: Any = rng.choice(("little", "big"))
+    number = (rng.choice(INTEGERS) % (1 << 8 * size)).to_bytes(size, order)
+    return Edit(stream, at, at + size, lambda _: number, f"{size} bytes become {number.hex()}")

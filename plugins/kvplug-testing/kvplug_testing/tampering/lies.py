@@ -1,13 +1,15 @@
-"""Values, and announcements of tensors, that a peer may send although they cannot be true.
+"""Values, and frames with them or with announcements of tensors, that a peer may send although they cannot be
+true.
 
 Pure. A lie differs from the truth in one place, so that everything around it passes its checks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kvplug import KvplugError
@@ -30,20 +32,19 @@ Path = tuple[Any, ...]
 INTEGERS: Final = (0, 1, -1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**33, 2**40, 2**62, 2**63 - 1)
 ESCAPES: Final = "no room\n\x1b[2J\x1b]0;root\x07"
 _TYPES: Final[tuple[Any, ...]] = (None, True, 7, -0.5, "text", b"bytes", [], {}, [1, [2]], {"a": None})
-_MOST_BYTES: Final = 1 << 20
 _HUGE: Final = 2**50
 """Bytes of a tensor that is only announced."""
+_MOST_WITH_BYTES: Final = 1 << 12
+"""Bytes of the frame of a tensor that is small."""
 
 
-def lie(value: Any, rng: random.Random) -> tuple[Any, str]:
-    """The value with one part of it changed, and a description of the change."""
+def lie(value: Any, rng: random.Random) -> Any:
+    """The value with one part of it changed."""
     path = rng.choice([*_paths(value)])
     part = value
     for step in path:
         part = part[step]
-    false = _changed(part, rng)
-    where = "".join(f"[{step!r}]" for step in path) or "the value"
-    return _replaced(value, path, false), f"{where} becomes {false!r:.60}"
+    return _replaced(value, path, _changed(part, rng))
 
 
 def _paths(value: Any, path: Path = ()) -> Iterator[Path]:
@@ -97,49 +98,76 @@ def _changed(value: Any, rng: random.Random) -> Any:
     return rng.choice(_TYPES)
 
 
-# -- frames and announcements ------------------------------------------------------------------------
+# -- frames ------------------------------------------------------------------------------------------
 
 
 def frames_in(data: bytes) -> Iterator[tuple[int, int]]:
-    """(begin, end) of what is a frame of kvplug's wire format in these bytes: of a tensor only the prefix."""
+    """(begin, end) of each frame of kvplug's wire format in these bytes: of a large tensor only the
+    announcement.
+    """
     at = data.find(MAGIC)
     while at >= 0:
         end = at + 1
-        try:
-            header = decode_header(data[at : at + HEADER_SIZE], max_length=2**60)
-            if header.kind is FrameKind.TENSOR:
-                size = prefix_size(data[at : at + HEADER_SIZE + 2])
-                decode_meta(data[at + HEADER_SIZE : at + size])
-            else:
-                size = HEADER_SIZE + header.length
+        with contextlib.suppress(KvplugError):
+            size = _frame_size(data[at : at + _MOST_WITH_BYTES])
             if at + size <= len(data):
                 end = at + size
                 yield at, end
-        except KvplugError:
-            pass
         at = data.find(MAGIC, end)
 
 
-def false_frame(frame: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """A frame of the same kind with another content, and a description of the change.
+def _frame_size(data: bytes) -> int:
+    header = decode_header(data[:HEADER_SIZE], max_length=2**60)
+    whole = HEADER_SIZE + header.length
+    if header.kind is not FrameKind.TENSOR:
+        return whole
+    announced = prefix_size(data[: HEADER_SIZE + 2])
+    decode_meta(data[HEADER_SIZE:announced])
+    return whole if whole <= _MOST_WITH_BYTES else announced
+
+
+def with_value(frame: bytes, change: Callable[[Any], Any]) -> bytes:
+    """The frame with another value in it, or in its tensor.
 
     Raises:
-        KvplugError: this one has nothing to change.
+        KvplugError: there is none, or the other one cannot be encoded.
     """
-    header = decode_header(frame, max_length=2**60)
-    payload = frame[HEADER_SIZE:]
-    if header.kind is FrameKind.TENSOR:
-        meta = decode_meta(payload)
-        shape = rng.choice(([], [0], [2**33, *meta.shape], [1, *meta.shape], meta.shape[1:]))
-        made = TensorMeta(rng.choice((meta.dtype, *DTYPES)), tuple(shape))
-        flags = header.flags ^ rng.choice((0, 1 << rng.randrange(8)))
-        return _announced(made, flags), f"{made} with flags {flags} is announced"
-    if header.kind is FrameKind.VALUE and len(payload) <= _MOST_BYTES:
-        value, words = lie(decode(payload), rng)
-        data = encode(value)
-        return encode_header(FrameKind.VALUE, len(data), header.flags) + data, words
-    kind = rng.choice(tuple(FrameKind))
-    return encode_header(kind, header.length, header.flags ^ rng.randrange(2)), f"it becomes a {kind.name}"
+    header = decode_header(frame[:HEADER_SIZE], max_length=2**60)
+    is_value = header.kind is FrameKind.VALUE
+    begin = HEADER_SIZE if is_value else prefix_size(frame[: HEADER_SIZE + 2])
+    data = encode(change(decode(frame[begin:])))
+    if is_value:
+        return encode_header(FrameKind.VALUE, len(data), header.flags) + data
+    return _announced(TensorMeta("uint8", (len(data),)), header.flags) + data
+
+
+def false_frame(frame: bytes, seed: int) -> bytes:
+    """A frame with another content: often another value, if there is one.
+
+    Raises:
+        KvplugError: the content cannot be encoded.
+    """
+    rng = random.Random(seed)
+    if rng.random() < 0.7:
+        with contextlib.suppress(KvplugError):
+            return with_value(frame, lambda value: lie(value, rng))
+    header = decode_header(frame[:HEADER_SIZE], max_length=2**60)
+    if header.kind is not FrameKind.TENSOR:
+        return encode_header(rng.choice(tuple(FrameKind)), header.length, header.flags ^ rng.randrange(2))
+    end = prefix_size(frame[: HEADER_SIZE + 2])
+    meta = decode_meta(frame[HEADER_SIZE:end])
+    if end < len(frame) and rng.random() < 0.5:
+        at = rng.randrange(end, len(frame), meta.itemsize)
+        return frame[:at] + _false_element(frame[at : at + meta.itemsize], rng) + frame[at + meta.itemsize :]
+    shape = rng.choice(([], [0], [2**33, *meta.shape], [1, *meta.shape], meta.shape[1:]))
+    made = TensorMeta(rng.choice((meta.dtype, *DTYPES)), tuple(shape))
+    return _announced(made, header.flags ^ rng.choice((0, 1 << rng.randrange(8)))) + frame[end:]
+
+
+def _false_element(data: bytes, rng: random.Random) -> bytes:
+    old = int.from_bytes(data, "little")
+    new = rng.choice((*INTEGERS, old + 1, old - 1)) % (1 << 8 * len(data))
+    return new.to_bytes(len(data), "little")
 
 
 def much_larger(frame: bytes) -> bytes:
@@ -148,8 +176,8 @@ def much_larger(frame: bytes) -> bytes:
     Raises:
         KvplugError: the frame is not that of a tensor.
     """
-    header = decode_header(frame, max_length=2**60)
-    meta = decode_meta(frame[HEADER_SIZE:])
+    header = decode_header(frame[:HEADER_SIZE], max_length=2**60)
+    meta = decode_meta(frame[HEADER_SIZE : prefix_size(frame[: HEADER_SIZE + 2])])
     return _announced(TensorMeta(meta.dtype, (_HUGE // meta.itemsize,)), header.flags)
 
 

@@ -1,7 +1,8 @@
 """A man in the middle of proven connections: it carries what two ends say, records it, and may change it.
 
 Both ends prove themselves through it, as they would to an attacker who only passes on what it hears. From
-then on it speaks for the end whose stream it changes. Descriptors that are handed over pass too.
+then on it speaks for the end whose stream it changes. Descriptors that are handed over pass too. It stands
+before the listeners whose contacts it sees in messages as well.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, Self
 
@@ -19,6 +20,7 @@ from kvplug import KvplugError
 from kvplug.kit import IDENTITY_SIZE, OPENING_SIZE, PROOF_SIZE, REPLY_SIZE, ListenerContact, parse_contact
 from kvplug.transport import BackgroundThread, TcpAddress, UnixAddress
 from kvplug_testing.tampering.edits import Edit, StreamEditor, StreamId
+from kvplug_testing.tampering.lies import frames_in, with_value
 
 _PROOF_BYTES: Final = {
     True: OPENING_SIZE + PROOF_SIZE + IDENTITY_SIZE,
@@ -30,30 +32,42 @@ _MAX_FDS: Final = 16
 
 
 class Relay:
-    """Listens in the place of other listeners: give the two ends :meth:`through`'s contact. Any thread."""
+    """Listens in the place of other listeners: give the two ends contacts of :meth:`through`. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listening: list[tuple[socket.socket, threading.Thread]] = []
-        self._conversation = _Conversation(None)
+        self._contacts: dict[str, str] = {}
+        """The relay's own ones, by those in whose place they are."""
+        self._conversation = _Conversation(None, self.through_frames)
 
-    def through(self, text: str) -> str:
-        """A contact with each address in it replaced by one of the relay's."""
-        for word in text.split(" "):
-            with contextlib.suppress(KvplugError):
-                if ":" in word:
-                    text = text.replace(word, self._listen_for(parse_contact(word)))
-        return text
-
-    def through_plain(self, value: Any) -> Any:
-        """The same for every text in a plain value."""
+    def through(self, value: Any) -> Any:
+        """A plain value, in whose texts each contact is replaced by one of the relay's."""
         if isinstance(value, str):
-            return self.through(value)
+            return " ".join(map(self._through_word, value.split(" ")))
         if isinstance(value, Mapping):
-            return {key: self.through_plain(item) for key, item in value.items()}
+            return {key: self.through(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self.through_plain(item) for item in value)
+            return type(value)(map(self.through, value))
         return value
+
+    def _through_word(self, word: str) -> str:
+        with self._lock, contextlib.suppress(KvplugError):
+            if ":" in word and word not in self._contacts.values():
+                if word not in self._contacts:
+                    self._contacts[word] = self._listen_for(parse_contact(word))
+                return self._contacts[word]
+        return word
+
+    def through_frames(self, data: bytes) -> bytes:
+        """The same for the values in these bytes of a stream."""
+        for begin, end in reversed([*frames_in(data)]):
+            with contextlib.suppress(KvplugError):
+                frame = data[begin:end]
+                ours = with_value(frame, self.through)
+                if ours != with_value(frame, lambda value: value):
+                    data = data[:begin] + ours + data[end:]
+        return data
 
     def stand_at(self, address: str, theirs: str) -> None:
         """Listen at a chosen address in the place of the listener at ``theirs``."""
@@ -64,12 +78,13 @@ class Relay:
     def begin(self, edit: Edit | None = None) -> None:
         """What is said from now on is another conversation, in which ``edit`` is applied."""
         with self._lock:
-            before, self._conversation = self._conversation, _Conversation(edit)
+            before, self._conversation = self._conversation, _Conversation(edit, self.through_frames)
         before.close()
 
     def leave(self) -> None:
         """Stand before none of the listeners that there were."""
-        ours, self._listening = self._listening, []
+        with self._lock:
+            ours, self._listening, self._contacts = self._listening, [], {}
         for listening, thread in ours:
             _hang_up(listening)
             listening.close()
@@ -149,8 +164,9 @@ def _dial(address: Any) -> socket.socket:
 class _Conversation:
     """All connections since a :meth:`Relay.begin`, with a thread for each direction."""
 
-    def __init__(self, edit: Edit | None) -> None:
+    def __init__(self, edit: Edit | None, through: Callable[[bytes], bytes]) -> None:
         self._edit = edit
+        self._through = through
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -190,6 +206,7 @@ class _Conversation:
                     self._keep(fds)
                     proof, said = data[:proof_bytes], data[proof_bytes:]
                     proof_bytes -= len(proof)
+                    said = self._through(said)
                     if said:
                         sent.append(said)
                     _write(target, proof + editor.feed(said), fds)

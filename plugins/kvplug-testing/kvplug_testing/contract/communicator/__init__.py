@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvplug_testing.contract.communicator.collectives import Collectives
 from kvplug_testing.contract.communicator.exhaustion import Exhaustion
-from kvplug_testing.contract.communicator.lying_peers import LyingPeers
 from kvplug_testing.contract.communicator.missing import Missing
 from kvplug_testing.contract.communicator.moe import ExpertLayers
 from kvplug_testing.contract.communicator.one_rank import OneRank
@@ -13,7 +12,7 @@ from kvplug_testing.contract.communicator.refusals import Refusals
 
 
 class DeviceCommunicatorContract(
-    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, OneRank, LyingPeers, Exhaustion
+    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, OneRank, Exhaustion
 ):
     """Checks a transport of kind "communicator" against the laws ALL and COMM.
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvplug import StatelessGroup, TransportError
 from kvplug.transport import DeviceCommunicator, RecvOp, SendOp
 from kvplug_testing import peers, waits
-from kvplug_testing.comparison import assert_same
-from kvplug_testing.contract.communicator.tensors import tensor_of
+from kvplug_testing.comparison import assert_answer
+from kvplug_testing.contract.communicator.tensors import tensor_of, tokens
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.waits import Call
 
@@ -80,9 +80,21 @@ class RankEnd(End):
             received = parts[1 - rank]
         else:
             received = made.recv(_SHAPE, mine.dtype, 1 - rank, timeout=timeout).cpu()
-        assert_same(parts[0] + parts[1], summed.cpu(), f"the sum of exchange {number}")
-        assert_same(torch.cat(parts), gathered.cpu(), f"what exchange {number} gathered")
-        assert_same(parts[1 - rank], received, f"what came in exchange {number}")
+        assert_answer(parts[0] + parts[1], summed.cpu(), f"the sum of exchange {number}")
+        assert_answer(torch.cat(parts), gathered.cpu(), f"what exchange {number} gathered")
+        assert_answer(parts[1 - rank], received, f"what came in exchange {number}")
+
+    def lied_to(self) -> Calls:
+        made, three = self._made, self._three
+        hidden, *weighed = (each.to(made.device) for each in tokens(2 + self._number, self._number))
+
+        def layer(timeout: float | None) -> None:
+            dispatched = made.dispatch(hidden, *weighed, False, timeout=timeout)[0]
+            assert dispatched.shape[1:] == hidden.shape[1:], f"tokens came as {dispatched.shape}"
+            combined = made.combine(dispatched, False, timeout=timeout)
+            assert combined.shape == hidden.shape, f"tokens came back as {combined.shape}"
+
+        return {"broadcast": _with_timeout(made.broadcast, three), "dispatch and combine": layer}
 
     def busy(self, leaves: bool) -> None:
         while True:

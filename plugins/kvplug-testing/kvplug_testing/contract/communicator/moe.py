@@ -11,25 +11,7 @@ from kvplug.transport import TensorMismatchError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.refusals import still_works
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks
-from kvplug_testing.contract.communicator.tensors import check, joined, tensor_of
-
-NUM_EXPERTS = 5
-HIDDEN = 6
-TOP_K = 2
-
-
-def tokens(count: int, seed: int) -> list[Any]:
-    """One rank's hidden states, weights and ids of experts. Whole numbers and powers of two, so that the
-    order of additions does not matter.
-    """
-    import torch
-
-    made = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(-4, 5, (count, HIDDEN), generator=made).float(),
-        0.5 ** torch.randint(1, 4, (count, TOP_K), generator=made),
-        torch.randint(0, NUM_EXPERTS, (count, TOP_K), generator=made),
-    ]
+from kvplug_testing.contract.communicator.tensors import HIDDEN, NUM_EXPERTS, check, joined, tensor_of, tokens
 
 
 def layer(given: Sequence[Any], experts: Sequence[int] = range(NUM_EXPERTS)) -> Any:

@@ -6,6 +6,7 @@ A test describes each rank's calls in plain values, so that a rank may be a thre
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import attrs
@@ -65,6 +66,10 @@ class CommunicatorSuite(General):
     """The device of the tensors that are tried."""
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
+    lies: ClassVar[int] = 30
+    lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"unique_name": "ep:0", "data_parallel_size": 2, "all2all_backend": "naive"}
+    )
 
     def make_communicator(self, context: CommunicatorContext) -> DeviceCommunicator:
         """The transport's factory, called. Override it for a transport that is not installed."""
@@ -85,6 +90,10 @@ class CommunicatorSuite(General):
         """A group of ranks with communicators: threads, or processes with :attr:`ends_are_processes`."""
         are_remote = [self.ends_are_processes] * world_size
         return Ranks(self._joined(are_remote, {"world_size": world_size, **context}))
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.device == "cpu"
 
     def warm_up(self) -> None:
         """Run one large operation: torch starts its threads then and keeps them."""

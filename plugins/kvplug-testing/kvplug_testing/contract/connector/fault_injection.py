@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kvplug import ClosedError, TimeoutError, TransportError
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout, Transfer
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout
+from kvplug_testing.pairs import PipeAround
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,26 +31,16 @@ class FaultSwitch:
         self.num_pipes = 0
 
 
-class FaultInjectingPipe(Pipe):
+class FaultInjectingPipe(PipeAround):
     """A pipe around another one that follows the switch."""
 
     def __init__(self, pipe: Pipe, switch: FaultSwitch) -> None:
-        self._pipe, self._switch = pipe, switch
+        super().__init__(pipe)
+        self._switch = switch
         switch.num_pipes += 1
 
-    @property
-    def closed(self) -> bool:
-        return self._pipe.closed
-
-    @property
-    def peer(self) -> str:
-        return self._pipe.peer
-
-    def send_tensor(self, tensor: Tensor | None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Transfer:
-        return self._pipe.send_tensor(tensor, timeout=timeout)
-
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        found = self._pipe.recv_tensor(out, timeout=timeout)
+        found = super().recv_tensor(out, timeout=timeout)
         if found is None or found.numel() * found.element_size() < _SIGNAL_BYTES:
             return found
         self._hold(Deadline.after(timeout, _HELD_S))
@@ -70,17 +61,8 @@ class FaultInjectingPipe(Pipe):
         """
         while self._switch.how == "hold":
             self._switch.is_held.set()
-            if self._pipe.closed:
+            if self.closed:
                 raise ClosedError("the test's pipe was closed")
             if deadline.expired:
                 raise TimeoutError("the rest of a tensor did not come in time: the test holds it up")
             time.sleep(0.002)
-
-    def limit_messages(self, nbytes: int) -> None:
-        self._pipe.limit_messages(nbytes)
-
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self._pipe.close(timeout)
-
-    def abort(self) -> None:
-        self._pipe.abort()

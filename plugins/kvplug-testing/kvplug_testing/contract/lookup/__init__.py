@@ -6,10 +6,9 @@ from kvplug_testing.contract.lookup.ends import LookupGeneral
 from kvplug_testing.contract.lookup.exhaustion import Exhaustion
 from kvplug_testing.contract.lookup.finding import Finding
 from kvplug_testing.contract.lookup.handing_over import HandingOver
-from kvplug_testing.contract.lookup.lying_peers import LyingPeers
 
 
-class LookupBufferContract(Finding, HandingOver, LookupGeneral, LyingPeers, Exhaustion):
+class LookupBufferContract(Finding, HandingOver, LookupGeneral, Exhaustion):
     """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.
 
     A test file for an installed transport is this::

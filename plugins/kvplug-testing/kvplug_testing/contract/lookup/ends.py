@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Final
 from kvplug import TimeoutError
 from kvplug.transport import Entry, LookupBuffer, LookupStore, Pipe, PipeEndpoint, PipeListener
 from kvplug_testing import peers, waits
+from kvplug_testing.comparison import UnlikeError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import PART_BYTES, General
-from kvplug_testing.contract.lookup.entries import Put, random_tensor, unlike
+from kvplug_testing.contract.lookup.entries import Put, Sink, answered, random_tensor, unlike
 from kvplug_testing.contract.lookup.suite import LookupSuite, insert, pipe_endpoint
 from kvplug_testing.waits import Call
 
@@ -103,9 +104,35 @@ class LookupEnd(End):
         while True:
             _read.append(self._buffer.select(put.tokens, timeout=None))
 
+    def lied_to(self) -> Calls:
+        buffer, put, sink = self._buffer, _numbered(0), Sink()
+        asked = put.tokens
+        inserted = 2 if isinstance(buffer, LookupStore) else 0
+
+        def match(timeout: float | None) -> None:
+            count = buffer.match(asked)
+            assert type(count) is int and 0 <= count <= len(asked), f"{count} of {len(asked)} tokens match"
+
+        def read(timeout: float | None) -> None:
+            answered(asked, buffer.select(asked, min_tokens=1, timeout=timeout), min_tokens=1)
+
+        def read_layers(timeout: float | None) -> None:
+            entry = buffer.select(asked, min_tokens=1, sink=sink, timeout=timeout)
+            answered(asked, entry, min_tokens=1, sink=sink)
+
+        return {
+            **{f"insert {number}": partial(self._insert, put) for number in range(inserted)},
+            "drop_select": lambda timeout: answered(asked, buffer.drop_select(asked, timeout=timeout)),
+            "match": match,
+            "select": read,
+            "select into a sink": read_layers,
+            "drop_select of any": lambda timeout: answered(None, buffer.drop_select(None, timeout=timeout)),
+        }
+
     def _take(self, put: Put, timeout: float | None) -> None:
-        wrong = unlike(put, self._buffer.drop_select(put.tokens, timeout=timeout))
-        assert not wrong, wrong
+        entry = answered(put.tokens, self._buffer.drop_select(put.tokens, timeout=timeout))
+        if wrong := unlike(put, entry):
+            raise UnlikeError(wrong)
 
     def _insert(self, put: Put, *timeout: float | None) -> int:
         return insert(self._buffer, put, **given(timeout))
@@ -176,6 +203,12 @@ class LookupEnds(Ends):
 
 class LookupGeneral(LookupSuite, General):
     """The general laws for lookup buffers."""
+
+    lies = 60
+
+    @property
+    def lied_to_processes(self) -> str:
+        return self.missing_pipes or super().lied_to_processes
 
     def ends(self) -> LookupEnds:
         return LookupEnds(self)

@@ -162,6 +162,36 @@ class Sink:
         return difference(wanted, self.layers)
 
 
+def answered(
+    tokens: Sequence[int] | None, entry: Entry, *, min_tokens: int = 0, sink: Sink | None = None
+) -> Entry:
+    """An entry, which must have the form of one that answers a call with these tokens.
+
+    Args:
+        min_tokens: of ``select``; 0: one is a prefix of the other, as for ``drop_select``.
+    """
+    header, came, roi = entry.header, entry.header.tokens, entry.header.roi
+    assert entry.tokens.equal(came) and entry.roi.equal(roi), "tokens and roi are not those of the header"
+    assert isinstance(header.metadata, dict), f"the metadata is {header.metadata!r}"
+    form = [str(came.dtype), str(roi.dtype), came.ndim, [*roi.shape]]
+    assert form == ["torch.int64", "torch.bool", 1, [*came.shape]], f"tokens and roi have the form {form}"
+    key = came[roi].tolist()
+    common = len(key) if tokens is None else shared(tokens, key)
+    wanted = min_tokens or (1 if tokens is None else max(1, min(len(tokens), len(key))))
+    assert common >= wanted, f"an entry of {key[:20]} was handed out to who had asked for {tokens}"
+    layers, numbers = [(entry.key, entry.value)], [*range(header.num_layers)]
+    if sink is not None:
+        assert [index for index, *_ in sink.layers] == numbers, (
+            f"the sink was given {len(sink.layers)} layers"
+        )
+        layers = [(key, value) for _, key, value in sink.layers]
+    shape = [len(came)] if sink is not None else [len(numbers), len(came)]
+    wrong = [part.shape for pair in layers for part in pair if part is not None]
+    wrong = [each for each in wrong if [*each[: len(shape)]] != shape]
+    assert not wrong, f"{len(came)} tokens in {len(numbers)} layers came as {wrong}"
+    return entry
+
+
 def _copy(tensor: Any) -> Any:
     """Not ``clone``, which does not know every dtype."""
     if tensor is None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from kvplug import TimeoutError
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout
-from kvplug_testing.tampering.pipe import TamperingPipe
+from kvplug_testing.pairs import PipeAround
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PausablePipe(TamperingPipe):
+class PausablePipe(PipeAround):
     """A pipe that can be paused. A receive that times out loses nothing."""
 
     def __init__(self, pipe: Pipe) -> None:

@@ -143,10 +143,14 @@ class LookupSuite(Contract):
 
     @property
     def other_processes(self) -> str:
-        reason = super().other_processes
-        if not reason and not base._registry().owners(Kind.PIPE, self.remote_pipes):
-            return f"the pipe {self.remote_pipes!r} to other processes is not installed (remote_pipes)"
-        return reason
+        return super().other_processes or self.missing_pipes
+
+    @property
+    def missing_pipes(self) -> str:
+        """The reason to skip a test, for ``needs``."""
+        if base._registry().owners(Kind.PIPE, self.remote_pipes):
+            return ""
+        return f"the pipe {self.remote_pipes!r} to other processes is not installed (remote_pipes)"
 
     def import_all(self) -> None:
         import torch  # noqa: F401

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvplug_testing.contract.pipe.blocks import BlockMessages
 from kvplug_testing.contract.pipe.exhaustion import Exhaustion
 from kvplug_testing.contract.pipe.listeners import Listeners
-from kvplug_testing.contract.pipe.lying_peers import LyingPeers
 from kvplug_testing.contract.pipe.other_host import OtherHost
 from kvplug_testing.contract.pipe.other_process import OtherProcess
 from kvplug_testing.contract.pipe.sending import Sending
@@ -21,7 +20,6 @@ class PipeContract(
     Listeners,
     OtherProcess,
     OtherHost,
-    LyingPeers,
     Exhaustion,
 ):
     """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.

@@ -11,7 +11,7 @@ from typing import Any, Final
 import attrs
 import pytest
 
-from kvplug import UnsupportedError
+from kvplug import CapacityError, UnsupportedError
 from kvplug.kit import MAX_DIMS
 from kvplug.transport import Pipe, TensorMismatchError
 from kvplug_testing import waits
@@ -204,6 +204,19 @@ class Tensors(PipeSuite):
                 assert_same(following, received(other), "the message after the refused one is another")
                 for transfer in sending.result():
                     transfer.wait(waits.patience_s)
+
+    @law("ALL-10")
+    def test_a_message_beyond_the_limit_is_refused_before_memory_is_taken_and_stays(self) -> None:
+        one, other = self.pair_of(self.make_endpoint(self.context(max_message_bytes=1000)))
+        large, small = tensor_of("uint8", (1001,)), tensor_of("uint8", (1000,))
+        for message in (large, large, small):
+            sent(one, message)
+        for _ in range(2):
+            for _ in range(2):
+                raises(CapacityError, lambda: other.recv_tensor(timeout=waits.patience_s))
+            got = received(other, _out("uint8", (1001,)))
+            assert_same(large, got, "it was not received into memory of the caller's")
+        assert_same(small, received(other))
 
 
 def _passes(sender: Pipe, receiver: Pipe, message: Any, out: Any = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final
 
 from kvplug.transport import MessageQueue, QueueHandle
 from kvplug_testing import peers, waits
+from kvplug_testing.comparison import UnlikeError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import General
@@ -78,7 +79,8 @@ class QueueEnd(End):
             self._queue.enqueue(value, timeout=timeout)
             return
         got = self._queue.dequeue(timeout=timeout)
-        assert got == value, f"{repr(got)[:80]} came, and it is not value {number}"
+        if got != value:
+            raise UnlikeError(f"{repr(got)[:80]} came, and it is not value {number}")
 
     def clog(self) -> int:
         if self._queue.is_writer:

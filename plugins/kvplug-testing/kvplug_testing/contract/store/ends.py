@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport import Deadline, Job, MissReason, Store
+from kvplug.transport import Deadline, Job, MissReason, Presence, PutReason, Store
 from kvplug_testing import peers
 from kvplug_testing.contract.ends import Calls, End, Ends, given
 from kvplug_testing.contract.general import General
@@ -48,6 +48,13 @@ def done(job: Job[Any], what: str) -> Sequence[Any]:
         if error := _ERRORS.get(str(reason)):
             raise error(f"{what} of {len(results)} pages: {reason}")
     return results
+
+
+def _must_be(allowed: set[Any], results: Sequence[Any], what: str, kind: type) -> None:
+    """Raises an error about results that are others; a ``KvplugError`` if they are reasons of this kind."""
+    if not {*results} <= allowed:
+        are_reasons = all(reason is None or isinstance(reason, kind) for reason in results)
+        raise (KvplugError if are_reasons else AssertionError)(f"{what} gave {results}")
 
 
 class StoreEnd(End):
@@ -95,6 +102,21 @@ class StoreEnd(End):
             "submit_remove": lambda timeout: store.submit_remove(pages.keys, timeout=timeout),
         }
 
+    def lied_to(self) -> Calls:
+        kinds: dict[str, Any] = {
+            "submit_lookup": Presence,
+            "submit_put": (PutReason, type(None)),
+            "submit_get": (MissReason, type(None)),
+            "submit_remove": bool,
+        }
+
+        def answer(name: str, timeout: float | None) -> None:
+            results = self._jobs()[name](timeout).wait(None)
+            is_one = len(results) == _PAGES and all(isinstance(each, kinds[name]) for each in results)
+            assert is_one, f"{results!r:.300} is no answer"
+
+        return {**self.calls(), **{name: functools.partial(answer, name) for name in kinds}}
+
     def timed(self) -> Calls:
         takes_one = {*self._jobs(), "declare"}
         return {
@@ -140,14 +162,14 @@ class StoreEnd(End):
 
     def _put(self, pages: Batch, timeout: float | None) -> None:
         results = done(self._store.submit_put(pages.filled(), timeout=timeout), "a put")
-        assert results == [None] * _PAGES, f"a put gave {results}"
+        _must_be({None}, results, "a put", PutReason)
 
     def _gets(self, pages: Batch, timeout: float | None) -> bool:
         """Whether the pages are there; others than these are not got."""
         request = pages.empty()
         results = done(self._store.submit_get(request, timeout=timeout), "a get")
-        assert {*results} <= {None, MissReason.ABSENT}, f"a get gave {results}"
         assert not (wrong := pages.unlike(request, results)), wrong
+        _must_be({None, MissReason.ABSENT}, results, "a get", MissReason)
         return None in results and MissReason.ABSENT not in results
 
     def busy(self, leaves: bool) -> None:
@@ -252,6 +274,12 @@ class OnlyEnds(StoreEnds):
 
 class StoreGeneral(StoreSuite, General):
     """The general laws for stores."""
+
+    @property
+    def lied_to_processes(self) -> str:
+        if not self.by_link:
+            return f"ends of {self.called} say nothing to each other over a link"
+        return self.one_end or super().lied_to_processes
 
     def ends(self) -> StoreEnds:
         return OnlyEnds(self) if self.one_end else StoreEnds(self)
