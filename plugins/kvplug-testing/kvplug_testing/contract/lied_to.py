@@ -33,8 +33,6 @@ from kvplug_testing.waits import Call
 SLACK_S: Final = 10.0
 """How much later than its timeout a call may end: machines are busy."""
 _SEED: Final = 8
-_EXCHANGES: Final = (1, 2, 3, 0)
-"""The numbers of the exchanges of a conversation."""
 _RUN: Final = f"{__name__}:run_conversations"
 _LIFE_S: Final = 1800.0
 
@@ -147,7 +145,7 @@ def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: in
 
 
 class _Conversation:
-    """Two ends join, exchange, are called and are closed. With ``rng`` memory is changed after they join."""
+    """Two ends join, exchange, are called and are closed. With ``rng`` memory is changed in the middle."""
 
     def __init__(
         self, suite: Any, relay: Relay, edit: Edit | None = None, rng: random.Random | None = None
@@ -173,9 +171,10 @@ class _Conversation:
             if failed:
                 self.not_judged = f"through a relay joining {failed[0]}" if self._is_true else ""
             else:
-                self._change_memory()
                 ends = [outcome.value for outcome in joined]
-                for phase in (self._exchange, self._call, self._close):
+                self._each(partial(self._exchange, (1,)), ends)
+                self._change_memory()
+                for phase in (partial(self._exchange, (2, 3, 0)), self._call, self._close):
                     self._each(phase, ends)
             self.recording = self._relay.recording
             if self._is_true and not any(map(any, self.recording.values())):
@@ -191,8 +190,8 @@ class _Conversation:
             if self._rng is not None and memory:
                 self.said = memory.tamper(self._rng)
 
-    def _exchange(self, end: End) -> None:
-        for number in _EXCHANGES:
+    def _exchange(self, numbers: Sequence[int], end: End) -> None:
+        for number in numbers:
             if self._run(f"exchange {number}", partial(end.part, number, self._within)).kinds:
                 break
 
@@ -214,14 +213,6 @@ class _Conversation:
             outcome: Outcome = running.result(self._within + SLACK_S)
         except waits.DeadlineError as e:
             outcome = Outcome(kinds=["DeadlineError"], text=str(e)[:20_000])
-        import os  # DEBUG
-
-        if os.environ.get("KVLIE"):
-            with open(os.environ["KVLIE"], "a") as f:
-                print(
-                    f"{os.getpid()} {self.said} | {what} | {outcome.took_s:.2f} | {str(outcome)[:150]}",
-                    file=f,
-                )
         if breach := self._breach(what, outcome):
             self.breaches.append(breach)
         return outcome

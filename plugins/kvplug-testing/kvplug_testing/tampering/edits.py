@@ -98,7 +98,7 @@ def _changed(edit: Edit, data: bytes) -> bytes:
 def edits_of(recording: Recording, rng: random.Random) -> Iterator[Edit]:
     """Changes of what the ends said, random ones without end; none if they said nothing.
 
-    In any case these: far more is announced than comes, and nothing comes from some place on.
+    The first ones are these: far more is announced than comes.
     """
     streams = {stream: b"".join(sent) for stream, sent in recording.items() if any(sent)}
     frames = {stream: [*frames_in(whole)] for stream, whole in streams.items()}
@@ -106,7 +106,6 @@ def edits_of(recording: Recording, rng: random.Random) -> Iterator[Edit]:
         announced = [place for place in frames[stream] if _can(much_larger, whole[slice(*place)])]
         for begin, end in announced[:1]:
             yield Edit(stream, begin, end, much_larger, "far more is announced than comes")
-        yield _cut(stream, len(whole) // 2)
     parts = {stream: [*pairwise(accumulate(map(len, recording[stream]), initial=0))] for stream in streams}
     framed = [stream for stream, places in frames.items() if places]
     sent = [(stream, *place) for stream, places in parts.items() for place in places if place[0] < place[1]]
@@ -127,10 +126,6 @@ def _can(change: Callable[[bytes], bytes], data: bytes) -> bool:
     return True
 
 
-def _cut(stream: StreamId, at: int) -> Edit:
-    return Edit(stream, at, EVERYTHING, bytes, "nothing more comes", cuts=True)
-
-
 def _false(stream: StreamId, begin: int, end: int, rng: random.Random) -> Edit:
     seed = rng.getrandbits(32)
     return Edit(stream, begin, end, partial(false_frame, seed=seed), f"a false frame of the seed {seed}")
@@ -139,9 +134,9 @@ def _false(stream: StreamId, begin: int, end: int, rng: random.Random) -> Edit:
 def _edit(stream: StreamId, begin: int, end: int, rng: random.Random) -> Edit:
     at = rng.randrange(begin, min(end, begin + _HEAD) if rng.random() < 0.8 else end)
     match rng.randrange(6):
-        case 0:
-            return _cut(stream, at)
-        case 1:
+        case 0 | 1:
+            return Edit(stream, at, EVERYTHING, bytes, "nothing more comes", cuts=True)
+        case 2:
             times, words = rng.choice(((0, "do not come"), (2, "come twice")))
             return Edit(stream, begin, end, lambda data: times * data, f"{end - begin} bytes {words}")
     size = rng.choice((1, 2, 4, 8))

@@ -86,10 +86,10 @@ class RankEnd(End):
 
     def lied_to(self) -> Calls:
         made, three = self._made, self._three
-        hidden, *weighed = (each.to(made.device) for each in tokens(2 + self._number, self._number))
+        hidden, weights, ids = (each.to(made.device) for each in tokens(2 + self._number, self._number))
 
         def layer(timeout: float | None) -> None:
-            dispatched = made.dispatch(hidden, *weighed, False, timeout=timeout)[0]
+            dispatched = made.dispatch(hidden, weights, ids, False, timeout=timeout)[0]
             assert dispatched.shape[1:] == hidden.shape[1:], f"tokens came as {dispatched.shape}"
             combined = made.combine(dispatched, False, timeout=timeout)
             assert combined.shape == hidden.shape, f"tokens came back as {combined.shape}"

@@ -19,7 +19,7 @@ from kvplug_testing.contract.lied_to import LiedTo
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.tampering.relay import Relay
 
-_PROMPTS: Final = (tuple(range(100)), (*range(50), *range(200, 250)))
+_PROMPTS: Final = [(*range(50), *range(begin, begin + 50)) for begin in (50, 200, 300, 400)]
 _numbers = itertools.count(1)
 
 
@@ -40,7 +40,7 @@ class LyingPeers(ConnectorSuite, LiedTo):
 
     def lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
         theirs = self.config_of("producer")
-        given = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s}
+        given: dict[str, Any] = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s}
         ours = self.config_of("consumer", host=f"{theirs.host}-relayed", **given)
         relay.stand_at(ours.control_address(), theirs.control_address())
         make = partial(FakeEngine, ours, make=self.make_side, seed=2)
