@@ -42,20 +42,20 @@ class LiedTo(Contract):
 
     lies: ClassVar[int] = 40
     """How many false messages the suite sends (law ALL-10). Fewer where a conversation takes long."""
-    lied_to_s: ClassVar[float] = 0.1
+    _lied_to_s: ClassVar[float] = 0.1
     """The timeout of calls of ends that are lied to."""
-    lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    _lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """What of their context differs from the suite's defaults."""
 
     ends: Callable[[], Any]
 
-    def before_lies(self) -> None:
+    def _before_lies(self) -> None:
         """Make what stays while many conversations begin and end."""
 
-    def lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
+    def _lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
         """What makes each :class:`.End` of a conversation. They are called at the same time."""
         kind, (here, there) = self.ends(), _through(relay)
-        context = {"timeout_s": timeout_s, **self.lied_to_context}
+        context = {"timeout_s": timeout_s, **self._lied_to_context}
         return [lambda: kind.make([None, here], context)[0], lambda: kind.join(there, 1, context)]
 
     @property
@@ -66,7 +66,7 @@ class LiedTo(Contract):
         return self.forked_processes
 
     @property
-    def is_bounded(self) -> bool:
+    def _is_bounded(self) -> bool:
         """Whether the process that is lied to gets few addresses: drivers of devices take very many."""
         return True
 
@@ -122,7 +122,7 @@ def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: in
     suite: Any = suite_from_ref(suite_ref)
     with ExitStack() as suite._stack, Relay() as relay, faults_noted() as faults:
         suite.warm_up()
-        suite.before_lies()
+        suite._before_lies()
 
         def hold(*change: Any) -> _Conversation:
             held = _Conversation(suite, relay, *change)
@@ -133,8 +133,8 @@ def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: in
         true = hold()
         if true.not_judged:
             return
-        with bounded(is_bounded=suite.is_bounded):
-            waits.patience_s = 5 * suite.lied_to_s
+        with bounded(is_bounded=suite._is_bounded):
+            waits.patience_s = 5 * suite._lied_to_s
             rng = random.Random(_SEED)
             for edit in itertools.islice(edits_of(true.recording, rng), count):
                 parent.send([f"{edit}", [], ""])  # the last word of a process that dies
@@ -155,7 +155,7 @@ class _Conversation:
         self._edit = edit
         self._rng = rng
         self._is_true = edit is None and rng is None
-        self._within = waits.patience_s if self._is_true else suite.lied_to_s
+        self._within = waits.patience_s if self._is_true else suite._lied_to_s
         self.said = "nothing was changed" if edit is None else str(edit)
         self.breaches: list[str] = []
         self.not_judged = ""
@@ -165,7 +165,7 @@ class _Conversation:
     def hold(self) -> None:
         self._relay.begin(self._edit)
         with self._suite.scope():
-            makers = self._suite.lied_to(self._relay, max(self._within, waits.patience_s))
+            makers = self._suite._lied_to(self._relay, max(self._within, waits.patience_s))
             joined = self._each(partial(self._run, "joining"), makers)
             failed = [outcome for outcome in joined if outcome.kinds]
             if failed:
@@ -197,7 +197,7 @@ class _Conversation:
 
     def _call(self, end: End) -> None:
         for name, call in end.lied_to().items():
-            self._run(name, partial(call, self._suite.lied_to_s))
+            self._run(name, partial(call, self._suite._lied_to_s))
 
     def _close(self, end: End) -> None:
         self._run("close", partial(end.close, self._within))

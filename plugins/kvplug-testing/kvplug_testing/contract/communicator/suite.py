@@ -66,8 +66,8 @@ class CommunicatorSuite(General):
     """The device of the tensors that are tried."""
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
-    lies: ClassVar[int] = 30
-    lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType(
+    lies = 30
+    _lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {"unique_name": "ep:0", "data_parallel_size": 2, "all2all_backend": "naive"}
     )
 
@@ -92,7 +92,7 @@ class CommunicatorSuite(General):
         return Ranks(self._joined(are_remote, {"world_size": world_size, **context}))
 
     @property
-    def is_bounded(self) -> bool:
+    def _is_bounded(self) -> bool:
         return self.device == "cpu"
 
     def warm_up(self) -> None:

@@ -27,18 +27,18 @@ class LyingPeers(ConnectorSuite, LiedTo):
     """What a producer may say to a consumer."""
 
     lies = 20
-    lied_to_s = 1.0
+    _lied_to_s = 1.0
     _params: Sequence[dict[str, Any]] = ()
 
     @property
     def lied_to_processes(self) -> str:
         return self.other_processes or super().lied_to_processes
 
-    def before_lies(self) -> None:
+    def _before_lies(self) -> None:
         prefill = self.engine("producer", seed=1)
         self._params = [self.stored(prefill, prompt, f"of {prompt[50]}") for prompt in _PROMPTS]
 
-    def lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
+    def _lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
         theirs = self.config_of("producer")
         given: dict[str, Any] = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s}
         ours = self.config_of("consumer", host=f"{theirs.host}-relayed", **given)

@@ -219,7 +219,7 @@ class PipeGeneral(PipeSuite, General):
     """The general laws for pipes."""
 
     @property
-    def is_bounded(self) -> bool:
+    def _is_bounded(self) -> bool:
         return self.devices == ["cpu"]
 
     def ends(self) -> PipeEnds:
