@@ -120,12 +120,12 @@ def _through(relay: Relay) -> tuple[Any, Any]:
 def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: int) -> None:
     """Hold one that is true and so many that are not. Reports what was changed and what is wrong then."""
     suite: Any = suite_from_ref(suite_ref)
-    with ExitStack() as suite._stack, Relay() as relay, faults_noted() as faults:
+    with ExitStack() as suite._stack, faults_noted() as faults:
         suite.warm_up()
         suite._before_lies()
 
         def hold(*change: Any) -> _Conversation:
-            held = _Conversation(suite, relay, *change)
+            held = _Conversation(suite, *change)
             held.hold()
             parent.send([held.said, held.breaches + faults.taken(), held.not_judged])
             return held
@@ -147,11 +147,8 @@ def run_conversations(parent: peers.Parent, suite_ref: dict[str, Any], count: in
 class _Conversation:
     """Two ends join, exchange, are called and are closed. With ``rng`` memory is changed in the middle."""
 
-    def __init__(
-        self, suite: Any, relay: Relay, edit: Edit | None = None, rng: random.Random | None = None
-    ) -> None:
+    def __init__(self, suite: Any, edit: Edit | None = None, rng: random.Random | None = None) -> None:
         self._suite = suite
-        self._relay = relay
         self._edit = edit
         self._rng = rng
         self._is_true = edit is None and rng is None
@@ -163,27 +160,23 @@ class _Conversation:
         self.hands_over_memory = False
 
     def hold(self) -> None:
-        self._relay.begin(self._edit)
-        with self._suite.scope():
-            makers = self._suite._lied_to(self._relay, max(self._within, waits.patience_s))
+        with Relay(self._edit) as relay, self._suite.scope():
+            makers = self._suite._lied_to(relay, max(self._within, waits.patience_s))
             joined = self._each(partial(self._run, "joining"), makers)
-            failed = [outcome for outcome in joined if outcome.kinds]
-            if failed:
-                self.not_judged = f"through a relay joining {failed[0]}" if self._is_true else ""
-            else:
-                ends = [outcome.value for outcome in joined]
-                self._each(partial(self._exchange, (1,)), ends)
-                self._change_memory()
-                for phase in (partial(self._exchange, (2, 3, 0)), self._call, self._close):
-                    self._each(phase, ends)
-            self.recording = self._relay.recording
+            if self._is_true and (failed := [outcome for outcome in joined if outcome.kinds]):
+                self.not_judged = f"through a relay joining {failed[0]}"
+                return
+            ends = [outcome.value for outcome in joined if not outcome.kinds]
+            self._each(partial(self._exchange, (1,)), ends)
+            self._change_memory(relay.descriptors)
+            for phase in (partial(self._exchange, (2, 3, 0)), self._call, self._close):
+                self._each(phase, ends)
+            self.recording = {stream: [*sent] for stream, sent in relay.recording.items()}
             if self._is_true and not any(map(any, self.recording.values())):
                 self.not_judged = f"{self._suite.called} says nothing through a kvplug.transport.Listener"
-        self._relay.leave()
-        self._relay.begin()
 
-    def _change_memory(self) -> None:
-        with SharedMemory(self._relay.descriptors) as memory:
+    def _change_memory(self, descriptors: Sequence[int]) -> None:
+        with SharedMemory(descriptors) as memory:
             self.hands_over_memory = bool(memory)
             if memory.can_shrink():
                 self.breaches.append("the peer can shrink memory: seal it (F_SEAL_SHRINK)")

@@ -32,14 +32,25 @@ _MAX_FDS: Final = 16
 
 
 class Relay:
-    """Listens in the place of other listeners: give the two ends contacts of :meth:`through`. Any thread."""
+    """Listens in the place of other listeners: give two ends contacts of :meth:`through`. Any thread.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._listening: list[tuple[socket.socket, threading.Thread]] = []
+    Args:
+        edit: is applied to what they say to each other.
+    """
+
+    def __init__(self, edit: Edit | None = None) -> None:
+        self.recording: dict[StreamId, list[bytes]] = {}
+        """What has been said, as it came."""
+        self.descriptors: list[int] = []
+        """Copies of the descriptors that were handed over."""
+        self._edit = edit
+        self._lock = threading.RLock()
         self._contacts: dict[str, str] = {}
         """The relay's own ones, by those in whose place they are."""
-        self._conversation = _Conversation(None, self.through_frames)
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._num_connections = 0
+        self._closed = False
 
     def through(self, value: Any) -> Any:
         """A plain value, in whose texts each contact is replaced by one of the relay's."""
@@ -51,71 +62,42 @@ class Relay:
             return type(value)(map(self.through, value))
         return value
 
-    def _through_word(self, word: str) -> str:
-        with self._lock, contextlib.suppress(KvplugError):
-            if ":" in word and word not in self._contacts.values():
-                if word not in self._contacts:
-                    self._contacts[word] = self._listen_for(parse_contact(word))
-                return self._contacts[word]
-        return word
-
-    def through_frames(self, data: bytes) -> bytes:
-        """The same for the values in these bytes of a stream."""
-        for begin, end in reversed([*frames_in(data)]):
-            with contextlib.suppress(KvplugError):
-                frame = data[begin:end]
-                ours = with_value(frame, self.through)
-                if ours != with_value(frame, lambda value: value):
-                    data = data[:begin] + ours + data[end:]
-        return data
-
     def stand_at(self, address: str, theirs: str) -> None:
         """Listen at a chosen address in the place of the listener at ``theirs``."""
-        self._listen_at(parse_contact(address).address, parse_contact(theirs))
-
-    # -- conversations ---------------------------------------------------------------------------------
-
-    def begin(self, edit: Edit | None = None) -> None:
-        """What is said from now on is another conversation, in which ``edit`` is applied."""
-        with self._lock:
-            before, self._conversation = self._conversation, _Conversation(edit, self.through_frames)
-        before.close()
-
-    def leave(self) -> None:
-        """Stand before none of the listeners that there were."""
-        with self._lock:
-            ours, self._listening, self._contacts = self._listening, [], {}
-        for listening, thread in ours:
-            _hang_up(listening)
-            listening.close()
-            thread.join()
-
-    @property
-    def recording(self) -> dict[StreamId, list[bytes]]:
-        """What has been said since :meth:`begin`, as it came."""
-        return {stream: [*sent] for stream, sent in self._conversation.sent.items()}
-
-    @property
-    def descriptors(self) -> list[int]:
-        """Copies of the descriptors that were handed over, until the next :meth:`begin`."""
-        return [*self._conversation.descriptors]
+        self._listen(parse_contact(address).address, parse_contact(theirs))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.leave()
-        self._conversation.close()
+        with self._lock:
+            self._closed = True
+        for sock in self._sockets:
+            _hang_up(sock)
+        for thread in self._threads:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+        for fd in self.descriptors:
+            os.close(fd)
 
-    # -- connections -----------------------------------------------------------------------------------
+    # -- contacts --------------------------------------------------------------------------------------
 
-    def _listen_for(self, there: ListenerContact) -> str:
+    def _through_word(self, word: str) -> str:
+        with self._lock, contextlib.suppress(KvplugError):
+            if ":" in word and word not in self._contacts.values() and not self._closed:
+                if word not in self._contacts:
+                    self._contacts[word] = self._stand_before(parse_contact(word))
+                return self._contacts[word]
+        return word
+
+    def _stand_before(self, there: ListenerContact) -> str:
         ours: Any = TcpAddress("127.0.0.1", 0)
         if isinstance(there.address, UnixAddress):
             ours = UnixAddress(f"kvplug-relay-{os.getpid()}-{secrets.token_hex(8)}")
-        return ListenerContact(self._listen_at(ours, there), there.token).reveal()
+        return ListenerContact(self._listen(ours, there), there.token).reveal()
 
-    def _listen_at(self, ours: UnixAddress | TcpAddress, there: ListenerContact) -> UnixAddress | TcpAddress:
+    def _listen(self, ours: UnixAddress | TcpAddress, there: ListenerContact) -> UnixAddress | TcpAddress:
         if isinstance(ours, UnixAddress):
             listening = socket.socket(socket.AF_UNIX)
             listening.bind(ours.sockaddr)
@@ -123,15 +105,21 @@ class Relay:
         else:
             listening = socket.create_server((ours.host, ours.port))
             ours = TcpAddress(ours.host, listening.getsockname()[1])
-        thread = BackgroundThread(
-            self._accept,
-            args=(listening, there),
-            name="kvplug_testing relay",
-            stop=partial(_hang_up, listening),
-        )
-        self._listening.append((listening, thread))
-        thread.start()
+        self._start(self._accept, listening, there)
         return ours
+
+    def _start(self, run: Callable[..., None], source: socket.socket, *args: Any) -> None:
+        """Run it in a thread, until the socket is hung up."""
+        thread = BackgroundThread(
+            run, args=(source, *args), name="kvplug_testing relay", stop=partial(_hang_up, source)
+        )
+        with self._lock:
+            self._sockets.append(source)
+            if not self._closed:
+                self._threads.append(thread)
+                thread.start()
+
+    # -- connections -----------------------------------------------------------------------------------
 
     def _accept(self, listening: socket.socket, there: ListenerContact) -> None:
         while True:
@@ -145,55 +133,12 @@ class Relay:
                 near.close()
                 continue
             with self._lock:
-                conversation = self._conversation
-            conversation.carry(near, far)
-
-
-def _dial(address: Any) -> socket.socket:
-    if isinstance(address, TcpAddress):
-        return socket.create_connection((address.host, address.port))
-    far = socket.socket(socket.AF_UNIX)
-    try:
-        far.connect(address.sockaddr)
-    except BaseException:
-        far.close()
-        raise
-    return far
-
-
-class _Conversation:
-    """All connections since a :meth:`Relay.begin`, with a thread for each direction."""
-
-    def __init__(self, edit: Edit | None, through: Callable[[bytes], bytes]) -> None:
-        self._edit = edit
-        self._through = through
-        self._lock = threading.Lock()
-        self._sockets: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self.sent: dict[StreamId, list[bytes]] = {}
-        self.descriptors: list[int] = []
-        self._closed = False
-
-    def carry(self, near: socket.socket, far: socket.socket) -> None:
-        with self._lock:
-            if self._closed:
-                near.close()
-                far.close()
-                return
-            number = len(self._sockets) // 2
-            self._sockets += [near, far]
-            for forward, source, target in ((True, near, far), (False, far, near)):
-                thread = BackgroundThread(
-                    self._pass_on,
-                    args=(source, target, StreamId(number, forward)),
-                    name="kvplug_testing relay",
-                    stop=partial(_hang_up, source),
-                )
-                self._threads.append(thread)
-                thread.start()
+                number, self._num_connections = self._num_connections, self._num_connections + 1
+            self._start(self._pass_on, near, far, StreamId(number, forward=True))
+            self._start(self._pass_on, far, near, StreamId(number, forward=False))
 
     def _pass_on(self, source: socket.socket, target: socket.socket, stream: StreamId) -> None:
-        sent = self.sent[stream] = []
+        sent = self.recording[stream] = []
         is_changed = self._edit is not None and self._edit.stream == stream
         editor = StreamEditor(self._edit if is_changed else None)
         proof_bytes = _PROOF_BYTES[stream.forward]
@@ -203,10 +148,9 @@ class _Conversation:
                 try:
                     if not data:
                         break
-                    self._keep(fds)
-                    proof, said = data[:proof_bytes], data[proof_bytes:]
+                    self.descriptors += [os.dup(fd) for fd in fds]
+                    proof, said = data[:proof_bytes], self._with_own_contacts(data[proof_bytes:])
                     proof_bytes -= len(proof)
-                    said = self._through(said)
                     if said:
                         sent.append(said)
                     _write(target, proof + editor.feed(said), fds)
@@ -220,23 +164,27 @@ class _Conversation:
             with contextlib.suppress(OSError):
                 source.shutdown(socket.SHUT_RD)
 
-    def _keep(self, fds: list[int]) -> None:
-        with self._lock:
-            if not self._closed:
-                self.descriptors += [os.dup(fd) for fd in fds]
+    def _with_own_contacts(self, data: bytes) -> bytes:
+        """What was said, and :meth:`through` for the values in it."""
+        for begin, end in reversed([*frames_in(data)]):
+            with contextlib.suppress(KvplugError):
+                frame = data[begin:end]
+                ours = with_value(frame, self.through)
+                if ours != with_value(frame, lambda value: value):
+                    data = data[:begin] + ours + data[end:]
+        return data
 
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        for sock in self._sockets:
-            _hang_up(sock)
-        for thread in self._threads:
-            thread.join()
-        for sock in self._sockets:
-            sock.close()
-        fds, self.descriptors = self.descriptors, []
-        for fd in fds:
-            os.close(fd)
+
+def _dial(address: Any) -> socket.socket:
+    if isinstance(address, TcpAddress):
+        return socket.create_connection((address.host, address.port))
+    far = socket.socket(socket.AF_UNIX)
+    try:
+        far.connect(address.sockaddr)
+    except BaseException:
+        far.close()
+        raise
+    return far
 
 
 def _write(sock: socket.socket, data: bytes, fds: list[int]) -> None:
