@@ -98,6 +98,13 @@ class Contract:
 
     _stack: ExitStack
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        for one, other in ((cls._named_by, "transport"), ("transport", cls._named_by)):
+            if name := cls.__dict__.get(one):
+                setattr(cls, other, name)
+                break
+
     @classmethod
     def subject(cls) -> str:
         """The subject's name in the scorecard: ``"pipe cpu"``, or the class's name if it makes its own."""

@@ -14,6 +14,7 @@ from kvplug.transport import Directory, DirectoryContext, Kind
 from kvplug_testing import waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.forked_child import held as descriptors_held, in_forked_child
+from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.peers import Parent
 
 _ENTRIES: Final = {
@@ -31,8 +32,6 @@ _MISTAKES: Final = (ArithmeticError, AssertionError, AttributeError, LookupError
 
 def _holding(parent: Parent, suite: dict[str, Any], url: str, lease_s: float) -> None:
     """Announce, and wait to be killed."""
-    from kvplug_testing.contract.suite_ref import suite_from_ref
-
     directory: Directory = suite_from_ref(suite).opened(url)
     directory.announce("engine/0", b"mine", lease_s)
     parent.send("announced")
@@ -59,11 +58,6 @@ class DirectoryContract(Contract):
     """How long after the end of its lease an entry may still be seen, besides."""
     timeout_s: ClassVar[float] = 1.0
     """The context's ``timeout_s``."""
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        if cls.__dict__.get("directory"):
-            cls.transport = cls.directory
 
     def url(self) -> str:
         """A URL at which nothing is announced yet."""
@@ -173,7 +167,7 @@ class DirectoryContract(Contract):
                 assert not isinstance(raised.value, _MISTAKES), f"a mistake of the program: {raised.value!r}"
         finally:
             go_on()
-        waits.until(lambda: _answers(mine), 10, "an answer after the stop")
+        waits.until(lambda: waits.Call(mine.entries).end().error is None, 10, "an answer after the stop")
 
     @law("DIR-3")
     def test_making_one_does_not_wait_for_the_service(self) -> None:
@@ -193,11 +187,3 @@ class DirectoryContract(Contract):
             pytest.skip("the URL has no port")
         with pytest.raises(ConfigError, match=r"99999|65535"):
             self.open(wrong)
-
-
-def _answers(directory: Directory) -> bool:
-    try:
-        directory.entries()
-    except Exception:
-        return False
-    return True

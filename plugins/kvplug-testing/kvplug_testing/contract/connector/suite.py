@@ -96,13 +96,6 @@ class ConnectorSuite(Contract):
 
     _host = ""
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        if cls.__dict__.get("connector"):
-            cls.transport = cls.connector
-        elif cls.__dict__.get("transport"):
-            cls.connector = cls.transport
-
     def warm_up(self) -> None:
         """Run one large operation: torch starts its threads then and keeps them."""
         import torch

@@ -107,13 +107,6 @@ class StoreSuite(Contract):
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        if cls.__dict__.get("store"):
-            cls.transport = cls.store
-        elif cls.__dict__.get("transport"):
-            cls.store = cls.transport
-
     def make_store(self, context: StoreContext) -> Store | BlockingStore:
         """The store's factory, called. Override it for a store that is not installed."""
         return self.installed("make_store").load_factory()(context)  # type: ignore[no-any-return]
