@@ -161,7 +161,7 @@ class _Conversation:
 
     def hold(self) -> None:
         with Relay(self._edit) as relay, self._suite.scope():
-            makers = self._suite._lied_to(relay, max(self._within, waits.patience_s))
+            makers = self._suite._lied_to(relay, waits.patience_s / 2)
             joined = self._each(partial(self._run, "joining"), makers)
             if self._is_true and (failed := [outcome for outcome in joined if outcome.kinds]):
                 self.not_judged = f"through a relay joining {failed[0]}"
