@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,6 @@ class TestGathersAsTheyCome(MemoryCommunicator):
             return [each for _, each in sorted(came, key=lambda pair: pair[0])]
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_all_gather_concatenates_in_the_order_of_ranks")
-class TestTakesTheFirstDimensionForANegativeOne(MemoryCommunicator):
-    """Along a negative dimension it concatenates as along the first."""
-
-    def all_gather(self, input_: Any, dim: int = -1, **given: Any) -> Any:
-        return super().all_gather(input_, max(dim, 0), **given)
-
-
 @breaks(Mutant, "COMM-1", caught_by="test_large_tensors_give_the_same")
 class TestSumsIntegersAsFloats(MemoryCommunicator):
     """Integers are added as 32-bit floats."""
@@ -77,14 +69,6 @@ class TestSumsIntegersAsFloats(MemoryCommunicator):
     def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
         parts = self._meet(tensor.clone(), deadline)
         tensor.copy_(sum(part.float() for part in parts))
-
-
-@breaks(Mutant, "COMM-1", caught_by="test_all_reduce_is_the_sum_in_place_and_returns_its_input")
-class TestReturnsAnotherTensor(MemoryCommunicator):
-    """all_reduce leaves its input alone and returns the sum."""
-
-    def all_reduce(self, input_: Any, **given: Any) -> Any:
-        return super().all_reduce(input_.clone() if hasattr(input_, "clone") else input_, **given)
 
 
 @breaks(Mutant, "COMM-1", caught_by="test_where_nothing_is_said_arguments_have_defaults_and_inputs_stay")
@@ -104,18 +88,6 @@ class TestSkipsEmptyRanks(MemoryCommunicator):
         if sizes is not None and 0 in sizes and any(sizes) and not isinstance(input_, list):
             return super().all_gatherv(input_, dim, sizes, **given).flip(dim)
         return super().all_gatherv(input_, dim, sizes, **given)
-
-
-@breaks(Mutant, "COMM-1", caught_by="test_all_gatherv_takes_as_many_from_each_rank_as_sizes_say")
-class TestGoesAnotherWayWithALargePart(MemoryCommunicator):
-    """Each rank decides by its own part which way all of them are gathered."""
-
-    def _all_gather(self, outputs: list[Any], tensor: Any, deadline: Deadline) -> None:
-        if tensor.nbytes <= 1 << 20:
-            super()._all_gather(outputs, tensor, deadline)
-            return
-        for rank, output in enumerate(outputs):
-            output.copy_(self._meet(tensor.clone(), deadline)[rank])
 
 
 @breaks(Mutant, "COMM-1", caught_by="test_gather_gives_all_to_one_rank_and_nothing_to_others")
@@ -177,20 +149,6 @@ class TestNamesNobody(MemoryCommunicator):
             return super()._meet(what, deadline)
         except TimeoutError:
             raise TimeoutError("not all ranks have come") from None
-
-
-@breaks(Mutant, "COMM-2", caught_by="test_a_rank_that_does_not_come_is_named_at_all_others")
-class TestGivesALateRankAResult(MemoryCommunicator):
-    """What a rank laid down before it gave up stays there, and a late rank takes it for its part."""
-
-    compares = False
-
-    def _give_up(self, error: BaseException) -> None:
-        pass
-
-    class exchange(Exchange):  # noqa: N801
-        def _break(self, error: Any) -> None:
-            raise error
 
 
 @breaks(
@@ -268,14 +226,6 @@ class TestLeaksADescriptor(MemoryCommunicator):
 # -- COMM-3 ----------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "COMM-3")
-class TestComparesNothing(MemoryCommunicator):
-    """It claims that ranks compare what they are about to do, and each looks at itself alone."""
-
-    def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
-        return [call] * self.world_size
-
-
 @breaks(
     Mutant, "COMM-3", caught_by="test_what_does_not_fit_together_is_refused_at_every_rank_and_harms_nothing"
 )
@@ -303,19 +253,6 @@ class TestBreaksWhenItRefuses(MemoryCommunicator):
                 raise
 
 
-@breaks(Mutant, "COMM-3")
-class TestSaysNoMore(MemoryCommunicator):
-    """What is wrong is refused, and not said."""
-
-    @contextmanager
-    def _attempt(self, timeout: Any) -> Iterator[Deadline]:
-        with super()._attempt(timeout) as deadline:
-            try:
-                yield deadline
-            except (UnsupportedError, TensorMismatchError, ConfigError) as e:
-                raise type(e)("invalid usage") from None
-
-
 @breaks(Mutant, "COMM-3", caught_by="test_a_tensor_of_another_device_is_refused_by_its_name")
 class TestTakesTensorsOfOtherDevices(MemoryCommunicator):
     """Where a tensor lies is not looked at."""
@@ -336,15 +273,6 @@ class TestSumsWhatItDoesNotClaim(MemoryCommunicator):
 
 
 # -- COMM-4 ----------------------------------------------------------------------------------------
-
-
-@breaks(Mutant, "COMM-4", caught_by="test_a_layer_of_experts_gives_what_it_gives_alone")
-class TestCombinesWithoutTheLastRank(MemoryCommunicator):
-    """What the last rank's experts made is lost."""
-
-    def combine(self, hidden_states: Any, *args: Any, **given: Any) -> Any:
-        last = self.rank == self.world_size - 1
-        return super().combine(hidden_states * 0 if last else hidden_states, *args, **given)
 
 
 @breaks(

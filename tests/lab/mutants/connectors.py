@@ -21,7 +21,7 @@ from kvplug_lab.mutants import breaks
 from kvplug_testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker
 from kvplug_testing.memory.connector.suite import MemoryConnectorContract
 from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
-from kvplug_testing.memory.reference import Reference, StaleError
+from kvplug_testing.memory.reference import Reference
 
 wanted: dict[str, set[str]] = {}
 """Of each contact, the requests whose KV was asked for and not loaded."""
@@ -51,18 +51,6 @@ class TestPromisesABlockTooMany(MemoryScheduler):
     def _held(self, tracked: Any) -> int | None:
         held = super()._held(tracked)
         return held + self._block_size if held else held
-
-
-@breaks(Mutant, "CONN-2")
-class TestPromisesATokenTooMany(MemoryScheduler):
-    """One token more than whole blocks is promised."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if not found:
-            return found, is_async
-        self._tracked[request.request_id].answered = (num_computed_tokens, found + 1)
-        return found + 1, is_async
 
 
 @breaks(Mutant, "CONN-2", caught_by="test_what_was_refused_is_saved_by_the_next_request_that_computes_it")
@@ -157,16 +145,6 @@ class TestLoadsIntoTheWrongBlock(MemoryWorker):
         return super()._load({**load, "blocks": (*blocks[:-2], *reversed(blocks[-2:]))})
 
 
-@breaks(Mutant, "CONN-2")
-class TestSwapsKeyAndValue(MemoryWorker):
-    """Keys are stored as values, and values as keys."""
-
-    def _entry(self, key: Any, blocks: Any) -> PromptEntry:
-        entry = super()._entry(key, blocks)
-        layers = tuple((key, None) if value is None else (value, key) for key, value in entry.layers)
-        return attrs.evolve(entry, layers=layers, digests=self._digests(layers))
-
-
 @breaks(Mutant, "CONN-2", caught_by="test_what_was_stored_is_loaded_into_its_blocks_on_each_layout")
 class TestIsRightOnOneLayoutOnly(MemoryWorker):
     """Where heads come before tokens, the last head is forgotten."""
@@ -180,53 +158,7 @@ class TestIsRightOnOneLayoutOnly(MemoryWorker):
         return attrs.evolve(entry, digests=self._digests(entry.layers))
 
 
-@breaks(Mutant, "CONN-2")
-class TestWritesBesideItsBlocks(MemoryWorker):
-    """One element of a block that is another's is written with each load."""
-
-    def _load(self, load: Any) -> bool:
-        other = next(n for n in range(10_000) if n not in load["blocks"])
-        block = self._caches[0].select(self._layout.axes.replace("KD", "D").find("B"), other)
-        block[(0,) * block.dim()] = 1.0
-        return super()._load(load)
-
-
 # -- failures ----------------------------------------------------------------------------------------
-
-
-@breaks(Mutant, "CONN-3")
-class TestNeedsNoLayers(MemoryWorker):
-    """It lets the engine leave out the calls in its layers, which would wait for its loads."""
-
-    def has_connector_metadata(self) -> bool:
-        return False
-
-    def start_load_kv(self) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        super().start_load_kv()
-        super().wait_for_save()
-
-
-@breaks(Mutant, "CONN-3")
-class TestReportsNoFailure(MemoryWorker):
-    """A load that fails is only counted."""
-
-    def _fail(self, load: Any, error: KvplugError) -> None:
-        super()._fail(load, error)
-        self._failed_blocks.clear()
-
-
-@breaks(Mutant, "CONN-3")
-class TestReportsAStepLate(MemoryWorker):
-    """Blocks whose load failed are named in the step after."""
-
-    _late: frozenset[int] = frozenset()
-
-    def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        found, self._late = self._late, super().get_block_ids_with_load_errors()
-        return found
 
 
 @breaks(
@@ -250,29 +182,6 @@ class TestNamesOneBlockOfAFailedLoad(MemoryWorker):
 
 
 # -- blocks in use ----------------------------------------------------------------------------------
-
-
-@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded")
-class TestSaysSentBeforeItHasRead(MemoryWorker):
-    """A request is named as sent one step before its blocks are copied."""
-
-    def get_finished(self, finished: frozenset[str]) -> Any:
-        sent = frozenset(save["request"] for save in self._begun[1])
-        return sent, super().get_finished(finished)[1]
-
-
-class TestKeepsNoBlocks(Mutant):
-    """Blocks that are saved in a later step are not kept."""
-
-    breaks = ("CONN-4",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def request_finished(self, *given: Any) -> Any:
-            return False, super().request_finished(*given)[1]
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def get_finished(self, finished: frozenset[str]) -> Any:
-            return frozenset(), super().get_finished(finished)[1]
 
 
 @breaks(Mutant, "CONN-4", caught_by="test_whatever_goes_on_beside_a_load_its_blocks_are_its_own")
@@ -402,15 +311,6 @@ class TestNamesNobody(MemoryWorker):
 
 
 @breaks(Mutant, "CONN-6", caught_by="test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong")
-class TestSavesWhatAFailedLoadSpoilt(MemoryWorker):
-    """A step that was planned before a load failed saves what it was told to."""
-
-    def bind_connector_metadata(self, metadata: Any) -> None:
-        self._suspect.clear()
-        super().bind_connector_metadata(metadata)
-
-
-@breaks(Mutant, "CONN-6", caught_by="test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong")
 class TestSavesWhatOthersShareWithAFailedLoad(MemoryWorker):
     """What is not saved after a failed load is its own request, and not those that share its blocks."""
 
@@ -462,16 +362,6 @@ class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(MemoryScheduler):
 
 
 # -- figures -----------------------------------------------------------------------------------------
-
-
-@breaks(Mutant, "CONN-8", caught_by="test_each_load_that_fails_is_counted_once_with_a_reason")
-class TestCountsAFailureAsDone(MemoryWorker):
-    """A load that fails is counted like one that succeeds."""
-
-    def _fail(self, load: Any, error: KvplugError) -> None:
-        super()._fail(load, error)
-        self._context.stats.reset()
-        self._context.stats.record("load")
 
 
 @breaks(Mutant, "CONN-8")
@@ -563,34 +453,6 @@ class TestTakesBlocksForWhatWasNeverPromised(MemoryScheduler):
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
 
 
-class TestLooksTablesUpLater(Mutant):
-    """Block tables are looked up when a request ends, in the plan of its last step."""
-
-    breaks = ("CONN-1",)
-    raises = (KeyError,)  # the engine has put the table away
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        _output: Any = None
-
-        def build_connector_meta(self, output: Any) -> Any:
-            if output.scheduled:
-                self._output = output
-            return super().build_connector_meta(output)
-
-        def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
-            if self._output is not None:
-                block_ids = self._output.block_ids(request.request_id)
-            return super().request_finished(request, block_ids, end)
-
-
-@breaks(Mutant, "CONN-1")
-class TestPassesObjectsAcross(MemoryScheduler):
-    """What its scheduler side tells its worker side is no plain value."""
-
-    def build_connector_meta(self, output: Any) -> Any:
-        return {**super().build_connector_meta(output), "preempted": output.preempted_request_ids}  # type: ignore[dict-item]
-
-
 @breaks(Mutant, "CONN-1")
 class TestLoadsLaterThanItsStepNeeds(MemoryWorker):
     """A load has ended when the last layer is reached, and not for the first report after that."""
@@ -674,22 +536,6 @@ class TestDialsWhoeverIsNamed(MemoryScheduler):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
             sock.connect("\0kvplug-no-listener")
         return super()._refused(tracked, reason)
-
-
-@breaks(Mutant, "REF-2")
-class TestMissesInSilence(MemoryScheduler):
-    """A reference that is good for nothing is not counted."""
-
-    def _refused(self, tracked: Any, reason: Any) -> int:
-        return 0
-
-
-@breaks(Mutant, "REF-2")
-class TestRaisesAtForgedReferences(MemoryScheduler):
-    """A reference that is none stops the engine."""
-
-    def _refused(self, tracked: Any, reason: Any) -> int:
-        raise StaleError(reason, "that is no reference")
 
 
 # -- ends --------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 import threading
@@ -109,14 +108,6 @@ class TestWritesUnderThePagesName(FileStore):
         return True
 
 
-@breaks(Mutant, "STORE-2", caught_by="test_of_two_writers_with_different_bits_one_wins_wholly")
-class TestWritersShareAFile(FileStore):
-    """Two writers of a page write into one file aside."""
-
-    def _aside(self, key: bytes) -> Path:
-        return self._folder / f"aside-{key.hex()}"
-
-
 @breaks(Mutant, "STORE-2")
 class TestRenames(FileStore):
     """The last whole page of a key takes the place of the first."""
@@ -134,22 +125,6 @@ class TestMakesItsFolderWithoutALock(FileStore):
         if not self._folder.exists():
             time.sleep(0.001)
             self._folder.mkdir()
-
-
-@breaks(Mutant, "STORE-2", caught_by="test_ends_that_are_opened_at_once_in_several_threads_share_their_pages")
-class TestEmptiesANewFolderWithoutALock(FileStore):
-    """An end that finds no mark empties the folder, every other one late, and then makes the mark."""
-
-    delays = itertools.cycle((0.0, 0.1))
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        mark = self._folder / "mark"
-        if not mark.exists():
-            time.sleep(next(self.delays))
-            for path in self._folder.iterdir():
-                path.unlink(missing_ok=True)
-            mark.touch()
 
 
 class BoundedStore(FileStore):
@@ -250,15 +225,6 @@ class TestFillsTheFirstBufferOnly(FileStore):
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         return super().read(key, into[:1])
-
-
-@breaks(Methods, "STORE-1")
-class TestReturnsHowMuchItCopied(FileStore):
-    """A page that is longer than the buffers looks like one that fits."""
-
-    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        nbytes = super().read(key, into)
-        return None if nbytes is None else min(nbytes, sum(map(len, into)))
 
 
 @breaks(Methods, "STORE-2")

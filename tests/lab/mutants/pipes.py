@@ -8,9 +8,7 @@ import weakref
 from collections import deque
 from typing import Any, ClassVar
 
-import attrs
-
-from kvplug.errors import CapacityError, TensorMismatchError, TimeoutError
+from kvplug.errors import CapacityError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe import Transfer
@@ -67,12 +65,6 @@ class Counting(MemoryPipe):
         super().deliver(message, *args, **given)
 
 
-def changed(message: PipeMessage, tensor: Any) -> PipeMessage:
-    """A message with another content and the same transfer."""
-    other = PipeMessage.of(tensor, eager=True)
-    return attrs.evolve(message, meta=other.meta, memory=other.memory)
-
-
 # -- what arrives ----------------------------------------------------------------------------------
 
 
@@ -109,24 +101,6 @@ class TestSwapsTwo(Counting):
         super().deliver_number(number, message, *args, **given)
         if number == 901:
             super().deliver_number(number, self.kept, *args, **given)
-
-
-@breaks(Mutant, "PIPE-1")
-class TestDeliversOneTwice(Counting):
-    """Message 1,500 comes twice."""
-
-    def deliver_number(self, number: int, *args: Any, **given: Any) -> None:
-        super().deliver_number(number, *args, **given)
-        if number == 1500:
-            super().deliver_number(number, *args, **given)
-
-
-@breaks(Mutant, "PIPE-1")
-class TestSendsBlocksInTheOrderOfTheirIds(MemoryPipe):
-    """Blocks come sorted, whatever order they were named in."""
-
-    def send_blocks(self, views: Any, block_ids: Any, **given: Any) -> Transfer:
-        return super().send_blocks(views, sorted(block_ids), **given)
 
 
 @breaks(Mutant, "PIPE-5")
@@ -183,32 +157,6 @@ class TestLosesScalars(MemoryPipe):
         return message if message is None or message.dim() else message.view(1)
 
 
-@breaks(Mutant, "PIPE-1")
-class TestMakesNoneAnEmptyTensor(MemoryPipe):
-    """``None`` comes as a tensor without elements."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        import torch
-
-        message = super().recv_tensor(*args, **given)
-        return torch.empty(0) if message is None else message
-
-
-@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory")
-class TestIgnoresStrides(MemoryPipe):
-    """The bytes are sent as they lie in memory from the tensor's first one on, whatever its strides."""
-
-    def send_tensor(self, tensor: Any, **given: Any) -> Any:
-        import torch
-
-        if tensor is not None and not tensor.is_contiguous():
-            storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            flat = storage[tensor.storage_offset() :]
-            if flat.numel() >= tensor.numel():
-                tensor = flat[: tensor.numel()].view(tensor.shape)
-        return super().send_tensor(tensor, **given)
-
-
 @breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory")
 class TestIgnoresConjugation(MemoryPipe):
     """A lazily conjugated tensor comes without its conjugation."""
@@ -232,19 +180,6 @@ class TestCutsLargeMessages(MemoryPipe):
         return message
 
 
-@breaks(
-    Mutant, "PIPE-1", "PIPE-5", caught_by="test_a_large_message_is_received_into_out_without_another_tensor"
-)
-class TestChangesTheEndOfLargeMessages(MemoryPipe):
-    """The last byte of a message of more than 32 MiB is another one."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        message = super().recv_tensor(*args, **given)
-        if message is not None and message.nbytes > 32 * MIB:
-            message[-1] ^= 1
-        return message
-
-
 @breaks(Mutant, "PIPE-1", caught_by="test_what_is_not_carried_is_refused_and_nothing_is_queued")
 class TestQueuesWhatItRefuses(MemoryPipe):
     """A tensor that cannot be sent is refused, and ``None`` sent for it."""
@@ -255,16 +190,6 @@ class TestQueuesWhatItRefuses(MemoryPipe):
         except TypeError:
             super().send_tensor(None, **given)
             raise
-
-
-@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory")
-class TestTakesEightDimensions(MemoryPipe):
-    """A tensor of more than eight dimensions loses them all."""
-
-    def send_tensor(self, tensor: Any, **given: Any) -> Any:
-        if tensor is not None and getattr(tensor, "ndim", 0) > 8:
-            tensor = tensor.flatten()
-        return super().send_tensor(tensor, **given)
 
 
 # -- sending, and what is held ---------------------------------------------------------------------
@@ -301,14 +226,6 @@ class TestNeverSeesThatThereIsRoom(MemoryPipe):
             return super().deliver(message, limit, Deadline.after(0), sender)
         time.sleep(deadline.remaining() or 0)
         raise TimeoutError("there was no room")
-
-
-@breaks(Mutant, "PIPE-3")
-class TestHasNoBound(MemoryPipe):
-    """``send_tensor`` never blocks."""
-
-    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
-        super().deliver(message, 1 << 60, *args, **given)
 
 
 @breaks(Mutant, "PIPE-3")
@@ -360,29 +277,6 @@ class TestLetsGoOfTheSource(MemoryPipe):
 
 
 # -- receiving into memory -------------------------------------------------------------------------
-
-
-@breaks(Mutant, "PIPE-5")
-class TestLosesWhatItRefused(MemoryPipe):
-    """A message that did not fit ``out`` is gone."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        try:
-            return super().recv_tensor(*args, **given)
-        except TensorMismatchError:
-            self._inbox.popleft()
-            raise
-
-
-@breaks(Mutant, "PIPE-5")
-class TestConvertsDtypes(MemoryPipe):
-    """An ``out`` of another dtype is filled with converted values."""
-
-    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-        meta = self._inbox[0].meta if self._inbox else None
-        if out is not None and meta is not None and meta.shape == tuple(out.shape):
-            return out.copy_(super().recv_tensor(**given))
-        return super().recv_tensor(out, **given)
 
 
 @breaks(Mutant, "PIPE-5", caught_by="test_a_message_that_does_not_fit_out_is_refused_and_stays")
@@ -438,14 +332,6 @@ class TestReceiverHasNoDeadline(MemoryPipe):
         return super().recv_tensor(out, timeout=None)
 
 
-@breaks(Mutant, "ALL-4")
-class TestSenderGivesUpAtOnce(MemoryPipe):
-    """``send_tensor`` does not wait for room at all."""
-
-    def send_tensor(self, tensor: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        return super().send_tensor(tensor, timeout=0)
-
-
 @breaks(Mutant, "ALL-4", caught_by="test_none_waits_on_whatever_the_context_says")
 class TestTakesNoneForTheDefault(MemoryPipe):
     """``timeout=None`` is what saying nothing is."""
@@ -470,14 +356,6 @@ class TestTakesNegativeTimeouts(MemoryPipe):
         if isinstance(timeout, float | int):
             timeout = max(0, timeout)
         return super().recv_tensor(out, timeout=timeout)
-
-
-@breaks(Mutant, "ALL-4")
-class TestAcceptsForEver(MemoryListener):
-    """``accept`` has no deadline."""
-
-    def accept(self, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        return super().accept(None)
 
 
 @breaks(Mutant, "PIPE-6")
@@ -549,15 +427,6 @@ class TestClosesOnce(MemoryPipe):
         super().close(timeout)
 
 
-@breaks(Mutant, "ALL-1", caught_by="test_ending_wakes_a_call_that_is_blocked")
-class TestAbortsInSilence(MemoryPipe):
-    """``abort`` does not wake a receiver that is blocked here."""
-
-    def abort(self) -> None:
-        self._closed = self._ended = True
-        self._other.lose_peer()
-
-
 @breaks(Mutant, "ALL-1")
 class TestWorksAfterClosing(MemoryPipe):
     """A closed pipe still sends."""
@@ -578,14 +447,6 @@ class TestClosesRudely(MemoryPipe):
         self.abort()
 
 
-@breaks(Late, "ALL-1")
-class TestClosesForEver(MemoryPipe):
-    """``close`` waits for what was sent, however little time it has."""
-
-    def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
-        super().close(None)
-
-
 @breaks(Mutant, "ALL-1")
 class TestIsNeverClosed(MemoryPipe):
     """``closed`` stays false."""
@@ -600,14 +461,6 @@ class TestListenerWakesNobody(MemoryListener):
     def close(self) -> None:
         self._closed = True
         super()._after_fork_in_child()
-
-
-@breaks(Mutant, "ALL-2")
-class TestPeerIsNeverGone(MemoryPipe):
-    """The other end is not told that this one has ended."""
-
-    def lose_peer(self) -> None:
-        pass
 
 
 @breaks(Mutant, "ALL-2")
@@ -626,18 +479,6 @@ class TestSendsIntoTheVoid(MemoryPipe):
     def deliver(self, *args: Any, **given: Any) -> None:
         if not self._closed:
             super().deliver(*args, **given)
-
-
-@breaks(Mutant, "ALL-2")
-class TestIsGoneOnce(MemoryPipe):
-    """That the peer is gone is said once; the next receive waits."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        try:
-            return super().recv_tensor(*args, **given)
-        except ConnectionError:
-            self._peer_ended = False
-            raise
 
 
 # -- transfers -------------------------------------------------------------------------------------
@@ -665,68 +506,7 @@ class TestNeverFinishes(MemoryPipe):
         return transfer if transfer.nbytes else Transfer(0)
 
 
-class CallsTwice(Transfer):
-    """A callback is called twice."""
-
-    def add_done_callback(self, callback: Any) -> None:
-        super().add_done_callback(callback)
-        super().add_done_callback(callback)
-
-
-@breaks(Mutant, "ALL-5")
-class TestCallsBackTwice(MemoryPipe):
-    """A callback of a transfer is called twice."""
-
-    def send_tensor(self, tensor: Any, **given: Any) -> Any:
-        done = super().send_tensor(tensor, **given)
-        transfer = CallsTwice(done.nbytes)
-        transfer.finish()
-        return transfer
-
-
-class Fragile(Transfer):
-    """A callback that raises stops those after it."""
-
-    __slots__ = ()
-
-    def _end(self, error: Any) -> None:
-        if not self._done:
-            callbacks, self._callbacks = self._callbacks, []
-            super()._end(error)
-            for callback in callbacks:
-                callback(self)
-
-
-@breaks(Late, "ALL-5")
-class TestFailsWithACallback(MemoryPipe):
-    """An exception in a callback of a transfer comes out of the receiver, and stops the other callbacks."""
-
-    def deliver(self, message: PipeMessage, *args: Any, **given: Any) -> None:
-        super().deliver(message, *args, **given)
-        message.transfer.__class__ = Fragile
-
-
 # -- endpoints -------------------------------------------------------------------------------------
-
-
-@breaks(Mutant, "END-1")
-class TestContactIsNoString(MemoryListener):
-    """A contact is an object."""
-
-    @property
-    def contact(self) -> Any:
-        return type("Contact", (), {"startswith": lambda *_: True, "__hash__": lambda _: 1})()
-
-
-@breaks(Mutant, "END-1")
-class TestContactIsLong(MemoryListener):
-    """A contact has many lines."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        memory._listeners.pop(self._contact)
-        self._contact += "\n" * 10_000
-        memory._listeners[self._contact] = self
 
 
 @breaks(Mutant, "END-1")
@@ -762,24 +542,6 @@ class TestForgetsTheFirstPair(MemoryListener):
         return pipe
 
 
-@breaks(Mutant, "END-2")
-class TestEndsWithItsListener(MemoryListener):
-    """A listener that closes takes the pipes along that it has accepted."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._accepted: list[Any] = []
-
-    def accept(self, *args: Any, **given: Any) -> Any:
-        self._accepted.append(super().accept(*args, **given))
-        return self._accepted[-1]
-
-    def close(self) -> None:
-        super().close()
-        for pipe in self._accepted:
-            pipe.abort()
-
-
 class TestKeepsAPartOfEveryPipe(Mutant):
     """200 KB of each pipe are never let go."""
 
@@ -789,23 +551,6 @@ class TestKeepsAPartOfEveryPipe(Mutant):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             kept.append(b"x" * 200_000)
-
-
-class TestOneEndEndsAll(Mutant):
-    """One connecting end that aborts makes its siblings believe that their peers are gone."""
-
-    breaks = ("END-2",)
-    siblings: ClassVar[Any] = weakref.WeakSet()
-
-    class pipe(MemoryPipe):  # noqa: N801
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            TestOneEndEndsAll.siblings.add(self)
-
-        def abort(self) -> None:
-            super().abort()
-            for pipe in list(TestOneEndEndsAll.siblings):
-                pipe.lose_peer()
 
 
 # -- the controls ----------------------------------------------------------------------------------

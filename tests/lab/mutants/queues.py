@@ -17,7 +17,7 @@ import attrs
 # The other processes import this file, too.
 sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-relay"))
 
-from kvplug import PeerGoneError, TransportError
+from kvplug import PeerGoneError
 from kvplug.net.wire import encode
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader as ReaderState, Timeout, Wait
 from kvplug_lab.mutants import breaks
@@ -59,18 +59,6 @@ class Mutant(MessageQueueContract):
 
 
 @breaks(Mutant, "QUEUE-1", caught_by="test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost")
-class TestLosesEveryThousandth(Ring):
-    """One of a thousand messages is not put into the ring."""
-
-    count = 0
-
-    def put(self, message: QueueMessage) -> None:
-        self.count += 1
-        if self.count % 1000:
-            super().put(message)
-
-
-@breaks(Mutant, "QUEUE-1", caught_by="test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost")
 class TestSwapsTwo(Ring):
     """Every fiftieth message overtakes the one before it, if that is unread."""
 
@@ -79,34 +67,6 @@ class TestSwapsTwo(Ring):
         number = self.first + len(self.messages)
         if number % 50 == 0 and len(self.messages) > 1 and max(self.taken.values()) < number - 1:
             self.messages[-1], self.messages[-2] = self.messages[-2], self.messages[-1]
-
-
-@breaks(Mutant, "QUEUE-1", caught_by="test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost")
-class TestGivesOneMessageTwice(MemoryReader):
-    """Every hundredth message is received twice."""
-
-    again = False
-
-    def _advance(self) -> None:
-        self.again = not self.again and self._ring.taken[self._rank] % 100 == 99
-        if not self.again:
-            super()._advance()
-
-
-@breaks(
-    Mutant,
-    "QUEUE-1",
-    "QUEUE-5",
-    caught_by="test_the_slowest_reader_decides_and_each_message_it_takes_makes_room_for_one",
-)
-class TestOverwritesTheOldest(Ring):
-    """Where there is no room, the writer drops the oldest message for a reader that is late, in silence."""
-
-    def slow(self) -> list[int]:
-        for rank in super().slow():
-            self.taken[rank] += 1
-        self.drop_what_all_have_read()
-        return []
 
 
 @breaks(
@@ -173,32 +133,6 @@ class TestDropsTheOldestOfWhoSleeps(Mutant):
             return Wait(what, waits_for, Deadline.after(timeout), 0.1, **given)  # it looks that often
 
 
-class TestSaysAWrongNumber(TestDropsTheOldestOfWhoSleeps):
-    """The same, and the reader is told of one message more than it has lost."""
-
-    class reader_(MemoryReader):  # noqa: N801
-        def dequeue(self, *args: Any, **given: Any) -> Any:
-            if lost := self._ring.lost.pop(self._rank, 0):  # type: ignore[attr-defined]
-                raise TransportError(f"reader rank {self._rank} lost {lost + 1} messages")
-            return super().dequeue(*args, **given)
-
-
-@breaks(Mutant, "QUEUE-1")
-class TestKeepsNothingLargeForWhoIsLate(MemoryReader):
-    """What does not fit a chunk is empty for a reader that comes afterwards."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.before = self._ring.first + len(self._ring.messages)
-
-    def _next(self, *args: Any) -> QueueMessage:
-        message = super()._next(*args)
-        late = self._ring.taken[self._rank] < self.before
-        if late and len(message.data) > self._context.max_chunk_bytes:
-            return QueueMessage(message.raw, encode(b""))
-        return message
-
-
 @breaks(Mutant, "QUEUE-1", caught_by="test_what_was_received_stays_as_it_was_while_more_comes")
 class TestReceivesIntoTheSameMemory(MemoryReader):
     """A tensor of a reader is overwritten by the next one of its shape, if it is not a small one."""
@@ -256,14 +190,6 @@ class _Forgetful(set[int]):
 
 
 @breaks(Mutant, "QUEUE-2")
-class TestNeverEvicts(Ring):
-    """A reader that has ended is waited for like any other."""
-
-    def evict(self, rank: int, why: str, died: bool) -> None:
-        pass
-
-
-@breaks(Mutant, "QUEUE-2")
 class TestEvictsInSilence(Ring):
     """Who died is forgotten: neither the log nor the writer names it."""
 
@@ -282,26 +208,7 @@ class TestOneDeathIsEverybodys(MemoryWriter):
             raise PeerGoneError("a reader is gone: rank 0, rank 1")
 
 
-@breaks(Mutant, "QUEUE-2")
-class TestOneDeathEvictsTheOthers(Ring):
-    """What the others have not read yet is dropped together with the dead reader."""
-
-    def evict(self, rank: int, why: str, died: bool) -> None:
-        super().evict(rank, why, died)
-        for other in self.here():
-            self.taken[other] = self.first + len(self.messages)
-        self.drop_what_all_have_read()
-
-
 # -- QUEUE-3 and ALL-4 -----------------------------------------------------------------------------
-
-
-@breaks(Mutant, "QUEUE-3")
-class TestNamesNobody(Ring):
-    """A writer's TimeoutError says that time is up, and not whose fault it was."""
-
-    def named(self, ranks: Any) -> str:
-        return f"{len(ranks)} readers"
 
 
 @breaks(Mutant, "QUEUE-3")
@@ -310,16 +217,6 @@ class TestNamesEverybody(Ring):
 
     def named(self, ranks: Any) -> str:
         return super().named(self.reader_ranks)
-
-
-@breaks(
-    Mutant, "QUEUE-3", caught_by="test_a_long_wait_and_its_timeout_name_the_reader_its_process_and_its_lag"
-)
-class TestNeverWarns(MemoryWriter):
-    """A wait of any length is silent."""
-
-    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-        return super().wait(what, waits_for, timeout, **{**given, "indefinite": True})
 
 
 @breaks(Mutant, "QUEUE-3")
@@ -353,14 +250,6 @@ class TestIgnoresCancel(MemoryReader):
 
     def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
         return super().wait(what, waits_for, timeout, **{**given, "cancel": None})
-
-
-@breaks(Mutant, "ALL-4", caught_by="test_a_call_that_waits_in_vain_ends_at_its_deadline_and_says_what_for")
-class TestGivesUpTooEarly(MemoryWriter):
-    """A writer that finds no room raises at once."""
-
-    def _wait_for_room(self, timeout: Timeout) -> None:
-        super()._wait_for_room(min(0.05, timeout) if isinstance(timeout, float) else timeout)
 
 
 @breaks(
@@ -441,22 +330,6 @@ class TestKeepsTheChunkOfABlockThatRaises(MemoryReader):
             advance()
         finally:
             del self._advance
-
-
-@breaks(Mutant, "QUEUE-5")
-class TestSendsHalfAChunk(MemoryWriter):
-    """What the writer's block had written when it raised is sent."""
-
-    @contextlib.contextmanager
-    def acquire_write(self, *args: Any, **given: Any) -> Iterator[memoryview]:
-        error = None
-        with super().acquire_write(*args, **given) as view:
-            try:
-                yield view
-            except Exception as e:
-                error = e
-        if error is not None:
-            raise error
 
 
 @breaks(Mutant, "QUEUE-5")

@@ -245,16 +245,6 @@ class TestSkipsTheRest(SamplePipe):
         return super().recv_tensor(*args, **given)
 
 
-@breaks(Mutant, "PIPE-6")
-class TestBeginsAgain(SamplePipe):
-    """A receive that ran out of time in a message forgets what it has of it, and goes on with the rest."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        if self._message is not None:
-            self._message.got = 0
-        return super().recv_tensor(*args, **given)
-
-
 @breaks(Mutant, "PIPE-3")
 class TestHasNoBound(SamplePipe):
     """Whatever is sent to a stopped peer is queued."""
@@ -320,32 +310,6 @@ class TestForgetsTransfersInAForkedChild(SamplePipe):
         return transfer
 
 
-@breaks(
-    Mutant,
-    "ALL-6",
-    caught_by="test_in_a_forked_child_every_call_raises_closed_though_a_thread_was_inside_one",
-)
-class TestIsBusyInAForkedChild(SamplePipe):
-    """In a forked child a thread that is not there still has its turn."""
-
-    def _check_sending(self) -> None:
-        with self._sending.taken():
-            super()._check_sending()
-
-    def _check_receiving(self) -> None:
-        with self._receiving.taken():
-            super()._check_receiving()
-
-
-@breaks(Mutant, "ALL-6")
-class TestHangsUpInAForkedChild(SamplePipe):
-    """A forked child shuts the socket down, and with it the parent's pipe."""
-
-    def _after_fork_in_child(self) -> None:
-        self._sock.shutdown(2)
-        super()._after_fork_in_child()
-
-
 # -- what is left ----------------------------------------------------------------------------------
 
 
@@ -375,15 +339,6 @@ class TestLeavesAName(Wrapper):
         kept.append(self.inner)
 
 
-@breaks(Mutant, "ALL-7")
-class TestKeepsEveryMessage(SamplePipe):
-    """What was received is never let go."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        kept.append(super().recv_tensor(*args, **given))
-        return kept[-1]
-
-
 @breaks(Mutant, "ALL-7", caught_by="test_exchanges_leave_nothing_here_nor_there")
 class TestKeepsEverySource(SamplePipe):
     """What was sent is never let go, though its transfer is done."""
@@ -391,15 +346,6 @@ class TestKeepsEverySource(SamplePipe):
     def send_tensor(self, tensor: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
         vars(self).setdefault("sent", []).append(tensor)
         return super().send_tensor(tensor, timeout=timeout)
-
-
-@breaks(Mutant, "ALL-7")
-class TestKeepsEveryPipe(SamplePipe):
-    """A pipe that was closed is never let go."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        kept.append(self)
 
 
 # -- the end of the program ------------------------------------------------------------------------

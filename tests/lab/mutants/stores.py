@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from kvplug.errors import CapacityError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.store import executor, job, tasks
 from kvplug.transport.store.copying.rows import PageReading
@@ -49,23 +48,6 @@ class Mutant(StoreContract):
 
 
 # -- what is got -----------------------------------------------------------------------------------
-
-
-class TestVerifiesNoBytes(Mutant):
-    """A page whose header is right is taken as it is."""
-
-    breaks = ("STORE-1",)
-    caught_by = "test_a_page_with_wrong_bytes_is_a_miss_and_makes_room_for_the_right_one"
-
-    def make_store(self, context: Any) -> Any:
-        class Believing(PageReading):
-            def load(self, page: int, header: bytes | memoryview, row: memoryview) -> None:
-                self._memory.scatter(page, PageRows.dense(row, 1, len(row)))
-
-        patch = mock.patch.object(tasks, "PageReading", Believing)
-        patch.start()
-        self.later(patch.stop)
-        return super().make_store(context)
 
 
 class TestLeavesWrongBytes(Mutant):
@@ -119,15 +101,6 @@ class TestHasOneReason(PageSeal):
         return super().check_header(*args) and MissReason.ABSENT
 
 
-@breaks(Mutant, "STORE-1")
-class TestKeepsWrongPages(PlaceEnd):
-    """A page with wrong bytes stays, and a right one is not kept."""
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        if len(keys) > 1:
-            super().remove(keys)
-
-
 @breaks(Mutant, "STORE-1", caught_by="test_what_the_caller_writes_after_its_put_is_not_in_the_page")
 class TestKeepsTheCallersMemory(PlaceEnd):
     """A page is not copied, so that what is written to the memory later comes out."""
@@ -168,34 +141,6 @@ class TestMixesPagesUp(MemoryStore):
         return job
 
 
-@breaks(Mutant, "STORE-1", caught_by="test_no_layer_is_released_before_it_is_verified_for_all_pages")
-class TestReleasesLayersBeforeTheyAreVerified(MemoryStore):
-    """Layers count as ready when they have arrived."""
-
-    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> GetJob:
-        job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
-
-        def work() -> None:
-            results = []
-            found = [self.place.read(key) for key in pages.keys]
-            for layer in range(pages.series.format.num_layers):
-                job.advance(layer + 1)
-                time.sleep(0.005)
-            for index, page in enumerate(found):
-                reason: MissReason | None = MissReason.ABSENT
-                if page is not None:
-                    length = self.seal.header_length(pages.series.format, pages.identities[index])
-                    header, payload = page[:length], memoryview(bytearray(page[length:]))
-                    reason = self.seal.check(pages.series, pages.identities[index], header, payload)
-                    if len(payload) == pages.series.format.nbytes:
-                        pages.memory.scatter(index, PageRows.dense(payload, 1, len(payload)))
-                results.append(reason)
-            job.set(results)
-
-        threading.Thread(target=work, daemon=True).start()
-        return job
-
-
 # -- whole or not at all ---------------------------------------------------------------------------
 
 
@@ -207,32 +152,6 @@ class TestTheLastPutWins(PagePlace):
         with self.lock:
             self._drop([key], PageRemoval.REMOVED)
             return super().write(key, page)
-
-
-@breaks(Mutant, "STORE-2")
-class TestALaterPutIsRefused(PagePlace):
-    """A put of a page that is there counts as not kept."""
-
-    def write(self, key: bytes, page: bytes) -> bool:
-        return key not in self.pages and super().write(key, page)
-
-
-@breaks(Mutant, "STORE-2", caught_by="test_a_page_is_not_visible_before_it_is_whole")
-class TestAnnouncesPagesBeforeTheyAreThere(MemoryStore):
-    """A page that is being put is held for who asks."""
-
-    coming: frozenset[bytes] = frozenset()
-
-    def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        self.coming |= set(pages.keys)
-        return super().submit_put(pages, timeout=timeout)
-
-    def submit_lookup(self, keys: Any, **given: Any) -> Any:
-        found = super().submit_lookup(keys, **given)
-        job: Job[Presence] = Job(len(keys), found.deadline)
-        known = zip(keys, found.wait(20), strict=True)
-        job.set([Presence.HELD if key in self.coming else each for key, each in known])
-        return job
 
 
 @breaks(Mutant, "STORE-2", caught_by="test_of_two_writers_with_different_bits_one_wins_wholly")
@@ -249,20 +168,6 @@ class TestMixesWriters(PagePlace):
 
 
 # -- time ------------------------------------------------------------------------------------------
-
-
-@breaks(
-    Mutant,
-    "STORE-3",
-    caught_by="test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled",
-)
-class TestAGetIsSubmittedWhenItIsDone(MemoryStore):
-    """``submit_get`` returns when its job is done."""
-
-    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        job = super().submit_get(pages, timeout=timeout)
-        job.wait(20)
-        return job
 
 
 @breaks(
@@ -285,20 +190,6 @@ class TestKeepsItsOwnTimeout(MemoryStore):
 
     def _deadline(self, timeout: Any) -> Deadline:
         return Deadline.after(timeout, 60.0)
-
-
-@breaks(
-    Mutant,
-    "STORE-3",
-    caught_by="test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled",
-)
-class TestAJobEndsWhenItsCopyHasEnded(MemoryStore):
-    """A copy under way holds up the end of its job."""
-
-    def _end(self, task: Any, reason: Any) -> None:
-        while task._num_copies:
-            time.sleep(0.01)
-        super()._end(task, reason)
 
 
 @breaks(
@@ -340,19 +231,6 @@ class TestCopiesAfterTheEnd(Mutant):
             if inner.late is None:
                 inner.into, inner.late = pages.memory, job
             return job
-
-
-@breaks(
-    Mutant,
-    "STORE-3",
-    caught_by="test_jobs_end_when_they_are_due_or_cancelled_while_the_store_does_not_answer",
-)
-class TestCannotBeCancelled(MemoryStore):
-    """A cancelled job goes on."""
-
-    def _end(self, task: Any, reason: Any) -> None:
-        if reason is not MissReason.CANCELLED:
-            super()._end(task, reason)
 
 
 @breaks(
@@ -411,17 +289,6 @@ class TestLeasesDoNotExpire(PagePlace):
         return super().lookup(end, keys, 1e6 if lease_s else 0.0)
 
 
-@breaks(Mutant, "STORE-5", caught_by="test_a_lease_can_be_prolonged_and_protects_no_more_when_it_has_expired")
-class TestAShorterLeaseEndsALongerOne(PagePlace):
-    """The last lookup decides."""
-
-    def lookup(self, end: int, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
-        with self.lock:
-            if lease_s:
-                self.release(end, keys)
-            return super().lookup(end, keys, lease_s)
-
-
 @breaks(
     Mutant,
     "STORE-5",
@@ -433,21 +300,6 @@ class TestReleasesLeasesOfOthers(PagePlace):
     def release(self, end: int, keys: Sequence[bytes]) -> None:
         for other in self.ends:
             super().release(other, keys)
-
-
-@breaks(
-    Mutant,
-    "STORE-5",
-    caught_by="test_an_end_does_not_release_what_another_has_leased_and_its_leases_end_with_it",
-)
-class TestKeepsLeasesOfClosedEnds(PagePlace):
-    """The leases of an end that was closed go on."""
-
-    def leave(self, end: int) -> None:
-        with self.lock:
-            leases = {key: dict(leased) for key, leased in self._leases.items()}
-            super().leave(end)
-            self._leases.update(leases)
 
 
 class TestReadsInPlaceWithoutGenerations(Mutant):
@@ -499,14 +351,6 @@ class TestExceedsTheBudget(PagePlace):
         return True
 
 
-@breaks(Mutant, "STORE-6", caught_by="test_pages_that_come_do_not_exceed_the_budget")
-class TestDoesNotEvict(PagePlace):
-    """What comes when the budget is used up finds no room."""
-
-    def _make_room(self, nbytes: int) -> bool:
-        return self.budget_bytes - self.used_bytes >= nbytes
-
-
 @breaks(Mutant, "STORE-6", caught_by="test_usage_counts_pages_and_their_bytes")
 class TestDoesNotCountHeaders(PlaceEnd):
     """Only the bytes of pages count."""
@@ -514,14 +358,6 @@ class TestDoesNotCountHeaders(PlaceEnd):
     def usage(self) -> Usage:
         usage = super().usage()
         return Usage(num_pages=usage.num_pages, used_bytes=usage.num_pages, budget_bytes=usage.budget_bytes)
-
-
-@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_got_stay_and_others_are_evicted")
-class TestEvictsInTheOrderOfPuts(PagePlace):
-    """The oldest page goes first, also if it was read just now."""
-
-    def touch(self, keys: Any) -> None:
-        return None
 
 
 @breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_touched_stay_and_others_are_evicted")
@@ -542,33 +378,6 @@ class TestForgetsThatAReaderIsExpected(MemoryStore):
 
     def expect_reader(self, keys: Sequence[bytes]) -> None:
         return None
-
-
-@breaks(
-    Mutant,
-    "STORE-6",
-    caught_by="test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read",
-)
-class TestExpectsOneReaderForAll(PagePlace):
-    """A page that several ends are to read goes when the first one has read it."""
-
-    def expect_reader(self, end: int, keys: Any) -> None:
-        self._expected |= dict.fromkeys(keys, (end, 1))
-
-
-@breaks(
-    Mutant, "STORE-6", caught_by="test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing"
-)
-class TestEvictsForWhatIsTooLarge(PagePlace):
-    """Before a page is found too large, others are evicted for it."""
-
-    def write(self, key: bytes, page: bytes) -> bool:
-        try:
-            return super().write(key, page)
-        except CapacityError:
-            with self.lock:
-                self._drop(list(self.pages), PageRemoval.EVICTED)
-            raise
 
 
 @breaks(
@@ -663,29 +472,6 @@ class TestCannotGiveUpDeclaredPages(PagePlace):
         return None
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed")
-class TestADeclaredPageHidesWhatIsHeld(PagePlace):
-    """A page that is declared once more is coming, though it is there."""
-
-    def declare(self, end: int, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
-        super().declare(end, series, keys, for_s)
-        self.__dict__.setdefault("hidden", set()).update(keys)
-
-    def _presence(self, end: int, key: bytes, now: float, lease_s: float) -> Presence:
-        if key in self.__dict__.get("hidden", ()):
-            return Presence.COMING
-        return super()._presence(end, key, now, lease_s)
-
-
-@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_whose_time_is_over_is_absent")
-class TestTheFirstDeclarationDecides(PagePlace):
-    """A page that is declared again expires as if it had not been."""
-
-    def _expire(self, end: int, keys: Sequence[bytes], until: float) -> None:
-        with self.lock:
-            self._undeclare(keys, end, PageRemoval.EXPIRED)
-
-
 @breaks(Mutant, "STORE-8", caught_by="test_what_an_end_that_is_closed_has_declared_is_absent")
 class TestExpectsPagesOfClosedEnds(PagePlace):
     """What an end has declared outlives it."""
@@ -713,23 +499,6 @@ class TestAPutBringsBackWhatWasRemoved(MemoryStore):
 
 
 @breaks(Mutant, "STORE-9")
-class TestRemovesNothing(PagePlace):
-    """A removal succeeds, and the pages are still there."""
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        return None
-
-
-@breaks(Mutant, "STORE-9", caught_by="test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed")
-class TestRemovedPagesAreStillExpected(PagePlace):
-    """A page that was declared and removed is coming."""
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        with self.lock:
-            self._drop(keys, PageRemoval.REMOVED)
-
-
-@breaks(Mutant, "STORE-9")
 class TestForgetsMoreThanItIsAsked(PagePlace):
     """A removal forgets every page."""
 
@@ -738,14 +507,6 @@ class TestForgetsMoreThanItIsAsked(PagePlace):
 
 
 # -- what is there ---------------------------------------------------------------------------------
-
-
-@breaks(Mutant, "STORE-10")
-class TestListsEverySeries(PagePlace):
-    """``keys`` has the keys of all series."""
-
-    def keys(self, series: bytes) -> list[bytes]:
-        return list(self.pages)
 
 
 @breaks(Mutant, "STORE-10", caught_by="test_usage_counts_pages_and_their_bytes")
@@ -771,25 +532,6 @@ class Silent(PagePlace):
     def _tell(self, event: Any) -> None:
         if not self.leaves_out(event):
             super()._tell(event)
-
-
-@breaks(Mutant, "STORE-10", caught_by="test_listeners_that_come_while_pages_come_and_go_miss_nothing")
-class TestTellsNoEvictions(PagePlace):
-    """An index has pages that were evicted; the numbers have no gap."""
-
-    def _drop(self, keys: Any, reason: PageRemoval) -> None:
-        listeners, log = self._listeners, self._log
-        if reason is PageRemoval.EVICTED:
-            self._listeners, self._log = [], PageEventLog("not told")
-        super()._drop(keys, reason)
-        self._listeners, self._log = listeners, log
-
-
-@breaks(Mutant, "STORE-10", caught_by="test_listeners_that_come_while_pages_come_and_go_miss_nothing")
-class TestLosesEvents(Silent):
-    """Now and then an event is not told."""
-
-    leaves_out = lambda self, event: event.seq % 20 == 19  # noqa: E731
 
 
 @breaks(Mutant, "STORE-10", caught_by="test_random_calls_give_what_a_dict_gives")
@@ -909,15 +651,6 @@ class TestAForkedChildHoldsItsDescriptor(PlaceEnd):
     def close(self) -> None:
         super().close()
         os.close(self._fd)
-
-
-@breaks(Mutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
-class TestLeavesAThread(MemoryStore):
-    """Each end leaves a thread behind."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 # -- ends that reach the store by a link -----------------------------------------------------------
