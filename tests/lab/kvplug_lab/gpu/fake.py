@@ -14,14 +14,14 @@ each gate that was enqueued on it.
 :data:`NCCL` works over Unix sockets and host memory. It has the functions that the plugin binds, and behaves
 as NCCL does in these respects: operations are enqueued on a stream and run in a thread; operations of one
 communicator run one after the other, whatever their streams; a call on a non-blocking communicator is in
-progress until it has been polled; a failed communicator must be aborted. The ranks are processes of one host
-(or communicators of one process) that share a unique id.
+progress until it has been polled; a failed communicator must be aborted. A group has operations of one
+communicator on one stream; what is reduced is summed. The ranks are processes of one host (or communicators
+of one process) that share a unique id.
 
 =================== =========== ==============================================================================
 name                default
 =================== =========== ==============================================================================
 ``version``         23203       result of ``ncclGetVersion``
-``polls``           1           polls until a call on a non-blocking communicator is done
 ``hold``            0           1: operations do not start
 ``call_result``     0           if not 0, enqueuing an operation returns it at once
 ``call_hangs``      0           1: enqueuing an operation does not return
@@ -33,7 +33,6 @@ name                default
 ``hang_after``      -1          after this many operations, the next one never ends
 ``exit_after``      -1          after this many operations, the process kills itself inside the next one
 ``peer_result``     6           its error when another rank is gone; 0: the operation never ends
-``finalize_hangs``  0           1: a communicator is never finalized
 ``abort_hangs``     0           1: an abort does not return
 ``operations``      0           number of finished operations
 ``communicators``   0           number of existing communicators
@@ -57,7 +56,6 @@ name                   default
 ``delay_us``           0          extra time of each copy, in microseconds
 ``malloc_result``      0          if not 0, ``cudaMalloc`` returns it
 ``open_result``        0          if not 0, ``cudaIpcOpenMemHandle`` returns it
-``copy_result``        0          if not 0, ``cudaMemcpyAsync`` returns it at once
 ``fail_after``         -1         after this many copies, the device fails permanently
 ``fail_result``        700        its error then
 ``failed``             0          its current error; 0 repairs the device, as in a new process

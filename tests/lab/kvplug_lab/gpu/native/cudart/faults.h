@@ -35,7 +35,6 @@ typedef enum { ERRORS(AS_ERROR) } cudaError_t;
     SETTING(DELAY_US, "delay_us", 0, false) \
     SETTING(MALLOC_RESULT, "malloc_result", 0, false) \
     SETTING(OPEN_RESULT, "open_result", 0, false) \
-    SETTING(COPY_RESULT, "copy_result", 0, false) \
     SETTING(FAIL_AFTER, "fail_after", -1, false) \
     SETTING(FAIL_RESULT, "fail_result", cudaErrorIllegalAddress, false) \
     SETTING(FAILED, "failed", 0, false) \

@@ -90,22 +90,6 @@ static void wait_for_all_given(ncclComm_t comm) {
     pthread_mutex_unlock(&comm->lock);
 }
 
-static void *end(void *argument) {
-    ncclComm_t comm = argument;
-    prctl(PR_SET_NAME, "fake-nccl-end");
-    struct operation finalize = {.kind = FINALIZE};
-    wait_for_all_given(comm);
-    if (!enter(comm))
-        return NULL;
-    enum outcome outcome = setting(FINALIZE_HANGS) ? mesh_wait_for_wake(&comm->mesh)
-                                                   : work(&comm->mesh, &finalize, 1, false);
-    judge(comm, outcome);
-    if (outcome == DONE)
-        atomic_store(&comm->state, ncclSuccess);
-    leave(comm);
-    return NULL;
-}
-
 struct launch {
     ncclComm_t comm;
     uint64_t turn;
@@ -165,8 +149,7 @@ bool launch(ncclComm_t comm, void *stream, const struct operation *operations, s
     comm->given += added;
     pthread_mutex_unlock(&comm->lock);
     free(what);
-    if (!comm->blocking)
-        atomic_store(&comm->polls, setting(POLLS));
+    atomic_store(&comm->polls, !comm->blocking);
     return added;
 }
 
@@ -189,8 +172,7 @@ static void give_back(ncclComm_t comm) {
     while (comm->inside)
         pthread_cond_wait(&comm->changed, &comm->lock);
     pthread_mutex_unlock(&comm->lock);
-    if (comm->has_thread)
-        pthread_join(comm->thread, NULL);
+    pthread_join(comm->thread, NULL);
     mesh_close(&comm->mesh);
     tally(COMMUNICATORS, -1);
 }
@@ -199,18 +181,6 @@ static void give_back(ncclComm_t comm) {
 static bool is_mine_to_end(ncclComm_t comm) {
     uint64_t alive = ALIVE;
     return comm && atomic_compare_exchange_strong(&comm->magic, &alive, 0);
-}
-
-ncclResult_t wait_for_start(ncclComm_t *place) {
-    ncclComm_t comm = *place;
-    pthread_join(comm->thread, NULL);
-    comm->has_thread = false;
-    ncclResult_t result = (ncclResult_t)atomic_load(&comm->state);
-    if (result && is_mine_to_end(comm)) {
-        give_back(comm);
-        *place = NULL;
-    }
-    return result;
 }
 
 static ncclResult_t not_started(ncclComm_t comm, const char *call, int number) {
@@ -223,7 +193,7 @@ static ncclResult_t not_started(ncclComm_t comm, const char *call, int number) {
     return ncclSystemError;
 }
 
-ncclResult_t begin_start(ncclComm_t *place, int nranks, const ncclUniqueId *id, int rank, bool blocking) {
+ncclResult_t begin_start(ncclComm_t *place, int nranks, const ncclUniqueId *id, int rank) {
     if (!place || nranks < 1 || rank < 0 || rank >= nranks || memcmp(id->internal, ID, sizeof ID - 1)) {
         warn("Invalid rank requested : %d/%d, or an invalid unique id", rank, nranks);
         return ncclInvalidArgument;
@@ -238,7 +208,6 @@ ncclResult_t begin_start(ncclComm_t *place, int nranks, const ncclUniqueId *id, 
     comm->mesh.hellos = calloc((size_t)nranks, sizeof(struct hello));
     for (int at = 0; at < nranks; at++)
         comm->mesh.sockets[at] = -1;
-    comm->blocking = blocking;
     comm->place = place;
     atomic_store(&comm->state, ncclInProgress);
     pthread_mutex_init(&comm->lock, NULL);
@@ -247,13 +216,10 @@ ncclResult_t begin_start(ncclComm_t *place, int nranks, const ncclUniqueId *id, 
     int number = pthread_create(&comm->thread, NULL, start, comm);
     if (number)
         return not_started(comm, "pthread_create", number);
-    comm->has_thread = true;
     *place = comm;
     tally(COMMUNICATORS, 1);
-    if (blocking)
-        return ncclInProgress;
     long result = setting(BEGIN_RESULT);
-    atomic_store(&comm->polls, setting(POLLS));
+    atomic_store(&comm->polls, 1);
     if (result)
         warn("asked to fail at once");
     return result ? (ncclResult_t)result : ncclInProgress;
@@ -270,35 +236,7 @@ EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state) 
     return ncclSuccess;
 }
 
-EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
-    ncclResult_t result = check_ready(comm, __func__);
-    if (result)
-        return result;
-    if (comm->finalized) {
-        warn("%s : the communicator is finalized", __func__);
-        return ncclInvalidUsage;
-    }
-    comm->finalized = true;
-    if (comm->has_thread)
-        pthread_join(comm->thread, NULL);
-    atomic_store(&comm->state, ncclInProgress);
-    int number = pthread_create(&comm->thread, NULL, end, comm);
-    comm->has_thread = !number;
-    if (number) {
-        warn("Call to pthread_create failed: %s", strerror(number));
-        atomic_store(&comm->state, ncclSystemError);
-        return ncclSystemError;
-    }
-    if (!comm->blocking)
-        return ncclInProgress;
-    pthread_join(comm->thread, NULL);
-    comm->has_thread = false;
-    return (ncclResult_t)atomic_load(&comm->state);
-}
-
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
-    if (!comm)
-        return ncclSuccess;
     if (check(comm, __func__))
         return ncclInvalidArgument;
     wait_for_all_given(comm);

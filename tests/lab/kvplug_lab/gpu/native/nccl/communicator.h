@@ -16,23 +16,22 @@ struct ncclComm {
     _Atomic uint64_t magic;
     struct mesh mesh;
     struct ncclComm **place; /* the caller's: written at once, and again when the start is over */
-    bool blocking, finalized, suspended;
+    bool blocking, suspended;
     atomic_int state; /* a ncclResult_t: in progress until it has met the others */
     atomic_long polls;
     atomic_bool aborted;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    pthread_t thread; /* of the start, then of the end */
-    bool has_thread;
+    pthread_t thread; /* of the start */
     int inside;               /* threads that use the mesh */
     uint64_t given, finished; /* operations go one after the other, whatever stream they are on */
 };
 
 typedef struct ncclComm *ncclComm_t;
 
-/* Not refused: a thread meets the other ranks. A blocking one is in progress until wait_for_start. */
-ncclResult_t begin_start(ncclComm_t *comm, int nranks, const ncclUniqueId *id, int rank, bool blocking);
-ncclResult_t wait_for_start(ncclComm_t *comm);
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state);
+/* Not refused: a thread meets the other ranks. */
+ncclResult_t begin_start(ncclComm_t *comm, int nranks, const ncclUniqueId *id, int rank);
 ncclResult_t check(ncclComm_t comm, const char *function);
 ncclResult_t check_ready(ncclComm_t comm, const char *function);
 /* Hands operations to a stream: they are one, of the communicator's next turn. False: there is no such stream. */

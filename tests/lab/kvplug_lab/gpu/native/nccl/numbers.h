@@ -3,9 +3,9 @@
 
 #include <stddef.h>
 
-enum { TYPES = 12, OPERATORS = 5 };
+enum { TYPES = 12 };
 
 size_t bytes_of(int type);
-void reduce(int type, int op, void *out, const void *const *in, int ranks, size_t count);
+void sum(int type, void *out, const void *const *in, int ranks, size_t count);
 
 #endif

@@ -33,7 +33,7 @@ static void add(struct message ***last, int peer, bool out, const struct operati
 static void prepare(struct mesh *mesh, struct job *job, struct message ***last) {
     const struct operation *operation = job->operation;
     int ranks = mesh->nranks, rank = mesh->rank, peer = operation->peer;
-    size_t nbytes = operation->kind == FINALIZE ? 0 : size_of(operation);
+    size_t nbytes = size_of(operation);
     char *send = (char *)operation->send, *recv = operation->recv;
     bool collects = operation->kind == ALL_REDUCE || operation->kind == REDUCE_SCATTER ||
                     (operation->kind == REDUCE && rank == peer);
@@ -76,9 +76,9 @@ static void prepare(struct mesh *mesh, struct job *job, struct message ***last) 
 
 static void finish(struct mesh *mesh, struct job *job) {
     const struct operation *operation = job->operation;
-    size_t nbytes = operation->kind == FINALIZE ? 0 : size_of(operation);
+    size_t nbytes = size_of(operation);
     if (job->parts)
-        reduce(operation->type, operation->op, operation->recv, job->parts, mesh->nranks, operation->count);
+        sum(operation->type, operation->recv, job->parts, mesh->nranks, operation->count);
     else if (operation->kind == ALL_GATHER)
         memmove((char *)operation->recv + nbytes * (size_t)mesh->rank, operation->send, nbytes);
     else if (operation->kind == BROADCAST && mesh->rank == operation->peer && operation->recv)

@@ -4,7 +4,7 @@
 #include "faults.h"
 #include "mesh.h"
 
-enum kind { ALL_REDUCE = 1, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV, FINALIZE };
+enum kind { ALL_REDUCE = 1, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
 
 struct operation {
     enum kind kind;
