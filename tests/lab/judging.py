@@ -48,67 +48,49 @@ def controls(path: Path) -> dict[str, Any]:
 
 
 def controls_of(path: Path, name: str) -> list[str]:
-    """The controls of a mutant: they have a base class of its."""
+    """The controls of a mutant, at least one: they have a base class of its."""
     mutant = mutants(path)[name]
-    return [other for other, cls in controls(path).items() if issubclass(mutant, cls.__base__)]
+    found = [other for other, cls in controls(path).items() if issubclass(mutant, cls.__base__)]
+    assert found, f"{name} has no control"
+    return found
 
 
-def command(path: Path, report: Path, *names: str, more: tuple[str, ...] = ()) -> list[str]:
-    """The command that lets the kit judge the classes of a file with these names; without names, all."""
-    judged = [f"{path}::{name}" for name in names] or [str(path)]
-    return [
+def judge(
+    path: Path, folder: Path, *names: str, more: tuple[str, ...] = (), timeout_s: float = LIFE_S
+) -> tuple[Scorecard, str]:
+    """Let the kit judge the classes of a file with these names in a process of its own.
+
+    What the mutants reach is not measured for coverage: that takes as long again. Returns the scorecard, and
+    what the process printed.
+    """
+    report = folder / f"{path.stem}.json"
+    command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)),
         *("--kvplug-level", "long", "--kvplug-report", str(report)),
-        *(*more, *judged),
+        *(*more, *(f"{path}::{name}" for name in names)),
     ]
-
-
-def environment() -> dict[str, str]:
-    """The variables of the command. What the mutants reach is not measured: that takes as long again."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
-
-
-def judge(path: Path, folder: Path, *names: str) -> tuple[Scorecard, str]:
-    """Let the kit judge the classes of a file with these names, or all, in a process of its own.
-
-    Returns the scorecard, and what the process printed.
-    """
-    report = folder / f"{path.stem}.json"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
     done = subprocess.run(
-        command(path, report, *names),
-        capture_output=True,
-        text=True,
-        timeout=LIFE_S,
-        check=False,
-        cwd=folder,
-        env=environment(),
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=folder, env=environment
     )
-    assert report.exists(), done.stdout + done.stderr
+    assert report.exists() and done.returncode in (0, 1), done.stdout + done.stderr
     return from_json(report.read_text()), done.stdout
-
-
-def failing(name: str, id_: str, card: Scorecard) -> set[str]:
-    """The tests of a law that a mutant has failed for a breach."""
-    return {
-        result.test
-        for result in card.results
-        if result.suite == name and result.outcome is Outcome.FAILED and id_ in result.laws
-    }
-
-
-def passing(control: str, card: Scorecard) -> set[str]:
-    """The tests that a control has passed."""
-    return {
-        result.test for result in card.results if result.suite == control and result.outcome is Outcome.PASSED
-    }
 
 
 def catching(path: Path, name: str, id_: str, card: Scorecard) -> set[str]:
     """The tests of a law that have caught a mutant: it has failed them, and its controls pass them."""
-    found = failing(name, id_, card)
+    found = {
+        result.test
+        for result in card.results
+        if result.suite == name and result.outcome is Outcome.FAILED and id_ in result.laws
+    }
     for control in controls_of(path, name):
-        found &= passing(control, card)
+        found &= {
+            result.test
+            for result in card.results
+            if result.suite == control and result.outcome is Outcome.PASSED
+        }
     return found
 
 
