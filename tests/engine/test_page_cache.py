@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,53 +16,18 @@ from kvplug.transport import (
     PageSeal,
     Presence,
     PutReason,
-    Usage,
 )
-from kvplug_testing.waits import until
+from kvplug_testing.memory.store import PlaceEnd
 
 pytestmark = pytest.mark.timeout(30)
 
 
-class Pages(BlockingStore):
-    """A dict, whose calls go through ``gate`` first."""
-
-    num_threads = 2
-
-    def __init__(self) -> None:
-        self.pages: dict[bytes, bytearray] = {}
-        self.gate: Callable[[], None] = lambda: None
-
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        self.gate()
-        return [key in self.pages for key in keys]
-
-    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        self.gate()
-        page = self.pages.get(key)
-        if page is None:
-            return None
-        at = 0
-        for buffer in into:
-            part = page[at : at + len(buffer)]
-            buffer[: len(part)] = part
-            at += len(buffer)
-        return len(page)
-
-    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        self.gate()
-        self.pages.setdefault(key, bytearray().join(page))
-        return True
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self.pages.pop(key, None)
-
-    def usage(self) -> Usage:
-        return Usage(num_pages=len(self.pages), used_bytes=0, budget_bytes=None)
+def pages_of_kit() -> PlaceEnd:
+    return PlaceEnd("", 1 << 20)
 
 
 def cache(
-    pages: Pages,
+    pages: BlockingStore,
     engine: str = "engine",
     namespace: bytes = b"",
     seal: PageSeal | None = None,
@@ -85,7 +47,7 @@ def blank(*like: FlatPage) -> list[FlatPage]:
 
 def test_pages_of_several_lengths_and_layouts_come_back_in_the_order_of_the_keys() -> None:
     wanted = [page(b"%d" % n, bytes([n]) * (n % 3 + 1) * 100, b"f%d" % (n % 2)) for n in range(20)]
-    with cache(Pages()) as pages:
+    with cache(pages_of_kit()) as pages:
         assert pages.put(wanted).wait(5) == [None] * 20
         there = blank(*wanted)
         there[7:7] = [page(b"absent", bytes(100))]
@@ -109,7 +71,7 @@ def test_pages_of_several_lengths_and_layouts_come_back_in_the_order_of_the_keys
     ],
 )
 def test_another_engine_namespace_or_protection_neither_finds_nor_destroys_a_page(other: Any) -> None:
-    place = Pages()
+    place = pages_of_kit()
     mine = cache(place, "engine", b"model")
     theirs = cache(place, **{"engine": "engine", "namespace": b"model", **other})
     kept = page(b"key", b"mine")
@@ -124,7 +86,7 @@ def test_another_engine_namespace_or_protection_neither_finds_nor_destroys_a_pag
 
 @pytest.mark.parametrize("other", [page(b"key", bytes(4), b"bfloat16"), page(b"key", bytes(5), b"float16")])
 def test_a_page_of_another_layout_or_length_is_a_miss_and_makes_room(other: FlatPage) -> None:
-    with cache(Pages()) as pages:
+    with cache(pages_of_kit()) as pages:
         assert pages.put([page(b"key", b"1234", b"float16")]).wait(5) == [None]
         assert pages.get([other]).wait(5) == [MissReason.FORMAT]
         assert pages.put([other]).wait(5) == [None]
@@ -133,7 +95,7 @@ def test_a_page_of_another_layout_or_length_is_a_miss_and_makes_room(other: Flat
 
 def test_a_lease_in_the_store_ends_with_the_last_release(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[bytes] = []
-    with cache(Pages()) as pages:
+    with cache(pages_of_kit()) as pages:
         monkeypatch.setattr(pages.store, "release", released.extend)
         assert pages.put([page(b"key", b"1")]).wait(5) == [None]
         for _ in range(2):
@@ -151,12 +113,13 @@ def test_a_lease_in_the_store_ends_with_the_last_release(monkeypatch: pytest.Mon
 
 
 def test_a_store_that_fails_is_logged_once_and_every_page_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
-    place = Pages()
+    class Failing(PlaceEnd):
+        def fail(self, *_: Any) -> Any:
+            raise OSError("no route")
 
-    def fail() -> None:
-        raise OSError("no route")
+        has = read = write = fail
 
-    place.gate = fail
+    place = Failing("", 1 << 20)
     with caplog.at_level(logging.WARNING, "kvplug.engine"), cache(place) as pages:
         for _ in range(3):
             assert pages.get([page(b"key", b"1")]).wait(5) == [MissReason.STORE_GONE]
@@ -165,25 +128,9 @@ def test_a_store_that_fails_is_logged_once_and_every_page_is_a_miss(caplog: pyte
     assert len([each for each in caplog.records if each.name == "kvplug.engine.page_cache"]) == 2
 
 
-def test_a_store_that_hangs_ends_at_the_deadline_and_touches_nothing_later() -> None:
-    place, go = Pages(), threading.Event()
-    pages = cache(place, timeout_s=0.3)
-    first = page(b"key", b"1234")
-    assert pages.put([first]).wait(5) == [None]
-    place.gate = lambda: go.wait(20) and None
-    late, began = page(b"key", b"----"), time.monotonic()
-    assert pages.get([late]).wait(5) == [MissReason.TIMEOUT]
-    assert pages.put([page(b"other", b"1")]).wait(5) == [PutReason.TIMEOUT]
-    assert time.monotonic() - began < 3
-    go.set()
-    until(lambda: pages.lookup([b"key"]).wait(5) == [Presence.HELD])
-    assert bytes(late.view) == b"----"
-    assert pages.close()
-
-
 def test_after_close_everything_is_a_miss_and_nothing_raises() -> None:
     closed: list[int] = []
-    store = ExecutedStore(Pages(), name="dict", seal=PageSeal())
+    store = ExecutedStore(pages_of_kit(), name="dict", seal=PageSeal())
     pages = PageCache(store, engine="engine", on_close=lambda: closed.append(1))
     assert pages.close() and pages.close()
     assert closed == [1]
