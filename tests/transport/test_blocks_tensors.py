@@ -133,21 +133,6 @@ def test_parts_that_are_not_equally_far_apart_are_places_of_their_own() -> None:
     assert (memory.num_parts, len(memory.bases)) == (2, 4)
 
 
-@pytest.mark.parametrize("axes", ["BKTHD", "KBTHD", "BHTKD"])
-def test_blocks_of_many_layers_are_one_message_in_the_order_of_layers_blocks_and_parts(axes: str) -> None:
-    layout = KVLayout(axes, {"B": 9, "T": 4, "H": 3, "D": 8})
-    views = page_views([filled(layout.shape, torch.float16, seed) for seed in range(3)], layout)
-    message = Blocks(views, [7, 2]).gathered()
-    assert tuple(message.shape) == (3, 2, 2, 4, 3, 8)
-    wanted = [view[block_id] for layer in views for block_id in (7, 2) for view in layer]
-    assert torch.equal(bits(message), torch.cat([bits(each) for each in wanted]))
-    empty = page_views([torch.zeros(layout.shape, dtype=torch.float16) for _ in range(3)], layout)
-    Blocks(empty, [0, 5]).scatter(0, message.view(6, 2, 4, 3, 8))
-    got = [view[block_id] for layer in empty for block_id in (0, 5) for view in layer]
-    assert torch.equal(bits(message), torch.cat([bits(each) for each in got]))
-    assert Blocks(views, [2, 3]).runs() is None
-
-
 def test_layers_are_reported_in_order_once_and_an_error_of_the_callback_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

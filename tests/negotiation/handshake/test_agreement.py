@@ -184,12 +184,8 @@ def test_two_that_fit_agree() -> None:
     theirs = changed(THEIRS, **informative)
     for found, remote in ((agree(OURS, THEIRS), THEIRS), (agree(OURS, theirs), theirs)):
         assert found.remote is remote
-        assert (found.wire_minor, found.checksum, found.cross_host, found.converts) == (
-            0,
-            "xxh3_64",
-            False,
-            (),
-        )
+        agreed = found.wire_minor, found.checksum, found.cross_host, found.converts
+        assert agreed == (0, "xxh3_64", False, ())
         assert {device: it.chosen for device, it in found.transports.items()} == {"cpu": "local"}
     assert agree(OURS, changed(THEIRS, block_size=32, layout="KBHTD")).converts == (
         "block_size: ours 16, theirs 32",
@@ -199,27 +195,18 @@ def test_two_that_fit_agree() -> None:
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "wire": ({"wire": (2, 0)}, "wire: ours 1.0, theirs 2.0; upgrade kvplug where it is older"),
-    "layers": ({"layers": (0, 15)}, "layers: ours (0, 30), theirs (0, 15); split the layers into the same"),
+    "layers": ({"layers": (0, 15)}, "layers: ours (0, 30), theirs (0, 15); split the layers"),
     "tensor parallel size": (
         {"tensor_parallel_size": 2},
-        "tensor_parallel_size: ours 1, theirs 2; split the heads over the same number of workers",
+        "tensor_parallel_size: ours 1, theirs 2; split the",
     ),
-    "latent": (
-        {"layout": "BTD"},
-        "layout: ours 'KBTHD', theirs 'BTD'; one has keys and values and the other",
-    ),
+    "latent": ({"layout": "BTD"}, "layout: ours 'KBTHD', theirs 'BTD'; one has keys and values"),
     "integrity": (
         {"integrity": "crc", "checksums": ("crc",)},
         "integrity: ours 'auto' (can use xxh3_64, xxh3_128), theirs 'crc' (can use crc); set integrity to",
     ),
-    "attention": (
-        {"attention": "mla"},
-        "model.attention: ours 'mha', theirs 'mla'; start both ends with the same",
-    ),
-    "num_layers": (
-        {"num_layers": 32},
-        "model.num_layers: ours 30, theirs 32; start both ends with the same model",
-    ),
+    "attention": ({"attention": "mla"}, "model.attention: ours 'mha', theirs 'mla'; start both ends"),
+    "num_layers": ({"num_layers": 32}, "model.num_layers: ours 30, theirs 32; start both ends"),
     "num_kv_heads": ({"num_kv_heads": 8}, "model.num_kv_heads: ours 3, theirs 8; start both"),
     "head_size": ({"head_size": 128}, "model.head_size: ours 64, theirs 128; start both"),
     "dtype": ({"dtype": "bfloat16"}, "dtype: ours 'float32', theirs 'bfloat16'; set the KV cache's dtype"),

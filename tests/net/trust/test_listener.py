@@ -20,7 +20,6 @@ from kvplug.config.addresses import parse_contact
 from kvplug.errors import (
     AddressInUseError,
     AuthenticationError,
-    ClosedError,
     InsecureAddressError,
     PeerGoneError,
     TimeoutError,
@@ -250,18 +249,6 @@ def test_a_dial_to_something_else_does_not_hang() -> None:
 
 
 # -- life ------------------------------------------------------------------------------------------
-
-
-def test_closing_wakes_who_waits_in_accept() -> None:
-    listener = Listener.open("unix:", OPEN, "test")
-    waiting = Call(lambda: listener.accept(None))
-    assert waiting.is_blocked(0.1)
-    listener.close()
-    waiting.raised(ClosedError, 5)
-    listener.close()
-    with pytest.raises(ClosedError):
-        listener.accept(0)
-    assert "closed" in repr(listener)
 
 
 def test_connections_nobody_accepted_are_closed_with_the_listener() -> None:

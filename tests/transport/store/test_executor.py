@@ -237,21 +237,6 @@ def test_a_connection_that_was_lost_and_is_there_again_costs_no_page(
     assert failures == ["write", "read"] and not caplog.records
 
 
-def test_a_page_that_is_not_there_behind_held_is_not_promised_again(
-    store: ExecutedStore, inner: InDict
-) -> None:
-    pages = request("a", fill="x")
-    inner.has = lambda keys: [True] * len(keys)  # type: ignore[method-assign]
-    assert store.submit_lookup(pages.keys).wait(5) == [Presence.HELD]
-    assert store.submit_get(pages).wait(5) == [MissReason.UNREADABLE]
-    assert store.submit_lookup(pages.keys).wait(5) == [Presence.ABSENT]
-    write, inner.write = inner.write, lambda key, page: True  # type: ignore[method-assign]
-    assert store.submit_put(pages).wait(5) == [PutReason.UNREADABLE], "the put says kept, and it is not"
-    inner.write = write  # type: ignore[method-assign]
-    assert store.submit_put(pages).wait(5) == [None]
-    assert store.submit_lookup(pages.keys).wait(5) == [Presence.HELD]
-
-
 def test_a_write_that_fails_is_of_its_page_and_a_full_disk_is_no_room(
     store: ExecutedStore, inner: InDict, caplog: pytest.LogCaptureFixture
 ) -> None:
