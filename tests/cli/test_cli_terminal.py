@@ -134,20 +134,11 @@ def test_texts_of_plugins_and_files_are_printable_in_every_command(site: Any) ->
     site.add("stranger", STRANGER, version=f"1.0{EVIL[:-2]}", files={"shout.py": SHOUT, "broken.py": broken})
     site.add("broken", broken)
     (site.folder / "evil.toml").write_text(f"connector = {json.dumps(EVIL)}\n{json.dumps(EVIL)} = 1\n")
-    code = f"""
-from kvplug.cli.main import main
-for arguments in {COMMANDS!r}:
-    print("::", arguments[0], flush=True)
-    try:
-        main(arguments)
-    except SystemExit:
-        pass
-"""
-    done = site.run("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert not controls(done.stdout + done.stderr)
-    assert done.stdout.count("[31m") >= 7 and done.stderr.count("[31m") >= 5
-    assert "'auto' passes it over" in done.stderr  # of the log
+    every = [site.kvplug(*arguments) for arguments in COMMANDS]
+    out, err = ("".join(getattr(done, name) for done in every) for name in ("stdout", "stderr"))
+    assert not controls(out + err)
+    assert out.count("[31m") >= 7 and err.count("[31m") >= 5
+    assert "'auto' passes it over" in err  # of the log
 
 
 def test_texts_of_peers_are_printable_in_every_command(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
