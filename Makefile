@@ -40,6 +40,9 @@ ELSEWHERE = $(patsubst %,plugins/kvplug-%_contract.py,cuda-ipc/tests/test_cuda_i
 	mooncake/tests/test_mooncake nixl/tests/test_nixl_pipe nixl/tests/test_nixl_store pynccl/tests/test_pynccl_communicator \
 	pynccl/tests/test_pynccl_pipe redis/tests/test_redis shm/tests/test_shm_pipe shm/tests/test_shm_remote) \
 	plugins/kvplug-vllm plugins/kvplug-lmcache plugins/kvplug-sglang $(EXAMPLES:%=docs/examples/%)
+# All tests of these files are marked for `make test-all`; collecting them in each process takes a second.
+LATER = $(patsubst %,tests/%.py,lab/test_mutants_tensors lab/test_subjects_tensors cli/test_new cli/test_new_tensors) \
+	$(patsubst %,plugins/kvplug-testing/tests/test_%_tensors.py,communicator memory_connector memory_lookup memory_store queue)
 
 .PHONY: demo install pages test test-ci test-all test-engines coverage clean
 
@@ -58,7 +61,7 @@ pages: $(INSTALLED)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED)
 	.venv/bin/$(RUN_TESTS) -q -n $(JOBS) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder \
-		--hypothesis-profile dev --kvplug-level quick -m "$(QUICK)" $(ELSEWHERE:%=--ignore %) $(ARGS)
+		--hypothesis-profile dev --kvplug-level quick -m "$(QUICK)" $(patsubst %,--ignore %,$(ELSEWHERE) $(LATER)) $(ARGS)
 
 test-ci: ENVIRONMENTS = -m ci
 test-ci test-all: $(TOX)
