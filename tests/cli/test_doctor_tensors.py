@@ -44,7 +44,6 @@ from kvplug.net.trust.listener import Listener, dial
 from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.peers import Parent, Peer
 
 SECRET, OTHER_SECRET = "s" * 32, "t" * 32
@@ -127,12 +126,7 @@ def _saying(changes: Mapping[str, Any]) -> None:
 
     def make_hello(*args: Any) -> Hello:
         hello = honest(*args)
-        offers = hello.transports
-        if "protocol" in changes:
-            offers = tuple(attrs.evolve(each, protocol=changes["protocol"]) for each in offers)
-        wire = tuple(changes.get("wire", hello.wire))
-        versions = {**hello.versions, **changes.get("versions", {})}
-        return attrs.evolve(hello, wire=wire, transports=offers, versions=versions)
+        return attrs.evolve(hello, wire=tuple(changes.get("wire", hello.wire)))
 
     assembled.make_hello = make_hello  # type: ignore[assignment]
 
@@ -329,25 +323,10 @@ SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, .
     ),
     "another wire": ({"says": {"wire": [9, 0]}}, {}, ("problem wire: theirs 9.0",)),
     "an engine that knows no doctors": ({"is_older": True}, {}, ("note peer: its kvplug may be older",)),
-    "another protocol of every pipe": (
-        {"says": {"protocol": 9}},
-        {},
-        ("problem transport: the same version at both ends",),
-    ),
     "another secret": (
         {"env": {"KVPLUG_SECRET": OTHER_SECRET}, **TCP},
         {"env": {"KVPLUG_SECRET": SECRET}},
         ("problem secret: the secrets differ",),
-    ),
-    "a secret at one end": (
-        {"env": {"KVPLUG_SECRET": OTHER_SECRET}, **TCP},
-        {},
-        ("problem secret: KVPLUG_SECRET or secret_file: the same at both",),
-    ),
-    "one engine_id": (
-        {"config": {"engine_id": "twin"}},
-        {"config": {"engine_id": "twin"}},
-        ("problem engine_id: twin",),
     ),
     "another config": (
         _a_producer("w at 1", "shm", 32),
@@ -638,39 +617,6 @@ def test_whatever_a_peer_answers_is_a_finding(case: str, capsys: pytest.CaptureF
     assert _problems(found), "it is no good run"
     _show(found)
     assert capsys.readouterr().out.replace("\n", "").isprintable()
-
-
-def engine_on_a_host(parent: Parent, address: str, secret: str) -> None:
-    os.environ["KVPLUG_SECRET"] = secret
-    config = Config.from_dict({**BASE, "host": address})
-    with FakeEngine(config, listen=f"{address}:0") as engine:
-        parent.send(engine.worker.contact)
-        parent.recv(None)
-
-
-@pytest.mark.full
-def test_a_good_run_between_two_hosts_raises_no_alarm(fork_server: ForkServer) -> None:
-    try:
-        hosts = HostPair(fork_server)
-    except NoHostsError as e:
-        pytest.skip(f"there can be no two hosts here: {e}")
-    target = f"{__file__}:engine_on_a_host"
-    with hosts, hosts.start(1, target, ADDRESSES[1], SECRET, timeout_s=60) as engine:
-        given = {
-            "config": {"host": ADDRESSES[0], "sinks": ["log"]},
-            "env": {"KVPLUG_SECRET": SECRET},
-            "peer": engine.recv(),
-            "facts": FACTS,
-        }
-        with hosts.start(0, f"{__file__}:examine", given, timeout_s=60) as child:
-            found = child.result(60.0)
-        engine.send("end")
-    wrong = [each for each in found["findings"] if each["verdict"] == "problem"]
-    assert not wrong
-    said = {each["topic"]: each["what"] for each in found["findings"]}
-    assert said["transport"].startswith("cpu tensors go by cpu")
-    assert said["hosts"].startswith("the peer is on another host: kvplug-host1")
-    assert found["measured"][0]["gb_per_s"] > 0
 
 
 def serves(parent: Parent, host: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -65,15 +64,6 @@ assert scheduler.calls[0] == ("match", "r", 40) and scheduler.calls[-1] == ("fin
 assert {call[0] for call in scheduler.calls} == {"match", "alloc", "output", "finished"}
 """
 """Moves tensors between two ends of the pipe that shares nothing, and runs its connector in an engine."""
-
-
-@pytest.fixture
-def kept(site: Any) -> Any:
-    """A place where all are installed, as pip unpacks such wheels."""
-    for path in KEPT.glob("*.whl"):
-        with zipfile.ZipFile(path) as wheel:
-            wheel.extractall(site.folder / "site")
-    return site
 
 
 @pytest.mark.timeout(300)

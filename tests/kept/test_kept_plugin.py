@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 KEPT = Path(__file__).parent
-
-
-@pytest.fixture
-def kept(site: Any) -> Any:
-    """A place where all wheels are installed, as pip unpacks them."""
-    for path in KEPT.glob("*.whl"):
-        with zipfile.ZipFile(path) as wheel:
-            wheel.extractall(site.folder / "site")
-    return site
 
 
 def test_each_wheel_is_the_one_that_was_built_then() -> None:

@@ -38,22 +38,6 @@ def in_threads(world_size: int, work: Any) -> list[Any]:
         return list(pool.map(run, make(world_size)))
 
 
-def test_every_pair_of_ranks_gets_its_own_pipe() -> None:
-    def work(group: StatelessGroup) -> Any:
-        pipes = connect_ranks(group, MemoryEndpoint(CONTEXT))
-        for rank, pipe in pipes.items():
-            pipe.send_tensor(torch.tensor([group.rank, rank]))
-        got = {rank: pipe.recv_tensor(timeout=10).tolist() for rank, pipe in pipes.items()}
-        group.barrier()
-        for pipe in pipes.values():
-            pipe.close()
-        return got
-
-    assert in_threads(4, work) == [
-        {other: [other, rank] for other in range(4) if other != rank} for rank in range(4)
-    ]
-
-
 def test_a_rank_that_cannot_listen_tells_its_peer_why() -> None:
     def work(group: StatelessGroup) -> str:
         try:
