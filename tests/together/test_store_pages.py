@@ -17,7 +17,7 @@ import attrs
 import pytest
 from prerequisites import REDIS
 
-from kvplug import Config
+from kvplug import Config, check_config
 from kvplug_testing import waits
 from kvplug_testing.engine import FakeEngine, request_of
 
@@ -88,36 +88,6 @@ def redis(run: Callable[..., Path], tmp_path: Path) -> Place:
     )
 
 
-def nixl(run: Callable[..., Path], tmp_path: Path) -> Place:
-    boto3 = pytest.importorskip("boto3", reason="no S3 server: pip install 'moto[server]'")
-    pytest.importorskip("flask", reason="no S3 server: pip install 'moto[server]'")
-    pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
-    from s3_server import free_port
-
-    page, port = "keep-kv-in-s3-with-nixl.md", free_port()
-    assert commands_of(page, "moto_server ") == [["moto_server", "-H", "0.0.0.0", "-p", "5000"]]
-    run(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
-    url, secret = f"http://127.0.0.1:{port}", tmp_path / "s3-secret"
-    secret.write_text("0123456789abcdef0123456789abcdef")
-    secret.chmod(0o600)
-    given = {"aws_access_key_id": "engines", "aws_secret_access_key": "0123456789"}
-    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **given)
-
-    def answers() -> bool:
-        with suppress(Exception):
-            return bool(client.create_bucket(Bucket="kv-pages"))
-        return False
-
-    waits.until(answers, 60, "the server")
-    return Place(
-        "nixl",
-        page,
-        {"endpoint": "http://s3:5000"},
-        {"endpoint": url, "secret_key_file": str(secret)},
-        lambda: int(client.list_objects_v2(Bucket="kv-pages", Prefix="kvplug/1/")["KeyCount"]),
-    )
-
-
 def mooncake(run: Callable[..., Path], tmp_path: Path) -> Place:
     pool = pytest.importorskip("mooncake_pool", reason="kvplug-mooncake is not installed")
     if reason := pool.probe().reason:
@@ -145,7 +115,7 @@ def mooncake(run: Callable[..., Path], tmp_path: Path) -> Place:
     return Place("mooncake", page, {"master": "master:50051"}, {"master": f"127.0.0.1:{port}"}, count)
 
 
-@pytest.mark.parametrize("place", [redis, nixl, mooncake], ids=lambda place: place.__name__)
+@pytest.mark.parametrize("place", [redis, mooncake], ids=lambda place: place.__name__)
 def test_two_engines_share_pages_with_the_configuration_of_the_page(
     place: Callable[..., Place], run: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -174,3 +144,10 @@ def test_two_engines_share_pages_with_the_configuration_of_the_page(
         assert loaded == 96 and not report.invalid_block_ids
         assert other.is_right(prompt.token_ids, blocks, len(PROMPT))
         assert other.worker.last_route.startswith(store.name)
+
+
+def test_the_configuration_for_s3_names_what_there_is() -> None:
+    text = re.findall(r"```toml\n(.*?)```", (HOW_TO / "keep-kv-in-s3-with-nixl.md").read_text(), re.DOTALL)[0]
+    known = tomllib.loads(text)
+    assert known.pop("secret_file") and "nixl" in known["stores"]
+    check_config(Config.from_dict(known))
