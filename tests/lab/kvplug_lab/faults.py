@@ -51,8 +51,6 @@ class Rule:
     message: int | None = None
     """Its number, from 1; smaller messages than ``min_bytes`` are not counted."""
     min_bytes: int = 0
-    after: int = 0
-    """It begins after so many bytes."""
     bits: int = 1
     bytes_per_s: int = 1
 
@@ -72,7 +70,6 @@ class FaultyPipe(Pipe):
         self._pipe = pipe
         self._counted = dict.fromkeys(rules, 0)
         self._when = when
-        self._passed = 0
         self._random = random.Random(1)
         self._last: Transfer | None = None
         self._over = threading.Event()
@@ -103,7 +100,6 @@ class FaultyPipe(Pipe):
                         self._last.wait(_LEAVING_S)
                 # To this thread: one to the process counts once some thread has received it.
                 signal.pthread_kill(threading.get_ident(), signal.SIGKILL)
-        self._passed += nbytes
         self._last = self._pipe.send_tensor(tensor, timeout=timeout)
         return self._last
 
@@ -127,7 +123,7 @@ class FaultyPipe(Pipe):
         for rule in self._counted:
             if nbytes >= rule.min_bytes:
                 self._counted[rule] += 1
-                is_hit = rule.message in (None, self._counted[rule]) and self._passed >= rule.after
+                is_hit = rule.message in (None, self._counted[rule])
                 if is_hit and (self._when is None or self._when()):
                     hits.append(rule)
         return hits

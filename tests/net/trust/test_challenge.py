@@ -97,21 +97,21 @@ def test_no_proof_of_one_role_mode_message_or_session_serves_as_another() -> Non
     assert len(set(proofs)) == len(proofs)
 
 
-@pytest.mark.parametrize("at", range(OPENING_SIZE + REPLY_SIZE + 8))
-def test_a_byte_that_is_changed_on_the_way_is_noticed_before_both_are_proven(at: int) -> None:
+def test_a_byte_that_is_changed_on_the_way_is_noticed_before_both_are_proven() -> None:
     """Also a reserved byte: of the opening, of the answer, and before the listener's proof."""
 
-    def changed(message: bytes, first: int) -> bytes:
+    def changed(message: bytes, at: int) -> bytes:
         data = bytearray(message)
-        if first <= at < first + len(data):
-            data[at - first] ^= 1
+        if 0 <= at < len(data):
+            data[at] ^= 1
         return bytes(data)
 
-    c, s = client(), server()
-    with pytest.raises(AuthenticationError):
-        answer = changed(s.feed(changed(c.opening(), 0)), OPENING_SIZE)
-        verdict = s.feed(c.feed(answer))
-        c.feed(changed(verdict[:8], OPENING_SIZE + REPLY_SIZE) + verdict[8:REPLY_SIZE])
+    for at in range(OPENING_SIZE + REPLY_SIZE + 8):
+        c, s = client(), server()
+        with pytest.raises(AuthenticationError):
+            answer = changed(s.feed(changed(c.opening(), at)), at - OPENING_SIZE)
+            verdict = s.feed(c.feed(answer))
+            c.feed(changed(verdict[:8], at - OPENING_SIZE - REPLY_SIZE) + verdict[8:REPLY_SIZE])
 
 
 def test_the_ends_of_two_tls_sessions_do_not_prove_themselves_to_each_other() -> None:
