@@ -299,15 +299,7 @@ def has_left_nothing(footprint: dict[str, int], num_peers: int) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("num_engines", "seconds", "lease_s", "num_prompts"),
-    [
-        pytest.param(12, 60, 3.0, 60, marks=(pytest.mark.full, pytest.mark.timeout(400))),
-        pytest.param(50, 600, 10.0, 200, marks=(pytest.mark.slow, pytest.mark.timeout(1500))),
-    ],
-)
-def test_engines_come_and_go(
-    fleet: Callable[..., Fleet], num_engines: int, seconds: float, lease_s: float, num_prompts: int
-) -> None:
-    made = fleet(lease_s, num_prompts=num_prompts, limit_s=seconds * 1.5 + 300)
-    run_for(made, seconds, num_engines, stopped_s=60)
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_engines_come_and_go(fleet: Callable[..., Fleet]) -> None:
+    run_for(fleet(3.0, num_prompts=60, limit_s=400.0), seconds=60, num_engines=12, stopped_s=60)
