@@ -228,12 +228,7 @@ LOCKS = Rule(
 )
 
 
-RULES = {
-    "no code in data": NO_CODE,
-    "texts of peers": PEER_TEXT,
-    "threads": THREADS,
-    "locks": LOCKS,
-}
+RULES = {"no code in data": NO_CODE, "texts of peers": PEER_TEXT, "threads": THREADS, "locks": LOCKS}
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

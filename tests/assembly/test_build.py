@@ -20,23 +20,9 @@ from kvplug import (
     explain_missing_pipe,
     listen_pipe,
 )
-from kvplug.engine import (
-    ConnectorSpec,
-    KVCacheConfig,
-    KVLayout,
-    ModelInfo,
-)
+from kvplug.engine import ConnectorSpec, KVCacheConfig, KVLayout, ModelInfo
 from kvplug.engine.connector.values import CacheGroup
-from kvplug.transport import (
-    Capabilities,
-    Cost,
-    Kind,
-    Pipe,
-    PipeEndpoint,
-    Probe,
-    TransportSpec,
-    hookimpl,
-)
+from kvplug.transport import Capabilities, Cost, Kind, Pipe, PipeEndpoint, Probe, TransportSpec, hookimpl
 from kvplug_testing.memory.options import MemoryPipeOptions
 from kvplug_testing.memory.pipe import MemoryEndpoint
 from kvplug_testing.waits import until
@@ -197,10 +183,7 @@ def test_a_transport_that_cannot_be_made_is_named_at_both_ends_and_passed_over_f
         with pytest.raises(HandshakeError, match=f"it cannot listen on 'fast': {said}"):
             connect_pipe(config(), server.contact, registry=whole)
         until(lambda: said in caplog.text, what="the warning at the end that listens")
-    with (
-        listen_pipe(soon, "unix:", registry=whole) as server,
-        pytest.raises(PluginError, match=said),
-    ):
+    with listen_pipe(soon, "unix:", registry=whole) as server, pytest.raises(PluginError, match=said):
         connect_pipe(config(), server.contact, registry=broken)
     joined(whole, broken, config(), config())
     assert "the pipe 'fast' from kvplug-mine is broken" in caplog.text

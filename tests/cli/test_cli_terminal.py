@@ -160,9 +160,7 @@ def test_texts_of_peers_are_printable_in_every_command(printed: Any, monkeypatch
 def completed(site: Any, *words: str) -> list[str]:
     """What bash is told when the last of the words is to be completed."""
     done = site.kvplug(
-        _KVPLUG_COMPLETE="bash_complete",
-        COMP_WORDS=" ".join(("kvplug", *words)),
-        COMP_CWORD=str(len(words)),
+        _KVPLUG_COMPLETE="bash_complete", COMP_WORDS=" ".join(("kvplug", *words)), COMP_CWORD=str(len(words))
     )
     assert done.returncode == 0, done.stderr
     return [line.partition(",")[2] for line in done.stdout.splitlines()]

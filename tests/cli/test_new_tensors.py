@@ -26,13 +26,7 @@ def run(*command: str | Path, cwd: Path, timeout: float = 500.0, **environ: str)
     ours = ("KVPLUG_", "TOX_", "COVERAGE_")  # what the package's tests reach is not what ours do
     clean = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=clean | environ,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
+        command, cwd=cwd, env=clean | environ, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-5000:]
     return done.stdout

@@ -9,14 +9,7 @@ import pytest
 
 from kvplug import Config, ConfigError, build_page_cache
 from kvplug.engine import FlatPage, PageCache
-from kvplug.transport import (
-    BlockingStore,
-    ExecutedStore,
-    MissReason,
-    PageSeal,
-    Presence,
-    PutReason,
-)
+from kvplug.transport import BlockingStore, ExecutedStore, MissReason, PageSeal, Presence, PutReason
 from kvplug_testing.memory.store import PlaceEnd
 
 pytestmark = pytest.mark.timeout(30)

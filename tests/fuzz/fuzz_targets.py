@@ -90,10 +90,7 @@ CORE: Targets = {
             b"tcp://127.0.0.1:1?token=" + b"0" * 64,
         ],
     ),
-    "layouts": (
-        plain(KVLayout.from_plain),
-        [encode(KVLayout("BTD", {"T": 64, "D": 576}).to_plain())],
-    ),
+    "layouts": (plain(KVLayout.from_plain), [encode(KVLayout("BTD", {"T": 64, "D": 576}).to_plain())]),
     "handles": (plain(QueueHandle.from_plain), [encode(_HANDLE.as_plain())]),
     "page-formats": (plain(PageFormat.from_plain), [encode(opaque_format(64).to_plain())]),
     "page-events": (

@@ -7,12 +7,7 @@ import os
 
 import pytest
 
-from kvplug.errors import (
-    ConfigError,
-    PeerGoneError,
-    ResourceExhaustedError,
-    TransportError,
-)
+from kvplug.errors import ConfigError, PeerGoneError, ResourceExhaustedError, TransportError
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of, raise_if_exhausted
 
 

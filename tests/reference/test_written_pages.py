@@ -28,10 +28,7 @@ GENERATED = {
     "../how-to/write-a-sink.md": EXAMPLES / "kvplug-jsonl",
 }
 """Each with the modules that it shows, of a package that ``kvplug new`` writes."""
-PAGES = [
-    *(page for page in sorted(DOCS.rglob("*.md")) if EXAMPLES not in page.parents),
-    ROOT / "README.md",
-]
+PAGES = [*(page for page in sorted(DOCS.rglob("*.md")) if EXAMPLES not in page.parents), ROOT / "README.md"]
 
 TEST = re.compile(r"\btest_[a-z0-9_]+\b(?!\.py)")
 DEFINED = re.compile(r"^\s*def (test_[a-z0-9_]+)\(", re.M)

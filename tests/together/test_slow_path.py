@@ -49,10 +49,7 @@ def config(transport: str = "cpu", rule: str = "", **more: Any) -> Config:
     """``rule``: a fault of what this end sends."""
     known: dict[str, Any] = {"transport": transport, "timeout_s": 20, "connect_timeout_s": 20, **more}
     if rule:
-        known |= {
-            "transport": "faulty",
-            "options": {"faulty": {"inner": transport, "rules": [rule]}},
-        }
+        known |= {"transport": "faulty", "options": {"faulty": {"inner": transport, "rules": [rule]}}}
     return Config.from_dict(known)
 
 

@@ -16,14 +16,7 @@ import pytest
 import torch
 import trustme
 
-from kvplug import (
-    AuthenticationError,
-    Config,
-    PeerGoneError,
-    build_queue,
-    connect_pipe,
-    listen_pipe,
-)
+from kvplug import AuthenticationError, Config, PeerGoneError, build_queue, connect_pipe, listen_pipe
 from kvplug.transport import QueueEndpoint, QueueHandle
 from kvplug_testing import peers
 from kvplug_testing.waits import Call

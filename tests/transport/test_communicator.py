@@ -8,12 +8,7 @@ import attrs
 import pytest
 
 from kvplug.transport import TensorMismatchError
-from kvplug.transport.communicator.calls import (
-    check_paired,
-    check_same,
-    describe,
-    paired,
-)
+from kvplug.transport.communicator.calls import check_paired, check_same, describe, paired
 
 
 @attrs.frozen

@@ -8,20 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvplug import (
-    AuthenticationError,
-    ConfigError,
-    TransportError,
-)
+from kvplug import AuthenticationError, ConfigError, TransportError
 from kvplug.net.wire import decode, encode
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    Credentials,
-    QueueContext,
-    QueueHandle,
-    Timeout,
-    WireError,
-)
+from kvplug.transport import DEFAULT_TIMEOUT, Credentials, QueueContext, QueueHandle, Timeout, WireError
 from kvplug_testing.groups import local_groups
 from kvplug_testing.memory.queue import MemoryQueueEndpoint, _rings
 from kvplug_testing.waits import Call

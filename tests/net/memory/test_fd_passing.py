@@ -14,16 +14,7 @@ from typing import Any
 import pytest
 
 from kvplug import PeerGoneError, ResourceExhaustedError, TimeoutError
-from kvplug.transport import (
-    Connection,
-    Credentials,
-    Deadline,
-    Listener,
-    WireError,
-    dial,
-    recv_fds,
-    send_fds,
-)
+from kvplug.transport import Connection, Credentials, Deadline, Listener, WireError, dial, recv_fds, send_fds
 from kvplug_testing import peers
 from kvplug_testing.waits import Call
 

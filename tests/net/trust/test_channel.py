@@ -11,13 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvplug.errors import (
-    BusyError,
-    ClosedError,
-    PeerGoneError,
-    TimeoutError,
-    WireError,
-)
+from kvplug.errors import BusyError, ClosedError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.trust.challenge import Mode
 from kvplug.net.trust.channel import MAX_FRAME_BYTES, Channel
 from kvplug.net.trust.connection import Connection

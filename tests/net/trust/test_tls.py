@@ -99,10 +99,7 @@ def test_a_relay_that_ends_tls_with_a_certificate_of_its_own_cannot_pass_on_the_
 ) -> None:
     """The secret's proof is bound to the TLS session: an insider without the secret gets nothing."""
     insider = write(tmp_path, ca)
-    with (
-        Listener.open("127.0.0.1:0", both, "test") as listener,
-        Wire(listener.address, insider) as wire,
-    ):
+    with Listener.open("127.0.0.1:0", both, "test") as listener, Wire(listener.address, insider) as wire:
         with pytest.raises((AuthenticationError, PeerGoneError)):
             dial(wire.address, both, "test", 10)
         until(lambda: listener.refusals, what="the refusal of a proof that was passed on")

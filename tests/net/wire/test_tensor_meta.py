@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvplug.errors import UnsupportedError, WireError
-from kvplug.net.wire.tensors import (
-    DTYPES,
-    META_PREFIX_SIZE,
-    TensorMeta,
-    decode_meta,
-    encode_meta,
-    meta_size,
-)
+from kvplug.net.wire.tensors import DTYPES, META_PREFIX_SIZE, TensorMeta, decode_meta, encode_meta, meta_size
 
 METAS = st.builds(
     TensorMeta,

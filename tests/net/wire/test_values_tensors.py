@@ -51,10 +51,7 @@ def crossed(value: Any, min_bytes: int = 0, **given: Any) -> Any:
     return decode_out_of_band(parted.head, back_to_back(parted), **given)
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "whole": lambda value: decode(encode(value)),
-    "out of band": crossed,
-}
+WAYS: dict[str, Callable[[Any], Any]] = {"whole": lambda value: decode(encode(value)), "out of band": crossed}
 both_ways = pytest.mark.parametrize("cross", WAYS.values(), ids=WAYS)
 
 

@@ -13,13 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import (
-    ClosedError,
-    ConfigError,
-    PeerGoneError,
-    TimeoutError,
-    WireError,
-)
+from kvplug.errors import ClosedError, ConfigError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener, dial

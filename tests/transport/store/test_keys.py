@@ -7,13 +7,7 @@ from array import array
 from hypothesis import given, strategies as st
 
 from kvplug.transport.store.format import opaque_format
-from kvplug.transport.store.keys import (
-    KEY_BYTES,
-    ChainMemo,
-    Series,
-    chain_root,
-    chains_of,
-)
+from kvplug.transport.store.keys import KEY_BYTES, ChainMemo, Series, chain_root, chains_of
 
 TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=24)
 ROOT = chain_root(b"model", b"salt")
