@@ -35,10 +35,11 @@ IN_VENV = .venv/bin/python -m pip install --quiet --no-compile -c constraints.tx
 RUN_TESTS = pytest
 # CONTRIBUTING.md explains the markers.
 QUICK = not (slow or mutant or variant or full)
-# The kit judges one plugin of each kind; the environment `wheels` has all, and the adapters and examples have their own.
+# The kit judges one plugin of each kind; the environments `wheels` and `py313` have all, and the adapters and examples have their own.
 ELSEWHERE = $(patsubst %,plugins/kvplug-%_contract.py,cuda-ipc/tests/test_cuda_ipc etcd/tests/test_etcd fs/tests/test_fs \
 	mooncake/tests/test_mooncake nixl/tests/test_nixl_pipe nixl/tests/test_nixl_store pynccl/tests/test_pynccl_communicator \
 	pynccl/tests/test_pynccl_pipe redis/tests/test_redis shm/tests/test_shm_pipe shm/tests/test_shm_remote) \
+	plugins/kvplug-testing/tests/test_memory_store.py \
 	plugins/kvplug-vllm plugins/kvplug-lmcache plugins/kvplug-sglang $(EXAMPLES:%=docs/examples/%)
 # All tests of these files are marked for `make test-all`; collecting them in each process takes a second.
 LATER = $(patsubst %,tests/%.py,lab/test_mutants_tensors lab/test_subjects_tensors cli/test_new cli/test_new_tensors) \

@@ -119,19 +119,6 @@ def test_a_stopped_process_is_alive_and_a_killed_one_is_noticed_at_once_even_bef
     assert late.event.wait(5), "it had ended before it was watched"
 
 
-def test_a_hung_up_socket_is_noticed_and_what_had_arrived_can_still_be_read(
-    pair: tuple[socket.socket, socket.socket], gone: Gone
-) -> None:
-    ours, theirs = pair
-    watch(sock=ours, on_gone=gone)
-    theirs.sendall(b"last words")
-    assert not gone.event.wait(0.1), "data is not death"
-    theirs.close()
-    assert gone.event.wait(5)
-    assert gone.reasons == ["it closed the connection"]
-    assert ours.recv(100) == b"last words"
-
-
 def test_silence_beyond_the_timeout_is_death(pair: tuple[socket.socket, socket.socket], gone: Gone) -> None:
     began = time.monotonic()
     watch(heartbeat=Heartbeat(pair[0], interval_s=0.05, timeout_s=0.4), on_gone=gone)
