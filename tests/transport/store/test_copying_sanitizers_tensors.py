@@ -22,13 +22,8 @@ HERE: Final = Path(__file__).parent
 PACKAGE: Final = Path(kvplug.__file__ or "").parent
 SANITIZERS: Final = "-fsanitize=address,undefined"
 FLAGS: Final = (
-    "-std=c11",
-    "-O1",
-    "-g",
-    "-fPIC",
-    "-shared",
-    "-fno-strict-aliasing",
-    "-fno-omit-frame-pointer",
+    *("-std=c11", "-O1", "-g", "-fPIC", "-shared"),
+    *("-fno-strict-aliasing", "-fno-omit-frame-pointer"),
 )
 
 
@@ -71,23 +66,11 @@ def test_the_compiled_copies_make_no_fault_in_memory(tmp_path: Path, pytestconfi
         "ASAN_OPTIONS": f"detect_leaks=0:quarantine_size_mb=16:log_path={reports / 'address'}",
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={reports / 'undefined'}",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [
-        "-c",
-        str(pytestconfig.inipath),
-        "--rootdir",
-        str(pytestconfig.rootpath),
-        "--hypothesis-profile",
-        "dev",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "dev"]
+    command += ["-c", str(pytestconfig.inipath), "--rootdir", str(pytestconfig.rootpath)]
+    command.append(str(HERE / "test_copying_tensors.py"))
     done = subprocess.run(
-        [*command, str(HERE / "test_copying_tensors.py")],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400
     )
     reported = "\n".join(each.read_text(errors="replace") for each in sorted(reports.iterdir()))
     assert not reported
