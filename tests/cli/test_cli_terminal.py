@@ -63,64 +63,36 @@ def test_every_help_fits_a_terminal(printed: Any) -> None:
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\x9b\u202e\r\x00"
 STRANGER = """\
-import attrs
+import click
+from kvplug import PeerGoneError
 from kvplug.engine import CommandSpec, ConnectorSpec
-from kvplug.transport import Probe, StoreSpec, TransportSpec, hookimpl, option
+from kvplug.transport import Probe, TransportSpec, hookimpl
 EVIL = "\\x1b]0;owned\\x07\\x1b[31m\\x9b\\u202e\\r\\x00"
 KVPLUG_API = (1, 0)
 HERE = "kvplug_stranger.plugin"
 
-@attrs.frozen(kw_only=True)
-class Options:
-    evil: str = option(EVIL, help=EVIL)
-
 def probe():
     return Probe(viable=False, reason=EVIL)
 
-def crash():
-    raise OSError(EVIL)
+@click.command()
+def shout():
+    raise PeerGoneError(EVIL)
 
 @hookimpl
 def kvplug_transports():
-    made = {"factory": "a:b", "probe": HERE + ":probe", "options": HERE + ":Options"}
-    broken = TransportSpec(kind="pipe", name="broken", factory="kvplug_stranger.broken:Endpoint")
-    return [TransportSpec(kind="pipe", name="wire", **made), broken]
+    return [TransportSpec(kind="pipe", name="wire", factory="a:b", probe=HERE + ":probe")]
 
 @hookimpl
 def kvplug_connectors():
     return [ConnectorSpec(name="plug", factory="a:b", worker_factory="a:b", summary=EVIL)]
 
 @hookimpl
-def kvplug_stores():
-    return [StoreSpec(name="shelf", factory="a:b", probe=HERE + ":crash")]
-
-@hookimpl
 def kvplug_commands():
-    return [CommandSpec(name="shout", target="kvplug_stranger.shout:shout", summary=EVIL)]
-"""
-SHOUT = """\
-import click
-from kvplug import PeerGoneError
-from kvplug_stranger.plugin import EVIL
-
-@click.command()
-@click.option("--usage", is_flag=True)
-def shout(usage):
-    raise click.UsageError(EVIL) if usage else PeerGoneError(EVIL)
+    return [CommandSpec(name="shout", target=HERE + ":shout", summary=EVIL)]
 """
 COMMANDS = (
-    ["--help"],
-    ["shout"],
-    ["shout", "--usage"],
-    ["no-such-command"],
-    ["list"],
-    ["list", "--long"],
-    ["list", "wire", "plug", "shelf"],
-    ["list", "--options", "wire"],
-    ["list", "--options", "nothing"],
-    ["explain", "role=both", "connector=plug", "transport=wire", "stores=shelf"],
-    ["explain", "role=both", "connector=memory", "stores=memory"],
-    ["config", "show", "transport=wire", f"options.wire.evil={EVIL[:-1]}"],
+    *(["--help"], ["shout"], ["list"], ["list", "--long"], ["list", "wire", "plug"]),
+    ["explain", "role=both", "connector=plug", "transport=wire"],
     ["config", "check", "evil.toml"],
 )
 
@@ -130,15 +102,13 @@ def controls(text: str) -> set[str]:
 
 
 def test_texts_of_plugins_and_files_are_printable_in_every_command(site: Any) -> None:
-    broken = f"raise ValueError({EVIL!r})"
-    site.add("stranger", STRANGER, version=f"1.0{EVIL[:-2]}", files={"shout.py": SHOUT, "broken.py": broken})
-    site.add("broken", broken)
+    site.add("stranger", STRANGER, version=f"1.0{EVIL[:-2]}")
+    site.add("broken", f"raise ValueError({EVIL!r})")
     (site.folder / "evil.toml").write_text(f"connector = {json.dumps(EVIL)}\n{json.dumps(EVIL)} = 1\n")
     every = [site.kvplug(*arguments) for arguments in COMMANDS]
     out, err = ("".join(getattr(done, name) for done in every) for name in ("stdout", "stderr"))
     assert not controls(out + err)
-    assert out.count("[31m") >= 7 and err.count("[31m") >= 5
-    assert "'auto' passes it over" in err  # of the log
+    assert out.count("[31m") >= 5 and err.count("[31m") >= 3
 
 
 def test_texts_of_peers_are_printable_in_every_command(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
