@@ -20,9 +20,26 @@ from kvplug import (
     explain_missing_pipe,
     listen_pipe,
 )
-from kvplug.engine import ConnectorSpec, KVCacheConfig, KVLayout, ModelInfo
+from kvplug.assembly import builtin
+from kvplug.engine import (
+    ConnectorSpec,
+    KVCacheConfig,
+    KVLayout,
+    ModelInfo,
+    UnknownConnectorError,
+)
 from kvplug.engine.connector.values import CacheGroup
-from kvplug.transport import Capabilities, Cost, Kind, Pipe, PipeEndpoint, Probe, TransportSpec, hookimpl
+from kvplug.transport import (
+    Capabilities,
+    Cost,
+    Kind,
+    Pipe,
+    PipeEndpoint,
+    Probe,
+    TransportSpec,
+    UnknownTransportError,
+    hookimpl,
+)
 from kvplug_testing.memory.options import MemoryPipeOptions
 from kvplug_testing.memory.pipe import MemoryEndpoint
 from kvplug_testing.waits import until
@@ -183,7 +200,10 @@ def test_a_transport_that_cannot_be_made_is_named_at_both_ends_and_passed_over_f
         with pytest.raises(HandshakeError, match=f"it cannot listen on 'fast': {said}"):
             connect_pipe(config(), server.contact, registry=whole)
         until(lambda: said in caplog.text, what="the warning at the end that listens")
-    with listen_pipe(soon, "unix:", registry=whole) as server, pytest.raises(PluginError, match=said):
+    with (
+        listen_pipe(soon, "unix:", registry=whole) as server,
+        pytest.raises(PluginError, match=said),
+    ):
         connect_pipe(config(), server.contact, registry=broken)
     joined(whole, broken, config(), config())
     assert "the pipe 'fast' from kvplug-mine is broken" in caplog.text
@@ -233,6 +253,24 @@ def built(registry: Registry, side: str = "worker", **more: Any) -> Any:
         side,
         **{"model": MODEL, "cache": CACHE, "registry": registry, "listen": "unix:", **build},
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"role": None}, ConfigError, r"role.*producer.*consumer.*both"),
+        ({"connector": "lokup"}, UnknownConnectorError, "no connector named 'lokup'; did you mean 'lookup'"),
+        ({"transport": "cpu"}, UnknownTransportError, "queues"),
+        ({"sinks": ["lgo"]}, ConfigError, "no sink named 'lgo'; did you mean 'log'"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_a_fault_that_names_what_there_is(
+    given: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    registry = registry_of(transport(), connectors=True)
+    registry.register(builtin, name="core", distribution="kvplug")
+    with pytest.raises(error, match=said):
+        built(registry, **given)
 
 
 @pytest.mark.parametrize("side", ["scheduler", "worker"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import io
 import json
 import operator
 import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,6 +45,7 @@ from kvplug.net.trust.listener import Listener, dial
 from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.peers import Parent, Peer
 
 SECRET, OTHER_SECRET = "s" * 32, "t" * 32
@@ -126,7 +128,12 @@ def _saying(changes: Mapping[str, Any]) -> None:
 
     def make_hello(*args: Any) -> Hello:
         hello = honest(*args)
-        return attrs.evolve(hello, wire=tuple(changes.get("wire", hello.wire)))
+        offers = hello.transports
+        if "protocol" in changes:
+            offers = tuple(attrs.evolve(each, protocol=changes["protocol"]) for each in offers)
+        wire = tuple(changes.get("wire", hello.wire))
+        versions = {**hello.versions, **changes.get("versions", {})}
+        return attrs.evolve(hello, wire=wire, transports=offers, versions=versions)
 
     assembled.make_hello = make_hello  # type: ignore[assignment]
 
@@ -209,6 +216,7 @@ def assert_named(findings: list[dict[str, Any]], finding: str) -> None:
 
 SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
     "small shared memory": ({"mount": ["/dev/shm", 1 << 20]}, "problem /dev/shm: 1 MiB are free"),
+    "shared memory of a container": ({"mount": ["/dev/shm", 64 << 20]}, "note /dev/shm: it is small"),
     "few descriptors": ({"limits": {"NOFILE": 60}}, "problem descriptors: 60 may be open"),
     "short files": ({"limits": {"FSIZE": 1 << 20}}, "problem files: larger than 1 MiB"),
     "a GPU that is not there": ({"config": {"device": "cuda:7"}}, "problem device: no cuda:7 here"),
@@ -220,11 +228,20 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
         {"config": {"host": "198.51.100.7"}, "env": {"KVPLUG_SECRET": SECRET}},
         "problem host: this host has no such address",
     ),
+    "no secret for other hosts": ({"config": {"host": "0.0.0.0"}}, "problem secret: KVPLUG_SECRET"),
     "a secret that is too short": ({"env": {"KVPLUG_SECRET": "short"}}, "problem secret: at least 16"),
     "CPUs that are not there": ({"config": {"thread_cpus": "4000"}}, "problem thread_cpus: 4000"),
     "a blocked plugin": (
         {"config": {"transport": "shm"}, "env": {"KVPLUG_DISABLE_PLUGINS": "shm"}},
         "problem transport: take it out of KVPLUG_DISABLE_PLUGINS",
+    ),
+    "a misspelt option": (
+        {"config": {"options": {"host": {"sizes": 5}}}},
+        "problem options.host.sizes: did you mean 'size'",
+    ),
+    "no secret in the file": (
+        {"config": {"secret_file": "/no/secret"}},
+        "problem secret: -> secret_file = PATH",
     ),
     "a secret that is not used": (
         {"config": {"secret_file": "{secret}"}, "env": {"KVPLUG_SECRET": OTHER_SECRET}},
@@ -238,9 +255,17 @@ SEEN_HERE: dict[str, tuple[dict[str, Any], str]] = {
         {"peer": "198.51.100.7:29555", "unshare": _NEW_NET, "env": {"KVPLUG_SECRET": SECRET}},
         "problem peer: -> docker run --network=host",
     ),
+    "a store that is not installed": (
+        {"config": {"stores": ["host", "hosts"]}},
+        "problem stores: no store named 'hosts'",
+    ),
     "a folder that is a file": (
         {"config": {"stores": ["fs"], "options": {"fs": {"path": __file__}}}},
         "problem stores: -> options.fs.path",
+    ),
+    "a folder of a read-only disk": (
+        {"config": {"stores": ["fs"], "options": {"fs": {"path": "/proc/sys"}}}},
+        "problem stores: cannot be written",
     ),
     "a Redis that is not there": (
         {"config": {"stores": ["redis"], "options": {"redis": {"address": ["127.0.0.1:1"]}}}},
@@ -323,10 +348,25 @@ SEEN_AT_A_BAD_PEER: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, .
     ),
     "another wire": ({"says": {"wire": [9, 0]}}, {}, ("problem wire: theirs 9.0",)),
     "an engine that knows no doctors": ({"is_older": True}, {}, ("note peer: its kvplug may be older",)),
+    "another protocol of every pipe": (
+        {"says": {"protocol": 9}},
+        {},
+        ("problem transport: the same version at both ends",),
+    ),
     "another secret": (
         {"env": {"KVPLUG_SECRET": OTHER_SECRET}, **TCP},
         {"env": {"KVPLUG_SECRET": SECRET}},
         ("problem secret: the secrets differ",),
+    ),
+    "a secret at one end": (
+        {"env": {"KVPLUG_SECRET": OTHER_SECRET}, **TCP},
+        {},
+        ("problem secret: KVPLUG_SECRET or secret_file: the same at both",),
+    ),
+    "one engine_id": (
+        {"config": {"engine_id": "twin"}},
+        {"config": {"engine_id": "twin"}},
+        ("problem engine_id: twin",),
     ),
     "another config": (
         _a_producer("w at 1", "shm", 32),
@@ -619,27 +659,51 @@ def test_whatever_a_peer_answers_is_a_finding(case: str, capsys: pytest.CaptureF
     assert capsys.readouterr().out.replace("\n", "").isprintable()
 
 
-def serves(parent: Parent, host: str) -> None:
-    """``kvplug doctor --serve``, whose first line goes to the parent."""
-
-    class Said(io.StringIO):
-        def write(self, text: str) -> int:
-            if line := text + "":  # bytes, which click tries, are refused
-                parent.send(line)
-            return len(text)
-
-    given = ["--serve", "--fact", "num_layers=32", "role=both", "doctor=look", f"host={host}"]
-    with contextlib.redirect_stdout(Said()):
-        command.main(given, standalone_mode=False)
+def engine_on_a_host(parent: Parent, address: str, secret: str) -> None:
+    os.environ["KVPLUG_SECRET"] = secret
+    config = Config.from_dict({**BASE, "host": address})
+    with FakeEngine(config, listen=f"{address}:0") as engine:
+        parent.send(engine.worker.contact)
+        parent.recv(None)
 
 
-def test_a_doctor_that_serves_ends_by_a_signal_and_is_done(fork_server: ForkServer) -> None:
-    host = f"unix:@kvplug-doctor-serves-{os.getpid()}"
-    with fork_server.start(f"{__file__}:serves", host) as child:
-        config = Config.from_dict({**BASE, "sinks": ["log"]})
-        found = diagnose(config, _registry(), peer=child.recv().strip(), facts={"num_layers": 40})
-        os.kill(child.pid, signal.SIGTERM)
-        child.result(30)
+@pytest.mark.full
+def test_a_good_run_between_two_hosts_raises_no_alarm(fork_server: ForkServer) -> None:
+    try:
+        hosts = HostPair(fork_server)
+    except NoHostsError as e:
+        pytest.skip(f"there can be no two hosts here: {e}")
+    target = f"{__file__}:engine_on_a_host"
+    with hosts, hosts.start(1, target, ADDRESSES[1], SECRET, timeout_s=60) as engine:
+        given = {
+            "config": {"host": ADDRESSES[0], "sinks": ["log"]},
+            "env": {"KVPLUG_SECRET": SECRET},
+            "peer": engine.recv(),
+            "facts": FACTS,
+        }
+        with hosts.start(0, f"{__file__}:examine", given, timeout_s=60) as child:
+            found = child.result(60.0)
+        engine.send("end")
+    wrong = [each for each in found["findings"] if each["verdict"] == "problem"]
+    assert not wrong
+    said = {each["topic"]: each["what"] for each in found["findings"]}
+    assert said["transport"].startswith("cpu tensors go by cpu")
+    assert said["hosts"].startswith("the peer is on another host: kvplug-host1")
+    assert found["measured"][0]["gb_per_s"] > 0
+
+
+def test_a_doctor_that_serves_ends_by_a_signal_and_is_done() -> None:
+    program = [sys.executable, "-m", "kvplug.cli", "doctor", "--serve", "--fact", "num_layers=32"]
+    more = ["role=both", "doctor=look", f"host=unix:@kvplug-doctor-serves-{os.getpid()}"]
+    with subprocess.Popen([*program, *more], stdout=subprocess.PIPE, text=True) as serves:
+        assert serves.stdout is not None
+        try:
+            contact = serves.stdout.readline().strip()
+            config = Config.from_dict({**BASE, "sinks": ["log"]})
+            found = diagnose(config, _registry(), peer=contact, facts={"num_layers": 40})
+        finally:
+            serves.send_signal(signal.SIGTERM)
+        assert serves.wait(30) == 0
     assert_named([each.to_plain() for each in found.findings], "problem model.num_layers: ours 40, theirs 32")
     assert not found.measured
     assert found.peer_host is not None

@@ -9,6 +9,7 @@ import operator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -20,6 +21,7 @@ SIZES = {"L": 2, "K": 2, "B": 6, "T": 3, "H": 2, "D": 4}
 KEYS_AND_VALUES, CROSS_LAYER, LATENT, LATENT_CROSS_LAYER = (
     ["".join(order) for order in itertools.permutations(axes)] for axes in ("KBTHD", "LKBTHD", "BTD", "LBTD")
 )
+ALL = KEYS_AND_VALUES + CROSS_LAYER + LATENT + LATENT_CROSS_LAYER
 
 
 def layout_of(axes: str, **sizes: int) -> KVLayout:
@@ -98,6 +100,27 @@ def check_scatter(axes: str) -> None:
                     expected[at] = tokens[number, head, d]
         scatter(cache, layout, TABLE, start, key, value, layer=layer)
         assert torch.equal(cache, expected)
+
+
+@settings(max_examples=3 * settings.default.max_examples // 2, deadline=None)
+@given(data=st.data())
+def test_what_is_scattered_is_gathered_again_from_any_layout(data: st.DataObject) -> None:
+    axes = data.draw(st.sampled_from(ALL))
+    sizes = {letter: data.draw(st.integers(1, 5), label=letter) for letter in "LTHD"}
+    num_blocks = data.draw(st.integers(1, 9))
+    layout = layout_of(axes, B=num_blocks, **sizes)
+    table = data.draw(st.permutations(range(num_blocks)))[: data.draw(st.integers(0, num_blocks))]
+    start = data.draw(st.integers(0, len(table) * sizes["T"]))
+    end = data.draw(st.integers(start, len(table) * sizes["T"]))
+    layer = data.draw(st.integers(0, sizes["L"] - 1)) if "L" in axes else None
+    shape = (end - start, layout.num_kv_heads, layout.head_size)
+    key = torch.randn(shape)
+    value = torch.randn(shape) if layout.has_values else None
+    cache = torch.zeros(layout.shape)
+    scatter(cache, layout, table, start, key, value, layer=layer)
+    got_key, got_value = gather(cache, layout, table, start, end, layer=layer)
+    assert torch.equal(got_key, key)
+    assert got_value is value is None or torch.equal(got_value, value)
 
 
 @pytest.mark.parametrize(

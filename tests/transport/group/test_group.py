@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, ConfigError, PeerGoneError, TimeoutError, WireError
+from kvplug.errors import (
+    AddressInUseError,
+    AuthenticationError,
+    ClosedError,
+    ConfigError,
+    InsecureAddressError,
+    PeerGoneError,
+    TimeoutError,
+    WireError,
+)
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Listener, dial
@@ -166,6 +175,22 @@ def test_ranks_that_do_not_fit_are_refused_with_the_reason() -> None:
             group.broadcast("x", 2)
     with pytest.raises(ConfigError, match="give it the contact"):
         StatelessGroup.create(listener, rank=1, world_size=2)
+
+
+def test_addresses_and_secrets_are_checked_as_everywhere() -> None:
+    with pytest.raises(InsecureAddressError):
+        StatelessGroup.create("192.0.2.1:29555", rank=1, world_size=2)
+    with StatelessGroup.listen("127.0.0.1:0", SECRET) as listener:
+        with pytest.raises(AddressInUseError):
+            StatelessGroup.create(listener.address, rank=0, world_size=2)
+        with pytest.raises(AuthenticationError, match="KVPLUG_SECRET"):
+            StatelessGroup.create(
+                listener.contact,
+                rank=1,
+                world_size=2,
+                credentials=Credentials(Secret("not the secret at all")),
+                timeout=5,
+            )
 
 
 def test_strangers_at_the_store_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
