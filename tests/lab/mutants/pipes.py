@@ -8,9 +8,10 @@ import weakref
 from collections import deque
 from typing import Any, ClassVar
 
-from kvplug.errors import CapacityError, TimeoutError
+from kvplug.errors import CapacityError, PeerGoneError, TensorMismatchError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.block_views import BlockViews
+from kvplug.transport.duplex.lifecycle import Lifecycle
 from kvplug.transport.pipe import Transfer
 from kvplug_lab.mutants import breaks
 from kvplug_testing import PipeContract
@@ -41,7 +42,7 @@ class Mutant(PipeContract):
                 return pipe(self._context)
 
             def listen(self) -> MemoryListener:
-                return listener(self._context, self.make_pipe)
+                return listener(self._context.timeout_s)
 
         return Endpoint(context)
 
@@ -53,16 +54,21 @@ class Late(Mutant):
 
 
 class Counting(MemoryPipe):
-    """Knows the number of the message that is delivered, from 1."""
+    """Knows the number of the message that is sent, from 1."""
 
     number = 0
 
-    def deliver(self, message: PipeMessage, *args: Any, **given: Any) -> None:
+    def _queue(self, message: PipeMessage, deadline: Deadline) -> None:
         self.number += 1
-        self.deliver_number(self.number, message, *args, **given)
+        self.queue_number(self.number, message, deadline)
 
-    def deliver_number(self, number: int, message: PipeMessage, *args: Any, **given: Any) -> None:
-        super().deliver(message, *args, **given)
+    def queue_number(self, number: int, message: PipeMessage, deadline: Deadline) -> None:
+        super()._queue(message, deadline)
+
+
+def coming(pipe: MemoryPipe) -> Any:
+    """The kind of the message that a pipe receives next; ``None`` without one."""
+    return pipe._other._sent[0].meta if pipe._other._sent else None
 
 
 # -- what arrives ----------------------------------------------------------------------------------
@@ -85,22 +91,40 @@ class TestFlipsOneBit(MemoryPipe):
 class TestDropsEveryThousandth(Counting):
     """Every 1,000th message is taken and never delivered."""
 
-    def deliver_number(self, number: int, *args: Any, **given: Any) -> None:
+    def queue_number(self, number: int, *given: Any) -> None:
         if number % 1000:
-            super().deliver_number(number, *args, **given)
+            super().queue_number(number, *given)
 
 
 @breaks(Mutant, "PIPE-1")
 class TestSwapsTwo(Counting):
     """Message 900 comes after message 901."""
 
-    def deliver_number(self, number: int, message: PipeMessage, *args: Any, **given: Any) -> None:
+    def queue_number(self, number: int, message: PipeMessage, deadline: Deadline) -> None:
         if number == 900:
             self.kept = message
             return
-        super().deliver_number(number, message, *args, **given)
+        super().queue_number(number, message, deadline)
         if number == 901:
-            super().deliver_number(number, self.kept, *args, **given)
+            super().queue_number(number, self.kept, deadline)
+
+
+@breaks(Mutant, "PIPE-1")
+class TestDeliversOneTwice(Counting):
+    """Message 1,500 comes twice."""
+
+    def queue_number(self, number: int, *given: Any) -> None:
+        super().queue_number(number, *given)
+        if number == 1500:
+            super().queue_number(number, *given)
+
+
+@breaks(Mutant, "PIPE-1")
+class TestSendsBlocksInTheOrderOfTheirIds(MemoryPipe):
+    """Blocks come sorted, whatever order they were named in."""
+
+    def send_blocks(self, views: Any, block_ids: Any, **given: Any) -> Transfer:
+        return super().send_blocks(views, sorted(block_ids), **given)
 
 
 @breaks(Mutant, "PIPE-5")
@@ -199,21 +223,21 @@ class TestQueuesWhatItRefuses(MemoryPipe):
 class TestRefusesLargeMessages(MemoryPipe):
     """A message larger than the limit is refused."""
 
-    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
-        if message.cost > limit:
+    def _queue(self, message: PipeMessage, deadline: Deadline) -> None:
+        if message.memory.nbytes > self._window.limit:
             raise CapacityError("that is more than max_in_flight_bytes")
-        super().deliver(message, limit, *args, **given)
+        super()._queue(message, deadline)
 
 
 @breaks(Mutant, "PIPE-2", caught_by="test_a_send_that_timed_out_has_queued_nothing")
 class TestQueuesAlthoughItTimedOut(MemoryPipe):
     """``send_tensor`` raises TimeoutError, and the message is queued all the same."""
 
-    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
+    def _queue(self, message: PipeMessage, deadline: Deadline) -> None:
         try:
-            super().deliver(message, limit, *args, **given)
+            super()._queue(message, deadline)
         except TimeoutError:
-            super().deliver(message, 1 << 60, *args, **given)
+            self._sent.append(message)
             raise
 
 
@@ -221,27 +245,38 @@ class TestQueuesAlthoughItTimedOut(MemoryPipe):
 class TestNeverSeesThatThereIsRoom(MemoryPipe):
     """A sender that has to wait is not told that there is room again."""
 
-    def deliver(self, message: PipeMessage, limit: int, deadline: Deadline, sender: Any) -> None:
+    def _queue(self, message: PipeMessage, deadline: Deadline) -> None:
         with contextlib.suppress(TimeoutError):
-            return super().deliver(message, limit, Deadline.after(0), sender)
+            return super()._queue(message, Deadline.after(0))
         time.sleep(deadline.remaining() or 0)
         raise TimeoutError("there was no room")
+
+
+@breaks(Mutant, "PIPE-3")
+class TestHasNoBound(MemoryPipe):
+    """``send_tensor`` never blocks."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._window.limit = 1 << 60
 
 
 @breaks(Mutant, "PIPE-3")
 class TestHoldsTwiceTheLimit(MemoryPipe):
     """The limit is counted at both ends, each its own."""
 
-    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
-        super().deliver(message, 2 * limit, *args, **given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._window.limit *= 2
 
 
 @breaks(Mutant, "PIPE-3")
 class TestNothingWeighsNothing(MemoryPipe):
     """Messages without content count for nothing, and pile up without bound."""
 
-    def deliver(self, message: PipeMessage, limit: int, *args: Any, **given: Any) -> None:
-        super().deliver(message, limit if message.memory.nbytes else 1 << 60, *args, **given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._window.cost = lambda nbytes: nbytes  # type: ignore[method-assign]
 
 
 # -- whose memory ----------------------------------------------------------------------------------
@@ -279,12 +314,35 @@ class TestLetsGoOfTheSource(MemoryPipe):
 # -- receiving into memory -------------------------------------------------------------------------
 
 
+@breaks(Mutant, "PIPE-5")
+class TestLosesWhatItRefused(MemoryPipe):
+    """A message that did not fit ``out`` is gone."""
+
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        try:
+            return super().recv_tensor(*args, **given)
+        except TensorMismatchError:
+            self._other._sent.popleft()
+            raise
+
+
+@breaks(Mutant, "PIPE-5")
+class TestConvertsDtypes(MemoryPipe):
+    """An ``out`` of another dtype is filled with converted values."""
+
+    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
+        meta = coming(self)
+        if out is not None and meta is not None and meta.shape == tuple(out.shape):
+            return out.copy_(super().recv_tensor(**given))
+        return super().recv_tensor(out, **given)
+
+
 @breaks(Mutant, "PIPE-5", caught_by="test_a_message_that_does_not_fit_out_is_refused_and_stays")
 class TestReshapes(MemoryPipe):
     """An ``out`` of another shape with as many elements is filled."""
 
     def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-        meta = self._inbox[0].meta if self._inbox else None
+        meta = coming(self)
         if out is not None and meta is not None and out.is_contiguous():
             super().recv_tensor(out.view(meta.shape) if out.nbytes == meta.nbytes else out, **given)
             return out
@@ -316,7 +374,7 @@ class TestTakesNoneForOut(MemoryPipe):
     """``None`` is received although ``out`` was given."""
 
     def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-        if self._inbox and self._inbox[0].meta is None:
+        if self._other._sent and coming(self) is None:
             out = None
         return super().recv_tensor(out, **given)
 
@@ -371,11 +429,12 @@ class TestLosesWhatComesTooLate(MemoryPipe):
             self._gave_up = True
             raise
 
-    def deliver(self, *args: Any, **given: Any) -> None:
-        if self._gave_up:
-            self._gave_up = False
+    def _queue(self, *args: Any) -> None:
+        other: Any = self._other
+        if other._gave_up:
+            other._gave_up = False
         else:
-            super().deliver(*args, **given)
+            super()._queue(*args)
 
 
 # -- threads ---------------------------------------------------------------------------------------
@@ -423,8 +482,20 @@ class TestClosesOnce(MemoryPipe):
     """Closing what is closed raises."""
 
     def close(self, timeout: Any = DEFAULT_TIMEOUT) -> None:
-        self._check_open()
+        if self.closed:
+            raise self._lifecycle.error()
         super().close(timeout)
+
+
+@breaks(Mutant, "ALL-1", caught_by="test_ending_wakes_a_call_that_is_blocked")
+class TestAbortsInSilence(MemoryPipe):
+    """``abort`` does not wake a receiver that is blocked here."""
+
+    def abort(self) -> None:
+        self._lifecycle.close("was aborted")
+        self._other._lifecycle.lose_peer("it was aborted")
+        with self._window.lock:
+            self._window.end()
 
 
 @breaks(Mutant, "ALL-1")
@@ -432,7 +503,7 @@ class TestWorksAfterClosing(MemoryPipe):
     """A closed pipe still sends."""
 
     def send_tensor(self, tensor: Any, **given: Any) -> Any:
-        if self._closed:
+        if self.closed:
             transfer = Transfer(0)
             transfer.finish()
             return transfer
@@ -464,21 +535,47 @@ class TestListenerWakesNobody(MemoryListener):
 
 
 @breaks(Mutant, "ALL-2")
+class TestPeerIsNeverGone(MemoryPipe):
+    """The other end is not told that this one has ended."""
+
+    def _release(self) -> None:
+        for end in (self, self._other):
+            with end._window.lock:
+                end._window.room.notify_all()
+
+
+@breaks(Mutant, "ALL-2")
 class TestDropsWhatHadArrived(MemoryPipe):
     """What had arrived when the peer ended cannot be received."""
 
-    def lose_peer(self) -> None:
-        self._inbox.clear()
-        super().lose_peer()
+    def _release(self) -> None:
+        self._sent.clear()
+        super()._release()
 
 
 @breaks(Mutant, "ALL-2")
 class TestSendsIntoTheVoid(MemoryPipe):
     """Sending to a peer that has ended succeeds."""
 
-    def deliver(self, *args: Any, **given: Any) -> None:
-        if not self._closed:
-            super().deliver(*args, **given)
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        try:
+            return super().send_tensor(tensor, **given)
+        except PeerGoneError:
+            transfer = Transfer(0)
+            transfer.finish()
+            return transfer
+
+
+@breaks(Mutant, "ALL-2")
+class TestIsGoneOnce(MemoryPipe):
+    """That the peer is gone is said once; the next receive waits."""
+
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        try:
+            return super().recv_tensor(*args, **given)
+        except ConnectionError:
+            self._lifecycle = Lifecycle("the pipe")
+            raise
 
 
 # -- transfers -------------------------------------------------------------------------------------
@@ -488,13 +585,10 @@ class TestSendsIntoTheVoid(MemoryPipe):
 class TestSwallowsAFailure(MemoryPipe):
     """What was under way when a pipe ended is forgotten: a failure is only logged."""
 
-    def lose_peer(self) -> None:
-        self._inbox = deque(message for message in self._inbox if message.transfer.done())
-        super().lose_peer()
-
-    def abort(self) -> None:
-        self._inbox.clear()
-        super().abort()
+    def _release(self) -> None:
+        for end in (self, self._other):
+            end._sent = deque(message for message in end._sent if message.transfer.done())
+        super()._release()
 
 
 @breaks(Mutant, "ALL-5")
@@ -504,6 +598,47 @@ class TestNeverFinishes(MemoryPipe):
     def send_tensor(self, tensor: Any, **given: Any) -> Any:
         transfer = super().send_tensor(tensor, **given)
         return transfer if transfer.nbytes else Transfer(0)
+
+
+class CallsTwice(Transfer):
+    """A callback is called twice."""
+
+    def add_done_callback(self, callback: Any) -> None:
+        super().add_done_callback(callback)
+        super().add_done_callback(callback)
+
+
+@breaks(Mutant, "ALL-5")
+class TestCallsBackTwice(MemoryPipe):
+    """A callback of a transfer is called twice."""
+
+    def send_tensor(self, tensor: Any, **given: Any) -> Any:
+        done = super().send_tensor(tensor, **given)
+        transfer = CallsTwice(done.nbytes)
+        transfer.finish()
+        return transfer
+
+
+class Fragile(Transfer):
+    """A callback that raises stops those after it."""
+
+    __slots__ = ()
+
+    def _end(self, error: Any) -> None:
+        if not self._done:
+            callbacks, self._callbacks = self._callbacks, []
+            super()._end(error)
+            for callback in callbacks:
+                callback(self)
+
+
+@breaks(Late, "ALL-5")
+class TestFailsWithACallback(MemoryPipe):
+    """An exception in a callback of a transfer comes out of the receiver, and stops the other callbacks."""
+
+    def _queue(self, message: PipeMessage, deadline: Deadline) -> None:
+        message.transfer.__class__ = Fragile
+        super()._queue(message, deadline)
 
 
 # -- endpoints -------------------------------------------------------------------------------------
@@ -551,6 +686,23 @@ class TestKeepsAPartOfEveryPipe(Mutant):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             kept.append(b"x" * 200_000)
+
+
+class TestOneEndEndsAll(Mutant):
+    """One connecting end that aborts makes its siblings believe that their peers are gone."""
+
+    breaks = ("END-2",)
+    siblings: ClassVar[Any] = weakref.WeakSet()
+
+    class pipe(MemoryPipe):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            TestOneEndEndsAll.siblings.add(self)
+
+        def abort(self) -> None:
+            super().abort()
+            for pipe in list(TestOneEndEndsAll.siblings):
+                pipe._peer_gone("another one has ended")
 
 
 # -- the controls ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-re
 
 from kvplug import PeerGoneError
 from kvplug.net.wire import encode
-from kvplug.transport import DEFAULT_TIMEOUT, Deadline, QueueHandle, Reader as ReaderState, Timeout, Wait
+from kvplug.transport import DEFAULT_TIMEOUT, QueueHandle, Reader as ReaderState, Timeout
 from kvplug_lab.mutants import breaks
 from kvplug_relay import queue as relay
 from kvplug_relay.message import Kind, Memory
@@ -27,7 +27,17 @@ from kvplug_relay.queue import RelayEndpoint
 from kvplug_relay.reader import Reader
 from kvplug_relay.writer import Writer
 from kvplug_testing import MessageQueueContract
-from kvplug_testing.memory.queue import MemoryQueueEndpoint, MemoryReader, MemoryWriter, QueueMessage, Ring
+from kvplug_testing.memory.queue import MemoryQueue, MemoryQueueEndpoint, QueueMessage, Ring
+
+
+class MemoryWriter(MemoryQueue):
+    """The writer's end."""
+
+
+class MemoryReader(MemoryQueue):
+    """One reader's end."""
+
+    _rank: int
 
 
 class Mutant(MessageQueueContract):
@@ -41,18 +51,8 @@ class Mutant(MessageQueueContract):
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
-        suite = self
-
-        class Endpoint(MemoryQueueEndpoint):
-            ring = suite.ring
-
-            def make_writer(self, ring: Ring) -> MemoryWriter:
-                return suite.writer_(self, ring)
-
-            def make_reader(self, ring: Ring, rank: int) -> MemoryReader:
-                return suite.reader_(self, ring, rank)
-
-        return Endpoint(context)
+        parts = {"ring": self.ring, "writer": self.writer_, "reader": self.reader_}
+        return type("Endpoint", (MemoryQueueEndpoint,), parts)(context)
 
 
 # -- QUEUE-1 ---------------------------------------------------------------------------------------
@@ -62,11 +62,42 @@ class Mutant(MessageQueueContract):
 class TestSwapsTwo(Ring):
     """Every fiftieth message overtakes the one before it, if that is unread."""
 
+    count = 0
+
     def put(self, message: QueueMessage) -> None:
         super().put(message)
-        number = self.first + len(self.messages)
-        if number % 50 == 0 and len(self.messages) > 1 and max(self.taken.values()) < number - 1:
-            self.messages[-1], self.messages[-2] = self.messages[-2], self.messages[-1]
+        self.count += 1
+        if self.count % 50 == 0:
+            for unread in self.unread.values():
+                if len(unread) > 1:
+                    unread[-1], unread[-2] = unread[-2], unread[-1]
+
+
+@breaks(Mutant, "QUEUE-1", caught_by="test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost")
+class TestGivesOneMessageTwice(MemoryReader):
+    """Every hundredth message is received twice."""
+
+    count = 0
+
+    def _advance(self) -> None:
+        self.count += 1
+        if self.count % 101 != 100:
+            super()._advance()
+
+
+@breaks(
+    Mutant,
+    "QUEUE-1",
+    "QUEUE-5",
+    caught_by="test_the_slowest_reader_decides_and_each_message_it_takes_makes_room_for_one",
+)
+class TestOverwritesTheOldest(Ring):
+    """Where there is no room, the writer drops the oldest message for a reader that is late, in silence."""
+
+    def slow(self) -> list[int]:
+        for rank in super().slow():
+            self.unread[rank].popleft()
+        return []
 
 
 @breaks(
@@ -77,11 +108,13 @@ class TestSwapsTwo(Ring):
 class TestSharesOneObject(MemoryReader):
     """A value is decoded once, and all readers get that object."""
 
+    count = 0
+
     def dequeue(self, *args: Any, **given: Any) -> Any:
-        number = self._ring.taken[self._rank]
         value = super().dequeue(*args, **given)
+        self.count += 1
         shared = self._ring.__dict__.setdefault("shared", {})
-        return shared.setdefault(number, value)
+        return shared.setdefault(self.count, value)
 
 
 @breaks(Mutant, "QUEUE-1", caught_by="test_messages_of_all_sizes_arrive_and_those_larger_than_a_chunk_do_too")
@@ -99,10 +132,10 @@ class TestCutsAValueOfOneSize(MemoryReader):
 class TestBeginsWhereItAttaches(MemoryReader):
     """A reader that comes late gets what is sent from then on."""
 
-    def __init__(self, endpoint: Any, ring: Ring, rank: int) -> None:
-        super().__init__(endpoint, ring, rank)
-        with ring.changed:
-            ring.taken[rank] = ring.first + len(ring.messages)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        with self._ring.changed:
+            self._unread.clear()
 
 
 class TestDropsTheOldestOfWhoSleeps(Mutant):
@@ -121,16 +154,42 @@ class TestDropsTheOldestOfWhoSleeps(Mutant):
             now = time.monotonic()
             for rank in super().slow():
                 if now - self.full_since.setdefault(rank, now) > 0.5:
-                    self.taken[rank] += 1
+                    self.unread[rank].popleft()
                     self.lost[rank] = self.lost.get(rank, 0) + 1
-                    self.drop_what_all_have_read()
             found = super().slow()
             self.full_since = {rank: self.full_since.get(rank, now) for rank in found}
             return found
 
     class writer_(MemoryWriter):  # noqa: N801
-        def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-            return Wait(what, waits_for, Deadline.after(timeout), 0.1, **given)  # it looks that often
+        def __init__(self, context: Any, *args: Any) -> None:
+            super().__init__(attrs.evolve(context, warning_interval_s=0.1), *args)  # it looks that often
+
+
+class TestSaysAWrongNumber(TestDropsTheOldestOfWhoSleeps):
+    """The same, and the reader is told of one message more than it has lost."""
+
+    class reader_(MemoryReader):  # noqa: N801
+        def dequeue(self, *args: Any, **given: Any) -> Any:
+            if lost := self._ring.lost.pop(self._rank, 0):  # type: ignore[attr-defined]
+                raise TransportError(f"reader rank {self._rank} lost {lost + 1} messages")
+            return super().dequeue(*args, **given)
+
+
+@breaks(Mutant, "QUEUE-1")
+class TestKeepsNothingLargeForWhoIsLate(MemoryReader):
+    """What does not fit a chunk is empty for a reader that comes afterwards."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.num_late = len(self._unread)
+
+    def _next(self, *args: Any, **given: Any) -> Any:
+        data = super()._next(*args, **given)
+        return encode(b"") if self.num_late > 0 and len(data) > self._context.max_chunk_bytes else data
+
+    def _advance(self) -> None:
+        super()._advance()
+        self.num_late -= 1
 
 
 @breaks(Mutant, "QUEUE-1", caught_by="test_what_was_received_stays_as_it_was_while_more_comes")
@@ -152,11 +211,13 @@ class TestHasAHandleThatOnlyTheWireCarries(Mutant):
 
     def make_endpoint(self, context: Any) -> Any:
         class Endpoint(MemoryQueueEndpoint):
-            def handle_of(self, ring: Ring) -> QueueHandle:
-                handle = super().handle_of(ring)
-                return attrs.evolve(handle, data={"name": ring.name.encode()})
+            def create(self, reader_ranks: Any = None) -> MemoryQueue:
+                writer = super().create(reader_ranks)
+                handle = writer.export_handle()
+                writer._ring.handle = attrs.evolve(handle, data={"name": handle.data["name"].encode()})
+                return writer
 
-            def create_from_handle(self, handle: QueueHandle, *args: Any, **given: Any) -> MemoryReader:
+            def create_from_handle(self, handle: QueueHandle, *args: Any, **given: Any) -> MemoryQueue:
                 name = handle.data["name"].decode()
                 return super().create_from_handle(attrs.evolve(handle, data={"name": name}), *args, **given)
 
@@ -190,12 +251,19 @@ class _Forgetful(set[int]):
 
 
 @breaks(Mutant, "QUEUE-2")
+class TestNeverEvicts(Ring):
+    """A reader that has ended is waited for like any other."""
+
+    def evict(self, rank: int, why: str, *, died: bool) -> None:
+        pass
+
+
+@breaks(Mutant, "QUEUE-2")
 class TestEvictsInSilence(Ring):
     """Who died is forgotten: neither the log nor the writer names it."""
 
-    def evict(self, rank: int, why: str, died: bool) -> None:
+    def evict(self, rank: int, why: str, *, died: bool) -> None:
         self.gone[rank] = ReaderState(rank=rank, process="", lag=0)
-        self.drop_what_all_have_read()
 
 
 @breaks(Mutant, "QUEUE-2")
@@ -208,6 +276,16 @@ class TestOneDeathIsEverybodys(MemoryWriter):
             raise PeerGoneError("a reader is gone: rank 0, rank 1")
 
 
+@breaks(Mutant, "QUEUE-2")
+class TestOneDeathEvictsTheOthers(Ring):
+    """What the others have not read yet is dropped together with the dead reader."""
+
+    def evict(self, rank: int, why: str, *, died: bool) -> None:
+        super().evict(rank, why, died=died)
+        for other in self.here():
+            self.unread[other].clear()
+
+
 # -- QUEUE-3 and ALL-4 -----------------------------------------------------------------------------
 
 
@@ -216,40 +294,50 @@ class TestNamesEverybody(Ring):
     """A writer that waits for one reader names all."""
 
     def named(self, ranks: Any) -> str:
-        return super().named(self.reader_ranks)
+        return super().named(self.unread)
+
+
+@breaks(
+    Mutant, "QUEUE-3", caught_by="test_a_long_wait_and_its_timeout_name_the_reader_its_process_and_its_lag"
+)
+class TestNeverWarns(MemoryWriter):
+    """A wait of any length is silent."""
+
+    def _wait(self, ready: Any, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> None:
+        super()._wait(ready, what, waits_for, timeout, **{**given, "indefinite": True})
 
 
 @breaks(Mutant, "QUEUE-3")
 class TestWarnsOfWhatIsIndefinite(MemoryReader):
     """Readers that wait indefinitely fill the log."""
 
-    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-        return super().wait(what, waits_for, timeout, **{**given, "indefinite": False})
+    def _wait(self, ready: Any, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> None:
+        super()._wait(ready, what, waits_for, timeout, **{**given, "indefinite": False})
 
 
 @breaks(Mutant, "ALL-4")
 class TestIgnoresDeadlines(MemoryReader):
     """A reader waits until something comes."""
 
-    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-        return super().wait(what, waits_for, None, **given)
+    def _wait(self, ready: Any, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> None:
+        super()._wait(ready, what, waits_for, None, **given)
 
 
 @breaks(Mutant, "ALL-4", caught_by="test_a_wrong_timeout_is_a_value_error_and_nothing_else_happens")
 class TestLooksAtTheTimeoutWhereItWaits(MemoryReader):
     """A reader for which a message is there looks at no timeout."""
 
-    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-        is_there = what == "a message" and self._ring.lag(self._rank) > 0
-        return super().wait(what, waits_for, None if is_there else timeout, **given)
+    def _wait(self, ready: Any, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> None:
+        is_there = what == "a message" and ready()
+        super()._wait(ready, what, waits_for, None if is_there else timeout, **given)
 
 
 @breaks(Mutant, "ALL-4", caught_by="test_who_cancels_is_heard")
 class TestIgnoresCancel(MemoryReader):
     """The event that cancels is only looked at when something comes."""
 
-    def wait(self, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> Wait:
-        return super().wait(what, waits_for, timeout, **{**given, "cancel": None})
+    def _wait(self, ready: Any, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> None:
+        super()._wait(ready, what, waits_for, timeout, **{**given, "cancel": None})
 
 
 @breaks(
@@ -290,12 +378,11 @@ class _Anybody:
 class TestSpins(MemoryReader):
     """A reader asks again and again without a pause."""
 
-    def _wait(self, ready: Any, wait: Wait) -> None:
-        while not ready():
-            self._check_others()
-            wait.pause()
-            self._ring.changed.wait(0.0)
-            self._check_open()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        changed = self._ring.changed
+        wait = changed.wait
+        changed.wait = lambda timeout=None: wait(0.0)  # type: ignore[method-assign]
 
 
 # -- QUEUE-5 ---------------------------------------------------------------------------------------
@@ -314,7 +401,7 @@ class TestHasOneChunkLess(Ring):
     """The last chunk is never used."""
 
     def slow(self) -> list[int]:
-        return [rank for rank in self.here() if self.lag(rank) >= max(1, self.max_chunks - 1)]
+        return [rank for rank in self.here() if len(self.unread[rank]) >= max(1, self.max_chunks - 1)]
 
 
 @breaks(Mutant, "QUEUE-5")
@@ -349,7 +436,7 @@ class TestHandsOutMemoryForGood(MemoryReader):
 class TestSleepsThroughItsEnd(MemoryReader):
     """A reader that waits is not woken when it is closed in another thread."""
 
-    def _end(self, why: str, died: bool) -> None:
+    def _end(self, why: str, *, died: bool) -> None:
         if not self._closed:
             with self._ring.changed:
                 self._closed = True
@@ -368,18 +455,17 @@ class TestWorksAfterItsEnd(MemoryWriter):
 class TestTakesItsMessagesAlong(MemoryWriter):
     """A writer that ends drops what has not been read."""
 
-    def _leave(self, why: str, died: bool) -> None:
-        super()._leave(why, died)
-        ring = self._ring
-        ring.taken = dict.fromkeys(ring.taken, ring.first + len(ring.messages))
-        ring.drop_what_all_have_read()
+    def _leave(self, why: str, *, died: bool) -> None:
+        super()._leave(why, died=died)
+        for unread in self._ring.unread.values():
+            unread.clear()
 
 
 @breaks(Mutant, "ALL-2")
 class TestNeverSaysThatTheWriterIsGone(MemoryWriter):
     """Readers wait on when the writer has ended."""
 
-    def _leave(self, why: str, died: bool) -> None:
+    def _leave(self, why: str, *, died: bool) -> None:
         pass
 
 
@@ -387,8 +473,8 @@ class TestNeverSaysThatTheWriterIsGone(MemoryWriter):
 class TestLeaksADescriptor(MemoryWriter):
     """Each queue opens something that it does not close."""
 
-    def __init__(self, endpoint: Any, ring: Ring) -> None:
-        super().__init__(endpoint, ring)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._leak = os.open("/dev/null", os.O_RDONLY)
 
 
@@ -413,12 +499,12 @@ class TestWorksAfterAFork(MemoryWriter):
 class TestLeavesAForkedChildItsDescriptor(MemoryWriter):
     """In a forked child its calls raise, and a descriptor stays open."""
 
-    def __init__(self, endpoint: Any, ring: Ring) -> None:
-        super().__init__(endpoint, ring)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._opened = os.open("/dev/null", os.O_RDONLY)
 
-    def _leave(self, why: str, died: bool) -> None:
-        super()._leave(why, died)
+    def _leave(self, why: str, *, died: bool) -> None:
+        super()._leave(why, died=died)
         os.close(self._opened)
 
 
