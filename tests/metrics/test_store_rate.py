@@ -15,8 +15,8 @@ from kvplug.metrics.store_rate import MeasuredStore, StoreOp, StoreWatch
 from kvplug.transport import MissReason, Presence, PutReason
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
-from kvplug_testing.memory.store import PlaceEnd
-from named_pages import NamedPages
+from kvplug_testing.memory.store import PagePlace
+from kvplug_testing.named_pages import NamedPages
 
 MIB = 1 << 20
 
@@ -81,11 +81,11 @@ def test_a_good_store_is_not_told(medium: str, op: StoreOp, before: float, after
 PAGES = NamedPages(MIB)
 
 
-class Throttled(PlaceEnd):
+class Throttled(PagePlace):
     num_threads = 2
 
     def __init__(self) -> None:
-        super().__init__("", 1 << 30)
+        super().__init__(1 << 30)
         self.seconds_per_page = {"get": 0.0, "put": 0.0}
         self.calls = 0
 

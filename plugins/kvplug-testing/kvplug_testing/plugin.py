@@ -39,7 +39,6 @@ def kvplug_stores() -> list[StoreSpec]:
         StoreSpec(
             name="memory",
             factory="kvplug_testing.memory.store:MemoryStore",
-            client="kvplug_testing.memory.store:RemoteMemoryStore",
             options="kvplug_testing.memory.options:MemoryStoreOptions",
             summary="For tests: pages in this process, nothing but Python",
             for_tests=True,

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from kvplug import ConfigError, PeerGoneError, TimeoutError, UnsupportedError
 from kvplug.transport import Deadline, TensorMismatchError
 from kvplug_lab.mutants import breaks
 from kvplug_testing import DeviceCommunicatorContract
-from kvplug_testing.contract.suite_ref import module_at
-from kvplug_testing.memory.communicator import Exchange, MemoryCommunicator
-
-group_communicator = module_at(str(Path(__file__).parents[1] / "subjects" / "group_communicator.py"))
+from kvplug_testing.memory.communicator import MemoryCommunicator
 
 
 class Mutant(DeviceCommunicatorContract):
@@ -39,7 +36,7 @@ class TestForgetsTheLastRank(MemoryCommunicator):
     """The sum is without the last rank's part."""
 
     def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
-        parts = self._meet(tensor.clone(), deadline)
+        parts = self._everyones(tensor, deadline)
         tensor.copy_(sum(parts[:-1]))
 
 
@@ -48,7 +45,7 @@ class TestAddsItsOwnPartFirst(MemoryCommunicator):
     """Each rank adds the parts from its own on, so rounding differs between ranks."""
 
     def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
-        parts = self._meet(tensor.clone(), deadline)
+        parts = self._everyones(tensor, deadline)
         tensor.copy_(sum([*parts[self.rank + 1 :], *parts[: self.rank]], parts[self.rank]))
 
 
@@ -56,10 +53,9 @@ class TestAddsItsOwnPartFirst(MemoryCommunicator):
 class TestGathersAsTheyCome(MemoryCommunicator):
     """Parts are in the order in which the ranks came."""
 
-    class exchange(Exchange):  # noqa: N801
-        def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
-            came = super().meet(rank, members, (time.monotonic(), what), deadline)
-            return [each for _, each in sorted(came, key=lambda pair: pair[0])]
+    def _everyones(self, value: Any, deadline: Deadline) -> list[Any]:
+        came = super()._everyones((time.monotonic(), value), deadline)
+        return [each for _, each in sorted(came, key=lambda pair: pair[0])]
 
 
 @breaks(Mutant, "COMM-1", caught_by="test_large_tensors_give_the_same")
@@ -67,7 +63,7 @@ class TestSumsIntegersAsFloats(MemoryCommunicator):
     """Integers are added as 32-bit floats."""
 
     def _all_reduce(self, tensor: Any, deadline: Deadline) -> None:
-        parts = self._meet(tensor.clone(), deadline)
+        parts = self._everyones(tensor, deadline)
         tensor.copy_(sum(part.float() for part in parts))
 
 
@@ -90,6 +86,18 @@ class TestSkipsEmptyRanks(MemoryCommunicator):
         return super().all_gatherv(input_, dim, sizes, **given)
 
 
+@breaks(Mutant, "COMM-1", caught_by="test_all_gatherv_takes_as_many_from_each_rank_as_sizes_say")
+class TestGoesAnotherWayWithALargePart(MemoryCommunicator):
+    """Each rank decides by its own part which way all of them are gathered."""
+
+    def _all_gather(self, outputs: list[Any], tensor: Any, deadline: Deadline) -> None:
+        if tensor.nbytes <= 1 << 20:
+            super()._all_gather(outputs, tensor, deadline)
+            return
+        for rank, output in enumerate(outputs):
+            output.copy_(self._everyones(tensor, deadline)[rank])
+
+
 @breaks(Mutant, "COMM-1", caught_by="test_gather_gives_all_to_one_rank_and_nothing_to_others")
 class TestGathersToEverybody(MemoryCommunicator):
     """All ranks get what one was to get."""
@@ -109,13 +117,13 @@ class TestSendsBackwards(MemoryCommunicator):
 
 @breaks(Mutant, "COMM-1", caught_by="test_a_batch_may_send_in_a_circle")
 class TestBatchesOneAfterTheOther(MemoryCommunicator):
-    """A batch is done in the order in which it was given: in a circle everybody waits."""
+    """A batch receives before it sends: in a circle everybody waits."""
 
     def _batch(self, sends: Any, recvs: Any, deadline: Deadline) -> None:
-        for tensor, dst in sends:
-            self._send(tensor, dst, deadline)
         for tensor, src in recvs:
             self._recv(tensor, src, deadline)
+        for tensor, dst in sends:
+            self._send(tensor, dst, deadline)
 
 
 @breaks(
@@ -144,11 +152,21 @@ class TestFindsExpertsInSteps(MemoryCommunicator):
 class TestNamesNobody(MemoryCommunicator):
     """A TimeoutError says that not all have come."""
 
-    def _meet(self, what: Any, deadline: Deadline) -> list[Any]:
+    def _compare(self, *args: Any) -> Any:
         try:
-            return super()._meet(what, deadline)
+            return super()._compare(*args)
         except TimeoutError:
             raise TimeoutError("not all ranks have come") from None
+
+
+@breaks(Mutant, "COMM-2", caught_by="test_a_rank_that_does_not_come_is_named_at_all_others")
+class TestGivesALateRankAResult(MemoryCommunicator):
+    """What a rank laid down before it gave up stays there, and a late rank takes it for its part."""
+
+    compares = False
+
+    def _give_up(self, error: BaseException) -> None:
+        pass
 
 
 @breaks(
@@ -166,9 +184,8 @@ class TestGoesOnAfterATimeout(MemoryCommunicator):
 class TestWaitsForEver(MemoryCommunicator):
     """No deadline is kept."""
 
-    class exchange(Exchange):  # noqa: N801
-        def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
-            return super().meet(rank, members, what, Deadline.after(8.0))
+    def _compare(self, call: Mapping[str, Any], deadline: Deadline) -> Sequence[Mapping[str, Any]]:
+        return super()._compare(call, Deadline.after(8.0))
 
 
 @breaks(Mutant, "COMM-2", "ALL-2", caught_by="test_a_rank_that_is_gone_is_named_at_all_others")
@@ -183,10 +200,8 @@ class TestWaitsForWhoIsGone(MemoryCommunicator):
 class TestIsNotWokenByItsOwnEnd(MemoryCommunicator):
     """A call that is blocked goes on waiting when its rank is destroyed."""
 
-    class exchange(Exchange):  # noqa: N801
-        def _check(self, rank: int, missing: Sequence[int]) -> None:
-            if rank not in self.gone:
-                super()._check(rank, missing)
+    def _destroy(self) -> None:
+        threading.Timer(8.0, super()._destroy).start()
 
 
 @breaks(Mutant, "ALL-1", "ALL-6")
@@ -334,7 +349,7 @@ class Apart(DeviceCommunicatorContract):
     """One fault of a communicator between processes."""
 
     ends_are_processes = True
-    end: Any = group_communicator.GroupCommunicator
+    end: Any = MemoryCommunicator
     parts = ("end",)
     breaks: tuple[str, ...] = ()
 
@@ -342,7 +357,7 @@ class Apart(DeviceCommunicatorContract):
         return self.end(context)
 
 
-class _Impatient(group_communicator.GroupCommunicator):  # type: ignore[misc, name-defined]
+class _Impatient(MemoryCommunicator):
     def _compare(self, *args: Any) -> Any:
         try:
             return super()._compare(*args)
@@ -357,7 +372,7 @@ class TestTakesAStoppedRankForDead(Apart):
     end = _Impatient
 
 
-class _Patient(group_communicator.GroupCommunicator):  # type: ignore[misc, name-defined]
+class _Patient(MemoryCommunicator):
     def _compare(self, *args: Any) -> Any:
         try:
             return super()._compare(*args)

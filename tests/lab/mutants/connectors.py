@@ -20,8 +20,7 @@ from kvplug.errors import KvplugError, PeerGoneError, StalledError
 from kvplug_lab.mutants import breaks
 from kvplug_testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker
 from kvplug_testing.memory.connector.suite import MemoryConnectorContract
-from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
-from kvplug_testing.memory.reference import Reference
+from kvplug_testing.memory.connector.table import EntryTable, PromptEntry, PromptLease, StaleError
 
 wanted: dict[str, set[str]] = {}
 """Of each contact, the requests whose KV was asked for and not loaded."""
@@ -61,7 +60,7 @@ class TestPromisesWhatWasNotKept(MemoryWorker):
         super().__init__(context)
         if self._table is not None:
             settle = self._table.settle
-            self._table.settle = lambda lease, is_stored: settle(lease, is_stored=True)  # type: ignore[method-assign]
+            self._table.settle = lambda ticket, is_stored: settle(ticket, is_stored=True)  # type: ignore[method-assign]
 
 
 @breaks(Mutant, "CONN-2", caught_by="test_the_same_tokens_with_another_extra_are_another_prompt")
@@ -121,7 +120,7 @@ class TestCountsAsSavedWhatIsPlanned(MemoryWorker):
             self._planned.add(key)
             super()._save(save)
         elif self._table is not None:
-            self._table.settle(save["lease"], is_stored=False)
+            self._table.settle(save["ticket"], is_stored=False)
 
 
 @breaks(Mutant, "CONN-8", caught_by="test_a_request_that_is_asked_about_often_is_one_match")
@@ -468,51 +467,54 @@ class TestLoadsLaterThanItsStepNeeds(MemoryWorker):
 # -- references --------------------------------------------------------------------------------------
 
 
+class Believing(MemoryScheduler):
+    """Takes references for good that are not."""
+
+    def _peer(self) -> EntryTable:
+        table, mutant = super()._peer(), self
+
+        def lease_of(reference: Any) -> PromptLease | None:
+            found = EntryTable._lease_of(table, reference)
+            if found is not None or not isinstance(reference, dict):
+                return found
+            return next(filter(lambda each: mutant.believes(each.reference, reference), leases()), None)
+
+        leases = lambda: table._leases.values()  # noqa: E731
+        table._lease_of = lease_of  # type: ignore[method-assign]
+        return table
+
+    def believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
+        """Whether a reference is taken for that of a lease."""
+        return False
+
+
+def differ(ours: dict[str, Any], given: dict[str, Any]) -> set[str]:
+    """The names of the values that differ."""
+    return {name for name, value in ours.items() if given.get(name) != value}
+
+
 @breaks(Mutant, "REF-1")
-class TestTakesAnEarlierEpochForThisOne(MemoryScheduler):
+class TestTakesAnEarlierEpochForThisOne(Believing):
     """A reference of an earlier start of an engine is taken for one of this start."""
 
-    def _peer(self) -> EntryTable:
-        table = super()._peer()
-        resolve = type(table).resolve
-
-        def believe(reference: Reference, *more: Any) -> Any:
-            ours = attrs.evolve(reference, engine_id=table.engine_id, epoch=table.epoch)
-            return resolve(table, ours, *more)
-
-        table.resolve = believe  # type: ignore[method-assign]
-        return table
+    def believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
+        return "epoch" in differ(ours, given) and "request_id" not in differ(ours, given)
 
 
 @breaks(Mutant, "REF-1")
-class TestTakesEveryGenerationForTheLast(MemoryScheduler):
+class TestTakesEveryGenerationForTheLast(Believing):
     """A reference is good for whatever its request has been leased last."""
 
-    def _peer(self) -> EntryTable:
-        table = super()._peer()
-        resolve = type(table).resolve
-
-        def believe(reference: Reference, *more: Any) -> Any:
-            for lease, leased in table._leases.items():
-                if leased.request_id == reference.request_id:
-                    reference = attrs.evolve(reference, lease=lease, generation=leased.generation)
-            return resolve(table, reference, *more)
-
-        table.resolve = believe  # type: ignore[method-assign]
-        return table
+    def believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
+        return "generation" in differ(ours, given) and not differ(ours, given) & {"epoch", "request_id"}
 
 
 @breaks(Mutant, "REF-2")
-class TestReadsTicketsAndBelievesWhatStandsBeside(MemoryScheduler):
+class TestReadsTicketsAndBelievesWhatStandsBeside(Believing):
     """The ticket of a reference is not compared."""
 
-    def _held(self, tracked: Any) -> int | None:
-        params = tracked.request.params
-        with contextlib.suppress(Exception):
-            given = {key: value for key, value in params[PARAMS].items() if key != "ticket"}
-            better = {**params, PARAMS: Reference(**given).to_params()}
-            tracked.request = attrs.evolve(tracked.request, params=better)
-        return super()._held(tracked)
+    def believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
+        return differ(ours, given) == {"ticket"}
 
 
 @breaks(Mutant, "REF-2")
@@ -521,11 +523,7 @@ class TestTakesTicketsOfAnyAge(MemoryScheduler):
 
     def _refused(self, tracked: Any, reason: Any) -> int:
         refused = super()._refused(tracked, reason)
-        if reason != "expired":
-            return refused
-        given = {key: value for key, value in tracked.request.params[PARAMS].items() if key != "ticket"}
-        found = self._peer().resolve(Reference(**given), tracked.request.extra, tracked.request.token_ids)
-        return found or 0
+        return len(tracked.request.token_ids) if reason == "expired" else refused
 
 
 @breaks(Mutant, "REF-2")

@@ -15,8 +15,14 @@ from kvplug.errors import CapacityError, ClosedError, KvplugError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug_lab.mutants import breaks
 from kvplug_testing import LookupBufferContract
-from kvplug_testing.memory.lookup import MemoryLookupEndpoint, MemoryRemoteStore, MemoryStore, Wanted
-from kvplug_testing.memory.store_core import LeasedEntry, StoreCore, StoredEntry
+from kvplug_testing.memory.lookup import (
+    MemoryLookupEndpoint,
+    MemoryRemoteStore,
+    MemoryStore,
+    StoredEntry,
+    Wanted,
+    decoded,
+)
 
 
 class Made(LookupBufferContract):
@@ -57,9 +63,9 @@ class Blurred(MemoryStore):
     def _blurred(self, key: Any) -> Any:
         return None if key is None else tuple(type(self).blur(token) for token in key)
 
-    def _publish(self, stored: StoredEntry) -> None:
+    def _add(self, stored: StoredEntry) -> None:
         stored.key = self._blurred(stored.key)
-        super()._publish(stored)
+        super()._add(stored)
 
     def _find_oldest(self, key: Any, extra: bytes) -> Any:
         return super()._find_oldest(self._blurred(key), extra)
@@ -79,9 +85,9 @@ class TestKeepsThirtyTwoBits(Blurred):
 class TestIgnoresExtra(MemoryStore):
     """What was computed with one adapter is found by another."""
 
-    def _publish(self, stored: StoredEntry) -> None:
+    def _add(self, stored: StoredEntry) -> None:
         stored.extra = b""
-        super()._publish(stored)
+        super()._add(stored)
 
     def _find_oldest(self, key: Any, extra: bytes) -> Any:
         return super()._find_oldest(key, b"")
@@ -108,7 +114,11 @@ class TestNewestWins(MemoryStore):
     def _find_oldest(self, key: Any, extra: bytes) -> Any:
         found = super()._find_oldest(key, extra)
         for stored in self._entries.values():
-            if found is not None and stored.is_published and (stored.key, stored.extra) == (found.key, extra):
+            if (
+                found is not None
+                and not stored.num_users
+                and (stored.key, stored.extra) == (found.key, extra)
+            ):
                 found = stored
         return found
 
@@ -122,6 +132,20 @@ class TestPrefixOnlyOneWay(MemoryStore):
         return None if found and key is not None and len(found.key) > len(key) else found
 
 
+@breaks(Mutant, "LOOKUP-2", caught_by="test_some_random_calls_find_what_a_slow_search_finds")
+class TestMixesEntriesUp(MemoryStore):
+    """An entry comes with the tensors of the one that was stored before it."""
+
+    last: Any = None
+
+    def _add(self, stored: StoredEntry) -> None:
+        mine, last = stored.messages, self.last
+        if last is not None and len(mine[1]) == len(last[1]):
+            stored.messages = mine[0], last[1]
+        self.last = mine
+        super()._add(stored)
+
+
 @breaks(Mutant, "LOOKUP-2")
 class TestStoresTheCallersTensor(MemoryStore):
     """The key is not copied, so that what the caller writes into its own comes out."""
@@ -129,10 +153,11 @@ class TestStoresTheCallersTensor(MemoryStore):
     def insert(self, input_tokens: Any, roi: Any, key: Any, *rest: Any, **given: Any) -> int:
         with self._changed:
             entry_id = super().insert(input_tokens, roi, key, *rest, **given)
-            stored = self._entries.get(entry_id)
-            if stored is not None:
-                stored.entry = attrs.evolve(stored.entry, key=key)
+            self.__dict__.setdefault("keys", {})[entry_id] = key
         return entry_id
+
+    def _received(self, stored: StoredEntry, *more: Any) -> Any:
+        return attrs.evolve(super()._received(stored, *more), key=self.__dict__["keys"][stored.entry_id])
 
 
 @breaks(Mutant, "LOOKUP-3")
@@ -182,26 +207,34 @@ class TestHandsOneEntryToTwo(MemoryStore):
             return super().drop_select(input_tokens, roi, **given | {"timeout": 0})
         time.sleep(0.001)
         with self._changed:
-            if stored.is_published:
+            if not stored.is_removed:
                 self._remove(stored)
-                self._changed.notify_all()
-        return stored.entry
+        return decoded(stored.messages)
 
 
 @breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back")
 class TestLosesTheEntryOfWhoGivesUp(MemoryStore):
     """What was lent to be taken is gone, whether it was received or not."""
 
-    def release(self, leased: LeasedEntry, *, is_received: bool) -> None:
-        super().release(leased, is_received=leased.lease.exclusive)
+    def release(self, stored: StoredEntry, *, is_received: bool) -> None:
+        super().release(stored, is_received=True)
 
 
 @breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
 class TestBelievesTheDead(MemoryRemoteStore):
     """A caller that is gone without a word has got its entry."""
 
-    def _release(self, store: StoreCore, leased: LeasedEntry, is_received: bool) -> None:
-        super()._release(store, leased, is_received or self._signal.closed)
+    def _release(self, store: MemoryStore, stored: StoredEntry, is_received: bool) -> None:
+        super()._release(store, stored, is_received or self._signal.closed)
+
+
+@breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
+class TestNeverNoticesThatACallerIsGone(MemoryRemoteStore):
+    """What was lent to one that is gone stays lent."""
+
+    def _release(self, store: MemoryStore, stored: StoredEntry, is_received: bool) -> None:
+        if not self._signal.closed:
+            super()._release(store, stored, is_received)
 
 
 @breaks(Mutant, "LOOKUP-4")
@@ -254,7 +287,7 @@ class Evicting(MemoryStore):
         return True
 
     def _may_go(self, stored: StoredEntry) -> bool:
-        return not self._leases.is_lent(stored.entry_id)
+        return not stored.num_users
 
 
 class EvictingMutant(Made):
@@ -306,8 +339,7 @@ class TestLooksAtEveryEntry(MemoryStore):
         for stored in self._entries.values():
             size = len(stored.key) if key is None else min(len(stored.key), len(key))
             matches = key is None or (size and stored.key[:size] == key[:size])
-            lent = self._leases.is_lent(stored.entry_id)
-            if matches and stored.extra == extra and stored.is_published and not lent:
+            if matches and stored.extra == extra and not stored.num_users:
                 return stored
         return None
 
@@ -316,10 +348,22 @@ class TestLooksAtEveryEntry(MemoryStore):
 
 
 @breaks(Mutant, "LOOKUP-7")
+class TestSelectTakesTheEntryOut(MemoryStore):
+    """An entry that was read is gone."""
+
+    def release(self, stored: StoredEntry, *, is_received: bool) -> None:
+        with self._changed:
+            was_taken = stored.is_taken
+            super().release(stored, is_received=is_received)
+            if not (was_taken or stored.is_removed):
+                self._remove(stored)
+
+
+@breaks(Mutant, "LOOKUP-7")
 class TestSelectWaits(MemoryStore):
     """Where nothing shares enough, select waits for an entry that does."""
 
-    def lease_longest(self, key: Any, extra: bytes, min_tokens: int) -> LeasedEntry:
+    def lease_longest(self, key: Any, extra: bytes, min_tokens: int) -> StoredEntry:
         with self._changed:
             enough = lambda: self._closed or self._find_longest(key, extra)[0] >= min_tokens  # noqa: E731
             self._changed.wait_for(enough, self._timeout_s)
@@ -330,18 +374,15 @@ class TestSelectWaits(MemoryStore):
 class TestTakesUnderAReader(MemoryStore):
     """An entry that is being read can be taken out."""
 
-    def _lease(self, stored: StoredEntry, *, exclusive: bool) -> LeasedEntry:
-        if exclusive:
-            return super()._lease(stored, exclusive=True)
-        return LeasedEntry(stored, self._leases.take(-stored.entry_id, "a reader", exclusive=False))
-
-    def release(self, leased: LeasedEntry, *, is_received: bool) -> None:
-        if leased.lease.exclusive:
-            super().release(leased, is_received=is_received)
-            return
-        with self._changed:
-            self._leases.release(leased.lease)
-            self._changed.notify_all()
+    def _find_oldest(self, key: Any, extra: bytes) -> Any:
+        read = [stored for stored in self._entries.values() if not stored.is_taken]
+        users = [stored.num_users for stored in read]
+        for stored in read:
+            stored.num_users = 0
+        found = super()._find_oldest(key, extra)
+        for stored, number in zip(read, users, strict=True):
+            stored.num_users = number
+        return found
 
 
 @breaks(Mutant, "LOOKUP-7", caught_by="test_a_sink_that_raises_ends_the_transfer_and_the_entry_stays")
@@ -365,10 +406,10 @@ class TestLosesTheEntryOfASinkThatRaises(MemoryStore):
 class TestReadersGetTheEntryItself(MemoryStore):
     """What a reader writes into its entry is read by the next one."""
 
-    def select(self, *args: Any, **given: Any) -> Any:
-        got = super().select(*args, **given)
-        stored = self._entries.get(got.header.entry_id)
-        return got if stored is None or given.get("sink") is not None else stored.entry
+    def _received(self, stored: StoredEntry, *more: Any) -> Any:
+        return self.__dict__.setdefault("given", {}).setdefault(
+            stored.entry_id, super()._received(stored, *more)
+        )
 
 
 # -- everything with an end ------------------------------------------------------------------------
@@ -418,7 +459,7 @@ class TestTheStoresEndIsNotHeardOf(MemoryRemoteStore):
 class TestIgnoresTimeouts(MemoryStore):
     """Who waits for an entry waits for ever."""
 
-    def lease_oldest(self, key: Any, extra: bytes, deadline: Deadline, *given: Any) -> LeasedEntry:
+    def lease_oldest(self, key: Any, extra: bytes, deadline: Deadline, *given: Any) -> StoredEntry:
         return super().lease_oldest(key, extra, Deadline.after(None), *given)
 
 
@@ -426,17 +467,17 @@ class TestIgnoresTimeouts(MemoryStore):
 class TestGivesUpEarly(MemoryStore):
     """Who waits for room waits half as long as it may."""
 
-    def _wait_for_capacity(self, nbytes: int, deadline: Deadline) -> None:
+    def _wait_for_room(self, nbytes: int, deadline: Deadline) -> None:
         left = deadline.remaining()
-        super()._wait_for_capacity(nbytes, Deadline.after(None if left is None else left / 2))
+        super()._wait_for_room(nbytes, Deadline.after(None if left is None else left / 2))
 
 
 @breaks(Mutant, "ALL-4")
 class TestWaitsForAnAnswerForEver(MemoryRemoteStore):
     """A reaching end waits for an answer as long as it takes."""
 
-    def _copied(self, entry: Any, wanted: Any, deadline: Deadline) -> Any:
-        return super()._copied(entry, wanted, Deadline.after(None))
+    def _received(self, stored: StoredEntry, wanted: Any, deadline: Deadline) -> Any:
+        return super()._received(stored, wanted, Deadline.after(None))
 
 
 @breaks(Mutant, "ALL-6")
@@ -479,7 +520,7 @@ class TestKeepsWhatWasTaken(MemoryStore):
     """Entries that were taken stay in memory."""
 
     def _remove(self, stored: StoredEntry) -> None:
-        _kept.append(stored.entry.hidden)
+        _kept.append(stored.messages)
         super()._remove(stored)
 
 
@@ -491,8 +532,8 @@ class TestKeepsWhatWasTaken(MemoryStore):
 class TestHandsOutAnotherEntry(MemoryRemoteStore):
     """What comes is not compared with what was asked for."""
 
-    def _copied(self, entry: Any, wanted: Any, deadline: Deadline) -> Any:
-        return super()._copied(entry, Wanted(None), deadline)
+    def _received(self, stored: StoredEntry, wanted: Any, deadline: Deadline) -> Any:
+        return super()._received(stored, Wanted(None), deadline)
 
 
 # -- the control -----------------------------------------------------------------------------------

@@ -11,38 +11,36 @@ from typing import Any
 from unittest import mock
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
-from kvplug.transport.store import executor, job, tasks
+from kvplug.transport.store import job, tasks
 from kvplug.transport.store.copying.rows import PageReading
 from kvplug.transport.store.events import PageEventLog, PageRemoval
-from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
 from kvplug.transport.store.results import MissReason, Presence, Usage
+from kvplug_host.client import client
+from kvplug_host.client.client import HostClient
+from kvplug_host.store import HostStore
 from kvplug_lab.mutants import breaks
 from kvplug_testing import StoreContract
-from kvplug_testing.memory import store
-from kvplug_testing.memory.page_place import PagePlace
-from kvplug_testing.memory.store import MemoryStore, PlaceEnd, RemoteMemoryStore, RemotePlace
+from kvplug_testing.memory.store import MemoryStore, PagePlace, fill
 
 
 class Mutant(StoreContract):
-    """One fault, of ``made``, its ``end``, its ``place`` or its ``seal``. ``breaks`` are the broken laws."""
+    """One fault, of ``made``, its ``place_`` or its ``seal``. ``breaks`` are the broken laws."""
 
     store = "memory"
     reached_by = "options"
     across_processes = False
     use_granularity_s = 0.0
-    parts = ("made", "end", "place_", "seal")
+    parts = ("made", "place_", "seal")
     breaks: tuple[str, ...] = ()
     made: type[MemoryStore] = MemoryStore
-    end: type[PlaceEnd] = PlaceEnd
     place_: type[PagePlace] = PagePlace
     seal: type[PageSeal] = PageSeal
 
     def make_store(self, context: Any) -> Any:
-        end = type("End", (self.end,), {"place_type": self.place_})
-        made = type("Made", (self.made,), {"end_type": end})(context)
+        made = type("Made", (self.made,), {"place_type": self.place_})(context)
         made.seal = self.seal(checksums=context.seal.checksums, secret=context.seal.secret)
         return made
 
@@ -101,16 +99,25 @@ class TestHasOneReason(PageSeal):
         return super().check_header(*args) and MissReason.ABSENT
 
 
+@breaks(Mutant, "STORE-1")
+class TestKeepsWrongPages(PagePlace):
+    """A page with wrong bytes stays, and a right one is not kept."""
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        if len(keys) > 1:
+            super().remove(keys)
+
+
 @breaks(Mutant, "STORE-1", caught_by="test_what_the_caller_writes_after_its_put_is_not_in_the_page")
-class TestKeepsTheCallersMemory(PlaceEnd):
+class TestKeepsTheCallersMemory(PagePlace):
     """A page is not copied, so that what is written to the memory later comes out."""
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
         kept = super().write(key, page)
-        with self.place.lock:
+        with self.lock:
             header, payload = page
-            if len(payload) > 10_000 and key in self.place.pages:
-                self.place.pages[key] = _Joined(bytes(header), payload)  # type: ignore[assignment]
+            if len(payload) > 10_000 and key in self.pages:
+                self.pages[key] = _Joined(bytes(header), payload)  # type: ignore[assignment]
         return kept
 
 
@@ -141,6 +148,34 @@ class TestMixesPagesUp(MemoryStore):
         return job
 
 
+@breaks(Mutant, "STORE-1", caught_by="test_no_layer_is_released_before_it_is_verified_for_all_pages")
+class TestReleasesLayersBeforeTheyAreVerified(MemoryStore):
+    """Layers count as ready when they have arrived."""
+
+    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> GetJob:
+        job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
+
+        def work() -> None:
+            results = []
+            found = [self.place.pages.get(key) for key in pages.keys]
+            for layer in range(pages.series.format.num_layers):
+                job.advance(layer + 1)
+                time.sleep(0.005)
+            for index, page in enumerate(found):
+                reason: MissReason | None = MissReason.ABSENT
+                if page is not None:
+                    length = self.seal.header_length(pages.series.format, pages.identities[index])
+                    header, payload = page[:length], memoryview(bytearray(page[length:]))
+                    reason = self.seal.check(pages.series, pages.identities[index], header, payload)
+                    if len(payload) == pages.series.format.nbytes:
+                        pages.memory.scatter(index, PageRows.dense(payload, 1, len(payload)))
+                results.append(reason)
+            job.set(results)
+
+        threading.Thread(target=work, daemon=True).start()
+        return job
+
+
 # -- whole or not at all ---------------------------------------------------------------------------
 
 
@@ -148,23 +183,49 @@ class TestMixesPagesUp(MemoryStore):
 class TestTheLastPutWins(PagePlace):
     """A later put replaces the page."""
 
-    def write(self, key: bytes, page: bytes) -> bool:
+    def keep(self, key: bytes, page: bytes) -> bool:
         with self.lock:
             self._drop([key], PageRemoval.REMOVED)
-            return super().write(key, page)
+            return super().keep(key, page)
+
+
+@breaks(Mutant, "STORE-2")
+class TestALaterPutIsRefused(PagePlace):
+    """A put of a page that is there counts as not kept."""
+
+    def keep(self, key: bytes, page: bytes) -> bool:
+        return key not in self.pages and super().keep(key, page)
+
+
+@breaks(Mutant, "STORE-2", caught_by="test_a_page_is_not_visible_before_it_is_whole")
+class TestAnnouncesPagesBeforeTheyAreThere(MemoryStore):
+    """A page that is being put is held for who asks."""
+
+    coming: frozenset[bytes] = frozenset()
+
+    def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
+        self.coming |= set(pages.keys)
+        return super().submit_put(pages, timeout=timeout)
+
+    def submit_lookup(self, keys: Any, **given: Any) -> Any:
+        found = super().submit_lookup(keys, **given)
+        job: Job[Presence] = Job(len(keys), found.deadline)
+        known = zip(keys, found.wait(20), strict=True)
+        job.set([Presence.HELD if key in self.coming else each for key, each in known])
+        return job
 
 
 @breaks(Mutant, "STORE-2", caught_by="test_of_two_writers_with_different_bits_one_wins_wholly")
 class TestMixesWriters(PagePlace):
     """Of two writers of a page, the first half of one and the second half of the other are kept."""
 
-    def write(self, key: bytes, page: bytes) -> bool:
+    def keep(self, key: bytes, page: bytes) -> bool:
         with self.lock:
             there = self.pages.get(key)
             if there is not None and len(there) == len(page):
                 half = len(page) // 2
                 self.pages[key] = there[:half] + page[half:]
-            return super().write(key, page)
+            return super().keep(key, page)
 
 
 # -- time ------------------------------------------------------------------------------------------
@@ -212,7 +273,7 @@ class TestCopiesAfterTheEnd(Mutant):
     breaks = ("STORE-3",)
     caught_by = "test_pages_that_come_after_the_end_of_a_get_are_not_copied"
 
-    class end(PlaceEnd):  # noqa: N801
+    class place_(PagePlace):  # noqa: N801
         into: Any = None
         late: Any = None
 
@@ -227,9 +288,9 @@ class TestCopiesAfterTheEnd(Mutant):
     class made(MemoryStore):  # noqa: N801
         def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
             job = super().submit_get(pages, timeout=timeout)
-            inner: Any = self._inner
-            if inner.late is None:
-                inner.into, inner.late = pages.memory, job
+            place: Any = self.place
+            if place.late is None:
+                place.into, place.late = pages.memory, job
             return job
 
 
@@ -285,8 +346,19 @@ class TestEvictsLeasedPages(PagePlace):
 class TestLeasesDoNotExpire(PagePlace):
     """A lease ends only when it is released."""
 
-    def lookup(self, end: int, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
+    def lookup(self, end: Any, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
         return super().lookup(end, keys, 1e6 if lease_s else 0.0)
+
+
+@breaks(Mutant, "STORE-5", caught_by="test_a_lease_can_be_prolonged_and_protects_no_more_when_it_has_expired")
+class TestAShorterLeaseEndsALongerOne(PagePlace):
+    """The last lookup decides."""
+
+    def lookup(self, end: Any, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
+        with self.lock:
+            if lease_s:
+                self.release(end, keys)
+            return super().lookup(end, keys, lease_s)
 
 
 @breaks(
@@ -297,9 +369,24 @@ class TestLeasesDoNotExpire(PagePlace):
 class TestReleasesLeasesOfOthers(PagePlace):
     """A release ends every lease on the page."""
 
-    def release(self, end: int, keys: Sequence[bytes]) -> None:
+    def release(self, end: Any, keys: Sequence[bytes]) -> None:
         for other in self.ends:
             super().release(other, keys)
+
+
+@breaks(
+    Mutant,
+    "STORE-5",
+    caught_by="test_an_end_does_not_release_what_another_has_leased_and_its_leases_end_with_it",
+)
+class TestKeepsLeasesOfClosedEnds(PagePlace):
+    """The leases of an end that was closed go on."""
+
+    def leave(self, end: Any) -> None:
+        with self.lock:
+            leases = {key: dict(leased) for key, leased in self._leases.items()}
+            super().leave(end)
+            self._leases.update(leases)
 
 
 class TestReadsInPlaceWithoutGenerations(Mutant):
@@ -311,11 +398,11 @@ class TestReadsInPlaceWithoutGenerations(Mutant):
     class place_(PagePlace):  # noqa: N801
         slots: dict[bytes, bytearray]
 
-        def write(self, key: bytes, page: bytes) -> bool:
+        def keep(self, key: bytes, page: bytes) -> bool:
             with self.lock:
                 slots = self.__dict__.setdefault("slots", {})
                 before = set(self.pages)
-                kept = super().write(key, page)
+                kept = super().keep(key, page)
                 free = [slots.pop(gone) for gone in before - set(self.pages) if gone in slots]
                 for slot in free:  # memory that is used again
                     slot[:] = page[: len(slot)].ljust(len(slot), b"\0")
@@ -352,7 +439,7 @@ class TestExceedsTheBudget(PagePlace):
 
 
 @breaks(Mutant, "STORE-6", caught_by="test_usage_counts_pages_and_their_bytes")
-class TestDoesNotCountHeaders(PlaceEnd):
+class TestDoesNotCountHeaders(PagePlace):
     """Only the bytes of pages count."""
 
     def usage(self) -> Usage:
@@ -360,8 +447,17 @@ class TestDoesNotCountHeaders(PlaceEnd):
         return Usage(num_pages=usage.num_pages, used_bytes=usage.num_pages, budget_bytes=usage.budget_bytes)
 
 
+@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_got_stay_and_others_are_evicted")
+class TestEvictsInTheOrderOfPuts(PagePlace):
+    """The oldest page goes first, also if it was read just now."""
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        page = self.pages.get(key)
+        return None if page is None else fill(into, page)
+
+
 @breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_touched_stay_and_others_are_evicted")
-class TestTouchesNothing(PlaceEnd):
+class TestTouchesNothing(MemoryStore):
     """Only reading counts as a use."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -381,13 +477,40 @@ class TestForgetsThatAReaderIsExpected(MemoryStore):
 
 
 @breaks(
+    Mutant,
+    "STORE-6",
+    caught_by="test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read",
+)
+class TestExpectsOneReaderForAll(PagePlace):
+    """A page that several ends are to read goes when the first one has read it."""
+
+    def expect_reader(self, end: Any, keys: Any) -> None:
+        self._readers |= dict.fromkeys(keys, (end, 1))
+
+
+@breaks(
+    Mutant, "STORE-6", caught_by="test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing"
+)
+class TestEvictsForWhatIsTooLarge(PagePlace):
+    """Before a page is found too large, others are evicted for it."""
+
+    def keep(self, key: bytes, page: bytes) -> bool:
+        try:
+            return super().keep(key, page)
+        except CapacityError:
+            with self.lock:
+                self._drop(list(self.pages), PageRemoval.EVICTED)
+            raise
+
+
+@breaks(
     Mutant, "STORE-6", caught_by="test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing"
 )
 class TestWhatIsTooLargeFindsNoRoom(PagePlace):
     """A page that can never be kept is told like one that cannot be kept now."""
 
-    def write(self, key: bytes, page: bytes) -> bool:
-        return len(page) <= self.budget_bytes and super().write(key, page)
+    def keep(self, key: bytes, page: bytes) -> bool:
+        return len(page) <= self.budget_bytes and super().keep(key, page)
 
 
 _kept: list[Any] = []
@@ -460,7 +583,7 @@ class TestPromisesWhatIsNotThere(MemoryStore):
 class TestDeclaredPagesDoNotExpire(PagePlace):
     """A declared page is coming until it is put."""
 
-    def declare(self, end: int, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
+    def declare(self, end: Any, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
         super().declare(end, series, keys, for_s + 100)
 
 
@@ -468,16 +591,44 @@ class TestDeclaredPagesDoNotExpire(PagePlace):
 class TestCannotGiveUpDeclaredPages(PagePlace):
     """A declared page that is given up is waited for until its time is over."""
 
-    def withdraw(self, end: int, keys: Sequence[bytes]) -> None:
+    def withdraw(self, end: Any, keys: Sequence[bytes]) -> None:
         return None
+
+
+@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed")
+class TestADeclaredPageHidesWhatIsHeld(PagePlace):
+    """A page that is declared once more is coming, though it is there."""
+
+    def declare(self, end: Any, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
+        super().declare(end, series, keys, for_s)
+        self.__dict__.setdefault("hidden", set()).update(keys)
+
+    def _presence(self, end: Any, key: bytes, lease_s: float) -> Presence:
+        if key in self.__dict__.get("hidden", ()):
+            return Presence.COMING
+        return super()._presence(end, key, lease_s)
+
+
+@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_whose_time_is_over_is_absent")
+class TestTheFirstDeclarationDecides(PagePlace):
+    """A page that is declared again expires as if it had not been."""
+
+    def declare(self, end: Any, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
+        before = {key: until for key in keys if (until := self._declared.get(key, {}).get(end))}
+        super().declare(end, series, keys, for_s)
+        for key, until in before.items():
+            self._declared[key][end] = until
 
 
 @breaks(Mutant, "STORE-8", caught_by="test_what_an_end_that_is_closed_has_declared_is_absent")
 class TestExpectsPagesOfClosedEnds(PagePlace):
     """What an end has declared outlives it."""
 
-    def _declared_by(self, end: int) -> list[bytes]:
-        return []
+    def leave(self, end: Any) -> None:
+        with self.lock:
+            declared, self._declared = self._declared, {}
+            super().leave(end)
+            self._declared = declared
 
 
 # -- forgetting ------------------------------------------------------------------------------------
@@ -510,7 +661,7 @@ class TestForgetsMoreThanItIsAsked(PagePlace):
 
 
 @breaks(Mutant, "STORE-10", caught_by="test_usage_counts_pages_and_their_bytes")
-class TestCountsPutsAsPages(PlaceEnd):
+class TestCountsPutsAsPages(PagePlace):
     """A page that is put again is counted again."""
 
     count = 0
@@ -586,7 +737,7 @@ class TestAnswersAfterItsEnd(MemoryStore):
 
     def submit_lookup(self, keys: Any, **given: Any) -> Any:
         job: Job[Presence] = Job(len(keys), Deadline.after(None))
-        job.set(self.place.lookup(self._inner.number, keys, 0.0))
+        job.set(self.place.lookup(self, keys, 0.0))
         return job
 
 
@@ -623,7 +774,7 @@ class TestAbortingLeavesJobs(MemoryStore):
 class TestAnEndTakesItsPlaceWithIt(PagePlace):
     """The pages go when the first of several ends is closed."""
 
-    def leave(self, end: int) -> None:
+    def leave(self, end: Any) -> None:
         super().leave(end)
         self.clear()
 
@@ -641,29 +792,40 @@ class TestWorksInAForkedChild(MemoryStore):
 
 
 @breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
-class TestAForkedChildHoldsItsDescriptor(PlaceEnd):
+class TestAForkedChildHoldsItsDescriptor(MemoryStore):
     """A descriptor of the store is open in a forked child."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._fd = os.dup(0)
 
-    def close(self) -> None:
-        super().close()
-        os.close(self._fd)
+    def abort(self) -> None:
+        super().abort()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
-# -- ends that reach the store by a link -----------------------------------------------------------
+@breaks(Mutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
+class TestLeavesAThread(MemoryStore):
+    """Each end leaves a thread behind."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+# -- ends that reach a store by a link -------------------------------------------------------------
 
 
 class LinkMutant(StoreContract):
-    """One fault of ``made``, which serves, or of ``client``."""
+    """One fault of the store "host": of ``made``, which serves, or of ``client``, which reaches it."""
 
-    store = "memory"
+    store = "host"
     parts = ("made", "client")
     breaks: tuple[str, ...] = ()
-    made: type[MemoryStore] = MemoryStore
-    client: type[RemoteMemoryStore] = RemoteMemoryStore
+    made: type[HostStore] = HostStore
+    client: type[HostClient] = HostClient
 
     def make_store(self, context: Any) -> Any:
         return self.made(context)
@@ -678,16 +840,16 @@ class LinkMutant(StoreContract):
     "ALL-2",
     caught_by="test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so",
 )
-class TestDoesNotKnowThatItsStoreIsGone(RemoteMemoryStore):
+class TestDoesNotKnowThatItsStoreIsGone(HostClient):
     """An end whose store is gone for good is tried for ever."""
 
     @property
     def is_lost(self) -> bool:
-        return ExecutedStore.is_lost.fget(self)  # type: ignore[attr-defined, no-any-return]
+        return self._closing
 
 
 @breaks(LinkMutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
-class TestLeavesAThreadForEachPeer(MemoryStore):
+class TestLeavesAThreadForEachPeer(HostStore):
     """Serving a peer that has gone leaves a thread."""
 
     def serve(self, link: Any) -> None:
@@ -700,37 +862,25 @@ class TestLeavesAThreadForEachPeer(MemoryStore):
     "STORE-7",
     caught_by="test_jobs_end_in_time_while_the_stores_process_is_stopped_and_when_it_is_killed",
 )
-class TestTakesAStoppedStoreForDead(RemoteMemoryStore):
+class TestTakesAStoppedStoreForDead(HostClient):
     """A store that does not answer for a moment counts as gone for good."""
 
-    def _end(self, task: Any, reason: Any) -> None:
-        super()._end(task, reason)
-        self._remote.is_gone |= reason is MissReason.TIMEOUT
+    def _ended(self, job: Any) -> None:
+        super()._ended(job)
+        if job.job.deadline.expired:
+            self._lose()
 
 
-LIED_TO = "test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for"
-
-
-@breaks(LinkMutant, "ALL-10", caught_by=LIED_TO)
-class TestWaitsForAnswersForEver(RemoteMemoryStore):
+@breaks(
+    LinkMutant,
+    "ALL-10",
+    caught_by="test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for",
+)
+class TestWaitsForAnswersForEver(HostClient):
     """An answer that does not come is waited for."""
 
-    class remote_type(RemotePlace):  # noqa: N801
-        def __init__(self, link: Any, timeout_s: float) -> None:
-            super().__init__(link, 600.0)
-
-
-@breaks(LinkMutant, "ALL-10", caught_by=LIED_TO)
-class TestTakesAnyMessageForACall(MemoryStore):
-    """What an end asks for is called as it comes."""
-
-    def serve(self, link: Any) -> None:
-        def call(message: Any) -> tuple[int, str, list[Any]]:
-            number, name, *args = message
-            return number, name, args
-
-        with mock.patch.object(store, "asked", call):
-            super().serve(link)
+    def _deadline(self, timeout: Any) -> Deadline:
+        return Deadline.after(600.0)
 
 
 # -- the controls ----------------------------------------------------------------------------------
@@ -743,7 +893,7 @@ class TestHasNoFault(Mutant):
 
 
 class TestHasNoFaultByALink(LinkMutant):
-    """The store "memory", and ends that reach it by a link."""
+    """The store "host", and ends that reach it by a link."""
 
     is_control = True
 
@@ -756,7 +906,7 @@ class TestHasNoFaultByALink(LinkMutant):
     "ALL-8",
     caught_by="test_a_program_that_leaves_at_work_ends_with_its_own_code",
 )
-class TestKeepsTheProgramFromLeaving(MemoryStore):
+class TestKeepsTheProgramFromLeaving(HostStore):
     """When the program leaves, a thread of the store is waited for, and it does not end."""
 
     def __init__(self, context: Any) -> None:
@@ -771,7 +921,7 @@ class TestThreadsOfALeavingProgramFail(LinkMutant):
     caught_by = "test_a_program_that_leaves_at_work_ends_with_its_own_code"
 
     def make_store(self, context: Any) -> Any:
-        for module in (executor, job):
+        for module in (client, job):
             patch = mock.patch.object(module, "hold_at_exit", return_value=None)
             patch.start()
             self.later(patch.stop)

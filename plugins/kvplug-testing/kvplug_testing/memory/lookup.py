@@ -1,16 +1,19 @@
 """The lookup buffer "memory": a fake for the tests of one process, and the first subject of its suite.
 
-The signal pipe carries one message, the number of the attached client. Calls go directly to the store. The
-five parts of a leased entry go over the data pipe, so that a slow, broken or lying pipe has the same effect
-as with any lookup buffer. A thread waits for the end of the signal pipe.
+The store keeps each entry as two encoded messages, its header and its tensors. The signal pipe carries one
+message, the number of the attached client. Calls go directly to the store. The two messages of a leased entry
+go over the data pipe, so that a slow, broken or lying pipe has the same effect as with any lookup buffer. A
+thread waits for the end of the signal pipe.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import secrets
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplug import (
+    CapacityError,
     ClosedError,
     KvplugError,
     PeerGoneError,
@@ -25,12 +29,14 @@ from kvplug import (
     TimeoutError,
     UnsupportedError,
 )
-from kvplug.net.wire import TensorMeta, meta_of
+from kvplug.engine import EntryGoneError
+from kvplug.net.wire import Limits, TensorMeta, decode, encode, memory_of, meta_of
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     BackgroundThread,
     Deadline,
     Entry,
+    EntryHeader,
     EntrySink,
     LookupBuffer,
     LookupContext,
@@ -42,54 +48,139 @@ from kvplug.transport import (
     WireError,
     close_after_fork,
 )
-from kvplug_testing.memory.entries import (
-    Key,
-    copy_of,
-    extra_bytes,
-    give_layers,
-    key_under,
-    num_layers_of,
-)
-from kvplug_testing.memory.store_core import LeasedEntry, StoreCore
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-@attrs.frozen(eq=False)
-class AttachedClient:
-    """The store's record of a remote end: the store's ends of the two pipes."""
-
-    store: StoreCore
-    signal: Pipe
-    data: Pipe
-    forget: Callable[[AttachedClient], None]
-    """Called when it ends."""
-    number: int = attrs.field(factory=lambda: secrets.randbits(62))
-
-    def announce(self) -> None:
-        import torch
-
-        _clients[self.number] = self
-        try:
-            self.signal.send_tensor(torch.tensor(self.number))
-        except BaseException:
-            self.withdraw()
-            raise
-
-    def withdraw(self) -> None:
-        """The remote end cannot be served. Idempotent."""
-        _clients.pop(self.number, None)
-        self.forget(self)
-
-    def end(self) -> None:
-        """End at once. Idempotent."""
-        self.withdraw()
-        self.signal.abort()
-        self.data.abort()
+LIMITS: Final = Limits(max_bytes=1 << 40)
+Key = tuple[int, ...]
+"""The token ids under the roi."""
 
 
-_clients: Final[dict[int, AttachedClient]] = {}
+# -- keys and entries ------------------------------------------------------------------------------
+
+
+def checked_tokens(tokens: Any, roi: Any) -> tuple[Tensor, Tensor]:
+    """Copies of the token ids (int64) and of the roi (bool; ``None`` is every token).
+
+    Raises:
+        UnsupportedError: they are not 64-bit integers and booleans.
+        ValueError: they do not have one dimension or the same length.
+    """
+    import torch
+
+    ids = _row(tokens, torch.int64, "token ids")
+    mask = torch.ones_like(ids, dtype=torch.bool) if roi is None else _row(roi, torch.bool, "a roi")
+    if mask.shape != ids.shape:
+        raise ValueError(f"a roi of {len(mask)} does not fit {len(ids)} tokens")
+    return ids, mask
+
+
+def _row(given: Any, dtype: Any, what: str) -> Tensor:
+    import torch
+
+    plain = given.tolist() if hasattr(given, "tolist") else list(given)
+    try:
+        row = torch.tensor(plain) if plain else torch.tensor([], dtype=dtype)
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise UnsupportedError(f"{what} must be {dtype}: {e}") from e
+    if row.ndim != 1:
+        raise ValueError(f"{what} must have one dimension, not {row.ndim}")
+    if row.dtype != dtype:
+        raise UnsupportedError(f"{what} must be {dtype}, not {row.dtype}")
+    return row
+
+
+def key_under(tokens: Any, roi: Any) -> Key:
+    """The tokens under the roi. Raises like :func:`checked_tokens`."""
+    ids, mask = checked_tokens(tokens, roi)
+    return tuple(ids[mask].tolist())
+
+
+def extra_bytes(extra: Any) -> bytes:
+    """The part of the key besides the tokens.
+
+    Raises:
+        UnsupportedError: it is not bytes-like (``bytes`` of an int would be that many zeros).
+    """
+    try:
+        return bytes(memoryview(extra))
+    except TypeError as e:
+        raise UnsupportedError(f"extra must be bytes, not {type(extra).__name__}") from e
+
+
+def num_layers_of(num_tokens: int, key: Tensor | None, value: Tensor | None) -> int:
+    """The first dimension of key and value; 0 if there are none.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    shapes = [tuple(part.shape) for part in (key, value) if part is not None]
+    if any(len(shape) < 2 or shape[1] != num_tokens for shape in shapes):
+        raise ValueError(f"key and value have the shape [num_layers, {num_tokens} tokens, ...], not {shapes}")
+    if len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(f"key has {shapes[0][0]} layers and value {shapes[1][0]}")
+    return shapes[0][0] if shapes else 0
+
+
+@NamedExhaustion("copying an entry")
+def decoded(messages: tuple[Any, Any]) -> Entry:
+    """The entry in two messages, which may be anything.
+
+    Raises:
+        WireError: they are no entry.
+    """
+    try:
+        entry_id, tokens, roi, metadata = decode(messages[0], limits=LIMITS)
+        key, value, hidden = decode(messages[1], limits=LIMITS)
+        tokens, roi = checked_tokens(tokens, roi)
+        if hidden is not None:
+            meta_of(hidden)
+        header = EntryHeader(
+            entry_id=entry_id,
+            tokens=tokens,
+            roi=roi,
+            num_layers=num_layers_of(len(tokens), key, value),
+            metadata={**metadata},
+        )
+    except (KvplugError, AttributeError, TypeError, ValueError) as e:
+        raise WireError(f"what came is no entry: {e}") from e
+    return Entry(header=header, tokens=tokens, roi=roi, key=key, value=value, hidden=hidden)
+
+
+def give_layers(entry: Entry, sink: EntrySink, deadline: Deadline) -> Entry:
+    """Pass key and value to a sink layer by layer, and return the rest.
+
+    Raises:
+        TimeoutError: the sink was too slow.
+        Exception: raised by the sink.
+    """
+    sink.begin(entry.header)
+    for index in range(entry.header.num_layers):
+        if deadline.expired:
+            raise TimeoutError(f"the sink took {index} of {entry.header.num_layers} layers in time")
+        key, value = (None if part is None else part[index] for part in (entry.key, entry.value))
+        sink.layer(index, key, value)
+    return attrs.evolve(entry, key=None, value=None)
+
+
+@attrs.define(eq=False)
+class StoredEntry:
+    """An entry, and the store's record of it."""
+
+    entry_id: int
+    extra: bytes
+    key: Key
+    messages: tuple[bytes, bytes]
+    num_users: int = 0
+    """The callers that read it, or the one that takes it."""
+    is_taken: bool = False
+    is_removed: bool = False
+    """Its bytes are free when it has no user."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.messages))
 
 
 @attrs.frozen
@@ -108,17 +199,20 @@ class Wanted:
         return 0 < size <= min(len(key), len(self.key)) and key[:size] == self.key[:size]
 
 
+# -- both ends -------------------------------------------------------------------------------------
+
+
 class MemoryLookupBuffer(LookupBuffer):
     """The calls of both ends: lease an entry, copy it to the caller, release the lease."""
 
     _timeout_s: float
 
     @abc.abstractmethod
-    def _store_for_call(self, deadline: Deadline) -> AbstractContextManager[StoreCore]:
+    def _store_for_call(self, deadline: Deadline) -> AbstractContextManager[MemoryStore]:
         """The store, for one call."""
 
     @abc.abstractmethod
-    def _copied(self, entry: Entry, wanted: Wanted, deadline: Deadline) -> Entry:
+    def _received(self, stored: StoredEntry, wanted: Wanted, deadline: Deadline) -> Entry:
         """A copy of the store's entry for the caller at this end."""
 
     def _deadline(self, timeout: Timeout) -> Deadline:
@@ -135,8 +229,8 @@ class MemoryLookupBuffer(LookupBuffer):
         deadline = self._deadline(timeout)
         key = None if input_tokens is None else key_under(input_tokens, roi)
         with self._store_for_call(deadline) as store:
-            leased = store.lease_oldest(key, extra_bytes(extra), deadline, lambda: self.is_lost)
-            return self._hand_over(store, leased, Wanted(key), None, deadline)
+            stored = store.lease_oldest(key, extra_bytes(extra), deadline, lambda: self.is_lost)
+            return self._hand_over(store, stored, Wanted(key), None, deadline)
 
     def select(
         self,
@@ -151,64 +245,230 @@ class MemoryLookupBuffer(LookupBuffer):
         deadline = self._deadline(timeout)
         key = key_under(input_tokens, roi)
         with self._store_for_call(deadline) as store:
-            leased = store.lease_longest(key, extra_bytes(extra), min_tokens)
-            return self._hand_over(store, leased, Wanted(key, min_tokens), sink, deadline)
+            stored = store.lease_longest(key, extra_bytes(extra), min_tokens)
+            return self._hand_over(store, stored, Wanted(key, min_tokens), sink, deadline)
 
     def _hand_over(
         self,
-        store: StoreCore,
-        leased: LeasedEntry,
+        store: MemoryStore,
+        stored: StoredEntry,
         wanted: Wanted,
         sink: EntrySink | None,
         deadline: Deadline,
     ) -> Entry:
         is_received = False
         try:
-            entry = self._copied(leased.stored.entry, wanted, deadline)
+            entry = self._received(stored, wanted, deadline)
             if sink is not None:
                 entry = give_layers(entry, sink, deadline)
             is_received = True
         finally:
-            self._release(store, leased, is_received)
+            self._release(store, stored, is_received)
         return entry
 
-    def _release(self, store: StoreCore, leased: LeasedEntry, is_received: bool) -> None:
-        store.release(leased, is_received=is_received)
+    def _release(self, store: MemoryStore, stored: StoredEntry, is_received: bool) -> None:
+        store.release(stored, is_received=is_received)
 
 
-class MemoryStore(StoreCore, MemoryLookupBuffer, LookupStore):
-    """The end that holds the entries."""
+# -- the end that holds the entries ----------------------------------------------------------------
+
+
+class MemoryStore(MemoryLookupBuffer, LookupStore):
+    """The entries, under one lock with one condition: whoever waits looks again after each change.
+
+    The index is a dict of all keys and all their prefixes: simple code that needs much memory for long
+    prompts.
+    """
 
     def __init__(self, context: LookupContext) -> None:
-        super().__init__(max_bytes=context.buffer_size, timeout_s=context.timeout_s)
-        self._clients: list[AttachedClient] = []
+        self._max_bytes, self._timeout_s = context.buffer_size, context.timeout_s
+        self._changed = threading.Condition()  # guards all that follows
+        self._entries: dict[int, StoredEntry] = {}  # oldest first
+        self._index: dict[tuple[bytes, Key, bool], dict[int, StoredEntry]] = defaultdict(dict)
+        """Entries by ``extra`` and a prefix of their key, and whether that is the whole key."""
+        self._used_bytes = 0
+        self._next_id = 1
+        self._clients: set[AttachedClient] = set()
+        self._closed = False
         close_after_fork(self)
 
     @property
     def is_lost(self) -> bool:
         return self._closed
 
-    @contextmanager
-    def _store_for_call(self, deadline: Deadline) -> Iterator[StoreCore]:
-        yield self
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this lookup store is closed")
 
-    def _copied(self, entry: Entry, wanted: Wanted, deadline: Deadline) -> Entry:
-        return copy_of(entry)
+    def _store_for_call(self, deadline: Deadline) -> AbstractContextManager[MemoryStore]:
+        return contextlib.nullcontext(self)
+
+    def _received(self, stored: StoredEntry, wanted: Wanted, deadline: Deadline) -> Entry:
+        return decoded(stored.messages)
+
+    @NamedExhaustion("copying an entry")
+    def insert(
+        self,
+        input_tokens: Any,
+        roi: Any,
+        key: Tensor | None,
+        value: Tensor | None,
+        hidden: Tensor | None,
+        *,
+        extra: bytes = b"",
+        metadata: dict[str, Any] | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+    ) -> int:
+        deadline = self._deadline(timeout)
+        tokens, mask = checked_tokens(input_tokens, roi)
+        if not mask.any():
+            raise ValueError("no token of the entry is under its roi: it could never be found")
+        num_layers_of(len(tokens), key, value)
+        tensors = encode([key, value, hidden], limits=LIMITS)
+        with self._changed:
+            header = encode([self._next_id, tokens, mask, metadata or {}], limits=LIMITS)
+            counted = tuple(tokens[mask].tolist())
+            stored = StoredEntry(self._next_id, extra_bytes(extra), counted, (header, tensors))
+            self._next_id += 1
+            if stored.nbytes > self._max_bytes:
+                raise CapacityError(f"an entry of {stored.nbytes} bytes, and a buffer of {self._max_bytes}")
+            self._wait_for_room(stored.nbytes, deadline)
+            self._add(stored)
+            return stored.entry_id
+
+    def _wait_for_room(self, nbytes: int, deadline: Deadline) -> None:
+        self._check_open()
+        while not self._has_room(nbytes):
+            self._wait(deadline, f"no room for {nbytes} bytes in time: {self._used_bytes} bytes are used")
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self._used_bytes + nbytes <= self._max_bytes
+
+    def _wait(self, deadline: Deadline, otherwise: str) -> None:
+        """Wait for the next change."""
+        if deadline.expired:
+            raise TimeoutError(otherwise)
+        self._changed.wait(deadline.remaining())
+        self._check_open()
+
+    # -- leases, for callers at both ends ------------------------------------------------------
+
+    def count_shared(self, key: Key, extra: bytes) -> int:
+        """The length of the longest prefix of ``key`` that an entry shares."""
+        with self._changed:
+            self._check_open()
+            return self._find_longest(key, extra)[0]
+
+    def lease_oldest(
+        self, key: Key | None, extra: bytes, deadline: Deadline, is_cancelled: Callable[[], bool]
+    ) -> StoredEntry:
+        """Lease the oldest match (any entry if ``key`` is ``None``) to be taken; waits until there is one.
+
+        Raises:
+            TimeoutError: no entry arrived in time, or ``is_cancelled()``, which is called after each change.
+            ClosedError: the store is closed.
+        """
+        with self._changed:
+            self._check_open()
+            while is_cancelled() or (stored := self._find_oldest(key, extra)) is None:
+                if is_cancelled():
+                    raise TimeoutError("the call was cancelled")
+                self._wait(deadline, "no entry that matches came in time")
+            stored.num_users, stored.is_taken = 1, True
+            return stored
+
+    def lease_longest(self, key: Key, extra: bytes, min_tokens: int) -> StoredEntry:
+        """Lease the entry that shares the longest prefix, to be read.
+
+        Raises:
+            EntryGoneError: no entry shares ``min_tokens`` tokens.
+        """
+        with self._changed:
+            self._check_open()
+            shared, stored = self._find_longest(key, extra)
+            if stored is None or shared < min_tokens:
+                raise EntryGoneError(f"no entry shares {max(1, min_tokens)} tokens with the query")
+            stored.num_users += 1
+            return stored
+
+    def release(self, stored: StoredEntry, *, is_received: bool) -> None:
+        """End a lease. An entry leased to be taken is removed if it ``is_received``, else it is available
+        again.
+        """
+        with self._changed:
+            stored.num_users -= 1
+            was_taken, stored.is_taken = stored.is_taken, False
+            if stored.is_removed:
+                self._used_bytes -= 0 if stored.num_users else stored.nbytes
+            elif was_taken and is_received:
+                self._remove(stored)
+            self._changed.notify_all()
+
+    # -- index ---------------------------------------------------------------------------------
+
+    def _find_oldest(self, key: Key | None, extra: bytes) -> StoredEntry | None:
+        """The oldest entry that matches: it begins with the key, or is a prefix of it. Without a key, any
+        entry.
+        """
+        if key == ():
+            return None
+        found = [self._index.get((extra, key or (), False), {})]
+        found += [self._index.get((extra, key[:end], True), {}) for end in range(1, len(key))] if key else []
+        free = [next((each for each in of.values() if not each.num_users), None) for of in found]
+        return min((stored for stored in free if stored), key=lambda it: it.entry_id, default=None)
+
+    def _find_longest(self, key: Key, extra: bytes) -> tuple[int, StoredEntry | None]:
+        """The number of shared tokens, and the entry that shares them."""
+        for end in range(len(key), 0, -1):
+            for stored in self._index.get((extra, key[:end], False), {}).values():
+                if not stored.is_taken:
+                    return end, stored
+        return 0, None
+
+    @staticmethod
+    def _index_keys(stored: StoredEntry) -> Iterator[tuple[bytes, Key, bool]]:
+        yield stored.extra, stored.key, True
+        for end in range(len(stored.key) + 1):
+            yield stored.extra, stored.key[:end], False
+
+    def _add(self, stored: StoredEntry) -> None:
+        self._used_bytes += stored.nbytes
+        self._entries[stored.entry_id] = stored
+        for key in self._index_keys(stored):
+            self._index[key][stored.entry_id] = stored
+        self._changed.notify_all()
+
+    def _remove(self, stored: StoredEntry) -> None:
+        """Make it unavailable. Its bytes are free when it has no user."""
+        del self._entries[stored.entry_id]
+        for key in self._index_keys(stored):
+            del self._index[key][stored.entry_id]
+            if not self._index[key]:
+                del self._index[key]
+        stored.is_removed = True
+        self._used_bytes -= 0 if stored.num_users else stored.nbytes
+        self._changed.notify_all()
 
     # -- remote ends, and the end --------------------------------------------------------------
 
     def attach(self, signal: Pipe, data: Pipe) -> None:
-        client = AttachedClient(self, signal, data, self._forget)
+        import torch
+
+        client = AttachedClient(self, signal, data)
         with self._changed:
             self._check_open()
-            self._clients.append(client)
-        client.announce()
+            self._clients.add(client)
+            _clients[client.number] = client
+        try:
+            signal.send_tensor(torch.tensor(client.number))
+        except BaseException:
+            client.end()
+            raise
 
-    def _forget(self, client: AttachedClient) -> None:
+    def detach(self, client: AttachedClient) -> None:
         """The client has ended. Wakes its waiting calls."""
         with self._changed:
-            if client in self._clients:
-                self._clients.remove(client)
+            self._clients.discard(client)
             self._changed.notify_all()
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -216,13 +476,16 @@ class MemoryStore(StoreCore, MemoryLookupBuffer, LookupStore):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._leases, deadline.remaining())
+            is_idle = lambda: not any(stored.num_users for stored in self._entries.values())  # noqa: E731
+            self._changed.wait_for(is_idle, deadline.remaining())
         self.abort()
 
     def abort(self) -> None:
         with self._changed:
             self._closed = True
-            self._remove_all()
+            for stored in list(self._entries.values()):
+                self._remove(stored)
+            self._changed.notify_all()
             clients = list(self._clients)
         for client in clients:
             client.end()
@@ -230,7 +493,30 @@ class MemoryStore(StoreCore, MemoryLookupBuffer, LookupStore):
     def _after_fork_in_child(self) -> None:
         self._changed = threading.Condition()  # a thread of the parent may hold the old one
         self._closed = True
-        self._clients = []
+        self._clients = set()
+
+
+# -- the end that reaches it -----------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class AttachedClient:
+    """The store's record of a remote end: the store's ends of the two pipes."""
+
+    store: MemoryStore
+    signal: Pipe
+    data: Pipe
+    number: int = attrs.field(factory=lambda: secrets.randbits(62))
+
+    def end(self) -> None:
+        """End at once. Idempotent."""
+        _clients.pop(self.number, None)
+        self.store.detach(self)
+        self.signal.abort()
+        self.data.abort()
+
+
+_clients: Final[dict[int, AttachedClient]] = {}
 
 
 class MemoryRemoteStore(MemoryLookupBuffer):
@@ -259,10 +545,8 @@ class MemoryRemoteStore(MemoryLookupBuffer):
         self._check()
         raise UnsupportedError("entries are inserted at the end that holds them")
 
-    # -- calls ---------------------------------------------------------------------------------
-
     @contextmanager
-    def _store_for_call(self, deadline: Deadline) -> Iterator[StoreCore]:
+    def _store_for_call(self, deadline: Deadline) -> Iterator[MemoryStore]:
         """The store. If this end ends during the call, the call raises this end's error."""
         with self._changed:
             self._changed.wait_for(lambda: self._client or self._ended, deadline.remaining())
@@ -277,14 +561,17 @@ class MemoryRemoteStore(MemoryLookupBuffer):
                 raise PeerGoneError(f"the lookup store at {self._signal.peer} has closed") from e
             raise
 
-    def _copied(self, entry: Entry, wanted: Wanted, deadline: Deadline) -> Entry:
+    def _received(self, stored: StoredEntry, wanted: Wanted, deadline: Deadline) -> Entry:
         left = deadline.remaining()
         if not self._transfers.acquire(timeout=-1 if left is None else left):
             raise TimeoutError("another call's entry was still in transfer")
         try:
-            parts = self._transfer(entry, deadline)
+            messages = self._transfer(stored, deadline)
             self._check()  # the signal pipe may have broken in the meantime
-            received = self._received(entry, parts, wanted)
+            entry = decoded(messages)
+            if not wanted.is_met_by(key_under(entry.tokens, entry.roi)):
+                raise WireError(f"an entry for other tokens came from the store at {self._signal.peer}")
+            return entry
         except (TimeoutError, ResourceExhaustedError):
             raise
         except KvplugError as e:
@@ -292,52 +579,32 @@ class MemoryRemoteStore(MemoryLookupBuffer):
             raise
         finally:
             self._transfers.release()
-        return copy_of(received)
 
-    def _received(self, entry: Entry, parts: list[Any], wanted: Wanted) -> Entry:
-        """The entry that has come.
+    def _transfer(self, stored: StoredEntry, deadline: Deadline) -> tuple[Any, Any]:
+        """Send and receive one message after the other: a pipe always has capacity for one."""
+        import torch
 
-        Raises:
-            WireError: it is none, or was not asked for.
-        """
-        tokens, roi, key, value, hidden = parts
-        try:
-            for part, dtype in ((tokens, "int64"), (roi, "bool")):
-                if part is None or meta_of(part).dtype != dtype:
-                    raise ValueError("it has no tokens, or no roi")
-            found = key_under(tokens, roi)
-            num_layers = num_layers_of(len(tokens), key, value)
-        except (KvplugError, TypeError, ValueError) as e:
-            raise WireError(f"what came from the store at {self._signal.peer} is no entry: {e}") from e
-        if not wanted.is_met_by(found):
-            raise WireError(f"an entry for other tokens came from the store at {self._signal.peer}")
-        header = attrs.evolve(entry.header, tokens=tokens, roi=roi, num_layers=num_layers)
-        return Entry(header=header, tokens=tokens, roi=roi, key=key, value=value, hidden=hidden)
-
-    def _transfer(self, entry: Entry, deadline: Deadline) -> list[Tensor | None]:
-        """Send and receive one part after the other: a pipe always has capacity for one message."""
         assert self._client is not None
-        parts = []
         while self._num_unread:
             self._receive(deadline)
-        for part in (entry.tokens, entry.roi, entry.key, entry.value, entry.hidden):
-            self._client.data.send_tensor(part, timeout=deadline.remaining())
+        received = []
+        for message in stored.messages:
+            tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            self._client.data.send_tensor(tensor, timeout=deadline.remaining())
             self._num_unread += 1
-            parts.append(self._receive(deadline))
-        return parts
+            received.append(self._receive(deadline))
+        return received[0], received[1]
 
-    def _receive(self, deadline: Deadline) -> Tensor | None:
+    def _receive(self, deadline: Deadline) -> memoryview:
         received = self._data.recv_tensor(timeout=deadline.remaining())
         self._num_unread -= 1
-        return received
+        return memoryview(b"") if received is None else memory_of(received)
 
     def _check(self) -> None:
         if self._ended is not None:
             raise copy.copy(self._ended) from self._ended
         if self._signal.closed:  # the watching thread will notice this soon
             raise PeerGoneError("the signal pipe is closed")
-
-    # -- the end -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         try:

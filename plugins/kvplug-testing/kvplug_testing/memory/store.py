@@ -1,28 +1,30 @@
-"""The store "memory": pages in a dict of this process. Its ends share it by a path, or reach it by a link."""
+"""The store "memory": pages in a dict of this process. Its ends share it by a path."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from kvplug import CapacityError, ClosedError, PeerGoneError, UnsupportedError
+from kvplug import CapacityError
+from kvplug.kit import SERIES_BYTES
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     BlockingStore,
-    Deadline,
     ExecutedStore,
     Job,
     PageEvent,
+    PageEventLog,
+    PageRemoval,
     Presence,
     Series,
     StoreContext,
-    StoreLink,
     Timeout,
     Usage,
-    WireError,
+    split_header,
 )
-from kvplug_testing.memory.page_place import PagePlace
 
 _FOR_EVER_S = 1e8
 
@@ -30,271 +32,232 @@ _places: dict[str, PagePlace] = {}
 """By path, as long as an end is open."""
 _entering = threading.Lock()
 
+End: TypeAlias = "MemoryStore"
+Listener: TypeAlias = Callable[[PageEvent], None]
 
-class PlaceEnd(BlockingStore):
-    """The pages of one place, for one end."""
+
+class PagePlace(BlockingStore):
+    """Whole pages by key, the least recently used first; who declared and who leased which; the events.
+
+    Thread-safe. Listeners are called under the lock, so they get the events in order. A declared page whose
+    time is over is noticed by the next lookup.
+    """
 
     is_shared = False  # other processes do not see them
-    place_type: type[PagePlace] = PagePlace
 
-    def __init__(self, path: str, budget_bytes: int) -> None:
-        self._path = path
-        with _entering:
-            self.place = _places.get(path) or self.place_type(budget_bytes)
-            if path:
-                _places[path] = self.place
-            self.number = self.place.enter()
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.pages: OrderedDict[bytes, bytes] = OrderedDict()
+        self.used_bytes = 0
+        self.lock = threading.RLock()
+        self.ends: set[End] = set()
+        self._leases: dict[bytes, dict[End, float]] = {}
+        """For each leased page: until when, by each end."""
+        self._declared: dict[bytes, dict[End, float]] = {}
+        """For each page that is expected: until when, by each end that declared it."""
+        self._series: dict[bytes, bytes] = {}
+        """The series of the declared pages."""
+        self._readers: dict[bytes, tuple[End, int]] = {}
+        """For each page that is to be read: the end that expects so, and by how many others."""
+        self._log = PageEventLog()
+        self._listeners: list[Listener] = []
+
+    def leave(self, end: End) -> None:
+        """The end is closed: what it leased and declared ends, too."""
+        with self.lock:
+            self.ends.discard(end)
+            self.release(end, list(self._leases))
+            self.withdraw(end, list(self._declared))
+
+    # -- pages ---------------------------------------------------------------------------------
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
-        found = self.place.lookup(self.number, keys, 0.0)
-        return [presence is Presence.HELD for presence in found]
+        return [key in self.pages for key in keys]
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        page = self.place.read(key, self.number)
+        self.touch([key])
+        page = self.pages.get(key)
         return None if page is None else fill(into, page)
 
     def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        return self.place.write(key, b"".join(page))
+        return self.keep(key, b"".join(page))
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        self.place.remove(keys)
-
-    def clear(self) -> None:
-        self.place.clear()
-
-    def keys(self, series: bytes) -> list[bytes]:
-        return self.place.keys(series)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self.place.touch(keys)
-
-    def usage(self) -> Usage:
-        return self.place.usage()
-
-    def close(self) -> None:
-        with _entering:
-            self.place.leave(self.number)
-            if not self.place.ends and _places.get(self._path) is self.place:
-                del _places[self._path]
-
-
-class MemoryStore(ExecutedStore):
-    """One end. Pages move in threads of the executor; everything else is answered at once."""
-
-    end_type: type[PlaceEnd] = PlaceEnd
-
-    def __init__(self, context: StoreContext) -> None:
-        path = context.options.path if context.options is not None else ""
-        self._inner = self.end_type(path, context.buffer_size)
-        self._links: set[StoreLink] = set()
-        super().__init__(self._inner, name="memory", seal=context.seal, timeout_s=context.timeout_s)
-
-    @property
-    def place(self) -> PagePlace:
-        """The pages, which all ends share."""
-        return self._inner.place
-
-    def submit_lookup(
-        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> Job[Presence]:
-        job: Job[Presence] = Job(len(keys), self._deadline(timeout))
-        self._check_open()
-        found = self.place.lookup(self._inner.number, keys, lease_s)
-        held = [each is Presence.HELD for each in found]
-        for index, is_readable in enumerate(self._calls.readable(keys, held)):
-            if found[index] is Presence.HELD and not is_readable:
-                found[index] = Presence.ABSENT
-        job.set(found)
-        return job
-
-    def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        for_s = self._deadline(timeout).remaining()
-        self._check_open()
-        self.place.declare(self._inner.number, series.id, keys, _FOR_EVER_S if for_s is None else for_s)
-
-    def withdraw(self, keys: Sequence[bytes]) -> None:
-        self._check_open()
-        self.place.withdraw(self._inner.number, keys)
-
-    def release(self, keys: Sequence[bytes]) -> None:
-        self._check_open()
-        self.place.release(self._inner.number, keys)
-
-    def expect_reader(self, keys: Sequence[bytes]) -> None:
-        self._check_open()
-        self.place.expect_reader(self._inner.number, keys)
-
-    @property
-    def has_events(self) -> bool:
-        return True
-
-    def subscribe(self, listener: Callable[[PageEvent], None]) -> Callable[[], None]:
-        self._check_open()
-        return self.place.subscribe(listener)
-
-    # -- for other processes -------------------------------------------------------------------
-
-    def serve(self, link: StoreLink) -> None:
-        with self._lock:
-            self._check_open()
-            self._links.add(link)
-        calls: dict[str, Callable[..., Any]] = {
-            "has": self._inner.has,
-            "read": self.place.read,
-            "write": self._write_for_peer,
-            "remove": self.place.remove,
-            "keys": self.place.keys,
-            "touch": self.place.touch,
-        }
-        try:
-            while True:
-                number, name, args = asked(link.channel.recv(None))
-                answer = calls[name](*args)
-                link.channel.send([number, answer, len(self.place.pages), self.place.used_bytes])
-        except (PeerGoneError, ClosedError):
-            return
-        finally:
-            with self._lock:
-                self._links.discard(link)
-
-    def _write_for_peer(self, key: bytes, page: bytes) -> bool | None:
-        """Whether it is kept; ``None``: it is larger than the budget."""
-        try:
-            return self.place.write(key, page)
-        except CapacityError:
-            return None
-
-    def abort(self) -> None:
-        with self._lock:
-            links, self._links = self._links, set()
-        for link in links:
-            link.close()
-        super().abort()
-
-
-def asked(message: Any) -> tuple[int, str, list[Any]]:
-    """What an end asks for: the number of its call, the call's name, and its arguments.
-
-    Raises:
-        WireError: it is no call.
-    """
-    match message:
-        case [int(number), "has" | "remove" | "touch" as name, keys] if is_list_of(bytes, keys):
-            return number, name, [keys]
-        case [int(number), "read" | "keys" as name, bytes(key)]:
-            return number, name, [key]
-        case [int(number), "write", bytes(key), bytes(page)]:
-            return number, "write", [key, page]
-    raise WireError("an end of a store sends what is no call")
-
-
-def is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
-
-
-# -- an end that reaches it by a link --------------------------------------------------------------
-
-
-class RemotePlace(BlockingStore):
-    """The pages of a place in another process, one call at a time."""
-
-    num_threads = 1
-
-    def __init__(self, link: StoreLink, timeout_s: float) -> None:
-        self._channel = link.channel
-        self._link = link
-        self._timeout_s = timeout_s
-        self._number = 0
-        self._usage = Usage(num_pages=0, used_bytes=0, budget_bytes=None)
-        self._lock = threading.Lock()
-        self.is_gone = False
-
-    def _call(self, name: str, *args: Any) -> Any:
-        deadline = Deadline.after(self._timeout_s)
-        with self._lock:
-            self._number += 1
-            try:
-                self._channel.send([self._number, name, *args], timeout=deadline.remaining())
-                number = 0
-                while number != self._number:  # the answer to a call that ran out of time may come first
-                    said = self._channel.recv(timeout=deadline.remaining())
-                    number, answer, self._usage = self.answered(said)
-            except PeerGoneError:
-                self.is_gone = True
-                raise
-        if not self.fits(answer, name, *args):
-            raise WireError(f"{self._channel.peer} has answered {name!r} with something else")
-        return answer
-
-    def answered(self, said: Any) -> tuple[int, Any, Usage]:
-        """The number of a call, its result, and the store's usage.
+    def keep(self, key: bytes, page: bytes) -> bool:
+        """Whether the page is kept, or was there before.
 
         Raises:
-            WireError: it is no answer.
+            CapacityError: it is larger than the budget.
         """
-        match said:
-            case [int(number), answer, int(num_pages), int(used_bytes)] if min(num_pages, used_bytes) >= 0:
-                usage = Usage(num_pages=num_pages, used_bytes=used_bytes, budget_bytes=None)
-                return number, answer, usage
-        raise WireError(f"{self._channel.peer} sends what is no answer")
+        if len(page) > self.budget_bytes:
+            raise CapacityError(f"a page of {len(page)} bytes in a budget of {self.budget_bytes}")
+        with self.lock:
+            if key in self.pages:
+                return True
+            if not self._make_room(len(page)):
+                return False
+            self.pages[key] = page
+            self.used_bytes += len(page)
+            self._declared.pop(key, None)
+            self._series.pop(key, None)
+            self._tell(self._log.stored(series_of(page), [key]))
+            return True
 
-    def fits(self, answer: Any, name: str, *args: Any) -> bool:
-        """Whether it is an answer to that call."""
-        match name:
-            case "has":
-                return is_list_of(bool, answer) and len(answer) == len(args[0])
-            case "read":
-                return answer is None or isinstance(answer, bytes)
-            case "write":
-                return answer is None or isinstance(answer, bool)
-            case "keys":
-                return is_list_of(bytes, answer)
-        return answer is None
+    def _make_room(self, nbytes: int) -> bool:
+        """Evict pages that are not leased until there is room; none if there are too few."""
+        now, free, evicted = time.monotonic(), self.budget_bytes - self.used_bytes, []
+        for key, page in sorted(self.pages.items(), key=lambda item: item[0] in self._readers):
+            if free >= nbytes:
+                break
+            if not any(until > now for until in self._leases.get(key, {}).values()):
+                evicted.append(key)
+                free += len(page)
+        if free < nbytes:
+            return False
+        self._drop(evicted, PageRemoval.EVICTED)
+        return True
 
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._call("has", list(keys))  # type: ignore[no-any-return]
-
-    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        page = self._call("read", key)
-        return None if page is None else fill(into, page)
-
-    def write(self, key: bytes, page: Sequence[memoryview]) -> bool:
-        kept: bool | None = self._call("write", key, b"".join(page))
-        if kept is None:
-            raise CapacityError("a page that is larger than the budget")
-        return kept
+    def _drop(self, keys: Iterable[bytes], reason: PageRemoval) -> None:
+        gone = {key: self.pages.pop(key) for key in keys if key in self.pages}
+        for key, page in gone.items():
+            self.used_bytes -= len(page)
+            self._leases.pop(key, None)
+            self._readers.pop(key, None)
+        self._tell_removed({key: series_of(page) for key, page in gone.items()}, reason)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        self._call("remove", list(keys))
+        """Forget pages, and that they were declared."""
+        with self.lock:
+            self._drop(keys, PageRemoval.REMOVED)
+            for end in list(self.ends):
+                self._undeclare(end, keys, PageRemoval.REMOVED)
 
     def clear(self) -> None:
-        raise UnsupportedError("other programs keep pages in this store, too")
-
-    def keys(self, series: bytes) -> list[bytes]:
-        return self._call("keys", series)  # type: ignore[no-any-return]
+        with self.lock:
+            for kept in (self.pages, self._leases, self._readers, self._declared, self._series):
+                kept.clear()
+            self.used_bytes = 0
+            self._tell(self._log.cleared())
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._call("touch", list(keys))
+        with self.lock:
+            for key in keys:
+                if key in self.pages:
+                    self.pages.move_to_end(key)
+
+    def keys(self, series: bytes) -> list[bytes]:
+        with self.lock:
+            return [key for key, page in self.pages.items() if series_of(page) == series]
 
     def usage(self) -> Usage:
-        return self._usage
+        return Usage(num_pages=len(self.pages), used_bytes=self.used_bytes, budget_bytes=self.budget_bytes)
 
-    def close(self) -> None:
-        self._link.close()
+    # -- leases, and pages that are expected ---------------------------------------------------
+
+    def lookup(self, end: End, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
+        """What there is of each key. Held pages are leased to the end for that long."""
+        with self.lock:
+            self._expire()
+            return [self._presence(end, key, lease_s) for key in keys]
+
+    def _presence(self, end: End, key: bytes, lease_s: float) -> Presence:
+        if key not in self.pages:
+            return Presence.COMING if key in self._declared else Presence.ABSENT
+        if lease_s:
+            leased = self._leases.setdefault(key, {})
+            leased[end] = max(leased.get(end, 0.0), time.monotonic() + lease_s)
+        return Presence.HELD
+
+    def release(self, end: End, keys: Sequence[bytes]) -> None:
+        """The end's leases on the pages end."""
+        with self.lock:
+            for key in keys:
+                self._leases.get(key, {}).pop(end, None)
+
+    def expect_reader(self, end: End, keys: Iterable[bytes]) -> None:
+        """Another end is going to read these pages, also those that have still to come."""
+        with self.lock:
+            for key in keys:
+                self._readers[key] = end, self._readers.get(key, (end, 0))[1] + 1
+
+    def was_read(self, end: End, keys: Iterable[bytes]) -> None:
+        """The end has read these pages, as far as they are there."""
+        with self.lock:
+            for key in self._readers.keys() & self.pages.keys() & set(keys):
+                by, count = self._readers.pop(key)
+                if by is end or count > 1:
+                    self._readers[key] = by, count - (by is not end)
+
+    def declare(self, end: End, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
+        """The end is going to write these pages within ``for_s`` seconds."""
+        with self.lock:
+            new = [key for key in keys if key not in self.pages]
+            for key in new:
+                self._declared.setdefault(key, {})[end] = time.monotonic() + for_s
+                self._series[key] = series
+            if new:
+                self._tell(self._log.declared(series, new, for_s))
+
+    def withdraw(self, end: End, keys: Sequence[bytes]) -> None:
+        """The end does not write these pages after all."""
+        with self.lock:
+            self._undeclare(end, keys, PageRemoval.WITHDRAWN)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for key, ends in list(self._declared.items()):
+            for end in [end for end, until in ends.items() if until <= now]:
+                self._undeclare(end, [key], PageRemoval.EXPIRED)
+
+    def _undeclare(self, end: End, keys: Iterable[bytes], reason: PageRemoval) -> None:
+        for key in keys:
+            self._declared.get(key, {}).pop(end, None)
+        gone = [key for key, ends in self._declared.items() if not ends]
+        for key in gone:
+            del self._declared[key]
+        self._tell_removed({key: self._series.pop(key) for key in gone}, reason)
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _tell(self, event: PageEvent) -> None:
+        for listener in self._listeners:
+            listener(event)
+
+    def _tell_removed(self, series_of_gone: Mapping[bytes, bytes], reason: PageRemoval) -> None:
+        for series, keys in by_series(series_of_gone).items():
+            self._tell(self._log.removed(series, keys, reason))
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """As :meth:`kvplug.transport.store.store.Store.subscribe`."""
+        with self.lock:
+            self._expire()
+            now = time.monotonic()
+            held = by_series({key: series_of(page) for key, page in self.pages.items()})
+            left = {key: max(ends.values()) - now for key, ends in self._declared.items()}
+            declared = [(self._series[key], [key], max(0.0, for_s)) for key, for_s in left.items()]
+            for event in self._log.snapshot(held, declared):
+                listener(event)
+            self._listeners.append(listener)
+
+        def end() -> None:
+            with self.lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return end
 
 
-class RemoteMemoryStore(ExecutedStore):
-    """An end in a process that reaches the store by a link: without leases, events and declared pages."""
+def series_of(page: bytes) -> bytes:
+    """The series id in a page's header; zeros if it has none."""
+    found = split_header(page)
+    return bytes(SERIES_BYTES) if found is None else found[1]
 
-    remote_type = RemotePlace
 
-    def __init__(self, context: StoreContext, link: StoreLink) -> None:
-        self._remote = self.remote_type(link, context.timeout_s)
-        super().__init__(self._remote, name="memory", seal=context.seal, timeout_s=context.timeout_s)
-
-    @property
-    def is_lost(self) -> bool:
-        return self._remote.is_gone or super().is_lost
+def by_series(series_of_each: Mapping[bytes, bytes]) -> dict[bytes, list[bytes]]:
+    """Keys by their series."""
+    found: dict[bytes, list[bytes]] = {}
+    for key, series in series_of_each.items():
+        found.setdefault(series, []).append(key)
+    return found
 
 
 def fill(into: Sequence[memoryview], page: bytes) -> int:
@@ -305,3 +268,68 @@ def fill(into: Sequence[memoryview], page: bytes) -> int:
         buffer[: len(part)] = part
         at += len(buffer)
     return len(page)
+
+
+class MemoryStore(ExecutedStore):
+    """One end. Pages move in threads of the executor; everything else is answered at once."""
+
+    place_type: type[PagePlace] = PagePlace
+
+    def __init__(self, context: StoreContext) -> None:
+        self._path = context.options.path if context.options is not None else ""
+        with _entering:
+            self.place = _places.get(self._path) or self.place_type(context.buffer_size)
+            if self._path:
+                _places[self._path] = self.place
+            self.place.ends.add(self)
+        super().__init__(self.place, name="memory", seal=context.seal, timeout_s=context.timeout_s)
+
+    def submit_lookup(
+        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Job[Presence]:
+        job: Job[Presence] = Job(len(keys), self._deadline(timeout))
+        self._check_open()
+        found = self.place.lookup(self, keys, lease_s)
+        held = [each is Presence.HELD for each in found]
+        for index, is_readable in enumerate(self._calls.readable(keys, held)):
+            if found[index] is Presence.HELD and not is_readable:
+                found[index] = Presence.ABSENT
+        job.set(found)
+        return job
+
+    def submit_get(self, pages: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+        job = super().submit_get(pages, timeout=timeout)
+        job.add_done_callback(lambda _: self.place.was_read(self, pages.keys))
+        return job
+
+    def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        for_s = self._deadline(timeout).remaining()
+        self._check_open()
+        self.place.declare(self, series.id, keys, _FOR_EVER_S if for_s is None else for_s)
+
+    def withdraw(self, keys: Sequence[bytes]) -> None:
+        self._check_open()
+        self.place.withdraw(self, keys)
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        self._check_open()
+        self.place.release(self, keys)
+
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        self._check_open()
+        self.place.expect_reader(self, keys)
+
+    @property
+    def has_events(self) -> bool:
+        return True
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        self._check_open()
+        return self.place.subscribe(listener)
+
+    def abort(self) -> None:
+        super().abort()
+        with _entering:
+            self.place.leave(self)
+            if not self.place.ends and _places.get(self._path) is self.place:
+                del _places[self._path]

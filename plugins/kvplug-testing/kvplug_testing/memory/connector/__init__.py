@@ -10,7 +10,7 @@
 
 It is also an example. It runs only inside the engine's calls: a background load waits for a later step. Both
 sides and the peer engine are in one process, and share only the table
-(:mod:`kvplug_testing.memory.entry_table`). All other data goes through metadata, as between processes.
+(:mod:`kvplug_testing.memory.connector.table`). All other data goes through metadata, as between processes.
 """
 
 from __future__ import annotations

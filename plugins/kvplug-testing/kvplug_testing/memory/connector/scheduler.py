@@ -19,8 +19,7 @@ from kvplug.engine import (
     WorkerOutput,
 )
 from kvplug.kit import Reason
-from kvplug_testing.memory.entry_table import EntryTable, kv_format_of
-from kvplug_testing.memory.reference import Reference, StaleError
+from kvplug_testing.memory.connector.table import EntryTable, StaleError, kv_format_of
 
 PARAMS = "memory"
 """The key of its reference among a request's params."""
@@ -108,10 +107,7 @@ class MemoryScheduler(SchedulerConnector):
         try:
             if PARAMS not in request.params:
                 return self._peer().match(request.extra, request.token_ids)
-            reference = Reference.from_params(request.params[PARAMS])
-            if reference.contact != self._contact:
-                raise StaleError(Reason.REFUSED, "it is of an engine that is not this one's peer")
-            return self._peer().resolve(reference, request.extra, request.token_ids)
+            return self._peer().resolve(request.params[PARAMS], request.extra, request.token_ids)
         except StaleError as e:
             return self._refused(tracked, e.reason)
         except PeerGoneError:
@@ -176,12 +172,7 @@ class MemoryScheduler(SchedulerConnector):
         if not self._produces or tracked.is_old or whole == 0:
             return False, None
         table, tokens = EntryTable.at(self._contact), request.token_ids[:whole]
-        reference = table.lease(
-            (request.extra, tokens),
-            request_id=request.request_id,
-            generation=request.generation,
-            duration_s=self._context.options.lease_s,
-        )
+        reference = table.lease((request.extra, tokens), request, self._context.options.lease_s)
         self._unsent.add(request.request_id)
         self._saves.append(
             {
@@ -189,11 +180,11 @@ class MemoryScheduler(SchedulerConnector):
                 "extra": request.extra,
                 "tokens": tokens,
                 "blocks": block_ids[0][: whole // self._block_size],
-                "lease": reference.lease,
+                "ticket": reference["ticket"],
                 "era": table.era,
             }
         )
-        return True, {PARAMS: reference.to_params()}
+        return True, {PARAMS: reference}
 
     def _drop_loads(self, request_ids: set[str] | frozenset[str]) -> bool:
         """Drop loads that no step has planned yet; returns whether there were any."""

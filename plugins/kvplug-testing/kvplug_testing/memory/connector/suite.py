@@ -10,7 +10,7 @@ import attrs
 
 from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug_testing.contract.connector import ConnectorContract
-from kvplug_testing.memory.entry_table import EntryTable, PromptEntry
+from kvplug_testing.memory.connector.table import EntryTable, PromptEntry
 
 
 def _fail(entry: PromptEntry) -> PromptEntry:

@@ -21,7 +21,7 @@ from kvplug.engine import (
 from kvplug.kit import Reason
 from kvplug.net.wire import memory_of
 from kvplug.transport import digest
-from kvplug_testing.memory.entry_table import EntryTable, PromptEntry, kv_format_of
+from kvplug_testing.memory.connector.table import EntryTable, PromptEntry, kv_format_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,7 +198,7 @@ class MemoryWorker(WorkerConnector):
                 is_stored = True
                 took = time.perf_counter() - began
                 self._context.stats.record("save", entry.nbytes, took, tokens=len(tokens))
-        table.settle(save["lease"], is_stored=is_stored)
+        table.settle(save["ticket"], is_stored=is_stored)
 
     def _entry(self, key: tuple[bytes, tuple[int, ...]], blocks: tuple[int, ...]) -> PromptEntry:
         layers = tuple(gather(cache, self._layout, blocks, 0, len(key[1])) for cache in self._caches)

@@ -2,11 +2,15 @@
 
 It stores whole prompts, found by (extra, tokens) with a linear search. A full table evicts the oldest entry
 that is not leased.
+
+A reference to leased KV travels through a client's request as plain values, with a random number as its
+ticket. It is valid as long as the table has a lease with exactly these values. A connector between processes
+derives its tickets from the secret that both ends share.
 """
 
 from __future__ import annotations
 
-import itertools
+import secrets
 import threading
 import time
 import uuid
@@ -16,10 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from kvplug import CapacityError, PeerGoneError, TimeoutError
-from kvplug.engine import ConnectorContext, EntryGoneError
+from kvplug.engine import ConnectorContext, EntryGoneError, Request
 from kvplug.kit import Reason
 from kvplug.transport import AddressInUseError
-from kvplug_testing.memory.reference import Reference, StaleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +31,14 @@ Key = tuple[bytes, tuple[int, ...]]
 """``extra``, and the tokens of a prompt in whole blocks."""
 
 _tables: Final[dict[str, EntryTable]] = {}
+
+
+class StaleError(Exception):
+    """The reference is not valid; it is counted with ``reason``."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -45,17 +56,18 @@ class PromptEntry:
         return sum(part.nbytes for layer in self.layers for part in layer if part is not None)
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False)
 class PromptLease:
-    """The KV that a reference refers to."""
+    """KV that is not evicted until the reference to it expires."""
 
     key: Key
-    request_id: str
-    generation: int
-    expires_at: float
-    """On the clock of ``time.time``, as in tickets."""
+    reference: dict[str, Any]
     is_stored: bool = False
     """The request's KV has been copied out of its blocks."""
+
+    @property
+    def has_expired(self) -> bool:
+        return bool(self.reference["expires_at_ms"] <= time.time() * 1000)
 
 
 class EntryTable:
@@ -69,8 +81,9 @@ class EntryTable:
         """
         if _tables.setdefault(contact, self) is not self:
             raise AddressInUseError(f"another engine of this process keeps its KV at {contact}")
-        self.contact, self.engine_id, self.kv_format = contact, engine_id, kv_format
-        self.epoch = uuid.uuid4().hex
+        self.contact, self.kv_format = contact, kv_format
+        self.owner = {"engine_id": engine_id, "epoch": uuid.uuid4().hex, "contact": contact}
+        """The part of a reference that is the same in all of this engine's start."""
         self.era = 0
         """Grows with each reset: KV computed in an earlier era is no longer stored."""
         self.fault: Callable[[PromptEntry], PromptEntry | None] | None = None
@@ -78,8 +91,7 @@ class EntryTable:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: dict[Key, PromptEntry] = {}  # oldest first
-        self._leases: dict[int, PromptLease] = {}
-        self._numbers = itertools.count(1)
+        self._leases: dict[str, PromptLease] = {}  # by ticket
 
     @staticmethod
     def at(contact: str) -> EntryTable:
@@ -113,7 +125,7 @@ class EntryTable:
         with self._lock:
             if era != self.era:
                 raise EntryGoneError("everything computed before was forgotten meanwhile")
-            kept = {leased.key for leased in self._leases.values() if leased.expires_at > time.time()}
+            kept = {leased.key for leased in self._leases.values() if not leased.has_expired}
             others = {key: each for key, each in self._entries.items() if key != entry.key}
             room = self._max_bytes - entry.nbytes - sum(each.nbytes for each in others.values())
             for key in [key for key in others if key not in kept]:
@@ -127,8 +139,7 @@ class EntryTable:
     def match(self, extra: bytes, tokens: tuple[int, ...]) -> int:
         """The number of leading tokens that the table holds."""
         with self._lock:
-            prefixes = (_common(tokens, held) for key_extra, held in self._entries if key_extra == extra)
-            return max(prefixes, default=0)
+            return max((num_shared(key, extra, tokens) for key in self._entries), default=0)
 
     def find(self, extra: bytes, tokens: tuple[int, ...]) -> PromptEntry | None:
         """An entry that begins with all of these tokens. ``None``: a fault holds it up.
@@ -137,8 +148,8 @@ class EntryTable:
             EntryGoneError: there is none.
         """
         with self._lock:
-            for (key_extra, held), entry in self._entries.items():
-                if key_extra == extra and held[: len(tokens)] == tokens:
+            for key, entry in self._entries.items():
+                if num_shared(key, extra, tokens) == len(tokens):
                     return entry if self.fault is None else self.fault(entry)
         raise EntryGoneError(f"{len(tokens)} tokens that were promised are not here any more")
 
@@ -151,69 +162,62 @@ class EntryTable:
 
     # -- references ----------------------------------------------------------------------------
 
-    def lease(self, key: Key, *, request_id: str, generation: int, duration_s: float) -> Reference:
+    def lease(self, key: Key, request: Request, duration_s: float) -> dict[str, Any]:
         """A reference to the entry that will be stored under this key. It is not evicted for
         ``duration_s``. An earlier lease of the same request ends.
         """
-        expires_at_ms = int((time.time() + duration_s) * 1000)
-        leased = PromptLease(
-            key=key, request_id=request_id, generation=generation, expires_at=expires_at_ms / 1000
-        )
+        ticket, name = secrets.token_hex(16), request.request_id
+        reference = {
+            **self.owner,
+            "request_id": name,
+            "generation": request.generation,
+            "num_tokens": len(key[1]),
+            "expires_at_ms": int((time.time() + duration_s) * 1000),
+            "ticket": ticket,
+        }
         with self._lock:
-            lease = next(self._numbers)
-            others = {n: each for n, each in self._leases.items() if each.request_id != request_id}
-            self._leases = {**others, lease: leased}
-        return Reference(
-            engine_id=self.engine_id,
-            epoch=self.epoch,
-            contact=self.contact,
-            request_id=request_id,
-            generation=generation,
-            lease=lease,
-            num_tokens=len(key[1]),
-            expires_at_ms=expires_at_ms,
-        )
+            others = self._leases.items()
+            self._leases = {n: each for n, each in others if each.reference["request_id"] != name}
+            self._leases[ticket] = PromptLease(key, reference)
+        return reference
 
-    def settle(self, lease: int, *, is_stored: bool) -> None:
+    def settle(self, ticket: str, *, is_stored: bool) -> None:
         """Record that the leased entry is stored, or never will be."""
         with self._lock:
             if not is_stored:
-                self._leases.pop(lease, None)
-            elif lease in self._leases:
-                self._leases[lease].is_stored = True
+                self._leases.pop(ticket, None)
+            elif ticket in self._leases:
+                self._leases[ticket].is_stored = True
 
-    def resolve(self, reference: Reference, extra: bytes, tokens: tuple[int, ...]) -> int | None:
+    def resolve(self, reference: Any, extra: bytes, tokens: tuple[int, ...]) -> int | None:
         """The number of a prompt's leading tokens that it refers to; ``None`` while they are still being
         stored.
 
         Raises:
-            StaleError: it is from an earlier start of the engine, has no lease any more, or belongs to
-                another prompt.
+            StaleError: no lease has exactly this reference, or it has expired.
         """
-        if (reference.engine_id, reference.epoch) != (self.engine_id, self.epoch):
-            raise StaleError(Reason.GONE, "it is of another engine, or of an earlier start of this one")
         with self._lock:
-            leased = self._leases.get(reference.lease)
-            if leased is None or (leased.request_id, leased.generation) != (
-                reference.request_id,
-                reference.generation,
-            ):
-                raise StaleError(Reason.GONE, "what it refers to is leased no more")
-            held = leased.key[1]
-            if reference.num_tokens > len(held):
-                raise StaleError(Reason.REFUSED, f"it says {reference.num_tokens} tokens of {len(held)}")
-            common = _common(tokens, held[: reference.num_tokens]) if leased.key[0] == extra else 0
-            return common if leased.is_stored else None
+            leased = self._lease_of(reference)
+            if leased is None:
+                raise StaleError(Reason.GONE, "it was not given out here, or is leased no more")
+            if leased.has_expired:
+                raise StaleError(Reason.EXPIRED, "it has expired")
+            return num_shared(leased.key, extra, tokens) if leased.is_stored else None
+
+    def _lease_of(self, reference: Any) -> PromptLease | None:
+        for leased in self._leases.values():
+            if reference == leased.reference:  # 1 and 1.0 are equal
+                same = all(type(reference[name]) is type(value) for name, value in leased.reference.items())
+                return leased if same else None
+        return None
 
 
-def _common(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
-    """Length of the common prefix."""
-    count = 0
-    for one, other in zip(ours, theirs, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+def num_shared(key: Key, extra: bytes, tokens: tuple[int, ...]) -> int:
+    """The number of leading tokens that a prompt shares with an entry."""
+    if key[0] != extra:
+        return 0
+    pairs = enumerate(zip(tokens, key[1], strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(tokens), len(key[1])))
 
 
 def kv_format_of(context: ConnectorContext) -> tuple[Any, ...]:
