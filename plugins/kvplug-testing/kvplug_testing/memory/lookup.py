@@ -1,6 +1,6 @@
 """The lookup buffer "memory": a fake for the tests of one process, and the first subject of its suite.
 
-The store keeps each entry as two encoded messages, its header and its tensors. The signal pipe carries one
+The store keeps each entry as two messages: its tokens, and the rest, encoded. The signal pipe carries one
 message, the number of the attached client. Calls go directly to the store. The two messages of a leased entry
 go over the data pipe, so that a slow, broken or lying pipe has the same effect as with any lookup buffer. A
 thread waits for the end of the signal pipe.
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import copy
 import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -38,6 +38,7 @@ from kvplug.transport import (
     Entry,
     EntryHeader,
     EntrySink,
+    Lifecycle,
     LookupBuffer,
     LookupContext,
     LookupEndpoint,
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 LIMITS: Final = Limits(max_bytes=1 << 40)
 Key = tuple[int, ...]
 """The token ids under the roi."""
+Wanted = Callable[[Key], bool]
+"""Whether an entry with this key was asked for."""
 
 
 # -- keys and entries ------------------------------------------------------------------------------
@@ -124,15 +127,14 @@ def num_layers_of(num_tokens: int, key: Tensor | None, value: Tensor | None) -> 
 
 
 @NamedExhaustion("copying an entry")
-def decoded(messages: tuple[Any, Any]) -> Entry:
+def decoded(tokens: Any, rest: bytes | memoryview) -> Entry:
     """The entry in two messages, which may be anything.
 
     Raises:
         WireError: they are no entry.
     """
     try:
-        entry_id, tokens, roi, metadata = decode(messages[0], limits=LIMITS)
-        key, value, hidden = decode(messages[1], limits=LIMITS)
+        entry_id, roi, metadata, key, value, hidden = decode(rest, limits=LIMITS)
         tokens, roi = checked_tokens(tokens, roi)
         if hidden is not None:
             meta_of(hidden)
@@ -171,7 +173,9 @@ class StoredEntry:
     entry_id: int
     extra: bytes
     key: Key
-    messages: tuple[bytes, bytes]
+    tokens: Tensor
+    rest: bytes
+    """All but the tokens, encoded."""
     num_users: int = 0
     """The callers that read it, or the one that takes it."""
     is_taken: bool = False
@@ -180,23 +184,20 @@ class StoredEntry:
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self.messages))
+        return 8 * len(self.tokens) + len(self.rest)
 
 
-@attrs.frozen
-class Wanted:
-    """What an entry is asked for by."""
+def is_answer(found: Key, key: Key | None, min_tokens: int | None = None) -> bool:
+    """Whether an entry with the key ``found`` is one that was asked for.
 
-    key: Key | None
-    """The tokens under the roi; ``None``: any."""
-    min_tokens: int | None = None
-    """The number of leading tokens that the entry must share; ``None``: one is a prefix of the other."""
-
-    def is_met_by(self, key: Key) -> bool:
-        if self.key is None:
-            return bool(key)
-        size = min(len(key), len(self.key)) if self.min_tokens is None else max(1, self.min_tokens)
-        return 0 < size <= min(len(key), len(self.key)) and key[:size] == self.key[:size]
+    Args:
+        key: The tokens under the roi of the query; ``None``: any.
+        min_tokens: The number of leading tokens to share; ``None``: one is a prefix of the other.
+    """
+    if key is None:
+        return bool(found)
+    size = min(len(found), len(key)) if min_tokens is None else max(1, min_tokens)
+    return 0 < size <= min(len(found), len(key)) and found[:size] == key[:size]
 
 
 # -- both ends -------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class MemoryLookupBuffer(LookupBuffer):
         key = None if input_tokens is None else key_under(input_tokens, roi)
         with self._store_for_call(deadline) as store:
             stored = store.lease_oldest(key, extra_bytes(extra), deadline, lambda: self.is_lost)
-            return self._hand_over(store, stored, Wanted(key), None, deadline)
+            return self._hand_over(store, stored, partial(is_answer, key=key), None, deadline)
 
     def select(
         self,
@@ -246,7 +247,8 @@ class MemoryLookupBuffer(LookupBuffer):
         key = key_under(input_tokens, roi)
         with self._store_for_call(deadline) as store:
             stored = store.lease_longest(key, extra_bytes(extra), min_tokens)
-            return self._hand_over(store, stored, Wanted(key, min_tokens), sink, deadline)
+            wanted = partial(is_answer, key=key, min_tokens=min_tokens)
+            return self._hand_over(store, stored, wanted, sink, deadline)
 
     def _hand_over(
         self,
@@ -288,7 +290,6 @@ class MemoryStore(MemoryLookupBuffer, LookupStore):
         """Entries by ``extra`` and a prefix of their key, and whether that is the whole key."""
         self._used_bytes = 0
         self._next_id = 1
-        self._clients: set[AttachedClient] = set()
         self._closed = False
         close_after_fork(self)
 
@@ -304,7 +305,7 @@ class MemoryStore(MemoryLookupBuffer, LookupStore):
         return contextlib.nullcontext(self)
 
     def _received(self, stored: StoredEntry, wanted: Wanted, deadline: Deadline) -> Entry:
-        return decoded(stored.messages)
+        return decoded(stored.tokens, stored.rest)
 
     @NamedExhaustion("copying an entry")
     def insert(
@@ -324,11 +325,10 @@ class MemoryStore(MemoryLookupBuffer, LookupStore):
         if not mask.any():
             raise ValueError("no token of the entry is under its roi: it could never be found")
         num_layers_of(len(tokens), key, value)
-        tensors = encode([key, value, hidden], limits=LIMITS)
+        counted = tuple(tokens[mask].tolist())
         with self._changed:
-            header = encode([self._next_id, tokens, mask, metadata or {}], limits=LIMITS)
-            counted = tuple(tokens[mask].tolist())
-            stored = StoredEntry(self._next_id, extra_bytes(extra), counted, (header, tensors))
+            rest = encode([self._next_id, mask, metadata or {}, key, value, hidden], limits=LIMITS)
+            stored = StoredEntry(self._next_id, extra_bytes(extra), counted, tokens, rest)
             self._next_id += 1
             if stored.nbytes > self._max_bytes:
                 raise CapacityError(f"an entry of {stored.nbytes} bytes, and a buffer of {self._max_bytes}")
@@ -457,7 +457,6 @@ class MemoryStore(MemoryLookupBuffer, LookupStore):
         client = AttachedClient(self, signal, data)
         with self._changed:
             self._check_open()
-            self._clients.add(client)
             _clients[client.number] = client
         try:
             signal.send_tensor(torch.tensor(client.number))
@@ -465,10 +464,9 @@ class MemoryStore(MemoryLookupBuffer, LookupStore):
             client.end()
             raise
 
-    def detach(self, client: AttachedClient) -> None:
-        """The client has ended. Wakes its waiting calls."""
+    def wake(self) -> None:
+        """Have all calls that wait look again."""
         with self._changed:
-            self._clients.discard(client)
             self._changed.notify_all()
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -486,14 +484,12 @@ class MemoryStore(MemoryLookupBuffer, LookupStore):
             for stored in list(self._entries.values()):
                 self._remove(stored)
             self._changed.notify_all()
-            clients = list(self._clients)
-        for client in clients:
+        for client in [client for client in list(_clients.values()) if client.store is self]:
             client.end()
 
     def _after_fork_in_child(self) -> None:
         self._changed = threading.Condition()  # a thread of the parent may hold the old one
         self._closed = True
-        self._clients = set()
 
 
 # -- the end that reaches it -----------------------------------------------------------------------
@@ -511,7 +507,7 @@ class AttachedClient:
     def end(self) -> None:
         """End at once. Idempotent."""
         _clients.pop(self.number, None)
-        self.store.detach(self)
+        self.store.wake()
         self.signal.abort()
         self.data.abort()
 
@@ -527,8 +523,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
         self._timeout_s = timeout_s
         self._changed = threading.Condition()  # guards the client and how this end has ended
         self._client: AttachedClient | None = None
-        self._ended: KvplugError | None = None
-        """The error of every call from now on."""
+        self._lifecycle = Lifecycle(f"the lookup store at {signal.peer}")
         self._transfers = threading.Lock()
         self._num_unread = 0
         """Messages on the data pipe that a call did not receive in time. Guarded by the lock of transfers."""
@@ -539,7 +534,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
 
     @property
     def is_lost(self) -> bool:
-        return self._ended is not None
+        return self._lifecycle.ended
 
     def insert(self, *given: Any, **more: Any) -> int:
         self._check()
@@ -549,7 +544,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
     def _store_for_call(self, deadline: Deadline) -> Iterator[MemoryStore]:
         """The store. If this end ends during the call, the call raises this end's error."""
         with self._changed:
-            self._changed.wait_for(lambda: self._client or self._ended, deadline.remaining())
+            self._changed.wait_for(lambda: self._client or self.is_lost, deadline.remaining())
             self._check()
             if self._client is None:
                 raise TimeoutError(f"the lookup store at {self._signal.peer} did not announce itself in time")
@@ -566,21 +561,21 @@ class MemoryRemoteStore(MemoryLookupBuffer):
         if not self._transfers.acquire(timeout=-1 if left is None else left):
             raise TimeoutError("another call's entry was still in transfer")
         try:
-            messages = self._transfer(stored, deadline)
+            tokens, rest = self._transfer(stored, deadline)
             self._check()  # the signal pipe may have broken in the meantime
-            entry = decoded(messages)
-            if not wanted.is_met_by(key_under(entry.tokens, entry.roi)):
+            entry = decoded(tokens, b"" if rest is None else memory_of(rest))
+            if not wanted(key_under(entry.tokens, entry.roi)):
                 raise WireError(f"an entry for other tokens came from the store at {self._signal.peer}")
             return entry
         except (TimeoutError, ResourceExhaustedError):
             raise
         except KvplugError as e:
-            self._end(PeerGoneError(f"no entry comes from the store at {self._signal.peer}: {e}"))
+            self._lose(f"no entry comes from it: {e}")
             raise
         finally:
             self._transfers.release()
 
-    def _transfer(self, stored: StoredEntry, deadline: Deadline) -> tuple[Any, Any]:
+    def _transfer(self, stored: StoredEntry, deadline: Deadline) -> list[Tensor | None]:
         """Send and receive one message after the other: a pipe always has capacity for one."""
         import torch
 
@@ -588,21 +583,20 @@ class MemoryRemoteStore(MemoryLookupBuffer):
         while self._num_unread:
             self._receive(deadline)
         received = []
-        for message in stored.messages:
-            tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            self._client.data.send_tensor(tensor, timeout=deadline.remaining())
+        for message in (stored.tokens, torch.frombuffer(bytearray(stored.rest), dtype=torch.uint8)):
+            self._client.data.send_tensor(message, timeout=deadline.remaining())
             self._num_unread += 1
             received.append(self._receive(deadline))
-        return received[0], received[1]
+        return received
 
-    def _receive(self, deadline: Deadline) -> memoryview:
+    def _receive(self, deadline: Deadline) -> Tensor | None:
         received = self._data.recv_tensor(timeout=deadline.remaining())
         self._num_unread -= 1
-        return memoryview(b"") if received is None else memory_of(received)
+        return received
 
     def _check(self) -> None:
-        if self._ended is not None:
-            raise copy.copy(self._ended) from self._ended
+        if self.is_lost:
+            raise self._lifecycle.error()
         if self._signal.closed:  # the watching thread will notice this soon
             raise PeerGoneError("the signal pipe is closed")
 
@@ -618,21 +612,24 @@ class MemoryRemoteStore(MemoryLookupBuffer):
                 self._signal.recv_tensor(timeout=None)
         except KvplugError:
             pass  # the end that this thread waits for
-        self._end(PeerGoneError(f"the lookup store at {self._signal.peer} is gone"))
+        self._lose("it is gone")
 
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)
-        self._end(ClosedError("this end of the lookup buffer is closed"))
+        self.abort()
         if self._thread is not threading.current_thread():
             self._thread.join(deadline.remaining())
 
     def abort(self) -> None:
-        self._end(ClosedError("this end of the lookup buffer was aborted"))
+        self._lifecycle.close("is closed at this end")
+        self._end()
 
-    def _end(self, error: KvplugError) -> None:
+    def _lose(self, reason: str) -> None:
+        self._lifecycle.lose_peer(reason)
+        self._end()
+
+    def _end(self) -> None:
         with self._changed:
-            if self._ended is None or isinstance(error, ClosedError):
-                self._ended = error
             self._changed.notify_all()
         self._signal.abort()
         self._data.abort()
@@ -641,7 +638,7 @@ class MemoryRemoteStore(MemoryLookupBuffer):
 
     def _after_fork_in_child(self) -> None:
         self._changed = threading.Condition()  # a thread of the parent may hold the old one
-        self._ended = ClosedError("this end of the lookup buffer belongs to the parent of this process")
+        self._lifecycle.after_fork()
 
 
 class MemoryLookupEndpoint(LookupEndpoint):
