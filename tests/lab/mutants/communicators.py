@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from kvplug import ConfigError, PeerGoneError, TimeoutError, UnsupportedError
@@ -84,18 +84,6 @@ class TestSkipsEmptyRanks(MemoryCommunicator):
         if sizes is not None and 0 in sizes and any(sizes) and not isinstance(input_, list):
             return super().all_gatherv(input_, dim, sizes, **given).flip(dim)
         return super().all_gatherv(input_, dim, sizes, **given)
-
-
-@breaks(Mutant, "COMM-1", caught_by="test_all_gatherv_takes_as_many_from_each_rank_as_sizes_say")
-class TestGoesAnotherWayWithALargePart(MemoryCommunicator):
-    """Each rank decides by its own part which way all of them are gathered."""
-
-    def _all_gather(self, outputs: list[Any], tensor: Any, deadline: Deadline) -> None:
-        if tensor.nbytes <= 1 << 20:
-            super()._all_gather(outputs, tensor, deadline)
-            return
-        for rank, output in enumerate(outputs):
-            output.copy_(self._everyones(tensor, deadline)[rank])
 
 
 @breaks(Mutant, "COMM-1", caught_by="test_gather_gives_all_to_one_rank_and_nothing_to_others")
@@ -219,6 +207,7 @@ class TestMixesTwoThreads(MemoryCommunicator):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self._busy = _Never()  # type: ignore[assignment]
+        self.cpu_group._collective = _Never()
 
 
 class _Never:
@@ -227,6 +216,9 @@ class _Never:
 
     def release(self) -> None:
         pass
+
+    def taken(self) -> Any:
+        return nullcontext()
 
 
 @breaks(Mutant, "ALL-7")

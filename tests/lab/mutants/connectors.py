@@ -160,6 +160,32 @@ class TestIsRightOnOneLayoutOnly(MemoryWorker):
 # -- failures ----------------------------------------------------------------------------------------
 
 
+@breaks(Mutant, "CONN-3")
+class TestNeedsNoLayers(MemoryWorker):
+    """It lets the engine leave out the calls in its layers, which would wait for its loads."""
+
+    def has_connector_metadata(self) -> bool:
+        return False
+
+    def start_load_kv(self) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        super().start_load_kv()
+        super().wait_for_save()
+
+
+@breaks(Mutant, "CONN-3")
+class TestReportsAStepLate(MemoryWorker):
+    """Blocks whose load failed are named in the step after."""
+
+    _late: frozenset[int] = frozenset()
+
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        found, self._late = self._late, super().get_block_ids_with_load_errors()
+        return found
+
+
 @breaks(
     Mutant,
     "CONN-3",
@@ -310,24 +336,12 @@ class TestNamesNobody(MemoryWorker):
 
 
 @breaks(Mutant, "CONN-6", caught_by="test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong")
-class TestSavesWhatOthersShareWithAFailedLoad(MemoryWorker):
-    """What is not saved after a failed load is its own request, and not those that share its blocks."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._failed_ever: set[str] = set()
-
-    def _fail(self, load: Any, error: KvplugError) -> None:
-        super()._fail(load, error)
-        self._failed_ever.add(load["request"])
+class TestSavesWhatAFailedLoadSpoilt(MemoryWorker):
+    """A step that was planned before a load failed saves what it was told to."""
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         self._suspect.clear()
         super().bind_connector_metadata(metadata)
-        saves = self._begun[1]
-        saves[:] = [
-            {**each, "tokens": ()} if each["request"] in self._failed_ever else each for each in saves
-        ]
 
 
 @breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
@@ -450,6 +464,14 @@ class TestTakesBlocksForWhatWasNeverPromised(MemoryScheduler):
         tracked = self._tracked[request.request_id]
         tracked.answered = (tracked.answered[0], num_external_tokens)
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
+
+
+@breaks(Mutant, "CONN-1")
+class TestPassesObjectsAcross(MemoryScheduler):
+    """What its scheduler side tells its worker side is no plain value."""
+
+    def build_connector_meta(self, output: Any) -> Any:
+        return {**super().build_connector_meta(output), "preempted": output.preempted_request_ids}  # type: ignore[dict-item]
 
 
 @breaks(Mutant, "CONN-1")

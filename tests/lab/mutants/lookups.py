@@ -74,6 +74,13 @@ class Blurred(MemoryStore):
 
 
 @breaks(Mutant, "LOOKUP-1", caught_by="test_ids_are_compared_exactly")
+class TestToleratesSmallDifferences(Blurred):
+    """Ids that differ by a hundred-thousandth are equal, as they are for allclose."""
+
+    blur = staticmethod(lambda token: token if token < 1 << 16 else token - token % 4)
+
+
+@breaks(Mutant, "LOOKUP-1", caught_by="test_ids_are_compared_exactly")
 class TestKeepsThirtyTwoBits(Blurred):
     """Of an id only the lower 32 bits are compared."""
 
@@ -306,6 +313,14 @@ class TestEvictsWhatIsReceived(Evicting):
 
     def _may_go(self, stored: StoredEntry) -> bool:
         return True
+
+
+@breaks(EvictingMutant, "LOOKUP-5")
+class TestEvictsTooLittle(Evicting):
+    """Where there is no room one entry goes, and the new one counts as half as large as it is."""
+
+    def _has_room(self, nbytes: int) -> bool:
+        return super()._has_room(nbytes // 2 - self._used_bytes // 2)
 
 
 class TestSaysThatItEvicts(EvictingMutant):

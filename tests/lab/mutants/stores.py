@@ -848,15 +848,6 @@ class TestDoesNotKnowThatItsStoreIsGone(HostClient):
         return self._closing
 
 
-@breaks(LinkMutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
-class TestLeavesAThreadForEachPeer(HostStore):
-    """Serving a peer that has gone leaves a thread."""
-
-    def serve(self, link: Any) -> None:
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        super().serve(link)
-
-
 @breaks(
     LinkMutant,
     "STORE-7",

@@ -1,4 +1,4 @@
-"""The communicator "memory": every tensor goes through the ranks' group.
+"""The communicator "memory": every tensor goes through a group of its own.
 
 A group passes everything through its rank 0, and bounds a value at 16 MiB: no transport for real use.
 """
@@ -8,14 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvplug.transport import Deadline, DeviceCommunicator
+from kvplug import StatelessGroup
+from kvplug.transport import CommunicatorContext, Deadline, DeviceCommunicator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class MemoryCommunicator(DeviceCommunicator):
-    """The factory of the spec. The ranks are threads or processes."""
+    """The factory of the spec. The ranks are threads or processes of one host."""
+
+    def __init__(self, context: CommunicatorContext) -> None:
+        super().__init__(context)
+        listener = StatelessGroup.listen("unix:") if self.rank == 0 else None
+        try:
+            contact = context.group.broadcast(listener and listener.contact, 0, context.timeout_s)
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
+        self.cpu_group = StatelessGroup.create(
+            listener or contact, rank=self.rank, world_size=self.world_size, timeout_s=context.timeout_s
+        )
 
     def _everyones(self, value: Any, deadline: Deadline) -> list[Any]:
         """The values of all ranks."""
@@ -42,11 +56,8 @@ class MemoryCommunicator(DeviceCommunicator):
     def _recv(self, tensor: Tensor, src: int, deadline: Deadline) -> None:
         tensor.copy_(self.cpu_group.recv(src, deadline.remaining()))
 
-    def _give_up(self, error: BaseException) -> None:
-        self._destroy()
-
     def _destroy(self) -> None:
-        self.cpu_group.abort()  # here the group is the data plane, and this end of it was made for us
+        self.cpu_group.abort()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
