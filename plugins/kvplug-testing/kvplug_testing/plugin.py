@@ -11,7 +11,7 @@ _FAST, _SLOW = Cost(latency_us=10.0, gb_per_s=5.0), Cost(latency_us=100.0, gb_pe
 _TRANSPORTS = (
     (Kind.PIPE, "pipe:MemoryEndpoint", _FAST, "both ends in one process"),
     (Kind.QUEUE, "queue:MemoryQueueEndpoint", _FAST, "writer and readers in one process"),
-    (Kind.COMMUNICATOR, "communicator:MemoryCommunicator", _SLOW, "the ranks are threads of one process"),
+    (Kind.COMMUNICATOR, "communicator:MemoryCommunicator", _SLOW, "the ranks' tensors go through a group"),
     (Kind.LOOKUP_BUFFER, "lookup:MemoryLookupEndpoint", _SLOW, "entries in this process, reached within it"),
 )
 

@@ -231,7 +231,8 @@ class MemoryLookupBuffer(LookupBuffer):
         key = None if input_tokens is None else key_under(input_tokens, roi)
         with self._store_for_call(deadline) as store:
             stored = store.lease_oldest(key, extra_bytes(extra), deadline, lambda: self.is_lost)
-            return self._hand_over(store, stored, partial(is_answer, key=key), None, deadline)
+            with self._using(store, stored):
+                return self._received(stored, partial(is_answer, key=key), deadline)
 
     def select(
         self,
@@ -247,26 +248,20 @@ class MemoryLookupBuffer(LookupBuffer):
         key = key_under(input_tokens, roi)
         with self._store_for_call(deadline) as store:
             stored = store.lease_longest(key, extra_bytes(extra), min_tokens)
-            wanted = partial(is_answer, key=key, min_tokens=min_tokens)
-            return self._hand_over(store, stored, wanted, sink, deadline)
+            with self._using(store, stored):
+                wanted = partial(is_answer, key=key, min_tokens=min_tokens)
+                entry = self._received(stored, wanted, deadline)
+                return entry if sink is None else give_layers(entry, sink, deadline)
 
-    def _hand_over(
-        self,
-        store: MemoryStore,
-        stored: StoredEntry,
-        wanted: Wanted,
-        sink: EntrySink | None,
-        deadline: Deadline,
-    ) -> Entry:
-        is_received = False
+    @contextmanager
+    def _using(self, store: MemoryStore, stored: StoredEntry) -> Iterator[None]:
+        """Release a lease at the end; the entry is received if nothing is raised."""
         try:
-            entry = self._received(stored, wanted, deadline)
-            if sink is not None:
-                entry = give_layers(entry, sink, deadline)
-            is_received = True
-        finally:
-            self._release(store, stored, is_received)
-        return entry
+            yield
+        except BaseException:
+            self._release(store, stored, False)
+            raise
+        self._release(store, stored, True)
 
     def _release(self, store: MemoryStore, stored: StoredEntry, is_received: bool) -> None:
         store.release(stored, is_received=is_received)

@@ -43,12 +43,6 @@ class MemoryConnectorOptions:
         above=0,
         help="A load of which nothing has come for this long has failed. A step waits no longer for it.",
     )
-    lease_s: float = option(
-        default=60.0,
-        unit="seconds",
-        above=0,
-        help="How long KV of a finished request is leased: it is not evicted, and its ticket is valid.",
-    )
 
 
 @attrs.frozen(kw_only=True)

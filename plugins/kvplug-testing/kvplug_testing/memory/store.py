@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from kvplug import CapacityError
@@ -117,12 +117,13 @@ class PagePlace(BlockingStore):
         return True
 
     def _drop(self, keys: Iterable[bytes], reason: PageRemoval) -> None:
-        gone = {key: self.pages.pop(key) for key in keys if key in self.pages}
-        for key, page in gone.items():
-            self.used_bytes -= len(page)
-            self._leases.pop(key, None)
-            self._readers.pop(key, None)
-        self._tell_removed({key: series_of(page) for key, page in gone.items()}, reason)
+        for key in keys:
+            page = self.pages.pop(key, None)
+            if page is not None:
+                self.used_bytes -= len(page)
+                self._leases.pop(key, None)
+                self._readers.pop(key, None)
+                self._tell(self._log.removed(series_of(page), [key], reason))
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget pages, and that they were declared."""
@@ -210,11 +211,10 @@ class PagePlace(BlockingStore):
 
     def _undeclare(self, end: End, keys: Iterable[bytes], reason: PageRemoval) -> None:
         for key in keys:
-            self._declared.get(key, {}).pop(end, None)
-        gone = [key for key, ends in self._declared.items() if not ends]
-        for key in gone:
-            del self._declared[key]
-        self._tell_removed({key: self._series.pop(key) for key in gone}, reason)
+            ends = self._declared.get(key, {})
+            if ends.pop(end, None) and not ends:
+                del self._declared[key]
+                self._tell(self._log.removed(self._series.pop(key), [key], reason))
 
     # -- events --------------------------------------------------------------------------------
 
@@ -222,18 +222,18 @@ class PagePlace(BlockingStore):
         for listener in self._listeners:
             listener(event)
 
-    def _tell_removed(self, series_of_gone: Mapping[bytes, bytes], reason: PageRemoval) -> None:
-        for series, keys in by_series(series_of_gone).items():
-            self._tell(self._log.removed(series, keys, reason))
-
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """As :meth:`kvplug.transport.store.store.Store.subscribe`."""
         with self.lock:
             self._expire()
             now = time.monotonic()
-            held = by_series({key: series_of(page) for key, page in self.pages.items()})
-            left = {key: max(ends.values()) - now for key, ends in self._declared.items()}
-            declared = [(self._series[key], [key], max(0.0, for_s)) for key, for_s in left.items()]
+            held: dict[bytes, list[bytes]] = {}
+            for key, page in self.pages.items():
+                held.setdefault(series_of(page), []).append(key)
+            declared = [
+                (self._series[key], [key], max(0.0, max(ends.values()) - now))
+                for key, ends in self._declared.items()
+            ]
             for event in self._log.snapshot(held, declared):
                 listener(event)
             self._listeners.append(listener)
@@ -250,14 +250,6 @@ def series_of(page: bytes) -> bytes:
     """The series id in a page's header; zeros if it has none."""
     found = split_header(page)
     return bytes(SERIES_BYTES) if found is None else found[1]
-
-
-def by_series(series_of_each: Mapping[bytes, bytes]) -> dict[bytes, list[bytes]]:
-    """Keys by their series."""
-    found: dict[bytes, list[bytes]] = {}
-    for key, series in series_of_each.items():
-        found.setdefault(series, []).append(key)
-    return found
 
 
 def fill(into: Sequence[memoryview], page: bytes) -> int:

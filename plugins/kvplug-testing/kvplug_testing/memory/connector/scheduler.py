@@ -23,6 +23,8 @@ from kvplug_testing.memory.connector.table import EntryTable, StaleError, kv_for
 
 PARAMS = "memory"
 """The key of its reference among a request's params."""
+LEASE_S = 60.0
+"""How long KV of a finished request is not evicted, and its reference is valid."""
 
 
 class OrderError(KvplugError, RuntimeError):
@@ -172,7 +174,7 @@ class MemoryScheduler(SchedulerConnector):
         if not self._produces or tracked.is_old or whole == 0:
             return False, None
         table, tokens = EntryTable.at(self._contact), request.token_ids[:whole]
-        reference = table.lease((request.extra, tokens), request, self._context.options.lease_s)
+        reference = table.lease((request.extra, tokens), request, LEASE_S)
         self._unsent.add(request.request_id)
         self._saves.append(
             {

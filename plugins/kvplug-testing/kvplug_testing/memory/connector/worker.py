@@ -183,7 +183,7 @@ class MemoryWorker(WorkerConnector):
         table, tokens = self._table, tuple(save["tokens"])
         assert table is not None
         is_stored = False
-        if tokens and save["era"] == table.era:
+        if tokens:
             began = time.perf_counter()
             entry = self._entry((save["extra"], tokens), save["blocks"])
             try:
