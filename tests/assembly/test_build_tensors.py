@@ -40,11 +40,12 @@ def test_what_a_config_names_wrongly_is_refused() -> None:
     with group:
         for build in (
             lambda: build_queue(Config(queue="memroy")),
-            lambda: build_lookup(Config(lookup_buffer="memroy")),
             lambda: build_communicator(Config(communicator="memroy"), group),
         ):
             with pytest.raises(UnknownTransportError, match="memory"):
                 build()
+        with pytest.raises(UnknownTransportError, match="memory"):
+            build_lookup(Config(lookup_buffer="memory"))
         with pytest.raises(ConfigError, match="spin"):
             build_queue(Config(queue="memory", options={"memory": {"spin": 1}}))
         with pytest.raises(PluginError, match="moves cpu tensors, and cuda ones are needed"):

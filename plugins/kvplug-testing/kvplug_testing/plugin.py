@@ -12,7 +12,6 @@ _TRANSPORTS = (
     (Kind.PIPE, "pipe:MemoryEndpoint", _FAST, "both ends in one process"),
     (Kind.QUEUE, "queue:MemoryQueueEndpoint", _FAST, "writer and readers in one process"),
     (Kind.COMMUNICATOR, "communicator:MemoryCommunicator", _SLOW, "the ranks' tensors go through a group"),
-    (Kind.LOOKUP_BUFFER, "lookup:MemoryLookupEndpoint", _SLOW, "entries in this process, reached within it"),
 )
 
 

@@ -20,7 +20,7 @@ from kvplug.errors import KvplugError, PeerGoneError, StalledError
 from kvplug_lab.mutants import breaks
 from kvplug_testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker
 from kvplug_testing.memory.connector.suite import MemoryConnectorContract
-from kvplug_testing.memory.connector.table import EntryTable, PromptEntry, PromptLease, StaleError
+from kvplug_testing.memory.connector.table import EntryTable, PromptEntry, PromptLease
 
 wanted: dict[str, set[str]] = {}
 """Of each contact, the requests whose KV was asked for and not loaded."""
@@ -556,6 +556,22 @@ class TestDialsWhoeverIsNamed(MemoryScheduler):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
             sock.connect("\0kvplug-no-listener")
         return super()._refused(tracked, reason)
+
+
+@breaks(Mutant, "REF-2")
+class TestMissesInSilence(MemoryScheduler):
+    """A reference that is good for nothing is not counted."""
+
+    def _refused(self, tracked: Any, reason: Any) -> int:
+        return 0
+
+
+@breaks(Mutant, "REF-2")
+class TestRaisesAtForgedReferences(MemoryScheduler):
+    """A reference that is none stops the engine."""
+
+    def _refused(self, tracked: Any, reason: Any) -> int:
+        raise ValueError("that is no reference")
 
 
 # -- ends --------------------------------------------------------------------------------------------

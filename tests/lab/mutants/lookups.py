@@ -1,109 +1,132 @@
-"""The lookup buffer "memory" with one fault each, and the laws that the fault breaks."""
+"""The lookup buffer "simple" with one fault each, and the laws that the fault breaks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import attrs
 
 from kvplug.errors import CapacityError, KvplugError, TimeoutError
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
+from kvplug.net.deadline import Deadline
 from kvplug_lab.mutants import breaks
+from kvplug_lookup.buffer import store as simple
+from kvplug_lookup.buffer.index import TokenIndex
+from kvplug_lookup.buffer.lending import Lending
+from kvplug_lookup.buffer.parts import extra_bytes, key_under
+from kvplug_lookup.buffer.reach import ReachingEnd
+from kvplug_lookup.buffer.server import Session
+from kvplug_lookup.buffer.shelf import Held, Loan, Shelf
+from kvplug_lookup.buffer.store import SimpleStore
 from kvplug_testing import LookupBufferContract
-from kvplug_testing.memory.lookup import (
-    MemoryLookupEndpoint,
-    MemoryRemoteStore,
-    MemoryStore,
-    StoredEntry,
-    decoded,
-)
 
 
 class Made(LookupBufferContract):
-    """Of ``store`` and ``reaching``. ``breaks`` are the laws that it breaks."""
+    """Of its parts. ``breaks`` are the laws that it breaks."""
 
-    transport = "memory"
+    transport = "simple"
     across_processes = False
-    store: type[MemoryStore] = MemoryStore
-    reaching: type[MemoryRemoteStore] = MemoryRemoteStore
-    parts = ("store", "reaching")
+    index: type[TokenIndex] = TokenIndex
+    shelf: type[Shelf] = Shelf
+    lending: type[Lending] = Lending
+    session: type[Session] = Session
+    store: type[SimpleStore] = SimpleStore
+    reaching: type[ReachingEnd] = ReachingEnd
+    parts = ("index", "shelf", "lending", "session", "store", "reaching")
+    evict: ClassVar[str] = "never"
     breaks: tuple[str, ...] = ()
 
     def make_endpoint(self, context: Any) -> Any:
-        store, reaching = self.store, self.reaching
+        return Endpoint(self, context)
 
-        class Endpoint(MemoryLookupEndpoint):
-            def hold(self) -> Any:
-                return store(self._context)
 
-            def reach(self, signal: Any, data: Any) -> Any:
-                return reaching(signal, data, timeout_s=self._context.timeout_s)
+class Endpoint:
+    """Makes either end of a suite's parts."""
 
-        return Endpoint(context)
+    def __init__(self, suite: Made, context: Any) -> None:
+        self.suite, self.context = suite, context
+
+    def hold(self) -> SimpleStore:
+        session = self.suite.session
+
+        class Store(self.suite.store):  # type: ignore[name-defined, misc]
+            def attach(self, *pipes: Any) -> None:
+                simple.Session = session  # type: ignore[misc]
+                try:
+                    super().attach(*pipes)
+                finally:
+                    simple.Session = Session  # type: ignore[misc]
+
+        context, evict = self.context, self.suite.evict
+        store = Store(buffer_size=context.buffer_size, timeout_s=context.timeout_s, evict=evict)
+        lending = store._lending
+        lending.__class__ = self.suite.lending
+        lending._shelf.__class__ = self.suite.shelf
+        lending._shelf._index.__class__ = self.suite.index
+        return store
+
+    def reach(self, signal: Any, data: Any) -> ReachingEnd:
+        return self.suite.reaching(signal, data, timeout_s=self.context.timeout_s)
 
 
 class Mutant(Made):
-    """One fault, of ``store`` or ``reaching``."""
+    """One fault, of one part."""
 
 
 # -- the key ---------------------------------------------------------------------------------------
 
 
-class Blurred(MemoryStore):
-    """Token ids are compared by something else than themselves."""
+class Confused(TokenIndex):
+    """Keys are compared by something else than themselves."""
 
-    blur: ClassVar[Callable[[int], int]]
+    def confused(self, tokens: Any, extra: bytes) -> tuple[Any, bytes]:
+        return tokens, extra
 
-    def _blurred(self, key: Any) -> Any:
-        return None if key is None else tuple(type(self).blur(token) for token in key)
+    def insert(self, entry_id: int, tokens: Any, extra: bytes = b"") -> None:
+        super().insert(entry_id, *self.confused(tokens, extra))
 
-    def _add(self, stored: StoredEntry) -> None:
-        stored.key = self._blurred(stored.key)
-        super()._add(stored)
+    def match(self, tokens: Any, extra: bytes = b"") -> int:
+        return super().match(*self.confused(tokens, extra))
 
-    def _find_oldest(self, key: Any, extra: bytes) -> Any:
-        return super()._find_oldest(self._blurred(key), extra)
+    def longest_match(self, tokens: Any, extra: bytes = b"", min_tokens: int = 1) -> Any:
+        return super().longest_match(*self.confused(tokens, extra), min_tokens)
 
-    def _find_longest(self, key: Any, extra: bytes) -> Any:
-        return super()._find_longest(self._blurred(key), extra)
+    def oldest_match(self, tokens: Any, extra: bytes = b"") -> int | None:
+        return super().oldest_match(*self.confused(tokens, extra))
+
+    def oldest(self, extra: bytes = b"") -> int | None:
+        return super().oldest(self.confused([], extra)[1])
 
 
 @breaks(Mutant, "LOOKUP-1", caught_by="test_ids_are_compared_exactly")
-class TestToleratesSmallDifferences(Blurred):
+class TestToleratesSmallDifferences(Confused):
     """Ids that differ by a hundred-thousandth are equal, as they are for allclose."""
 
-    blur = staticmethod(lambda token: token if token < 1 << 16 else token - token % 4)
+    def confused(self, tokens: Any, extra: bytes) -> tuple[Any, bytes]:
+        return [token if token < 1 << 16 else token - token % 4 for token in tokens.tolist()], extra
 
 
 @breaks(Mutant, "LOOKUP-1", caught_by="test_ids_are_compared_exactly")
-class TestKeepsThirtyTwoBits(Blurred):
+class TestKeepsThirtyTwoBits(Confused):
     """Of an id only the lower 32 bits are compared."""
 
-    blur = staticmethod(lambda token: token & 0xFFFFFFFF)
+    def confused(self, tokens: Any, extra: bytes) -> tuple[Any, bytes]:
+        return tokens & 0xFFFFFFFF, extra
 
 
 @breaks(Mutant, "LOOKUP-1")
-class TestIgnoresExtra(MemoryStore):
+class TestIgnoresExtra(Confused):
     """What was computed with one adapter is found by another."""
 
-    def _add(self, stored: StoredEntry) -> None:
-        stored.extra = b""
-        super()._add(stored)
-
-    def _find_oldest(self, key: Any, extra: bytes) -> Any:
-        return super()._find_oldest(key, b"")
-
-    def _find_longest(self, key: Any, extra: bytes) -> Any:
-        return super()._find_longest(key, b"")
+    def confused(self, tokens: Any, extra: bytes) -> tuple[Any, bytes]:
+        return tokens, b""
 
 
 @breaks(Mutant, "LOOKUP-1")
-class TestIgnoresTheRoiOfAQuery(MemoryStore):
+class TestIgnoresTheRoiOfAQuery(SimpleStore):
     """A match counts tokens that are not under the roi."""
 
     def match(self, input_tokens: Any, roi: Any = None, **given: Any) -> int:
@@ -114,78 +137,85 @@ class TestIgnoresTheRoiOfAQuery(MemoryStore):
 
 
 @breaks(Mutant, "LOOKUP-2", caught_by="test_some_random_calls_find_what_a_slow_search_finds")
-class TestNewestWins(MemoryStore):
+class TestNewestWins(Shelf):
     """Of several that match the newest is handed out."""
 
-    def _find_oldest(self, key: Any, extra: bytes) -> Any:
-        found = super()._find_oldest(key, extra)
-        for stored in self._entries.values():
+    def find_oldest(self, key: Any, extra: bytes) -> Any:
+        found = super().find_oldest(key, extra)
+        for held in self._entries.values() if found is not None else ():
             if (
-                found is not None
-                and not stored.num_users
-                and (stored.key, stored.extra) == (found.key, extra)
+                not held.users
+                and held.extra == extra
+                and held.key_tokens.tolist() == found.key_tokens.tolist()
             ):
-                found = stored
+                found = held
         return found
 
 
 @breaks(Mutant, "LOOKUP-2", caught_by="test_some_random_calls_find_what_a_slow_search_finds")
-class TestPrefixOnlyOneWay(MemoryStore):
+class TestPrefixOnlyOneWay(Shelf):
     """An entry that is longer than the query is not found."""
 
-    def _find_oldest(self, key: Any, extra: bytes) -> Any:
-        found = super()._find_oldest(key, extra)
-        return None if found and key is not None and len(found.key) > len(key) else found
+    def find_oldest(self, key: Any, extra: bytes) -> Any:
+        found = super().find_oldest(key, extra)
+        return None if found and key is not None and len(found.key_tokens) > len(key) else found
 
 
 @breaks(Mutant, "LOOKUP-2", caught_by="test_some_random_calls_find_what_a_slow_search_finds")
-class TestMixesEntriesUp(MemoryStore):
+class TestMixesEntriesUp(Shelf):
     """An entry comes with the values of the one that was stored before it."""
 
-    def _received(self, stored: StoredEntry, *more: Any) -> Any:
-        entry, before = super()._received(stored, *more), self._entries.get(stored.entry_id - 1)
-        value = before and decoded(before.tokens, before.rest).value
-        if entry.value is None or value is None or entry.value.shape != value.shape:
-            return entry
-        return attrs.evolve(entry, value=value)
+    def add(self, held: Held) -> None:
+        mine, last = held.value, self.__dict__.get("last")
+        if mine is not None and last is not None and mine.shape == last.shape:
+            held.value = last
+        self.last = mine
+        super().add(held)
 
 
 @breaks(Mutant, "LOOKUP-2")
-class TestStoresTheCallersTensor(MemoryStore):
+class TestStoresTheCallersTensor(SimpleStore):
     """The key is not copied, so that what the caller writes into its own comes out."""
 
     def insert(self, input_tokens: Any, roi: Any, key: Any, *rest: Any, **given: Any) -> int:
-        with self._changed:
-            entry_id = super().insert(input_tokens, roi, key, *rest, **given)
-            self.__dict__.setdefault("keys", {})[entry_id] = key
+        entry_id = super().insert(input_tokens, roi, key, *rest, **given)
+        held = self._lending._shelf._entries.get(entry_id)
+        if held is not None:
+            held.key = key
         return entry_id
 
-    def _received(self, stored: StoredEntry, *more: Any) -> Any:
-        return attrs.evolve(super()._received(stored, *more), key=self.__dict__["keys"][stored.entry_id])
+
+@breaks(Mutant, "LOOKUP-3")
+class TestCountsOnlyWholeEntries(Shelf):
+    """A match is an entry that is wholly a prefix of the query, or nothing."""
+
+    def match(self, key: Any, extra: bytes) -> int:
+        found = self.find_longest(key, extra, 1)
+        return super().match(key, extra) if found and len(found.key_tokens) <= len(key) else 0
 
 
 @breaks(Mutant, "LOOKUP-3")
-class TestMatchWaits(MemoryStore):
+class TestMatchWaits(Lending):
     """A match waits for an entry, as long as a call may."""
 
-    def count_shared(self, key: Any, extra: bytes) -> int:
-        with self._changed:
-            found = lambda: self._closed or self._find_longest(key, extra)[0]  # noqa: E731
-            self._changed.wait_for(found, self._timeout_s)
-        return super().count_shared(key, extra)
+    def match(self, key: Any, extra: bytes) -> int:
+        deadline = Deadline.after(8.0)
+        while not (found := super().match(key, extra)) and not deadline.expired:
+            time.sleep(0.01)
+        return found
 
 
 @breaks(Mutant, "LOOKUP-3")
-class TestMatchWaitsForWhatIsSent(MemoryRemoteStore):
+class TestMatchWaitsForWhatIsSent(ReachingEnd):
     """While an entry is on its way a match is not answered."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         self._in_transfer = threading.Lock()
         super().__init__(*args, **given)
 
-    def _transfer(self, *args: Any) -> Any:
+    def _fetch(self, *args: Any) -> Any:
         with self._in_transfer:
-            return super()._transfer(*args)
+            return super()._fetch(*args)
 
     def match(self, *args: Any, **given: Any) -> int:
         with self._in_transfer:
@@ -195,110 +225,112 @@ class TestMatchWaitsForWhatIsSent(MemoryRemoteStore):
 # -- taking ----------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "LOOKUP-4", caught_by="test_no_wake_up_is_lost_where_room_and_entries_are_waited_for")
-class TestHandsOneEntryToTwo(MemoryStore):
+@breaks(Mutant, "LOOKUP-4", caught_by="test_an_entry_goes_to_one_of_many_racing_callers")
+class TestHandsOneEntryToTwo(SimpleStore):
     """Between finding an entry and taking it out another call may find it."""
 
-    def drop_select(self, input_tokens: Any, roi: Any = None, **given: Any) -> Any:
-        if roi is not None:
-            return super().drop_select(input_tokens, roi, **given)
-        key = None if input_tokens is None else tuple(input_tokens)
-        deadline = Deadline.after(given.get("timeout", DEFAULT_TIMEOUT), self._timeout_s)
-        find = lambda: self._closed or self._find_oldest(key, given.get("extra", b""))  # noqa: E731
-        with self._changed:
-            stored = self._changed.wait_for(find, deadline.remaining())
-        if not isinstance(stored, StoredEntry):
-            return super().drop_select(input_tokens, roi, **given | {"timeout": 0})
+    def drop_select(self, input_tokens: Any, roi: Any = None, *, extra: bytes = b"", **given: Any) -> Any:
+        key = None if input_tokens is None else key_under(input_tokens, roi)
+        with self._lending._lock:
+            held = self._lending._shelf.find_oldest(key, extra_bytes(extra))
+        if held is None:
+            return super().drop_select(input_tokens, roi, extra=extra, **given)
         time.sleep(0.001)
-        with self._changed:
-            if not stored.is_removed:
-                self._remove(stored)
-        return decoded(stored.tokens, stored.rest)
+        with contextlib.suppress(TimeoutError):
+            super().drop_select(held.header.tokens, held.header.roi, extra=extra, timeout=0)
+        return simple._entry(held.header, held.key, held.value, held.hidden)
 
 
 @breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back")
-class TestLosesTheEntryOfWhoGivesUp(MemoryStore):
+class TestLosesTheEntryOfWhoGivesUp(Shelf):
     """What was lent to be taken is gone, whether it was received or not."""
 
-    def release(self, stored: StoredEntry, *, is_received: bool) -> None:
-        super().release(stored, is_received=True)
+    def end(self, loan: Loan, *, taken: bool) -> bool | None:
+        return super().end(loan, taken=loan.is_exclusive)
 
 
 @breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
-class TestBelievesTheDead(MemoryRemoteStore):
+class TestBelievesTheDead(Session):
     """A caller that is gone without a word has got its entry."""
 
-    def _release(self, store: MemoryStore, stored: StoredEntry, is_received: bool) -> None:
-        super()._release(store, stored, is_received or self._signal.closed)
+    def _cancel(self, call: Any) -> None:
+        if self._signal.closed and call.loan is not None:
+            self._lending.end(call.loan, taken=call.loan.is_exclusive)
+        super()._cancel(call)
 
 
 @breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
-class TestNeverNoticesThatACallerIsGone(MemoryRemoteStore):
+class TestNeverNoticesThatACallerIsGone(Session):
     """What was lent to one that is gone stays lent."""
 
-    def _release(self, store: MemoryStore, stored: StoredEntry, is_received: bool) -> None:
+    def _cancel(self, call: Any) -> None:
         if not self._signal.closed:
-            super()._release(store, stored, is_received)
+            super()._cancel(call)
 
 
 @breaks(Mutant, "LOOKUP-4")
-class TestWakesOneOfThoseWhoWait(MemoryStore):
-    """A change wakes one waiter, who may have waited for something else."""
+class TestWakesOneOfThoseWhoWait(Lending):
+    """An entry is offered to one of those who wait, who may wait for another one."""
 
-    def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
-        self.wake_all = self._changed.notify_all
-        self._changed.notify_all = partial(self._changed.notify, 1)  # type: ignore[method-assign]
-
-    def abort(self) -> None:
-        self._changed.notify_all = self.wake_all  # type: ignore[method-assign]
-        super().abort()
+    def _offer(self, held: Held) -> None:
+        waiters = self._waiters
+        self._waiters = dict(list(waiters.items())[:1])
+        super()._offer(held)
+        self._waiters |= dict(list(waiters.items())[1:])
 
 
 # -- room ------------------------------------------------------------------------------------------
 
 
 @breaks(Mutant, "LOOKUP-5")
-class TestWaitsWhereWaitingCannotHelp(MemoryStore):
+class TestNeverGivesBytesBack(Shelf):
+    """The budget is used up by what was ever stored."""
+
+    def _forget(self, held: Held) -> None:
+        super()._forget(held)
+        self.bytes_used += held.nbytes
+
+
+@breaks(Mutant, "LOOKUP-5")
+class TestStoresWhatTimedOut(SimpleStore):
+    """An insert that found no room in time raises, and has stored its entry."""
+
+    def insert(self, *args: Any, **given: Any) -> int:
+        try:
+            return super().insert(*args, **given)
+        except TimeoutError:
+            self._lending._shelf.budget_bytes *= 2
+            super().insert(*args, **given)
+            raise
+
+
+@breaks(Mutant, "LOOKUP-5")
+class TestWaitsWhereWaitingCannotHelp(SimpleStore):
     """An entry larger than the whole budget waits for room."""
 
     def insert(self, *args: Any, **given: Any) -> int:
         try:
             return super().insert(*args, **given)
         except CapacityError:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed)
+            while not self.is_lost:
+                time.sleep(0.01)
             raise
 
 
 @breaks(Mutant, "LOOKUP-5")
-class TestForgetsTheBudget(MemoryStore):
+class TestForgetsTheBudget(Shelf):
     """There is always room."""
 
-    def _has_room(self, nbytes: int) -> bool:
+    def reserve(self, nbytes: int, now: float) -> bool:
+        self.bytes_used += nbytes
         return True
-
-
-class Evicting(MemoryStore):
-    """Makes room by removing the oldest entries that none is receiving."""
-
-    def _has_room(self, nbytes: int) -> bool:
-        while not super()._has_room(nbytes):
-            going = next((stored for stored in self._entries.values() if self._may_go(stored)), None)
-            if going is None:
-                return False
-            self._remove(going)
-        return True
-
-    def _may_go(self, stored: StoredEntry) -> bool:
-        return not stored.num_users
 
 
 class EvictingMutant(Made):
     """One fault of a store that makes room."""
 
     evicts = True
-    store = Evicting
+    evict = "oldest"
 
 
 class TestEvicts(EvictingMutant):
@@ -308,51 +340,56 @@ class TestEvicts(EvictingMutant):
 
 
 @breaks(EvictingMutant, "LOOKUP-5")
-class TestEvictsWhatIsReceived(Evicting):
+class TestEvictsWhatIsReceived(Shelf):
     """The oldest entry goes, also while a caller receives it."""
 
-    def _may_go(self, stored: StoredEntry) -> bool:
-        return True
+    def _unused(self) -> Any:
+        return self._entries.values()
 
 
 @breaks(EvictingMutant, "LOOKUP-5")
-class TestEvictsTooLittle(Evicting):
+class TestEvictsTooLittle(Shelf):
     """Where there is no room one entry goes, and the new one counts as half as large as it is."""
 
-    def _has_room(self, nbytes: int) -> bool:
-        return super()._has_room(nbytes // 2 - self._used_bytes // 2)
+    def reserve(self, nbytes: int, now: float) -> bool:
+        return super().reserve(nbytes // 2, now)
 
 
 class TestSaysThatItEvicts(EvictingMutant):
     """An insert waits for room, and nothing goes."""
 
     breaks = ("LOOKUP-5",)
-    store = MemoryStore
+    evict = "never"
 
 
 @breaks(Mutant, "LOOKUP-5", caught_by="test_one_who_takes_its_time_holds_up_nobody")
-class TestSendsUnderItsLock(MemoryRemoteStore):
+class TestSendsUnderItsLock(Session):
     """While an entry is in transfer to a slow end, no other call is served."""
 
-    def _transfer(self, *args: Any) -> Any:
-        assert self._client is not None
-        with self._client.store._changed:
-            return super()._transfer(*args)
+    def __init__(self, lending: Lending, signal: Any, data: Any, **given: Any) -> None:
+        send = data.send_tensor
+
+        def send_tensor(*args: Any, **given: Any) -> Any:
+            with lending._lock:
+                return send(*args, **given)
+
+        data.send_tensor = send_tensor
+        super().__init__(lending, signal, data, **given)
 
 
 # -- cost ------------------------------------------------------------------------------------------
 
 
 @breaks(Mutant, "LOOKUP-6")
-class TestLooksAtEveryEntry(MemoryStore):
+class TestLooksAtEveryEntry(Shelf):
     """Finding is a walk through all that is stored."""
 
-    def _find_oldest(self, key: Any, extra: bytes) -> Any:
-        for stored in self._entries.values():
-            size = len(stored.key) if key is None else min(len(stored.key), len(key))
-            matches = key is None or (size and stored.key[:size] == key[:size])
-            if matches and stored.extra == extra and not stored.num_users:
-                return stored
+    def find_oldest(self, key: Any, extra: bytes) -> Any:
+        for held in self._entries.values():
+            size = len(held.key_tokens) if key is None else min(len(held.key_tokens), len(key))
+            matches = key is None or (size and held.key_tokens[:size].tolist() == key[:size].tolist())
+            if matches and held.extra == extra and not held.users:
+                return held
         return None
 
 
@@ -360,45 +397,42 @@ class TestLooksAtEveryEntry(MemoryStore):
 
 
 @breaks(Mutant, "LOOKUP-7")
-class TestSelectTakesTheEntryOut(MemoryStore):
+class TestSelectTakesTheEntryOut(Shelf):
     """An entry that was read is gone."""
 
-    def release(self, stored: StoredEntry, *, is_received: bool) -> None:
-        with self._changed:
-            was_taken = stored.is_taken
-            super().release(stored, is_received=is_received)
-            if not (was_taken or stored.is_removed):
-                self._remove(stored)
+    def end(self, loan: Loan, *, taken: bool) -> bool | None:
+        is_free = super().end(loan, taken=taken)
+        if is_free and not loan.is_exclusive:
+            self._index.remove(loan.held.entry_id)
+            self._forget(loan.held)
+            return False
+        return is_free
 
 
 @breaks(Mutant, "LOOKUP-7")
-class TestSelectWaits(MemoryStore):
+class TestSelectWaits(Lending):
     """Where nothing shares enough, select waits for an entry that does."""
 
-    def lease_longest(self, key: Any, extra: bytes, min_tokens: int) -> StoredEntry:
-        with self._changed:
-            enough = lambda: self._closed or self._find_longest(key, extra)[0] >= min_tokens  # noqa: E731
-            self._changed.wait_for(enough, self._timeout_s)
-        return super().lease_longest(key, extra, min_tokens)
+    def borrow(self, *args: Any) -> Loan | None:
+        deadline = Deadline.after(8.0)
+        while (loan := super().borrow(*args)) is None and not deadline.expired:
+            time.sleep(0.01)
+        return loan
 
 
 @breaks(Mutant, "LOOKUP-7")
-class TestTakesUnderAReader(MemoryStore):
+class TestTakesUnderAReader(Shelf):
     """An entry that is being read can be taken out."""
 
-    def _find_oldest(self, key: Any, extra: bytes) -> Any:
-        read = [stored for stored in self._entries.values() if not stored.is_taken]
-        users = [stored.num_users for stored in read]
-        for stored in read:
-            stored.num_users = 0
-        found = super()._find_oldest(key, extra)
-        for stored, number in zip(read, users, strict=True):
-            stored.num_users = number
-        return found
+    def lend(self, held: Held, holder: str, *, exclusive: bool) -> Loan:
+        if exclusive:
+            return super().lend(held, holder, exclusive=True)
+        self.use(held)
+        return Loan(held, self._leases.take(-held.entry_id, holder, exclusive=False))
 
 
 @breaks(Mutant, "LOOKUP-7", caught_by="test_a_sink_that_raises_ends_the_transfer_and_the_entry_stays")
-class TestLosesTheEntryOfASinkThatRaises(MemoryStore):
+class TestLosesTheEntryOfASinkThatRaises(SimpleStore):
     """An entry that a sink refused is thrown away."""
 
     def select(self, input_tokens: Any, *args: Any, **given: Any) -> Any:
@@ -407,57 +441,67 @@ class TestLosesTheEntryOfASinkThatRaises(MemoryStore):
         except KvplugError:
             raise
         except Exception:
-            with self._changed:
-                found = self._find_longest(tuple(input_tokens), b"")[1]
-                if found is not None:
-                    self._remove(found)
+            self.drop_select(input_tokens, timeout=0)
             raise
 
 
 @breaks(Mutant, "LOOKUP-7")
-class TestReadersGetTheEntryItself(MemoryStore):
+class TestReadersGetTheEntryItself(SimpleStore):
     """What a reader writes into its entry is read by the next one."""
 
-    def _received(self, stored: StoredEntry, *more: Any) -> Any:
-        return self.__dict__.setdefault("given", {}).setdefault(
-            stored.entry_id, super()._received(stored, *more)
-        )
+    def select(self, *args: Any, **given: Any) -> Any:
+        got = super().select(*args, **given)
+        held = self._lending._shelf._entries.get(got.header.entry_id)
+        if held is None or given.get("sink") is not None:
+            return got
+        return simple._entry(held.header, held.key, held.value, held.hidden)
+
+
+@breaks(Mutant, "LOOKUP-7")
+class TestGivesACallWhatCameForAnother(ReachingEnd):
+    """What comes over the data pipe is given to the call before."""
+
+    last: Any = None
+
+    def _fetch(self, *args: Any) -> Any:
+        entry = super()._fetch(*args)
+        last, self.last = self.last, entry
+        return entry if last is None else last
 
 
 # -- everything with an end ------------------------------------------------------------------------
 
 
 @breaks(Mutant, "ALL-1")
-class TestCloseLeavesThoseWhoWait(MemoryStore):
+class TestCloseLeavesThoseWhoWait(Lending):
     """Who waits when the store is closed goes on waiting."""
 
-    def close(self, timeout: Any = 5.0) -> None:
-        self._changed.notify_all = lambda: None  # type: ignore[method-assign]
-        super().close(timeout)
+    def shut(self) -> None:
+        self._closed = True
 
 
 @breaks(Mutant, "ALL-1")
-class TestAnswersAfterItsEnd(MemoryStore):
+class TestAnswersAfterItsEnd(Lending):
     """A store that is closed still says what it holds: nothing."""
 
-    def count_shared(self, key: Any, extra: bytes) -> int:
-        return 0 if self._closed else super().count_shared(key, extra)
+    def match(self, key: Any, extra: bytes) -> int:
+        return 0 if self._closed else super().match(key, extra)
 
 
 @breaks(Mutant, "ALL-1")
-class TestCannotBeClosedTwice(MemoryStore):
+class TestCannotBeClosedTwice(SimpleStore):
     """The second close fails."""
 
     def close(self, *args: Any, **given: Any) -> None:
-        self._check_open()
+        self._lending._check_open()
         super().close(*args, **given)
 
 
 @breaks(Mutant, "ALL-2")
-class TestTheStoresEndIsNotHeardOf(MemoryRemoteStore):
+class TestTheStoresEndIsNotHeardOf(ReachingEnd):
     """A reaching end does not notice that its store is gone."""
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, error: KvplugError) -> None:
         pass
 
 
@@ -467,55 +511,55 @@ class TestTheStoresEndIsNotHeardOf(MemoryRemoteStore):
     "LOOKUP-4",
     caught_by="test_a_call_that_waits_in_vain_ends_at_its_deadline_and_says_what_for",
 )
-class TestIgnoresTimeouts(MemoryStore):
+class TestIgnoresTimeouts(SimpleStore):
     """Who waits for an entry waits for ever."""
 
-    def lease_oldest(self, key: Any, extra: bytes, deadline: Deadline, *given: Any) -> StoredEntry:
-        return super().lease_oldest(key, extra, Deadline.after(None), *given)
+    def drop_select(self, *args: Any, **given: Any) -> Any:
+        return super().drop_select(*args, **given | {"timeout": None})
 
 
 @breaks(Mutant, "ALL-4")
-class TestGivesUpEarly(MemoryStore):
+class TestGivesUpEarly(Lending):
     """Who waits for room waits half as long as it may."""
 
-    def _wait_for_room(self, nbytes: int, deadline: Deadline) -> None:
+    def reserve(self, nbytes: int, deadline: Deadline) -> None:
         left = deadline.remaining()
-        super()._wait_for_room(nbytes, Deadline.after(None if left is None else left / 2))
+        super().reserve(nbytes, Deadline.after(None if left is None else left / 2))
 
 
 @breaks(Mutant, "ALL-4")
-class TestWaitsForAnAnswerForEver(MemoryRemoteStore):
+class TestWaitsForAnAnswerForEver(ReachingEnd):
     """A reaching end waits for an answer as long as it takes."""
 
-    def _received(self, stored: StoredEntry, wanted: Any, deadline: Deadline) -> Any:
-        return super()._received(stored, wanted, Deadline.after(None))
+    def _answer(self, call: Any, deadline: Deadline, what: str) -> Any:
+        return super()._answer(call, Deadline.after(None), what)
 
 
 @breaks(Mutant, "ALL-6")
-class TestWorksInAForkedChild(MemoryStore):
-    """A forked child goes on with a copy of the store."""
+class TestWorksInAForkedChild(SimpleStore):
+    """A forked child goes on with a store of its own."""
 
     def _after_fork_in_child(self) -> None:
-        self._changed = threading.Condition()
+        self._lending = Lending(self._buffer_size, evict="never", ttl_s=None)
 
 
 @breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
-class TestLeavesAForkedChildItsDescriptor(MemoryRemoteStore):
+class TestLeavesAForkedChildItsDescriptor(ReachingEnd):
     """In a forked child its calls raise, and a descriptor stays open."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
         self._opened: int | None = os.open("/dev/null", os.O_RDONLY)
+        super().__init__(*args, **given)
 
-    def _end(self) -> None:
-        super()._end()
+    def _end(self, *args: Any, **given: Any) -> bool:
         opened, self._opened = self._opened, None
         if opened is not None:
             os.close(opened)
+        return super()._end(*args, **given)
 
 
 @breaks(Mutant, "ALL-7")
-class TestLeavesAThread(MemoryRemoteStore):
+class TestLeavesAThread(ReachingEnd):
     """Each reaching end leaves a thread behind."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
@@ -527,12 +571,12 @@ _kept: list[Any] = []
 
 
 @breaks(Mutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
-class TestKeepsWhatWasTaken(MemoryStore):
+class TestKeepsWhatWasTaken(Shelf):
     """Entries that were taken stay in memory."""
 
-    def _remove(self, stored: StoredEntry) -> None:
-        _kept.append(stored.rest)
-        super()._remove(stored)
+    def _forget(self, held: Held) -> None:
+        _kept.append(held.hidden)
+        super()._forget(held)
 
 
 @breaks(
@@ -540,17 +584,17 @@ class TestKeepsWhatWasTaken(MemoryStore):
     "ALL-10",
     caught_by="test_whatever_the_other_end_says_each_call_ends_in_time_in_what_was_asked_for",
 )
-class TestHandsOutAnotherEntry(MemoryRemoteStore):
+class TestHandsOutAnotherEntry(ReachingEnd):
     """What comes is not compared with what was asked for."""
 
-    def _received(self, stored: StoredEntry, wanted: Any, deadline: Deadline) -> Any:
-        return super()._received(stored, bool, deadline)
+    def _fetch(self, call: Any, query: Any, *rest: Any) -> Any:
+        return super()._fetch(call, attrs.evolve(query, key=None), *rest)
 
 
 # -- the control -----------------------------------------------------------------------------------
 
 
 class TestHasNoFault(Mutant):
-    """The lookup buffer "memory" as it is."""
+    """The lookup buffer "simple" as it is."""
 
     is_control = True

@@ -326,7 +326,7 @@ class TestSendsWhatTimedOut(MemoryWriter):
         try:
             super().enqueue(value, timeout)
         except TimeoutError:
-            self._put(QueueMessage(False, encode(value)))
+            self._put(encode(value))
             raise
 
 

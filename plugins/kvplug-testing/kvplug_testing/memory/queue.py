@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import attrs
 
@@ -38,15 +38,9 @@ LIMITS: Final = Limits(max_bytes=1 << 40)
 """No value comes from an untrusted process, so its size is limited only by memory."""
 _rings: Final[dict[str, Ring]] = {}
 _numbers = itertools.count(1)
+QueueMessage = bytes | bytearray
+"""An encoded value (bytes), which each reader decodes; or a chunk (a bytearray)."""
 Ask = Callable[[], Any]
-
-
-class QueueMessage(NamedTuple):
-    """One message."""
-
-    raw: bool
-    data: bytes | bytearray
-    """An encoded value, which each reader decodes; or a chunk's bytes."""
 
 
 class Ring:
@@ -168,7 +162,7 @@ class MemoryQueue(MessageQueue):
         self._check_writer()
         with self._turn.taken():
             self._check_open()
-            message = QueueMessage(False, encode(value, limits=LIMITS))
+            message = encode(value, limits=LIMITS)
             self._wait_for_room(timeout)
             self._put(message)
 
@@ -185,7 +179,7 @@ class MemoryQueue(MessageQueue):
                 chunk = bytearray(nbytes)
             with memoryview(chunk) as view:
                 yield view
-            self._put(QueueMessage(True, chunk))
+            self._put(chunk)
 
     def _wait_for_room(self, timeout: Timeout) -> None:
         ring = self._ring
@@ -205,7 +199,7 @@ class MemoryQueue(MessageQueue):
     ) -> Any:
         self._check_reader()
         with self._turn.taken():
-            data = self._next(False, timeout, cancel=cancel, indefinite=indefinite)
+            data = self._next(bytes, timeout, cancel=cancel, indefinite=indefinite)
             value = decode(data, limits=LIMITS)
             self._advance()
             return value
@@ -216,24 +210,24 @@ class MemoryQueue(MessageQueue):
     ) -> Iterator[memoryview]:
         self._check_reader()
         with self._turn.taken():
-            chunk = self._next(True, timeout, cancel=cancel, indefinite=indefinite)
+            chunk = self._next(bytearray, timeout, cancel=cancel, indefinite=indefinite)
             try:
                 with memoryview(chunk).toreadonly() as view:
                     yield view
             finally:
                 self._advance()
 
-    def _next(self, raw: bool, timeout: Timeout, **given: Any) -> bytes | bytearray:
+    def _next(self, kind: type, timeout: Timeout, **given: Any) -> QueueMessage:
         """Wait for the next message, without removing it."""
         if given["indefinite"] and timeout is DEFAULT_TIMEOUT:
             timeout = None
         with self._locked():
             self._wait(lambda: self._unread, "a message", lambda: "the writer", timeout, **given)
             message = self._unread[0]
-        if message.raw is not raw:
-            kinds = ("a value, for dequeue", "a chunk of bytes, for acquire_read")
-            raise UnsupportedError(f"the next message is {kinds[message.raw]}")
-        return message.data
+        if type(message) is not kind:
+            kinds = {bytes: "a value, for dequeue", bytearray: "a chunk of bytes, for acquire_read"}
+            raise UnsupportedError(f"the next message is {kinds[type(message)]}")
+        return message
 
     def _advance(self) -> None:
         """The next message was received."""

@@ -281,12 +281,7 @@ class MemoryStore(ExecutedStore):
     ) -> Job[Presence]:
         job: Job[Presence] = Job(len(keys), self._deadline(timeout))
         self._check_open()
-        found = self.place.lookup(self, keys, lease_s)
-        held = [each is Presence.HELD for each in found]
-        for index, is_readable in enumerate(self._calls.readable(keys, held)):
-            if found[index] is Presence.HELD and not is_readable:
-                found[index] = Presence.ABSENT
-        job.set(found)
+        job.set(self.place.lookup(self, keys, lease_s))
         return job
 
     def submit_get(self, pages: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:

@@ -19,7 +19,7 @@ from kvplug.engine import (
     WorkerOutput,
 )
 from kvplug.kit import Reason
-from kvplug_testing.memory.connector.table import EntryTable, StaleError, kv_format_of
+from kvplug_testing.memory.connector.table import EntryTable, kv_format_of
 
 PARAMS = "memory"
 """The key of its reference among a request's params."""
@@ -109,9 +109,8 @@ class MemoryScheduler(SchedulerConnector):
         try:
             if PARAMS not in request.params:
                 return self._peer().match(request.extra, request.token_ids)
-            return self._peer().resolve(request.params[PARAMS], request.extra, request.token_ids)
-        except StaleError as e:
-            return self._refused(tracked, e.reason)
+            held = self._peer().resolve(request.params[PARAMS], request.extra, request.token_ids)
+            return self._refused(tracked, held) if isinstance(held, Reason) else held
         except PeerGoneError:
             return self._refused(tracked, Reason.PEER_GONE) if PARAMS in request.params else 0
 

@@ -33,14 +33,6 @@ Key = tuple[bytes, tuple[int, ...]]
 _tables: Final[dict[str, EntryTable]] = {}
 
 
-class StaleError(Exception):
-    """The reference is not valid; it is counted with ``reason``."""
-
-    def __init__(self, reason: Reason, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
 @attrs.frozen(eq=False, kw_only=True)
 class PromptEntry:
     """One prompt's KV."""
@@ -189,19 +181,16 @@ class EntryTable:
             elif ticket in self._leases:
                 self._leases[ticket].is_stored = True
 
-    def resolve(self, reference: Any, extra: bytes, tokens: tuple[int, ...]) -> int | None:
+    def resolve(self, reference: Any, extra: bytes, tokens: tuple[int, ...]) -> int | Reason | None:
         """The number of a prompt's leading tokens that it refers to; ``None`` while they are still being
-        stored.
-
-        Raises:
-            StaleError: no lease has exactly this reference, or it has expired.
+        stored; a reason if no lease has exactly this reference, or it has expired.
         """
         with self._lock:
             leased = self._lease_of(reference)
             if leased is None:
-                raise StaleError(Reason.GONE, "it was not given out here, or is leased no more")
+                return Reason.GONE
             if leased.has_expired:
-                raise StaleError(Reason.EXPIRED, "it has expired")
+                return Reason.EXPIRED
             return num_shared(leased.key, extra, tokens) if leased.is_stored else None
 
     def _lease_of(self, reference: Any) -> PromptLease | None:
