@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvplug import CapacityError
 from kvplug.kit import SERIES_BYTES
@@ -14,10 +14,13 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     BlockingStore,
     ExecutedStore,
+    GetJob,
     Job,
+    MissReason,
     PageEvent,
     PageEventLog,
     PageRemoval,
+    PageRequest,
     Presence,
     Series,
     StoreContext,
@@ -181,9 +184,9 @@ class PagePlace(BlockingStore):
                 self._readers[key] = end, self._readers.get(key, (end, 0))[1] + 1
 
     def was_read(self, end: End, keys: Iterable[bytes]) -> None:
-        """The end has read these pages, as far as they are there."""
+        """The end has read these pages."""
         with self.lock:
-            for key in self._readers.keys() & self.pages.keys() & set(keys):
+            for key in self._readers.keys() & set(keys):
                 by, count = self._readers.pop(key)
                 if by is end or count > 1:
                     self._readers[key] = by, count - (by is not end)
@@ -284,9 +287,14 @@ class MemoryStore(ExecutedStore):
         job.set(self.place.lookup(self, keys, lease_s))
         return job
 
-    def submit_get(self, pages: Any, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
+    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
         job = super().submit_get(pages, timeout=timeout)
-        job.add_done_callback(lambda _: self.place.was_read(self, pages.keys))
+
+        def note(ended: Job[MissReason | None]) -> None:
+            read = zip(pages.keys, ended.results() or (), strict=False)
+            self.place.was_read(self, [key for key, reason in read if reason is None])
+
+        job.add_done_callback(note)
         return job
 
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
