@@ -538,6 +538,9 @@ class TestListenerWakesNobody(MemoryListener):
 class TestPeerIsNeverGone(MemoryPipe):
     """The other end is not told that this one has ended."""
 
+    def _drain(self, deadline: Deadline) -> None:
+        pass
+
     def _release(self) -> None:
         for end in (self, self._other):
             with end._window.lock:

@@ -201,14 +201,15 @@ class MemoryPipe(DuplexPipe):
         return out
 
     def _drain(self, deadline: Deadline) -> None:
+        self._other._lifecycle.lose_peer(Lifecycle.CLOSED_BY_PEER)
         with self._other._window.lock:
-            self._other._window.room.notify_all()  # wakes the receiver
+            self._other._window.room.notify_all()  # wakes the receiver here, and the sender there
         if not self._eager:
             self._window.drain(deadline)
 
     def _release(self) -> None:
         """End both ways. What was copied when it was sent can still be received."""
-        self._other._lifecycle.lose_peer(Lifecycle.CLOSED_BY_PEER)
+        self._other._lifecycle.lose_peer("it was aborted")
         for sender in (self, self._other):
             with sender._window.lock:
                 sender._window.end()
