@@ -11,14 +11,13 @@ from typing import Any
 from unittest import mock
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
-from kvplug.transport.store import job, tasks
+from kvplug.transport.store import tasks
 from kvplug.transport.store.copying.rows import PageReading
 from kvplug.transport.store.events import PageEventLog, PageRemoval
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
 from kvplug.transport.store.results import MissReason, Presence, Usage
-from kvplug_host.client import client
 from kvplug_host.client.client import HostClient
 from kvplug_host.store import HostStore
 from kvplug_lab.mutants import breaks
@@ -903,17 +902,3 @@ class TestKeepsTheProgramFromLeaving(HostStore):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         threading.Thread(target=threading.Event().wait, args=(60.0,), name="mutant").start()
-
-
-class TestThreadsOfALeavingProgramFail(LinkMutant):
-    """A call of a program that leaves raises, in a thread that the program does not end."""
-
-    breaks = ("ALL-8",)
-    caught_by = "test_a_program_that_leaves_at_work_ends_with_its_own_code"
-
-    def make_store(self, context: Any) -> Any:
-        for module in (client, job):
-            patch = mock.patch.object(module, "hold_at_exit", return_value=None)
-            patch.start()
-            self.later(patch.stop)
-        return super().make_store(context)
