@@ -136,6 +136,13 @@ class TestFindsExpertsInSteps(MemoryCommunicator):
 # -- COMM-2, and how calls end ---------------------------------------------------------------------
 
 
+class LeavesLate(MemoryCommunicator):
+    """A rank that was destroyed leaves later."""
+
+    def _destroy(self) -> None:
+        threading.Timer(8.0, super()._destroy).start()
+
+
 @breaks(Mutant, "COMM-2")
 class TestNamesNobody(MemoryCommunicator):
     """A TimeoutError says that not all have come."""
@@ -177,19 +184,13 @@ class TestWaitsForEver(MemoryCommunicator):
 
 
 @breaks(Mutant, "COMM-2", "ALL-2", caught_by="test_a_rank_that_is_gone_is_named_at_all_others")
-class TestWaitsForWhoIsGone(MemoryCommunicator):
+class TestWaitsForWhoIsGone(LeavesLate):
     """A rank that has left is waited for until the deadline."""
-
-    def _destroy(self) -> None:
-        pass
 
 
 @breaks(Mutant, "ALL-1")
-class TestIsNotWokenByItsOwnEnd(MemoryCommunicator):
+class TestIsNotWokenByItsOwnEnd(LeavesLate):
     """A call that is blocked goes on waiting when its rank is destroyed."""
-
-    def _destroy(self) -> None:
-        threading.Timer(8.0, super()._destroy).start()
 
 
 @breaks(Mutant, "ALL-1", "ALL-6")
