@@ -67,7 +67,7 @@ class TestLeavesWrongBytes(Mutant):
         return super().make_store(context)
 
 
-@breaks(Mutant, "STORE-1", caught_by="test_the_page_of_other_tokens_under_the_same_key_is_a_miss")
+@breaks(Mutant, "STORE-1", caught_by="test_the_page_of_other_tokens_or_of_another_format_under_the_same_key_is_a_miss")
 class TestComparesNoIdentity(PageSeal):
     """Tokens are not compared after the key was found."""
 
@@ -76,7 +76,7 @@ class TestComparesNoIdentity(PageSeal):
         return None if found is MissReason.IDENTITY else found
 
 
-@breaks(Mutant, "STORE-1", caught_by="test_a_page_of_another_format_under_the_same_key_is_a_miss")
+@breaks(Mutant, "STORE-1", caught_by="test_the_page_of_other_tokens_or_of_another_format_under_the_same_key_is_a_miss")
 class TestComparesNoFormat(PageSeal):
     """A page of another format with as many bytes is taken."""
 
@@ -234,7 +234,7 @@ class TestMixesWriters(PagePlace):
     Mutant,
     "STORE-3",
     "ALL-4",
-    caught_by="test_jobs_end_when_they_are_due_or_cancelled_while_the_store_does_not_answer",
+    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it",
 )
 class TestHasNoDeadlines(MemoryStore):
     """Jobs end when they are done."""
@@ -270,7 +270,7 @@ class TestCopiesAfterTheEnd(Mutant):
     """A page that comes too late is copied to the caller all the same."""
 
     breaks = ("STORE-3",)
-    caught_by = "test_pages_that_come_after_the_end_of_a_get_are_not_copied"
+    caught_by = "test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it"
 
     class place_(PagePlace):  # noqa: N801
         into: Any = None
@@ -296,6 +296,19 @@ class TestCopiesAfterTheEnd(Mutant):
 @breaks(
     Mutant,
     "STORE-3",
+    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it",
+)
+class TestCannotBeCancelled(MemoryStore):
+    """A cancelled job goes on."""
+
+    def _end(self, task: Any, reason: Any) -> None:
+        if reason is not MissReason.CANCELLED:
+            super()._end(task, reason)
+
+
+@breaks(
+    Mutant,
+    "STORE-3",
     caught_by="test_the_progress_of_a_load_grows_and_waiting_for_it_has_a_deadline_of_its_own",
 )
 class TestMakesNoProgress(MemoryStore):
@@ -312,7 +325,7 @@ class TestMakesNoProgress(MemoryStore):
 # -- tenants ---------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "STORE-4", caught_by="test_a_page_that_was_made_without_the_secret_is_a_miss")
+@breaks(Mutant, "STORE-4", caught_by="test_a_page_that_was_made_without_the_secret_or_lies_under_another_key_is_a_miss")
 class TestVerifiesNoProof(PageSeal):
     """A page that was made without the secret is taken."""
 
@@ -320,7 +333,7 @@ class TestVerifiesNoProof(PageSeal):
         return None
 
 
-@breaks(Mutant, "STORE-4", caught_by="test_a_page_under_another_key_is_a_miss")
+@breaks(Mutant, "STORE-4", caught_by="test_a_page_that_was_made_without_the_secret_or_lies_under_another_key_is_a_miss")
 class TestProvesTheBytesOnly(PageSeal):
     """The proof does not bind a page to its key."""
 

@@ -20,7 +20,6 @@ from kvplug_testing.contract.store.pages import MIB, Batch, kv_format, sized_for
 from kvplug_testing.contract.store.suite import (
     Place,
     StoreSuite,
-    at_both_ends,
     ended,
     got,
     got_or_missed,
@@ -70,7 +69,6 @@ class Budget(StoreSuite):
             got_or_missed(store, pages)
 
     @law("STORE-6")
-    @at_both_ends
     def test_pages_that_come_do_not_exceed_the_budget(self, end: str) -> None:
         first, store = self._bounded(end)
         batches = [self.batch(first, 2, sized_format(self._nbytes)) for _ in range(36)]
@@ -126,7 +124,6 @@ class Budget(StoreSuite):
         until(is_steady, waits.patience_s / 10, f"that a full place does not grow beyond {before}")
 
     @law("STORE-6")
-    @at_both_ends
     def test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing(self, end: str) -> None:
         first, store = self._bounded(end)
         pages = self.batch(first, 4, sized_format(self._nbytes))
@@ -137,7 +134,6 @@ class Budget(StoreSuite):
         missed(store, large)
 
     @law("STORE-6", level="long")
-    @at_both_ends
     def test_pages_that_are_got_stay_and_others_are_evicted(self, end: str) -> None:
         first, store = self._bounded(end)
         self._use_and_flood(first, lambda pages: got(store, pages))
@@ -269,7 +265,6 @@ class Budget(StoreSuite):
     # -- readers that are too late -------------------------------------------------------------
 
     @law("STORE-5")
-    @at_both_ends
     def test_a_reader_that_is_held_up_while_its_page_is_evicted_gets_it_or_a_miss(self, end: str) -> None:
         """The memory of the page is used again while the reader copies it."""
         first, store = self.first_and(end, self.budget_bytes)

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from kvplug import TimeoutError
-from kvplug.transport import Job, MissReason, Presence, PutReason, Store
+from kvplug.transport import Job, MissReason, PageRequest, Presence, Store
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import CLOSE_S
 from kvplug_testing.contract.store.ends import StoreGeneral
 from kvplug_testing.contract.store.held_memory import held_request
-from kvplug_testing.contract.store.pages import Batch, blank, sized_format
+from kvplug_testing.contract.store.pages import Batch, sized_format
 from kvplug_testing.contract.store.suite import (
     SOON_S,
-    at_both_ends,
     ended,
     got,
     got_or_missed,
@@ -34,34 +33,44 @@ _SLACK_S = 1.5
 """How much later than its deadline a job may end on a busy machine."""
 _MANY = 50
 """Requests of each kind to a store that does not answer."""
-_ALLOWED: dict[str, set[Any]] = {
-    "submit_lookup": {Presence.ABSENT, Presence.HELD},  # what there is may be known without asking
-    "submit_put": {PutReason.TIMEOUT, PutReason.CANCELLED},
-    "submit_get": {MissReason.TIMEOUT, MissReason.CANCELLED},
-    "submit_remove": {False},
-}
-"""The results of a job that ran out of time, or was cancelled."""
+_DUE = {"timeout": "TIMEOUT", "cancel": "CANCELLED", "close": "CLOSED", "abort": "CLOSED"}
+"""The reason of a job that ends so."""
 at_once_and_politely = pytest.mark.parametrize("verb", ["close", "abort"])
 
 
-def _submits(store: Store, pages: Batch, timeout: float | None) -> dict[str, Callable[[], Job[Any]]]:
+def _submits(store: Store, pages: Batch, into: PageRequest, timeout: float | None) -> list[Callable[[], Any]]:
     """All calls that make a job."""
-    return {
-        "submit_lookup": partial(store.submit_lookup, pages.keys, timeout=timeout),
-        "submit_put": partial(store.submit_put, pages.filled(), timeout=timeout),
-        "submit_get": partial(store.submit_get, pages.empty(), timeout=timeout),
-        "submit_remove": partial(store.submit_remove, pages.keys, timeout=timeout),
+    return [
+        partial(store.submit_get, into, timeout=timeout),
+        partial(store.submit_put, pages.filled(), timeout=timeout),
+        partial(store.submit_lookup, pages.keys, timeout=timeout),
+        partial(store.submit_remove, pages.keys, timeout=timeout),
+    ]
+
+
+def _check_ends(store: Store, pages: Batch, into: PageRequest, how: str) -> tuple[list[Job[Any]], Call]:
+    """While the store does not answer, jobs end when they are due or cancelled, or with their store.
+
+    Returns them, and the call that ends them.
+    """
+    submits = _submits(store, pages, into, SOON_S if how == "timeout" else 60.0)
+    jobs = [Call(submit).result(5) for submit in submits * _MANY]
+    begun = time.monotonic()
+    ending = {
+        "timeout": lambda: None,
+        "cancel": lambda: [job.cancel() for job in jobs],
+        "close": partial(store.close, CLOSE_S),
+        "abort": store.abort,
     }
-
-
-def _check_late(store: Store, pages: Batch) -> None:
-    """Each job ends by its deadline with what is known by then, while the store does not answer."""
-    for name, submit in _submits(store, pages, SOON_S).items():
-        begun = time.monotonic()
-        results = ended(Call(submit).result(_SLACK_S))
-        assert time.monotonic() - begun < SOON_S + _SLACK_S, f"{name} ended late"
-        # pages that are held need not be put again, and memory of the store may be read without it
-        assert {*results} <= {None, *_ALLOWED[name]}, f"{name} gave {results}, and the store is held up"
+    call = Call(ending[how])
+    # pages that are held need not be put again, and a removal cancels the puts before it
+    allowed = {None, False, MissReason[_DUE[how]], MissReason.CANCELLED}
+    for job in jobs:
+        results = ended(job)
+        assert time.monotonic() - begun < SOON_S + _SLACK_S, "a job ended late"
+        wrong = {each for each in results if not isinstance(each, Presence)} - allowed
+        assert not wrong, f"a job gave {wrong}, and the store does not answer"
+    return jobs, call
 
 
 def _works(store: Store, pages: Batch) -> bool:
@@ -75,114 +84,61 @@ def _works(store: Store, pages: Batch) -> bool:
 class Deadlines(StoreGeneral):
     """Jobs while the store does not answer or is gone, while a copy takes long, and at the end."""
 
-    @law("STORE-3", "ALL-4")
-    def test_jobs_end_when_they_are_due_or_cancelled_while_the_store_does_not_answer(
-        self,
+    @law("STORE-3", "ALL-1", "ALL-4", "ALL-5")
+    @pytest.mark.parametrize("how", _DUE)
+    def test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it(
+        self, how: str
     ) -> None:
-        store = self.hold()
-        pages = self.batch(store, 30)
-        kept(store, pages)
+        _, store, pages = self.with_pages("first", 30)
+        into = pages.empty()
+        memory = into.memory.rows().buffer  # type: ignore[union-attr]
         with self.holding_up(store):
-            _check_late(store, pages)
-            submits = [*_submits(store, pages, 60.0).items()] * _MANY
-            for name, job in [(name, Call(submit).result(5)) for name, submit in submits]:
-                Call(job.cancel).result()
-                begun = time.monotonic()
-                results = ended(job)
-                assert time.monotonic() - begun < _SLACK_S, f"{name} ended late"
-                assert {*results} <= _ALLOWED[name], f"{name} gave {results}"
-        until(lambda: _works(store, self.batch(store, 2)), what="that the store works again")
+            jobs, ending = _check_ends(store, pages, into, how)
+            if how in ("timeout", "cancel"):
+                assert jobs[0].wait_settled(waits.patience_s), "it does not settle, and nothing is copied"
+            left = bytes(memory)
+        ending.result()
+        assert all(job.wait_settled(waits.patience_s) for job in jobs), "the memory of a job is still in use"
+        if how in ("timeout", "cancel"):
+            until(lambda: _works(store, self.batch(store, 2)), what="that the store works again")
+            time.sleep(0.1)
+            assert bytes(memory) == left, "memory was written after the job had settled"
 
-    @law("STORE-3")
-    @at_both_ends
+    @law("STORE-3", "ALL-4")
     @pytest.mark.parametrize("how", ["timeout", "cancel"])
     def test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled(
         self, end: str, how: str
     ) -> None:
-        first, store = self.first_and(end)
-        pages = self.batch(first, 3)
-        kept(first, pages)
-        request, memory = held_request(pages, at=1)
+        _, store, pages = self.with_pages(end, 6, sized_format(100_000))
+        request, memory = held_request(pages, at=5)
         with memory:
-            job = store.submit_get(request, timeout=SOON_S if how == "timeout" else 60.0)
             begun = time.monotonic()
+            job = store.submit_get(request, timeout=SOON_S if how == "timeout" else 60.0)
             memory.wait_begun()
+            until(lambda: job.progressed_at > begun, what="the progress of a load whose last page is held up")
             if how == "cancel":
+                assert job.results() is None
+                for wait in (job.wait, partial(job.wait_for_layer, pages.form.num_layers - 1)):
+                    raises(TimeoutError, partial(wait, 0.05))
                 Call(job.cancel).result()
             results = ended(job)
             assert time.monotonic() - begun < SOON_S + _SLACK_S, "it ended when its copy had ended"
             due = MissReason.TIMEOUT if how == "timeout" else MissReason.CANCELLED
-            assert results[1] is due
+            assert results[5] is due
             assert {*results} <= {None, due}
-            assert not job.settled, "it is settled, and a copy is under way"
+            assert Call(partial(job.wait_settled, 0.05)).result() is False, "settled, and a copy is under way"
         assert job.wait_settled(waits.patience_s), "it does not settle"
         left = bytes(memory.inner.rows().buffer)
         time.sleep(0.1)
         assert bytes(memory.inner.rows().buffer) == left, "memory was written after the job had settled"
         got(store, pages)
 
-    @law("STORE-3")
-    def test_pages_that_come_after_the_end_of_a_get_are_not_copied(self) -> None:
-        store = self.hold()
-        pages = self.batch(store, 3)
-        kept(store, pages)
-        request = pages.empty()
-        rows = request.memory.rows()
-        assert rows is not None
-        with self.holding_up(store):
-            job = store.submit_get(request)
-            time.sleep(0.05)
-            Call(job.cancel).result()
-            assert None not in ended(job)
-            assert job.wait_settled(waits.patience_s)
-            left = bytes(rows.buffer)
-        until(lambda: _works(store, pages), what="that the store works again")
-        time.sleep(0.1)
-        assert bytes(rows.buffer) == left, "memory was written after the job had settled"
-
-    @law("STORE-3")
-    @at_both_ends
-    def test_a_put_that_is_cancelled_during_its_copy_keeps_no_mixture(self, end: str) -> None:
-        first, store = self.first_and(end)
-        pages = self.batch(first, 3)
-        request, memory = held_request(pages, at=1, filled=True)
-        with memory:
-            job = store.submit_put(request)
-            memory.wait_begun()
-            Call(job.cancel).result()
-            assert ended(job)[1] is not None
-        assert job.wait_settled(waits.patience_s)
-        blank(memory.inner)
-        for end_ in (first, store):
-            got_or_missed(end_, pages)
-
-    @law("STORE-3", "ALL-4")
-    @at_both_ends
-    def test_the_progress_of_a_load_grows_and_waiting_for_it_has_a_deadline_of_its_own(
-        self, end: str
-    ) -> None:
-        first, store = self.first_and(end)
-        pages = self.batch(first, 16, sized_format(200_000))
-        kept(first, pages)
-        request, memory = held_request(pages, at=15)
-        with memory:
-            began = time.monotonic()
-            job = store.submit_get(request)
-            until(lambda: job.progressed_at > began, what="the progress of a load whose last page is held up")
-            assert job.results() is None
-            for wait in (job.wait, partial(job.wait_for_layer, pages.form.num_layers - 1)):
-                raises(TimeoutError, partial(wait, 0.05))
-            assert Call(lambda: job.wait_settled(0.05)).result() is False
-        assert ended(job) == [None] * 16
-        assert job.num_layers_ready == pages.form.num_layers
-
     # -- gone ----------------------------------------------------------------------------------
 
     @law("STORE-7")
     def test_a_store_that_is_gone_is_a_miss_at_once_and_is_used_again_when_it_is_back(self) -> None:
-        store = self.hold()
-        pages, more = self.batch(store, 3), self.batch(store, 3)
-        kept(store, pages)
+        _, store, pages = self.with_pages("first")
+        more = self.batch(store, 3)
         with self.going_away(store):
             for _ in range(3):
                 is_missed(store, pages, more)
@@ -193,20 +149,18 @@ class Deadlines(StoreGeneral):
         until(lambda: _works(store, more), what="that the store is tried again")
 
     @law("STORE-7", "STORE-3", "ALL-2", needs="served_by_processes", timeout_s=120)
-    def test_jobs_end_in_time_while_the_stores_process_is_stopped_and_when_it_is_killed(
-        self,
-    ) -> None:
+    def test_jobs_end_in_time_while_the_stores_process_is_stopped_and_when_it_is_killed(self) -> None:
         ends, first = self.across(0)
         store, holder = ends[1].end.thing, first.child  # type: ignore[attr-defined]
         pages = self.batch(store, 3)
         kept(store, pages)
         holder.stop()
-        _check_late(store, pages)
+        _check_ends(store, pages, pages.empty(), "timeout")
         assert not store.is_lost, "a store that is stopped was taken for dead"
         holder.cont()
         until(lambda: _works(store, pages), what="that the store answers again")
         holder.stop()
-        jobs = [submit() for submit in _submits(store, pages, None).values()]
+        jobs = [submit() for submit in _submits(store, pages, pages.empty(), None)]
         holder.kill()
         for job in jobs:
             ended(job)
@@ -223,11 +177,9 @@ class Deadlines(StoreGeneral):
     # -- ends ----------------------------------------------------------------------------------
 
     @law("ALL-1", "ALL-5")
-    @at_both_ends
     def test_closing_finishes_puts_and_ends_other_jobs(self, end: str) -> None:
-        first, store = self.first_and(end)
-        there, coming = self.batch(first, 3), self.batch(first, 3)
-        kept(first, there)
+        first, store, there = self.with_pages(end)
+        coming = self.batch(first, 3)
         getting, reading = held_request(there)
         putting, writing = held_request(coming, at=1, filled=True)
         with reading, writing:
@@ -242,22 +194,6 @@ class Deadlines(StoreGeneral):
         closing.result()
         if end == "other":
             got(first, coming)
-
-    @law("ALL-1", "ALL-5", "STORE-3")
-    @at_once_and_politely
-    def test_jobs_end_with_a_store_that_does_not_answer(self, verb: str) -> None:
-        store = self.hold()
-        pages = self.batch(store, 3)
-        kept(store, pages)
-        with self.holding_up(store):
-            jobs = [submit() for submit in _submits(store, pages, 60.0).values()]
-            ending = Call(partial(store.close, CLOSE_S) if verb == "close" else store.abort)
-            for job in jobs:
-                ended(job)
-            assert jobs[2].results() == [MissReason.CLOSED] * 3
-        ending.result()
-        for job in jobs:
-            assert job.wait_settled(waits.patience_s), "the memory of a job is still in use"
 
     @law("ALL-1", "STORE-7")
     @at_once_and_politely
@@ -277,7 +213,6 @@ class Deadlines(StoreGeneral):
         Call(other.close).result()
 
     @law("STORE-2", "STORE-3", "ALL-5")
-    @at_both_ends
     def test_many_threads_use_one_end(self, end: str) -> None:
         first, store = self.first_and(end)
         batches = [self.batch(first, 4, sized_format(5_000)) for _ in range(6)]

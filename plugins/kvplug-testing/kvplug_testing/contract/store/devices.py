@@ -12,7 +12,7 @@ from kvplug.transport import MissReason, PageBlocks, PutReason, Store
 from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.pages import Batch, kv_format
-from kvplug_testing.contract.store.suite import SOON_S, StoreSuite, at_both_ends, ended, got, kept, missed
+from kvplug_testing.contract.store.suite import SOON_S, StoreSuite, ended, got, kept, missed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,6 @@ class Devices(StoreSuite):
         return self.batch(store, count, kv_format(3))
 
     @law("STORE-11", "STORE-1", needs="torch_missing")
-    @at_both_ends
     @seeds
     def test_blocks_on_a_device_may_be_used_again_as_soon_as_they_are_put(self, end: str, seed: int) -> None:
         first, staged, pages = self._staged(end)
@@ -115,7 +114,6 @@ class Devices(StoreSuite):
             got(first, pages)
 
     @law("STORE-11", "STORE-1", needs="torch_missing")
-    @at_both_ends
     @seeds
     def test_pages_on_a_device_are_written_after_what_used_their_blocks(self, end: str, seed: int) -> None:
         from kvplug.transport import DeviceMark

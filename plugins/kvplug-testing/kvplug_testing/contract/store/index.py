@@ -29,7 +29,6 @@ from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import Batch, sized_format
 from kvplug_testing.contract.store.suite import (
     StoreSuite,
-    at_both_ends,
     ended,
     forgotten,
     got,
@@ -173,7 +172,6 @@ class WhatIsThere(StoreSuite):
         until(lambda: looked_up(store, pages.keys) == [*wanted], within=5, what=f"{[*wanted]} of the store")
 
     @law("STORE-8", "STORE-9")
-    @at_both_ends
     def test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed(self, end: str) -> None:
         first, other = self._ends(end)
         pages = self.batch(first, 6)
@@ -188,7 +186,6 @@ class WhatIsThere(StoreSuite):
         got(other, pages[:2])
 
     @law("STORE-8", "STORE-3", "STORE-10")
-    @at_both_ends
     def test_a_declared_page_whose_time_is_over_is_absent(self, end: str) -> None:
         first, other = self._ends(end)
         pages = self.batch(first, 3)
@@ -223,7 +220,6 @@ class WhatIsThere(StoreSuite):
     # -- forgetting ----------------------------------------------------------------------------
 
     @law("STORE-9")
-    @at_both_ends
     @pytest.mark.parametrize("queued", [False, True])
     def test_a_put_under_way_does_not_bring_back_what_is_removed(self, end: str, queued: bool) -> None:
         first, store = self.first_and(end)

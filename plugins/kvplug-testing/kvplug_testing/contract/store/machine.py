@@ -14,19 +14,20 @@ from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvplug import UnsupportedError
-from kvplug.transport import MissReason, Presence, Store
+from kvplug.transport import MissReason, PageBuffers, Presence, Store
 from kvplug_testing.contract.store.index import Index
-from kvplug_testing.contract.store.pages import Batch, kv_format, sized_format
+from kvplug_testing.contract.store.pages import Batch, kv_format, outside, sized_format, strided
 from kvplug_testing.contract.store.suite import StoreSuite, ended
 from kvplug_testing.waits import until
 
 _PAGES = 6
 _numbers = itertools.count()
 # Few keys, so that most calls meet pages that are there, or were.
-_some = st.lists(st.integers(0, _PAGES - 1), min_size=1, max_size=4)
+_some = st.lists(st.integers(0, _PAGES - 1), max_size=4)
 _series = st.integers(0, 2)
 _bits = st.sampled_from(["one writer", "another"])
 _other = st.booleans()
+_gap = st.sampled_from([0, 24, 4096])
 
 
 class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
@@ -46,8 +47,7 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         self.held: dict[bytes, bytes] = {}
         self.coming: set[bytes] = set()
         self.can_list = True
-        # what another end has put may be counted later
-        self.can_count = self.other is self.store and self.suite.can(self.store, "usage")
+        self.can_count = self.suite.can(self.store, "usage")
         self.num_before = self.store.usage().num_pages
         self.index = Index() if self.store.has_events else None
         if self.index is not None:
@@ -56,31 +56,36 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
     def _end(self, other: bool) -> Store:
         return self.other if other else self.store
 
-    @rule(series=_series, some=_some, bits=_bits, other=_other)
-    def put(self, series: int, some: list[int], bits: str, other: bool) -> None:
+    @rule(series=_series, some=_some, bits=_bits, other=_other, gap=_gap)
+    def put(self, series: int, some: list[int], bits: str, other: bool, gap: int) -> None:
         pages = self.batches[series][some].with_bits_of(bits)
-        results = ended(self._end(other).submit_put(pages.filled()))
+        memory = self._rows(pages, other, gap)
+        results = ended(self._end(other).submit_put(pages.filled(memory)))
         assert results == [None] * len(pages), f"pages were not kept: {results}"
         for key, content in zip(pages.keys, pages.contents, strict=True):
             self.held.setdefault(key, content)
         self.coming.difference_update(pages.keys)
-        self._get(pages, other)
+        self.get(series, some, other, gap)
 
-    @rule(series=_series, some=_some, other=_other)
-    def get(self, series: int, some: list[int], other: bool) -> None:
-        self._get(self.batches[series][some], other)
-
-    def _get(self, pages: Batch, other: bool) -> None:
-        request = pages.empty()
-        results = ended(self._end(other).submit_get(request))
-        rows = request.memory.rows()
-        assert rows is not None
+    @rule(series=_series, some=_some, other=_other, gap=_gap)
+    def get(self, series: int, some: list[int], other: bool, gap: int) -> None:
+        pages = self.batches[series][some]
+        memory = self._rows(pages, other, gap)
+        around = outside(memory)
+        results = ended(self._end(other).submit_get(pages.request(memory)))
         for index, key in enumerate(pages.keys):
             if key not in self.held:
                 assert results[index] is MissReason.ABSENT, f"an absent page gave {results[index]}"
                 continue
             assert results[index] is None, f"a page that is held was missed: {results[index]}"
-            assert bytes(rows.row(index)) == self.held[key], "the bytes of another put came"
+            assert bytes(memory.rows().row(index)) == self.held[key], "the bytes of another put came"
+        assert outside(memory) == around, "bytes between the rows were written"
+
+    def _rows(self, pages: Batch, other: bool, gap: int) -> PageBuffers:
+        """Registered memory whose rows lie backwards, with so many bytes before each."""
+        memory = strided(pages.form, len(pages), gap)
+        self._end(other).register_memory(memory)
+        return memory
 
     @rule(series=_series, other=_other)
     def look_up(self, series: int, other: bool) -> None:
@@ -89,10 +94,16 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         for key, presence in zip(pages.keys, found, strict=True):
             if key in self.held:
                 assert presence is Presence.HELD
-            elif key in self.coming and not other:
-                assert presence is Presence.COMING
             elif key not in self.coming:
                 assert presence is Presence.ABSENT
+            elif not other:
+                assert presence is Presence.COMING
+        if other and self.suite.can(self.other, "declare"):
+            coming = [key for key in pages.keys if key in self.coming]
+            until(partial(self._says_coming, coming), within=5, what="that another end says COMING")
+
+    def _says_coming(self, keys: list[bytes]) -> bool:
+        return {*ended(self.other.submit_lookup(keys))} <= {Presence.COMING}
 
     @rule(series=_series, some=_some, other=_other)
     def remove(self, series: int, some: list[int], other: bool) -> None:
@@ -104,6 +115,17 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
             self.coming.difference_update(pages.keys)
         else:
             assert not any(results), f"some pages were removed: {results}"
+
+    @rule(other=_other)
+    def remove_all(self, other: bool) -> None:
+        try:
+            results = ended(self._end(other).submit_remove(None))
+        except UnsupportedError:
+            return
+        assert results == [True], "a removal of all pages failed"
+        self.held.clear()
+        self.coming.clear()
+        self.num_before = 0
 
     @rule(series=_series, some=_some)
     def declare(self, series: int, some: list[int]) -> None:
@@ -129,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
     @invariant()
     def keys_events_and_usage_are_those_of_the_model(self) -> None:
         if self.can_count:
-            assert self.store.usage().num_pages - self.num_before == len(self.held)
+            until(self._counts, within=5, what=f"that {len(self.held)} pages are counted")
         for pages in self.batches:
             held = {key for key in pages.keys if key in self.held}
             if self.can_list:
@@ -145,6 +167,10 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
                 until(partial(_knows, known.coming, series, coming), within=5, what="the events of a change")
         if self.index is not None:
             self.index.check()
+
+    def _counts(self) -> bool:
+        """What another end has put may be counted later."""
+        return self.store.usage().num_pages - self.num_before == len(self.held)
 
     def teardown(self) -> None:
         if self.other is not self.store:

@@ -26,6 +26,7 @@ from kvplug.transport import (
     Job,
     Kind,
     MissReason,
+    PageFormat,
     PageSeal,
     Presence,
     PutReason,
@@ -46,9 +47,6 @@ _numbers = itertools.count(1)
 _shared: dict[type, bool] = {}
 """Whether the stores of a suite say that they are shared."""
 
-at_both_ends = pytest.mark.parametrize("end", ["first", "other"])
-"""Run a test at the end that was opened first, and at another one that reaches the same pages."""
-
 
 @attrs.define(kw_only=True)
 class Place:
@@ -57,7 +55,6 @@ class Place:
     options: dict[str, Any]
     buffer_size: int
     secret: bytes | None = None
-    checksums: bool = True
     timeout_s: float | None = None
     """The context's ``timeout_s``; ``None``: the suite's."""
     address: str = ""
@@ -69,16 +66,12 @@ class Place:
 
     @property
     def seal(self) -> PageSeal:
-        return PageSeal(checksums=self.checksums, secret=self.secret)
+        return PageSeal(secret=self.secret)
 
     @property
     def plain(self) -> dict[str, Any]:
         """Plain values for another process."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in attrs.fields(Place)
-            if field.name not in ("first", "server")
-        }
+        return attrs.asdict(attrs.evolve(self, first=None, server=None), recurse=False)
 
 
 class StoreSuite(Contract):
@@ -124,9 +117,7 @@ class StoreSuite(Contract):
 
     # -- places and ends -----------------------------------------------------------------------
 
-    def place(
-        self, budget_bytes: int = 256 * MIB, *, secret: bytes | None = None, checksums: bool = True
-    ) -> Place:
+    def place(self, budget_bytes: int = 256 * MIB, *, secret: bytes | None = None) -> Place:
         """A new place without pages."""
         known = option_fields(self._takes) if self._takes is not None else {}
         options: dict[str, Any] = {}
@@ -136,7 +127,7 @@ class StoreSuite(Contract):
             options[self.place_option] = folder.name
         if self.budget_option in known:
             options[self.budget_option] = budget_bytes
-        return Place(options=options, buffer_size=budget_bytes, secret=secret, checksums=checksums)
+        return Place(options=options, buffer_size=budget_bytes, secret=secret)
 
     def context(self, place: Place) -> StoreContext:
         """The argument of the factory."""
@@ -178,11 +169,26 @@ class StoreSuite(Contract):
         """The first end of a new place; arguments as of :meth:`place`."""
         return self.open(self.place(*args, **given))
 
+    @pytest.fixture(name="end", params=["first", "other"])
+    def _end(self, request: pytest.FixtureRequest) -> str:
+        """Runs a test at the end that was opened first, and at another one that reaches the same pages."""
+        which: str = request.param
+        return which
+
     def first_and(self, end: str, *args: Any, **given: Any) -> tuple[Store, Store]:
         """The first end of a new place, and the tested one: the first itself, or another."""
         place = self.place(*args, **given)
         first = self.open(place)
         return first, first if end == "first" else self.other(place)
+
+    def with_pages(
+        self, end: str, count: int = 3, form: PageFormat | None = None, **given: Any
+    ) -> tuple[Store, Store, Batch]:
+        """As :meth:`first_and`, and pages that the first end has kept."""
+        first, store = self.first_and(end, **given)
+        pages = self.batch(first, count, form)
+        kept(first, pages)
+        return first, store, pages
 
     @property
     def other_processes(self) -> str:
@@ -386,14 +392,6 @@ def kept(store: Store, pages: Batch) -> None:
     assert results == [None] * len(pages), f"pages were not kept: {results}"
 
 
-def got(store: Store, pages: Batch) -> None:
-    """Get pages, which must be there with their bytes."""
-    request = pages.empty()
-    results = ended(store.submit_get(request))
-    assert results == [None] * len(pages), f"pages that are there were missed: {results}"
-    assert not (wrong := pages.unlike(request, results)), wrong
-
-
 def got_or_missed(store: Store, pages: Batch) -> list[MissReason | None]:
     """Get pages, which must have their bytes if they are there. Returns the results."""
     request = pages.empty()
@@ -402,13 +400,16 @@ def got_or_missed(store: Store, pages: Batch) -> list[MissReason | None]:
     return results
 
 
-def missed(store: Store, pages: Batch, *reasons: MissReason) -> list[MissReason]:
+def got(store: Store, pages: Batch) -> None:
+    """Get pages, which must be there with their bytes."""
+    results = got_or_missed(store, pages)
+    assert results == [None] * len(pages), f"pages that are there were missed: {results}"
+
+
+def missed(store: Store, pages: Batch, *reasons: MissReason) -> None:
     """Get pages, which must be missed for one of the reasons (default: the store does not have them)."""
-    results = ended(store.submit_get(pages.empty()))
-    allowed = reasons or (MissReason.ABSENT,)
-    wrong = [reason for reason in results if reason not in allowed]
-    assert not wrong, f"{results} came, and each must be one of {', '.join(allowed)}"
-    return results  # type: ignore[no-any-return]
+    results, allowed = ended(store.submit_get(pages.empty())), reasons or (MissReason.ABSENT,)
+    assert {*results} <= {*allowed}, f"{results} came, and each must be one of {', '.join(allowed)}"
 
 
 def is_missed(store: Store, pages: Batch, more: Batch) -> None:
