@@ -39,7 +39,7 @@ class TestCountsCopiesAsDoneOnceTheyAreQueued(Mutant):
     """Pages count as there, or go to the store, before the event behind their copies."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_pages_on_a_device_are_written_after_what_used_their_blocks"
+    caught_by = "test_blocks_on_a_device_are_read_before_and_written_after_what_else_uses_them"
 
     class lane(transfers.Lane):  # noqa: N801
         def mark(self) -> DeviceMark:
@@ -47,11 +47,22 @@ class TestCountsCopiesAsDoneOnceTheyAreQueued(Mutant):
                 return _Passed(self.device)
 
 
+class TestReadsAndWritesBlocksWhenItLikes(Mutant):
+    """The side streams wait neither for what computes the pages nor for what still uses the blocks."""
+
+    breaks = ("STORE-11",)
+    caught_by = "test_blocks_on_a_device_are_read_before_and_written_after_what_else_uses_them"
+
+    class lane(transfers.Lane):  # noqa: N801
+        def follow(self, mark: Any) -> None:
+            pass
+
+
 class TestReadsBlocksThatAreUsedAgain(Mutant):
     """What the engine queues after a put does not wait until the pages were read."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_blocks_on_a_device_may_be_used_again_as_soon_as_they_are_put"
+    caught_by = "test_blocks_on_a_device_are_read_before_and_written_after_what_else_uses_them"
 
     class lane(transfers.Lane):  # noqa: N801
         def go_before(self, mark: DeviceMark) -> None:

@@ -67,7 +67,11 @@ class TestLeavesWrongBytes(Mutant):
         return super().make_store(context)
 
 
-@breaks(Mutant, "STORE-1", caught_by="test_the_page_of_other_tokens_or_of_another_format_under_the_same_key_is_a_miss")
+@breaks(
+    Mutant,
+    "STORE-1",
+    caught_by="test_the_page_of_other_tokens_or_of_another_format_under_the_same_key_is_a_miss",
+)
 class TestComparesNoIdentity(PageSeal):
     """Tokens are not compared after the key was found."""
 
@@ -76,7 +80,11 @@ class TestComparesNoIdentity(PageSeal):
         return None if found is MissReason.IDENTITY else found
 
 
-@breaks(Mutant, "STORE-1", caught_by="test_the_page_of_other_tokens_or_of_another_format_under_the_same_key_is_a_miss")
+@breaks(
+    Mutant,
+    "STORE-1",
+    caught_by="test_the_page_of_other_tokens_or_of_another_format_under_the_same_key_is_a_miss",
+)
 class TestComparesNoFormat(PageSeal):
     """A page of another format with as many bytes is taken."""
 
@@ -309,7 +317,7 @@ class TestCannotBeCancelled(MemoryStore):
 @breaks(
     Mutant,
     "STORE-3",
-    caught_by="test_the_progress_of_a_load_grows_and_waiting_for_it_has_a_deadline_of_its_own",
+    caught_by="test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled",
 )
 class TestMakesNoProgress(MemoryStore):
     """What arrives is not told before all is there."""
@@ -325,7 +333,11 @@ class TestMakesNoProgress(MemoryStore):
 # -- tenants ---------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "STORE-4", caught_by="test_a_page_that_was_made_without_the_secret_or_lies_under_another_key_is_a_miss")
+@breaks(
+    Mutant,
+    "STORE-4",
+    caught_by="test_a_page_that_was_made_without_the_secret_or_lies_under_another_key_is_a_miss",
+)
 class TestVerifiesNoProof(PageSeal):
     """A page that was made without the secret is taken."""
 
@@ -333,7 +345,11 @@ class TestVerifiesNoProof(PageSeal):
         return None
 
 
-@breaks(Mutant, "STORE-4", caught_by="test_a_page_that_was_made_without_the_secret_or_lies_under_another_key_is_a_miss")
+@breaks(
+    Mutant,
+    "STORE-4",
+    caught_by="test_a_page_that_was_made_without_the_secret_or_lies_under_another_key_is_a_miss",
+)
 class TestProvesTheBytesOnly(PageSeal):
     """The proof does not bind a page to its key."""
 
@@ -354,7 +370,11 @@ class TestEvictsLeasedPages(PagePlace):
         return super()._make_room(nbytes)
 
 
-@breaks(Mutant, "STORE-5", caught_by="test_a_lease_can_be_prolonged_and_protects_no_more_when_it_has_expired")
+@breaks(
+    Mutant,
+    "STORE-5",
+    caught_by="test_a_leased_page_outlives_floods_until_the_lease_is_released_or_has_expired",
+)
 class TestLeasesDoNotExpire(PagePlace):
     """A lease ends only when it is released."""
 
@@ -362,7 +382,11 @@ class TestLeasesDoNotExpire(PagePlace):
         return super().lookup(end, keys, 1e6 if lease_s else 0.0)
 
 
-@breaks(Mutant, "STORE-5", caught_by="test_a_lease_can_be_prolonged_and_protects_no_more_when_it_has_expired")
+@breaks(
+    Mutant,
+    "STORE-5",
+    caught_by="test_a_leased_page_outlives_floods_until_the_lease_is_released_or_has_expired",
+)
 class TestAShorterLeaseEndsALongerOne(PagePlace):
     """The last lookup decides."""
 
@@ -450,6 +474,18 @@ class TestExceedsTheBudget(PagePlace):
         return True
 
 
+@breaks(
+    Mutant,
+    "STORE-6",
+    caught_by="test_pages_that_come_do_not_exceed_the_budget_and_what_is_too_large_evicts_nothing",
+)
+class TestDoesNotEvict(PagePlace):
+    """What comes when the budget is used up finds no room."""
+
+    def _make_room(self, nbytes: int) -> bool:
+        return self.budget_bytes - self.used_bytes >= nbytes
+
+
 @breaks(Mutant, "STORE-6", caught_by="test_usage_counts_pages_and_their_bytes")
 class TestDoesNotCountHeaders(PagePlace):
     """Only the bytes of pages count."""
@@ -459,7 +495,7 @@ class TestDoesNotCountHeaders(PagePlace):
         return Usage(num_pages=usage.num_pages, used_bytes=usage.num_pages, budget_bytes=usage.budget_bytes)
 
 
-@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_got_stay_and_others_are_evicted")
+@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_got_or_touched_stay_and_others_are_evicted")
 class TestEvictsInTheOrderOfPuts(PagePlace):
     """The oldest page goes first, also if it was read just now."""
 
@@ -468,8 +504,8 @@ class TestEvictsInTheOrderOfPuts(PagePlace):
         return None if page is None else fill(into, page)
 
 
-@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_touched_stay_and_others_are_evicted")
-class TestTouchesNothing(MemoryStore):
+@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_got_or_touched_stay_and_others_are_evicted")
+class TestTouchesNothing(PlaceEnd):
     """Only reading counts as a use."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -501,7 +537,9 @@ class TestExpectsOneReaderForAll(PagePlace):
 
 
 @breaks(
-    Mutant, "STORE-6", caught_by="test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing"
+    Mutant,
+    "STORE-6",
+    caught_by="test_pages_that_come_do_not_exceed_the_budget_and_what_is_too_large_evicts_nothing",
 )
 class TestEvictsForWhatIsTooLarge(PagePlace):
     """Before a page is found too large, others are evicted for it."""
@@ -516,7 +554,9 @@ class TestEvictsForWhatIsTooLarge(PagePlace):
 
 
 @breaks(
-    Mutant, "STORE-6", caught_by="test_a_page_that_is_larger_than_the_budget_is_too_large_and_evicts_nothing"
+    Mutant,
+    "STORE-6",
+    caught_by="test_pages_that_come_do_not_exceed_the_budget_and_what_is_too_large_evicts_nothing",
 )
 class TestWhatIsTooLargeFindsNoRoom(PagePlace):
     """A page that can never be kept is told like one that cannot be kept now."""
@@ -599,7 +639,7 @@ class TestDeclaredPagesDoNotExpire(PagePlace):
         super().declare(end, series, keys, for_s + 100)
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed")
+@breaks(Mutant, "STORE-8", caught_by="test_random_calls_give_what_a_dict_gives")
 class TestCannotGiveUpDeclaredPages(PagePlace):
     """A declared page that is given up is waited for until its time is over."""
 
@@ -607,7 +647,7 @@ class TestCannotGiveUpDeclaredPages(PagePlace):
         return None
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed")
+@breaks(Mutant, "STORE-8", caught_by="test_random_calls_give_what_a_dict_gives")
 class TestADeclaredPageHidesWhatIsHeld(PagePlace):
     """A page that is declared once more is coming, though it is there."""
 
@@ -659,6 +699,23 @@ class TestAPutBringsBackWhatWasRemoved(MemoryStore):
             self.place.remove(keys)
         job.set([True] * job.count)
         return job
+
+
+@breaks(Mutant, "STORE-9")
+class TestRemovesNothing(PagePlace):
+    """A removal succeeds, and the pages are still there."""
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        return None
+
+
+@breaks(Mutant, "STORE-9", caught_by="test_random_calls_give_what_a_dict_gives")
+class TestRemovedPagesAreStillExpected(PagePlace):
+    """A page that was declared and removed is coming."""
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        with self.lock:
+            self._drop(keys, PageRemoval.REMOVED)
 
 
 @breaks(Mutant, "STORE-9")
@@ -769,7 +826,12 @@ class TestClosingWaitsForPutsForEver(MemoryStore):
         super().close(None)
 
 
-@breaks(Mutant, "ALL-1", "ALL-5", caught_by="test_jobs_end_with_a_store_that_does_not_answer")
+@breaks(
+    Mutant,
+    "ALL-1",
+    "ALL-5",
+    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it",
+)
 class TestAbortingLeavesJobs(MemoryStore):
     """Jobs that were under way never end."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,25 +32,35 @@ class Cache:
         if device == "simulated":
             simulated.enable()
         self.form, self.count = pages.form, len(pages)
-        num_blocks = -(-(FIRST_TOKEN + self.count * self.form.page_tokens) // BLOCK)
-        self.table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1)).tolist()
-        shape = (len(self.table), BLOCK, *self.form.parts[0].shape[1:])
+        tokens = torch.arange(FIRST_TOKEN, FIRST_TOKEN + self.count * self.form.page_tokens)
+        num_blocks = int(tokens[-1]) // BLOCK + 1
+        table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))
+        self.table = table[:num_blocks].tolist()
+        self._at = table[tokens // BLOCK], tokens % BLOCK
+        shape = (len(table), BLOCK, *self.form.parts[0].shape[1:])
         self.views = [
             [torch.zeros(shape, dtype=torch.float16, device=device) for _ in self.form.parts]
             for _ in range(self.form.num_layers)
         ]
-        self.table = self.table[:num_blocks]
 
     def blocks(self, **given: Any) -> PageBlocks:
         return PageBlocks(self.form, self.views, self.table, FIRST_TOKEN, self.count, **given)
 
+    def _parts(self, pages: Batch, layers: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part of these layers in the cache, and the pages' elements of it: [tokens, heads, size]."""
+        import torch
+
+        for layer in layers:
+            for view, (at, nbytes) in zip(self.views[layer], self.form.spans, strict=True):
+                begin = layer * self.form.layer_nbytes + at
+                content = b"".join(each[begin : begin + nbytes] for each in pages.contents)
+                elements = torch.frombuffer(bytearray(content), dtype=torch.float16)
+                yield view, elements.view(-1, *view.shape[2:])
+
     def write(self, pages: Batch) -> None:
         """Queue that the pages are there."""
-        for layer, parts in enumerate(self.views):
-            for part, view in enumerate(parts):
-                for token, value in enumerate(_tokens(pages, layer, part), FIRST_TOKEN):
-                    block = self.table[token // BLOCK]
-                    view[block, token % BLOCK].copy_(value, non_blocking=True)
+        for view, elements in self._parts(pages, range(self.form.num_layers)):
+            view[self._at] = elements.to(view.device)
 
     def overwrite(self) -> None:
         """Queue that every block is used for something else."""
@@ -62,28 +72,12 @@ class Cache:
         """The pages that are not there, by what this thread's stream sees."""
         import torch
 
-        wrong = set()
-        for layer in layers or range(self.form.num_layers):
-            for part, view in enumerate(self.views[layer]):
-                here = view.cpu()
-                for at, value in enumerate(_tokens(pages, layer, part)):
-                    token = FIRST_TOKEN + at
-                    found = here[self.table[token // BLOCK], token % BLOCK]
-                    if not torch.equal(found.view(torch.int16), value.view(torch.int16)):
-                        wrong.add(at // self.form.page_tokens)
+        wrong: set[int] = set()
+        for view, elements in self._parts(pages, layers or range(self.form.num_layers)):
+            differs = view.cpu()[self._at].view(torch.int16) != elements.view(torch.int16)
+            tokens = differs.flatten(1).any(1).nonzero().flatten()
+            wrong.update((tokens // self.form.page_tokens).tolist())
         return sorted(wrong)
-
-
-def _tokens(pages: Batch, layer: int, part: int) -> Iterator[Tensor]:
-    """Each token's elements in one part of one layer."""
-    import torch
-
-    form = pages.form
-    at, nbytes = form.spans[part]
-    for content in pages.contents:
-        begin = layer * form.layer_nbytes + at
-        flat = torch.frombuffer(bytearray(content[begin : begin + nbytes]), dtype=torch.float16)
-        yield from flat.view(form.page_tokens, *form.parts[part].shape[1:])
 
 
 class Devices(StoreSuite):
@@ -102,7 +96,11 @@ class Devices(StoreSuite):
 
     @law("STORE-11", "STORE-1", needs="torch_missing")
     @seeds
-    def test_blocks_on_a_device_may_be_used_again_as_soon_as_they_are_put(self, end: str, seed: int) -> None:
+    def test_blocks_on_a_device_are_read_before_and_written_after_what_else_uses_them(
+        self, end: str, seed: int
+    ) -> None:
+        from kvplug.transport import DeviceMark
+
         first, staged, pages = self._staged(end)
         with simulated.seeded(seed):
             cache = Cache(pages)
@@ -112,24 +110,14 @@ class Devices(StoreSuite):
             assert ended(job) == [None] * len(pages)
             assert job.wait_settled(waits.patience_s)
             got(first, pages)
-
-    @law("STORE-11", "STORE-1", needs="torch_missing")
-    @seeds
-    def test_pages_on_a_device_are_written_after_what_used_their_blocks(self, end: str, seed: int) -> None:
-        from kvplug.transport import DeviceMark
-
-        first, staged, pages = self._staged(end)
-        kept(first, pages)
-        with simulated.seeded(seed):
-            cache = Cache(pages)
             cache.overwrite()
             given = {"after": DeviceMark(cache.views[0][0].device)} if seed % 2 else {}
-            job = staged.submit_get(pages.request(cache.blocks(**given)))
+            load = staged.submit_get(pages.request(cache.blocks(**given)))
             for layer in range(pages.form.num_layers):
-                job.wait_for_layer(layer, waits.patience_s)
+                load.wait_for_layer(layer, waits.patience_s)
                 assert not cache.missing(pages, range(layer, layer + 1)), f"layer {layer} is not there"
-            assert ended(job) == [None] * len(pages)
-            assert job.wait_settled(waits.patience_s)
+            assert ended(load) == [None] * len(pages)
+            assert load.wait_settled(waits.patience_s)
             assert not cache.missing(pages)
 
     @law("STORE-11", "STORE-1", needs="torch_missing")

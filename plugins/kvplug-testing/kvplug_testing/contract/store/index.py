@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -22,6 +21,7 @@ from kvplug.transport import (
     PagesSnapshot,
     PagesStored,
     Presence,
+    Series,
     Store,
 )
 from kvplug_testing.contract.base import law
@@ -40,7 +40,7 @@ from kvplug_testing.contract.store.suite import (
 )
 from kvplug_testing.waits import Call, until
 
-ABSENT, COMING, HELD = Presence.ABSENT, Presence.COMING, Presence.HELD
+ABSENT, COMING = Presence.ABSENT, Presence.COMING
 
 
 class Index:
@@ -104,15 +104,13 @@ class WhatIsThere(StoreSuite):
         self.later(store.subscribe(index))
         return index
 
-    def _follows(self, store: Store, index: Index, *batches: Batch) -> None:
+    def _follows(self, store: Store, index: Index, series: Series) -> None:
         """An index may be a moment behind; then it has the keys that the store has."""
-
-        def equal() -> Any:
-            return all(
-                index.held.get(pages.series.id, set()) == {*store.keys(pages.series)} for pages in batches
-            )
-
-        until(equal, within=5, what="that an index made of events has the keys that the store has")
+        until(
+            lambda: index.held.get(series.id, set()) == {*store.keys(series)},
+            within=5,
+            what="that an index made of events has the keys that the store has",
+        )
         index.check()
 
     @law("STORE-10", "STORE-6")
@@ -132,12 +130,9 @@ class WhatIsThere(StoreSuite):
             indices.append(self._listen(store))
         working.result(60)
         for index in indices:
-            self._follows(store, index, *batches)
-        first = indices[0].events
-        assert {event.reason for event in first if isinstance(event, PagesRemoved)} == {
-            PageRemoval.EVICTED,
-            PageRemoval.REMOVED,
-        }
+            self._follows(store, index, batches[0].series)
+        removed = [event for event in indices[0].events if isinstance(event, PagesRemoved)]
+        assert {event.reason for event in removed} == {PageRemoval.EVICTED, PageRemoval.REMOVED}
 
     @law("STORE-10")
     def test_each_life_has_an_epoch_and_a_subscription_that_was_ended_gets_nothing_more(self) -> None:
@@ -148,54 +143,39 @@ class WhatIsThere(StoreSuite):
             end = store.subscribe(gone)
             pages = self.batch(store, 2)
             kept(store, pages)
-            self._follows(store, gone, pages)
+            self._follows(store, gone, pages.series)
             end()
             end()
             count = len(gone.events)
             forgotten(store, pages.keys)
-            self._follows(store, stays, pages)
+            self._follows(store, stays, pages.series)
             assert len(gone.events) == count, "a listener that had ended its subscription was called"
             epochs.add(gone.events[0].epoch)
         assert len(epochs) == 2
 
     # -- declared pages ------------------------------------------------------------------------
 
-    def _ends(self, end: str) -> tuple[Store, Store]:
-        """The end that declares, and the one that asks."""
+    def _ends(self, end: str) -> tuple[Store, Store, Batch]:
+        """The end that declares, the one that asks, and pages."""
         first, other = self.first_and(end)
-        self.must(first, "declare")
-        self.must(other, "declare")
-        return first, other
+        for each in (first, other):
+            self.must(each, "declare")
+        return first, other, self.batch(first, 3)
 
     def _becomes(self, store: Store, pages: Batch, *wanted: Presence) -> None:
         """An end may learn of it a moment later."""
         until(lambda: looked_up(store, pages.keys) == [*wanted], within=5, what=f"{[*wanted]} of the store")
 
-    @law("STORE-8", "STORE-9")
-    def test_a_declared_page_is_coming_until_it_is_put_withdrawn_or_removed(self, end: str) -> None:
-        first, other = self._ends(end)
-        pages = self.batch(first, 6)
-        kept(first, pages[:1])
-        first.declare(pages.series, pages.keys[:5], timeout=60)
-        self._becomes(other, pages, HELD, COMING, COMING, COMING, COMING, ABSENT)
-        missed(other, pages[1:])
-        kept(first, pages[1:2])
-        first.withdraw(pages.keys[2:3])
-        forgotten(first, pages.keys[3:4])
-        self._becomes(other, pages, HELD, HELD, ABSENT, ABSENT, COMING, ABSENT)
-        got(other, pages[:2])
-
     @law("STORE-8", "STORE-3", "STORE-10")
     def test_a_declared_page_whose_time_is_over_is_absent(self, end: str) -> None:
-        first, other = self._ends(end)
-        pages = self.batch(first, 3)
+        first, other, pages = self._ends(end)
         indices = [self._listen(first)] if first.has_events else []
         begun = time.monotonic()
         for at, timeout in ((0, 0.4), (1, 60.0), (2, 0.3), (2, 60.0)):  # the last is declared again
             first.declare(pages.series, pages.keys[at : at + 1], timeout=timeout)
         indices += [self._listen(first)] if first.has_events else []
         self._becomes(other, pages, COMING, COMING, COMING)
-        until(lambda: looked_up(other, pages.keys[:1]) == [ABSENT], within=5, what="that it is absent again")
+        self._becomes(other, pages[:1], ABSENT)
         assert time.monotonic() - begun >= 0.35, "its time was not over"
         time.sleep(0.1)
         assert looked_up(other, pages.keys) == [ABSENT, COMING, COMING]
@@ -210,21 +190,18 @@ class WhatIsThere(StoreSuite):
 
     @law("STORE-8")
     def test_what_an_end_that_is_closed_has_declared_is_absent(self) -> None:
-        first, other = self._ends("other")
-        pages = self.batch(first, 2)
+        first, other, pages = self._ends("other")
         other.declare(pages.series, pages.keys, timeout=60)
-        self._becomes(first, pages, COMING, COMING)
+        self._becomes(first, pages, COMING, COMING, COMING)
         Call(other.close).result()
-        self._becomes(first, pages, ABSENT, ABSENT)
+        self._becomes(first, pages, ABSENT, ABSENT, ABSENT)
 
     # -- forgetting ----------------------------------------------------------------------------
 
     @law("STORE-9")
     @pytest.mark.parametrize("queued", [False, True])
     def test_a_put_under_way_does_not_bring_back_what_is_removed(self, end: str, queued: bool) -> None:
-        first, store = self.first_and(end)
-        pages = self.batch(first, 3)
-        kept(first, pages)
+        first, store, pages = self.with_pages(end)
         if ended(store.submit_remove(pages.keys)) != [True] * 3:
             assert all(held(store, pages)), "a removal failed, and the page is gone"
             pytest.skip(f"{self.called} cannot remove pages")
@@ -243,18 +220,3 @@ class WhatIsThere(StoreSuite):
         got(store, pages[2:])
         kept(store, pages)
         got(first, pages)
-
-    @law("STORE-9", "STORE-10")
-    def test_all_pages_can_be_forgotten_or_that_is_refused(self) -> None:
-        store = self.hold()
-        pages = self.batch(store, 3)
-        kept(store, pages)
-        try:
-            assert ended(store.submit_remove(None)) == [True]
-        except UnsupportedError:
-            got(store, pages)
-            return
-        missed(store, pages)
-        assert store.usage().num_pages == 0
-        kept(store, pages)
-        got(store, pages)
