@@ -486,8 +486,8 @@ class TestDoesNotEvict(PagePlace):
         return self.budget_bytes - self.used_bytes >= nbytes
 
 
-@breaks(Mutant, "STORE-6", caught_by="test_usage_counts_pages_and_their_bytes")
-class TestDoesNotCountHeaders(PagePlace):
+@breaks(Mutant, "STORE-6", caught_by="test_random_calls_give_what_a_dict_gives")
+class TestDoesNotCountHeaders(PlaceEnd):
     """Only the bytes of pages count."""
 
     def usage(self) -> Usage:
@@ -729,8 +729,16 @@ class TestForgetsMoreThanItIsAsked(PagePlace):
 # -- what is there ---------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "STORE-10", caught_by="test_usage_counts_pages_and_their_bytes")
-class TestCountsPutsAsPages(PagePlace):
+@breaks(Mutant, "STORE-10")
+class TestListsEverySeries(PagePlace):
+    """``keys`` has the keys of all series."""
+
+    def keys(self, series: bytes) -> list[bytes]:
+        return list(self.pages)
+
+
+@breaks(Mutant, "STORE-10", caught_by="test_random_calls_give_what_a_dict_gives")
+class TestCountsPutsAsPages(PlaceEnd):
     """A page that is put again is counted again."""
 
     count = 0
@@ -843,7 +851,7 @@ class TestAbortingLeavesJobs(MemoryStore):
 @breaks(
     Mutant,
     "ALL-1",
-    caught_by="test_the_end_of_one_end_disturbs_no_other",
+    caught_by="test_closing_finishes_puts_and_ends_other_jobs",
 )
 class TestAnEndTakesItsPlaceWithIt(PagePlace):
     """The pages go when the first of several ends is closed."""

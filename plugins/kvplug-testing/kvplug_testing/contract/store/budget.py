@@ -15,7 +15,7 @@ from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.footprint import Footprint
 from kvplug_testing.contract.store.held_memory import held_request
-from kvplug_testing.contract.store.pages import MIB, Batch, kv_format, sized_format
+from kvplug_testing.contract.store.pages import MIB, Batch, sized_format
 from kvplug_testing.contract.store.suite import (
     Place,
     StoreSuite,
@@ -85,24 +85,6 @@ class Budget(StoreSuite):
         got_or_missed(store, pages)
         got(store, pages[-2:])
         missed(store, large)
-
-    @law("STORE-6", "STORE-9", "STORE-10")
-    def test_usage_counts_pages_and_their_bytes(self) -> None:
-        """Pages of a few bytes, whose headers are larger than they are."""
-        store = self.hold()
-        self.must(store, "usage")
-        form = kv_format(2, num_heads=1, head_size=2)
-        before = store.usage()
-        pages = self.batch(store, 40, form)
-        for _ in range(2):
-            kept(store, pages)
-            usage = store.usage()
-            assert usage.num_pages - before.num_pages == 40
-            least = 40 * (store.seal.header_length(form, pages.identities[0]) + form.nbytes)
-            assert usage.used_bytes - before.used_bytes >= least
-        if all(ended(store.submit_remove(pages.keys))):
-            assert store.usage().num_pages == before.num_pages
-            assert store.usage().used_bytes < usage.used_bytes, "removed pages are still counted"
 
     @law("STORE-6", "ALL-7", level="long")
     def test_no_more_bytes_than_the_budget_lie_on_the_disk_or_in_memory(self) -> None:

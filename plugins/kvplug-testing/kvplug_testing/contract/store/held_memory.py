@@ -44,24 +44,22 @@ class HeldMemory(PageMemory):
         return len(self.inner)
 
     def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._move(first, rows, layers, into_rows=True)
+        self._copy(first, self._mine(first, rows, layers), rows)
 
     def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._move(first, rows, layers, into_rows=False)
+        self._copy(first, rows, self._mine(first, rows, layers))
 
-    def _move(self, first: int, rows: PageRows, layers: range | None, *, into_rows: bool) -> None:
-        wanted = self._check(first, rows, layers)
-        step = self.format.layer_nbytes
-        mine = self.inner.rows()[first : first + len(rows)].columns(wanted.start * step, wanted.stop * step)
-        half = rows.nbytes // 2
-        for begin, end in ((0, half), (half, rows.nbytes)):
-            for index in range(len(rows)):
-                here, there = mine.row(index)[begin:end], rows.row(index)[begin:end]
-                if into_rows:
-                    there[:] = here
-                else:
-                    here[:] = there
-            if not begin and first <= self._at < first + len(rows):
+    def _mine(self, first: int, rows: PageRows, layers: range | None) -> PageRows:
+        wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
+        pages = self.inner.rows()[first : first + len(rows)]
+        return pages.columns(wanted.start * step, wanted.stop * step)
+
+    def _copy(self, first: int, source: PageRows, target: PageRows) -> None:
+        half = source.nbytes // 2
+        for part in (slice(half), slice(half, None)):
+            for index in range(len(source)):
+                target.row(index)[part] = source.row(index)[part]
+            if part.start is None and first <= self._at < first + len(source):
                 self.began.set()
                 self.go_on.wait(HOLDS_UP_S)
 

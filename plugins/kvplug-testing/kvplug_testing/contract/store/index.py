@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 
 import pytest
 
@@ -49,14 +50,14 @@ class Index:
     def __init__(self) -> None:
         self._follower = PageFollower()
         self._lock = threading.Lock()
-        self.held: dict[bytes, set[bytes]] = {}
-        self.coming: dict[bytes, set[bytes]] = {}
+        self._held: dict[bytes, set[bytes]] = defaultdict(set)
+        self._coming: dict[bytes, set[bytes]] = defaultdict(set)
         self.events: list[PageEvent] = []
-        self.faults: list[str] = []
+        self._faults: list[str] = []
 
     def __call__(self, event: PageEvent) -> None:
         if not self._lock.acquire(blocking=False):
-            self.faults.append("two events came at the same time")
+            self._faults.append("two events came at the same time")
             return
         try:
             self._apply(event)
@@ -66,25 +67,29 @@ class Index:
     def _apply(self, event: PageEvent) -> None:
         self.events.append(event)
         if not self._follower.accept(event):
-            self.faults.append(f"{event} is not the next event")
+            self._faults.append(f"{event} is not the next event")
         match event:
             case PagesSnapshot() | PagesCleared():
-                self.held, self.coming = {}, {}
+                self._held.clear()
+                self._coming.clear()
             case PagesStored():
-                there = self.held.setdefault(event.series, set())
-                if not there.isdisjoint(event.keys):
-                    self.faults.append(f"{event} is of pages that were there")
-                there.update(event.keys)
-                self.coming.get(event.series, set()).difference_update(event.keys)
+                if not self._held[event.series].isdisjoint(event.keys):
+                    self._faults.append(f"{event} is of pages that were there")
+                self._held[event.series].update(event.keys)
+                self._coming[event.series].difference_update(event.keys)
             case PagesDeclared():
-                self.coming.setdefault(event.series, set()).update(event.keys)
+                self._coming[event.series].update(event.keys)
             case PagesRemoved():
-                for known in (self.held, self.coming):
-                    known.get(event.series, set()).difference_update(event.keys)
+                self._held[event.series].difference_update(event.keys)
+                self._coming[event.series].difference_update(event.keys)
+
+    def knows(self, series: Series, held: set[bytes], coming: set[bytes]) -> bool:
+        """Whether these are the keys of a series, and no others."""
+        return (self._held[series.id], self._coming[series.id]) == (held, coming)
 
     def check(self) -> None:
         """Raises AssertionError: an event was missing, twice there, or out of order."""
-        assert not self.faults, "; ".join(self.faults)
+        assert not self._faults, "; ".join(self._faults)
         assert self._follower.ready, "the snapshot is not whole"
 
     def removals(self, key: bytes) -> list[PageRemoval]:
@@ -107,7 +112,7 @@ class WhatIsThere(StoreSuite):
     def _follows(self, store: Store, index: Index, series: Series) -> None:
         """An index may be a moment behind; then it has the keys that the store has."""
         until(
-            lambda: index.held.get(series.id, set()) == {*store.keys(series)},
+            lambda: index.knows(series, {*store.keys(series)}, set()),
             within=5,
             what="that an index made of events has the keys that the store has",
         )

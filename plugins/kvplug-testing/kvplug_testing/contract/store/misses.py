@@ -9,7 +9,7 @@ import attrs
 
 from kvplug.transport import MissReason, PageSeal, Store
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.store.pages import FILL, Batch, kv_format, sized_format
+from kvplug_testing.contract.store.pages import FILL, Batch, found, kv_format, sized_format
 from kvplug_testing.contract.store.suite import StoreSuite, ended, got, held, kept, missed
 
 _BAD = 1
@@ -73,9 +73,7 @@ class Misses(StoreSuite):
             assert results[0] is results[2] is None, f"{change}: other pages are missed"
             assert results[_BAD] in reasons, f"{change}: it is a miss for the reason {results[_BAD]}"
             assert not (wrong := pages.unlike(request, results)), wrong
-            rows = request.memory.rows()
-            assert rows is not None
-            there = zip(bytes(rows.row(_BAD)), pages.contents[_BAD], strict=True)
+            there = zip(found(request)[_BAD], pages.contents[_BAD], strict=True)
             left = [at for at, (byte, right) in enumerate(there) if byte not in {0, FILL, right}]
             assert not left, f"{change}: the missed page's memory holds wrong bytes, at {left}"
             kept(store, pages)
@@ -89,16 +87,14 @@ class Misses(StoreSuite):
         self._alter(store, pages, 4, partial(_turned, bad_layer * step - pages.form.nbytes))
         request = pages.empty()
         job = store.submit_get(request)
-        rows = request.memory.rows()
-        assert rows is not None
         while True:
             ready = job.num_layers_ready
             if job.results() is not None:  # looked at last: then all layers are released
                 break
             assert ready <= bad_layer, f"layer {bad_layer} is wrong, and {ready} layers were released"
-            for index, content in enumerate(pages.contents):
-                there = bytes(rows.row(index)[: ready * step])
-                assert there == content[: ready * step], f"page {index} is not there in {ready} layers"
+            for index, (there, content) in enumerate(zip(found(request), pages.contents, strict=True)):
+                is_there = there[: ready * step] == content[: ready * step]
+                assert is_there, f"page {index} is not there in {ready} layers"
         results = ended(job)
         assert results == [*[None] * 4, MissReason.CORRUPT, None]
         assert not (wrong := pages.unlike(request, results)), wrong

@@ -113,7 +113,7 @@ class Batch:
         rows = pages.memory.rows()
         assert rows is not None
         for index, (content, reason) in enumerate(zip(self.contents, results, strict=True)):
-            if reason is None and bytes(rows.row(index)) != content:
+            if reason is None and rows.row(index) != content:
                 return f"page {index} of {len(self)} has other bytes than were put"
         return ""
 
@@ -154,6 +154,13 @@ def batch(
         keys = [foreign_key(namespace + series.id + extra, identity) for identity in identities]
     contents = tuple(randbytes((seed, key), form.nbytes) for key in keys)
     return Batch(series=series, keys=tuple(keys), identities=tuple(identities), contents=contents)
+
+
+def found(request: PageRequest) -> list[bytes]:
+    """The bytes in the memory of a request, whose pages lie in rows, by page."""
+    rows = request.memory.rows()
+    assert rows is not None
+    return [bytes(rows.row(index)) for index in range(len(rows))]
 
 
 def blank(memory: PageMemory) -> None:
