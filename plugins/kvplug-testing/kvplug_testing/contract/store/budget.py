@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvplug_testing.contract.store.pages import MIB, Batch, sized_format
 from kvplug_testing.contract.store.suite import (
     Place,
     StoreSuite,
+    end_of,
     ended,
     got,
     got_or_missed,
@@ -37,11 +39,14 @@ _LATE = {MissReason.ABSENT, MissReason.EVICTED, MissReason.EXPIRED, MissReason.C
 """Why a page that was evicted during a read may be missed."""
 
 
-def lease(parent: peers.Parent, suite: Any, store: Store, name: bytes, nbytes: int) -> None:
+def lease(
+    parent: peers.Parent, suite_ref: Mapping[str, Any], place: dict[str, Any], name: bytes, nbytes: int
+) -> None:
     """In another process: lease pages for long, and wait to be killed."""
-    pages = suite.batch(store, 4, sized_format(nbytes), namespace=name)
-    parent.send(looked_up(store, pages.keys, lease_s=_LONG_S) == [Presence.HELD] * 4)
-    parent.recv(None)
+    with end_of(suite_ref, place) as (suite, store):
+        pages = suite.batch(store, 4, sized_format(nbytes), namespace=name)
+        parent.send(looked_up(store, pages.keys, lease_s=_LONG_S) == [Presence.HELD] * 4)
+        parent.recv(None)
 
 
 class Budget(StoreSuite):
@@ -175,7 +180,7 @@ class Budget(StoreSuite):
         name = b"leased by a reader that is killed"
         place, store, pages = self._leased(namespace=name)
         self.must(self.other(place), "release")
-        reader = self.remote(place, lease, name, self._nbytes)
+        reader = self.remote(place, f"{__name__}:lease", name, self._nbytes)
         assert reader.recv(waits.patience_s), "a lease was not granted"
         self._flood(store)
         got(store, pages)

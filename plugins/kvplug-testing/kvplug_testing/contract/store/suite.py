@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
+from unittest import mock
 
 import attrs
 import pytest
@@ -241,15 +242,10 @@ class StoreSuite(Contract):
 
     # -- ends in other processes ---------------------------------------------------------------
 
-    def remote(self, place: Place, what: Callable[..., Any], *args: Any, **given: Any) -> peers.Peer:
-        """Another process with an end of the place, which runs ``what(parent, suite, store, *args)``.
-
-        ``what`` is a function at the top level of an importable module.
-        """
+    def remote(self, place: Place, target: str, *args: Any) -> peers.Peer:
+        """Another process, which runs the function ``target`` for an end of the place: :func:`end_of`."""
         self.make_reachable(place)
-        where = f"{what.__module__}:{what.__qualname__}"
-        target = f"{__name__}:run_remote"
-        return self.start_forked(target, self.suite_ref(), place.plain, where, list(args), **given)
+        return self.start_forked(target, self.suite_ref(), place.plain, *args)
 
     # -- behind the store's back ---------------------------------------------------------------
 
@@ -288,11 +284,9 @@ class StoreSuite(Contract):
         that are skipped.
         """
         go_on = threading.Event()
-        with self._each_call(store, lambda: go_on.wait(60)):
-            try:
-                yield
-            finally:
-                go_on.set()
+        with self._each_call(store, partial(go_on.wait, 60)), ExitStack() as stack:
+            stack.callback(go_on.set)
+            yield
 
     @contextlib.contextmanager
     def going_away(self, store: Store) -> Iterator[None]:
@@ -301,29 +295,19 @@ class StoreSuite(Contract):
         The default makes the calls of a blocking store fail. Override it for others; otherwise the tests of
         that are skipped.
         """
-
-        def fail() -> None:
-            raise ConnectionError("the suite makes every call of the store fail")
-
-        with self._each_call(store, fail):
+        gone = ConnectionError("the suite makes every call of the store fail")
+        with self._each_call(store, mock.Mock(side_effect=gone)):
             yield
 
-    @contextlib.contextmanager
-    def _each_call(self, store: Store, before: Callable[[], object]) -> Iterator[None]:
+    def _each_call(self, store: Store, do: Callable[[], object]) -> contextlib.AbstractContextManager[Any]:
         inner = self.inner(store)
 
-        def after(call: Callable[..., Any], *args: Any) -> Any:
-            before()
-            return call(*args)
+        def call(name: str, *args: Any) -> Any:
+            do()
+            return getattr(type(inner), name)(inner, *args)
 
         names = ("has", "read", "write", "remove")
-        for name in names:
-            setattr(inner, name, partial(after, getattr(inner, name)))
-        try:
-            yield
-        finally:
-            for name in names:
-                delattr(inner, name)
+        return mock.patch.multiple(inner, **{name: partial(call, name) for name in names})
 
     def inner(self, store: Store) -> BlockingStore:
         """The blocking store inside. Skips the test if there is none."""
@@ -361,16 +345,12 @@ class StoreSuite(Contract):
         return "" if importlib.util.find_spec("torch") else "torch is not installed here"
 
 
-def run_remote(
-    parent: peers.Parent, suite_ref: Mapping[str, Any], plain: dict[str, Any], where: str, args: list[Any]
-) -> Any:
-    """In another process: open an end of the place, and run the function."""
-    module, _, name = where.rpartition(":")
-    what = getattr(importlib.import_module(module), name)
+@contextlib.contextmanager
+def end_of(suite_ref: Mapping[str, Any], place: dict[str, Any]) -> Iterator[tuple[Any, Store]]:
+    """In another process: the suite, and an end of the place."""
     suite = suite_from_ref(suite_ref)
-    place = Place(**plain)
     with ExitStack() as suite._stack:
-        return what(parent, suite, suite.other(place), *args)
+        yield suite, suite.other(Place(**place))
 
 
 # -- requests that must end in time ----------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import Batch, found, sized_format
 from kvplug_testing.contract.store.suite import (
     StoreSuite,
+    end_of,
     ended,
     got,
     got_or_missed,
@@ -42,12 +43,15 @@ def _series_of_puts(suite: Any, store: Store, namespace: bytes) -> Iterator[Batc
         yield suite.batch(store, _PAGES, sized_format(100_000), namespace=space)
 
 
-def put_without_end(parent: peers.Parent, suite: Any, store: Store, namespace: bytes) -> None:
+def put_without_end(
+    parent: peers.Parent, suite_ref: Mapping[str, Any], place: dict[str, Any], namespace: bytes
+) -> None:
     """In another process: put one batch after the other, and report each that was kept."""
-    parent.send("ready")
-    for number, pages in enumerate(_series_of_puts(suite, store, namespace)):
-        if put(store, pages) == [None] * _PAGES:
-            parent.send(number)
+    with end_of(suite_ref, place) as (suite, store):
+        parent.send("ready")
+        for number, pages in enumerate(_series_of_puts(suite, store, namespace)):
+            if put(store, pages) == [None] * _PAGES:
+                parent.send(number)
 
 
 class Writers(StoreSuite):
@@ -126,7 +130,7 @@ class Writers(StoreSuite):
         one_s = min(time.monotonic() - began, 1.0)
         for turn in range(_KILLS):
             namespace = b"killed %d " % turn
-            writer = self.remote(place, put_without_end, namespace)
+            writer = self.remote(place, f"{__name__}:put_without_end", namespace)
             assert writer.recv(waits.patience_s) == "ready"
             time.sleep(one_s * 3 * turn / _KILLS)
             writer.kill()
