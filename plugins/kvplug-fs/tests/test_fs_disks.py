@@ -16,8 +16,8 @@ from folders import aside_in, key_of, open_store, page_of, page_path, read, used
 from kvplug.transport import ExecutedStore, MissReason, PageSeal, Presence, PutReason
 from kvplug_fs.folder import cost_of
 from kvplug_testing import peers
+from kvplug_testing.contract.store.calls import ended, got, kept, put
 from kvplug_testing.contract.store.pages import batch, sized_format
-from kvplug_testing.contract.store.suite import ended, got, kept, put
 from kvplug_testing.waits import until
 
 PAGE = cost_of(10_000)

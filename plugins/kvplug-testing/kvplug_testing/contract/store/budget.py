@@ -15,21 +15,10 @@ from kvplug.transport import MissReason, Presence, PutReason, Store
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.footprint import Footprint
+from kvplug_testing.contract.store.calls import ended, got, got_or_missed, held, kept, looked_up, missed, put
 from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import MIB, Batch, sized_format
-from kvplug_testing.contract.store.suite import (
-    Place,
-    StoreSuite,
-    end_of,
-    ended,
-    got,
-    got_or_missed,
-    held,
-    kept,
-    looked_up,
-    missed,
-    put,
-)
+from kvplug_testing.contract.store.suite import Place, StoreSuite, end_of
 from kvplug_testing.waits import Call, until
 
 _MEASURED_BYTES = 32 * MIB

@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvplug.kit import DTYPES
 from kvplug.transport import PageBuffers, PageFormat, Part
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.store.calls import ended, got, kept, missed
 from kvplug_testing.contract.store.pages import MIB, blank, sized_format
-from kvplug_testing.contract.store.suite import StoreSuite, ended, got, kept, missed
+from kvplug_testing.contract.store.suite import StoreSuite
 
 
 def _every_dtype() -> PageFormat:

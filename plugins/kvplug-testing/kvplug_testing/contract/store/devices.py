@@ -11,8 +11,9 @@ from kvplug.kit import PinnedMemory, StagedPages, StagedStore
 from kvplug.transport import MissReason, PageBlocks, PutReason, Store
 from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.store.calls import ended, got, kept, missed
 from kvplug_testing.contract.store.pages import Batch, kv_format
-from kvplug_testing.contract.store.suite import SOON_S, StoreSuite, ended, got, kept, missed
+from kvplug_testing.contract.store.suite import SOON_S, StoreSuite
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,10 @@ from kvplug.transport import Deadline, Job, MissReason, Presence, PutReason, Sto
 from kvplug_testing import peers
 from kvplug_testing.contract.ends import Calls, End, Ends, given
 from kvplug_testing.contract.general import General
+from kvplug_testing.contract.store.calls import ended, is_missed, kept
 from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import KIB, MIB, Batch, batch, sized_format
-from kvplug_testing.contract.store.suite import Place, StoreSuite, ended, is_missed, kept
+from kvplug_testing.contract.store.suite import Place, StoreSuite
 from kvplug_testing.waits import until
 
 _BUDGET: Final = 64 * MIB

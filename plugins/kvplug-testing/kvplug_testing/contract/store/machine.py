@@ -21,9 +21,10 @@ from hypothesis.stateful import (
 
 from kvplug import UnsupportedError
 from kvplug.transport import MissReason, PageBuffers, Presence, Store
+from kvplug_testing.contract.store.calls import ended
 from kvplug_testing.contract.store.index import Index
 from kvplug_testing.contract.store.pages import Batch, kv_format, outside, sized_format, strided
-from kvplug_testing.contract.store.suite import StoreSuite, ended
+from kvplug_testing.contract.store.suite import StoreSuite
 from kvplug_testing.waits import until
 
 _PAGES = 6

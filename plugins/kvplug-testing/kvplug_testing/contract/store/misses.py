@@ -9,8 +9,9 @@ import attrs
 
 from kvplug.transport import MissReason, PageSeal, Store
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.store.calls import ended, got, held, kept, missed
 from kvplug_testing.contract.store.pages import FILL, Batch, found, kv_format, sized_format
-from kvplug_testing.contract.store.suite import StoreSuite, ended, got, held, kept, missed
+from kvplug_testing.contract.store.suite import StoreSuite
 
 _BAD = 1
 """The page that is not right, of a few."""

@@ -13,19 +13,10 @@ import pytest
 from kvplug.transport import MissReason, Store
 from kvplug_testing import peers, waits
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.store.calls import ended, got, got_or_missed, held, kept, missed, put
 from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import Batch, found, sized_format
-from kvplug_testing.contract.store.suite import (
-    StoreSuite,
-    end_of,
-    ended,
-    got,
-    got_or_missed,
-    held,
-    kept,
-    missed,
-    put,
-)
+from kvplug_testing.contract.store.suite import StoreSuite, end_of
 from kvplug_testing.waits import Call
 
 _PAGES = 8
