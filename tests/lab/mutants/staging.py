@@ -39,7 +39,7 @@ class TestCountsCopiesAsDoneOnceTheyAreQueued(Mutant):
     """Pages count as there, or go to the store, before the event behind their copies."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_blocks_on_a_device_are_read_before_and_written_after_what_else_uses_them"
+    caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
     class lane(transfers.Lane):  # noqa: N801
         def mark(self) -> DeviceMark:
@@ -51,7 +51,7 @@ class TestReadsAndWritesBlocksWhenItLikes(Mutant):
     """The side streams wait neither for what computes the pages nor for what still uses the blocks."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_blocks_on_a_device_are_read_before_and_written_after_what_else_uses_them"
+    caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
     class lane(transfers.Lane):  # noqa: N801
         def follow(self, mark: Any) -> None:
@@ -62,7 +62,7 @@ class TestReadsBlocksThatAreUsedAgain(Mutant):
     """What the engine queues after a put does not wait until the pages were read."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_blocks_on_a_device_are_read_before_and_written_after_what_else_uses_them"
+    caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
     class lane(transfers.Lane):  # noqa: N801
         def go_before(self, mark: DeviceMark) -> None:

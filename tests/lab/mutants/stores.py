@@ -47,11 +47,28 @@ class Mutant(StoreContract):
 # -- what is got -----------------------------------------------------------------------------------
 
 
+class TestVerifiesNoBytes(Mutant):
+    """A page whose header is right is taken as it is."""
+
+    breaks = ("STORE-1",)
+    caught_by = "test_a_wrong_or_lost_page_is_a_miss_and_makes_room_for_the_right_one"
+
+    def make_store(self, context: Any) -> Any:
+        class Believing(PageReading):
+            def load(self, page: int, header: bytes | memoryview, row: memoryview) -> None:
+                self._memory.scatter(page, PageRows.dense(row, 1, len(row)))
+
+        patch = mock.patch.object(tasks, "PageReading", Believing)
+        patch.start()
+        self.later(patch.stop)
+        return super().make_store(context)
+
+
 class TestLeavesWrongBytes(Mutant):
     """A page is copied and then verified, and stays in the caller's memory also if it is wrong."""
 
     breaks = ("STORE-1",)
-    caught_by = "test_a_page_with_wrong_bytes_is_a_miss_and_makes_room_for_the_right_one"
+    caught_by = "test_a_wrong_or_lost_page_is_a_miss_and_makes_room_for_the_right_one"
 
     def make_store(self, context: Any) -> Any:
         class Hasty(PageReading):
@@ -70,7 +87,7 @@ class TestLeavesWrongBytes(Mutant):
 @breaks(
     Mutant,
     "STORE-1",
-    caught_by="test_the_page_of_other_tokens_or_of_another_format_under_the_same_key_is_a_miss",
+    caught_by="test_a_page_of_other_tokens_or_format_under_the_same_key_is_a_miss",
 )
 class TestComparesNoIdentity(PageSeal):
     """Tokens are not compared after the key was found."""
@@ -83,7 +100,7 @@ class TestComparesNoIdentity(PageSeal):
 @breaks(
     Mutant,
     "STORE-1",
-    caught_by="test_the_page_of_other_tokens_or_of_another_format_under_the_same_key_is_a_miss",
+    caught_by="test_a_page_of_other_tokens_or_format_under_the_same_key_is_a_miss",
 )
 class TestComparesNoFormat(PageSeal):
     """A page of another format with as many bytes is taken."""
@@ -242,7 +259,7 @@ class TestMixesWriters(PagePlace):
     Mutant,
     "STORE-3",
     "ALL-4",
-    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it",
+    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_cancelled_or_closed",
 )
 class TestHasNoDeadlines(MemoryStore):
     """Jobs end when they are done."""
@@ -278,7 +295,7 @@ class TestCopiesAfterTheEnd(Mutant):
     """A page that comes too late is copied to the caller all the same."""
 
     breaks = ("STORE-3",)
-    caught_by = "test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it"
+    caught_by = "test_jobs_of_a_store_that_does_not_answer_end_when_due_cancelled_or_closed"
 
     class place_(PagePlace):  # noqa: N801
         into: Any = None
@@ -304,7 +321,7 @@ class TestCopiesAfterTheEnd(Mutant):
 @breaks(
     Mutant,
     "STORE-3",
-    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it",
+    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_cancelled_or_closed",
 )
 class TestCannotBeCancelled(MemoryStore):
     """A cancelled job goes on."""
@@ -336,7 +353,7 @@ class TestMakesNoProgress(MemoryStore):
 @breaks(
     Mutant,
     "STORE-4",
-    caught_by="test_a_page_that_was_made_without_the_secret_or_lies_under_another_key_is_a_miss",
+    caught_by="test_a_forged_or_misplaced_page_is_a_miss",
 )
 class TestVerifiesNoProof(PageSeal):
     """A page that was made without the secret is taken."""
@@ -348,7 +365,7 @@ class TestVerifiesNoProof(PageSeal):
 @breaks(
     Mutant,
     "STORE-4",
-    caught_by="test_a_page_that_was_made_without_the_secret_or_lies_under_another_key_is_a_miss",
+    caught_by="test_a_forged_or_misplaced_page_is_a_miss",
 )
 class TestProvesTheBytesOnly(PageSeal):
     """The proof does not bind a page to its key."""
@@ -477,7 +494,7 @@ class TestExceedsTheBudget(PagePlace):
 @breaks(
     Mutant,
     "STORE-6",
-    caught_by="test_pages_that_come_do_not_exceed_the_budget_and_what_is_too_large_evicts_nothing",
+    caught_by="test_pages_that_come_stay_within_the_budget_and_one_too_large_evicts_none",
 )
 class TestDoesNotEvict(PagePlace):
     """What comes when the budget is used up finds no room."""
@@ -539,7 +556,7 @@ class TestExpectsOneReaderForAll(PagePlace):
 @breaks(
     Mutant,
     "STORE-6",
-    caught_by="test_pages_that_come_do_not_exceed_the_budget_and_what_is_too_large_evicts_nothing",
+    caught_by="test_pages_that_come_stay_within_the_budget_and_one_too_large_evicts_none",
 )
 class TestEvictsForWhatIsTooLarge(PagePlace):
     """Before a page is found too large, others are evicted for it."""
@@ -556,7 +573,7 @@ class TestEvictsForWhatIsTooLarge(PagePlace):
 @breaks(
     Mutant,
     "STORE-6",
-    caught_by="test_pages_that_come_do_not_exceed_the_budget_and_what_is_too_large_evicts_nothing",
+    caught_by="test_pages_that_come_stay_within_the_budget_and_one_too_large_evicts_none",
 )
 class TestWhatIsTooLargeFindsNoRoom(PagePlace):
     """A page that can never be kept is told like one that cannot be kept now."""
@@ -610,7 +627,11 @@ class TestRaisesWhatItsLibraryRaises(Mutant):
             return super().submit_get(pages, timeout=timeout)
 
 
-@breaks(Mutant, "STORE-1", caught_by="test_a_page_that_is_lost_behind_the_stores_back_is_not_promised_again")
+@breaks(
+    Mutant,
+    "STORE-1",
+    caught_by="test_a_wrong_or_lost_page_is_a_miss_and_makes_room_for_the_right_one",
+)
 class TestPromisesWhatIsNotThere(MemoryStore):
     """A lookup answers from an index that does not learn of what was lost."""
 
@@ -838,7 +859,7 @@ class TestClosingWaitsForPutsForEver(MemoryStore):
     Mutant,
     "ALL-1",
     "ALL-5",
-    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it",
+    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_cancelled_or_closed",
 )
 class TestAbortingLeavesJobs(MemoryStore):
     """Jobs that were under way never end."""

@@ -62,9 +62,7 @@ class Budget(StoreSuite):
             got_or_missed(store, pages)
 
     @law("STORE-6")
-    def test_pages_that_come_do_not_exceed_the_budget_and_what_is_too_large_evicts_nothing(
-        self, end: str
-    ) -> None:
+    def test_pages_that_come_stay_within_the_budget_and_one_too_large_evicts_none(self, end: str) -> None:
         first, store = self._bounded(end)
         pages = self.batch(first, 72, sized_format(self._nbytes))
         for at in range(0, len(pages), 2):

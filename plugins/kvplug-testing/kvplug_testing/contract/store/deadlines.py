@@ -77,9 +77,7 @@ class Deadlines(StoreGeneral):
 
     @law("STORE-3", "ALL-1", "ALL-4", "ALL-5")
     @pytest.mark.parametrize("how", _DUE)
-    def test_jobs_of_a_store_that_does_not_answer_end_when_due_or_cancelled_or_with_it(
-        self, how: str
-    ) -> None:
+    def test_jobs_of_a_store_that_does_not_answer_end_when_due_cancelled_or_closed(self, how: str) -> None:
         _, store, pages = self.with_pages("first", 30)
         into = pages.empty()
         with self.holding_up(store):

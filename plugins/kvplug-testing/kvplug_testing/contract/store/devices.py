@@ -97,9 +97,7 @@ class Devices(StoreSuite):
 
     @law("STORE-11", "STORE-1", needs="torch_missing")
     @seeds
-    def test_blocks_on_a_device_are_read_before_and_written_after_what_else_uses_them(
-        self, end: str, seed: int
-    ) -> None:
+    def test_device_blocks_are_read_before_and_written_after_other_use(self, end: str, seed: int) -> None:
         from kvplug.transport import DeviceMark
 
         first, staged, pages = self._staged(end)

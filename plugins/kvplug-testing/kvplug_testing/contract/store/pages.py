@@ -32,18 +32,11 @@ FILL = 0xA5
 
 
 def kv_format(
-    num_layers: int = 2,
-    *,
-    page_tokens: int = 4,
-    num_heads: int = 2,
-    head_size: int = 8,
-    dtype: str = "float16",
+    num_layers: int = 2, *, num_heads: int = 2, head_size: int = 8, dtype: str = "float16"
 ) -> PageFormat:
     """The format of keys and values. The default has pages of 512 bytes."""
-    key = Part(name="key", dtype=dtype, shape=(page_tokens, num_heads, head_size), head_axis=1)
-    return PageFormat(
-        page_tokens=page_tokens, num_layers=num_layers, parts=(key, attrs.evolve(key, name="value"))
-    )
+    key = Part(name="key", dtype=dtype, shape=(4, num_heads, head_size), head_axis=1)
+    return PageFormat(page_tokens=4, num_layers=num_layers, parts=(key, attrs.evolve(key, name="value")))
 
 
 def sized_format(nbytes: int) -> PageFormat:
@@ -129,31 +122,29 @@ def batch(
     *,
     seal: PageSeal,
     namespace: bytes | None = None,
-    extra: bytes = b"",
     shard: bytes = b"",
-    seed: object = 0,
 ) -> Batch:
     """The pages of one prompt.
 
     Args:
         seal: of the store.
         namespace: default: a new one, so that no other test has these keys.
-        seed: of the bytes.
     """
     form = form or kv_format()
     series = Series(form, shard, seal.id)
     namespace = uuid.uuid4().bytes if namespace is None else namespace
     if form.page_tokens:
-        root, length = chain_root(namespace, extra), form.page_tokens
+        root, length = chain_root(namespace), form.page_tokens
         token_ids = range(count * length)
         chains = chains_of(root, token_ids, length)
         keys = series.keys_of(chains)
         identities = token_identities(root, chains, token_ids, length)
     else:
         identities = [f"page {index}".encode() for index in range(count)]
-        keys = [foreign_key(namespace + series.id + extra, identity) for identity in identities]
-    contents = tuple(randbytes((seed, key), form.nbytes) for key in keys)
-    return Batch(series=series, keys=tuple(keys), identities=tuple(identities), contents=contents)
+        keys = [foreign_key(namespace + series.id, identity) for identity in identities]
+    nothing = (b"",) * count
+    pages = Batch(series=series, keys=tuple(keys), identities=tuple(identities), contents=nothing)
+    return pages.with_bits_of("the writer")
 
 
 def found(request: PageRequest) -> list[bytes]:
