@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvplug.transport import Store
 from kvplug_testing import DirectoryContract, StoreContract
 
 
@@ -26,6 +28,13 @@ class TestRedis(StoreContract):
         cls.options = {"address": [f"unix:{cls.server.socket}"]}
         yield
         cls.server.kill()
+
+    @contextlib.contextmanager
+    def holding_up(self, store: Store) -> Iterator[None]:
+        from server_process import stopped
+
+        with stopped(self.server.process):
+            yield
 
 
 class TestRedisDirectory(DirectoryContract):

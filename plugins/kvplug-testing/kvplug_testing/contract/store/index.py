@@ -111,12 +111,13 @@ class WhatIsThere(StoreSuite):
 
     @law("STORE-10", "STORE-6")
     def test_listeners_that_come_while_pages_come_and_go_miss_nothing(self) -> None:
-        store = self.hold(self.budget_bytes)
-        indices = [self._listen(store)]
-        batches = [self.batch(store, 8, sized_format(self.budget_bytes // 60)) for _ in range(30)]
+        store, another_life = self.hold(self.budget_bytes), self.hold()
+        indices, gone = [self._listen(store)], Index()
+        leave = store.subscribe(gone)
+        batches = [self.batch(store, 8, sized_format(self.budget_bytes // 60)) for _ in range(31)]
 
         def work() -> None:
-            for number, pages in enumerate(batches):
+            for number, pages in enumerate(batches[1:]):
                 put(store, pages)
                 if number % 3 == 0:
                     forgotten(store, pages.keys[:4])
@@ -125,29 +126,17 @@ class WhatIsThere(StoreSuite):
         while not working.ended and len(indices) < 200:
             indices.append(self._listen(store))
         working.result(60)
-        for index in indices:
+        for index in [gone, *indices]:
             self._follows(store, index, batches[0].series)
-        removed = [event for event in indices[0].events if isinstance(event, PagesRemoved)]
+        removed = [event for event in gone.events if isinstance(event, PagesRemoved)]
         assert {event.reason for event in removed} == {PageRemoval.EVICTED, PageRemoval.REMOVED}
-
-    @law("STORE-10")
-    def test_each_life_has_an_epoch_and_a_subscription_that_was_ended_gets_nothing_more(self) -> None:
-        epochs = set()
-        for _ in range(2):
-            store = self.hold()
-            stays, gone = self._listen(store), Index()
-            end = store.subscribe(gone)
-            pages = self.batch(store, 2)
-            kept(store, pages)
-            self._follows(store, gone, pages.series)
-            end()
-            end()
-            count = len(gone.events)
-            forgotten(store, pages.keys)
-            self._follows(store, stays, pages.series)
-            assert len(gone.events) == count, "a listener that had ended its subscription was called"
-            epochs.add(gone.events[0].epoch)
-        assert len(epochs) == 2
+        leave()
+        leave()
+        count = len(gone.events)
+        put(store, batches[0])
+        self._follows(store, indices[0], batches[0].series)
+        assert len(gone.events) == count, "a listener that had left was called"
+        assert self._listen(another_life).events[0].epoch != gone.events[0].epoch
 
     # -- declared pages ------------------------------------------------------------------------
 
