@@ -136,8 +136,10 @@ class Deadlines(StoreGeneral):
             assert time.monotonic() - begun < 10 * _SLACK_S, "each request waits for a store that is gone"
         until(lambda: _works(store, more), what="that the store is tried again")
 
-    @law("STORE-7", "STORE-3", "ALL-2", needs="served_by_processes", timeout_s=120)
+    @law("STORE-7", "STORE-3", "ALL-2", needs="other_and_forked_processes", timeout_s=120)
     def test_jobs_end_in_time_while_the_stores_process_is_stopped_and_when_it_is_killed(self) -> None:
+        if not self.by_link:
+            pytest.skip(f"no other process serves the pages of {self.called}")
         ends, first = self.across(0)
         store, holder = ends[1].end.thing, first.child  # type: ignore[attr-defined]
         pages = self.batch(store, 3)
@@ -154,13 +156,6 @@ class Deadlines(StoreGeneral):
             ended(job)
         ends[1].run("is_gone")
         Call(store.abort).result()
-
-    @property
-    def served_by_processes(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        if not self.by_link:
-            return f"no other process serves the pages of {self.called}"
-        return self.other_and_forked_processes
 
     # -- ends ----------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 BLOCK = 8
 """Tokens. A page has 4 of them, and begins in the middle of a block."""
 FIRST_TOKEN = 4
-seeds = pytest.mark.parametrize("seed", range(4))
 
 
 class Cache:
@@ -84,29 +83,27 @@ class Cache:
 class Devices(StoreSuite):
     """Each seed is one order in which the device runs what is queued on its streams."""
 
-    def _staged(self, end: str, count: int = 6, **given: Any) -> tuple[Store, StagedStore, Batch]:
-        """The first end, the tested one staged for devices that it does not serve itself, and pages."""
-        first, store = self.first_and(end)
+    def _staged(self, store: Store, **given: Any) -> StagedStore:
+        """The store, staged for devices that it does not serve itself."""
+        pytest.importorskip("torch")
         devices = self.spec.devices if self.spec is not None else frozenset({"cpu"})
         staged = StagedStore(store, timeout_s=self.timeout_s, devices=devices, **given)
         self.later(staged.abort)
-        return first, staged, self._pages(first, count)
+        return staged
 
-    def _pages(self, store: Store, count: int = 6) -> Batch:
-        return self.batch(store, count, kv_format(3))
-
-    @law("STORE-11", "STORE-1", needs="torch_missing")
-    @seeds
+    @law("STORE-11", "STORE-1")
+    @pytest.mark.parametrize("seed", range(4))
     def test_device_blocks_are_read_before_and_written_after_other_use(self, end: str, seed: int) -> None:
         from kvplug.transport import DeviceMark
 
-        first, staged, pages = self._staged(end)
+        first, store = self.first_and(end)
+        staged, pages = self._staged(store), self.batch(first, 6, kv_format(3))
         with simulated.seeded(seed):
             cache = Cache(pages)
             cache.write(pages)
             job = staged.submit_put(pages.request(cache.blocks()))
             cache.overwrite()
-            assert ended(job) == [None] * len(pages)
+            assert ended(job) == [None] * 6
             assert job.wait_settled(waits.patience_s)
             got(first, pages)
             cache.overwrite()
@@ -115,15 +112,16 @@ class Devices(StoreSuite):
             for layer in range(pages.form.num_layers):
                 load.wait_for_layer(layer, waits.patience_s)
                 assert not cache.missing(pages, range(layer, layer + 1)), f"layer {layer} is not there"
-            assert ended(load) == [None] * len(pages)
+            assert ended(load) == [None] * 6
             assert load.wait_settled(waits.patience_s)
             assert not cache.missing(pages)
 
-    @law("STORE-11", "STORE-1", needs="torch_missing")
-    @seeds
+    @law("STORE-11", "STORE-1")
+    @pytest.mark.parametrize("seed", range(4))
     def test_more_pages_than_there_is_host_memory_for_come_in_pieces(self, seed: int) -> None:
-        memory = PinnedMemory(StagedPages.nbytes_of(kv_format(3), 2))
-        store, staged, pages = self._staged("first", 7, memory=memory)
+        store, form = self.hold(), kv_format(3)
+        staged = self._staged(store, memory=PinnedMemory(StagedPages.nbytes_of(form, 2)))
+        pages, more = self.batch(store, 7, form), self.batch(store, 7, form)
         kept(store, pages[:5])
         with simulated.seeded(seed):
             caches = [Cache(pages), Cache(pages)]
@@ -131,16 +129,15 @@ class Devices(StoreSuite):
             for cache, job in zip(caches, jobs, strict=True):
                 assert ended(job) == [*[None] * 5, *[MissReason.ABSENT] * 2]
                 assert cache.missing(pages) == [5, 6]
-            cache, more = Cache(pages), self._pages(store, 7)
+            cache = caches[0]
             cache.write(more)
             assert ended(staged.submit_put(more.request(cache.blocks()))) == [None] * 7
             got(store, more)
 
-    @law("STORE-11", "STORE-3", needs="torch_missing")
+    @law("STORE-11", "STORE-3")
     def test_requests_end_while_the_device_does_nothing_and_settle_when_it_goes_on(self) -> None:
-        store, staged, pages = self._staged("first")
-        more = self._pages(store)
-        kept(store, pages)
+        _, store, pages = self.with_pages("first", 6, kv_format(3))
+        staged, more = self._staged(store), self.batch(store, 6, kv_format(3))
         cache, other = Cache(pages), Cache(more)
         with simulated.stalled():
             cache.overwrite()
@@ -148,12 +145,12 @@ class Devices(StoreSuite):
             cancelled = staged.submit_get(pages.request(cache.blocks()))
             unsaved = staged.submit_put(more.request(other.blocks()), timeout=SOON_S)
             cancelled.cancel()
-            assert ended(cancelled) == [MissReason.CANCELLED] * len(pages)
-            assert ended(late) == [MissReason.TIMEOUT] * len(pages)
-            assert ended(unsaved) == [PutReason.TIMEOUT] * len(more)
+            assert ended(cancelled) == [MissReason.CANCELLED] * 6
+            assert ended(late) == [MissReason.TIMEOUT] * 6
+            assert ended(unsaved) == [PutReason.TIMEOUT] * 6
             assert not unsaved.settled, "the device has not read the blocks yet"
         for job in (late, cancelled, unsaved):
             assert job.wait_settled(waits.patience_s), "the device has gone on"
         cache.overwrite()
-        assert cache.missing(pages) == [*range(len(pages))], "a request that has settled wrote"
+        assert cache.missing(pages) == [*range(6)], "a request that has settled wrote"
         missed(store, more)

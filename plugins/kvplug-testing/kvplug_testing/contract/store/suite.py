@@ -37,7 +37,6 @@ from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.store.calls import kept
 from kvplug_testing.contract.store.pages import MIB, Batch, batch
 from kvplug_testing.contract.suite_ref import suite_from_ref
-from kvplug_testing.named_pages import own_store
 
 SOON_S = 0.3
 """The timeout of a call that must not succeed."""
@@ -310,7 +309,7 @@ class StoreSuite(Contract):
     def inner(self, store: Store) -> BlockingStore:
         """The blocking store inside. Skips the test if there is none."""
         if isinstance(store, ExecutedStore):
-            return own_store(store)
+            return store._store
         pytest.skip(f"{self.called} is no blocking store, and does not override the suite's method")
 
     # -- what a store can do -------------------------------------------------------------------
@@ -336,11 +335,6 @@ class StoreSuite(Contract):
             import torch
 
             torch.ones(1 << 20).add_(1)
-
-    @property
-    def torch_missing(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        return "" if importlib.util.find_spec("torch") else "torch is not installed here"
 
 
 @contextlib.contextmanager
