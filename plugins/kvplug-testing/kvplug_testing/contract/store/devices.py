@@ -63,10 +63,11 @@ class Cache:
             view[self._at] = elements.to(view.device)
 
     def overwrite(self) -> None:
-        """Queue that every block is used for something else."""
+        """Queue that every block is used for something else, one by one."""
         for parts in self.views:
             for view in parts:
-                view.fill_(7)
+                for block in view:
+                    block.fill_(7)
 
     def missing(self, pages: Batch, layers: range | None = None) -> list[int]:
         """The pages that are not there, by what this thread's stream sees."""
