@@ -114,18 +114,6 @@ def test_a_process_that_is_stopped_inside_the_lock_holds_up_others_for_a_moment(
 # -- eviction --------------------------------------------------------------------------------------
 
 
-def test_a_page_that_was_used_after_the_scan_is_passed_over(opened: Any, tmp_path: Path) -> None:
-    store = opened(size=4 * PAGE, touch_s=0)
-    for number in range(4):
-        assert write(store, number)
-        os.utime(page_path(tmp_path, key_of(number)), (1000 + number, 1000 + number))
-    scan(store)
-    read(store, 0)
-    read(store, 1)
-    assert write(store, "new")
-    assert store.has([key_of(each) for each in range(4)]) == [True, True, False, True]
-
-
 def test_a_smaller_size_is_kept_to_when_the_folder_is_opened_again(opened: Any, tmp_path: Path) -> None:
     store = opened()
     for number in range(10):

@@ -78,7 +78,8 @@ class BlockingStoreContract(StoreSuite):
     def test_the_first_whole_write_of_a_key_wins_and_readers_see_nothing_else(self) -> None:
         store, key = self.raw(), _KEYS[0]
         pages = [randbytes(number, MIB) for number in range(4)]
-        at_once, seen = threading.Barrier(len(pages)), []
+        at_once = threading.Barrier(len(pages))
+        seen: list[bytes] = []
 
         def look() -> None:
             until = time.monotonic() + _ENOUGH_S

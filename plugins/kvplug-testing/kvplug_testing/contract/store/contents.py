@@ -6,7 +6,7 @@ from kvplug.kit import DTYPES
 from kvplug.transport import PageBuffers, PageFormat, Part
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.calls import ended, got, kept, missed
-from kvplug_testing.contract.store.pages import MIB, blank, kv_format, sized_format
+from kvplug_testing.contract.store.pages import MIB, kv_format, sized_format
 from kvplug_testing.contract.store.suite import StoreSuite
 
 
@@ -34,11 +34,11 @@ class Contents(StoreSuite):
     def test_what_the_caller_writes_after_its_put_is_not_in_the_page(self, end: str) -> None:
         first, store = self.first_and(end)
         pages = self.batch(first, 20, sized_format(20_000))
-        request = pages.filled()
-        job = store.submit_put(request)
+        memory = PageBuffers.empty(pages.form, 20)
+        job = store.submit_put(pages.filled(memory))
         assert ended(job) == [None] * 20
         assert job.wait_settled(20)
-        blank(request.memory)
+        pages.with_bits_of("a later request").filled(memory)
         got(first, pages)
 
     @law("STORE-1")

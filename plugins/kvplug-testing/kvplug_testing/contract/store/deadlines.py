@@ -47,7 +47,7 @@ def _check_ends(store: Store, pages: Batch, into: PageRequest, how: str) -> tupl
     submits = _submits(store, pages, into, SOON_S if how == "timeout" else 60.0)
     jobs = [Call(submit).result(5) for submit in submits * _MANY]
     begun = time.monotonic()
-    ending = {
+    ending: dict[str, Callable[[], Any]] = {
         "timeout": lambda: None,
         "cancel": lambda: [job.cancel() for job in jobs],
         "close": partial(store.close, CLOSE_S),

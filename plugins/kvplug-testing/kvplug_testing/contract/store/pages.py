@@ -93,7 +93,7 @@ class Batch:
     def empty(self) -> PageRequest:
         """A request to get these pages into new memory, which is filled with :data:`FILL`."""
         memory = PageBuffers.empty(self.form, len(self))
-        blank(memory)
+        memory.rows().buffer[:] = bytes([FILL]) * (len(self) * self.form.nbytes)
         return self.request(memory)
 
     def request(self, memory: PageMemory) -> PageRequest:
@@ -152,14 +152,6 @@ def found(request: PageRequest) -> list[bytes]:
     rows = request.memory.rows()
     assert rows is not None
     return [bytes(rows.row(index)) for index in range(len(rows))]
-
-
-def blank(memory: PageMemory) -> None:
-    """Fill the memory of pages, which lie in rows, with :data:`FILL`."""
-    rows = memory.rows()
-    assert rows is not None
-    for index in range(len(rows)):
-        rows.row(index)[:] = bytes([FILL]) * rows.nbytes
 
 
 def strided(form: PageFormat, count: int, gap: int) -> PageBuffers:

@@ -303,8 +303,8 @@ class StoreSuite(Contract):
             do()
             return getattr(type(inner), name)(inner, *args)
 
-        names = ("has", "read", "write", "remove")
-        return mock.patch.multiple(inner, **{name: partial(call, name) for name in names})
+        calls: dict[str, Any] = {name: partial(call, name) for name in ("has", "read", "write", "remove")}
+        return mock.patch.multiple(inner, **calls)  # type: ignore[no-any-return]
 
     def inner(self, store: Store) -> BlockingStore:
         """The blocking store inside. Skips the test if there is none."""
