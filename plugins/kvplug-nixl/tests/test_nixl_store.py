@@ -207,26 +207,6 @@ def test_while_another_process_is_stopped_that_counts_pages_are_read_and_none_is
     assert len(list((tmp_path / "nixl-v1" / "writing").iterdir())) == 0
 
 
-def test_foreign_things_in_the_folder_are_no_pages_and_are_replaced(opened: Any, tmp_path: Path) -> None:
-    store = opened(path=str(tmp_path))
-    assert put(store, *"abcd") == [None] * 4
-    link, pipe, folder, _ = files_in(tmp_path)
-    for path in (link, pipe, folder):
-        path.unlink()
-    outside = tmp_path / "outside"
-    outside.write_text("not a page")
-    os.utime(outside, (1, 1))
-    link.symlink_to(outside)
-    os.mkfifo(pipe)
-    folder.mkdir()
-    assert sorted(held(store, *"abcd")) == ["absent"] * 3 + ["held"]
-    store.touch(request(store, *"abcd").keys)
-    assert got(store, *"abcd").count(None) == 1
-    assert outside.stat().st_mtime == 1, "a link was followed"
-    assert put(store, *"abcd") == [None] * 4
-    assert got(store, *"abcd") == [None] * 4
-
-
 @pytest.mark.parametrize("values", [(2**63 - 1, 1), (1 << 50, 1), (-1, 1)])
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_a_damaged_count_is_made_anew(
@@ -239,12 +219,6 @@ def test_a_damaged_count_is_made_anew(
     assert put(store, "c") == [None]
     assert got(store, "a", "b", "c") == [None] * 3
     assert store.usage().num_pages == 3
-
-
-def test_a_folder_that_others_can_write_to_is_refused_by_name(opened: Any, tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match=rf"options\.nixl\.path: the folder {tmp_path} can be written"):
-        opened(path=str(tmp_path))
 
 
 # -- options, NIXL itself --------------------------------------------------------------------------
