@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,12 +28,11 @@ _LATE = {MissReason.ABSENT, MissReason.EVICTED, MissReason.EXPIRED, MissReason.C
 
 
 def lease(
-    parent: peers.Parent, suite_ref: Mapping[str, Any], place: dict[str, Any], name: bytes, nbytes: int
+    parent: peers.Parent, suite_ref: Mapping[str, Any], place: dict[str, Any], keys: Sequence[bytes]
 ) -> None:
     """In another process: lease pages for long, and wait to be killed."""
-    with end_of(suite_ref, place) as (suite, store):
-        pages = suite.batch(store, 4, sized_format(nbytes), namespace=name)
-        parent.send(looked_up(store, pages.keys, lease_s=_LONG_S) == [Presence.HELD] * 4)
+    with end_of(suite_ref, place) as (_, store):
+        parent.send(looked_up(store, keys, lease_s=_LONG_S) == [Presence.HELD] * len(keys))
         parent.recv(None)
 
 
@@ -86,19 +84,19 @@ class Budget(StoreSuite):
         store = self.open(place)
         if store.usage().budget_bytes is None:
             pytest.skip(f"{self.called} has no limit of its own")
+        folder = str(place.options.get(self.place_option, ""))
 
         def put_budgets(count: int) -> None:
             for _ in range(8 * count):
                 put(store, self.batch(store, 8, sized_format(budget // 64)))
 
-        folder = str(place.options.get(self.place_option, ""))
+        def is_steady() -> bool:
+            now = _lying_bytes(folder)
+            return all(now[at] - before[at] <= budget // 2 for at in before)
+
         put_budgets(1)
         before = _lying_bytes(folder)
         put_budgets(2)
-
-        def is_steady() -> bool:
-            return all(nbytes - before[at] <= budget // 2 for at, nbytes in _lying_bytes(folder).items())
-
         until(is_steady, waits.patience_s / 10, f"that a full place does not grow beyond {before}")
 
     @law("STORE-6")
@@ -126,12 +124,12 @@ class Budget(StoreSuite):
 
     # -- leases --------------------------------------------------------------------------------
 
-    def _leased(self, **given: Any) -> tuple[Place, Store, Batch]:
+    def _leased(self) -> tuple[Place, Store, Batch]:
         """A store with a small budget, and four pages in it."""
         place = self.place(self.budget_bytes)
         store = self.open(place)
         self.must(store, "release")
-        pages = self.batch(store, 4, sized_format(self._nbytes), **given)
+        pages = self.batch(store, 4, sized_format(self._nbytes))
         kept(store, pages)
         return place, store, pages
 
@@ -164,10 +162,9 @@ class Budget(StoreSuite):
 
     @law("STORE-5", "ALL-7", needs="other_and_forked_processes", timeout_s=120)
     def test_the_leases_of_a_reader_that_is_killed_end(self) -> None:
-        name = b"leased by a reader that is killed"
-        place, store, pages = self._leased(namespace=name)
+        place, store, pages = self._leased()
         self.must(self.other(place), "release")
-        reader = self.remote(place, f"{__name__}:lease", name, self._nbytes)
+        reader = self.remote(place, f"{__name__}:lease", list(pages.keys))
         assert reader.recv(waits.patience_s), "a lease was not granted"
         self._flood(store)
         got(store, pages)
@@ -234,11 +231,9 @@ class Budget(StoreSuite):
 
 def _lying_bytes(folder: str) -> dict[str, int]:
     """The bytes in the folder's files, and in the memory of this process."""
-    files = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    return {"files": sum(map(_allocated, files)), "memory": Footprint.taken().resident_bytes}
-
-
-def _allocated(path: Path) -> int:
-    with contextlib.suppress(OSError):  # it is gone by now
-        return path.stat().st_blocks * 512
-    return 0
+    in_files = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # it is gone by now
+                in_files += os.stat(os.path.join(parent, name)).st_blocks * 512
+    return {"files": in_files, "memory": Footprint.taken().resident_bytes}
