@@ -54,8 +54,8 @@ class Misses(StoreSuite):
             (sized_format(pages.form.nbytes), b""),
             (kv_format(), b"1 of 2"),
         ):
+            pages, others = self.batch(first, 3), self.batch(store, 3, form, shard=shard)
             kept(first, pages)
-            others = self.batch(store, 3, form, shard=shard)
             others = attrs.evolve(others, keys=pages.keys, identities=pages.identities)
             missed(store, others, MissReason.FORMAT)
 
