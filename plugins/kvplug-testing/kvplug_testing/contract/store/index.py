@@ -136,7 +136,9 @@ class WhatIsThere(StoreSuite):
         put(store, batches[0])
         self._follows(store, indices[0], batches[0].series)
         assert len(gone.events) == count, "a listener that had left was called"
-        assert self._listen(another_life).events[0].epoch != gone.events[0].epoch
+        newer = self._listen(another_life)
+        until(lambda: newer.events, within=5, what="the events of another life")
+        assert newer.events[0].epoch != gone.events[0].epoch
 
     # -- declared pages ------------------------------------------------------------------------
 
