@@ -114,11 +114,13 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
     @rule(series=_series, some=_some, other=_other)
     def remove(self, series: int, some: list[int], other: bool) -> None:
         pages = self.batches[series][sorted(set(some))]
+        used = self.store.usage().used_bytes
         results = ended(self._end(other).submit_remove(pages.keys))
         if results == [True] * len(pages):
-            for key in pages.keys:
-                self.held.pop(key, None)
+            gone = [self.held.pop(key) for key in pages.keys if key in self.held]
             self.coming.difference_update(pages.keys)
+            if gone and self.can_count:
+                assert self.store.usage().used_bytes < used, "removed pages are still counted"
         else:
             assert not any(results), f"some pages were removed: {results}"
 
