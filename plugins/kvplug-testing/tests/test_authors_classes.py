@@ -34,10 +34,10 @@ class PipeWithOptions(Pipe):
 
 def test_options_of_what_is_not_installed_are_made_as_a_config_makes_them() -> None:
     suite = PipeWithOptions()
-    made: Any = suite.endpoint(**suite.limited(2000))
+    made: Any = suite.endpoint(2000)
     assert made.options == Options(lanes=3, max_in_flight_bytes=2000)
     with pytest.raises(ConfigError, match=r"options\.PipeWithOptions\.lane"):
-        suite.endpoint(lane=1)
+        suite.made_options(lane=1)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ class TestLateMemoryPipe(TestMemoryPipe):
 
 class TestWhatOnlyMemoryPromises(PipeSuite):
     transport = "memory"
+    options = {"eager": False}  # noqa: RUF012
 
     def test_a_late_transfer_is_done_when_its_message_is_received_and_not_before(self) -> None:
-        one, other = self.pair(eager=False)
+        one, other = self.pair()
         source = torch.zeros(5)
         transfers = [one.send_tensor(source), one.send_tensor(None)]
         source.fill_(7)  # too early, and so it is found

@@ -32,8 +32,9 @@ class Claims(PipeContract):
     ],
 )
 def test_ends_are_made_for_a_device_that_is_claimed(devices: set[str], said: str, device: str) -> None:
-    mine: Any = type("Mine", (Claims,), {"claims": {"devices": devices}, "device": said})()
-    assert mine.context().device == device
+    claims = {"claims": {"devices": devices}, "device": said}
+    mine: Any = type("Mine", (Claims,), {**claims, "make_endpoint": lambda self, context: context})()
+    assert mine.endpoint().device == device
 
 
 def test_a_device_that_torch_has_not_is_skipped() -> None:

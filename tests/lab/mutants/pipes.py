@@ -191,6 +191,19 @@ class TestIgnoresConjugation(MemoryPipe):
         return super().send_tensor(tensor, **given)
 
 
+@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory")
+class TestCutsLargeMessages(MemoryPipe):
+    """Of a message only the first 16 MiB are moved."""
+
+    def recv_tensor(self, *args: Any, **given: Any) -> Any:
+        import torch
+
+        message = super().recv_tensor(*args, **given)
+        if message is not None:
+            message.view(-1).view(torch.uint8)[16 * MIB :] = 0
+        return message
+
+
 @breaks(
     Mutant, "PIPE-1", "PIPE-5", caught_by="test_a_large_message_is_received_into_out_without_another_tensor"
 )

@@ -5,21 +5,19 @@ from __future__ import annotations
 from kvplug_testing.contract.pipe.blocks import BlockMessages
 from kvplug_testing.contract.pipe.exhaustion import Exhaustion
 from kvplug_testing.contract.pipe.listeners import Listeners
-from kvplug_testing.contract.pipe.other_host import OtherHost
+from kvplug_testing.contract.pipe.lying_peers import LyingPeers
 from kvplug_testing.contract.pipe.other_process import OtherProcess
 from kvplug_testing.contract.pipe.sending import Sending
 from kvplug_testing.contract.pipe.tensors import Tensors
-from kvplug_testing.contract.pipe.transfers import Transfers
 
 
 class PipeContract(
     Tensors,
     BlockMessages,
     Sending,
-    Transfers,
     Listeners,
     OtherProcess,
-    OtherHost,
+    LyingPeers,
     Exhaustion,
 ):
     """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.

@@ -1,11 +1,14 @@
-"""The content of messages: tensors of random bits, and of one byte."""
+"""The content of messages: tensors of random bits."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 from kvplug.kit import DTYPES
 from kvplug.net.wire import TensorMeta, copy_into, empty_like_meta, memory_of
+
+_NOISE_BYTES: Final = (1 << 20) + 7
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
@@ -13,12 +16,8 @@ def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
 
     ``bool`` holds only 0 and 1: other bytes are not valid booleans.
     """
-    import torch
-
     meta = TensorMeta(dtype=dtype, shape=shape)
-    bits = torch.randint(
-        0, 256, (meta.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-    )
+    bits = _random_bytes(meta.nbytes, seed)
     if dtype == "bool":
         bits %= 2
     tensor = empty_like_meta(meta)
@@ -27,8 +26,25 @@ def tensor_of(dtype: str, shape: tuple[int, ...], seed: int = 1) -> Any:
 
 
 def numbered(number: int, nbytes: int) -> Any:
-    """Message ``number`` of a clogged pipe. It cannot be compressed, so that a pipe holds what it accepts."""
-    return tensor_of("uint8", (nbytes,), seed=number)
+    """Message ``number`` of many: bytes that differ from message to message and from place to place.
+
+    It cannot be compressed, so that a pipe holds what it accepts.
+    """
+    start = number * 4099 % _NOISE_BYTES
+    noise = _noise()
+    return noise.repeat(1 + (start + nbytes) // _NOISE_BYTES)[start : start + nbytes].clone()
+
+
+@cache
+def _noise() -> Any:
+    return _random_bytes(_NOISE_BYTES, 4)
+
+
+def _random_bytes(nbytes: int, seed: int) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
 def dtypes() -> list[str]:

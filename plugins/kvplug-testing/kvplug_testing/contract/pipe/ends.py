@@ -14,7 +14,6 @@ from kvplug_testing import peers, waits
 from kvplug_testing.comparison import UnlikeError, assert_same
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import General
-from kvplug_testing.contract.pipe import remote
 from kvplug_testing.contract.pipe.content import numbered, tensor_of
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received
 from kvplug_testing.waits import until
@@ -68,14 +67,14 @@ class PipeEnd(End):
         self._transfers.append(self._pipe.send_tensor(message, **given(timeout)))
 
     def part(self, number: int, timeout: float | None) -> None:
-        nbytes = _SIZES[number % len(_SIZES)]
+        wanted = numbered(number, _SIZES[number % len(_SIZES)])
         within = waits.patience_s if timeout is None else timeout
         if self.role == "connecting":
-            transfer = self._pipe.send_tensor(remote.content(number, nbytes), timeout=timeout)
-            wrong = remote.unlike(self._pipe.recv_tensor(timeout=timeout), number, nbytes)
+            transfer = self._pipe.send_tensor(wanted, timeout=timeout)
+            assert_same(wanted, self._pipe.recv_tensor(timeout=timeout), f"message {number}")
         else:
             message = self._pipe.recv_tensor(timeout=timeout)
-            wrong = remote.unlike(message, number, nbytes)
+            assert_same(wanted, message, f"message {number}")
             transfer = self._pipe.send_tensor(message, timeout=timeout)
         transfer.wait(within)
         if wrong:
@@ -88,7 +87,7 @@ class PipeEnd(End):
         import torch
 
         out = torch.empty(_SMALL_BYTES, dtype=torch.uint8) if leaves else None
-        messages = [remote.content(1, _SMALL_BYTES)]
+        messages = [numbered(1, _SMALL_BYTES)]
         if leaves:
             messages = [_strided(2)] * _SMALL + [_strided(4 * MIB // 512)]
         receiving = threading.Thread(target=self._receive_all, args=(out,), daemon=True)
@@ -201,7 +200,7 @@ class PipeEnds(Ends):
         return self._end(1, pipe)
 
     def _endpoint(self, context: Mapping[str, Any]) -> PipeEndpoint:
-        return self.suite.limited_endpoint(**fields_of(context))
+        return self.suite.endpoint(LIMIT, **fields_of(context))
 
     def _end(self, role: int, pipe: Pipe) -> PipeEnd:
         return PipeEnd(

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from kvplug import PeerGoneError, TimeoutError
 from kvplug.transport import NamedExhaustion, Pipe, PipeEndpoint, PipeListener
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.exhaustion import Attempt, let_go, together
-from kvplug_testing.contract.pipe import remote
+from kvplug_testing.contract.pipe.content import numbered
 from kvplug_testing.contract.pipe.suite import MIB, PipeSuite
 
 _SIZES: Final = (1000, 3 * MIB, 0)
@@ -24,7 +25,7 @@ class PipeAttempt(Attempt):
 
     def __init__(self, suite: PipeSuite) -> None:
         self._suite = suite
-        self._messages = [remote.content(number, nbytes) for number, nbytes in enumerate(_SIZES)]
+        self._messages = [numbered(number, nbytes) for number, nbytes in enumerate(_SIZES)]
         self._endpoint: PipeEndpoint | None = None
         self._listener: PipeListener | None = None
         self._pipes: list[Pipe] = []
@@ -112,8 +113,7 @@ class PipeAttempt(Attempt):
         self._listener.close()
 
     def check(self) -> None:
-        for number, (message, nbytes) in enumerate(zip(self._received, _SIZES * 2, strict=True)):
-            assert not (wrong := remote.unlike(message, number % len(_SIZES), nbytes)), wrong
+        assert_same(self._messages * 2, self._received)
 
     def end(self) -> None:
         let_go(*(pipe.abort for pipe in self._pipes))

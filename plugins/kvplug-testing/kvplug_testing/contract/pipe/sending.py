@@ -1,33 +1,35 @@
-"""Order under load (law PIPE-1), back pressure (laws PIPE-2 and PIPE-3) and threads (law PIPE-7)."""
+"""Messages under way: order, back pressure, transfers, deadlines and threads (laws PIPE-1 to 7 and ALL-5)."""
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
-from kvplug import TimeoutError
-from kvplug.transport import BusyError, Pipe
+from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug.transport import BusyError, Pipe, Transfer
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe.content import numbered, tensor_of
-from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received, sent
-from kvplug_testing.waits import Call, raises
+from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, passes, received, sent
+from kvplug_testing.waits import Call, raises, until
 
-_SMALL = (0, 1, 0, 7, 100, 1000, 5000)
-_LARGE = (1000, 0, MIB - 1, 70_000, 4096, MIB + 1, 1, 3 * MIB)
-_MANY_EMPTY = 50_000
+_SMALL: Final = (0, 1, 0, 7, 100, 1000, 5000)
+_LARGE: Final = (1000, 0, MIB - 1, 70_000, 4096, MIB + 1, 1, 3 * MIB)
+_MANY_EMPTY: Final = 50_000
 """Far more empty messages than any accounting allows in 64 KiB."""
-_EMPTY_FRAME_BYTES = 16
+_EMPTY_FRAME_BYTES: Final = 16
 """The least that the operating system holds of an empty message: its header."""
 
 
 class Sending(PipeSuite):
     """Many messages from one end to the other."""
+
+    # -- order ---------------------------------------------------------------------------------
 
     @law("PIPE-1")
     @pytest.mark.parametrize(("count", "sizes"), [(2500, _SMALL), (50, _LARGE)], ids=["small", "large"])
@@ -37,32 +39,26 @@ class Sending(PipeSuite):
         one, other = self.pair()
         _load([(one, other), *([] if self.both_ways else [(other, one)])], count, sizes)
 
-    @law("PIPE-1", "PIPE-2", needs="a_limit")
+    @law("PIPE-1", "PIPE-2")
     def test_order_holds_where_the_sender_has_to_wait_for_room_again_and_again(self) -> None:
         _load([self.limited_pair(10_000)], 2000, _SMALL)
 
     # -- back pressure -------------------------------------------------------------------------
 
-    @law("PIPE-3", "PIPE-2", needs="a_limit", level="long")
-    @pytest.mark.parametrize("nbytes", [2000, 3 * MIB])
-    def test_with_the_receiver_stopped_what_is_held_is_bounded(self, nbytes: int) -> None:
+    @law("PIPE-3", "PIPE-2")
+    @pytest.mark.parametrize("nbytes", [20_000, MIB // 4, 3 * MIB])
+    def test_with_the_receiver_stopped_about_the_limit_is_held_and_no_more(self, nbytes: int) -> None:
         one, other = self.limited_pair()
         transfers = fill(one, nbytes)
+        least, most = LIMIT * 3 // 4 - nbytes, LIMIT + nbytes + self.beyond_limit_bytes
         accepted = len(transfers) * nbytes
-        bound = LIMIT + nbytes + self.beyond_limit_bytes
         said = f"{LIMIT} may be unsent, {nbytes} are one message, {self.beyond_limit_bytes} lie beyond"
-        assert 0 < accepted <= bound, f"{accepted} bytes were accepted without a receiver: {said}"
+        assert max(1, least) <= accepted <= most, f"{accepted} bytes were accepted without a receiver: {said}"
         for number, transfer in enumerate(transfers):
             assert_same(numbered(number, nbytes), received(other), f"message {number}")
             transfer.wait(waits.patience_s)
 
-    @law("PIPE-2", needs="a_limit")
-    def test_as_much_as_the_limit_is_accepted_at_once(self) -> None:
-        one, _ = self.limited_pair()
-        count, accepted = LIMIT // (MIB // 4), len(fill(one, timeout=0))
-        assert accepted >= count - 1, f"only {accepted} of {count} messages that the limit allows"
-
-    @law("PIPE-3", needs="a_limit")
+    @law("PIPE-3")
     def test_messages_without_content_do_not_pile_up_without_bound(self) -> None:
         one, _ = self.limited_pair(64 << 10)
 
@@ -72,29 +68,25 @@ class Sending(PipeSuite):
 
         Call(pile).raised(TimeoutError, 50.0)
 
-    @law("PIPE-2", needs="a_limit")
+    @law("PIPE-2")
     def test_a_message_larger_than_the_limit_passes_alone(self) -> None:
         one, other = self.limited_pair(1000)
         small = tensor_of("uint8", (10,))
         message = tensor_of("uint8", (self.beyond_limit_bytes + 8 * MIB,))
         transfer = sent(one, message)
-        raises(TimeoutError, lambda: one.send_tensor(small, timeout=0.2))
+        raises(TimeoutError, partial(one.send_tensor, small, timeout=0.2))
         assert_same(message, received(other))
         transfer.wait(waits.patience_s)
-        sent(one, small)
-        assert_same(small, received(other))
+        passes(one, other, small)
 
-    @law("PIPE-2", needs="a_limit")
+    @law("PIPE-2")
     def test_a_send_that_timed_out_has_queued_nothing(self) -> None:
         one, other = self.limited_pair()
         accepted = [*range(len(fill(one)))]
         for number in range(1000, 1030):
-            message = numbered(number, MIB // 4)
-            call = Call(partial(one.send_tensor, message, timeout=(0, 0.01)[number % 2])).end()
-            if call.error is None:
+            send = partial(one.send_tensor, numbered(number, MIB // 4), timeout=0.01 * (number % 2))
+            if not isinstance(Call(send).outcome(), TimeoutError):
                 accepted.append(number)
-            else:
-                call.raised(TimeoutError)
             if number % 10 == 9:  # make room for some of them
                 assert_same(numbered(accepted.pop(0), MIB // 4), received(other))
         last = Call(lambda: one.send_tensor(None, timeout=waits.patience_s))
@@ -102,6 +94,135 @@ class Sending(PipeSuite):
             assert_same(numbered(number, MIB // 4), received(other), f"message {number}")
         last.result()
         assert received(other) is None
+
+    # -- transfers --------------------------------------------------------------------------------
+
+    @law("PIPE-4")
+    @pytest.mark.parametrize("nbytes", [1000, 3 * MIB])
+    def test_what_is_overwritten_once_the_transfer_is_done_arrives_as_it_was(self, nbytes: int) -> None:
+        one, other = self.pair()
+        source = numbered(1, nbytes)
+        transfer = sent(one, source)
+        receiving = None
+        if isinstance(Call(lambda: transfer.wait(0.2)).outcome(), TimeoutError):  # it ends only when received
+            receiving = Call(lambda: other.recv_tensor(timeout=waits.patience_s))
+            transfer.wait(waits.patience_s)
+        source.fill_(0xEE)
+        got = received(other) if receiving is None else receiving.result()
+        assert_same(numbered(1, nbytes), got, "overwriting the tensor after done() reached the peer")
+
+    @law("PIPE-4")
+    def test_the_pipe_keeps_alive_what_it_has_not_sent(self) -> None:
+        import torch
+
+        one, other = self.pair()
+        transfers = []
+        for number in range(12):
+            transfers.append(sent(one, torch.full((MIB // 4 + number,), number, dtype=torch.int32)))
+            torch.full((MIB // 4 + number,), -1, dtype=torch.int32)  # reuses freed memory
+        for number, transfer in enumerate(transfers):
+            wanted = torch.full((MIB // 4 + number,), number, dtype=torch.int32)
+            assert_same(wanted, received(other), f"message {number} was not kept alive")
+            transfer.wait(waits.patience_s)
+
+    @law("ALL-5", "ALL-1")
+    @pytest.mark.parametrize("end", ["close", "abort"])
+    def test_a_transfer_ends_and_each_callback_is_called_once_though_one_raises_and_one_ends_the_pipe(
+        self, end: str
+    ) -> None:
+        one, other = self.pair()
+        for message in (None, *(numbered(1, size) for size in (0, 3, 3 * MIB))):
+            calls: list[tuple[str, bool]] = []
+            transfer = sent(one, message)
+            with contextlib.suppress(KeyError):  # of one that was done already
+                transfer.add_done_callback(_raise)
+            transfer.add_done_callback(lambda t: calls.append(("before", t.done())))  # noqa: B023
+            received(other)
+            until(transfer.done, what=f"the end of {transfer!r}, whose message has been received,")
+            assert transfer.error() is None
+            transfer.add_done_callback(lambda t: calls.append(("after", t.done())))  # noqa: B023
+            until(lambda: len(calls) >= 2, what="a callback of a transfer that has ended")  # noqa: B023
+            sent(one, None)  # a second callback would have been called by now
+            assert received(other) is None
+            assert calls == [("before", True), ("after", True)]
+        ended: list[None] = []
+        transfer = sent(one, numbered(1, 3 * MIB))
+        adding = Call(lambda: transfer.add_done_callback(lambda _: ended.append(getattr(one, end)())))
+        received(other)
+        until(lambda: ended, what=f"the end of {end}() in a callback")
+        adding.result()
+        raises(ClosedError, lambda: one.send_tensor(None))
+
+    @law("ALL-5")
+    @pytest.mark.parametrize("how", ["abort", "close"])
+    def test_every_transfer_ends_when_its_end_ends(self, how: str) -> None:
+        """General laws judge what becomes of them when the other end does."""
+        one, _ = self.limited_pair()
+        called: list[Transfer] = []
+        transfers = fill(one)
+        for transfer in transfers:
+            transfer.add_done_callback(called.append)
+        waiting = Call(lambda: transfers[-1].wait(4 * waits.patience_s))
+        Call(one.abort if how == "abort" else partial(one.close, 0.1)).result()
+        until(lambda: len(called) == len(transfers), what="the callback of each transfer")
+        for transfer in transfers:
+            error = transfer.error()
+            assert error is None or isinstance(error, ClosedError), f"{transfer}: {error!r}"
+        assert waiting.end().error is transfers[-1].error()
+
+    # -- a polite close ------------------------------------------------------------------------
+
+    @law("ALL-1", "ALL-2", "PIPE-1")
+    @pytest.mark.parametrize("sizes", [(3,), (16 * MIB, 5, 7 * MIB, 0, 100_000), range(50)], ids=len)
+    def test_closing_sends_what_was_accepted_first_and_then_the_peer_is_gone(self, sizes: Any) -> None:
+        one, other = self.pair()
+        messages = [None, *(tensor_of("uint8", (size,), seed=size) for size in sizes)]
+        transfers = [sent(one, message) for message in messages]
+        closing = Call(lambda: one.close(timeout=10 * waits.patience_s))
+        until(lambda: one.closed or closing.ended, what="closed, of a pipe that closes,")
+        raises(ClosedError, lambda: one.recv_tensor(timeout=waits.patience_s))
+        for message in messages:
+            assert_same(message, received(other), "after a polite close")
+        closing.result()
+        assert [transfer.error() for transfer in transfers if transfer.done()] == [None] * len(transfers)
+        raises(PeerGoneError, lambda: other.recv_tensor(timeout=waits.patience_s))
+
+    # -- receives that time out ----------------------------------------------------------------
+
+    @law("PIPE-6", "ALL-4")
+    def test_a_receive_that_times_out_before_the_first_byte_loses_nothing(self) -> None:
+        one, other = self.pair()
+        for number in range(4):
+            for timeout in (0, 0.01):
+                out = tensor_of("int32", (4,)) if number % 2 else None
+                raises(TimeoutError, partial(other.recv_tensor, out, timeout=timeout))
+            message = tensor_of("int32", (4,), seed=number)
+            Call(partial(one.send_tensor, message, timeout=0)).result()
+            sent(one, None)
+            assert_same(message, received(other), "after receives that had timed out")
+            assert received(other) is None
+
+    @law("PIPE-6")
+    @pytest.mark.parametrize("into", ["new memory", "out", "one and the other"])
+    def test_a_receive_that_times_out_within_a_message_goes_on_with_it(self, into: str) -> None:
+        import torch
+
+        one, other = self.pair()
+        messages = [tensor_of("uint8", (4096, 4096), seed=number) for number in range(3)]
+        out = torch.zeros(4096, 4096, dtype=torch.uint8).t()
+        outs = {"new memory": [None], "out": [out], "one and the other": [None, out]}[into]
+        sending = Call(lambda: [one.send_tensor(message) for message in messages])
+        for number, message in enumerate(messages):
+            call = Call(lambda: _with_short_deadlines(other, outs)).end(waits.patience_s + 20)
+            if call.error is not None:  # the pipe is broken, and every later call says so
+                assert isinstance(call.error, KvplugError), call.error
+                again = raises(KvplugError, lambda: other.recv_tensor(timeout=waits.patience_s))
+                assert not isinstance(again, TimeoutError), f"it was broken ({call.error!r}), and then waited"
+                return
+            assert_same(message, call.value, f"message {number}, received with many short deadlines")
+        for transfer in sending.result():
+            transfer.wait(waits.patience_s)
+        raises(TimeoutError, lambda: other.recv_tensor(timeout=0.05))
 
     # -- threads -------------------------------------------------------------------------------
 
@@ -111,13 +232,12 @@ class Sending(PipeSuite):
         first = _refused(
             lambda: other.recv_tensor(timeout=10 * waits.patience_s), lambda: other.recv_tensor(timeout=0)
         )
-        messages = [tensor_of("int32", (3,), seed=number) for number in range(2)]
-        for message in messages:
-            sent(one, message)
-        assert_same(messages[0], first.result())
-        assert_same(messages[1], received(other), "the refused receiver took something")
+        for number in range(2):
+            sent(one, numbered(number, 10))
+        assert_same(numbered(0, 10), first.result())
+        assert_same(numbered(1, 10), received(other), "the refused receiver took something")
 
-    @law("PIPE-7", needs="a_limit")
+    @law("PIPE-7")
     def test_a_second_sender_is_refused_and_the_first_goes_on(self) -> None:
         one, other = self.limited_pair()
         count = len(fill(one))
@@ -128,20 +248,18 @@ class Sending(PipeSuite):
             lambda: one.send_tensor(refused, timeout=0),
         )
         for number in range(count):
-            got = received(other)
-            assert_same(numbered(number, MIB // 4), got, "a message has come that was not sent")
+            assert_same(numbered(number, MIB // 4), received(other), "a message that was not sent")
         first.result()
         assert_same(message, received(other), "the message of the refused sender has come")
 
-    @law("PIPE-7", "PIPE-2", needs="both_ways_and_a_limit")
+    @law("PIPE-7", "PIPE-2", needs="both_ways")
     def test_one_thread_sends_while_another_receives(self) -> None:
         one, other = self.limited_pair()
         receiving = Call(lambda: one.recv_tensor(timeout=10 * waits.patience_s))
         assert receiving.is_blocked(0.1)
-        count = len(fill(one))  # the other end receives nothing meanwhile
-        sending = Call(lambda: one.send_tensor(tensor_of("uint8", (LIMIT,)), timeout=10 * waits.patience_s))
+        count, message = len(fill(one)), tensor_of("uint8", (LIMIT,))
+        sending = Call(lambda: one.send_tensor(message, timeout=10 * waits.patience_s))
         assert sending.is_blocked(0.1), f"a sender beside a receiver: {sending.error!r}"
-        message = tensor_of("uint8", (LIMIT,))
         sent(other, message)
         assert_same(message, receiving.result())
         for _ in range(count + 1):
@@ -152,17 +270,16 @@ class Sending(PipeSuite):
 def _refused(first: Callable[[], Any], second: Callable[[], Any]) -> Call:
     """The first call, still blocked, after a concurrent second call was refused with BusyError."""
     waiting = Call(first)
-    limit = time.monotonic() + waits.patience_s
-    while time.monotonic() < limit:
-        if waiting.ended and isinstance(waiting.error, BusyError):
-            waiting = Call(first)  # it started while the second call was inside
+    assert waiting.is_blocked(), f"it did not wait: {waiting.error!r}"
+
+    def is_refused() -> bool:
         error = Call(second).end().error
-        if isinstance(error, BusyError):
-            assert waiting.is_blocked(0.05), f"the first call was disturbed: {waiting.error!r}"
-            return waiting
-        assert isinstance(error, TimeoutError), f"a second call got in: {error!r}"
-        time.sleep(0.005)
-    raise AssertionError("a second call waits beside the first: BusyError never came")
+        assert isinstance(error, BusyError | TimeoutError), f"a second call got in: {error!r}"
+        return isinstance(error, BusyError)
+
+    until(is_refused, what="BusyError of a second call beside the first")
+    assert waiting.is_blocked(0.05), f"the first call was disturbed: {waiting.error!r}"
+    return waiting
 
 
 def _numbered(number: int, sizes: tuple[int, ...]) -> Any:
@@ -175,20 +292,32 @@ def _numbered(number: int, sizes: tuple[int, ...]) -> Any:
 
 
 def _load(ways: list[tuple[Pipe, Pipe]], count: int, sizes: tuple[int, ...]) -> None:
-    calls = [Call(partial(_receive, receiver, count, sizes)) for _, receiver in ways]
-    calls += [Call(partial(_send, sender, count, sizes)) for sender, _ in ways]
+    def send(pipe: Pipe) -> None:
+        transfers = [pipe.send_tensor(_numbered(number, sizes)) for number in range(count)]
+        for transfer in transfers:
+            transfer.wait(waits.patience_s)
+
+    def receive(pipe: Pipe) -> None:
+        kept = [pipe.recv_tensor(timeout=waits.patience_s) for _ in range(count)]
+        for number, got in enumerate(kept):  # messages stay as they are when more arrive
+            assert_same(_numbered(number, sizes), got, f"message {number:,} of {count:,}")
+
+    calls = [Call(partial(receive, receiver)) for _, receiver in ways]
+    calls += [Call(partial(send, sender)) for sender, _ in ways]
     for call in calls:
         call.result(50.0)
 
 
-def _send(pipe: Pipe, count: int, sizes: tuple[int, ...]) -> None:
-    transfers = [pipe.send_tensor(_numbered(number, sizes)) for number in range(1, count + 1)]
-    for transfer in transfers:
-        transfer.wait(waits.patience_s)
+def _with_short_deadlines(pipe: Any, outs: list[Any]) -> Any:
+    for number in range(20_000):
+        out = outs[number % len(outs)]
+        try:
+            return pipe.recv_tensor(out, timeout=(0.0, 0.0005, 0.002)[number % 3])
+        except TimeoutError:
+            if out is not None:
+                out.fill_(0xAA)  # the memory belongs to the caller again
+    raise AssertionError("20,000 receives in a row timed out, and a message was on its way")
 
 
-def _receive(pipe: Pipe, count: int, sizes: tuple[int, ...]) -> None:
-    """Messages stay as they are when more arrive."""
-    kept = [pipe.recv_tensor(timeout=waits.patience_s) for _ in range(count)]
-    for number, got in enumerate(kept, 1):
-        assert_same(_numbered(number, sizes), got, f"message {number:,} of {count:,}")
+def _raise(_: Transfer) -> None:
+    raise KeyError("a callback of the test")

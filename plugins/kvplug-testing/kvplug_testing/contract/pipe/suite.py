@@ -1,9 +1,8 @@
-"""The base of the pipe suite: endpoints, connected pairs, clogged pairs, and ends in other processes."""
+"""The base of the pipe suite: endpoints, connected pairs, and clogged pairs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
@@ -11,10 +10,10 @@ import pytest
 
 from kvplug import TimeoutError
 from kvplug.transport import Credentials, Kind, Pipe, PipeContext, PipeEndpoint, PipeListener, Transfer
-from kvplug_testing import peers, waits
+from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.pipe.content import numbered
-from kvplug_testing.contract.suite_ref import name_of, named, suite_from_ref
 from kvplug_testing.waits import Call
 
 MIB = 1 << 20
@@ -23,9 +22,6 @@ LIMIT = 2 * MIB
 
 MOST_ACCEPTED = 128 * MIB
 """A pipe that accepts this many bytes without a receiver has no limit."""
-
-CHILD_S = 900.0
-"""The time limit of another process: longer than that of any test."""
 
 PipePair = tuple[Pipe, Pipe]
 
@@ -51,59 +47,44 @@ class PipeSuite(Contract):
 
     # -- ends in this process ------------------------------------------------------------------
 
-    def context(
-        self, heartbeat_timeout_s: float = 10.0, max_message_bytes: int | None = None, **options: Any
-    ) -> PipeContext:
-        return PipeContext(
-            options=self.made_options(**options),
+    def endpoint(self, limit: int | None = None, **context: Any) -> PipeEndpoint:
+        """An endpoint, with this limit of unsent bytes if there is such an option. ``context``: what differs
+        from the suite's.
+        """
+        limited = {} if limit is None or not self.limit_option else {self.limit_option: limit}
+        usual = PipeContext(
+            options=self.made_options(**limited),
             credentials=Credentials(),
             device=self.device or next(iter(self.devices), "cpu"),
             timeout_s=self.timeout_s,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            max_message_bytes=max_message_bytes,
         )
+        return self.make_endpoint(attrs.evolve(usual, **context))
 
-    def endpoint(self, **options: Any) -> PipeEndpoint:
-        return self.make_endpoint(self.context(**options))
-
-    def limited_endpoint(self, **context: Any) -> PipeEndpoint:
-        """An endpoint with a limit of unsent bytes, if there is such an option. ``context``: its fields."""
-        return self.make_endpoint(attrs.evolve(self.context(**self.limited()), **context))
-
-    def pair(self, **options: Any) -> PipePair:
+    def pair(self, limit: int | None = None, **context: Any) -> PipePair:
         """Two connected pipes in this process, aborted at the end of the test."""
-        return self.pair_of(self.endpoint(**options))
-
-    def pair_of(self, end: PipeEndpoint) -> PipePair:
-        """Two connected pipes over an existing endpoint."""
-        listener = end.listen()
-        try:
+        end = self.endpoint(limit, **context)
+        with contextlib.closing(end.listen()) as listener:
             return self.join(end, listener)
-        finally:
-            listener.close()
+
+    def limited_pair(self, limit: int = LIMIT) -> PipePair:
+        """A pair whose limit of unsent bytes is ``limit``. Skips the test if there is no such option."""
+        if not self.limit_option:
+            pytest.skip(f"{self.called} has no option that bounds what is unsent (limit_option)")
+        return self.pair(limit)
+
+    def listen(self, end: PipeEndpoint | None = None) -> PipeListener:
+        """A listener that is closed at the end of the test."""
+        listener = (end or self.endpoint()).listen()
+        self.later(listener.close)
+        return listener
 
     def join(self, end: PipeEndpoint, listener: PipeListener) -> PipePair:
         """Two connected pipes over an existing listener, to which nothing else connects."""
         connecting = Call(lambda: end.connect(listener.contact, timeout=waits.patience_s))
-        accepted = Call(lambda: listener.accept(timeout=waits.patience_s)).result(waits.patience_s + 1)
-        self.later(accepted.abort)
+        accepted = self.accept(listener)
         connected = connecting.result()
         self.later(connected.abort)
         return connected, accepted
-
-    def limited_pair(self, limit: int = LIMIT) -> PipePair:
-        """A pair whose limit of unsent bytes is ``limit``."""
-        return self.pair(**self.limited(limit))
-
-    def limited(self, limit: int = LIMIT) -> dict[str, int]:
-        """The option for that limit, as keyword arguments; nothing if :attr:`limit_option` is empty."""
-        return {self.limit_option: limit} if self.limit_option else {}
-
-    @property
-    def a_limit(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        without = f"{self.called} has no option that bounds what is unsent (limit_option)"
-        return "" if self.limit_option else without
 
     @property
     def devices(self) -> list[str]:
@@ -119,38 +100,6 @@ class PipeSuite(Contract):
         duplex = self.spec is None or self.spec.capabilities.full_duplex
         return "" if duplex else f"{self.called} does not claim full_duplex"
 
-    @property
-    def both_ways_and_a_limit(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        return self.both_ways or self.a_limit
-
-    # -- ends in other processes ---------------------------------------------------------------
-
-    def connecting(self, contact: str, what: Callable[..., Any], *args: Any) -> peers.Peer:
-        """Another process, which connects to ``contact`` and runs ``what(parent, pipe, *args)``.
-
-        ``what`` is a function of an importable module's top level, as in
-        :mod:`kvplug_testing.contract.pipe.remote`.
-        """
-        return self._runs("connecting_end", contact, name_of(what), list(args))
-
-    def remote_pipe(self, what: Callable[..., Any], *args: Any) -> tuple[Pipe, peers.Peer]:
-        """A pipe whose other end is in another process, as :meth:`connecting` starts it."""
-        listener = self.endpoint().listen()
-        try:
-            child = self.connecting(listener.contact, what, *args)
-            return self.accept(listener), child
-        finally:
-            listener.close()
-
-    def remote_listener(self, what: Callable[..., Any]) -> tuple[str, peers.Peer]:
-        """The contact of a listener in another process, which runs ``what(parent, listener)``."""
-        child = self._runs("listening_end", name_of(what))
-        return child.recv(), child
-
-    def _runs(self, end: str, *args: Any) -> peers.Peer:
-        return self.start_forked(f"{__name__}:{end}", self.suite_ref(), *args, timeout_s=CHILD_S)
-
     def accept(self, listener: PipeListener) -> Pipe:
         """The next pipe, which must connect in time; aborted at the end of the test."""
         within = waits.patience_s
@@ -161,8 +110,6 @@ class PipeSuite(Contract):
     def import_all(self) -> None:
         import torch  # noqa: F401
 
-        import kvplug_testing.contract.pipe.remote  # noqa: F401
-
         super().import_all()
 
     def warm_up(self) -> None:
@@ -170,24 +117,6 @@ class PipeSuite(Contract):
         import torch
 
         torch.ones(1 << 20).add_(1)
-
-
-def connecting_end(
-    parent: peers.Parent, suite_ref: dict[str, Any], contact: str, what: str, args: Any
-) -> Any:
-    """In another process: connect, run the function, and close the pipe."""
-    with suite_from_ref(suite_ref).endpoint().connect(contact) as pipe:
-        return named(what)(parent, pipe, *args)
-
-
-def listening_end(parent: peers.Parent, suite_ref: dict[str, Any], what: str) -> Any:
-    """In another process: listen, report the contact, and run the function."""
-    listener = suite_from_ref(suite_ref).endpoint().listen()
-    try:
-        parent.send(listener.contact)
-        return named(what)(parent, listener)
-    finally:
-        listener.close()
 
 
 def received(pipe: Pipe, out: Any = None) -> Any:
@@ -200,6 +129,15 @@ def sent(pipe: Pipe, message: Any) -> Transfer:
     """The transfer of a message that must be accepted in time."""
     within = waits.patience_s
     return Call(lambda: pipe.send_tensor(message, timeout=within)).result(within + 1)  # type: ignore[no-any-return]
+
+
+def passes(sender: Pipe, receiver: Pipe, message: Any, out: Any = None) -> None:
+    """Check that a message arrives, in ``out`` if there is one, and that its transfer ends."""
+    sending = Call(lambda: sender.send_tensor(message))
+    got = received(receiver, out)
+    assert out is None or got is out, "something else than out was returned"
+    assert_same(message, got)
+    sending.result().wait(waits.patience_s)
 
 
 def fill(pipe: Pipe, nbytes: int = MIB // 4, timeout: float = 0.2) -> list[Transfer]:
