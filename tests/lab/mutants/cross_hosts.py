@@ -97,7 +97,7 @@ class Queue(Faulty, MessageQueueContract):
 
 class TestQueueStaysOnItsHost(StaysOnItsHost, Queue):
     breaks = ("QUEUE-1",)
-    caught_by = "test_readers_on_both_hosts_get_each_message_once_and_in_order"
+    caught_by = "test_readers_on_both_hosts_get_each_message_once_and_in_order_also_when_one_is_killed"
 
 
 class TestQueueHearsNoSilence(HearsNoSilence, Queue):

@@ -103,7 +103,7 @@ class TestOverwritesTheOldest(Ring):
 @breaks(
     Mutant,
     "QUEUE-1",
-    caught_by="test_what_the_writer_or_a_reader_changes_afterwards_changes_nothing_for_others",
+    caught_by="test_what_an_end_changes_afterwards_or_what_comes_later_changes_nothing",
 )
 class TestSharesOneObject(MemoryReader):
     """A value is decoded once, and all readers get that object."""
@@ -117,7 +117,7 @@ class TestSharesOneObject(MemoryReader):
         return shared.setdefault(self.count, value)
 
 
-@breaks(Mutant, "QUEUE-1", caught_by="test_messages_of_all_sizes_arrive_and_those_larger_than_a_chunk_do_too")
+@breaks(Mutant, "QUEUE-1", caught_by="test_a_value_of_each_kind_and_of_any_size_arrives_as_it_was")
 class TestCutsAValueOfOneSize(MemoryReader):
     """The last byte of a value of a certain small size is lost."""
 
@@ -175,7 +175,25 @@ class TestSaysAWrongNumber(TestDropsTheOldestOfWhoSleeps):
             return super().dequeue(*args, **given)
 
 
-@breaks(Mutant, "QUEUE-1", caught_by="test_what_was_received_stays_as_it_was_while_more_comes")
+@breaks(Mutant, "QUEUE-1")
+class TestKeepsNothingLargeForWhoIsLate(MemoryReader):
+    """What does not fit a chunk is empty for a reader that comes afterwards."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.before = self._ring.first + len(self._ring.messages)
+
+    def _next(self, *args: Any) -> QueueMessage:
+        message = super()._next(*args)
+        late = self._ring.taken[self._rank] < self.before
+        if late and len(message.data) > self._context.max_chunk_bytes:
+            return QueueMessage(message.raw, encode(b""))
+        return message
+
+
+@breaks(
+    Mutant, "QUEUE-1", caught_by="test_what_an_end_changes_afterwards_or_what_comes_later_changes_nothing"
+)
 class TestReceivesIntoTheSameMemory(MemoryReader):
     """A tensor of a reader is overwritten by the next one of its shape, if it is not a small one."""
 
@@ -207,7 +225,7 @@ class TestHasAHandleThatOnlyTheWireCarries(Mutant):
         return Endpoint(context)
 
 
-@breaks(Mutant, "QUEUE-1", caught_by="test_a_value_of_each_kind_arrives_as_it_was")
+@breaks(Mutant, "QUEUE-1", caught_by="test_a_value_of_each_kind_and_of_any_size_arrives_as_it_was")
 class TestTurnsTuplesIntoLists(MemoryReader):
     """Tuples arrive as lists, as they would in JSON."""
 

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 
 from kvplug import CapacityError, TimeoutError
-from kvplug.transport import MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, QueueSuite, all_received, fill, received
+from kvplug_testing.contract.queue.suite import (
+    CHUNK,
+    CHUNKS,
+    QueueSuite,
+    all_received,
+    fill,
+    in_time,
+    read,
+    received,
+    write,
+)
 from kvplug_testing.waits import Call, raises
-
-
-def write(writer: MessageQueue, data: bytes, fault: bool = False) -> None:
-    """Send one chunk, which must become free in time."""
-
-    def block() -> None:
-        with writer.acquire_write(len(data), timeout=waits.patience_s) as view:
-            view[:] = data
-            if fault:
-                raise ZeroDivisionError
-
-    Call(block).result(waits.patience_s + 1)
-
-
-def read(reader: MessageQueue, fault: bool = False) -> bytes:
-    """A copy of the next chunk, which must arrive in time."""
-
-    def block() -> bytes:
-        with reader.acquire_read(timeout=waits.patience_s) as view:
-            if fault:
-                raise ZeroDivisionError
-            return bytes(view)
-
-    return Call(block).result(waits.patience_s + 1)  # type: ignore[no-any-return]
 
 
 class Chunks(QueueSuite):
@@ -46,9 +32,9 @@ class Chunks(QueueSuite):
     def test_a_chunk_is_read_as_it_was_written_and_is_as_large_as_the_context_says(self) -> None:
         writer, readers = self.queue(2)
         for data in (b"", b"x", bytes(range(256)) * 16, b"y" * CHUNK):
-            write(writer, data)
+            in_time(write, writer, data)
             for reader in readers:
-                assert_same(data, read(reader), f"a chunk of {len(data)} bytes")
+                assert_same(data, in_time(read, reader), f"a chunk of {len(data)} bytes")
         with writer.acquire_write() as view:
             assert len(view) == CHUNK
         raises(CapacityError, lambda: write(writer, b"z" * (CHUNK + 1)))
@@ -56,30 +42,26 @@ class Chunks(QueueSuite):
     @law("QUEUE-5")
     def test_a_view_is_valid_in_its_block_alone_and_a_reader_may_not_write(self) -> None:
         writer, readers = self.queue(2)
-        kept: list[Any] = []
-        with writer.acquire_write(4, timeout=waits.patience_s) as view:
-            view[:] = b"abcd"
-            kept.append(view)
-        with readers[0].acquire_read(timeout=waits.patience_s) as view:
-            with pytest.raises(TypeError):
-                view[:] = b"bad!"
-            kept.append(view)
-        for view in kept:
+        with writer.acquire_write(4, timeout=waits.patience_s) as written:
+            written[:] = b"abcd"
+        with readers[0].acquire_read(timeout=waits.patience_s) as view, pytest.raises(TypeError):
+            view[:] = b"bad!"
+        for kept in (written, view):
             with pytest.raises(ValueError, match="released"):
-                view[0]
-        assert read(readers[1]) == b"abcd"
+                kept[0]
+        assert in_time(read, readers[1]) == b"abcd"
 
     @law("QUEUE-5")
     def test_a_block_that_raises_gives_its_chunk_back(self) -> None:
         """What the writer's block had written was never sent. What the reader's had not read is over."""
-        writer, readers = self.queue(2)
+        writer, (raises_, other) = self.queue(2)
         for number in range(3 * CHUNKS):
-            raises(ZeroDivisionError, lambda: write(writer, b"half a mess", fault=True))
-            write(writer, bytes([number]))
-            raises(ZeroDivisionError, lambda: read(readers[0], fault=True))
-            assert read(readers[1]) == bytes([number])
-        write(writer, b"next")
-        assert [read(reader) for reader in readers] == [b"next", b"next"]
+            raises(ZeroDivisionError, lambda: _leave(writer.acquire_write(8, timeout=waits.patience_s)))
+            in_time(write, writer, bytes([number]))
+            raises(ZeroDivisionError, lambda: _leave(raises_.acquire_read(timeout=waits.patience_s)))
+            assert in_time(read, other) == bytes([number])
+        in_time(write, writer, b"next")
+        assert [in_time(read, reader) for reader in (raises_, other)] == [b"next", b"next"]
 
     @law("QUEUE-5")
     @pytest.mark.parametrize("chunks", [1, CHUNKS, 10])
@@ -100,3 +82,9 @@ class Chunks(QueueSuite):
         raises(TimeoutError, lambda: writer.enqueue("no room", timeout=0.2))
         assert received(fast) == "room", "a message that had timed out was sent all the same"
         assert_same([*range(1, CHUNKS), "room"], all_received(slow, CHUNKS).result())
+
+
+def _leave(block: AbstractContextManager[Any]) -> None:
+    """Leave a chunk's block by an exception."""
+    with block:
+        raise ZeroDivisionError

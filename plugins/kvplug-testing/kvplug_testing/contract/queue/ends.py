@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar, Final
 
 from kvplug.transport import MessageQueue, QueueHandle
@@ -11,8 +12,7 @@ from kvplug_testing.comparison import UnlikeError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import General
-from kvplug_testing.contract.queue.readers import acquire_read, acquire_write
-from kvplug_testing.contract.queue.suite import CHUNK, MIB, QueueSuite, fill
+from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, MIB, QueueSuite, fill, read, write
 
 _SIZES: Final = (MIB, 1, 2 * CHUNK, 1000)
 """Bytes of the values of exchanges, one after the other: some are larger than a chunk."""
@@ -29,6 +29,7 @@ class QueueEnd(End):
         self._queue = queue
         self._most_bytes = most_bytes - CHUNK
         self._num_clogging = 0
+        self._holding = ExitStack()
 
     def handle(self) -> dict[str, Any]:
         """The queue's handle, as plain values."""
@@ -47,12 +48,12 @@ class QueueEnd(End):
         if queue.is_writer:
             found = {
                 "enqueue": lambda *timeout: queue.enqueue(value, *timeout),
-                "acquire_write": lambda *timeout: acquire_write(queue, **given(timeout)),
+                "acquire_write": lambda *timeout: write(queue, **given(timeout)),
             }
         else:
             found = {
                 "dequeue": lambda *timeout: queue.dequeue(*timeout),
-                "acquire_read": lambda *timeout: acquire_read(queue, **given(timeout)),
+                "acquire_read": lambda *timeout: read(queue, **given(timeout)),
             }
         return {
             **found,
@@ -90,6 +91,18 @@ class QueueEnd(End):
     def drain(self, count: int) -> None:
         got = [self._queue.dequeue(timeout=waits.patience_s) for _ in range(count)]
         assert got == [*range(count)], f"{got} came, and 0 to {count - 1} were sent"
+
+    def hold(self) -> None:
+        """Begin to read a chunk, and never end."""
+        self._holding.enter_context(self._queue.acquire_read(timeout=waits.patience_s))
+
+    def write_half(self) -> None:
+        """Send a chunk and values, and write half of another chunk."""
+        write(self._queue, bytes(1000), timeout=waits.patience_s)
+        for number in range(1, CHUNKS - 1):
+            self._queue.enqueue(number, timeout=waits.patience_s)
+        view = self._holding.enter_context(self._queue.acquire_write(1000, timeout=waits.patience_s))
+        view[:500] = b"h" * 500
 
     def close(self, timeout: float | None) -> None:
         self._queue.close(timeout)
@@ -131,8 +144,8 @@ class QueueEnds(Ends):
     def _write(self, context: Mapping[str, Any]) -> QueueEnd:
         fields = fields_of(context)
         if "at_host" in context:
-            fields["local_reader_ranks"] = ()
-        return self._end(0, self.suite.writer(1, **fields))
+            fields.setdefault("local_reader_ranks", ())
+        return self._end(0, self.suite.writer(**fields))
 
     def _read(self, plain: Any, context: Mapping[str, Any]) -> End:
         return self._end(1, self.suite.attach(QueueHandle.from_plain(plain), **fields_of(context)))

@@ -6,29 +6,29 @@ import logging
 import os
 import re
 import threading
-from typing import Any
+from functools import partial
 
 import pytest
 
 from kvplug import PeerGoneError, TimeoutError
-from kvplug.transport import BusyError, CancelledError, MessageQueue
+from kvplug.transport import BusyError, CancelledError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.general import HOW
-from kvplug_testing.contract.queue.chunks import read, write
-from kvplug_testing.contract.queue.suite import CHUNKS, QueueSuite, all_received, fill, received, sent
+from kvplug_testing.contract.queue.suite import (
+    CHUNKS,
+    QueueSuite,
+    all_received,
+    fill,
+    in_time,
+    passes,
+    read,
+    received,
+    sent,
+    write,
+)
 from kvplug_testing.waits import Call, raises, until
-
-
-def acquire_write(queue: MessageQueue, **given: Any) -> None:
-    with queue.acquire_write(8, **given):
-        pass
-
-
-def acquire_read(queue: MessageQueue, **given: Any) -> None:
-    with queue.acquire_read(**given):
-        pass
 
 
 class Readers(QueueSuite):
@@ -37,15 +37,14 @@ class Readers(QueueSuite):
     @law("ALL-4")
     def test_who_cancels_is_heard(self) -> None:
         writer, (reader,) = self.queue()
-        for verb in (reader.dequeue, lambda **given: acquire_read(reader, **given)):
+        for verb in (reader.dequeue, partial(read, reader)):
             cancel = threading.Event()
-            call = Call(lambda verb=verb, cancel=cancel: verb(timeout=None, cancel=cancel))  # type: ignore[misc]
+            call = Call(partial(verb, timeout=None, cancel=cancel))
             assert call.is_blocked()
             cancel.set()
             call.raised(CancelledError)
-            raises(CancelledError, lambda verb=verb, cancel=cancel: verb(timeout=None, cancel=cancel))  # type: ignore[misc]
-        sent(writer, "after")
-        assert received(reader) == "after"
+            raises(CancelledError, partial(verb, timeout=None, cancel=cancel))
+        passes(writer, [reader], "after")
 
     @law("ALL-4")
     def test_a_second_thread_is_refused_and_nothing_gets_mixed(self) -> None:
@@ -61,10 +60,7 @@ class Readers(QueueSuite):
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         writer, readers = self.queue(3, warning_interval_s=0.1)
-        for number in range(CHUNKS):
-            sent(writer, number)
-            received(readers[0])
-            received(readers[2])
+        passes(writer, [readers[0], readers[2]], *range(CHUNKS))
         until(lambda: [each.lag for each in writer.readers] == [0, CHUNKS, 0], what="the readers' lags")
         with caplog.at_level(logging.WARNING):
             error = raises(TimeoutError, lambda: writer.enqueue("no room", timeout=0.55))
@@ -75,9 +71,7 @@ class Readers(QueueSuite):
             assert not re.search(r"\brank [02]\b", said), f"it names readers that are not waited for: {said}"
 
     @law("QUEUE-3", "QUEUE-2")
-    def test_a_reader_that_has_not_come_is_named_and_one_that_died_is_not_waited_for(
-        self,
-    ) -> None:
+    def test_a_reader_that_has_not_come_is_named_and_one_that_died_is_not_waited_for(self) -> None:
         writer = self.writer(2)
         reader = self.reader(writer, 0)
         error = raises(TimeoutError, lambda: writer.wait_until_ready(0.2))
@@ -108,14 +102,13 @@ class Readers(QueueSuite):
     @pytest.mark.parametrize("how", HOW)
     def test_a_writer_that_ends_is_gone_after_what_it_had_sent(self, how: str) -> None:
         writer, readers = self.queue(2)
-        write(writer, b"chunk")
-        for number in range(1, CHUNKS):
-            sent(writer, number)
+        in_time(write, writer, b"chunk")
+        sent(writer, *range(1, CHUNKS))
         Call(getattr(writer, how)).result()
         for reader in readers:
-            assert read(reader) == b"chunk"
+            assert in_time(read, reader) == b"chunk"
             assert_same([*range(1, CHUNKS)], all_received(reader, CHUNKS - 1).result())
-            for call in (reader.dequeue, lambda end=reader: acquire_read(end), reader.wait_until_ready):
+            for call in (reader.dequeue, partial(read, reader), reader.wait_until_ready):
                 raises(PeerGoneError, call)
 
     @law("QUEUE-2")
@@ -123,26 +116,23 @@ class Readers(QueueSuite):
     def test_a_reader_that_ends_is_waited_for_no_longer_and_one_that_died_is_named(
         self, how: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        writer, readers = self.queue(3)
-        others = readers[0], readers[2]
+        writer, (one, leaves, other) = self.queue(3)
         held = fill(writer)
-        assert_same([*range(held)], all_received(others[0], held).result())
+        assert_same([*range(held)], all_received(one, held).result())
         waiting = Call(lambda: writer.enqueue("more", timeout=waits.patience_s))
         assert waiting.is_blocked()
         with caplog.at_level(logging.WARNING):
-            Call(getattr(readers[1], how)).result()
+            Call(getattr(leaves, how)).result()
             until(lambda: writer.readers[1].gone, what="that the reader that ended is gone")
-            assert_same([*range(held)], all_received(others[1], held).result())
+            assert_same([*range(held)], all_received(other, held).result())
             waiting.result()
             if how == "abort":
                 until(lambda: "rank 1" in caplog.text, what="a warning that names reader rank 1")
         assert bool(caplog.records) == (how == "abort"), f"a reader left, and this was logged: {caplog.text}"
-        assert [received(reader) for reader in others] == ["more"] * 2
-        for number in range(3 * CHUNKS):
-            sent(writer, number)
-            assert [received(reader) for reader in others] == [number] * 2
-        one, gone, _ = writer.readers
-        assert (one.gone, one.died) == ("", False)
+        assert [received(reader) for reader in (one, other)] == ["more"] * 2
+        passes(writer, [one, other], *range(3 * CHUNKS))
+        first, gone, _ = writer.readers
+        assert (first.gone, first.died) == ("", False)
         assert gone.gone and gone.died == (how == "abort"), f"of a reader after {how}: {gone}"
         assert how == "close" or gone.lag >= held, "how far behind it was is not said"
 

@@ -1,26 +1,23 @@
-"""The base of the queue suite: queues with readers in this process, and ends in other processes."""
+"""The base of the queue suite: queues with readers in this process, and calls of them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-from kvplug import KvplugError, TimeoutError
+from kvplug import TimeoutError
 from kvplug.transport import Credentials, Kind, MessageQueue, QueueContext, QueueEndpoint, QueueHandle
-from kvplug_testing import peers, waits
+from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.ends import fields_of
-from kvplug_testing.contract.suite_ref import name_of, named, suite_from_ref
 from kvplug_testing.waits import Call
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
 CHUNKS = 4
 """The default number of chunks of the tested queues."""
-_LIFE_S = 300.0
-"""The time limit of a process with an end: longer than any test. It ends with its test."""
 
 
 class QueueSuite(Contract):
@@ -65,9 +62,7 @@ class QueueSuite(Contract):
 
     def attach(self, handle: QueueHandle, rank: int = 0, **context: Any) -> MessageQueue:
         """A reader that must attach in time."""
-        end = self.endpoint(**context)
-        call = Call(lambda: end.create_from_handle(handle, rank, timeout=waits.patience_s))
-        made: MessageQueue = call.result(waits.patience_s + 1)
+        made: MessageQueue = in_time(self.endpoint(**context).create_from_handle, handle, rank)
         self.later(made.abort)
         return made
 
@@ -83,8 +78,6 @@ class QueueSuite(Contract):
 
             torch.ones(1 << 20).add_(1)
 
-    # -- ends in other processes ---------------------------------------------------------------
-
     @property
     def other_processes(self) -> str:
         """For ``needs``. An endpoint's class may say ``in_one_process``, as the fake of the kit does."""
@@ -92,85 +85,24 @@ class QueueSuite(Contract):
             return f"the ends of {self.called} are in one process (in_one_process)"
         return super().other_processes
 
-    def remote_reader(self, handle: QueueHandle, rank: int, **context: Any) -> RemoteEnd:
-        """The reader of that rank in another process, on the host ``at_host`` if there is one. It has
-        attached.
-        """
-        return self._remote(context, handle.as_plain(), rank)[0]
-
-    def remote_writer(self, n_reader: int, **context: Any) -> tuple[QueueHandle, RemoteEnd]:
-        """The writer in another process, on the host ``at_host`` if there is one, and its handle."""
-        end, handle = self._remote({"n_reader": n_reader, **context})
-        return QueueHandle.from_plain(handle), end
-
-    def _remote(self, context: dict[str, Any], *handle_and_rank: Any) -> tuple[RemoteEnd, Any]:
-        """An end that is ready, and its handle."""
-        start = (
-            functools.partial(self.start_at, context["at_host"])
-            if "at_host" in context
-            else self.start_forked
-        )
-        arguments = (f"{__name__}:_run_end", self.suite_ref(), context, *handle_and_rank)
-        end = RemoteEnd(start(*arguments, timeout_s=_LIFE_S))
-        return end, end.result()
-
-
-class RemoteEnd:
-    """An end in another process, which runs functions ``what(parent, queue, *args)``, one after the other."""
-
-    def __init__(self, child: peers.Peer) -> None:
-        self.child = child
-
-    def begin(self, what: Callable[..., Any], *args: Any) -> RemoteEnd:
-        """Begin to run ``what``, a function at the top level of a file."""
-        self.child.send([name_of(what), *args])
-        return self
-
-    def result(self) -> Any:
-        """What it sends next, or its function returns."""
-        error, value = self.child.recv(2 * waits.patience_s)
-        assert not error, f"{self.child!r}: {error}: {value}"
-        return value
-
-    def run(self, what: Callable[..., Any], *args: Any) -> Any:
-        """What the function returns."""
-        return self.begin(what, *args).result()
-
-
-def _run_end(
-    parent: peers.Parent,
-    suite_ref: dict[str, Any],
-    context: dict[str, Any],
-    handle: Any = None,
-    rank: int = 0,
-) -> None:
-    """In another process: the writer's end, or with a handle a reader's. Runs functions without end."""
-    endpoint = suite_from_ref(suite_ref).endpoint(**fields_of(context))
-    if handle is None:
-        queue = endpoint.create()
-    else:
-        queue = endpoint.create_from_handle(QueueHandle.from_plain(handle), rank, timeout=waits.patience_s)
-    parent.send(["", queue.export_handle().as_plain()])
-    with queue:
-        while True:
-            name, *args = parent.recv(None)
-            try:
-                parent.send(["", named(name)(parent, queue, *args)])
-            except KvplugError as e:
-                parent.send([type(e).__name__, str(e)])
-
 
 # -- calls that must end in time ---------------------------------------------------------------
 
 
-def sent(writer: MessageQueue, value: object) -> None:
-    """Enqueue a value, which must end in time."""
-    Call(lambda: writer.enqueue(value, timeout=waits.patience_s)).result(waits.patience_s + 1)
+def in_time(call: Callable[..., Any], *args: Any) -> Any:
+    """The result of a call that has a timeout, and must end by then."""
+    return Call(functools.partial(call, *args, timeout=waits.patience_s)).result(waits.patience_s + 1)
+
+
+def sent(writer: MessageQueue, *values: object) -> None:
+    """Enqueue values, for which there must be room in time."""
+    for value in values:
+        in_time(writer.enqueue, value)
 
 
 def received(reader: MessageQueue) -> Any:
     """The next value, which must arrive in time."""
-    return Call(lambda: reader.dequeue(timeout=waits.patience_s)).result(waits.patience_s + 1)
+    return in_time(reader.dequeue)
 
 
 def all_received(reader: MessageQueue, count: int) -> Call:
@@ -178,11 +110,31 @@ def all_received(reader: MessageQueue, count: int) -> Call:
     return Call(lambda: [reader.dequeue(timeout=waits.patience_s) for _ in range(count)])
 
 
+def passes(writer: MessageQueue, readers: Iterable[MessageQueue], *values: object) -> None:
+    """Check that every reader receives these values, in this order."""
+    calls = [all_received(reader, len(values)) for reader in readers]
+    sent(writer, *values)
+    for call in calls:
+        assert_same([*values], call.result())
+
+
+def write(writer: MessageQueue, data: bytes = bytes(8), **given: Any) -> None:
+    """Send one chunk."""
+    with writer.acquire_write(len(data), **given) as view:
+        view[:] = data
+
+
+def read(reader: MessageQueue, **given: Any) -> bytes:
+    """A copy of the next chunk."""
+    with reader.acquire_read(**given) as view:
+        return bytes(view)
+
+
 def fill(writer: MessageQueue) -> int:
     """Enqueue 0, 1, 2, ... until there is no room. Returns the number of accepted values."""
     for number in range(10_000):
-        call = Call(lambda number=number: writer.enqueue(number, timeout=0.2)).end()  # type: ignore[misc]
-        if isinstance(call.error, TimeoutError):
+        outcome = Call(functools.partial(writer.enqueue, number, timeout=0.2)).outcome()
+        if isinstance(outcome, TimeoutError):
             return number
-        call.result()
+        assert outcome is None, outcome
     raise AssertionError("there is no bound to the messages that nobody has read")
