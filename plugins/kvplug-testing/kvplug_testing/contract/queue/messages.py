@@ -1,16 +1,16 @@
-"""Delivery (law QUEUE-1): every message arrives once, in order, from the first one, unchanged."""
+"""Delivery (law QUEUE-1): every message arrives once, in order, unchanged; and chunks in place (QUEUE-5)."""
 
 from __future__ import annotations
 
-import json
 import re
 import time
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
 import pytest
 
-from kvplug import ConfigError, TransportError, UnsupportedError
+from kvplug import CapacityError, ConfigError, TimeoutError, TransportError, UnsupportedError
 from kvplug.transport import MessageQueue, QueueHandle, WireError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
@@ -18,12 +18,16 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.queue.suite import (
     CHUNK,
     CHUNKS,
-    MIB,
     QueueSuite,
     all_received,
+    fill,
+    handle_of,
+    in_time,
     passes,
+    read,
     received,
     sent,
+    write,
 )
 from kvplug_testing.waits import Call, raises
 
@@ -38,20 +42,15 @@ _PAUSE_S: Final = 1.0
 
 
 class Messages(QueueSuite):
-    """Values, from the writer to every reader."""
+    """Values and chunks, from the writer to every reader."""
 
     @law("QUEUE-1")
     def test_a_value_of_each_kind_and_of_any_size_arrives_as_it_was(self) -> None:
         # Each small size, since a queue may carry values up to a size of its own in another way.
         sizes = [*range(1100), CHUNK - 64, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 1, 20 * CHUNK, 2]
+        sizes.append(self.most_bytes - 4096)  # leaves room for headers
         values = [bytes([at % 256]) * size for at, size in enumerate(sizes) if size <= self.most_bytes]
         passes(*self.queue(2), *PLAIN, *_tensors_and_arrays(), *values)
-
-    @law("QUEUE-1", level="long", timeout_s=300)
-    def test_tensors_of_mebibytes_reach_every_reader(self) -> None:
-        torch = pytest.importorskip("torch")
-        count = (min(64 * MIB, self.most_bytes) - 4096) // 8  # leaves room for headers
-        passes(*self.queue(3), *({"layers": [torch.arange(count) * 3**at]} for at in range(3)))
 
     @law("QUEUE-1")
     def test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost(self) -> None:
@@ -90,14 +89,6 @@ class Messages(QueueSuite):
         assert_same(values, all_received(late, len(values)).result(), "at the late reader")
 
     @law("QUEUE-1")
-    def test_broadcast_object_gives_all_ends_the_same(self) -> None:
-        writer, readers = self.queue(2)
-        for value in (None, {"step": 1}):
-            calls = [Call(partial(end.broadcast_object, timeout=waits.patience_s)) for end in readers]
-            assert writer.broadcast_object(value, waits.patience_s) == value
-            assert [call.result() for call in calls] == [value, value]
-
-    @law("QUEUE-1")
     def test_a_value_that_is_not_carried_or_not_for_that_end_is_refused_and_the_next_one_passes(self) -> None:
         class Own:
             pass
@@ -112,23 +103,12 @@ class Messages(QueueSuite):
     # -- attaching -----------------------------------------------------------------------------
 
     @law("QUEUE-1")
-    def test_a_handle_survives_being_carried_as_json(self) -> None:
-        remote = self.spec is not None and self.spec.capabilities.cross_host
-        places: list[dict[str, Any]] = [{}, {"local_reader_ranks": ()}] if remote else [{}]
-        for where in places:
-            writer = self.writer(**where)
-            plain = writer.export_handle().as_plain()
-            carried = json.loads(json.dumps(plain, default=lambda it: pytest.fail(f"JSON has no {it!r}")))
-            reader = self.attach(QueueHandle.from_plain(carried), **where)
-            assert reader.export_handle() == writer.export_handle()
-            passes(writer, [reader], 5)
-
-    @law("QUEUE-1")
     def test_readers_are_named_by_any_ranks_and_each_attaches_once(self) -> None:
         writer = self.endpoint().create([7, 2])
         self.later(writer.abort)
-        handle = writer.export_handle()
+        handle = handle_of(writer)
         readers = [self.attach(handle, rank) for rank in (2, 7)]
+        assert handle == writer.export_handle() == readers[0].export_handle()
         assert handle.reader_ranks == (7, 2)
         assert [end.rank for end in (writer, *readers, *writer.readers)] == [None, 2, 7, 7, 2]
         for rank in (7, 0, -1):
@@ -140,6 +120,56 @@ class Messages(QueueSuite):
         raises(ConfigError, lambda: self.attach(handle, 7))
         raises(ConfigError, lambda: self.endpoint().create([1, 1]))
 
+    # -- chunks -------------------------------------------------------------------------------
+
+    @law("QUEUE-5")
+    def test_a_chunk_is_read_as_it_was_written_and_its_view_is_valid_in_its_block_alone(self) -> None:
+        writer, readers = self.queue(2)
+        for data in (b"", b"x", bytes(range(256)) * 16, b"y" * CHUNK):
+            in_time(write, writer, data)
+            for reader in readers:
+                assert_same(data, in_time(read, reader), f"a chunk of {len(data)} bytes")
+        with writer.acquire_write() as written:
+            assert len(written) == CHUNK
+        with readers[0].acquire_read(timeout=waits.patience_s) as view, pytest.raises(TypeError):
+            view[:] = written
+        for kept in (written, view):
+            with pytest.raises(ValueError, match="released"):
+                kept[0]
+        raises(CapacityError, lambda: write(writer, b"z" * (CHUNK + 1)))
+
+    @law("QUEUE-5")
+    def test_a_block_that_raises_gives_its_chunk_back(self) -> None:
+        """What the writer's block had written was never sent. What the reader's had not read is over."""
+        writer, (raises_, other) = self.queue(2)
+        for number in range(3 * CHUNKS):
+            raises(ZeroDivisionError, lambda: _leave(writer.acquire_write(8, timeout=waits.patience_s)))
+            in_time(write, writer, bytes([number]))
+            raises(ZeroDivisionError, lambda: _leave(raises_.acquire_read(timeout=waits.patience_s)))
+            assert in_time(read, other) == bytes([number])
+        in_time(write, writer, b"next")
+        assert [in_time(read, reader) for reader in (raises_, other)] == [b"next", b"next"]
+
+    @law("QUEUE-5")
+    @pytest.mark.parametrize("chunks", [1, CHUNKS, 10])
+    def test_as_many_messages_lie_unread_as_there_are_chunks(self, chunks: int) -> None:
+        writer, _ = self.queue(2, max_chunks=chunks)
+        assert fill(writer) == chunks
+
+    @law("QUEUE-5")
+    def test_the_slowest_reader_decides_and_each_message_it_takes_makes_room_for_one(self) -> None:
+        writer, (slow, fast) = self.queue(2)
+        assert fill(writer) == CHUNKS
+        assert_same([*range(CHUNKS)], all_received(fast, CHUNKS).result())
+        raises(TimeoutError, lambda: writer.enqueue("no room", timeout=0.2))
+        waiting = Call(lambda: writer.enqueue("room", timeout=waits.patience_s))
+        assert waiting.is_blocked(), "it did not wait for room"
+        assert received(slow) == 0
+        waiting.result()
+        raises(TimeoutError, lambda: writer.enqueue("no room", timeout=0.2))
+        assert received(fast) == "room", "a message that had timed out was sent all the same"
+        assert_same([*range(1, CHUNKS), "room"], all_received(slow, CHUNKS).result())
+
 
 def _tensors_and_arrays() -> list[Any]:
     """None, without these libraries."""
@@ -148,17 +178,12 @@ def _tensors_and_arrays() -> list[Any]:
         import torch
     except ImportError:
         return []
-    shapes: list[tuple[int, ...]] = [(), (0,), (3, 5)]
     return [
-        torch.arange(12, dtype=torch.int64).reshape(3, 4),
-        torch.randn(5, 7).to(torch.bfloat16),
-        torch.tensor(2.5),
-        torch.empty(0, 3),
-        torch.randn(6, 8).t()[::2],
-        torch.tensor([True, False]),
+        *(torch.tensor(2.5), torch.empty(0, 3), torch.randn(5, 7).to(torch.bfloat16)),
+        *(torch.randn(6, 8).t()[::2], torch.tensor([True, False]), torch.bfloat16),
         {"key": [torch.ones(2), (torch.zeros(1, dtype=torch.float16),)]},
-        torch.bfloat16,
-        *(numpy.ones(shape, dtype) for dtype in ("bool", "int64", "complex128") for shape in shapes),
+        *(numpy.ones((3, 5), dtype) for dtype in ("bool", "int64", "complex128")),
+        *(numpy.array(1), numpy.empty(0)),
     ]
 
 
@@ -177,3 +202,9 @@ def _take_all(reader: MessageQueue, count: int, pause_s: float, within: float) -
             assert got[0] == number, f"reader rank {reader.rank} got {got[0]} instead of {number}, in silence"
             number += 1
     assert number == count, f"{number - count:,} more messages were lost than were sent"
+
+
+def _leave(block: AbstractContextManager[Any]) -> None:
+    """Leave a chunk's block by an exception."""
+    with block:
+        raise ZeroDivisionError
