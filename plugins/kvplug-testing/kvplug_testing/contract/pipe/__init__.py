@@ -6,7 +6,6 @@ from kvplug_testing.contract.pipe.blocks import BlockMessages
 from kvplug_testing.contract.pipe.exhaustion import Exhaustion
 from kvplug_testing.contract.pipe.listeners import Listeners
 from kvplug_testing.contract.pipe.lying_peers import LyingPeers
-from kvplug_testing.contract.pipe.other_process import OtherProcess
 from kvplug_testing.contract.pipe.sending import Sending
 from kvplug_testing.contract.pipe.tensors import Tensors
 
@@ -16,7 +15,6 @@ class PipeContract(
     BlockMessages,
     Sending,
     Listeners,
-    OtherProcess,
     LyingPeers,
     Exhaustion,
 ):

@@ -121,25 +121,48 @@ class BlockMessages(PipeSuite):
                 assert_same(before, message_of(views, range(9)), "a cache was written")
             assert_same(message, received(other))
 
-    @law("PIPE-5", "PIPE-6")
-    def test_layers_that_are_late_are_not_reported_and_the_call_that_ends_reports_all(self) -> None:
+    @law("PIPE-6", "PIPE-5")
+    @pytest.mark.parametrize("into", ["memory", "out", "blocks", "blocks, memory, out"])
+    def test_a_receive_that_times_out_within_a_message_goes_on_with_it(self, into: str) -> None:
+        """Memory of the caller is the caller's again after each call."""
+        import torch
+
         one, other = self.pair()
+        raises(TimeoutError, lambda: other.recv_tensor(timeout=0.01))
         source = layers_of("BHTKD", _LAYERS, _MANY)
-        target = layers_of("BHTKD", _LAYERS, _MANY, seed=500)
         shuffled = random.Random(1).sample(range(_MANY), _MANY)
         message = message_of(source, shuffled)
-        sending = Call(lambda: one.send_blocks(source, shuffled))
-        for timeout in (0.001 * 1.5**number for number in range(30)):
+        target = layers_of("BHTKD", _LAYERS, _MANY, seed=500)
+        out = torch.empty_like(message.transpose(0, 1)).transpose(0, 1)
+
+        def receive(kind: str, timeout: float) -> Any:
+            if kind == "memory":
+                return other.recv_tensor(timeout=timeout)
+            if kind == "out":
+                return other.recv_tensor(out.fill_(0.5), timeout=timeout)
             whole: list[bool] = []
             on_layer = _reporting(whole, target, range(_MANY), message)
-            receive = partial(other.recv_blocks, target, range(_MANY), timeout=timeout, on_layer=on_layer)
-            error = Call(receive).end(timeout + 1).error
-            assert all(whole), f"on_layer was called with layers that were not whole: {whole}"
-            assert (len(whole) == _LAYERS) == (error is None), f"{len(whole)} layers were reported: {error!r}"
-            if error is None:
-                break
-            if not isinstance(error, TimeoutError):
-                assert isinstance(error, KvplugError), error  # the pipe is broken, and says so
+            target[0][0].fill_(0.5)
+            try:
+                other.recv_blocks(target, range(_MANY), timeout=timeout, on_layer=on_layer)
+            finally:
+                assert all(whole), f"on_layer was called with layers that were not whole: {whole}"
+            assert len(whole) == _LAYERS, f"{len(whole)} layers were reported"
+            return message_of(target, range(_MANY))
+
+        kinds = itertools.cycle(into.split(", "))
+        sending = Call(lambda: [one.send_blocks(source, shuffled) for _ in range(3)])
+        for _ in range(3):
+            for number in range(45):
+                timeout = 0.0005 * 1.2**number
+                outcome = Call(partial(receive, next(kinds), timeout)).outcome(timeout + 1)
+                if not isinstance(outcome, TimeoutError):
+                    break
+            if isinstance(outcome, KvplugError):  # the pipe is broken, and every later call says so
+                again = raises(KvplugError, lambda: other.recv_tensor(timeout=waits.patience_s))
+                assert not isinstance(again, TimeoutError), f"it was broken ({outcome!r}), and then waited"
                 return
-            target[0][0].fill_(0.5)  # the caches are the caller's again
-        sending.result().wait(waits.patience_s)
+            assert_same(message, outcome, "received with many short deadlines")
+        for transfer in sending.result():
+            transfer.wait(waits.patience_s)
+        raises(TimeoutError, lambda: other.recv_tensor(timeout=0.05))

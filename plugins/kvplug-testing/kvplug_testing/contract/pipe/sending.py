@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
+from kvplug import ClosedError, PeerGoneError, TimeoutError
 from kvplug.transport import BusyError, Pipe, Transfer
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
@@ -31,17 +31,16 @@ class Sending(PipeSuite):
 
     # -- order ---------------------------------------------------------------------------------
 
-    @law("PIPE-1")
-    @pytest.mark.parametrize(("count", "sizes"), [(2500, _SMALL), (50, _LARGE)], ids=["small", "large"])
-    def test_many_messages_arrive_once_and_in_order_also_both_ways_at_once(
-        self, count: int, sizes: tuple[int, ...]
-    ) -> None:
-        one, other = self.pair()
-        _load([(one, other), *([] if self.both_ways else [(other, one)])], count, sizes)
-
     @law("PIPE-1", "PIPE-2")
-    def test_order_holds_where_the_sender_has_to_wait_for_room_again_and_again(self) -> None:
-        _load([self.limited_pair(10_000)], 2000, _SMALL)
+    @pytest.mark.parametrize(
+        ("limit", "count", "sizes"), [(None, 2500, _SMALL), (10_000, 2000, _SMALL), (None, 50, _LARGE)]
+    )
+    def test_many_messages_arrive_once_and_in_order_also_both_ways_at_once(
+        self, limit: int | None, count: int, sizes: tuple[int, ...]
+    ) -> None:
+        """With a small limit the sender has to wait for room again and again."""
+        one, other = self.pair(limit)
+        _load([(one, other), *([] if self.both_ways else [(other, one)])], count, sizes)
 
     # -- back pressure -------------------------------------------------------------------------
 
@@ -187,43 +186,6 @@ class Sending(PipeSuite):
         assert [transfer.error() for transfer in transfers if transfer.done()] == [None] * len(transfers)
         raises(PeerGoneError, lambda: other.recv_tensor(timeout=waits.patience_s))
 
-    # -- receives that time out ----------------------------------------------------------------
-
-    @law("PIPE-6", "ALL-4")
-    def test_a_receive_that_times_out_before_the_first_byte_loses_nothing(self) -> None:
-        one, other = self.pair()
-        for number in range(4):
-            for timeout in (0, 0.01):
-                out = tensor_of("int32", (4,)) if number % 2 else None
-                raises(TimeoutError, partial(other.recv_tensor, out, timeout=timeout))
-            message = tensor_of("int32", (4,), seed=number)
-            Call(partial(one.send_tensor, message, timeout=0)).result()
-            sent(one, None)
-            assert_same(message, received(other), "after receives that had timed out")
-            assert received(other) is None
-
-    @law("PIPE-6")
-    @pytest.mark.parametrize("into", ["new memory", "out", "one and the other"])
-    def test_a_receive_that_times_out_within_a_message_goes_on_with_it(self, into: str) -> None:
-        import torch
-
-        one, other = self.pair()
-        messages = [tensor_of("uint8", (4096, 4096), seed=number) for number in range(3)]
-        out = torch.zeros(4096, 4096, dtype=torch.uint8).t()
-        outs = {"new memory": [None], "out": [out], "one and the other": [None, out]}[into]
-        sending = Call(lambda: [one.send_tensor(message) for message in messages])
-        for number, message in enumerate(messages):
-            call = Call(lambda: _with_short_deadlines(other, outs)).end(waits.patience_s + 20)
-            if call.error is not None:  # the pipe is broken, and every later call says so
-                assert isinstance(call.error, KvplugError), call.error
-                again = raises(KvplugError, lambda: other.recv_tensor(timeout=waits.patience_s))
-                assert not isinstance(again, TimeoutError), f"it was broken ({call.error!r}), and then waited"
-                return
-            assert_same(message, call.value, f"message {number}, received with many short deadlines")
-        for transfer in sending.result():
-            transfer.wait(waits.patience_s)
-        raises(TimeoutError, lambda: other.recv_tensor(timeout=0.05))
-
     # -- threads -------------------------------------------------------------------------------
 
     @law("PIPE-7")
@@ -232,25 +194,23 @@ class Sending(PipeSuite):
         first = _refused(
             lambda: other.recv_tensor(timeout=10 * waits.patience_s), lambda: other.recv_tensor(timeout=0)
         )
-        for number in range(2):
-            sent(one, numbered(number, 10))
+        sent(one, numbered(0, 10))
         assert_same(numbered(0, 10), first.result())
-        assert_same(numbered(1, 10), received(other), "the refused receiver took something")
+        passes(one, other, numbered(1, 10))
 
     @law("PIPE-7")
     def test_a_second_sender_is_refused_and_the_first_goes_on(self) -> None:
         one, other = self.limited_pair()
         count = len(fill(one))
-        message, refused = (tensor_of("uint8", (LIMIT // 2,), seed=seed) for seed in (1, 2))
         first = _refused(
-            lambda: one.send_tensor(message, timeout=10 * waits.patience_s),
+            lambda: one.send_tensor(numbered(count, LIMIT // 2), timeout=10 * waits.patience_s),
             # As large as the first message: if that one is late, there is no room for this one either.
-            lambda: one.send_tensor(refused, timeout=0),
+            lambda: one.send_tensor(numbered(99, LIMIT // 2), timeout=0),
         )
         for number in range(count):
-            assert_same(numbered(number, MIB // 4), received(other), "a message that was not sent")
+            assert_same(numbered(number, MIB // 4), received(other), f"message {number}")
         first.result()
-        assert_same(message, received(other), "the message of the refused sender has come")
+        assert_same(numbered(count, LIMIT // 2), received(other), "the refused sender's message has come")
 
     @law("PIPE-7", "PIPE-2", needs="both_ways")
     def test_one_thread_sends_while_another_receives(self) -> None:
@@ -282,41 +242,26 @@ def _refused(first: Callable[[], Any], second: Callable[[], Any]) -> Call:
     return waiting
 
 
-def _numbered(number: int, sizes: tuple[int, ...]) -> Any:
-    """Message ``number``: every ninth is ``None``; the others hold the number in all of their bytes."""
-    import torch
-
-    if number % 9 == 4:
-        return None
-    return torch.full((1 + sizes[number % len(sizes)] // 4,), number, dtype=torch.int32)
+def _message(number: int, sizes: tuple[int, ...]) -> Any:
+    """Message ``number``: every ninth is ``None``."""
+    return None if number % 9 == 4 else numbered(number, sizes[number % len(sizes)])
 
 
 def _load(ways: list[tuple[Pipe, Pipe]], count: int, sizes: tuple[int, ...]) -> None:
     def send(pipe: Pipe) -> None:
-        transfers = [pipe.send_tensor(_numbered(number, sizes)) for number in range(count)]
+        transfers = [pipe.send_tensor(_message(number, sizes)) for number in range(count)]
         for transfer in transfers:
             transfer.wait(waits.patience_s)
 
     def receive(pipe: Pipe) -> None:
         kept = [pipe.recv_tensor(timeout=waits.patience_s) for _ in range(count)]
         for number, got in enumerate(kept):  # messages stay as they are when more arrive
-            assert_same(_numbered(number, sizes), got, f"message {number:,} of {count:,}")
+            assert_same(_message(number, sizes), got, f"message {number:,} of {count:,}")
 
     calls = [Call(partial(receive, receiver)) for _, receiver in ways]
     calls += [Call(partial(send, sender)) for sender, _ in ways]
     for call in calls:
         call.result(50.0)
-
-
-def _with_short_deadlines(pipe: Any, outs: list[Any]) -> Any:
-    for number in range(20_000):
-        out = outs[number % len(outs)]
-        try:
-            return pipe.recv_tensor(out, timeout=(0.0, 0.0005, 0.002)[number % 3])
-        except TimeoutError:
-            if out is not None:
-                out.fill_(0xAA)  # the memory belongs to the caller again
-    raise AssertionError("20,000 receives in a row timed out, and a message was on its way")
 
 
 def _raise(_: Transfer) -> None:
