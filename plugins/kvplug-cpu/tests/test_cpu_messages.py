@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from cpu_ends import MIB, make_endpoint, num_sockets, streams_of
 from kvplug import PeerGoneError
-from kvplug.transport import PeerIdentity, TensorMismatchError
+from kvplug.transport import TensorMismatchError
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.waits import Call
 
@@ -40,32 +39,6 @@ def test_the_smaller_number_of_connections_counts(socket_kind: str) -> None:
 
 
 # -- parts of a message ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "before_end"),
-    [
-        *((1000, before) for before in (1, 20, 1025)),
-        *((3 * MIB, before) for before in (26, 100_000)),
-    ],
-)
-def test_part_of_a_message_is_never_received_and_the_whole_one_before_it_may_be(
-    by_hand: Any, nbytes: int, before_end: int
-) -> None:
-    peer, other = by_hand()
-    whole = torch.arange(10)
-    peer.data[0].sendall(streams_of(whole, MIB)[0])
-    for sock, stream in zip(peer.data, streams_of(torch.ones(nbytes, dtype=torch.uint8), MIB), strict=False):
-        sock.sendall(stream[:before_end])
-        before_end = max(0, before_end - len(stream))
-    peer.close()
-    got = Call(lambda: other.recv_tensor(timeout=5)).outcome()
-    assert isinstance(got, PeerGoneError) or torch.equal(got, whole)
-    for _ in range(2):
-        with pytest.raises(PeerGoneError):
-            other.recv_tensor(timeout=5)
-    with pytest.raises(PeerGoneError):
-        other.send_tensor(None, timeout=5)
 
 
 def test_memory_that_cannot_be_written_is_refused_and_the_message_stays(local_pair: Any) -> None:
@@ -101,19 +74,3 @@ def test_what_has_failed_is_not_sent_any_further(by_hand: Any) -> None:
     source.fill_(2)
     came = b"".join(iter(lambda: peer.data[0].recv(MIB), b""))
     assert len(came) < source.nbytes and set(came[100:]) == {1}
-
-
-# -- idle -----------------------------------------------------------------------------------------
-
-
-def test_without_a_pidfd_silence_counts_as_death_and_a_quiet_peer_is_not_silent(
-    local_pair: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PeerIdentity, "open_pidfd", lambda self: None)
-    quiet, other = local_pair(heartbeat_timeout_s=1.0)
-    _, deserted = by_hand(heartbeat_timeout_s=1.0)
-    with pytest.raises(PeerGoneError, match="silent"):
-        deserted.recv_tensor(timeout=10)
-    time.sleep(1.0)
-    quiet.send_tensor(torch.arange(5))
-    assert other.recv_tensor().numel() == 5

@@ -346,23 +346,6 @@ class PipesOverAFake:
             assert_filled(7, out)
 
     @pytest.mark.full
-    def test_a_receiver_that_dies_inside_a_copy_ends_all_transfers_of_its_sender(
-        self, remote_pair: Any, local_pair: Any
-    ) -> None:
-        for after in self.exits:
-            pipe, _ = remote_pair("echo", env=self.ends.FAKE.environment(exit_after=after))
-            transfers = []
-            with contextlib.suppress(PeerGoneError):  # it may be dead before the last is queued
-                for _ in range(3):
-                    transfers.append(pipe.send_tensor(noise(self.ends.LARGE)))  # noqa: PERF401
-            assert transfers
-            with pytest.raises(PeerGoneError):
-                for transfer in transfers:
-                    transfer.wait(PATIENCE_S)
-            assert all(transfer.done() for transfer in transfers)
-        assert_works(local_pair())
-
-    @pytest.mark.full
     def test_where_no_death_is_seen_silence_is_one_and_a_quiet_peer_is_not(
         self, fake_path: str, controls: Any, fork_server: ForkServer
     ) -> None:
@@ -380,3 +363,35 @@ class PipesOverAFake:
             with pytest.raises(PeerGoneError, match="silent"):
                 pipe.recv_tensor(timeout=PATIENCE_S)
             child.kill()
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------
+
+
+class PipesOnAGpu:
+    """For a class of a plugin, whose module has ``remote_pair``: a pipe on the first GPU, and a child."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(self, remote_pair: Any) -> None:
+        pipe, _ = remote_pair("echo", **self.options)
+        source = torch.zeros(1 << 22, device="cuda:0")
+        torch.cuda.synchronize("cuda:0")
+        with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
+            keep_gpu_busy()
+            source.fill_(3)
+            transfer = pipe.send_tensor(source)
+        assert_filled(3, pipe.recv_tensor())
+        transfer.wait(PATIENCE_S)
+
+    def test_a_slice_of_a_paged_cache_is_sent_and_filled_in_place(self, remote_pair: Any) -> None:
+        pipe, _ = remote_pair("echo", **self.options)
+        cache = torch.rand(3, 40, 16, 8, 128, device="cuda:0", dtype=torch.float32).half()
+        target = torch.zeros_like(cache)
+        for ids, into in (([3, 4, 5], [7, 8, 9]), ([9, 1, 4], [0, 20, 3])):
+            pipe.send_blocks(list(cache), ids)
+            pipe.recv_blocks(list(target), into)
+            assert_same(cache[:, ids], target[:, into])
+        pipe.send_tensor(cache[0])
+        assert pipe.recv_tensor(target[1]) is not None
+        assert_same(cache[0], target[1])

@@ -162,23 +162,6 @@ def test_nothing_is_enqueued_for_a_peer_that_receives_nothing(local_pair: Any, c
     assert transfer.error() is not None
 
 
-def test_a_receive_that_runs_out_of_time_inside_a_transfer_is_gone_on_with(
-    local_pair: Any, controls: Any
-) -> None:
-    one, other = local_pair()
-    message = noise()
-    controls.set(hold=1)
-    one.send_tensor(message)
-    for out in (None, torch.zeros_like(message), None):
-        with pytest.raises(TimeoutError, match="goes on with it"):
-            other.recv_tensor(out, timeout=0.2)
-    controls.set(hold=0)
-    out = torch.zeros_like(message)
-    assert other.recv_tensor(out, timeout=PATIENCE_S) is out
-    assert_same(message, out)
-    assert_works((one, other))
-
-
 @pytest.mark.parametrize("hangs", [False, True])
 def test_memory_of_the_callers_is_taken_back_at_the_deadline_or_its_loss_is_reported(
     local_pair: Any, controls: Any, hangs: bool

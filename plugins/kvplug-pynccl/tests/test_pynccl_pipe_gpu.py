@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from device_pipes import keep_gpu_busy
+from device_pipes import PipesOnAGpu
 from kvplug import PeerGoneError, TimeoutError, TransportError
 from kvplug.transport import Credentials, Pipe, PipeContext
 from kvplug_testing import peers
-from kvplug_testing.comparison import assert_filled, assert_same, difference
+from kvplug_testing.comparison import assert_same, difference
 from kvplug_testing.contract.pipe.content import dtypes, tensor_of
 from kvplug_testing.pairs import PipePairs, echo
 
@@ -63,31 +63,8 @@ def remote_pair() -> Iterator[Callable[..., tuple[Pipe, peers.Peer]]]:
 
 
 @needs_two
-def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(remote_pair: Any) -> None:
-    pipe, _ = remote_pair("echo", copy_bytes=0)
-    stream = torch.cuda.Stream("cuda:0")
-    source = torch.zeros(1 << 22, device="cuda:0")
-    torch.cuda.synchronize("cuda:0")
-    with torch.cuda.stream(stream):
-        keep_gpu_busy()
-        source.fill_(3)
-        transfer = pipe.send_tensor(source)
-    assert_filled(3, pipe.recv_tensor())
-    transfer.wait(PATIENCE_S)
-
-
-@needs_two
-def test_a_slice_of_a_paged_cache_is_sent_and_filled_in_place(remote_pair: Any) -> None:
-    pipe, _ = remote_pair("echo")
-    cache = torch.rand(3, 40, 16, 8, 128, device="cuda:0", dtype=torch.float32).half()
-    target = torch.zeros_like(cache)
-    for ids, into in (([3, 4, 5], [7, 8, 9]), ([9, 1, 4], [0, 20, 3])):
-        pipe.send_blocks(list(cache), ids)
-        pipe.recv_blocks(list(target), into)
-        assert_same(cache[:, ids], target[:, into])
-    pipe.send_tensor(cache[0])
-    assert pipe.recv_tensor(target[1]) is not None
-    assert_same(cache[0], target[1])
+class TestPipeOnGpus(PipesOnAGpu):
+    options = {"copy_bytes": 0}  # noqa: RUF012
 
 
 @needs_two

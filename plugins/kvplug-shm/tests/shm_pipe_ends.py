@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -25,7 +24,7 @@ from kvplug.transport import (
 from kvplug_shm.options import ShmPipeOptions
 from kvplug_shm.pipe.contact import ShmContact
 from kvplug_shm.pipe.endpoint import ShmEndpoint
-from kvplug_shm.pipe.geometry import LINE, lines, segment_size
+from kvplug_shm.pipe.geometry import lines, segment_size
 from kvplug_shm.pipe.header import header_of
 from kvplug_shm.pipe.join import PURPOSE, Join
 from kvplug_shm.pipe.pipe import ShmPipe
@@ -81,16 +80,6 @@ class PeerByHand:
         """Put bytes, for which there is room, where the pipe expects a message or the next part of one."""
         self.out.write(self.out.end.sent, data)
         self.out.end.publish(lines(len(data)))
-
-    def lay_all(self, data: bytes) -> None:
-        """The same, as the pipe makes room."""
-        while data:
-            count = self.out.end.room() & -LINE
-            if count:
-                self.lay(data[:count])
-            else:
-                time.sleep(0.001)
-            data = data[count:]
 
     def read(self, nbytes: int = 2**31) -> None:
         """Take what has come, and no more than ``nbytes``."""

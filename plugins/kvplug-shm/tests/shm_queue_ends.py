@@ -11,9 +11,8 @@ import pytest
 
 from kvplug import KvplugError
 from kvplug.transport import Credentials, Deadline, QueueContext, QueueHandle, dial
-from kvplug_shm.memory import waiting
 from kvplug_shm.options import ShmQueueOptions
-from kvplug_shm.queue import join, local_reader, writer as writer_module
+from kvplug_shm.queue import join
 from kvplug_shm.queue.endpoint import ShmQueueEndpoint
 from kvplug_shm.queue.ring_buffer import ShmRingBuffer
 from kvplug_shm.ring import protocol
@@ -77,13 +76,6 @@ def child(fork_server: ForkServer) -> Iterator[Callable[..., peers.Peer]]:
             return made
 
         yield start
-
-
-@pytest.fixture
-def sound_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a wake ends a sleep."""
-    for module in (waiting, local_reader, writer_module):
-        monkeypatch.setattr(module, "NAP_S", 1000.0)
 
 
 @pytest.fixture

@@ -153,22 +153,6 @@ def test_a_header_that_changes_between_two_looks_is_read_once(
 # -- joining ---------------------------------------------------------------------------------------
 
 
-def test_a_proven_peer_that_sends_nothing_or_garbage_or_vanishes_delays_nobody_and_leaves_nothing() -> None:
-    end = ends.endpoint()
-    with peers.nothing_left(), end.listen() as listener:
-        guests = [ends.guest(listener.contact) for _ in range(4)]
-        guests[1].sock.sendall(secrets.token_bytes(1000))
-        send_fds(guests[2], secrets.token_bytes(20), (0, 1, 2), Deadline.after(5))
-        send_fds(guests[3], Join(step=0).pack(), (), Deadline.after(5))
-        _, fds = recv_fds(guests[3], len(Join(step=0).pack()), 1, Deadline.after(5))
-        assert len(fds) == 1
-        os.close(fds[0])
-        guests[3].close()  # with the memory in hand
-        ends.meet(end, listener)
-        for guest in guests:
-            guest.close()
-
-
 def host(answer: Any, fds: Any) -> Any:
     """What a connecting end makes of a listener that answers so."""
     from kvplug.transport import Listener

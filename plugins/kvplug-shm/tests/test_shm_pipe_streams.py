@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import shm_pipe_ends as ends
-from kvplug import TimeoutError
 from kvplug_shm.pipe.geometry import LINE, lines
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.waits import Call
@@ -63,29 +62,6 @@ def test_any_messages_go_through_any_ring(
         messages = [None if size is None else bytes_of(size, n) for n, size in enumerate(sizes)]
         exchange(one, other, messages, into)
         exchange(other, one, messages, into)
-
-
-@pytest.mark.parametrize("first_out", [False, True])
-@pytest.mark.parametrize("second_out", [False, True])
-def test_a_receive_that_times_out_in_the_middle_goes_on_in_the_next_call(
-    by_hand: Any, first_out: bool, second_out: bool
-) -> None:
-    peer, other = by_hand(slots=2, slot_bytes=4096)
-    sent = bytes_of(20_000, 1)
-    content = ends.content_of(sent)
-    peer.lay(ends.prefix_of(sent) + content[:2048])
-    out = torch.zeros_like(sent)
-    for _ in range(2):
-        with pytest.raises(TimeoutError, match="of 20000 bytes"):
-            other.recv_tensor(out if first_out else None, timeout=0.1)
-        out.fill_(99)  # the caller's own again
-    sending = Call(lambda: peer.lay_all(content[2048:]))
-    fresh = torch.empty_like(sent) if second_out else None
-    got = other.recv_tensor(fresh)
-    assert fresh is None or got is fresh
-    assert_same(sent, got)
-    sending.result()
-    assert_filled(99, out, "memory was written to after its call had ended")
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvplug_shm.memory import waiting
+from kvplug_shm.queue import local_reader, writer
 from kvplug_testing import MessageQueueContract
 
 
@@ -16,7 +18,12 @@ class TestShmQueue(MessageQueueContract):
 
 @pytest.mark.variant
 class TestShmQueueInPython(MessageQueueContract):
-    """Without the compiled steps."""
+    """Without the compiled steps, and only a wake ends a sleep."""
 
     transport = "shm"
     options: ClassVar[dict[str, Any]] = {"native": False}
+
+    @pytest.fixture(autouse=True)
+    def _no_naps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (waiting, local_reader, writer):
+            monkeypatch.setattr(module, "NAP_S", 1000.0)

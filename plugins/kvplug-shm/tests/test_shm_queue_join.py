@@ -23,7 +23,7 @@ from kvplug_shm.queue.ring_buffer import ShmRingBuffer
 from kvplug_testing.contract.forked_child import held, in_forked_child
 from kvplug_testing.waits import Call, until
 
-queue, child, sound_sleep = ends.queue, ends.child, ends.sound_sleep
+queue = ends.queue
 
 # -- joining -----------------------------------------------------------------------------------------
 
@@ -140,6 +140,3 @@ def test_a_reader_that_gave_up_its_join_may_try_again_before_the_writer_has_noti
             end.create_from_handle(handle, 0)
     with end.create_from_handle(handle, 0) as reader:
         goes_on(writer, reader)
-
-
-# -- other processes -----------------------------------------------------------------------------------

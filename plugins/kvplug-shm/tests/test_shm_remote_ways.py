@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import shm_queue_ends as ends
 import shm_remote_ends as remote
@@ -17,7 +16,6 @@ from kvplug.transport import PeerIdentity, WireError
 from kvplug_shm.queue import remote_writer
 from kvplug_shm.queue.network import QueueMessage
 from kvplug_shm.queue.reader_table import ReaderTable
-from kvplug_shm.queue.remote_frames import PIECE_BYTES
 from kvplug_testing.waits import Call, until
 
 queue, child = ends.queue, ends.child
@@ -25,24 +23,6 @@ NETWORK, SECRET = remote.NETWORK, remote.SECRET
 
 
 # -- which way -------------------------------------------------------------------------------------------
-
-
-def test_readers_in_memory_and_on_the_network_are_readers_of_one_queue(queue: Any) -> None:
-    writer, (local, far) = queue(2, local_reader_ranks=(0,))
-    value = {"kv": torch.randn(3 * PIECE_BYTES // 4 + 17), "step": 7}
-    for _ in range(10):
-        writer.enqueue(value)
-        with writer.acquire_write(5) as chunk:
-            chunk[:] = b"bytes"
-        for reader in (local, far):
-            got = reader.dequeue()
-            assert torch.equal(got["kv"], value["kv"]) and got["step"] == 7
-            with reader.acquire_read() as view:
-                assert view == b"bytes"
-    far.close()
-    writer.enqueue("room")
-    assert local.dequeue() == "room"
-    assert [each.gone for each in writer.readers] == ["", "has left"]
 
 
 @pytest.mark.parametrize("where", ["head", "body"])
