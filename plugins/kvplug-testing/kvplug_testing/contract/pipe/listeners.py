@@ -75,25 +75,20 @@ class Listeners(PipeGeneral):
     @law("END-1", "ALL-2")
     def test_where_nobody_listens_any_more_nobody_connects(self) -> None:
         listener = self.listen()
-        connecting = Call(lambda: self.endpoint().connect(listener.contact, timeout=10 * waits.patience_s))
+        connecting = self.connecting(self.endpoint(), listener.contact)
         connecting.is_blocked(0.3)
         Call(listener.close).result()
-        if connecting.end().error is None:
-            self.later(connecting.value.abort)
-            raises(PeerGoneError, lambda: connecting.value.recv_tensor(timeout=10 * waits.patience_s))
-        else:
-            connecting.raised(PeerGoneError)
+        raises(PeerGoneError, lambda: connecting.result().recv_tensor(timeout=waits.patience_s))
         raises(PeerGoneError, lambda: self.endpoint().connect(listener.contact, timeout=waits.patience_s))
 
     @law("END-2", "END-1")
     @pytest.mark.parametrize("how", ["abort", "close"])
     def test_many_connect_at_once_and_pairs_and_a_listener_that_end_disturb_no_other(self, how: str) -> None:
         end, listener = self.endpoint(), self.listen()
-        connecting = [Call(lambda: end.connect(listener.contact)) for _ in range(6)]
+        connecting = [self.connecting(end, listener.contact) for _ in range(6)]
         accepted = [self.accept(listener) for _ in connecting]
         connected = [call.result(waits.patience_s + 1) for call in connecting]
         for number, pipe in enumerate(connected):
-            self.later(pipe.abort)
             sent(pipe, tensor_of("int32", (number,)))
         by_number = {received(pipe).numel(): pipe for pipe in accepted}
         assert sorted(by_number) == [*range(6)], f"6 connected, and these came: {[*by_number]}"
@@ -156,25 +151,17 @@ class Listeners(PipeGeneral):
     @law("END-2", "ALL-2", needs="other_processes")
     @pytest.mark.parametrize("how", ["is killed", "is stopped"])
     def test_a_peer_that_is_killed_or_stopped_holds_up_nobody(self, how: str) -> None:
-        listener = self.listen()
-        Call(lambda: echo_to_all(listener))
-        working = self._connected(listener.contact)
-        for number, moment_s in enumerate(_MOMENTS_S):
-            child = self.start_forked(RUN_END, self.suite_ref(), 1, {}, timeout_s=CHILD_S)
-            child.send(listener.contact)
-            if moment_s is None:
-                child.recv()
-            else:
-                time.sleep(moment_s)
-            child.kill() if how == "is killed" else child.stop()
-            _echoes(self._connected(listener.contact), number)
-            _echoes(working, number)
-
-    def _connected(self, contact: str) -> Pipe:
-        connect = partial(self.endpoint().connect, contact, timeout=waits.patience_s)
-        pipe: Pipe = Call(connect).result(waits.patience_s + 1)
-        self.later(pipe.abort)
-        return pipe
+        for moment_s in _MOMENTS_S:
+            with self.scope():
+                listener = self.listen()
+                working = self.join(self.endpoint(), listener)
+                child = self.start_forked(RUN_END, self.suite_ref(), 1, {}, timeout_s=CHILD_S)
+                child.send(listener.contact)
+                child.recv() if moment_s is None else time.sleep(moment_s)
+                child.kill() if how == "is killed" else child.stop()
+                Call(partial(echo_to_all, listener))
+                _echoes(self.connecting(self.endpoint(), listener.contact).result(), 1)
+                _greet(working)
 
     @law("ALL-3", "ALL-4", needs="other_processes")
     def test_connecting_to_a_stopped_listener_ends_in_time_and_succeeds_when_it_goes_on(self) -> None:
@@ -182,14 +169,12 @@ class Listeners(PipeGeneral):
         contact = child.recv()
         child.stop()
         for timeout in (0, 0.5):
-            connecting = Call(partial(self.endpoint().connect, contact, timeout=timeout)).end()
-            if connecting.error is None:  # the kernel completed the connection
-                connecting.value.abort()
-            else:
+            connecting = self.connecting(self.endpoint(), contact, timeout).end()
+            if connecting.error is not None:  # else the kernel has completed the connection
                 assert connecting.took_s > timeout - 0.05, f"connect gave up after {connecting.took_s:.3f} s"
                 assert len(str(connecting.raised(TimeoutError))) > 10, "it does not say what it waited for"
         child.cont()
-        _echoes(self._connected(contact), 1)
+        _echoes(self.connecting(self.endpoint(), contact).result(), 1)
 
     # -- on two hosts, which share no memory, socket names or processes (capability ``cross_host``) --------
 

@@ -80,11 +80,18 @@ class PipeSuite(Contract):
 
     def join(self, end: PipeEndpoint, listener: PipeListener) -> PipePair:
         """Two connected pipes over an existing listener, to which nothing else connects."""
-        connecting = Call(lambda: end.connect(listener.contact, timeout=waits.patience_s))
+        connecting = self.connecting(end, listener.contact)
         accepted = self.accept(listener)
-        connected = connecting.result()
-        self.later(connected.abort)
-        return connected, accepted
+        return connecting.result(waits.patience_s + 1), accepted
+
+    def connecting(self, end: PipeEndpoint, contact: str, timeout: float | None = None) -> Call:
+        """A call that connects, by default in time. Its pipe is aborted at the end of the test, even if that
+        has failed meanwhile.
+        """
+        within = waits.patience_s if timeout is None else timeout
+        call = Call(lambda: end.connect(contact, timeout=within))
+        self.later(lambda: call.ended and call.value is not None and call.value.abort())
+        return call
 
     @property
     def devices(self) -> list[str]:
