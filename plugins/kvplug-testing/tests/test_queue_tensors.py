@@ -10,3 +10,4 @@ from kvplug_testing import MessageQueueContract
 @pytest.mark.full
 class TestMemoryQueue(MessageQueueContract):
     transport = "memory"
+    across_processes = False

@@ -15,7 +15,7 @@ from kvplug_testing.comparison import UnlikeError, assert_same
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.pipe.content import numbered, tensor_of
-from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, received
+from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, drain, fill
 from kvplug_testing.waits import until
 
 CLOG_BYTES: Final = MIB // 4
@@ -111,8 +111,7 @@ class PipeEnd(End):
         return self._num_clogging
 
     def drain(self, count: int) -> None:
-        for number in range(count):
-            assert_same(numbered(number, CLOG_BYTES), received(self._pipe), f"message {number}")
+        drain(self._pipe, range(count))
 
     def is_gone(self) -> None:
         super().is_gone()

@@ -15,7 +15,7 @@ from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.pipe.content import numbered, tensor_of
-from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, fill, passes, received, sent
+from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, drain, fill, passes, received, sent
 from kvplug_testing.waits import Call, raises, until
 
 _SMALL: Final = (0, 1, 0, 7, 100, 1000, 5000)
@@ -53,8 +53,8 @@ class Sending(PipeSuite):
         accepted = len(transfers) * nbytes
         said = f"{LIMIT} may be unsent, {nbytes} are one message, {self.beyond_limit_bytes} lie beyond"
         assert max(1, least) <= accepted <= most, f"{accepted} bytes were accepted without a receiver: {said}"
-        for number, transfer in enumerate(transfers):
-            assert_same(numbered(number, nbytes), received(other), f"message {number}")
+        drain(other, range(len(transfers)), nbytes)
+        for transfer in transfers:
             transfer.wait(waits.patience_s)
 
     @law("PIPE-3")
@@ -87,10 +87,9 @@ class Sending(PipeSuite):
             if not isinstance(Call(send).outcome(), TimeoutError):
                 accepted.append(number)
             if number % 10 == 9:  # make room for some of them
-                assert_same(numbered(accepted.pop(0), MIB // 4), received(other))
+                drain(other, [accepted.pop(0)])
         last = Call(lambda: one.send_tensor(None, timeout=waits.patience_s))
-        for number in accepted:
-            assert_same(numbered(number, MIB // 4), received(other), f"message {number}")
+        drain(other, accepted)
         last.result()
         assert received(other) is None
 
@@ -207,8 +206,7 @@ class Sending(PipeSuite):
             # As large as the first message: if that one is late, there is no room for this one either.
             lambda: one.send_tensor(numbered(99, LIMIT // 2), timeout=0),
         )
-        for number in range(count):
-            assert_same(numbered(number, MIB // 4), received(other), f"message {number}")
+        drain(other, range(count))
         first.result()
         assert_same(numbered(count, LIMIT // 2), received(other), "the refused sender's message has come")
 
@@ -222,8 +220,8 @@ class Sending(PipeSuite):
         assert sending.is_blocked(0.1), f"a sender beside a receiver: {sending.error!r}"
         sent(other, message)
         assert_same(message, receiving.result())
-        for _ in range(count + 1):
-            received(other)
+        drain(other, range(count))
+        assert_same(message, received(other))
         sending.result()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import attrs
@@ -136,6 +137,12 @@ def sent(pipe: Pipe, message: Any) -> Transfer:
     """The transfer of a message that must be accepted in time."""
     within = waits.patience_s
     return Call(lambda: pipe.send_tensor(message, timeout=within)).result(within + 1)  # type: ignore[no-any-return]
+
+
+def drain(pipe: Pipe, numbers: Iterable[int], nbytes: int = MIB // 4) -> None:
+    """Check that the next messages of a pipe are those of :func:`fill` with these numbers."""
+    for number in numbers:
+        assert_same(numbered(number, nbytes), received(pipe), f"message {number}")
 
 
 def passes(sender: Pipe, receiver: Pipe, message: Any, out: Any = None) -> None:

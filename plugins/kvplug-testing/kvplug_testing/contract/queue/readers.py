@@ -207,7 +207,7 @@ class Readers(QueueGeneral):
     @law("QUEUE-1", "QUEUE-2", "ALL-2", needs="another_host")
     def test_readers_on_both_hosts_get_each_message_once_and_in_order_also_when_one_is_killed(self) -> None:
         """The writer and the reader of rank 0 are on host 0, the reader of rank 1 is on host 1."""
-        context = {"n_reader": 2, "local_reader_ranks": [] if self.over_network else [0]}
+        context = {"n_reader": 2, "local_reader_ranks": [0]}
         plain, writer = self._writer_elsewhere(partial(self.start_at, 0), at_host=0, **context)
         near, far = (
             self._reader_elsewhere(partial(self.start_at, host), plain, rank=host, at_host=host, **context)

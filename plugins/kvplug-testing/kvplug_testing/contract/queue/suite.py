@@ -31,9 +31,6 @@ class QueueSuite(Contract):
     """The context's ``timeout_s``: what counts where a call says nothing."""
     most_bytes: ClassVar[int] = 64 * MIB
     """The largest value that is tried; a queue that carries no more says so here."""
-    over_network: ClassVar[bool] = False
-    """Whether readers are reached as if memory did not reach them: the context's `local_reader_ranks` are
-    none."""
 
     def make_endpoint(self, context: QueueContext) -> QueueEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
@@ -48,7 +45,6 @@ class QueueSuite(Contract):
             "max_chunk_bytes": CHUNK,
             "max_chunks": CHUNKS,
             "timeout_s": self.timeout_s,
-            "local_reader_ranks": () if self.over_network else None,
         }
         return self.make_endpoint(QueueContext(options=self.made_options(), **{**usual, **context}))
 
@@ -79,13 +75,6 @@ class QueueSuite(Contract):
             import torch
 
             torch.ones(1 << 20).add_(1)
-
-    @property
-    def other_processes(self) -> str:
-        """For ``needs``. An endpoint's class may say ``in_one_process``, as the fake of the kit does."""
-        if self.spec is not None and getattr(self.spec.load_factory(), "in_one_process", False):
-            return f"the ends of {self.called} are in one process (in_one_process)"
-        return super().other_processes
 
 
 # -- calls that must end in time ---------------------------------------------------------------
