@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import shm_pipe_ends as ends
+from kvplug.engine import KVLayout, page_views
 from kvplug_shm.pipe.geometry import LINE, lines
 from kvplug_testing.comparison import assert_filled, assert_same
 from kvplug_testing.waits import Call
@@ -62,6 +64,37 @@ def test_any_messages_go_through_any_ring(
         messages = [None if size is None else bytes_of(size, n) for n, size in enumerate(sizes)]
         exchange(one, other, messages, into)
         exchange(other, one, messages, into)
+
+
+@settings(max_examples=3 * settings.default.max_examples // 5)
+@given(
+    layouts=st.tuples(*[st.sampled_from(["BKTHD", "KBTHD", "BHTKD", "BTHKD", "TBHKD", "DBTHK"])] * 2),
+    sizes=st.fixed_dictionaries({"T": st.integers(1, 5), "H": st.integers(1, 4), "D": st.integers(1, 270)}),
+    taken=st.lists(st.integers(0, 8), max_size=7, unique=True),
+    shift=st.integers(0, 20),
+    ring=st.sampled_from([ends.TINY, {"slots": 3, "slot_bytes": 4096}]),
+)
+def test_blocks_of_any_layout_go_through_any_ring(
+    layouts: tuple[str, str], sizes: dict[str, int], taken: list[int], shift: int, ring: dict[str, int]
+) -> None:
+    source, target, before = (
+        page_views(
+            [bytes_of(math.prod(layout.shape), salt + at).view(layout.shape) for at in range(3)], layout
+        )
+        for salt, axes in ((0, layouts[0]), (10, layouts[1]), (10, layouts[1]))
+        for layout in [KVLayout(axes, {"B": 9, **sizes})]
+    )
+    sent, others = taken[::-1], [each for each in range(9) if each not in taken]
+    end = ends.endpoint(**ring)
+    with end.listen() as listener, end.connect(listener.contact) as one, listener.accept() as other:
+        exchange(one, other, [None] * shift)  # where in the ring it begins
+        sending = Call(lambda: one.send_blocks(source, sent))
+        other.recv_blocks(target, taken)
+        sending.result().wait(ends.PATIENCE_S)
+    for layers in zip(source, target, before, strict=True):
+        for wanted, got, old in zip(*layers, strict=True):
+            assert_same(wanted[sent], got[taken])
+            assert_same(old[others], got[others])
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvplug_testing.contract.pipe.blocks import BlockMessages
 from kvplug_testing.contract.pipe.exhaustion import Exhaustion
 from kvplug_testing.contract.pipe.listeners import Listeners
 from kvplug_testing.contract.pipe.lying_peers import LyingPeers
@@ -12,7 +11,6 @@ from kvplug_testing.contract.pipe.tensors import Tensors
 
 class PipeContract(
     Tensors,
-    BlockMessages,
     Sending,
     Listeners,
     LyingPeers,

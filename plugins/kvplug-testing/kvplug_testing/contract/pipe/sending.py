@@ -174,7 +174,7 @@ class Sending(PipeSuite):
     @pytest.mark.parametrize("sizes", [(3,), (16 * MIB, 5, 7 * MIB, 0, 100_000), range(50)], ids=len)
     def test_closing_sends_what_was_accepted_first_and_then_the_peer_is_gone(self, sizes: Any) -> None:
         one, other = self.pair()
-        messages = [None, *(tensor_of("uint8", (size,), seed=size) for size in sizes)]
+        messages = [None, *(numbered(size, size) for size in sizes)]
         transfers = [sent(one, message) for message in messages]
         closing = Call(lambda: one.close(timeout=10 * waits.patience_s))
         until(lambda: one.closed or closing.ended, what="closed, of a pipe that closes,")
