@@ -77,13 +77,12 @@ def test_any_messages_go_through_any_ring(
 def test_blocks_of_any_layout_go_through_any_ring(
     layouts: tuple[str, str], sizes: dict[str, int], taken: list[int], shift: int, ring: dict[str, int]
 ) -> None:
-    source, target, before = (
-        page_views(
-            [bytes_of(math.prod(layout.shape), salt + at).view(layout.shape) for at in range(3)], layout
-        )
-        for salt, axes in ((0, layouts[0]), (10, layouts[1]), (10, layouts[1]))
-        for layout in [KVLayout(axes, {"B": 9, **sizes})]
-    )
+    def cache(axes: str, salt: int) -> Any:
+        layout = KVLayout(axes, {"B": 9, **sizes})
+        flat = [bytes_of(math.prod(layout.shape), salt + layer) for layer in range(3)]
+        return page_views([each.view(layout.shape) for each in flat], layout)
+
+    source, target, before = cache(layouts[0], 0), cache(layouts[1], 10), cache(layouts[1], 10)
     sent, others = taken[::-1], [each for each in range(9) if each not in taken]
     end = ends.endpoint(**ring)
     with end.listen() as listener, end.connect(listener.contact) as one, listener.accept() as other:
