@@ -223,7 +223,7 @@ class Tensors(PipeSuite):
             sent(one, message)
             for views, block_ids, given in misfits:
                 before = message_of(views, range(9))
-                receive = partial(other.recv_blocks, views, block_ids, on_layer=pytest.fail)
+                receive = partial(other.recv_blocks, views, block_ids, on_layer=_not_reported)
                 error = raises(TensorMismatchError, receive)
                 assert message is None or given in str(error), f"it does not name what was given: {error}"
                 assert_same(before, message_of(views, range(9)), "a cache was written")
@@ -308,6 +308,10 @@ def _reporting(whole: list[bool], views: BlockViews, block_ids: Sequence[int], w
         whole.append(layer == len(whole) and not difference(wanted[layer : layer + 1], got))
 
     return on_layer
+
+
+def _not_reported(layer: int) -> None:
+    raise AssertionError(f"layer {layer} was reported")
 
 
 def _fills(pipe: Pipe, target: BlockViews, block_ids: Sequence[int], message: Any, **given: Any) -> None:
