@@ -196,9 +196,6 @@ def test_what_is_put_in_pieces_lies_there_as_what_is_put_at_once(shift: int, nby
     assert left[0] == left[1]
 
 
-# -- waiting -------------------------------------------------------------------------------------------
-
-
 # -- words that cannot be true -------------------------------------------------------------------------
 
 

@@ -9,13 +9,7 @@ from kvplug_testing.contract.pipe.sending import Sending
 from kvplug_testing.contract.pipe.tensors import Tensors
 
 
-class PipeContract(
-    Tensors,
-    Sending,
-    Listeners,
-    LyingPeers,
-    Exhaustion,
-):
+class PipeContract(Tensors, Sending, Listeners, LyingPeers, Exhaustion):
     """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.
 
     A test file for an installed transport is this::
