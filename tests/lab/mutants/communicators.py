@@ -31,7 +31,7 @@ class Mutant(DeviceCommunicatorContract):
 # -- COMM-1 ----------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_all_reduce_is_the_sum_in_place_and_returns_its_input")
+@breaks(Mutant, "COMM-1", caught_by="test_a_collective_gives_every_rank_what_it_states")
 class TestForgetsTheLastRank(MemoryCommunicator):
     """The sum is without the last rank's part."""
 
@@ -49,16 +49,25 @@ class TestAddsItsOwnPartFirst(MemoryCommunicator):
         tensor.copy_(sum([*parts[self.rank + 1 :], *parts[: self.rank]], parts[self.rank]))
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_all_gather_concatenates_in_the_order_of_ranks")
+@breaks(Mutant, "COMM-1", caught_by="test_a_collective_gives_every_rank_what_it_states")
 class TestGathersAsTheyCome(MemoryCommunicator):
     """Parts are in the order in which the ranks came."""
 
-    def _everyones(self, value: Any, deadline: Deadline) -> list[Any]:
-        came = super()._everyones((time.monotonic(), value), deadline)
-        return [each for _, each in sorted(came, key=lambda pair: pair[0])]
+    class exchange(Exchange):  # noqa: N801
+        def meet(self, rank: int, members: Sequence[int], what: Any, deadline: Deadline) -> list[Any]:
+            came = super().meet(rank, members, (time.monotonic(), what), deadline)
+            return [each for _, each in sorted(came, key=lambda pair: pair[0])]
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_large_tensors_give_the_same")
+@breaks(Mutant, "COMM-1", caught_by="test_a_collective_gives_every_rank_what_it_states")
+class TestTakesTheFirstDimensionForANegativeOne(MemoryCommunicator):
+    """Along a negative dimension it concatenates as along the first."""
+
+    def all_gather(self, input_: Any, dim: int = -1, **given: Any) -> Any:
+        return super().all_gather(input_, max(dim, 0), **given)
+
+
+@breaks(Mutant, "COMM-1", caught_by="test_large_tensors_and_what_is_not_said_give_the_same")
 class TestSumsIntegersAsFloats(MemoryCommunicator):
     """Integers are added as 32-bit floats."""
 
@@ -67,7 +76,15 @@ class TestSumsIntegersAsFloats(MemoryCommunicator):
         tensor.copy_(sum(part.float() for part in parts))
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_where_nothing_is_said_arguments_have_defaults_and_inputs_stay")
+@breaks(Mutant, "COMM-1", caught_by="test_a_collective_gives_every_rank_what_it_states")
+class TestReturnsAnotherTensor(MemoryCommunicator):
+    """all_reduce leaves its input alone and returns the sum."""
+
+    def all_reduce(self, input_: Any, **given: Any) -> Any:
+        return super().all_reduce(input_.clone() if hasattr(input_, "clone") else input_, **given)
+
+
+@breaks(Mutant, "COMM-1", caught_by="test_large_tensors_and_what_is_not_said_give_the_same")
 class TestForgetsStrides(MemoryCommunicator):
     """What is done to the contiguous copy of a tensor is not written back."""
 
@@ -76,7 +93,7 @@ class TestForgetsStrides(MemoryCommunicator):
         return tensor
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_all_gatherv_takes_as_many_from_each_rank_as_sizes_say")
+@breaks(Mutant, "COMM-1", caught_by="test_a_collective_gives_every_rank_what_it_states")
 class TestSkipsEmptyRanks(MemoryCommunicator):
     """Where a rank has no rows, it hands on the next rank's."""
 
@@ -86,7 +103,19 @@ class TestSkipsEmptyRanks(MemoryCommunicator):
         return super().all_gatherv(input_, dim, sizes, **given)
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_gather_gives_all_to_one_rank_and_nothing_to_others")
+@breaks(Mutant, "COMM-1", caught_by="test_a_collective_gives_every_rank_what_it_states")
+class TestGoesAnotherWayWithALargePart(MemoryCommunicator):
+    """Each rank decides by its own part which way all of them are gathered."""
+
+    def _all_gather(self, outputs: list[Any], tensor: Any, deadline: Deadline) -> None:
+        if tensor.nbytes <= 1 << 20:
+            super()._all_gather(outputs, tensor, deadline)
+            return
+        for rank, output in enumerate(outputs):
+            output.copy_(self._meet(tensor.clone(), deadline)[rank])
+
+
+@breaks(Mutant, "COMM-1", caught_by="test_a_collective_gives_every_rank_what_it_states")
 class TestGathersToEverybody(MemoryCommunicator):
     """All ranks get what one was to get."""
 
@@ -103,7 +132,7 @@ class TestSendsBackwards(MemoryCommunicator):
         super().send(tensor, (self.rank - 1) % self.world_size if dst is None else dst, **given)
 
 
-@breaks(Mutant, "COMM-1", caught_by="test_a_batch_may_send_in_a_circle")
+@breaks(Mutant, "COMM-1", caught_by="test_a_batch_carries_many_tensors_of_each_dtype_in_order")
 class TestBatchesOneAfterTheOther(MemoryCommunicator):
     """A batch receives before it sends: in a circle everybody waits."""
 
@@ -114,9 +143,7 @@ class TestBatchesOneAfterTheOther(MemoryCommunicator):
             self._send(tensor, dst, deadline)
 
 
-@breaks(
-    Mutant, "COMM-1", caught_by="test_a_batch_carries_every_dtype_and_more_than_one_tensor_to_a_rank_in_order"
-)
+@breaks(Mutant, "COMM-1", caught_by="test_a_batch_carries_many_tensors_of_each_dtype_in_order")
 class TestBatchesInAnotherOrder(MemoryCommunicator):
     """What is sent to one rank arrives there in the opposite order."""
 
@@ -154,7 +181,11 @@ class TestNamesNobody(MemoryCommunicator):
             raise TimeoutError("not all ranks have come") from None
 
 
-@breaks(Mutant, "COMM-2", caught_by="test_a_rank_that_does_not_come_is_named_at_all_others")
+@breaks(
+    Mutant,
+    "COMM-2",
+    caught_by="test_a_rank_that_does_not_come_is_named_and_then_everybody_is_told_and_nobody_waits",
+)
 class TestGivesALateRankAResult(MemoryCommunicator):
     """What a rank laid down before it gave up stays there, and a late rank takes it for its part."""
 
@@ -165,7 +196,9 @@ class TestGivesALateRankAResult(MemoryCommunicator):
 
 
 @breaks(
-    Mutant, "COMM-2", caught_by="test_after_a_rank_was_waited_for_in_vain_everybody_is_told_and_nobody_waits"
+    Mutant,
+    "COMM-2",
+    caught_by="test_a_rank_that_does_not_come_is_named_and_then_everybody_is_told_and_nobody_waits",
 )
 class TestGoesOnAfterATimeout(MemoryCommunicator):
     """A rank that has given up takes part in the next call, which is another one elsewhere."""

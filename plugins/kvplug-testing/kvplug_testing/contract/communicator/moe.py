@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,28 @@ from kvplug.transport import TensorMismatchError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.refusals import still_works
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks
-from kvplug_testing.contract.communicator.tensors import HIDDEN, NUM_EXPERTS, check, joined, tensor_of, tokens
+from kvplug_testing.contract.communicator.tensors import WORLD, check, joined, tensor_of
+from kvplug_testing.contract.ends import LocalHandle
+
+NUM_EXPERTS = 5
+HIDDEN = 6
+TOP_K = 2
+_SERVE_EXPERTS = ("ep", "ep:0", "ep_1", "dp-ep", "group ep 3")
+_DO_NOT = ("", "tp:0", "step", "epoch", "prep:0")
+
+
+def tokens(count: int, seed: int) -> list[Any]:
+    """One rank's hidden states, weights and ids of experts. Whole numbers and powers of two, so that the
+    order of additions does not matter.
+    """
+    import torch
+
+    made = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(-4, 5, (count, HIDDEN), generator=made).float(),
+        0.5 ** torch.randint(1, 4, (count, TOP_K), generator=made),
+        torch.randint(0, NUM_EXPERTS, (count, TOP_K), generator=made),
+    ]
 
 
 def layer(given: Sequence[Any], experts: Sequence[int] = range(NUM_EXPERTS)) -> Any:
@@ -75,10 +98,10 @@ class ExpertLayers(CommunicatorSuite):
         ranks = self.ranks(2, unique_name="ep:0", data_parallel_size=2)
         hidden = [tensor_of("bfloat16", (3 - rank, 2), rank) for rank in range(2)]
         logits = [tensor_of("float32", (3 - rank, 4), rank + 1) for rank in range(2)]
-        args = [[*each, False, [each[1][:, :1]]] for each in zip(hidden, logits, strict=True)]
+        args = [[*each, False, [each[1]]] for each in zip(hidden, logits, strict=True)]
         for got, scores, (extra,) in ranks.values("dispatch_router_logits", args):
             wanted = joined(logits, 0)
-            check([got, scores, extra], [joined(hidden, 0), wanted, wanted[:, :1]], "router logits")
+            check([got, scores, extra], [joined(hidden, 0), wanted, wanted], "router logits")
 
     @law("COMM-4", "COMM-3")
     def test_tokens_that_do_not_fit_are_refused_at_every_rank(self) -> None:
@@ -106,3 +129,31 @@ class ExpertLayers(CommunicatorSuite):
         check(ranks.ask(0, "dispatch", *given, extra_tensors=[given[1]])[:3], given, "dispatch")
         check(ranks.ask(0, "dispatch_router_logits", *given[:2]), given[:2], "dispatch_router_logits")
         check([ranks.ask(0, "combine", given[0])], [given[0]], "combine")
+
+    # -- what a rank is --------------------------------------------------------------------------
+
+    @law("COMM-1")
+    def test_a_rank_knows_its_place_in_the_group_and_among_all(self) -> None:
+        group: dict[str, Any] = {"ranks": (4, 1, 6), "global_world_size": 8, "unique_name": "tp:0"}
+        for context in (group, {}):
+            ranks = self.ranks(WORLD, **context)
+            found = {"global_world_size": WORLD, "ranks": (0, 1, 2), **context, "world_size": WORLD}
+            for rank in range(WORLD):
+                place = {"rank": rank, "rank_in_group": rank, "global_rank": found["ranks"][rank]}
+                for name, wanted in {**found, **place}.items():
+                    assert ranks.ask(rank, name) == wanted, f"{name} of rank {rank} is not {wanted}"
+
+    @law("COMM-1")
+    @pytest.mark.parametrize("name", [*_SERVE_EXPERTS, *_DO_NOT])
+    def test_it_serves_experts_if_its_name_has_ep_as_a_word(self, name: str) -> None:
+        serves = name in _SERVE_EXPERTS
+        for size in (1, 2):
+            ranks = self.ranks(1, unique_name=name, data_parallel_size=size, all2all_backend="naive")
+            assert ranks.ask(0, "is_ep_communicator") is serves, f"{name!r}, which has ep: {serves}"
+            assert ranks.ask(0, "use_all2all") is (serves and size > 1)
+            if isinstance(rank := ranks.every[0], LocalHandle):  # a model is not sent to a process
+                prepared: list[Any] = []
+                module = SimpleNamespace(prepare_communication_buffer=prepared.append)
+                model = SimpleNamespace(modules=partial(list, [module, object()]))
+                rank.end.thing.prepare_communication_buffer_for_model(model)
+                assert prepared == [rank.end.thing] * serves

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from kvplug import ConfigError, KvplugError, UnsupportedError
 from kvplug.transport import TensorMismatchError
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.communicator.missing import METHODS
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks
 from kvplug_testing.contract.communicator.tensors import WORLD, check, each_rank, tensor_of, total
+
+METHODS: Final = ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter")
+"""Collectives in which every rank waits for every other one, whether they compare their calls or not."""
 
 
 def still_works(ranks: Ranks) -> None:

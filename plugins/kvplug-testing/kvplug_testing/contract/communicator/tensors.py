@@ -32,6 +32,8 @@ def each_rank(dtype: str, shape: Sequence[int], world: int = WORLD) -> list[Any]
 
 def differs(got: Any, wanted: Any) -> str:
     """A description of the difference; empty if there is none."""
+    if isinstance(wanted, list):
+        return next(filter(None, map(differs, got, wanted)), "")
     if got is None or wanted is None or (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
         return difference(wanted, got)
     return difference(_comparable(wanted) + 0.0, _comparable(got) + 0.0)  # makes -0.0 a 0.0
