@@ -221,9 +221,13 @@ class TestMatchWaitsForWhatIsSent(ReachingEnd):
 # -- taking ----------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "LOOKUP-4", caught_by="test_an_entry_goes_to_one_of_many_racing_callers")
-class TestHandsOneEntryToTwo(Lending):
-    """An entry for which two wait is handed to both."""
+@breaks(
+    Mutant,
+    "LOOKUP-4",
+    caught_by="test_each_entry_goes_to_one_caller_where_many_wait_for_entries_and_for_room",
+)
+class TestHandsOneEntryToTwo(MemoryStore):
+    """Between finding an entry and taking it out another call may find it."""
 
     def _hand(self, held: Held, waiter: Any) -> None:
         super()._hand(held, waiter)
@@ -234,8 +238,8 @@ class TestHandsOneEntryToTwo(Lending):
             other.wake(other)
 
 
-@breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back")
-class TestLosesTheEntryOfWhoGivesUp(Shelf):
+@breaks(Mutant, "LOOKUP-4", caught_by="test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back")
+class TestLosesTheEntryOfWhoGivesUp(MemoryStore):
     """What was lent to be taken is gone, whether it was received or not."""
 
     def end(self, loan: Loan, *, taken: bool) -> bool | None:

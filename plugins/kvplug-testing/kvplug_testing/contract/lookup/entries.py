@@ -34,12 +34,22 @@ class Put:
 
     @property
     def mask(self) -> list[bool]:
-        return [True] * len(self.tokens) if self.roi is None else [*self.roi]
+        return [True] * len(self.tokens) if self.roi is None else [bool(each) for each in self.roi]
 
     @property
     def counts(self) -> tuple[int, ...]:
         """The tokens under the roi."""
         return tuple(itertools.compress(self.tokens, self.mask))
+
+    @property
+    def layers(self) -> list[tuple[int, Any, Any]]:
+        """Each layer's number, key and value."""
+        layered = self.value if self.key is None else self.key
+        parts = (self.key, self.value)
+        return [
+            (index, *(None if part is None else part[index] for part in parts))
+            for index in range(0 if layered is None else layered.shape[0])
+        ]
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -71,7 +81,7 @@ def entry(
         name: None if name in without else random_tensor(dtype, of, seed=3 * tag + number)
         for number, (name, of) in enumerate(parts.items())
     }
-    return Put(tokens=list(tokens), roi=roi, extra=extra, metadata={"tag": tag, "of": [b"it", None]}, **made)
+    return Put(tokens=tokens, roi=roi, extra=extra, metadata={"tag": tag, "of": [b"it", None]}, **made)
 
 
 def sized(tokens: Sequence[int], **given: Any) -> Put:
@@ -107,12 +117,10 @@ def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
     import torch
 
     header, parts = got.header, ("key", "value", "hidden")
-    layered = put.key if put.key is not None else put.value
-    num_layers = 0 if layered is None else layered.shape[0]
-    tokens, roi = torch.tensor([*put.tokens]), torch.tensor(put.mask)
+    tokens, roi = torch.tensor([int(token) for token in put.tokens]), torch.tensor(put.mask)
     wanted = {
         "tokens": [tokens, roi],
-        "header": [tokens, roi, num_layers, put.metadata],
+        "header": [tokens, roi, len(put.layers), put.metadata],
         **{name: None if name in without else getattr(put, name) for name in parts},
     }
     came = {
@@ -153,13 +161,7 @@ class Sink:
 
     def unlike(self, put: Put) -> str:
         """A description of how the layers differ from the inserted ones; empty if they are equal."""
-        layered = put.key if put.key is not None else put.value
-        parts = (put.key, put.value)
-        wanted = [
-            (index, *(None if part is None else part[index] for part in parts))
-            for index in range(0 if layered is None else layered.shape[0])
-        ]
-        return difference(wanted, self.layers)
+        return difference(put.layers, self.layers)
 
 
 def answered(

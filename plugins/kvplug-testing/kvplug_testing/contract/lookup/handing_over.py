@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from kvplug import ClosedError, KvplugError, TimeoutError
-from kvplug.transport import Entry, LookupBuffer
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.lookup.entries import Sink, SinkError, capacity_for, entry, sized, unlike
+from kvplug_testing.contract.lookup.entries import SIZED, Sink, SinkError, capacity_for, entry, sized, unlike
 from kvplug_testing.contract.lookup.suite import (
     SOON_S,
     LookupSuite,
@@ -30,47 +29,26 @@ from kvplug_testing.waits import Call, raises, until
 _verbs = pytest.mark.parametrize("verb", ["select", "drop_select"])
 
 
-def take_until_quiet(end: LookupBuffer, query: Any) -> list[Entry]:
-    """All entries that one caller takes, until none arrives for a second."""
-    got = []
-    try:
-        while True:
-            got.append(end.drop_select(query, timeout=1.0))
-    except TimeoutError:
-        return got
-
-
 class HandingOver(LookupSuite):
     """Concurrent callers, callers that give up or are gone, and stores with capacity for a few entries."""
 
-    @law("LOOKUP-4", "LOOKUP-5", needs="waits_for_room")
-    @at_both_ends
-    def test_no_wake_up_is_lost_where_room_and_entries_are_waited_for(self, end: str) -> None:
-        store, buffer = self.opened(end, capacity_for(1))
-        within = waits.patience_s
+    @law("LOOKUP-4", "LOOKUP-5")
+    def test_each_entry_goes_to_one_caller_where_many_wait_for_entries_and_for_room(self) -> None:
+        queries: list[tuple[Any, bytes]] = [([1], b""), ([2, 2], b""), (None, b"e")]
+        entries = [([5], b"e"), ([2], b""), ([1, 2], b"")]
+        store = self.hold(capacity_for(len(queries) * 4 if self.evicts else 1))
         takers = [
-            Call(partial(buffer.drop_select, query, extra=extra, timeout=within))
-            for query, extra in [([1], b""), ([2, 2], b""), (None, b"e")] * 4
+            Call(partial(end.drop_select, query, extra=extra, timeout=waits.patience_s))
+            for end in (store, self.reach(store), store, self.reach(store))
+            for query, extra in queries
         ]
-        putters = [
-            Call(partial(inserted, store, sized(tokens, extra=extra)))
-            for tokens, extra in [([5], b"e"), ([2], b""), ([1, 2], b"")] * 4
-        ]
-        put = sorted(putter.result() for putter in putters)
-        got = sorted(taker.result().header.entry_id for taker in takers)
-        assert got == put, f"entries {put} were put in, and {got} were handed out"
-
-    @law("LOOKUP-4", timeout_s=100)
-    def test_an_entry_goes_to_one_of_many_racing_callers(self) -> None:
-        store = self.hold()
-        ends = [store, store, self.reach(store), self.reach(store)]
-        queries = [[1], [1, 2], None, [1, 2, 3]]
-        racing = [Call(partial(take_until_quiet, end, query)) for end in ends for query in queries]
-        puts = {inserted(store, put): put for put in (entry([1, 2, 3, number % 3]) for number in range(120))}
-        got = [each for call in racing for each in call.result(60)]
+        puts = [sized(tokens, extra=extra) for tokens, extra in entries * 4]
+        putters = [Call(partial(inserted, store, put)) for put in puts]
+        put = {putter.result(): each for putter, each in zip(putters, puts, strict=True)}
+        got = [taker.result() for taker in takers]
         ids = sorted(each.header.entry_id for each in got)
-        assert ids == [*puts], "an entry was handed to more than one caller, or to none"
-        assert not any(unlike(puts[each.header.entry_id], each) for each in got)
+        assert ids == sorted(put), f"entries {sorted(put)} were put in, and {ids} were handed out"
+        assert not any(unlike(put[each.header.entry_id], each) for each in got)
 
     @law("LOOKUP-4")
     @at_both_ends
@@ -92,49 +70,28 @@ class HandingOver(LookupSuite):
 
     @law("LOOKUP-4", "LOOKUP-7", "ALL-4", "ALL-5")
     @_verbs
-    def test_the_entry_of_a_caller_whose_time_is_up_in_the_middle_is_back(self, verb: str) -> None:
-        store = self.hold(capacity_for(1))
-        call = self.paused_call(store, verb, SOON_S)
-        call.call.raised(TimeoutError)
-        call.data_pipe.resume()
-        assert not unlike(call.put, read(call.end, [1, 2, 3])), "the rest of a transfer came as another's"
-        got = taken(store, [1, 2, 3])
-        assert got.header.entry_id == call.entry_id, "it is another entry now"
-        again = sized([4])
-        inserted(store, again)  # the bytes are free again
-        assert not unlike(again, taken(call.end, [4]))
-
-    @law("LOOKUP-4", "LOOKUP-7", "ALL-5")
-    @_verbs
-    @pytest.mark.parametrize("goes", ["end", "data_pipe", "signal"])
+    @pytest.mark.parametrize("goes", ["", "end", "data_pipe", "signal"])
     def test_the_entry_of_a_caller_that_is_gone_in_the_middle_is_back(self, goes: str, verb: str) -> None:
+        """Without a name nothing goes, and the caller's time is up."""
         store = self.hold(capacity_for(1))
-        call = self.paused_call(store, verb)
-        missed(store, [1, 2, 3], timeout=0.1)
-        getattr(call, goes).abort()
-        call.data_pipe.resume()
-        ended = call.call.outcome()
-        is_whole = verb == "select" and not isinstance(ended, KvplugError)
-        assert not unlike(call.put, ended) if is_whole else isinstance(ended, KvplugError), ended
+        call = self.paused_call(store, verb, None if goes else SOON_S)
+        if goes:
+            missed(store, [1, 2, 3], timeout=0.1)
+            getattr(call, goes).abort()
+            call.data_pipe.resume()
+            ended = call.call.outcome()
+            is_whole = verb == "select" and not isinstance(ended, KvplugError)
+            assert not unlike(call.put, ended) if is_whole else isinstance(ended, KvplugError), ended
+        else:
+            call.call.raised(TimeoutError)
+            call.data_pipe.resume()
+            assert not unlike(call.put, read(call.end, [1, 2, 3])), "the rest of a transfer came as another's"
         got = taken(store, [1, 2])
         assert got.header.entry_id == call.entry_id, "it is another entry now"
         assert not unlike(call.put, got)
-        inserted(store, sized([4]))  # the bytes are free again
-
-    @law("LOOKUP-4", "ALL-1")
-    @pytest.mark.parametrize("how", ["close", "abort"])
-    def test_who_waits_for_an_end_that_is_gone_takes_nothing_from_another(self, how: str) -> None:
-        store = self.hold()
-        one, other = self.reach(store), self.reach(store)
-        within = waits.patience_s
-        waiting = [Call(partial(end.drop_select, [1], timeout=within)) for end in (one, other)]
-        assert all(call.is_blocked() for call in waiting)
-        Call(getattr(one, how)).result()
-        waiting[0].raised(KvplugError)
-        time.sleep(0.1)
-        put = entry([1])
-        inserted(store, put)
-        assert not unlike(put, waiting[1].result())
+        again = sized([4])
+        inserted(store, again)  # the bytes are free again
+        assert not unlike(again, taken(store if goes else call.end, [4]))
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -193,62 +150,47 @@ class HandingOver(LookupSuite):
 
     # -- a buffer that evicts ------------------------------------------------------------------
 
-    @law("LOOKUP-5", needs="makes_room")
-    def test_an_insert_makes_room_and_leaves_what_is_being_read(self) -> None:
+    @law("LOOKUP-5", "ALL-4", needs="makes_room")
+    @_verbs
+    def test_an_insert_makes_room_and_leaves_or_waits_for_what_is_being_received(self, verb: str) -> None:
         store = self.hold(capacity_for(4))
-        reading = self.paused_call(store, "select")
+        receiving = self.paused_call(store, verb)
         for number in range(10, 20):
             inserted(store, sized([number]))
             assert matched(store, [number]) == 1, "what was inserted last is not there"
-            assert matched(store, [1, 2, 3]) == 3, "an entry was evicted while it was being read"
+        assert matched(store, [1, 2, 3]) == (3 if verb == "select" else 0)
         held = [number for number in range(10, 20) if matched(store, [number])]
-        assert len(held) <= 3, f"beside the entry that is read there is room for 3, and {held} are held"
-        reading.data_pipe.resume()
-        assert not unlike(reading.put, reading.call.result())
-
-    @law("LOOKUP-5", "ALL-4", needs="makes_room")
-    @_verbs
-    def test_an_insert_waits_where_all_that_is_held_is_being_received(self, verb: str) -> None:
-        store = self.hold(capacity_for(1))
-        receiving = self.paused_call(store, verb)
-        raises(TimeoutError, lambda: insert(store, sized([4]), SOON_S))
-        waiting = Call(lambda: inserted(store, sized([5])))
+        assert len(held) <= 3, f"beside the entry that is received there is room for 3, and {held} are held"
+        large = entry([5], hidden=7 * SIZED // 8)  # as large as three and a half
+        raises(TimeoutError, lambda: insert(store, large, SOON_S))
+        waiting = Call(lambda: inserted(store, large))
         assert waiting.is_blocked(), "an entry was evicted while another end was receiving it"
         receiving.data_pipe.resume()
         assert not unlike(receiving.put, receiving.call.result())
         waiting.result()
-        assert [matched(store, [token]) for token in (1, 4, 5)] == [0, 0, 1]
+        assert not unlike(large, taken(store, [5]))
 
     # -- the end of a store --------------------------------------------------------------------
 
-    @law("ALL-1")
-    def test_a_store_that_closes_lets_transfers_finish(self) -> None:
-        store = self.hold()
-        buffer = self.reach(store)
-        put = entry([1, 2, 3], layers=5)
-        inserted(store, put)
-        sink = Sink(wait_at=2)
-        within = waits.patience_s
-        reading = Call(lambda: buffer.select([1, 2, 3], sink=sink, timeout=within))
-        assert sink.waits.wait(waits.patience_s)
-        closing = Call(lambda: store.close(timeout=within))
-        assert closing.is_blocked(), "it did not wait for a reader that had begun"
-        raises(ClosedError, lambda: store.match([1]))
-        sink.go_on.set()
-        reading.result()
-        closing.result()
-        assert not sink.unlike(put)
-
     @law("ALL-1", "ALL-4")
-    def test_a_store_that_closes_waits_no_longer_than_its_timeout_and_ends_its_pipes(self) -> None:
+    @pytest.mark.parametrize("timeout", [None, SOON_S])
+    def test_a_store_that_closes_lets_transfers_finish_within_its_timeout(
+        self, timeout: float | None
+    ) -> None:
         store = self.hold()
         reading = self.paused_call(store, "select")
-        Call(lambda: store.close(timeout=SOON_S)).result()
+        closing = Call(partial(store.close, timeout=timeout or waits.patience_s))
+        if timeout:
+            closing.result()
+        else:
+            assert closing.is_blocked(), "it did not wait for a reader that had begun"
         (_, signal), (_, data) = self.pipe_pair(), self.pipe_pair()
+        raises(ClosedError, lambda: store.match([1]))
         raises(ClosedError, lambda: store.attach(signal, data))
         reading.data_pipe.resume()
         # The whole entry may already be in flight, and arrive before the news of the end.
         got = reading.call.outcome()
-        assert isinstance(got, KvplugError) or not unlike(reading.put, got)
+        assert (timeout and isinstance(got, KvplugError)) or not unlike(reading.put, got)
+        closing.result()
         for pipe in (reading.signal, reading.data_pipe):
             until(partial(getattr, pipe, "closed"), what="that a pipe that was handed in is closed")

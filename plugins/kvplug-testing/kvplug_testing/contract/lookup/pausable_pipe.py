@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from kvplug import TimeoutError
@@ -18,7 +19,6 @@ class PausablePipe(PipeAround):
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe)
-        self._changed = threading.Condition()
         self._left: int | None = None
         self._paused = threading.Event()
 
@@ -27,9 +27,7 @@ class PausablePipe(PipeAround):
         self._left = after
 
     def resume(self) -> None:
-        with self._changed:
-            self._left = None
-            self._changed.notify_all()
+        self._left = None
 
     def wait_until_paused(self, within: float) -> bool:
         """Wait until a receive is paused; returns whether one is in time."""
@@ -37,21 +35,12 @@ class PausablePipe(PipeAround):
 
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         deadline = Deadline.after(timeout, 60.0)
-        with self._changed:
-            while self._left == 0:
-                self._paused.set()
-                if not self._changed.wait(deadline.remaining()):
-                    raise TimeoutError("nothing came in time")
+        while self._left == 0 and not self.closed:
+            self._paused.set()
+            if deadline.expired:
+                raise TimeoutError("nothing came in time")
+            time.sleep(0.002)
         received = super().recv_tensor(out, timeout=deadline.remaining())
-        with self._changed:
-            if self._left:
-                self._left -= 1
+        if self._left:
+            self._left -= 1
         return received
-
-    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
-        self.resume()
-        super().close(timeout)
-
-    def abort(self) -> None:
-        super().abort()
-        self.resume()

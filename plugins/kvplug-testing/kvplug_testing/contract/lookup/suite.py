@@ -74,10 +74,6 @@ class LookupSuite(Contract):
     """The context's ``timeout_s``: what counts where a call says nothing."""
 
     @property
-    def waits_for_room(self) -> str:
-        return "inserts make room by removing entries (evicts)" if self.evicts else ""
-
-    @property
     def makes_room(self) -> str:
         return "" if self.evicts else "inserts wait for room (evicts is not set)"
 
