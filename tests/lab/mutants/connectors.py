@@ -218,7 +218,7 @@ class TestSaysReceivedBeforeItHasWritten(MemoryWorker):
         return super().get_finished(finished)[0], received
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_a_request_that_ends_while_it_loads_is_named_once_as_received")
+@breaks(Mutant, "CONN-4", caught_by="test_whatever_fails_is_reported_and_never_used")
 class TestFreesWhatStillLoads(MemoryScheduler):
     """The blocks of a request that ends while it loads are given back at once; the load goes on."""
 
@@ -282,7 +282,7 @@ class TestKeepsBlocksForWhoIsGone(Mutant):
             return sent - self._unnamed, received
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_a_background_load_that_is_held_up_holds_up_no_step")
+@breaks(Mutant, "CONN-4", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
 class TestWritesWhatComesLate(MemoryWorker):
     """What comes after a load has stalled is written into its blocks all the same."""
 
@@ -335,13 +335,34 @@ class TestNamesNobody(MemoryWorker):
 # -- steps in flight ---------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-6", caught_by="test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong")
+@breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
 class TestSavesWhatAFailedLoadSpoilt(MemoryWorker):
     """A step that was planned before a load failed saves what it was told to."""
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         self._suspect.clear()
         super().bind_connector_metadata(metadata)
+
+
+@breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
+class TestSavesWhatOthersShareWithAFailedLoad(MemoryWorker):
+    """What is not saved after a failed load is its own request, and not those that share its blocks."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._failed_ever: set[str] = set()
+
+    def _fail(self, load: Any, error: KvplugError) -> None:
+        super()._fail(load, error)
+        self._failed_ever.add(load["request"])
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        self._suspect.clear()
+        super().bind_connector_metadata(metadata)
+        saves = self._begun[1]
+        saves[:] = [
+            {**each, "tokens": ()} if each["request"] in self._failed_ever else each for each in saves
+        ]
 
 
 @breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
@@ -375,6 +396,16 @@ class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(MemoryScheduler):
 
 
 # -- figures -----------------------------------------------------------------------------------------
+
+
+@breaks(Mutant, "CONN-8", caught_by="test_each_save_and_load_is_counted_once_with_its_size_or_a_reason")
+class TestCountsAFailureAsDone(MemoryWorker):
+    """A load that fails is counted like one that succeeds."""
+
+    def _fail(self, load: Any, error: KvplugError) -> None:
+        super()._fail(load, error)
+        self._context.stats.reset()
+        self._context.stats.record("load")
 
 
 @breaks(Mutant, "CONN-8")
@@ -413,9 +444,7 @@ class TestWaitsForWhatIsInTheBackground(MemoryWorker):
         return True
 
 
-@breaks(
-    Mutant, "CONN-9", caught_by="test_a_step_waits_for_a_load_that_is_held_up_for_the_stall_timeout_at_most"
-)
+@breaks(Mutant, "CONN-9", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
 class TestWaitsLongForWhatDoesNotCome(MemoryWorker):
     """A load of which nothing comes fails long after its limit."""
 

@@ -132,10 +132,10 @@ class FakeEngine:
             self.scheduler: Any = make(config, "scheduler", model=model, **build)
             """The connector's scheduler side."""
             made.callback(self.scheduler.shutdown)
-            self._begin()
+            self.begin()
             made.pop_all()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Make the calls at start."""
         self.worker.register_kv_caches(self.kv_caches)
         said = roundtrip(self.worker.get_handshake_metadata(), "what get_handshake_metadata returned")

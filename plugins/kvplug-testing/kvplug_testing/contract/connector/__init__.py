@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.connector.blocks_in_use import BlocksInUse
-from kvplug_testing.contract.connector.call_sequence import CallSequence
 from kvplug_testing.contract.connector.endings import Endings
 from kvplug_testing.contract.connector.exhaustion import Exhaustion
 from kvplug_testing.contract.connector.failures import Failures
@@ -11,8 +10,6 @@ from kvplug_testing.contract.connector.lying_peers import LyingPeers
 from kvplug_testing.contract.connector.promises import Promises
 from kvplug_testing.contract.connector.references import References
 from kvplug_testing.contract.connector.schedules import Schedules
-from kvplug_testing.contract.connector.stalls import Stalls
-from kvplug_testing.contract.connector.stats import Stats
 
 
 class ConnectorContract(
@@ -20,11 +17,8 @@ class ConnectorContract(
     Failures,
     BlocksInUse,
     Schedules,
-    Stats,
-    CallSequence,
     References,
     Endings,
-    Stalls,
     LyingPeers,
     Exhaustion,
 ):

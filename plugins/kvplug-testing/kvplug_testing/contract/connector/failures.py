@@ -1,14 +1,23 @@
-"""Loads that fail: reported in the same step, never used, never saved (laws CONN-3 and CONN-6)."""
+"""Loads that fail or stall: reported in time, never used, never saved (laws CONN-3, CONN-6 and CONN-9)."""
 
 from __future__ import annotations
+
+import time
+from typing import Any
 
 import attrs
 import pytest
 
-from kvplug.engine import Request, RequestEnd
+from kvplug.engine import RequestEnd
+from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.suite import ConnectorSuite, Promise
-from kvplug_testing.engine import CallOrder, FakeEngine, request_of
+from kvplug_testing.contract.connector.suite import STALL_OPTION, ConnectorSuite, Promise, failed
+from kvplug_testing.engine import CallOrder, request_of
+
+STALL_S = 2.0
+"""The stall timeout of the connectors."""
+LEAST_STEPS = 40
+"""An engine that is held up for 50 ms a step makes no more in this time."""
 
 _either_order = pytest.mark.parametrize("drafts", [False, True], ids=["usual", "drafting"])
 
@@ -33,29 +42,6 @@ class Failures(ConnectorSuite):
         again = attrs.evolve(load.prompt, request_id="b")
         self.check_loads(load.engine, again, "one failure has ended all loads")
 
-    @law("CONN-6", needs="own_faults")
-    @_either_order
-    def test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong(self, drafts: bool) -> None:
-        engine, order = self.both(), CallOrder(drafts=drafts)
-        self.stored(engine)
-        load = self.promised(engine, request_of("a", range(150)))
-        prompt, blocks, found = load.prompt, load.blocks, load.found
-        sharing, theirs = self._shares(load)
-        first = engine.plan([(prompt, blocks, found, 24)])
-        second = engine.plan([(prompt, blocks, found + 24, 126 - found), (sharing, theirs, found, 24)])
-        with self.injecting_fault():
-            reports = [self.run(engine.execute, first, order=order)]
-            # The shorter request has all its tokens, so it ends before its engine sees the report.
-            engine.finish(sharing, theirs)
-            third = engine.plan([])
-            reports += [self.run(engine.execute, step, order=order) for step in (second, third)]
-        assert reports[0].invalid_block_ids, "a load failed, and nothing was reported"
-        for report in reports:
-            engine.hear(report)
-        engine.finish(prompt, blocks, RequestEnd.FAILED)
-        self.run(engine.settle)
-        self._check_nothing_wrong_was_saved(engine, prompt, sharing)
-
     @law("CONN-6", needs="others_beside_it")
     @_either_order
     def test_what_another_connector_failed_to_load_is_not_stored(self, drafts: bool) -> None:
@@ -64,29 +50,84 @@ class Failures(ConnectorSuite):
         self.run(engine.matched, prompt)
         blocks = engine.allocate(150)
         engine.scheduler.update_state_after_alloc(prompt, (blocks,), 0)  # another connector loads them
-        sharing, theirs = self._shares(Promise(engine, prompt, blocks, found, is_async=False))
+        # The engine has a prefix cache: another request begins with the blocks that are loaded.
+        sharing = request_of("sharing", [*prompt.token_ids[:found], *range(7000, 7024)])
+        shared = blocks[: found // engine.block_size]
+        theirs = (*shared, *engine.allocate(24))
+        self.run(engine.matched, sharing, found)
+        engine.scheduler.update_state_after_alloc(sharing, (theirs,), 0)
         first = engine.plan([(prompt, blocks, found, 54), (sharing, theirs, found, 24)])
         report = self.run(engine.execute, first, order=order)
         engine.finish(sharing, theirs)  # before its engine sees the report
         late = self.run(engine.execute, engine.plan([]), order=order)
-        engine.hear(attrs.evolve(report, invalid_block_ids=frozenset(blocks[: found // engine.block_size])))
+        engine.hear(attrs.evolve(report, invalid_block_ids=frozenset(shared)))
         engine.hear(late)
-        self._check_nothing_wrong_was_saved(engine, prompt, sharing)
-
-    def _shares(self, load: Promise) -> tuple[Request, tuple[int, ...]]:
-        """Another request that begins with blocks of this one, which are being loaded: the engine has a
-        prefix cache.
-        """
-        engine, num_shared = load.engine, load.found
-        sharing = request_of("sharing", [*load.prompt.token_ids[:num_shared], *range(7000, 7024)])
-        theirs = (*load.blocks[: num_shared // engine.block_size], *engine.allocate(24))
-        self.run(engine.matched, sharing, num_shared)
-        engine.scheduler.update_state_after_alloc(sharing, (theirs,), 0)
-        return sharing, theirs
-
-    def _check_nothing_wrong_was_saved(self, engine: FakeEngine, *prompts: Request) -> None:
-        for prompt in prompts:
-            again = attrs.evolve(prompt, request_id=f"{prompt.request_id} {engine.step_number}")
-            load = self.admitted(engine, again)
+        for each in (prompt, sharing):  # nothing wrong was saved
+            load = self.admitted(engine, attrs.evolve(each, request_id=f"{each.request_id} again"))
             self.run_load(load)
-            engine.finish(again, load.blocks, RequestEnd.ABORTED)
+            engine.finish(load.prompt, load.blocks, RequestEnd.ABORTED)
+
+    # -- a peer that lives, and from which nothing comes ---------------------------------------------
+
+    @law("CONN-9", "CONN-3", "CONN-4")
+    @pytest.mark.parametrize("background", [True, False], ids=["background", ""])
+    def test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time(self, background: bool) -> None:
+        """One load, beside a request that computes if the load is in the background."""
+        self.skip_unless_possible(background)
+        if not background and self.stall_limit:
+            pytest.skip(self.stall_limit)
+        impatient: dict[str, Any] = {"num_blocks": 256}
+        if not self.stall_limit:
+            tables = {name: dict(table) for name, table in self.config.get("options", {}).items()}
+            tables[self.connector] = {**tables.get(self.connector, {}), STALL_OPTION: STALL_S}
+            impatient["config"] = {"options": tables}
+        load = self.loading(background=background, consumer=impatient)
+        with self.holding_up() as is_held:
+            self._fails_in_time(load)
+            if not is_held.is_set():
+                pytest.skip(f"no load of {self.called} is held up in a pipe (override holding_up)")
+        self._is_written_no_more(load)
+
+    @law("CONN-9", needs="background")
+    def test_an_engine_that_lets_every_load_be_waited_for_gets_them_in_the_background(self) -> None:
+        load = self.loading(consumer={"loads_in_background": True})
+        assert load.is_async, "the engine lets requests wait for their loads, and its steps are to wait too"
+
+    def _fails_in_time(self, load: Promise) -> None:
+        """Run steps until the load has failed: the one that needs it, or those of another request."""
+        decode, limit = load.engine, self.timeout_s + waits.patience_s
+        began = time.monotonic()
+        reports: list[Any] = []
+        if not load.is_async:
+            reports.append(self.run(decode.step, [load.work], within=limit))
+        else:
+            other = request_of("other", range(5000, 5040))
+            theirs = decode.admit(other)
+
+            def is_named() -> bool:
+                reports.append(self.run(decode.step, [(other, theirs, 0, 40)], within=limit))
+                return load.prompt.request_id in reports[-1].finished_recving
+
+            waits.until(is_named, limit, what="a step that names the request whose load is held up")
+        took = time.monotonic() - began
+        invalid = load.check_reported(*reports)
+        assert not load.is_async or not invalid or len(reports) >= LEAST_STEPS, (
+            f"the engine made {len(reports)} steps in {took:.1f} s: they have waited for the load"
+        )
+        assert self.stall_limit or took < self.timeout_s / 2, (
+            f"the load was reported after {took:.1f} s; its {STALL_OPTION} is {STALL_S}"
+        )
+        figures = self.run(decode.figures)
+        assert failed(figures, "load") == bool(invalid), f"one load has failed, and counted are {figures}"
+
+    def _is_written_no_more(self, load: Promise) -> None:
+        """The peer goes on. The blocks are free by now, and what comes late is not for them."""
+        decode, prompt = load.engine, load.prompt
+        keeps, _ = decode.finish(prompt, load.blocks, RequestEnd.ABORTED)
+        assert not keeps, "its load was reported, and its blocks are kept"
+        decode.cache.free(load.blocks)
+        self.until_promised(decode, prompt)
+        again = attrs.evolve(prompt, request_id="again")
+        assert not self.run_load(self.promised(decode, again)), "the peer goes on, and its KV does not come"
+        written = decode.cache.written(load.blocks)
+        assert not written, f"blocks {sorted(written)} were written after their load was reported as failed"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvplug import ClosedError, TimeoutError, TransportError
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout
-from kvplug_testing.pairs import PipeAround
+from kvplug_testing.tampering.pipe import TamperingPipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class FaultSwitch:
         self.num_pipes = 0
 
 
-class FaultInjectingPipe(PipeAround):
+class FaultInjectingPipe(TamperingPipe):
     """A pipe around another one that follows the switch."""
 
     def __init__(self, pipe: Pipe, switch: FaultSwitch) -> None:
@@ -43,7 +43,14 @@ class FaultInjectingPipe(PipeAround):
         found = super().recv_tensor(out, timeout=timeout)
         if found is None or found.numel() * found.element_size() < _SIGNAL_BYTES:
             return found
-        self._hold(Deadline.after(timeout, _HELD_S))
+        deadline = Deadline.after(timeout, _HELD_S)
+        while self._switch.how == "hold":  # as a receive waits whose tensor has arrived only in part
+            self._switch.is_held.set()
+            if self.closed:
+                raise ClosedError("the test's pipe was closed")
+            if deadline.expired:
+                raise TimeoutError("the rest of a tensor did not come in time: the test holds it up")
+            time.sleep(0.002)
         if self._switch.how == "fail":
             raise TransportError("the test's pipe is broken")
         if self._switch.how == "corrupt":
@@ -51,18 +58,3 @@ class FaultInjectingPipe(PipeAround):
 
             found.view(-1).view(torch.uint8)[found.numel() // 2] ^= 1
         return found
-
-    def _hold(self, deadline: Deadline) -> None:
-        """Wait as a receive does whose tensor has arrived only in part.
-
-        Raises:
-            ClosedError: this end was closed during the wait.
-            TimeoutError: the rest did not arrive in time.
-        """
-        while self._switch.how == "hold":
-            self._switch.is_held.set()
-            if self.closed:
-                raise ClosedError("the test's pipe was closed")
-            if deadline.expired:
-                raise TimeoutError("the rest of a tensor did not come in time: the test holds it up")
-            time.sleep(0.002)

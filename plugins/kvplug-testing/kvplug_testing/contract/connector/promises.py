@@ -1,25 +1,32 @@
-"""Promised tokens can be loaded, and no others (law CONN-2), and what counts as saved (law CONN-11)."""
+"""Promised tokens can be loaded, and no others (law CONN-2); the order of calls (CONN-1), figures (CONN-8),
+and what counts as saved (CONN-11).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
 
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.suite import BLOCK, PROMPT, ConnectorSuite
-from kvplug_testing.engine import MODEL, request_of
+from kvplug_testing.contract.connector.suite import (
+    BLOCK,
+    KV_OF_A_TOKEN,
+    PROMPT,
+    ConnectorSuite,
+    done,
+    failed,
+)
+from kvplug_testing.engine import MODEL, FakeEngine, PagedCache, request_of
 from kvplug_testing.engine.cache import AXES
+from kvplug_testing.waits import Call, raises
 
 _LAYOUTS = [(axes, BLOCK, "") for axes in AXES] + [("BHTKD", 8, ""), ("KBHTD", BLOCK, "transposed")]
-_CASES = [
-    (range(70), range(100), 64),  # ends inside a block
-    (range(15), range(100), 0),  # less than a block
-    ([*range(40), 7, 7, 7], [*range(40), 8, 8, 8], 32),  # they differ inside a block
-    ([1, 2, 120001] * 20, [1, 2, 120002] * 20, 0),  # ids that a tolerance would confuse
-]
 _LONG_S = 60.0
 """For a prompt of thousands of tokens on a busy host: how long it takes is not judged."""
 
@@ -62,18 +69,6 @@ class Promises(ConnectorSuite):
         assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
 
     @law("CONN-2")
-    @pytest.mark.parametrize(("stored", "asked", "most"), _CASES)
-    def test_no_more_is_promised_than_the_common_prefix_in_whole_blocks(
-        self, stored: list[int], asked: list[int], most: int
-    ) -> None:
-        prefill, decode = self.pair()
-        prompt = request_of("a", asked, params=self.stored(prefill, stored))
-        blocks, found, report = self.run(decode.load, prompt)
-        assert found <= most and found % BLOCK == 0, f"{found} tokens are promised, and {most} can be had"
-        assert not report.invalid_block_ids, "what was promised did not come"
-        assert decode.is_right(prompt.token_ids, blocks, len(prompt.token_ids)), "the KV is wrong"
-
-    @law("CONN-2")
     def test_the_same_tokens_with_another_extra_are_another_prompt(self) -> None:
         prefill, decode = self.pair()
         params = self.stored(prefill, range(64), extra=b"one adapter")
@@ -107,6 +102,78 @@ class Promises(ConnectorSuite):
         beside = self.num_promised(decode, attrs.evolve(prompt, request_id="b"))
         assert beside == found > 0, f"{found} tokens are promised, and {beside} of the same prompt beside it"
         assert self.run(decode.ask, prompt, BLOCK)[0] == found - BLOCK, "asked again, it answers otherwise"
+
+    # -- the order of calls: the random schedules make the allowed ones ------------------------------
+
+    @law("CONN-1")
+    def test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name(self) -> None:
+        prefill = self.engine("producer")
+        with mock.patch.object(FakeEngine, "begin"):
+            decode = self.engine("consumer", seed=2)
+        self.meet(decode)
+        load = self.promised(decode, request_of("a", PROMPT, params=self.stored(prefill)))
+        self._is_named("register_kv_caches", lambda: decode.step([load.work]))
+
+    @law("CONN-1")
+    def test_blocks_for_tokens_that_were_never_promised_are_refused_by_name(self) -> None:
+        decode = self.engine("consumer")
+        prompt = request_of("a", PROMPT)
+        decode.scheduler.on_new_request(prompt)
+        call = "update_state_after_alloc"
+        breach = partial(getattr(decode.scheduler, call), prompt, (decode.allocate(100),), 96)
+        self._is_named(call, breach)
+
+    @staticmethod
+    def _is_named(method: str, breach: Callable[[], Any]) -> None:
+        error = Call(breach).end().error
+        assert method in str(error), f"{method} is missing or comes too early, and the error says: {error!r}"
+
+    @law("CONN-1")
+    def test_a_cache_that_is_not_what_the_config_says_is_refused(self) -> None:
+        engine = self.engine("producer")
+        others = PagedCache(block_size=8, num_blocks=3).tensors
+        raises(ValueError, partial(engine.worker.register_kv_caches, others))
+
+    # -- figures -------------------------------------------------------------------------------------
+
+    @law("CONN-8", "ALL-5")
+    @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+    def test_each_save_and_load_is_counted_once_with_its_size_or_a_reason(self, background: bool) -> None:
+        self.skip_unless_possible(background)
+        prefill, decode = self.pair(background=background, num_blocks=128)
+        num_loaded = num_failed = 0
+        for number in range(4):
+            tokens = range(1000 * number, 1000 * number + 100)
+            params = self.stored(prefill, tokens, f"s{number}")
+            load = self.promised(decode, request_of(f"r{number}", tokens, params=params))
+            with self.injecting_fault("fail" if number % 2 else ""):
+                is_wrong = bool(self.run_load(load))
+            num_failed += is_wrong
+            num_loaded += 0 if is_wrong else load.found
+        # They are loaded, which shows that the saves are done, whichever thread saves.
+        stats = self.run(prefill.figures)
+        assert (done(stats, "save"), failed(stats, "save")) == (4, 0), f"4 saves were made: {stats}"
+        stats = self.run(decode.figures)
+        counted = done(stats, "load"), failed(stats, "load")
+        assert counted == (4 - num_failed, num_failed), f"{num_failed} of 4 loads failed: {stats}"
+        loaded = stats["ops"]["load"]
+        size = loaded["tokens"], loaded["bytes"], sum(loaded["buckets"])
+        wanted = num_loaded, num_loaded * KV_OF_A_TOKEN, 4 - num_failed
+        assert size == wanted, f"{num_loaded} tokens were loaded: {loaded}"
+        late = self.run(decode.figures)  # messages on its pipes may arrive after the last load
+        assert not done(late, "load") + failed(late, "load"), f"nothing was loaded since, and it says {late}"
+        self.skip_unless_injected()
+        assert num_failed == 2, f"2 loads were made to fail, and {num_failed} have"
+
+    @law("CONN-8")
+    def test_a_request_that_is_asked_about_often_is_one_match(self) -> None:
+        """As by an engine without free blocks."""
+        _, decode, prompt = self.asking()
+        self.run(decode.matched, prompt)
+        for _ in range(3):
+            self.run(decode.ask, prompt)
+        stats = self.run(decode.scheduler.get_stats)
+        assert done(stats, "match") <= 1, f"one request was asked about four times: {stats}"
 
     # -- what counts as saved --------------------------------------------------------------------
 

@@ -11,8 +11,7 @@ import attrs
 import pytest
 
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.connector.stats import failed
-from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite
+from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite, failed
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call
 

@@ -32,6 +32,20 @@ BLOCK = 16
 PROMPT = range(100)
 KV_OF_A_TOKEN = 2 * 3 * 2 * 8 * 4
 """Bytes of a token in the fake engine's cache: keys and values, layers, heads, elements, float32."""
+ASYNC_OPTION = "async_load"
+"""The option of a connector that makes it load in the background."""
+STALL_OPTION = "stall_timeout_s"
+"""The option of a connector for how long nothing of a load may come before it has failed."""
+
+
+def done(figures: Mapping[str, Any] | None, op: str) -> int:
+    """How many transfers of this operation succeeded."""
+    return int((figures or {}).get("ops", {}).get(op, {}).get("count", 0))
+
+
+def failed(figures: Mapping[str, Any] | None, op: str) -> int:
+    """How many transfers of this operation failed, for any reason."""
+    return sum((figures or {}).get("failures", {}).get(op, {}).values())
 
 
 @attrs.frozen
@@ -76,12 +90,6 @@ class ConnectorSuite(Contract):
     """Name of an installed connector."""
     config: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """More keys of both engines' configs: ``transport``, ``lookup_buffer``, ``options`` of these, ..."""
-    async_option: ClassVar[str] = "async_load"
-    """The connector's option that makes it load in the background. Empty, or not among its options: there is
-    none, and the tests of that are skipped."""
-    stall_option: ClassVar[str] = "stall_timeout_s"
-    """The connector's option for how long nothing of a load may come before it has failed. Empty, or not
-    among its options: there is none, and how long a step waits for such a load is not checked."""
     scheduler_factory: ClassVar[Callable[..., Any] | None] = None
     """What makes the scheduler side, in the place of the installed connector's factory."""
     worker_factory: ClassVar[Callable[..., Any] | None] = None
@@ -116,8 +124,8 @@ class ConnectorSuite(Contract):
         given = {**self.config, **more}
         options = {name: dict(table) for name, table in given.pop("options", {}).items()}
         own = {**options.get(self.connector, {}), **self.options}
-        if background and self.async_option:
-            own[self.async_option] = True
+        if background:
+            own[ASYNC_OPTION] = True
         if own:
             options[self.connector] = own
         known = {"connector": self.connector, "host": self._host, "timeout_s": self.timeout_s}
@@ -300,11 +308,10 @@ class ConnectorSuite(Contract):
 
         The default does it in stores that a config names. Override it for a connector that saves without any.
         """
-        put, num_refused = RecordedStore.submit_put, 0
+        refused: list[Any] = []
 
         def refuse(store: RecordedStore, pages: Any, **_: Any) -> Job[PutReason | None]:
-            nonlocal num_refused
-            num_refused += 1
+            refused.append(pages)
             store.withdraw(pages.keys)
             if isinstance(pages.memory, PageBuffers):
                 store.free(pages.memory)
@@ -312,12 +319,9 @@ class ConnectorSuite(Contract):
             job.set([PutReason.NO_ROOM] * job.count)
             return job
 
-        RecordedStore.submit_put = refuse  # type: ignore[method-assign,assignment]
-        try:
+        with mock.patch.object(RecordedStore, "submit_put", refuse):
             yield
-        finally:
-            RecordedStore.submit_put = put  # type: ignore[method-assign]
-        if not num_refused:
+        if not refused:
             pytest.skip(f"{self.called} puts nothing into a store: override refusing_saves")
 
     def skip_unless_injected(self) -> None:
@@ -325,21 +329,24 @@ class ConnectorSuite(Contract):
         if type(self).inject_fault is ConnectorSuite.inject_fault and not self.switch.num_pipes:
             pytest.skip(f"no load of {self.called} crosses a pipe (override inject_fault)")
 
-    # -- what tests need -----------------------------------------------------------------------
+    # -- what tests need: "", or the reason to skip them -----------------------------------------
 
     @property
     def devices(self) -> str:
-        """For ``needs``: caches on any device."""
-        if getattr(self.spec, "moves_pages", False):
-            return ""
-        return f"{self.called} needs a pipe for each device (moves_pages)"
+        moves = getattr(self.spec, "moves_pages", False)
+        return "" if moves else f"{self.called} needs a pipe for each device (moves_pages)"
 
     @property
     def background(self) -> str:
-        """For ``needs``: loads in the background."""
-        if self._has_option(self.async_option):
-            return ""
-        return f"{self.called} has no option that makes it load in the background (async_option)"
+        return self._without_option(ASYNC_OPTION)
+
+    @property
+    def stall_limit(self) -> str:
+        return self._without_option(STALL_OPTION)
+
+    def _without_option(self, name: str) -> str:
+        fields = getattr(self.installed().load_options(), "__attrs_attrs__", ())
+        return "" if name in {field.name for field in fields} else f"{self.called} has no option {name!r}"
 
     def skip_unless_possible(self, background: bool) -> None:
         """Skip the test if it wants loads in the background, and there are none."""
@@ -347,33 +354,18 @@ class ConnectorSuite(Contract):
             pytest.skip(self.background)
 
     @property
-    def stall_limit(self) -> str:
-        """For ``needs``: a limit of the time for which nothing of a load comes."""
-        if self._has_option(self.stall_option):
-            return ""
-        return f"{self.called} has no option for how long a load may stall (stall_option)"
-
-    def _has_option(self, name: str) -> bool:
-        fields = getattr(self.installed().load_options(), "__attrs_attrs__", ())
-        return bool(name) and name in {field.name for field in fields}
-
-    @property
     def own_faults(self) -> str:
-        """For ``needs``: loads of the role "both" can be made to fail."""
-        if self.injects_into_own:
-            return ""
-        return f"loads of {self.called} from itself cannot be made to fail (inject_fault, injects_into_own)"
+        reason = f"loads of {self.called} from itself cannot be made to fail (injects_into_own)"
+        return "" if self.injects_into_own else reason
 
     @property
     def others_beside_it(self) -> str:
-        """For ``needs``: other connectors of the same engine."""
-        if self.serves_beside_others:
-            return ""
-        return f"{self.called} is the only connector of its engine (serves_beside_others)"
+        reason = f"{self.called} is the only connector of its engine (serves_beside_others)"
+        return "" if self.serves_beside_others else reason
 
     @property
     def other_processes(self) -> str:
-        """For ``needs``. A scheduler side's class may say ``in_one_process``, as the fake of the kit does."""
+        """A scheduler side's class may say ``in_one_process``, as the fake of the kit does."""
         if self.spec is not None and getattr(self.spec.load_factory(), "in_one_process", False):
             return f"the engines of {self.called} are in one process (in_one_process)"
         return super().other_processes
