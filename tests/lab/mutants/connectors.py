@@ -335,7 +335,7 @@ class TestNamesNobody(MemoryWorker):
 # -- steps in flight ---------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
+@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
 class TestSavesWhatAFailedLoadSpoilt(MemoryWorker):
     """A step that was planned before a load failed saves what it was told to."""
 
@@ -344,7 +344,7 @@ class TestSavesWhatAFailedLoadSpoilt(MemoryWorker):
         super().bind_connector_metadata(metadata)
 
 
-@breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
+@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
 class TestSavesWhatOthersShareWithAFailedLoad(MemoryWorker):
     """What is not saved after a failed load is its own request, and not those that share its blocks."""
 
@@ -365,7 +365,7 @@ class TestSavesWhatOthersShareWithAFailedLoad(MemoryWorker):
         ]
 
 
-@breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
+@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
 class TestSavesWhatAnotherConnectorFailedToLoad(MemoryScheduler):
     """Tokens that count as computed are saved, whichever connector loaded them."""
 

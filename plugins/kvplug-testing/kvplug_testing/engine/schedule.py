@@ -210,11 +210,12 @@ class Schedule:
     def _hear(self) -> None:
         step, report = self._reports.popleft()
         self.fake.hear(report)
-        for each in self.active:
-            for index, block in enumerate(each.blocks):
-                if block in report.invalid_block_ids:
-                    each.back_to(index * self._block_size)
-                    break
+        for each in [*self.active]:
+            wrong = [at for at, block in enumerate(each.blocks) if block in report.invalid_block_ids]
+            if wrong and self.chance.random() < 0.3:  # an engine may fail the request
+                self._end(each, RequestEnd.FAILED)
+            elif wrong:
+                each.back_to(wrong[0] * self._block_size)
         for name in report.finished_sending | report.finished_recving:
             self._release(self._kept.pop(name, ()))
         for each in self._in(State.LOADING):
@@ -230,11 +231,11 @@ class Schedule:
     def _may_end(self, each: Running) -> bool:
         if each.arrival.end is not RequestEnd.FINISHED:
             return self.chance.random() < 0.1
-        return each.rest == 0 and (each.num_right == len(each.arrival.tokens) or self.chance.random() < 0.05)
+        return each.rest == 0 and (each.num_right == len(each.arrival.tokens) or self.chance.random() < 0.1)
 
-    def _end(self, each: Running) -> None:
+    def _end(self, each: Running, end: RequestEnd | None = None) -> None:
         request = each.request()
-        keeps, params = self.fake.finish(request, each.blocks, each.arrival.end)
+        keeps, params = self.fake.finish(request, each.blocks, end or each.arrival.end)
         reported = any(each.name in report.finished_recving for _, report in self._reports)
         self.audit.end(each.name, keeps, is_reported=keeps and reported)
         self.active.remove(each)

@@ -42,26 +42,39 @@ class Failures(ConnectorSuite):
         again = attrs.evolve(load.prompt, request_id="b")
         self.check_loads(load.engine, again, "one failure has ended all loads")
 
-    @law("CONN-6", needs="others_beside_it")
+    @law("CONN-6")
     @_either_order
-    def test_what_another_connector_failed_to_load_is_not_stored(self, drafts: bool) -> None:
-        engine, order, found = self.both(), CallOrder(drafts=drafts), 96
+    @pytest.mark.parametrize("is_own", [True, False], ids=["own", "of-another-connector"])
+    def test_what_failed_to_load_is_not_stored_by_steps_in_flight(self, is_own: bool, drafts: bool) -> None:
+        if reason := self.own_faults if is_own else self.others_beside_it:
+            pytest.skip(reason)
+        engine, order, num_loaded = self.both(), CallOrder(drafts=drafts), 96
+        if is_own:
+            self.stored(engine)
         prompt = request_of("a", range(150))
-        self.run(engine.matched, prompt)
-        blocks = engine.allocate(150)
-        engine.scheduler.update_state_after_alloc(prompt, (blocks,), 0)  # another connector loads them
+        load = self.admitted(engine, prompt)
+        assert load.found == num_loaded * is_own
         # The engine has a prefix cache: another request begins with the blocks that are loaded.
-        sharing = request_of("sharing", [*prompt.token_ids[:found], *range(7000, 7024)])
-        shared = blocks[: found // engine.block_size]
+        sharing = request_of("sharing", [*prompt.token_ids[:num_loaded], *range(7000, 7024)])
+        shared = load.blocks[: num_loaded // engine.block_size]
         theirs = (*shared, *engine.allocate(24))
-        self.run(engine.matched, sharing, found)
+        self.run(engine.matched, sharing, num_loaded)
         engine.scheduler.update_state_after_alloc(sharing, (theirs,), 0)
-        first = engine.plan([(prompt, blocks, found, 54), (sharing, theirs, found, 24)])
-        report = self.run(engine.execute, first, order=order)
-        engine.finish(sharing, theirs)  # before its engine sees the report
-        late = self.run(engine.execute, engine.plan([]), order=order)
-        engine.hear(attrs.evolve(report, invalid_block_ids=frozenset(shared)))
-        engine.hear(late)
+        first = engine.plan([(prompt, load.blocks, num_loaded, 24), (sharing, theirs, num_loaded, 24)])
+        second = engine.plan([(prompt, load.blocks, num_loaded + 24, 30)])
+        with self.injecting_fault("fail" if is_own else ""):
+            reports = [self.run(engine.execute, first, order=order)]
+            # The shorter request has all its tokens, so it ends before its engine sees the report.
+            engine.finish(sharing, theirs)
+            reports += [self.run(engine.execute, step, order=order) for step in (second, engine.plan([]))]
+        if is_own:
+            assert reports[0].invalid_block_ids, "a load failed, and nothing was reported"
+        else:
+            reports[0] = attrs.evolve(reports[0], invalid_block_ids=frozenset(shared))
+        for report in reports:
+            engine.hear(report)
+        engine.finish(prompt, load.blocks, RequestEnd.FAILED)
+        self.run(engine.settle)
         for each in (prompt, sharing):  # nothing wrong was saved
             load = self.admitted(engine, attrs.evolve(each, request_id=f"{each.request_id} again"))
             self.run_load(load)
