@@ -129,7 +129,7 @@ class TestSavesBlocksThatAreUsedAgain(ConnectorMutant):
     """The engine uses blocks again while their pages are still being read."""
 
     breaks = ("CONN-10",)
-    caught_by = "test_whatever_an_engine_on_a_device_does_what_it_gets_back_is_right"
+    caught_by = "test_whatever_engines_with_caches_on_a_device_do_what_arrives_is_right"
 
     @pytest.fixture(autouse=True)
     def _late(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -167,7 +167,7 @@ class TestLoadsCountOnceTheyAreQueued(ConnectorMutant):
     """A load has ended when its copies are queued."""
 
     breaks = ("CONN-10",)
-    caught_by = "test_whatever_two_engines_with_caches_on_a_device_do_what_arrives_is_right"
+    caught_by = "test_whatever_engines_with_caches_on_a_device_do_what_arrives_is_right"
     lane = TestCountsCopiesAsDoneOnceTheyAreQueued.lane
 
 

@@ -48,12 +48,6 @@ class Endings(ConnectorSuite):
         decode.finish(prompt, blocks)
         yield
 
-    def _end(self, engine: FakeEngine, is_worker_first: bool) -> None:
-        """Shut down both sides, twice each; every call must end in time."""
-        sides = [engine.worker, engine.scheduler] if is_worker_first else [engine.scheduler, engine.worker]
-        for side in (*sides, *sides):
-            self.run(side.shutdown)
-
     @law("ALL-1", "ALL-7")
     @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
     @pytest.mark.parametrize("point", range(6))
@@ -63,8 +57,8 @@ class Endings(ConnectorSuite):
             with self.scope():
                 prefill, decode, prompt = self.asking(background=background)
                 self.run(list, itertools.islice(self._going(decode, prompt), point + 1))
-                self._end(decode, is_worker_first)
-                self._end(prefill, is_worker_first)
+                self.shut(decode, is_worker_first)
+                self.shut(prefill, is_worker_first)
 
     @law("ALL-1", "ALL-5", "ALL-7")
     @pytest.mark.parametrize("is_worker_first", [True, False], ids=["worker-first", "scheduler-first"])
@@ -75,12 +69,11 @@ class Endings(ConnectorSuite):
             waits.until(lambda: is_held.is_set() or step.ended, what="a load that is held up")
             if not is_held.is_set():
                 pytest.skip(f"no load of {self.called} is held up in a pipe (override holding_up)")
-            self._end(load.engine, is_worker_first)
+            self.shut(load.engine, is_worker_first)
             step.end()
-        if step.error is None:
-            load.check_reported(step.value)
-        else:
-            assert isinstance(step.error, KvplugError), f"the step ended in {step.error!r}"
+        ended = step.outcome()
+        if not isinstance(ended, KvplugError):
+            load.check_reported(ended)
 
     @law("ALL-1", "ALL-4")
     def test_a_wait_for_a_peer_that_never_comes_ends_in_time_and_at_the_shutdown(self) -> None:
@@ -93,10 +86,9 @@ class Endings(ConnectorSuite):
                 assert call.took_s >= _SHORT_S - 0.05, f"it gave up after {call.took_s:.3f} s"
         waiting = [Call(functools.partial(side.wait_until_ready, waits.patience_s)) for side in sides]
         waiting[0].is_blocked()
-        self._end(decode, is_worker_first=True)
+        self.shut(decode)
         for call in waiting:
-            error = call.end().error
-            assert error is None or isinstance(error, KvplugError), f"it raised {error!r}"
+            call.outcome()
 
     # -- processes that fork or leave ------------------------------------------------------------
 
@@ -112,7 +104,7 @@ class Endings(ConnectorSuite):
                 with contextlib.suppress(ClosedError):
                     found, _ = decode.matched(attrs.evolve(prompt, request_id="forked"))
             for engine in (prefill, decode):
-                self._end(engine, is_worker_first=True)
+                self.shut(engine)
             return f"{found} tokens are promised there" if found else ""
 
         assert not (more := more_than(before)), f"a forked child holds {more}"
@@ -134,20 +126,18 @@ class Endings(ConnectorSuite):
         if not was_met:
             decode = self.engine("consumer", seed=3)
         load = self.promised(decode, request_of("a", PROMPT, params=self.stored(prefill)))
-        self._end(prefill, is_worker_first=True)
-        began = time.monotonic()
-        report = self.run(decode.step, [load.work], within=self.timeout_s + waits.patience_s)
-        took = time.monotonic() - began
-        limit = self.timeout_s + waits.patience_s / 2
+        self.shut(prefill)
+        step = Call(lambda: decode.step([load.work]))
+        load.check_reported(step.result(self.timeout_s + waits.patience_s))
+        took, limit = step.took_s, self.timeout_s + waits.patience_s / 2
         assert took < limit, f"the step took {took:.1f} s, and timeout_s is {self.timeout_s}"
-        load.check_reported(report)
         load.check_computes_again()
         self.run_load(self.admitted(decode, attrs.evolve(load.prompt, request_id="b")))
 
     @law("ALL-2", "CONN-2")
     def test_a_peer_that_comes_back_is_found_again(self) -> None:
         prefill, decode, _ = self.asking()
-        self._end(prefill, is_worker_first=True)
+        self.shut(prefill)
         prefill = self.engine("producer", seed=3)
         params = self.stored(prefill, range(2000, 2100))
         prompt = request_of("a", range(2000, 2100), params=params)
@@ -162,7 +152,6 @@ def _leave(parent: peers.Parent, suite_ref: Any, way: str) -> None:
         suite.use_stack(stack)
         suite.warm_up()
         prefill, decode, prompt = suite.asking(num_blocks=256)
-        sides = [side for engine in (decode, prefill) for side in (engine.worker, engine.scheduler)]
 
         def work() -> None:
             with contextlib.suppress(KvplugError):
@@ -170,8 +159,8 @@ def _leave(parent: peers.Parent, suite_ref: Any, way: str) -> None:
                     decode.ask(attrs.evolve(prompt, request_id=f"r{number}"))
 
         def end() -> None:
-            for side in sides:
-                side.shutdown()
+            for engine in (decode, prefill):
+                suite.shut(engine)
 
         suite.check_loads(decode, prompt)
         threading.Thread(target=work, daemon=True).start()

@@ -37,8 +37,7 @@ def dialled() -> list[Any]:
 def forged(value: Any) -> Iterator[Any]:
     """Values close to this one, and values of the wrong type."""
     if isinstance(value, int):
-        yield from (value + 1, value - 1, -value - 1, 0 if value else 2, 1 << 62, float(value))
-        yield from (value ^ 1 << bit for bit in range(0, 40, 3))
+        yield from (value + 1, value - 1, -value - 1, value ^ 1 << 33, 1 << 62, float(value))
     elif isinstance(value, str):
         yield from (value[:at] + chr(ord(value[at]) ^ 1) + value[at + 1 :] for at in range(len(value)))
         yield from (value.upper() + "x", value + " ", value[:-1], "", "\ud800")
@@ -70,7 +69,7 @@ class References(ConnectorSuite):
     """A valid reference, and changed copies of it."""
 
     def _lent(self) -> tuple[FakeEngine, FakeEngine, dict[str, Any]]:
-        prefill, decode = self.pair(num_blocks=64)
+        prefill, decode = self.pair()
         params = self.stored(prefill)
         if not params:
             pytest.skip(f"{self.called} hands out no references: request_finished returned no params")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -16,14 +14,12 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite
 from kvplug_testing.engine import Arrival, FakeEngine, Schedule, request_of
 
-ON_DEVICE: Mapping[str, Any] = MappingProxyType({"device": "simulated", "config": {"device": "simulated"}})
-"""The engine's cache, and what its config says of it."""
 _few_seeds = pytest.mark.parametrize("seed", range(2))
 _LONG = {
-    "test_whatever_two_engines_do_what_arrives_is_right": "",
+    "test_whatever_engines_do_what_arrives_is_right": "",
     "test_whatever_goes_on_beside_a_load_its_blocks_are_its_own": "background",
     "test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved": "own_faults",
-    "test_whatever_two_engines_with_caches_on_a_device_do_what_arrives_is_right": "devices",
+    "test_whatever_engines_with_caches_on_a_device_do_what_arrives_is_right": "devices",
 }
 """Tests that run with many seeds at level long, and what they need."""
 
@@ -120,10 +116,17 @@ class Schedules(ConnectorSuite):
         """Whether the engine loads in the background with this seed."""
         return not self.background and seed % 2 == 1
 
+    def _run_engines(self, seed: int, **given: Any) -> None:
+        """A producer and a consumer, and then one engine that saves and loads."""
+        background = self._every_other(seed)
+        with self.scope():
+            self._run_pair(seed, background=background, **given)
+        self._run_both(seed, background=background, **given)
+
     @law("CONN-2", "CONN-1", "CONN-4", "CONN-5")
     @_few_seeds
-    def test_whatever_two_engines_do_what_arrives_is_right(self, seed: int) -> None:
-        self._run_pair(seed)
+    def test_whatever_engines_do_what_arrives_is_right(self, seed: int) -> None:
+        self._run_engines(seed)
 
     @law("CONN-4", "CONN-5", "CONN-2", "CONN-1", needs="background")
     @_few_seeds
@@ -137,11 +140,6 @@ class Schedules(ConnectorSuite):
         self.skip_unless_injected()
         assert done.audit.num_failed, "no load failed, though many were made to"
 
-    @law("CONN-2", "CONN-4", "CONN-5")
-    @_few_seeds
-    def test_whatever_an_engine_does_what_it_gets_back_is_right(self, seed: int) -> None:
-        self._run_both(4000 + seed, background=self._every_other(seed))
-
     @law("CONN-6", "CONN-3", needs="own_faults")
     @_few_seeds
     def test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
@@ -149,15 +147,9 @@ class Schedules(ConnectorSuite):
 
     @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices")
     @_few_seeds
-    def test_whatever_two_engines_with_caches_on_a_device_do_what_arrives_is_right(self, seed: int) -> None:
+    def test_whatever_engines_with_caches_on_a_device_do_what_arrives_is_right(self, seed: int) -> None:
         with simulated.seeded(seed):
-            self._run_pair(7000 + seed, background=self._every_other(seed), **ON_DEVICE)
-
-    @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices")
-    @_few_seeds
-    def test_whatever_an_engine_on_a_device_does_what_it_gets_back_is_right(self, seed: int) -> None:
-        with simulated.seeded(seed):
-            self._run_both(8000 + seed, background=self._every_other(seed), **ON_DEVICE)
+            self._run_engines(7000 + seed, device="simulated", config={"device": "simulated"})
 
     @law("CONN-2", "CONN-1", "CONN-3", "CONN-4", "CONN-5", "CONN-6", "CONN-10", level="long")
     @pytest.mark.parametrize("seed", range(2, 26))

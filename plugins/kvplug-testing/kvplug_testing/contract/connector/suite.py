@@ -158,10 +158,11 @@ class ConnectorSuite(Contract):
         self.later(lambda: self.shut(made))
         return made
 
-    def shut(self, engine: FakeEngine) -> None:
-        """Shut down both sides; both calls must end in time."""
-        self.run(engine.scheduler.shutdown)
-        self.run(engine.worker.shutdown)
+    def shut(self, engine: FakeEngine, is_worker_first: bool = True) -> None:
+        """Shut down both sides, twice each; every call must end in time."""
+        sides = [engine.worker, engine.scheduler] if is_worker_first else [engine.scheduler, engine.worker]
+        for side in (*sides, *sides):
+            self.run(side.shutdown)
 
     def pair(
         self,
