@@ -79,7 +79,6 @@ class PagedCache:
 
     def __init__(
         self,
-        *,
         axes: str = "KBTHD",
         block_size: int = 16,
         num_blocks: int = 64,

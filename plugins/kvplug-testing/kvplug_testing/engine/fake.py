@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -25,9 +25,6 @@ from kvplug.engine import (
 )
 from kvplug_testing.engine.cache import NUM_LAYERS, PagedCache, model_of
 from kvplug_testing.engine.roundtrip import roundtrip
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PATIENCE_S = 30.0
 """How long a connector may take for work that needs further steps, or may answer "not yet"."""
@@ -77,37 +74,28 @@ class FakeEngine:
         config: Config,
         *,
         axes: str = "KBTHD",
-        block_size: int = 16,
         num_blocks: int = 64,
-        block_format: str = "",
         num_layers: int = NUM_LAYERS,
         model: ModelInfo | None = None,
+        make: Callable[..., Any] = build_connector,
+        block_size: int = 16,
+        block_format: str = "",
         seed: int = 0,
         device: str = "cpu",
-        make: Callable[..., Any] = build_connector,
         **build: Any,
     ) -> None:
         """
         Args:
-            block_format: the block format of a kernel that transposes each head's block (axes KBHTD only).
-            device: where the cache is, "simulated" for the kit's own device.
+            axes, num_blocks, num_layers, block_size, block_format, seed, device: of the :class:`PagedCache`.
             make: builds a side of the connector, like ``build_connector``.
             build: more arguments for ``make``.
         """
-        self.cache = PagedCache(
-            axes=axes,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            block_format=block_format,
-            num_layers=num_layers,
-            seed=seed,
-            device=device,
-        )
+        self.cache = PagedCache(axes, block_size, num_blocks, block_format, num_layers, seed, device)
         """Its paged cache."""
         self.block_size = block_size
         """Tokens in a block."""
         self.layer_names, self.layout = self.cache.layer_names, self.cache.layout
-        self.kv_caches: dict[str, Tensor] = self.cache.tensors
+        self.kv_caches = self.cache.tensors
         """The tensors of the cache, by the names of the layers, as the connector gets them."""
         groups = (CacheGroup(layer_names=self.layer_names, layout=self.layout),)
         build.setdefault("parallelism", Parallelism())
@@ -150,20 +138,6 @@ class FakeEngine:
         self.worker.shutdown()
 
     # -- the cache -----------------------------------------------------------------------------
-
-    @property
-    def weights(self) -> float:
-        """A number that the KV depends on. A change requires a reset of the scheduler side's cache."""
-        return self.cache.weights
-
-    @weights.setter
-    def weights(self, weights: float) -> None:
-        self.cache.weights = weights
-
-    def compute(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], start: int, end: int) -> None:
-        """Write every layer's KV of the tokens ``start`` to ``end`` into their blocks, without a step."""
-        for layer in range(len(self.layer_names)):
-            self.cache.compute(layer, token_ids, block_ids, start, end)
 
     def is_right(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], end: int) -> bool:
         """Whether the first ``end`` tokens' KV is in the blocks, in every layer."""
@@ -233,15 +207,10 @@ class FakeEngine:
     # -- steps ---------------------------------------------------------------------------------
 
     def step(
-        self,
-        scheduled: list[Scheduled],
-        *,
-        compute: bool = True,
-        preempted: frozenset[str] = frozenset(),
-        order: CallOrder = CallOrder(),
+        self, scheduled: list[Scheduled], *, compute: bool = True, order: CallOrder = CallOrder()
     ) -> WorkerOutput:
         """One engine step over (request, block_ids, num_computed, num_scheduled)."""
-        report = self.execute(self.plan(scheduled, preempted=preempted), compute=compute, order=order)
+        report = self.execute(self.plan(scheduled), compute=compute, order=order)
         self.hear(report)
         return report
 
@@ -280,21 +249,23 @@ class FakeEngine:
 
         If nothing is scheduled, there is no forward pass and no layer is visited.
         """
-        worker, num_layers = self.worker, len(self.layer_names)
+        worker, num_layers = self.worker, len(self.layer_names) if planned.scheduled else 0
         if planned.preempted:
             worker.handle_preemptions(planned.preempted)
         worker.bind_connector_metadata(planned.metadata)
-        drafting = num_layers - 1 if order.drafts else num_layers
+        drafting = max(0, num_layers - order.drafts)
         if not order.loads_after_forward:
             worker.start_load_kv()
-        self.forward(planned, range(drafting), compute)
+        for layer in range(drafting):
+            self.visit(layer, planned, compute=compute)
         if order.loads_after_forward:
             worker.start_load_kv()
         if not order.drafts:
             worker.wait_for_save()
         report = self.report(planned)
         if order.drafts:
-            self.forward(planned, range(drafting, num_layers), compute)
+            for layer in range(drafting, num_layers):
+                self.visit(layer, planned, compute=compute)
             worker.wait_for_save()
         worker.clear_connector_metadata()
         return report
@@ -343,42 +314,31 @@ class FakeEngine:
         if has_work:
             self.worker.save_kv_layer(name, self.kv_caches[name])
 
-    def forward(self, planned: PlannedStep, layers: range, compute: bool) -> None:
-        """Run these attention layers of the forward pass, if anything is scheduled."""
-        for layer in layers if planned.scheduled else ():
-            self.visit(layer, planned, compute=compute)
-
     # -- whole requests ------------------------------------------------------------------------
 
-    def prefill(
-        self, request: Request, *, chunk: int | None = None, order: CallOrder = CallOrder()
-    ) -> tuple[int, ...]:
+    def prefill(self, request: Request, *, chunk: int | None = None) -> tuple[int, ...]:
         """Compute a whole prompt, in chunks, and end the request. Returns its blocks."""
-        return self.hand_off(request, chunk=chunk, order=order)[0]
+        return self.hand_off(request, chunk=chunk)[0]
 
     def hand_off(
-        self, request: Request, *, chunk: int | None = None, order: CallOrder = CallOrder()
+        self, request: Request, *, chunk: int | None = None
     ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
         """Like :meth:`prefill`; also returns the ``kv_transfer_params``."""
         total = len(request.token_ids)
         blocks = self.admit(request)
         for start in range(0, total, chunk or total):
-            self.step([(request, blocks, start, min(chunk or total, total - start))], order=order)
+            self.step([(request, blocks, start, min(chunk or total, total - start))])
         _, params = self.finish(request, blocks)
         self.settle()
         return blocks, params
 
-    def load(
-        self, request: Request, *, order: CallOrder = CallOrder()
-    ) -> tuple[tuple[int, ...], int, WorkerOutput]:
+    def load(self, request: Request) -> tuple[tuple[int, ...], int, WorkerOutput]:
         """Match, allocate, and run the step that loads. Returns (blocks, tokens loaded, report)."""
         num_loaded, is_async = self.matched(request)
         blocks = self.allocate(len(request.token_ids))
         self.scheduler.update_state_after_alloc(request, (blocks,), num_loaded)
-        if is_async:
-            return blocks, num_loaded, self.step([], order=order)
         rest = len(request.token_ids) - num_loaded
-        return blocks, num_loaded, self.step([(request, blocks, num_loaded, rest)], order=order)
+        return blocks, num_loaded, self.step([] if is_async else [(request, blocks, num_loaded, rest)])
 
 
 def request_of(

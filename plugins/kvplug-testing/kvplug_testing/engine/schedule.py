@@ -63,6 +63,8 @@ class Schedule:
         self._reports: deque[tuple[_Step, WorkerOutput]] = deque()
         self._users: Counter[int] = Counter()
         self._kept: dict[str, tuple[int, ...]] = {}
+        """The blocks of ended requests that are kept until these are named."""
+        self._may_be_named: set[str] = set()
         self._blank: set[int] = set()
         self._freed = dict.fromkeys(fake.free_blocks, 0)
         """Free blocks, each with the last step planned before it was freed."""
@@ -147,7 +149,7 @@ class Schedule:
         each.num_computed = end
         each.state = State.RUNNING
         if found:
-            self.audit.begin(Load(request, each.blocks, start, end, is_async))
+            self.audit.loads[each.name] = Load(request, each.blocks, start, end, is_async)
             each.state = State.LOADING if is_async else State.RUNNING
         each.must_run = each.state is State.RUNNING
 
@@ -210,6 +212,7 @@ class Schedule:
     def _hear(self) -> None:
         step, report = self._reports.popleft()
         self.fake.hear(report)
+        self._check_names(report)
         for each in [*self.active]:
             wrong = [at for at, block in enumerate(each.blocks) if block in report.invalid_block_ids]
             if wrong and self.chance.random() < 0.3:  # an engine may fail the request
@@ -236,8 +239,12 @@ class Schedule:
     def _end(self, each: Running, end: RequestEnd | None = None) -> None:
         request = each.request()
         keeps, params = self.fake.finish(request, each.blocks, end or each.arrival.end)
-        reported = any(each.name in report.finished_recving for _, report in self._reports)
-        self.audit.end(each.name, keeps, is_reported=keeps and reported)
+        if (load := self.audit.loads.get(each.name)) is not None:
+            load.is_checked = False
+            if not load.step or (load.is_async and not keeps):
+                del self.audit.loads[each.name]
+                if load.step:
+                    self._may_be_named.add(each.name)  # a report of it may be in flight
         self.active.remove(each)
         if each in self._to_preempt:
             self._to_preempt.remove(each)
@@ -289,8 +296,8 @@ class Schedule:
     def _preempt(self, each: Running) -> None:
         """Preempt the request: it loses its blocks and waits. The next plan tells the connector."""
         load = self.audit.loads.get(each.name)
-        if load is not None and not load.step:
-            self.audit.drop(each.name)
+        if load is not None and not load.step:  # no step knows of it
+            del self.audit.loads[each.name]
         self._release(each.blocks)
         each.blocks, each.state, each.must_run = (), State.WAITING, False
         each.back_to(0)
@@ -307,6 +314,19 @@ class Schedule:
                 self.fake.free_blocks.insert(0, block)
 
     # -- checks --------------------------------------------------------------------------------
+
+    def _check_names(self, report: WorkerOutput) -> None:
+        """Check that each request is named once, as sent or as received, and forget ended loads."""
+        sent, received = report.finished_sending, report.finished_recving
+        assert not sent & received, f"{sorted(sent & received)} is named as sent and as received"
+        loads = self.audit.loads
+        assert not sent & loads.keys(), f"a request is named as sent while it loads: {sent}"
+        loaded = {name for name, load in loads.items() if load.has_ended}
+        unexpected = sorted((sent - self._kept.keys() | (received - loaded)) - self._may_be_named)
+        assert not unexpected, f"{unexpected} was named before, or nothing of it was under way"
+        self._may_be_named -= sent | received
+        for name in received & loaded:
+            del loads[name]
 
     def _look(self) -> None:
         """Check that all computed KV is right, and that free blocks are unchanged."""

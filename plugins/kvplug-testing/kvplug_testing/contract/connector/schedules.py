@@ -17,7 +17,6 @@ from kvplug_testing.engine import Arrival, FakeEngine, Schedule, request_of
 _few_seeds = pytest.mark.parametrize("seed", range(2))
 _LONG = {
     "test_whatever_engines_do_what_arrives_is_right": "",
-    "test_whatever_goes_on_beside_a_load_its_blocks_are_its_own": "background",
     "test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved": "own_faults",
     "test_whatever_engines_with_caches_on_a_device_do_what_arrives_is_right": "devices",
 }
@@ -128,28 +127,23 @@ class Schedules(ConnectorSuite):
     def test_whatever_engines_do_what_arrives_is_right(self, seed: int) -> None:
         self._run_engines(seed)
 
-    @law("CONN-4", "CONN-5", "CONN-2", "CONN-1", needs="background")
-    @_few_seeds
-    def test_whatever_goes_on_beside_a_load_its_blocks_are_its_own(self, seed: int) -> None:
-        self._run_pair(1000 + seed, background=True)
-
     @law("CONN-3", "CONN-4", "CONN-5")
     @_few_seeds
     def test_whatever_fails_is_reported_and_never_used(self, seed: int) -> None:
-        done = self._run_pair(2000 + seed, background=self._every_other(seed), spoils=True)
+        done = self._run_pair(seed, background=self._every_other(seed), spoils=True)
         self.skip_unless_injected()
         assert done.audit.num_failed, "no load failed, though many were made to"
 
     @law("CONN-6", "CONN-3", needs="own_faults")
     @_few_seeds
     def test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
-        self._run_both(5000 + seed, spoils=True)
+        self._run_both(seed, spoils=True)
 
     @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices")
     @_few_seeds
     def test_whatever_engines_with_caches_on_a_device_do_what_arrives_is_right(self, seed: int) -> None:
         with simulated.seeded(seed):
-            self._run_engines(7000 + seed, device="simulated", config={"device": "simulated"})
+            self._run_engines(seed, device="simulated", config={"device": "simulated"})
 
     @law("CONN-2", "CONN-1", "CONN-3", "CONN-4", "CONN-5", "CONN-6", "CONN-10", level="long")
     @pytest.mark.parametrize("seed", range(2, 26))
@@ -172,7 +166,7 @@ class Schedules(ConnectorSuite):
         if self.run(engine.scheduler.reset_cache) is not True:
             pytest.skip(f"{self.called} says that it cannot forget: reset_cache returned false")
         engine.hear(engine.execute(planned[1]))  # a step that was planned before
-        engine.weights = 1
+        engine.cache.weights = 1
         engine.step([(prompt, blocks, 70, 30)])
         engine.finish(prompt, blocks)
         self.run(engine.settle)
