@@ -1,4 +1,4 @@
-"""What is not saved beside a load that failed: with shared blocks, and with several workers."""
+"""What is saved, and when: beside loads, with several workers, and after a store has refused it."""
 
 from __future__ import annotations
 
@@ -9,56 +9,19 @@ import pytest
 from kvplug.metrics.record import RecordedStore
 from kvplug.transport import Deadline, Job, PutReason, pack_tokens
 from kvplug_lookup.connector.plan import LoadPlan, SavePlan, StepPlan
-from kvplug_testing.engine import CallOrder, PlannedStep, request_of
+from kvplug_testing.engine import PlannedStep, request_of
 from lookup_engines import (
     PAGE,
     PROMPT,
     assert_loads,
     both,
-    missed,
     num_held,
-    promised,
     tokens,
     two_workers,
     worker_report,
 )
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.mark.parametrize("in_flight", [False, True])
-@pytest.mark.parametrize("drafts", [False, True])
-def test_what_was_computed_beside_a_failed_load_in_shared_blocks_is_not_saved(
-    drafts: bool, in_flight: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order = CallOrder(drafts=drafts)
-    with both() as engine:
-        engine.prefill(request_of("stored", PROMPT))
-        prompt, blocks, *_ = promised(engine, request_of("a", tokens(150)), 96)
-        # Its engine has a prefix cache: another prompt begins with the blocks that are being loaded.
-        sharing = request_of("sharing", [*range(96), *range(7000, 7024)])
-        theirs = (*blocks[:6], *engine.allocate(24))
-        engine.scheduler.on_new_request(sharing)
-        engine.scheduler.update_state_after_alloc(sharing, (theirs,), 0)
-        if in_flight:  # the second step is planned before the first one's report is in
-            plans = [
-                engine.plan([(prompt, blocks, 96, 24)]),
-                engine.plan([(prompt, blocks, 120, 30), (sharing, theirs, 96, 24)]),
-            ]
-        else:
-            plans = [engine.plan([(prompt, blocks, 96, 54), (sharing, theirs, 96, 24)])]
-        with monkeypatch.context() as failing:
-            failing.setattr(RecordedStore, "submit_get", lambda _, pages, **__: missed(pages))
-            reports = [engine.execute(plan, order=order) for plan in plans]
-        assert reports[0].invalid_block_ids == frozenset(blocks[:6])
-        assert num_held(engine) == 6
-        for report in reports:
-            engine.hear(report)
-        assert engine.matched(prompt) == (0, False), "a load of it failed: it is computed"
-        # The engine goes back and computes both again, and what is right is saved.
-        engine.step([(prompt, blocks, 0, 150), (sharing, theirs, 96, 24)], order=order)
-        assert_loads(engine, request_of("b", tokens(150)), 144)
-        assert_loads(engine, request_of("c", sharing.token_ids), 112)
 
 
 def save_of(request_id: str, token_ids: Any) -> SavePlan:

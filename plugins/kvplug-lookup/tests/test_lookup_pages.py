@@ -146,7 +146,7 @@ def test_a_preempted_request_loads_what_it_saved_or_saves_it_again(
         blocks = engine.admit(prompt)
         engine.step([(prompt, blocks, 0, 100)])
         assert num_held(engine) == 6
-        engine.step([], preempted=frozenset({"a"}))
+        engine.hear(engine.execute(engine.plan([], preempted=frozenset({"a"}))))
         tier = engine.worker.first_tier
         if lost:
             tier.store.submit_remove(tier.store.keys(tier.series)).wait(10)
@@ -170,7 +170,7 @@ def test_a_step_without_a_call_in_its_layers_is_saved_and_loaded() -> None:
     """As where an engine replays a captured step."""
     with pair(consumer={"lookup": {"async_load": True}}) as (prefill, decode):
         for engine in (prefill, decode):
-            engine.forward = functools.partial(_without_calls, engine)  # type: ignore[method-assign]
+            engine.visit = functools.partial(_without_calls, engine)  # type: ignore[method-assign]
         prompt = request_of("a", PROMPT)
         prefill.prefill(prompt, chunk=40)
         assert num_held(prefill) == 6
@@ -181,7 +181,6 @@ def test_a_step_without_a_call_in_its_layers_is_saved_and_loaded() -> None:
         assert decode.scheduler.get_hit_sources(prompt, 96) == {"peer": 96}
 
 
-def _without_calls(engine: FakeEngine, planned: Any, layers: range, compute: bool) -> None:
-    for layer in layers:
-        for request, blocks, computed, new in planned.scheduled:
-            engine.cache.compute(layer, request.token_ids, blocks, computed, computed + new)
+def _without_calls(engine: FakeEngine, layer: int, planned: Any, *, compute: bool) -> None:
+    for request, blocks, computed, new in planned.scheduled:
+        engine.cache.compute(layer, request.token_ids, blocks, computed, computed + new)

@@ -1,6 +1,6 @@
 """The connector "lookup" is told to forget: nothing computed before is loaded by a request that comes after.
 
-What the suite of connectors does not see: steps in flight, several workers, and saves on their way.
+What the suite of connectors does not see: several workers, and saves on their way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from lookup_engines import (
     num_held,
     pair,
     promised,
-    tokens,
     two_workers,
     worker_report,
 )
@@ -54,7 +53,7 @@ def test_a_prompt_of_which_a_part_was_computed_before_is_saved_only_if_it_starts
         blocks = prefill.admit(prompt)
         prefill.step([(prompt, blocks, 0, 40)])
         prefill.scheduler.reset_cache()
-        prefill.weights = decode.weights = 1
+        prefill.cache.weights = decode.cache.weights = 1
         start = 0 if starts_over else 40
         prefill.step([(prompt, blocks, start, 30)])
         prefill.step([(prompt, blocks, start + 30, 100 - start - 30)])
@@ -62,23 +61,6 @@ def test_a_prompt_of_which_a_part_was_computed_before_is_saved_only_if_it_starts
         assert prefill.worker.bytes_unsaved == 0
         if starts_over:
             assert_loads(decode, request_of("b", PROMPT), 96)
-
-
-def test_steps_that_were_planned_before_save_nothing_that_lasts() -> None:
-    with pair() as (prefill, decode):
-        prompts = [request_of(f"p{n}", tokens(64, 1000 * n)) for n in range(3)]
-        planned = [prefill.plan([(prompt, prefill.admit(prompt), 0, 64)]) for prompt in prompts]
-        prefill.scheduler.reset_cache()
-        fresh = request_of("fresh", tokens(64, 7000))
-        planned.append(prefill.plan([(fresh, prefill.admit(fresh), 0, 64)]))
-        for number, step in enumerate(planned):
-            prefill.weights = float(number == 3)
-            prefill.scheduler.update_connector_output(prefill.execute(step))
-        decode.weights = prefill.weights
-        for prompt in prompts:
-            assert decode.matched(request_of(f"{prompt.request_id}-there", prompt.token_ids)) == (0, False)
-        assert num_held(prefill) == 4
-        assert_loads(decode, request_of("fresh-there", fresh.token_ids), 48)
 
 
 def test_pages_that_are_being_kept_meanwhile_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +81,7 @@ def test_pages_that_are_being_kept_meanwhile_are_forgotten_too(monkeypatch: pyte
         assert reached.wait(5)
         prefill.scheduler.reset_cache()
         prefill.step([])
-        prefill.weights = decode.weights = 1
+        prefill.cache.weights = decode.cache.weights = 1
         opened.set()
         assert num_held(prefill) == 0
         assert decode.matched(request_of("a", PROMPT)) == (0, False)
@@ -151,7 +133,7 @@ def test_a_load_that_was_planned_before_and_begins_after_finds_nothing_and_is_co
         engine.prefill(request_of("stored", PROMPT))
         scheduled = promised(engine, request_of("a", PROMPT), 96)
         engine.scheduler.reset_cache()
-        engine.weights = 1
+        engine.cache.weights = 1
         report = engine.step([scheduled])
         assert report.invalid_block_ids == frozenset(scheduled[1][:6])
         assert num_held(engine) == 0

@@ -1,4 +1,4 @@
-"""Another connector of the engine loads a request's prefix, and that fails: nothing wrong is saved."""
+"""Another connector of the engine loads a prefix, and that fails: what is right is saved, and no more."""
 
 from __future__ import annotations
 
@@ -86,20 +86,6 @@ def test_steps_in_flight_save_nothing_of_what_has_failed(depth: int, engine: Fak
     assert_saved(engine, 9, MORE)
 
 
-@pytest.mark.parametrize("is_later", [False, True], ids=["in the same step", "in the next one"])
-def test_a_request_that_shares_the_blocks_saves_nothing_either(is_later: bool, engine: FakeEngine) -> None:
-    prompt, blocks = begun(engine, "a")
-    other, theirs = begun(engine, "b", [*PROMPT[:LOADED], *range(700, 732)], blocks[:6])
-    work = [(prompt, blocks, LOADED, 54)], [(other, theirs, LOADED, 32)]
-    planned = [engine.plan(each) for each in work] if is_later else [engine.plan([*work[0], *work[1]])]
-    run(engine, planned.pop(0), invalid=blocks[:6])
-    for each in planned:
-        run(engine, each)
-    assert_saved(engine, 0)
-    engine.step([(prompt, blocks, 0, 150), (other, theirs, LOADED, 32)])
-    assert_saved(engine, 11, MORE, other.token_ids)
-
-
 def test_a_request_saves_nothing_that_another_one_has_still_to_compute(engine: FakeEngine) -> None:
     """Of requests that share blocks vLLM lets one compute them, and counts them as right for the others."""
     prompt, blocks = begun(engine, "a")
@@ -109,13 +95,3 @@ def test_a_request_saves_nothing_that_another_one_has_still_to_compute(engine: F
     engine.step([(prompt, blocks, 40, 110), (other, theirs, LOADED + 32, 32)])
     engine.step([(other, theirs, LOADED + 63, 1)])
     assert_saved(engine, 9, MORE, other.token_ids)
-
-
-def test_a_request_that_ends_with_its_step_saves_nothing(engine: FakeEngine) -> None:
-    prompt, blocks = begun(engine, "a")
-    planned = engine.plan([(prompt, blocks, LOADED, 54)])
-    report = engine.execute(planned)
-    engine.finish(prompt, blocks)
-    engine.hear(attrs.evolve(report, invalid_block_ids=frozenset(blocks[:6])))
-    engine.settle()
-    assert_saved(engine, 0)

@@ -139,6 +139,11 @@ class FakeEngine:
 
     # -- the cache -----------------------------------------------------------------------------
 
+    def compute(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], start: int, end: int) -> None:
+        """Write every layer's KV of the tokens ``start`` to ``end`` into their blocks, without a step."""
+        for layer in range(len(self.layer_names)):
+            self.cache.compute(layer, token_ids, block_ids, start, end)
+
     def is_right(self, token_ids: tuple[int, ...], block_ids: tuple[int, ...], end: int) -> bool:
         """Whether the first ``end`` tokens' KV is in the blocks, in every layer."""
         return self.cache.is_right(token_ids, block_ids, end)
