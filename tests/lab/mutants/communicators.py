@@ -316,6 +316,15 @@ class TestSumsWhatItDoesNotClaim(MemoryCommunicator):
 # -- COMM-4 ----------------------------------------------------------------------------------------
 
 
+@breaks(Mutant, "COMM-4", caught_by="test_tokens_of_all_ranks_come_and_each_rank_gets_its_rows_of_the_sum")
+class TestCombinesWithoutTheLastRank(MemoryCommunicator):
+    """What the last rank's experts made is lost."""
+
+    def combine(self, hidden_states: Any, *args: Any, **given: Any) -> Any:
+        last = self.rank == self.world_size - 1
+        return super().combine(hidden_states * 0 if last else hidden_states, *args, **given)
+
+
 @breaks(
     Mutant,
     "COMM-4",
@@ -329,7 +338,7 @@ class TestBringsSharedTokensTwice(MemoryCommunicator):
         self._width = 1
 
 
-@breaks(Mutant, "COMM-4", caught_by="test_a_layer_of_experts_gives_what_it_gives_alone")
+@breaks(Mutant, "COMM-4", caught_by="test_tokens_of_all_ranks_come_and_each_rank_gets_its_rows_of_the_sum")
 class TestForgetsExtraTensors(MemoryCommunicator):
     """Extra tensors come back as they went in."""
 
@@ -338,7 +347,7 @@ class TestForgetsExtraTensors(MemoryCommunicator):
         return found if more is None else (*found, more)
 
 
-@breaks(Mutant, "COMM-4", caught_by="test_a_layer_of_experts_gives_what_it_gives_alone")
+@breaks(Mutant, "COMM-4", caught_by="test_tokens_of_all_ranks_come_and_each_rank_gets_its_rows_of_the_sum")
 class TestGivesEveryRankTheFirstRows(MemoryCommunicator):
     """combine cuts the sum at the wrong place."""
 

@@ -144,7 +144,17 @@ class TestLoadsIntoTheWrongBlock(MemoryWorker):
         return super()._load({**load, "blocks": (*blocks[:-2], *reversed(blocks[-2:]))})
 
 
-@breaks(Mutant, "CONN-2", caught_by="test_what_was_stored_is_loaded_into_its_blocks_on_each_layout")
+@breaks(Mutant, "CONN-2")
+class TestSwapsKeyAndValue(MemoryWorker):
+    """Keys are stored as values, and values as keys."""
+
+    def _entry(self, key: Any, blocks: Any) -> PromptEntry:
+        entry = super()._entry(key, blocks)
+        layers = tuple((key, None) if value is None else (value, key) for key, value in entry.layers)
+        return attrs.evolve(entry, layers=layers, digests=self._digests(layers))
+
+
+@breaks(Mutant, "CONN-2", caught_by="test_whatever_the_layout_is_what_arrives_is_right")
 class TestIsRightOnOneLayoutOnly(MemoryWorker):
     """Where heads come before tokens, the last head is forgotten."""
 
@@ -209,7 +219,30 @@ class TestNamesOneBlockOfAFailedLoad(MemoryWorker):
 # -- blocks in use ----------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_whatever_goes_on_beside_a_load_its_blocks_are_its_own")
+@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded")
+class TestSaysSentBeforeItHasRead(MemoryWorker):
+    """A request is named as sent one step before its blocks are copied."""
+
+    def get_finished(self, finished: frozenset[str]) -> Any:
+        sent = frozenset(save["request"] for save in self._begun[1])
+        return sent, super().get_finished(finished)[1]
+
+
+class TestKeepsNoBlocks(Mutant):
+    """Blocks that are saved in a later step are not kept."""
+
+    breaks = ("CONN-4",)
+
+    class scheduler_factory(MemoryScheduler):  # noqa: N801
+        def request_finished(self, *given: Any) -> Any:
+            return False, super().request_finished(*given)[1]
+
+    class worker_factory(MemoryWorker):  # noqa: N801
+        def get_finished(self, finished: frozenset[str]) -> Any:
+            return frozenset(), super().get_finished(finished)[1]
+
+
+@breaks(Mutant, "CONN-4", caught_by="test_whatever_engines_do_what_arrives_is_right")
 class TestSaysReceivedBeforeItHasWritten(MemoryWorker):
     """A background load is named one step before it writes."""
 

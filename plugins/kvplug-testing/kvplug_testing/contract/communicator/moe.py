@@ -1,4 +1,4 @@
-"""Tokens go to their experts and back (law COMM-4), compared with a mixture of experts on one rank."""
+"""Tokens go to their experts and back (law COMM-4), and what a rank is (COMM-1)."""
 
 from __future__ import annotations
 
@@ -13,48 +13,27 @@ from kvplug.transport import TensorMismatchError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.refusals import still_works
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks
-from kvplug_testing.contract.communicator.tensors import WORLD, check, joined, tensor_of
+from kvplug_testing.contract.communicator.tensors import WORLD, check, each_rank, joined, tensor_of, total
 from kvplug_testing.contract.ends import LocalHandle
 
-NUM_EXPERTS = 5
 HIDDEN = 6
-TOP_K = 2
 _SERVE_EXPERTS = ("ep", "ep:0", "ep_1", "dp-ep", "group ep 3")
 _DO_NOT = ("", "tp:0", "step", "epoch", "prep:0")
 
 
-def tokens(count: int, seed: int) -> list[Any]:
-    """One rank's hidden states, weights and ids of experts. Whole numbers and powers of two, so that the
-    order of additions does not matter.
-    """
-    import torch
-
-    made = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(-4, 5, (count, HIDDEN), generator=made).float(),
-        0.5 ** torch.randint(1, 4, (count, TOP_K), generator=made),
-        torch.randint(0, NUM_EXPERTS, (count, TOP_K), generator=made),
-    ]
-
-
-def layer(given: Sequence[Any], experts: Sequence[int] = range(NUM_EXPERTS)) -> Any:
-    """The result of ``experts`` for these tokens; with all experts, the layer's result."""
-    import torch
-
-    hidden, weights, ids = given
-    found = torch.zeros_like(hidden)
-    for expert in experts:
-        chance = torch.Generator().manual_seed(expert)
-        matrix = torch.randint(-2, 3, (HIDDEN, HIDDEN), generator=chance).float()
-        found += (weights * (ids == expert)).sum(1, keepdim=True) * (hidden @ matrix)
-    return found
+def tokens(count: int, rank: int) -> list[Any]:
+    """One rank's hidden states, weights and ids of experts."""
+    kinds = (("float32", HIDDEN), ("float32", 2), ("int64", 2))
+    return [tensor_of(dtype, (count, size), rank + at) for at, (dtype, size) in enumerate(kinds)]
 
 
 def check_layer(ranks: Ranks, given: Sequence[list[Any]], owners: Sequence[int], *, parallel: bool) -> None:
-    """Each rank gets the layer's result; the tokens of ``owners`` come once, and so do extra tensors."""
+    """The tokens of ``owners`` come once, and so do extra tensors. What all ranks make of them is added, and
+    each rank gets its own rows.
+    """
     import torch
 
-    world = len(given)
+    world, counts = len(given), [len(given[rank][0]) for rank in owners]
     extras = [torch.arange(len(each[0])) + 100 * rank for rank, each in enumerate(given)]
     plain = ranks.values("dispatch", [[*each, parallel] for each in given])
     args = [[*each, parallel, [extra]] for each, extra in zip(given, extras, strict=True)]
@@ -63,9 +42,10 @@ def check_layer(ranks: Ranks, given: Sequence[list[Any]], owners: Sequence[int],
         check(found, [joined([given[rank][at] for rank in owners], 0)] * world, f"dispatch, tensor {at}")
         check([each[at] for each in plain], found, f"dispatch without extra tensors, tensor {at}")
     check([extra for (extra,) in more], [joined([extras[rank] for rank in owners], 0)] * world, "the extra")
-    made = [layer(each, range(rank, NUM_EXPERTS, world)) for rank, each in enumerate(plain)]
-    combined = ranks.values("combine", [[each, parallel] for each in made])
-    check(combined, [layer(each) for each in given], f"experts of {world} ranks")
+    made = each_rank("float32", (sum(counts), HIDDEN), world)
+    rows = total(made).split(counts)
+    wanted = [rows[rank * len(owners) // world] for rank in range(world)]
+    check(ranks.values("combine", [[each, parallel] for each in made]), wanted, f"combine of {world} ranks")
 
 
 class ExpertLayers(CommunicatorSuite):
@@ -74,12 +54,14 @@ class ExpertLayers(CommunicatorSuite):
     @law("COMM-4")
     @pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])
     @pytest.mark.parametrize("counts", [[3], [5, 0], [1, 4, 0, 2], [0, 0]], ids=str)
-    def test_a_layer_of_experts_gives_what_it_gives_alone(self, backend: str, counts: list[int]) -> None:
+    def test_tokens_of_all_ranks_come_and_each_rank_gets_its_rows_of_the_sum(
+        self, backend: str, counts: list[int]
+    ) -> None:
         world = len(counts)
         size = max(2, world)
         ranks = self.ranks(world, unique_name="ep:0", data_parallel_size=size, all2all_backend=backend)
         for seed in range(2):
-            given = [tokens(count, 10 * seed + rank) for rank, count in enumerate(counts)]
+            given = [tokens(count, seed + rank) for rank, count in enumerate(counts)]
             check_layer(ranks, given, range(world), parallel=bool(seed))
 
     @law("COMM-4")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,14 +15,14 @@ import attrs
 import pytest
 
 from kvplug import ClosedError, KvplugError, TimeoutError
-from kvplug.engine import Request
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.connector.schedules import scheduled
 from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
 from kvplug_testing.contract.suite_ref import suite_from_ref
-from kvplug_testing.engine import FakeEngine, request_of
+from kvplug_testing.engine import Arrival, request_of
 from kvplug_testing.waits import Call
 
 _SHORT_S = 0.3
@@ -31,34 +31,22 @@ _SHORT_S = 0.3
 class Endings(ConnectorSuite):
     """One side, both sides or the peer end while a request is in any state."""
 
-    @staticmethod
-    def _going(decode: FakeEngine, prompt: Request) -> Iterator[None]:
-        """Take a request from its first call to its last, with a point between two calls each."""
-        yield
-        found, is_async = decode.matched(prompt)
-        yield
-        blocks = decode.allocate(100)
-        decode.scheduler.update_state_after_alloc(prompt, (blocks,), found)
-        yield
-        planned = decode.plan([] if is_async else [(prompt, blocks, found, 100 - found)])
-        yield
-        report = decode.execute(planned)
-        yield
-        decode.hear(report)
-        decode.finish(prompt, blocks)
-        yield
-
     @law("ALL-1", "ALL-7")
     @pytest.mark.parametrize("background", [False, True], ids=["", "background"])
-    @pytest.mark.parametrize("point", range(6))
-    def test_it_can_be_shut_down_at_any_point(self, point: int, background: bool) -> None:
+    @pytest.mark.parametrize("seed", range(8))
+    def test_it_can_be_shut_down_at_any_point(self, seed: int, background: bool) -> None:
         self.skip_unless_possible(background)
-        for is_worker_first in (True, False):
-            with self.scope():
-                prefill, decode, prompt = self.asking(background=background)
-                self.run(list, itertools.islice(self._going(decode, prompt), point + 1))
-                self.shut(decode, is_worker_first)
-                self.shut(prefill, is_worker_first)
+        chance = random.Random(seed)
+        prefill, decode, prompt = self.asking(background=background)
+        schedule = scheduled(decode, chance)
+        for number in range(3):
+            arrival = {"request_id": f"r{number}", "prompt": prompt.token_ids, "params": prompt.params}
+            schedule.submit(Arrival(**arrival))
+        for _ in range(chance.randrange(16)):
+            if schedule.has_work:
+                self.run(schedule.move)
+        for engine in (decode, prefill):
+            self.shut(engine, is_worker_first=bool(seed % 2))
 
     @law("ALL-1", "ALL-5", "ALL-7")
     @pytest.mark.parametrize("is_worker_first", [True, False], ids=["worker-first", "scheduler-first"])

@@ -12,7 +12,6 @@ from unittest import mock
 import attrs
 import pytest
 
-from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import (
     BLOCK,
@@ -23,50 +22,14 @@ from kvplug_testing.contract.connector.suite import (
     failed,
 )
 from kvplug_testing.engine import MODEL, FakeEngine, PagedCache, request_of
-from kvplug_testing.engine.cache import AXES
 from kvplug_testing.waits import Call, raises
 
-_LAYOUTS = [(axes, BLOCK, "") for axes in AXES] + [("BHTKD", 8, ""), ("KBHTD", BLOCK, "transposed")]
 _LONG_S = 60.0
 """For a prompt of thousands of tokens on a busy host: how long it takes is not judged."""
 
 
 class Promises(ConnectorSuite):
     """One prompt at a time."""
-
-    @law("CONN-2")
-    @pytest.mark.parametrize(("axes", "block_size", "block_format"), _LAYOUTS)
-    def test_what_was_stored_is_loaded_into_its_blocks_on_each_layout(
-        self, axes: str, block_size: int, block_format: str
-    ) -> None:
-        layout: dict[str, Any] = {"axes": axes, "block_size": block_size, "block_format": block_format}
-        prefill, decode = self.pair(**layout)
-        # A third prompt lies between the two, so that block tables are not plain ranges.
-        params = [
-            self.stored(prefill, range(1000 * n, 1000 * n + count), f"stored{n}")
-            for n, count in enumerate((100, 7, 90))
-        ]
-        layers = range(len(decode.layer_names))
-        before = [decode.cache.by_token(layer).copy() for layer in layers]
-        used: set[int] = set()
-        for n, count in ((0, 100), (2, 90)):
-            prompt = request_of(f"r{n}", range(1000 * n, 1000 * n + count), params=params[n])
-            blocks, found = self.check_loads(decode, prompt)
-            assert found % block_size == 0, f"{found} tokens are promised: no whole blocks of {block_size}"
-            used |= set(blocks)
-        others = sorted(set(range(decode.cache.num_blocks)) - used)
-        for layer in layers:
-            now = decode.cache.by_token(layer)[others]
-            assert_same(before[layer][others], now, "blocks that belong to no request were written")
-
-    @law("CONN-2")
-    @pytest.mark.parametrize(("ours", "theirs"), [(16, 32), (32, 16)])
-    def test_engines_with_blocks_of_other_sizes_load_what_they_can(self, ours: int, theirs: int) -> None:
-        prefill, decode = self.pair(producer={"block_size": ours}, consumer={"block_size": theirs})
-        prompt = request_of("a", range(100), params=self.stored(prefill))
-        blocks, found, report = self.run(decode.load, prompt)
-        assert found % theirs == 0 and not report.invalid_block_ids
-        assert decode.is_right(prompt.token_ids, blocks, 100), "the KV is wrong"
 
     @law("CONN-2")
     def test_the_same_tokens_with_another_extra_are_another_prompt(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -14,24 +15,6 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite, failed
 from kvplug_testing.engine import FakeEngine, request_of
 from kvplug_testing.waits import Call
-
-_dialled: list[Any] = []
-_is_listening = False
-
-
-def _hear(event: str, args: tuple[Any, ...]) -> None:
-    if event == "socket.connect":
-        _dialled.append(args[1])
-
-
-def dialled() -> list[Any]:
-    """The addresses that this process connects to from now on, until the next call."""
-    global _is_listening
-    if not _is_listening:
-        sys.addaudithook(_hear)  # an audit hook cannot be removed
-        _is_listening = True
-    _dialled.clear()
-    return _dialled
 
 
 def forged(value: Any) -> Iterator[Any]:
@@ -79,11 +62,11 @@ class References(ConnectorSuite):
         """Also one that is counted with a reason."""
         prompt = request_of(name, range(100), params=params)
         self._num_misses(decode)
-        addresses = dialled()
-        asked = Call(lambda: decode.matched(prompt)).end()
+        with mock.patch.object(socket.socket, "connect", autospec=True) as dials:
+            asked = Call(lambda: decode.matched(prompt)).end()
         assert asked.error is None, f"{what}: {asked.error!r} instead of a miss"
         assert asked.value[0] == 0, f"{what}: {asked.value[0]} tokens are promised"
-        assert not addresses, f"{what}: {addresses} were dialled"
+        assert not dials.called, f"{what}: an address was dialled: {dials.call_args}"
         assert self._num_misses(decode), f"{what}: no miss is counted with a reason"
         decode.scheduler.request_finished(prompt, ((),), "aborted")
 

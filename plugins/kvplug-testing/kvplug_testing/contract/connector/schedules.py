@@ -13,7 +13,15 @@ from kvplug_testing import simulated, waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite
 from kvplug_testing.engine import Arrival, FakeEngine, Schedule, request_of
+from kvplug_testing.engine.cache import AXES
 
+_LAYOUTS = [
+    *({"axes": axes} for axes in AXES),
+    {"axes": "BHTKD", "block_size": 8},
+    {"axes": "KBHTD", "block_format": "transposed"},
+    {"producer": {"block_size": 32}},
+    {"consumer": {"block_size": 32, "num_blocks": 32}},
+]
 _few_seeds = pytest.mark.parametrize("seed", range(2))
 _LONG = {
     "test_whatever_engines_do_what_arrives_is_right": "",
@@ -55,7 +63,7 @@ class Schedules(ConnectorSuite):
     ) -> Schedule:
         """A producer and a consumer."""
         chance = random.Random(seed)
-        prefill, decode = self.pair(background=background, num_blocks=64, **given)
+        prefill, decode = self.pair(background=background, **given)
         params: dict[tuple[Any, Any], dict[str, Any] | None] = {}
 
         def note(arrival: Arrival, given: dict[str, Any] | None) -> None:
@@ -126,6 +134,11 @@ class Schedules(ConnectorSuite):
     @_few_seeds
     def test_whatever_engines_do_what_arrives_is_right(self, seed: int) -> None:
         self._run_engines(seed)
+
+    @law("CONN-2", "CONN-4")
+    @pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
+    def test_whatever_the_layout_is_what_arrives_is_right(self, layout: dict[str, Any]) -> None:
+        self._run_pair(0, **layout)
 
     @law("CONN-3", "CONN-4", "CONN-5")
     @_few_seeds
