@@ -12,7 +12,7 @@ import pytest
 from kvplug import Config
 from kvplug_testing.engine import CallOrder, FakeEngine, PagedCache, request_of
 from kvplug_testing.engine.cache import AXES
-from kvplug_testing.engine.roundtrip import roundtrip
+from kvplug_testing.engine.fake import roundtrip
 
 _numbers = itertools.count()
 

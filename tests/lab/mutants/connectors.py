@@ -11,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest import mock
 
 import attrs
 import pytest
 
+from kvplug.engine import ConnectorSpec
 from kvplug.engine.connector.values import RequestEnd
 from kvplug.errors import KvplugError, PeerGoneError, StalledError
 from kvplug_lab.mutants import breaks
@@ -30,10 +32,16 @@ class Mutant(MemoryConnectorContract):
     """One fault, in one of the two sides."""
 
     across_processes = False
-    scheduler_factory: ClassVar[Callable[..., Any] | None] = MemoryScheduler
-    worker_factory: ClassVar[Callable[..., Any] | None] = MemoryWorker
+    scheduler_factory: ClassVar[Callable[..., Any]] = MemoryScheduler
+    worker_factory: ClassVar[Callable[..., Any]] = MemoryWorker
     parts = ("worker_factory", "scheduler_factory")
     breaks: tuple[str, ...] = ()
+
+    def make_side(self, config: Any, side: str, **given: Any) -> Any:
+        factory = self.worker_factory if side == "worker" else self.scheduler_factory
+        load = "load_worker_factory" if side == "worker" else "load_factory"
+        with mock.patch.object(ConnectorSpec, load, return_value=factory):
+            return super().make_side(config, side, **given)
 
     @pytest.fixture(autouse=True)
     def _impatient_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,10 @@ from kvplug.engine import (
     TransferStats,
     WorkerOutput,
 )
+from kvplug.net.wire import Limits, decode, encode
 from kvplug_testing.engine.cache import NUM_LAYERS, PagedCache, model_of
-from kvplug_testing.engine.roundtrip import roundtrip
+
+_LIMITS = Limits(max_bytes=64 << 20, max_items=1 << 24)
 
 PATIENCE_S = 30.0
 """How long a connector may take for work that needs further steps, or may answer "not yet"."""
@@ -362,3 +364,29 @@ def request_of(
         extra=extra,
         params=dict(params or {}),
     )
+
+
+def roundtrip(value: Any, what: str) -> Any:
+    """The value as the other side of a connector receives it: in an engine that is another process.
+
+    Raises:
+        AssertionError: a part is not :data:`kvplug.engine.connector.values.Plain`; the message says which.
+    """
+    _check(value, what)
+    return decode(encode(value, limits=_LIMITS), limits=_LIMITS)
+
+
+def _check(value: Any, where: str) -> None:
+    kind = type(value)
+    if kind in (list, tuple):
+        for index, each in enumerate(value):
+            if type(each) is not int:
+                _check(each, f"{where}[{index}]")
+    elif kind is dict:
+        for key, each in value.items():
+            _check(key, f"a key of {where}")
+            _check(each, f"{where}[{key!r}]")
+    elif value is not None and kind not in (bool, int, float, str, bytes):
+        raise AssertionError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}: only plain values cross between the sides"
+        )

@@ -17,6 +17,8 @@ from kvplug_testing.engine.fake import CallOrder, FakeEngine, PlannedStep, Sched
 from kvplug_testing.engine.load_audit import Load, LoadAudit
 from kvplug_testing.engine.requests import Arrival, Running, State
 
+Blocks = tuple[int, ...]
+
 
 @attrs.frozen(kw_only=True)
 class _Step:
@@ -62,7 +64,7 @@ class Schedule:
         self._planned: deque[_Step] = deque()
         self._reports: deque[tuple[_Step, WorkerOutput]] = deque()
         self._users: Counter[int] = Counter()
-        self._kept: dict[str, tuple[int, ...]] = {}
+        self._kept: dict[str, Blocks] = {}
         """The blocks of ended requests that are kept until these are named."""
         self._may_be_named: set[str] = set()
         self._blank: set[int] = set()
@@ -143,7 +145,7 @@ class Schedule:
             return
         end = min(start + found, len(request.token_ids) - 1)
         wanted = start + found if is_async else len(request.token_ids)
-        if not self._take(each, shared, wanted):
+        if not self._grow(each, wanted, shared, preempts=False):
             return
         self.fake.scheduler.update_state_after_alloc(request, (each.blocks,), found)
         each.num_computed = end
@@ -153,9 +155,9 @@ class Schedule:
             each.state = State.LOADING if is_async else State.RUNNING
         each.must_run = each.state is State.RUNNING
 
-    def _shared(self, each: Running) -> tuple[int, ...]:
+    def _shared(self, each: Running) -> Blocks:
         """Blocks of other requests with the same prefix; or none, as without a prefix cache."""
-        best: tuple[int, ...] = ()
+        best: Blocks = ()
         tokens = each.arrival.tokens[: len(each.request().token_ids) - 1]
         for other in self._victims() if self.chance.random() < 0.5 else ():
             if other.arrival.extra == each.arrival.extra:
@@ -258,33 +260,21 @@ class Schedule:
 
     # -- blocks --------------------------------------------------------------------------------
 
-    def _take(self, each: Running, shared: tuple[int, ...], num_tokens: int) -> bool:
-        """Allocate blocks for this many tokens, with the shared ones first."""
-        if self._num_missing(shared, num_tokens) > len(self.fake.free_blocks):
-            return False
-        each.blocks = shared
-        self._users.update(shared)
-        self._allocate(each, num_tokens)
-        return True
-
-    def _num_missing(self, blocks: tuple[int, ...], num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self._block_size) - len(blocks))
-
-    def _allocate(self, each: Running, num_tokens: int) -> None:
-        blocks = self.fake.allocate(self._num_missing(each.blocks, num_tokens) * self._block_size)
-        for block in blocks:
-            del self._freed[block]
-            self._blank.discard(block)
-        self._users.update(blocks)
-        each.blocks += blocks
-
-    def _grow(self, each: Running, num_tokens: int) -> bool:
-        while self._num_missing(each.blocks, num_tokens) > len(self.fake.free_blocks):
+    def _grow(self, each: Running, num_tokens: int, shared: Blocks = (), *, preempts: bool = True) -> bool:
+        """Allocate blocks for this many tokens, after shared ones. Returns whether there are enough."""
+        blocks = each.blocks or shared
+        missing = max(0, -(-num_tokens // self._block_size) - len(blocks))
+        while missing > len(self.fake.free_blocks):
             victims = [one for one in self._victims() if one is not each]
-            if not victims:
+            if not victims or not preempts:
                 return False
             self._preempt(victims[-1])
-        self._allocate(each, num_tokens)
+        fresh = self.fake.allocate(missing * self._block_size)
+        for block in fresh:
+            del self._freed[block]
+            self._blank.discard(block)
+        self._users.update(fresh if each.blocks else (*shared, *fresh))
+        each.blocks = blocks + fresh
         return True
 
     def _in(self, state: State) -> list[Running]:

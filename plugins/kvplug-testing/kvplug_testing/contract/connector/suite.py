@@ -16,7 +16,7 @@ import attrs
 import pytest
 
 from kvplug import Config, build_connector
-from kvplug.engine import ConnectorSpec, Request, WorkerOutput
+from kvplug.engine import Request, WorkerOutput
 from kvplug.kit import RecordedStore
 from kvplug.transport import Deadline, Job, Kind, PageBuffers, PutReason
 from kvplug_testing import waits
@@ -90,10 +90,6 @@ class ConnectorSuite(Contract):
     """Name of an installed connector."""
     config: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """More keys of both engines' configs: ``transport``, ``lookup_buffer``, ``options`` of these, ..."""
-    scheduler_factory: ClassVar[Callable[..., Any] | None] = None
-    """What makes the scheduler side, in the place of the installed connector's factory."""
-    worker_factory: ClassVar[Callable[..., Any] | None] = None
-    """What makes the worker side, in the place of the installed connector's."""
     injects_into_own: ClassVar[bool] = False
     """:meth:`inject_fault` works for what an engine loads from itself, too, in the role "both"."""
     serves_beside_others: ClassVar[bool] = False
@@ -137,12 +133,7 @@ class ConnectorSuite(Contract):
 
     def make_side(self, config: Config, side: str, **given: Any) -> Any:
         """One side of the connector."""
-        made = {"load_factory": self.scheduler_factory, "load_worker_factory": self.worker_factory}
-        with ExitStack() as patches:
-            for load, factory in made.items():
-                if factory is not None:
-                    patches.enter_context(mock.patch.object(ConnectorSpec, load, return_value=factory))
-            return build_connector(config, side, registry=base._registry(), **given)
+        return build_connector(config, side, registry=base._registry(), **given)
 
     def engine(
         self, role: str, *, background: bool = False, config: Mapping[str, Any] | None = None, **given: Any
