@@ -224,7 +224,7 @@ def test_after_a_reset_an_engine_finds_none_of_its_old_pages_in_a_folder_and_oth
         until(lambda: num_files(engine) == 6)
         assert engine.scheduler.reset_cache() is True
         engine.step([])
-        engine.weights = 1.0
+        engine.cache.weights = 1.0
         assert engine.matched(request_of("a", PROMPT)) == (0, False)
         engine.prefill(request_of("again", PROMPT))
         assert_loads(engine, request_of("b", PROMPT), 96)
