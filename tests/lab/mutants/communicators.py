@@ -184,7 +184,7 @@ class TestNamesNobody(MemoryCommunicator):
 @breaks(
     Mutant,
     "COMM-2",
-    caught_by="test_a_rank_that_does_not_come_is_named_and_then_everybody_is_told_and_nobody_waits",
+    caught_by="test_a_rank_that_does_not_come_is_named_and_nobody_waits_again",
 )
 class TestGivesALateRankAResult(MemoryCommunicator):
     """What a rank laid down before it gave up stays there, and a late rank takes it for its part."""
@@ -198,7 +198,7 @@ class TestGivesALateRankAResult(MemoryCommunicator):
 @breaks(
     Mutant,
     "COMM-2",
-    caught_by="test_a_rank_that_does_not_come_is_named_and_then_everybody_is_told_and_nobody_waits",
+    caught_by="test_a_rank_that_does_not_come_is_named_and_nobody_waits_again",
 )
 class TestGoesOnAfterATimeout(MemoryCommunicator):
     """A rank that has given up takes part in the next call, which is another one elsewhere."""
@@ -316,7 +316,7 @@ class TestSumsWhatItDoesNotClaim(MemoryCommunicator):
 # -- COMM-4 ----------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "COMM-4", caught_by="test_tokens_of_all_ranks_come_and_each_rank_gets_its_rows_of_the_sum")
+@breaks(Mutant, "COMM-4", caught_by="test_tokens_of_all_ranks_come_and_their_sums_go_back")
 class TestCombinesWithoutTheLastRank(MemoryCommunicator):
     """What the last rank's experts made is lost."""
 
@@ -338,7 +338,7 @@ class TestBringsSharedTokensTwice(MemoryCommunicator):
         self._width = 1
 
 
-@breaks(Mutant, "COMM-4", caught_by="test_tokens_of_all_ranks_come_and_each_rank_gets_its_rows_of_the_sum")
+@breaks(Mutant, "COMM-4", caught_by="test_tokens_of_all_ranks_come_and_their_sums_go_back")
 class TestForgetsExtraTensors(MemoryCommunicator):
     """Extra tensors come back as they went in."""
 
@@ -347,7 +347,7 @@ class TestForgetsExtraTensors(MemoryCommunicator):
         return found if more is None else (*found, more)
 
 
-@breaks(Mutant, "COMM-4", caught_by="test_tokens_of_all_ranks_come_and_each_rank_gets_its_rows_of_the_sum")
+@breaks(Mutant, "COMM-4", caught_by="test_tokens_of_all_ranks_come_and_their_sums_go_back")
 class TestGivesEveryRankTheFirstRows(MemoryCommunicator):
     """combine cuts the sum at the wrong place."""
 

@@ -91,7 +91,7 @@ class TestForgetsTheWeights(Mutant):
     """Models that differ in their weights only are taken for one."""
 
     breaks = ("CONN-2",)
-    caught_by = "test_nothing_of_a_model_that_may_be_another_is_promised"
+    caught_by = "test_nothing_of_another_model_is_promised"
 
     class scheduler_factory(MemoryScheduler):  # noqa: N801
         def __init__(self, context: Any) -> None:
@@ -207,7 +207,7 @@ class TestReportsAStepLate(MemoryWorker):
 @breaks(
     Mutant,
     "CONN-3",
-    caught_by="test_a_load_that_fails_is_in_the_report_of_its_step_and_the_next_one_succeeds",
+    caught_by="test_a_load_that_fails_is_in_the_report_of_its_step",
 )
 class TestTrustsWhatArrives(MemoryWorker):
     """Hashes are sent and not compared."""

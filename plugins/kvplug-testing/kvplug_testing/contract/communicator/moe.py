@@ -54,9 +54,7 @@ class ExpertLayers(CommunicatorSuite):
     @law("COMM-4")
     @pytest.mark.parametrize("backend", ["naive", "allgather_reducescatter"])
     @pytest.mark.parametrize("counts", [[3], [5, 0], [1, 4, 0, 2], [0, 0]], ids=str)
-    def test_tokens_of_all_ranks_come_and_each_rank_gets_its_rows_of_the_sum(
-        self, backend: str, counts: list[int]
-    ) -> None:
+    def test_tokens_of_all_ranks_come_and_their_sums_go_back(self, backend: str, counts: list[int]) -> None:
         world = len(counts)
         size = max(2, world)
         ranks = self.ranks(world, unique_name="ep:0", data_parallel_size=size, all2all_backend=backend)

@@ -36,7 +36,7 @@ class TakingPart(CommunicatorSuite):
 
     @law("COMM-2", "ALL-4")
     @pytest.mark.parametrize(("method", "missing"), [*((each, 1) for each in METHODS), ("all_reduce", 0)])
-    def test_a_rank_that_does_not_come_is_named_and_then_everybody_is_told_and_nobody_waits(
+    def test_a_rank_that_does_not_come_is_named_and_nobody_waits_again(
         self, method: str, missing: int
     ) -> None:
         ranks, others = self.ranks(), _without(missing)

@@ -50,9 +50,7 @@ class Promises(ConnectorSuite):
             ({"weights": ""}, {"weights": ""}),  # unknown
         ],
     )
-    def test_nothing_of_a_model_that_may_be_another_is_promised(
-        self, theirs: dict[str, Any], ours: dict[str, Any]
-    ) -> None:
+    def test_nothing_of_another_model_is_promised(self, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
         prefill = self.engine("producer", model=attrs.evolve(MODEL, **theirs))
         decode = self.engine("consumer", model=attrs.evolve(MODEL, **ours))
         prompt = request_of("a", range(100), params=self.stored(prefill))

@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -244,15 +244,15 @@ class ConnectorSuite(Contract):
             what="a promise of what the peer has",
         )
 
-    def run_until_named(self, engine: FakeEngine, name: str) -> list[Any]:
-        """Run steps without requests until one names this request as received. Returns their reports."""
+    def run_until_named(self, engine: FakeEngine, name: str, work: Sequence[Scheduled] = ()) -> list[Any]:
+        """Run steps until one names this request as received. Returns their reports."""
         reports: list[Any] = []
 
         def is_named() -> bool:
-            reports.append(self.run(engine.step, []))
+            reports.append(self.run(engine.step, [*work]))
             return name in reports[-1].finished_recving
 
-        waits.until(is_named, what=f"a step that names {name} as received")
+        waits.until(is_named, self.timeout_s + waits.patience_s, what=f"a step that names {name} as received")
         return reports
 
     # -- faults --------------------------------------------------------------------------------

@@ -174,9 +174,7 @@ class HandingOver(LookupSuite):
 
     @law("ALL-1", "ALL-4")
     @pytest.mark.parametrize("timeout", [None, SOON_S])
-    def test_a_store_that_closes_lets_transfers_finish_within_its_timeout(
-        self, timeout: float | None
-    ) -> None:
+    def test_a_store_that_closes_lets_transfers_finish_in_time(self, timeout: float | None) -> None:
         store = self.hold()
         reading = self.paused_call(store, "select")
         closing = Call(partial(store.close, timeout=timeout or waits.patience_s))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import pytest
@@ -14,6 +15,7 @@ from kvplug import TimeoutError
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Credentials,
+    Deadline,
     Entry,
     Kind,
     LookupBuffer,
@@ -30,15 +32,54 @@ from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.lookup.entries import Put, sized
-from kvplug_testing.contract.lookup.pausable_pipe import PausablePipe
 from kvplug_testing.pairs import PipePairs
+from kvplug_testing.tampering.pipe import TamperingPipe
 from kvplug_testing.waits import Call
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SOON_S = 0.3
 """The timeout of a call that must not succeed."""
 
+_IN_FLIGHT = 2048
+"""Bytes in flight on the pipes that carry the entries: few, so that an entry stops in the middle without a
+receiver."""
+
 at_both_ends = pytest.mark.parametrize("end", ["holding", "reaching"])
 """Run a test at the end that holds the entries and at one that reaches it."""
+
+
+class PausablePipe(TamperingPipe):
+    """A pipe that can be paused. A receive that times out loses nothing."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(pipe)
+        self._left: int | None = None
+        self._paused = threading.Event()
+
+    def pause_after(self, after: int) -> None:
+        """Pass ``after`` more messages, and pause before the next one."""
+        self._left = after
+
+    def resume(self) -> None:
+        self._left = None
+
+    def wait_until_paused(self, within: float) -> bool:
+        """Wait until a receive is paused; returns whether one is in time."""
+        return self._paused.wait(within)
+
+    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
+        deadline = Deadline.after(timeout, 60.0)
+        while self._left == 0 and not self.closed:
+            self._paused.set()
+            if deadline.expired:
+                raise TimeoutError("nothing came in time")
+            time.sleep(0.002)
+        received = super().recv_tensor(out, timeout=deadline.remaining())
+        if self._left:
+            self._left -= 1
+        return received
 
 
 @attrs.frozen
@@ -62,9 +103,6 @@ class LookupSuite(Contract):
     remote_pipes: ClassVar[str] = "cpu"
     """The pipe transport for reaching ends in other processes. Where it is not installed, their tests are
     skipped."""
-    data_pipe_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"max_in_flight_bytes": 2048})
-    """Options of the pipes that carry the entries: narrow, so that an entry stops in the middle without a
-    receiver."""
     passes: ClassVar[int] = 1
     """How many messages of an entry pass on the data pipe before a pause in its middle. 0 if an entry is a
     single message."""
@@ -101,7 +139,7 @@ class LookupSuite(Contract):
     def _reach(self, store: LookupStore) -> tuple[LookupBuffer, Pipe, PausablePipe]:
         """Such an end, and its pipes."""
         our_signal, their_signal = self.pipe_pair()
-        our_data, their_data = self.pipe_pair(**self.data_pipe_options)
+        our_data, their_data = self.pipe_pair(max_in_flight_bytes=_IN_FLIGHT)
         store.attach(their_signal, their_data)
         data_pipe = PausablePipe(our_data)
         end = self.endpoint().reach(our_signal, data_pipe)
