@@ -23,7 +23,7 @@ _DO_NOT = ("", "tp:0", "step", "epoch", "prep:0")
 
 def tokens(count: int, rank: int) -> list[Any]:
     """One rank's hidden states, weights and ids of experts."""
-    kinds = (("float32", HIDDEN), ("float32", 2), ("int64", 2))
+    kinds = (("bfloat16", HIDDEN), ("float32", 2), ("int64", 2))
     return [tensor_of(dtype, (count, size), rank + at) for at, (dtype, size) in enumerate(kinds)]
 
 
@@ -42,6 +42,9 @@ def check_layer(ranks: Ranks, given: Sequence[list[Any]], owners: Sequence[int],
         check(found, [joined([given[rank][at] for rank in owners], 0)] * world, f"dispatch, tensor {at}")
         check([each[at] for each in plain], found, f"dispatch without extra tensors, tensor {at}")
     check([extra for (extra,) in more], [joined([extras[rank] for rank in owners], 0)] * world, "the extra")
+    args = [[*each[:2], parallel] for each in given]
+    for at, found in enumerate(zip(*ranks.values("dispatch_router_logits", args), strict=True)):
+        check(found, brought[at], f"dispatch_router_logits, tensor {at}")
     made = each_rank("float32", (sum(counts), HIDDEN), world)
     rows = total(made).split(counts)
     wanted = [rows[rank * len(owners) // world] for rank in range(world)]
@@ -72,16 +75,6 @@ class ExpertLayers(CommunicatorSuite):
             check_layer(ranks, parts, range(4), parallel=True)
         for outcome in ranks.raised("dispatch", parts, TensorMismatchError):
             assert "is_sequence_parallel" in outcome.text, str(outcome)
-
-    @law("COMM-4")
-    def test_router_logits_go_with_their_tokens(self) -> None:
-        ranks = self.ranks(2, unique_name="ep:0", data_parallel_size=2)
-        hidden = [tensor_of("bfloat16", (3 - rank, 2), rank) for rank in range(2)]
-        logits = [tensor_of("float32", (3 - rank, 4), rank + 1) for rank in range(2)]
-        args = [[*each, False, [each[1]]] for each in zip(hidden, logits, strict=True)]
-        for got, scores, (extra,) in ranks.values("dispatch_router_logits", args):
-            wanted = joined(logits, 0)
-            check([got, scores, extra], [joined(hidden, 0), wanted, wanted], "router logits")
 
     @law("COMM-4", "COMM-3")
     def test_tokens_that_do_not_fit_are_refused_at_every_rank(self) -> None:
