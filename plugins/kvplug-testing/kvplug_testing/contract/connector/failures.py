@@ -90,7 +90,7 @@ class Failures(ConnectorSuite):
         impatient: dict[str, Any] = {"num_blocks": 256}
         if not self.stall_limit:
             tables = {name: dict(table) for name, table in self.config.get("options", {}).items()}
-            tables[self.connector] = {**tables.get(self.connector, {}), STALL_OPTION: STALL_S}
+            tables[self.transport] = {**tables.get(self.transport, {}), STALL_OPTION: STALL_S}
             impatient["config"] = {"options": tables}
         load = self.loading(background=background, consumer=impatient)
         with self.holding_up() as is_held:

@@ -100,6 +100,11 @@ class ConnectorSuite(Contract):
 
     _host = ""
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if "connector" in cls.__dict__:
+            cls.transport = cls.connector
+
     def warm_up(self) -> None:
         """Run one large operation: torch starts its threads then and keeps them."""
         import torch
@@ -119,12 +124,12 @@ class ConnectorSuite(Contract):
         self._host = self._host or f"unix:@kvplug-judged-{os.getpid()}-{next(_numbers)}"
         given = {**self.config, **more}
         options = {name: dict(table) for name, table in given.pop("options", {}).items()}
-        own = {**options.get(self.connector, {}), **self.options}
+        own = {**options.get(self.transport, {}), **self.options}
         if background:
             own[ASYNC_OPTION] = True
         if own:
-            options[self.connector] = own
-        known = {"connector": self.connector, "host": self._host, "timeout_s": self.timeout_s}
+            options[self.transport] = own
+        known = {"connector": self.transport, "host": self._host, "timeout_s": self.timeout_s}
         return Config.from_dict({**known, **given, "role": role, "options": options})
 
     def use_stack(self, stack: ExitStack) -> None:
@@ -222,14 +227,11 @@ class ConnectorSuite(Contract):
 
     def check_loads(
         self, engine: FakeEngine, prompt: Request, failure: str = "what was stored does not come"
-    ) -> tuple[tuple[int, ...], int]:
-        """Load a prompt: tokens are promised, all of them come, and the KV is right. Returns its blocks and
-        how many were promised.
-        """
-        blocks, found, report = self.run(engine.load, prompt)
-        assert found and not report.invalid_block_ids, failure
-        assert engine.is_right(prompt.token_ids, blocks, len(prompt.token_ids)), "the KV is wrong"
-        return blocks, found
+    ) -> None:
+        """Load a prompt: tokens are promised, all of them come, and the KV is right."""
+        load = self.promised(engine, prompt)
+        assert not self.run_load(load), failure
+        assert engine.is_right(prompt.token_ids, load.blocks, load.found), "the KV is wrong"
 
     def num_promised(self, engine: FakeEngine, prompt: Request) -> int:
         """How many tokens are promised to a new request."""
@@ -237,12 +239,11 @@ class ConnectorSuite(Contract):
 
     def until_promised(self, engine: FakeEngine, prompt: Request) -> None:
         """Wait until tokens of this prompt are promised to a new request."""
-        names = (f"ask{number}" for number in itertools.count())
-        waits.until(
-            lambda: self.num_promised(engine, attrs.evolve(prompt, request_id=next(names))) > 0,
-            2 * waits.patience_s,
-            what="a promise of what the peer has",
-        )
+
+        def is_promised() -> bool:
+            return self.num_promised(engine, attrs.evolve(prompt, request_id=f"ask{next(_numbers)}")) > 0
+
+        waits.until(is_promised, 2 * waits.patience_s, what="a promise of what the peer has")
 
     def run_until_named(self, engine: FakeEngine, name: str, work: Sequence[Scheduled] = ()) -> list[Any]:
         """Run steps until one names this request as received. Returns their reports."""
@@ -287,11 +288,8 @@ class ConnectorSuite(Contract):
         The default does it in the pipes of an engine that consumes, until they are closed or the receive has
         run out of time. Override it for a connector that loads without any; the load must end by itself, too.
         """
-        self.switch.how = "hold"
-        try:
+        with mock.patch.object(self.switch, "how", "hold"):
             yield self.switch.is_held
-        finally:
-            self.switch.how = ""
 
     @contextmanager
     def refusing_saves(self) -> Iterator[None]:
@@ -361,6 +359,3 @@ class ConnectorSuite(Contract):
         if self.spec is not None and getattr(self.spec.load_factory(), "in_one_process", False):
             return f"the engines of {self.called} are in one process (in_one_process)"
         return super().other_processes
-
-    def suite_ref(self) -> dict[str, Any]:
-        return {**super().suite_ref(), "transport": self.connector}
