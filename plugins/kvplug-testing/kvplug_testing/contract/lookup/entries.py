@@ -9,9 +9,10 @@ from typing import Any
 
 import attrs
 
-from kvplug.net.wire import TensorMeta, copy_into, empty_like_meta, memory_of, meta_of
+from kvplug.net.wire import copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.transport import Entry, EntryHeader
 from kvplug_testing.comparison import difference
+from kvplug_testing.contract.pipe.content import tensor_of as random_tensor
 
 SIZED = 32 << 10
 """Bytes of a :func:`sized` entry, without its keys, values, tokens, roi and the buffer's own data."""
@@ -92,20 +93,6 @@ def sized(tokens: Sequence[int], **given: Any) -> Put:
 def capacity_for(count: int) -> int:
     """A capacity for ``count`` sized entries and not one more. At most 8."""
     return count * (SIZED + _OVERHEAD)
-
-
-def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
-    """A tensor of random bits; ``bool`` holds only 0 and 1."""
-    import torch
-
-    meta = TensorMeta(dtype=dtype, shape=shape)
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(
-        0, 2 if dtype == "bool" else 256, (meta.nbytes,), dtype=torch.uint8, generator=generator
-    )
-    tensor = empty_like_meta(meta)
-    copy_into(tensor, memory_of(bits))
-    return tensor
 
 
 def unlike(put: Put, got: Entry, *, without: Sequence[str] = ()) -> str:
