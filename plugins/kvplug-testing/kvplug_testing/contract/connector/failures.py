@@ -19,29 +19,12 @@ STALL_S = 2.0
 LEAST_STEPS = 40
 """An engine that is held up for 50 ms a step makes no more in this time."""
 
-_either_order = pytest.mark.parametrize("drafts", [False, True], ids=["usual", "drafting"])
-
 
 class Failures(ConnectorSuite):
-    """One load at a time, with both orders of the calls at the end of a step."""
-
-    @law("CONN-3")
-    @_either_order
-    @pytest.mark.parametrize("how", ["fail", "corrupt"])
-    def test_a_load_that_fails_is_in_the_report_of_its_step(self, how: str, drafts: bool) -> None:
-        load = self.loading()
-        with self.injecting_fault(how):
-            report = self.run(load.engine.step, [load.work], order=CallOrder(drafts=drafts))
-        self.skip_unless_injected()
-        assert load.check_reported(report), "a load failed, and nothing was reported"
-        late = self.run(load.engine.step, [])
-        assert not late.invalid_block_ids, "a failed load is reported a second time, or a step late"
-        load.check_computes_again()
-        again = attrs.evolve(load.prompt, request_id="b")
-        self.check_loads(load.engine, again, "one failure has ended all loads")
+    """Loads that fail or stall where the random schedules do not come."""
 
     @law("CONN-6")
-    @_either_order
+    @pytest.mark.parametrize("drafts", [False, True], ids=["usual", "drafting"])
     @pytest.mark.parametrize("is_own", [True, False], ids=["own", "of-another-connector"])
     def test_what_failed_to_load_is_not_stored_by_steps_in_flight(self, is_own: bool, drafts: bool) -> None:
         if reason := self.own_faults if is_own else self.others_beside_it:

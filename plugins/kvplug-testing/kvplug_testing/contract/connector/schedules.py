@@ -58,9 +58,7 @@ def scheduled(fake: FakeEngine, chance: random.Random, **given: Any) -> Schedule
 class Schedules(ConnectorSuite):
     """Each seed is one random schedule; every promise of the connector is checked after each action."""
 
-    def _run_pair(
-        self, seed: int, *, background: bool = False, spoils: bool = False, **given: Any
-    ) -> Schedule:
+    def _run_pair(self, seed: int, *, background: bool = False, spoils: str = "", **given: Any) -> Schedule:
         """A producer and a consumer."""
         chance = random.Random(seed)
         prefill, decode = self.pair(background=background, **given)
@@ -91,18 +89,18 @@ class Schedules(ConnectorSuite):
         assert spoils or theirs.audit.num_loaded, "nothing was loaded, though much was stored"
         return theirs
 
-    def _scheduled(self, fake: FakeEngine, chance: random.Random, spoils: bool) -> Schedule:
-        """``spoils``: the first load fails, and some later ones."""
+    def _scheduled(self, fake: FakeEngine, chance: random.Random, spoils: str) -> Schedule:
+        """``spoils``: how loads fail, the first one and some later ones."""
 
         def before_step() -> None:
             if spoils:
-                self.inject_fault("fail" if not schedule.audit.num_failed or chance.random() < 0.4 else "")
+                self.inject_fault(spoils if not schedule.audit.num_failed or chance.random() < 0.4 else "")
 
         schedule = scheduled(fake, chance, before_step=before_step)
         schedule.audit.must_arrive = not spoils
         return schedule
 
-    def _run_both(self, seed: int, *, spoils: bool = False, **given: Any) -> None:
+    def _run_both(self, seed: int, *, spoils: str = "", **given: Any) -> None:
         """One engine that saves and loads."""
         chance = random.Random(seed)
         fake = self.both(num_blocks=96, **given)
@@ -142,15 +140,16 @@ class Schedules(ConnectorSuite):
 
     @law("CONN-3", "CONN-4", "CONN-5")
     @_few_seeds
-    def test_whatever_fails_is_reported_and_never_used(self, seed: int) -> None:
-        done = self._run_pair(seed, background=self._every_other(seed), spoils=True)
+    @pytest.mark.parametrize("how", ["fail", "corrupt"])
+    def test_whatever_fails_is_reported_and_never_used(self, how: str, seed: int) -> None:
+        done = self._run_pair(seed, background=self._every_other(seed), spoils=how)
         self.skip_unless_injected()
         assert done.audit.num_failed, "no load failed, though many were made to"
 
     @law("CONN-6", "CONN-3", needs="own_faults")
     @_few_seeds
     def test_whatever_fails_with_steps_in_flight_nothing_wrong_is_saved(self, seed: int) -> None:
-        self._run_both(seed, spoils=True)
+        self._run_both(seed, spoils="fail")
 
     @law("CONN-10", "CONN-2", "CONN-4", "CONN-5", needs="devices")
     @_few_seeds
