@@ -30,15 +30,20 @@ class BlocksInUse(ConnectorSuite):
         keeps, params = prefill.finish(stored, blocks)
         named: list[str] = []
 
-        def step() -> None:
+        asking = Call(partial(decode.matched, request_of("a", PROMPT, params=params)))
+
+        def step() -> bool:
+            """Whether the consumer has its answer after one more step."""
             report = self.run(prefill.step, [])
             named.extend(report.finished_sending)
             assert not report.finished_recving, "nothing was loaded, and something is named as received"
+            return asking.ended
 
-        asking = Call(partial(decode.matched, request_of("a", PROMPT, params=params)))
-        waits.until(lambda: step() or asking.ended, what="an answer other than 'not yet'")
+        waits.until(step, what="an answer other than 'not yet'")
         self.shut(decode)
-        waits.until(lambda: step() or named or not keeps, what="a step that names s, whose blocks are kept")
+        waits.until(
+            lambda: step() and (named or not keeps), what="a step that names s, whose blocks are kept"
+        )
         for _ in range(3):
             step()
         assert named == ["s"] * keeps, f"named as sent are {named}; the blocks are kept: {keeps}"

@@ -39,9 +39,8 @@ class Endings(ConnectorSuite):
         chance = random.Random(seed)
         prefill, decode, prompt = self.asking(background=background)
         schedule = scheduled(decode, chance)
-        for number in range(3):
-            arrival = {"request_id": f"r{number}", "prompt": prompt.token_ids, "params": prompt.params}
-            schedule.submit(Arrival(**arrival))
+        first = Arrival(request_id="r", prompt=prompt.token_ids, params=prompt.params)
+        schedule.submit(first, *(attrs.evolve(first, request_id=f"r{number}") for number in range(2)))
         for _ in range(chance.randrange(16)):
             if schedule.has_work:
                 self.run(schedule.move)

@@ -12,13 +12,14 @@ import attrs
 from kvplug.net.wire import copy_into, empty_like_meta, memory_of, meta_of
 from kvplug.transport import Entry, EntryHeader
 from kvplug_testing.comparison import difference
-from kvplug_testing.contract.pipe.content import tensor_of as random_tensor
+from kvplug_testing.contract.pipe.content import tensor_of
 
 SIZED = 32 << 10
 """Bytes of a :func:`sized` entry, without its keys, values, tokens, roi and the buffer's own data."""
 _OVERHEAD = 3 << 10
 
 _tags = itertools.count(1)
+random_tensor = tensor_of
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -46,11 +47,9 @@ class Put:
     def layers(self) -> list[tuple[int, Any, Any]]:
         """Each layer's number, key and value."""
         layered = self.value if self.key is None else self.key
-        parts = (self.key, self.value)
-        return [
-            (index, *(None if part is None else part[index] for part in parts))
-            for index in range(0 if layered is None else layered.shape[0])
-        ]
+        count = 0 if layered is None else layered.shape[0]
+        keys, values = ([None] * count if part is None else [*part] for part in (self.key, self.value))
+        return [*zip(range(count), keys, values, strict=True)]
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
