@@ -227,7 +227,7 @@ class TestNamesOneBlockOfAFailedLoad(MemoryWorker):
 # -- blocks in use ----------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded")
+@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
 class TestSaysSentBeforeItHasRead(MemoryWorker):
     """A request is named as sent one step before its blocks are copied."""
 
@@ -268,7 +268,7 @@ class TestFreesWhatStillLoads(MemoryScheduler):
         return keeps and end is RequestEnd.FINISHED, params
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded")
+@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
 class TestLoadsWhatWasPreempted(MemoryScheduler):
     """A load stays planned when its request is preempted in the same step."""
 
@@ -276,7 +276,7 @@ class TestLoadsWhatWasPreempted(MemoryScheduler):
         return super().build_connector_meta(attrs.evolve(output, preempted_request_ids=frozenset()))
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_while_it_loads_in_the_background_is_let_alone")
+@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
 class TestGoesOnLoadingIntoPreemptedBlocks(MemoryWorker):
     """A background load does not hear that its request was preempted."""
 
@@ -284,7 +284,7 @@ class TestGoesOnLoadingIntoPreemptedBlocks(MemoryWorker):
         return None
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_after_a_load_that_failed_is_not_reported_later")
+@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
 class TestReportsBlocksOfThePreempted(MemoryWorker):
     """The blocks of a load that failed are reported once more when its request is preempted."""
 
