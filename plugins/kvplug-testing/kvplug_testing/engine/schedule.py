@@ -215,14 +215,14 @@ class Schedule:
         step, report = self._reports.popleft()
         self.fake.hear(report)
         self._check_names(report)
+        for name in report.finished_sending | report.finished_recving:
+            self._release(self._kept.pop(name, ()))
         for each in [*self.active]:
             wrong = [at for at, block in enumerate(each.blocks) if block in report.invalid_block_ids]
             if wrong and self.chance.random() < 0.3:  # an engine may fail the request
                 self._end(each, RequestEnd.FAILED)
             elif wrong:
                 each.back_to(wrong[0] * self._block_size)
-        for name in report.finished_sending | report.finished_recving:
-            self._release(self._kept.pop(name, ()))
         for each in self._in(State.LOADING):
             if each.name not in report.finished_recving:
                 continue
