@@ -106,9 +106,9 @@ class Endings(ConnectorSuite):
 
     # -- the peer ------------------------------------------------------------------------------
 
-    @law("ALL-2", "ALL-4", "ALL-5", "CONN-3")
+    @law("ALL-2", "ALL-4", "ALL-5", "CONN-2", "CONN-3")
     @pytest.mark.parametrize("was_met", [True, False])
-    def test_a_peer_that_is_gone_is_a_miss_or_a_reported_failure(self, was_met: bool) -> None:
+    def test_a_peer_that_is_gone_is_a_reported_failure_until_it_is_back(self, was_met: bool) -> None:
         prefill, decode = self.pair()
         if not was_met:
             decode = self.engine("consumer", seed=3)
@@ -120,14 +120,9 @@ class Endings(ConnectorSuite):
         assert took < limit, f"the step took {took:.1f} s, and timeout_s is {self.timeout_s}"
         load.check_computes_again()
         self.run_load(self.admitted(decode, attrs.evolve(load.prompt, request_id="b")))
-
-    @law("ALL-2", "CONN-2")
-    def test_a_peer_that_comes_back_is_found_again(self) -> None:
-        prefill, decode, _ = self.asking()
-        self.shut(prefill)
-        prefill = self.engine("producer", seed=3)
+        prefill = self.engine("producer", seed=4)  # it comes back
         params = self.stored(prefill, range(2000, 2100))
-        prompt = request_of("a", range(2000, 2100), params=params)
+        prompt = request_of("c", range(2000, 2100), params=params)
         self.until_promised(decode, prompt)
         self.check_loads(decode, prompt, "the peer is back, and what it has does not come")
 
