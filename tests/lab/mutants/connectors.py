@@ -131,7 +131,7 @@ class TestCountsAsSavedWhatIsPlanned(MemoryWorker):
             self._table.settle(save["ticket"], is_stored=False)
 
 
-@breaks(Mutant, "CONN-8", caught_by="test_a_request_that_is_asked_about_often_is_one_match")
+@breaks(Mutant, "CONN-8", caught_by="test_each_match_save_and_load_is_counted_once_with_its_size_or_a_reason")
 class TestCountsEachAnswerAsAMatch(MemoryScheduler):
     """A request is counted as often as its engine asks about it."""
 
@@ -439,7 +439,7 @@ class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(MemoryScheduler):
 # -- figures -----------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-8", caught_by="test_each_save_and_load_is_counted_once_with_its_size_or_a_reason")
+@breaks(Mutant, "CONN-8", caught_by="test_each_match_save_and_load_is_counted_once_with_its_size_or_a_reason")
 class TestCountsAFailureAsDone(MemoryWorker):
     """A load that fails is counted like one that succeeds."""
 
