@@ -112,9 +112,6 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_load_fails_its_own_pages_only(
         until_promised(decode, PROMPT, 0)
 
 
-# -- peers whose pages are not ours --------------------------------------------------------------
-
-
 # -- followers -----------------------------------------------------------------------------------
 
 

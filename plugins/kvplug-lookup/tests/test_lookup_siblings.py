@@ -71,21 +71,6 @@ def test_what_the_load_has_left_out_is_computed_and_the_rest_saved(engine: FakeE
     assert_saved(engine, 5, MORE)
 
 
-@pytest.mark.parametrize("depth", [2, 4])
-def test_steps_in_flight_save_nothing_of_what_has_failed(depth: int, engine: FakeEngine) -> None:
-    prompt, blocks = begun(engine, "a")
-    planned = [engine.plan([(prompt, blocks, LOADED, 16)])]
-    planned += [engine.plan([(prompt, blocks, LOADED + 16 * at, 16)]) for at in range(1, depth - 1)]
-    run(engine, planned.pop(0), invalid=blocks[:6])
-    again = engine.plan([(prompt, blocks, 0, 40)])
-    for each in planned:
-        run(engine, each)
-    assert_saved(engine, 0)
-    run(engine, again)
-    engine.step([(prompt, blocks, 40, 110)])
-    assert_saved(engine, 9, MORE)
-
-
 def test_a_request_saves_nothing_that_another_one_has_still_to_compute(engine: FakeEngine) -> None:
     """Of requests that share blocks vLLM lets one compute them, and counts them as right for the others."""
     prompt, blocks = begun(engine, "a")
