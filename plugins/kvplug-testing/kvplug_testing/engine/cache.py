@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = numpy.ndarray[Any, Any]
 
+Ids: TypeAlias = Sequence[int]
+"""Of tokens or of blocks."""
 NUM_LAYERS = 3
 """Layers of the fake engine's model, unless it is given another number."""
 NUM_HEADS = 2
@@ -59,7 +61,7 @@ def model_of(axes: str, num_layers: int = NUM_LAYERS) -> ModelInfo:
     return attrs.evolve(MODEL, num_layers=num_layers, attention="mla", num_kv_heads=1)
 
 
-def kv_of(token_ids: Sequence[int], start: int, layer: int, num_heads: int = NUM_HEADS) -> Array:
+def kv_of(token_ids: Ids, start: int, layer: int, num_heads: int = NUM_HEADS) -> Array:
     """The keys of tokens at positions from ``start`` on: [tokens, heads, head size]. Values are ``-key``.
 
     Whole numbers below 2**24, which float32 holds exactly. They differ by token, position, layer, head and
@@ -153,7 +155,7 @@ class PagedCache:
             return tensor.permute([axes.index(letter) for letter in "BTD"])[:, :, None, None, :]
         return tensor.permute([axes.index(letter) for letter in "BTKHD"])
 
-    def expected(self, token_ids: Sequence[int], start: int, end: int, layer: int) -> Array:
+    def expected(self, token_ids: Ids, start: int, end: int, layer: int) -> Array:
         """One layer's KV of these tokens, if all before them is right."""
         import numpy as np
 
@@ -162,41 +164,33 @@ class PagedCache:
             key *= np.float32(1 + self.weights)
         return np.stack((key, -key), axis=1) if self.layout.has_values else key[:, None]
 
-    def at(self, block_ids: Sequence[int], start: int, end: int) -> tuple[Array, Array]:
+    def at(self, block_ids: Ids, start: int, end: int) -> tuple[Array, Array]:
         """Each token's block, and its position in the block."""
         import numpy as np
 
         positions = np.arange(start, end)
         return np.array(block_ids)[positions // self.block_size], positions % self.block_size
 
-    def compute(
-        self, layer: int, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
-    ) -> None:
+    def compute(self, layer: int, token_ids: Ids, block_ids: Ids, start: int, end: int) -> None:
         """Write one layer's KV of these tokens into their blocks; wrong KV if the KV before them is wrong."""
         if start < end:
             kv = self.expected(token_ids, start, end, layer)
             spoilt = 0.0 if self.is_right_in(layer, token_ids, block_ids, 0, start) else 0.5
             self.write(layer, self.at(block_ids, start, end), kv + spoilt)
 
-    def is_right_in(
-        self, layer: int, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
-    ) -> bool:
+    def is_right_in(self, layer: int, token_ids: Ids, block_ids: Ids, start: int, end: int) -> bool:
         """Whether one layer has the KV of tokens ``start`` to ``end`` in these blocks."""
         if start >= end:
             return True
         found = self.by_token(layer)[self.at(block_ids, start, end)]
         return bool((found == self.expected(token_ids, start, end, layer)).all())
 
-    def is_right(
-        self, token_ids: Sequence[int], block_ids: Sequence[int], end: int, *, start: int = 0
-    ) -> bool:
+    def is_right(self, token_ids: Ids, block_ids: Ids, end: int, *, start: int = 0) -> bool:
         """Whether every layer has the KV of tokens ``start`` to ``end`` in these blocks."""
         layers = range(len(self.layer_names))
         return all(self.is_right_in(layer, token_ids, block_ids, start, end) for layer in layers)
 
-    def wrong_blocks(
-        self, token_ids: Sequence[int], block_ids: Sequence[int], start: int, end: int
-    ) -> frozenset[int]:
+    def wrong_blocks(self, token_ids: Ids, block_ids: Ids, start: int, end: int) -> frozenset[int]:
         """The blocks that do not hold the right KV of their tokens among ``start`` to ``end``."""
         if self.is_right(token_ids, block_ids, end, start=start):
             return frozenset()
