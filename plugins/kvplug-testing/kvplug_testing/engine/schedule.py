@@ -236,7 +236,7 @@ class Schedule:
     def _may_end(self, each: Running) -> bool:
         if each.arrival.end is not RequestEnd.FINISHED:
             return self.chance.random() < 0.1
-        return each.rest == 0 and (each.num_right == len(each.arrival.tokens) or self.chance.random() < 0.1)
+        return each.rest == 0 and (each.num_right == len(each.arrival.tokens) or self.chance.random() < 0.05)
 
     def _end(self, each: Running, end: RequestEnd | None = None) -> None:
         request = each.request()
