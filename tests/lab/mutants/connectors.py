@@ -259,7 +259,7 @@ class TestSaysReceivedBeforeItHasWritten(MemoryWorker):
         return super().get_finished(finished)[0], received
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_whatever_fails_is_reported_and_never_used")
+@breaks(Mutant, "CONN-4", caught_by="test_a_request_that_ends_while_it_loads_is_named_once_as_received")
 class TestFreesWhatStillLoads(MemoryScheduler):
     """The blocks of a request that ends while it loads are given back at once; the load goes on."""
 

@@ -1,7 +1,4 @@
-"""Blocks in use, and the requests that are named as sent or received (laws CONN-4 and CONN-5).
-
-The random schedules have requests that end while they load.
-"""
+"""Blocks in use, and the requests that are named as sent or received (laws CONN-4 and CONN-5)."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from functools import partial
 import attrs
 import pytest
 
+from kvplug.engine import RequestEnd
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite, Promise
@@ -55,6 +53,24 @@ class BlocksInUse(ConnectorSuite):
         self.meet(decode)
         prompt = request_of("b", range(5000, 5100), params=params)
         self.check_loads(decode, prompt, "one consumer is gone, and the next one gets nothing")
+
+    @law("CONN-5", "CONN-4", needs="background")
+    @pytest.mark.parametrize("num_steps", [0, 1])
+    def test_a_request_that_ends_while_it_loads_is_named_once_as_received(self, num_steps: int) -> None:
+        load = self.loading(background=True)
+        engine = load.engine
+        reports = [self.run(engine.step, []) for _ in range(num_steps)]
+        keeps, _ = engine.finish(load.prompt, load.blocks, RequestEnd.ABORTED)
+        if keeps:
+            reports += self.run_until_named(engine, "a")
+        else:  # nothing may write into them any more
+            engine.cache.free(load.blocks)
+        reports += [self.run(engine.step, []) for _ in range(5)]
+        written = set() if keeps else engine.cache.written(load.blocks)
+        assert not written, f"blocks {sorted(written)} were written after they were said to be free"
+        named = [name for report in reports for name in report.finished_recving]
+        assert named == ["a"] or not (keeps or named), f"named as received are {named}"
+        assert not any(report.finished_sending for report in reports), "it is named as sent, and was loading"
 
     @law("CONN-4", "CONN-5")
     @pytest.mark.parametrize("when", ["untold", "failed", "loading"])
