@@ -10,13 +10,13 @@ import pytest
 from kvplug import Config, ConfigError, build_page_cache
 from kvplug.engine import FlatPage, PageCache
 from kvplug.transport import BlockingStore, ExecutedStore, MissReason, PageSeal, Presence, PutReason
-from kvplug_testing.memory.store import PlaceEnd
+from kvplug_testing.memory.store import PagePlace
 
 pytestmark = pytest.mark.timeout(30)
 
 
-def pages_of_kit() -> PlaceEnd:
-    return PlaceEnd("", 1 << 20)
+def pages_of_kit() -> PagePlace:
+    return PagePlace(1 << 20)
 
 
 def cache(
@@ -106,13 +106,13 @@ def test_a_lease_in_the_store_ends_with_the_last_release(monkeypatch: pytest.Mon
 
 
 def test_a_store_that_fails_is_logged_once_and_every_page_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(PlaceEnd):
+    class Failing(PagePlace):
         def fail(self, *_: Any) -> Any:
             raise OSError("no route")
 
         has = read = write = fail
 
-    place = Failing("", 1 << 20)
+    place = Failing(1 << 20)
     with caplog.at_level(logging.WARNING, "kvplug.engine"), cache(place) as pages:
         for _ in range(3):
             assert pages.get([page(b"key", b"1")]).wait(5) == [MissReason.STORE_GONE]

@@ -24,8 +24,6 @@ def test_each_loads_with_the_first_api(kept: Any) -> None:
     }
     for name, names in offers.items():
         assert kept.plugin(name) == {
-            "name": name,
-            "distribution": f"kvplug-{name}",
             "version": "1.0.0",
             "status": "ok",
             "reason": "",

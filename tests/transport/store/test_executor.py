@@ -23,20 +23,20 @@ from kvplug.transport.store.keys import Series, foreign_key
 from kvplug.transport.store.memory import PageBuffers
 from kvplug.transport.store.results import MissReason, Presence, PutReason
 from kvplug.transport.store.store import PageRequest
-from kvplug_testing.memory.store import PlaceEnd
+from kvplug_testing.memory.store import PagePlace
 from kvplug_testing.waits import until
 
 SEAL = PageSeal()
 SERIES = Series(opaque_format(64), b"", SEAL.id)
 
 
-class InDict(PlaceEnd):
+class InDict(PagePlace):
     """The kit's pages in memory, whose calls go through :attr:`gate` first."""
 
     num_threads = 2
 
     def __init__(self) -> None:
-        super().__init__("", 1 << 20)
+        super().__init__(1 << 20)
         self.calls: list[tuple[str, bytes]] = []
         self.gate: Callable[[str, bytes], None] = lambda call, key: None
         self.opened = threading.Event()
@@ -265,7 +265,7 @@ def test_a_write_under_way_is_undone_before_a_removal_is_done(
         until(lambda: ("remove", request("a").keys[0]) in inner.calls)
         with pytest.raises(TimeoutError):
             removal.wait(0.05)
-    assert removal.wait(5) == [True] and not inner.place.pages
+    assert removal.wait(5) == [True] and not inner.pages
     assert put.wait(5) == [PutReason.TIMEOUT if timeout < 1 else PutReason.CANCELLED]
 
 
@@ -276,7 +276,7 @@ def test_a_store_that_cannot_remove_says_so_and_is_not_taken_for_gone(
     inner.gate = failing(error, calls=["remove"])
     assert store.submit_remove(request("a").keys).wait(5) == [False]
     assert store.submit_put(request("a")).wait(5) == [None]
-    inner.place.pages[request("a").keys[0]] = b"wrong"
+    inner.pages[request("a").keys[0]] = b"wrong"
     assert store.submit_get(request("a")).wait(5) == [MissReason.FORMAT], "and the page stays"
     assert store.submit_lookup(request("a").keys).wait(5) == [Presence.ABSENT], "it is not promised again"
     assert store.submit_put(request("a")).wait(5) == [PutReason.UNREADABLE]
