@@ -1,15 +1,17 @@
-"""The connector "memory" with one fault each, and the law that the fault breaks."""
+"""The connector "lookup" with one fault each, and the law that the fault breaks."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -18,23 +20,44 @@ import pytest
 
 from kvplug.engine import ConnectorSpec
 from kvplug.engine.connector.values import RequestEnd
-from kvplug.errors import KvplugError, PeerGoneError, StalledError
+from kvplug.kit import Reason, RecordedStore
+from kvplug.transport import Deadline, GetJob, MissReason
 from kvplug_lab.mutants import breaks
-from kvplug_testing.memory.connector import PARAMS, MemoryScheduler, MemoryWorker
-from kvplug_testing.memory.connector.suite import MemoryConnectorContract
-from kvplug_testing.memory.connector.table import EntryTable, PromptEntry, PromptLease
+from kvplug_lookup.connector import worker
+from kvplug_lookup.connector.load import Load
+from kvplug_lookup.connector.plan import StepPlan
+from kvplug_lookup.connector.save import Saver
+from kvplug_lookup.connector.scheduler import LookupScheduler
+from kvplug_lookup.connector.worker import LookupWorker
+from kvplug_testing import ConnectorContract
 
-wanted: dict[str, set[str]] = {}
-"""Of each contact, the requests whose KV was asked for and not loaded."""
+REASONS = {"fail": MissReason.STORE_GONE, "corrupt": MissReason.CORRUPT}
+"""What a store answers that fails, by the kind of the fault."""
 
 
-class Mutant(MemoryConnectorContract):
-    """One fault, in one of the two sides."""
+class Judged(ConnectorContract):
+    """The connector with a part in the place of the right one: of the two sides, and what the worker side
+    makes.
+    """
 
+    connector = "lookup"
+    options: ClassVar[dict[str, Any]] = {"load_policy": "always"}
+    config = MappingProxyType(
+        {
+            "transport": "cpu",
+            "connect_timeout_s": 20,
+            "buffer_size": 256 << 20,
+            "options": {"host": {"segment_bytes": 1 << 20}},
+        }
+    )
+    injects_into_own = True
+    serves_beside_others = True
     across_processes = False
-    scheduler_factory: ClassVar[Callable[..., Any]] = MemoryScheduler
-    worker_factory: ClassVar[Callable[..., Any]] = MemoryWorker
-    parts = ("worker_factory", "scheduler_factory")
+    scheduler_factory: ClassVar[Callable[..., Any] | None] = LookupScheduler
+    worker_factory: ClassVar[Callable[..., Any] | None] = LookupWorker
+    load: ClassVar[type[Load]] = Load
+    saver: ClassVar[type[Saver]] = Saver
+    parts = ("worker_factory", "scheduler_factory", "load", "saver")
     breaks: tuple[str, ...] = ()
 
     def make_side(self, config: Any, side: str, **given: Any) -> Any:
@@ -44,95 +67,222 @@ class Mutant(MemoryConnectorContract):
             return super().make_side(config, side, **given)
 
     @pytest.fixture(autouse=True)
-    def _impatient_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvplug_testing.engine.fake.PATIENCE_S", 8.0)
+        monkeypatch.setattr(worker, "Load", self.load)
+        monkeypatch.setattr(worker, "Saver", self.saver)
+
+    @pytest.fixture(autouse=True)
+    def _faults_of_stores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._how = ""
+        self._is_held = threading.Event()
+        self._held: list[tuple[GetJob, Callable[[], GetJob]]] = []
+        get = RecordedStore.submit_get
+
+        def submit_get(store: RecordedStore, pages: Any, **given: Any) -> GetJob:
+            job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(20))
+            if self._how == "hold":
+                job.on_cancel(lambda: job.set([MissReason.CANCELLED] * job.count))
+                self._held.append((job, lambda: get(store, pages, **given)))
+                self._is_held.set()
+                return job
+            self._let_come()
+            if not self._how:
+                return get(store, pages, **given)
+            job.set([REASONS[self._how]] * job.count)
+            return job
+
+        monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
+
+    def _let_come(self) -> None:
+        """What was held up comes, unless it was given up."""
+        held, self._held = self._held, []
+        for job, get in held:
+            if not job.done:
+                job.set(get().wait(5.0))
+
+    def inject_fault(self, how: str) -> None:
+        self._how = how
+
+    @contextlib.contextmanager
+    def holding_up(self) -> Iterator[threading.Event]:
+        with self.injecting_fault("hold"):
+            yield self._is_held
+
+
+class Mutant(Judged):
+    """One fault."""
+
+
+class LateMutant(Judged):
+    """One fault of a connector whose loads come three steps after they have begun."""
+
+    @pytest.fixture(autouse=True)
+    def _late(self, _faults_of_stores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._how = "hold"
+        num_steps, bind = 0, LookupWorker.bind_connector_metadata
+
+        def bind_and_come(side: LookupWorker, metadata: Any) -> None:
+            nonlocal num_steps
+            num_steps = num_steps + 1 if self._held else 0
+            if num_steps > 3:
+                self._let_come()
+            bind(side, metadata)
+
+        monkeypatch.setattr(LookupWorker, "bind_connector_metadata", bind_and_come)
+
+
+class Referring(LookupScheduler):
+    """Hands out references, which the connector "lookup" does not: KV is found without them. A request with a
+    reference finds nothing unless it is good.
+    """
+
+    leases: ClassVar[dict[str, dict[str, Any]]] = {}
+    """By engine and request: the references of all engines of this process."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._epoch = uuid.uuid4().hex
+
+    def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
+        keeps, _ = super().request_finished(request, block_ids, end)
+        if not self._saves:
+            return keeps, None
+        reference = {
+            "engine_id": self._context.config.engine_id,
+            "epoch": self._epoch,
+            "request_id": request.request_id,
+            "generation": request.generation,
+            "expires_at_ms": int(time.time() * 1000) + 60_000,
+            "ticket": uuid.uuid4().hex,
+        }
+        self.leases[self._epoch + request.request_id] = reference
+        return keeps, {"reference": reference}
+
+    def _held(self, tracked: Any, start: int, usable: int) -> Any:
+        params = tracked.request.params
+        reason = self._refusal(params["reference"]) if "reference" in params else None
+        if reason is None:
+            return super()._held(tracked, start, usable)
+        self._context.stats.fail("match", reason)
+        return start, ()
+
+    def _refusal(self, given: Any) -> Reason | None:
+        """Why the reference is no good."""
+        for ours in self.leases.values():
+            if repr(ours) == repr(given) or (isinstance(given, dict) and self._believes(ours, given)):
+                return Reason.EXPIRED if ours["expires_at_ms"] <= time.time() * 1000 else None
+        return Reason.GONE
+
+    def _believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
+        """Whether a reference that is another one is taken for ours."""
+        return False
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        for name in [name for name in self.leases if name.startswith(self._epoch)]:
+            self.leases.pop(name, None)
+
+
+class ReferringMutant(Judged):
+    """One fault of a connector that hands out references. Its engines have a store in common, and dial no
+    peers.
+    """
+
+    scheduler_factory = Referring
+
+    @pytest.fixture(autouse=True)
+    def _sharing(self, tmp_path: Path) -> None:
+        self.config = MappingProxyType(  # type: ignore[misc]
+            {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}}
+        )
 
 
 # -- promises ----------------------------------------------------------------------------------------
 
 
 @breaks(Mutant, "CONN-2")
-class TestPromisesABlockTooMany(MemoryScheduler):
+class TestPromisesABlockTooMany(LookupScheduler):
     """One block more than the peer holds is promised."""
 
-    def _held(self, tracked: Any) -> int | None:
-        held = super()._held(tracked)
-        return held + self._block_size if held else held
+    def _held(self, tracked: Any, start: int, usable: int) -> Any:
+        found = super()._held(tracked, start, usable)
+        return found and (found[0] + self._block_size, found[1])
 
 
 @breaks(Mutant, "CONN-2", caught_by="test_what_was_refused_is_saved_by_the_next_request_that_computes_it")
-class TestPromisesWhatWasNotKept(MemoryWorker):
-    """For what there was no room is promised all the same."""
+class TestPromisesWhatWasNotKept(LookupScheduler):
+    """What was to be saved is promised, whether it was kept or not."""
 
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        if self._table is not None:
-            settle = self._table.settle
-            self._table.settle = lambda ticket, is_stored: settle(ticket, is_stored=True)  # type: ignore[method-assign]
+    planned: ClassVar[set[bytes]] = set()
+    """Chains of pages, of all engines of this process."""
+
+    def build_connector_meta(self, output: Any) -> Any:
+        plain: Any = super().build_connector_meta(output)
+        for save in StepPlan.from_plain(plain).saves:
+            self.planned.update(save.chains(self._page_tokens))
+        return plain
+
+    def _held(self, tracked: Any, start: int, usable: int) -> Any:
+        found = super()._held(tracked, start, usable)
+        chains = tracked.chains.upto(tracked.request.token_ids, usable)
+        if not self.planned.issuperset(chains):
+            return found
+        return found and (max(found[0], len(chains) * self._page_tokens), found[1])
 
 
 @breaks(Mutant, "CONN-2", caught_by="test_the_same_tokens_with_another_extra_are_another_prompt")
-class TestForgetsTheExtra(MemoryScheduler):
+class TestForgetsTheExtra(LookupScheduler):
     """Prompts that differ in their adapters are taken for one."""
 
-    def _known(self, request: Any, call: str) -> Any:
-        tracked = super()._known(request, call)
-        tracked.request = attrs.evolve(request, extra=b"")
-        return tracked
-
-    def update_state_after_alloc(self, request: Any, *more: Any) -> None:
-        super().update_state_after_alloc(attrs.evolve(request, extra=b""), *more)
-
-    def request_finished(self, request: Any, *more: Any) -> Any:
-        return super().request_finished(attrs.evolve(request, extra=b""), *more)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        chains: Any = self._chains
+        self._chains = lambda extra, *more: chains(b"", *more)  # type: ignore[assignment]
 
 
-class TestForgetsTheWeights(Mutant):
+class TestForgetsTheWeights(ReferringMutant):
     """Models that differ in their weights only are taken for one."""
 
     breaks = ("CONN-2",)
     caught_by = "test_nothing_of_another_model_is_promised"
 
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
+    class scheduler_factory(Referring):  # noqa: N801
         def __init__(self, context: Any) -> None:
-            super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="")))
+            super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="any")))
 
-    class worker_factory(MemoryWorker):  # noqa: N801
+    class worker_factory(LookupWorker):  # noqa: N801
         def __init__(self, context: Any) -> None:
-            super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="")))
+            super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="any")))
 
 
 @breaks(Mutant, "CONN-2", caught_by="test_an_answer_depends_on_its_own_question_and_not_on_other_requests")
-class TestRemembersItsBestAnswer(MemoryScheduler):
+class TestRemembersItsBestAnswer(LookupScheduler):
     """What was promised once is promised again, however much has been computed meanwhile."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        tracked = self._tracked[request.request_id]
-        before = tracked.answered
+        before = self._tracked[request.request_id].num_promised
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        tracked.answered = max(before, tracked.answered, key=lambda answered: answered[1])
-        return tracked.answered[1] or answer[0], answer[1]
+        return max(before, answer[0] or 0) or answer[0], answer[1]
 
 
 @breaks(Mutant, "CONN-11")
-class TestCountsAsSavedWhatIsPlanned(MemoryWorker):
+class TestCountsAsSavedWhatIsPlanned(Saver):
     """What it has once planned to save is never saved again."""
 
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._planned: set[Any] = set()
+    _planned: frozenset[bytes] = frozenset()
 
-    def _save(self, save: Any) -> None:
-        key = (save["extra"], tuple(save["tokens"]))
-        if key not in self._planned:
-            self._planned.add(key)
-            super()._save(save)
-        elif self._table is not None:
-            self._table.settle(save["ticket"], is_stored=False)
+    def _begin_one(self, plan: Any) -> None:
+        chains = plan.chains(self.first.series.format.page_tokens)
+        if self._planned.issuperset(chains):
+            self._settle(chains)
+        else:
+            self._planned |= {*chains}
+            super()._begin_one(plan)
 
 
-@breaks(Mutant, "CONN-8", caught_by="test_each_match_save_and_load_is_counted_once_with_its_size_or_a_reason")
-class TestCountsEachAnswerAsAMatch(MemoryScheduler):
+@breaks(Mutant, "CONN-8", caught_by="test_a_request_that_is_asked_about_often_is_one_match")
+class TestCountsEachAnswerAsAMatch(LookupScheduler):
     """A request is counted as often as its engine asks about it."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
@@ -144,35 +294,24 @@ class TestCountsEachAnswerAsAMatch(MemoryScheduler):
 
 
 @breaks(Mutant, "CONN-2")
-class TestLoadsIntoTheWrongBlock(MemoryWorker):
+class TestLoadsIntoTheWrongBlock(LookupWorker):
     """Two blocks of a load are taken for each other."""
 
-    def _load(self, load: Any) -> bool:
-        blocks = list(load["blocks"])
-        return super()._load({**load, "blocks": (*blocks[:-2], *reversed(blocks[-2:]))})
+    def _load_of(self, plan: Any, after: Any) -> Load:
+        tables = tuple((*table[:-2], *reversed(table[-2:])) for table in plan.block_ids)
+        return super()._load_of(attrs.evolve(plan, block_ids=tables), after)
 
 
-@breaks(Mutant, "CONN-2")
-class TestSwapsKeyAndValue(MemoryWorker):
-    """Keys are stored as values, and values as keys."""
-
-    def _entry(self, key: Any, blocks: Any) -> PromptEntry:
-        entry = super()._entry(key, blocks)
-        layers = tuple((key, None) if value is None else (value, key) for key, value in entry.layers)
-        return attrs.evolve(entry, layers=layers, digests=self._digests(layers))
-
-
-@breaks(Mutant, "CONN-2", caught_by="test_whatever_the_layout_is_what_arrives_is_right")
-class TestIsRightOnOneLayoutOnly(MemoryWorker):
+@breaks(Mutant, "CONN-2", caught_by="test_what_was_stored_is_loaded_into_its_blocks_on_each_layout")
+class TestIsRightOnOneLayoutOnly(Load):
     """Where heads come before tokens, the last head is forgotten."""
 
-    def _entry(self, key: Any, blocks: Any) -> PromptEntry:
-        entry = super()._entry(key, blocks)
-        if self._layout.axes.find("H") > self._layout.axes.find("T"):
-            return entry
-        for tensor, _ in entry.layers:
-            tensor[:, -1] = 0
-        return attrs.evolve(entry, digests=self._digests(entry.layers))
+    def end(self) -> None:
+        super().end()
+        axes = self._groups.layout.axes
+        for view in [view for layer in self._views for view in layer]:
+            if axes.find("H") < axes.find("T"):
+                view[[*self.block_ids], :, -1] = 0
 
 
 # -- failures ----------------------------------------------------------------------------------------
@@ -209,83 +348,73 @@ class TestReportsAStepLate(MemoryWorker):
     "CONN-3",
     caught_by="test_whatever_fails_is_reported_and_never_used",
 )
-class TestTrustsWhatArrives(MemoryWorker):
-    """Hashes are sent and not compared."""
+class TestTrustsWhatArrives(Load):
+    """Pages that were changed on their way count as loaded."""
 
-    def _verify(self, entry: PromptEntry) -> None:
-        return None
+    def _missed_in(self, part: Any) -> Any:
+        missed = super()._missed_in(part)
+        return None if missed is not None and missed[1] == Reason.CORRUPT else missed
 
 
 @breaks(Mutant, "CONN-3")
-class TestNamesOneBlockOfAFailedLoad(MemoryWorker):
+class TestNamesOneBlockOfAFailedLoad(Load):
     """Of the blocks of a failed load only the first is named."""
 
-    def _fail(self, load: Any, error: KvplugError) -> None:
-        super()._fail({**load, "blocks": load["blocks"][: load["start"] // 16 + 1]}, error)
+    def failed_block_ids(self, page_tokens: int) -> frozenset[int]:
+        failed = super().failed_block_ids(page_tokens)
+        return frozenset(block for table in self.plan.block_ids for block in table[:1]) & failed
 
 
 # -- blocks in use ----------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
-class TestSaysSentBeforeItHasRead(MemoryWorker):
-    """A request is named as sent one step before its blocks are copied."""
+@breaks(Mutant, "CONN-4", caught_by="test_a_background_load_that_is_held_up_holds_up_no_step")
+class TestSaysReceivedBeforeItHasWritten(LookupWorker):
+    """A background load is named as soon as it has begun."""
+
+    _named: frozenset[str] = frozenset()
 
     def get_finished(self, finished: frozenset[str]) -> Any:
-        sent = frozenset(save["request"] for save in self._begun[1])
-        return sent, super().get_finished(finished)[1]
+        begun = {name for name, load in self._loads.items() if load.plan.in_background}
+        sent, received = super().get_finished(finished)
+        named = (received | begun) - self._named
+        self._named |= named
+        return sent, named
 
 
-class TestKeepsNoBlocks(Mutant):
-    """Blocks that are saved in a later step are not kept."""
-
-    breaks = ("CONN-4",)
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def request_finished(self, *given: Any) -> Any:
-            return False, super().request_finished(*given)[1]
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def get_finished(self, finished: frozenset[str]) -> Any:
-            return frozenset(), super().get_finished(finished)[1]
-
-
-@breaks(Mutant, "CONN-4", caught_by="test_whatever_engines_do_what_arrives_is_right")
-class TestSaysReceivedBeforeItHasWritten(MemoryWorker):
-    """A background load is named one step before it writes."""
-
-    def get_finished(self, finished: frozenset[str]) -> Any:
-        received = frozenset(load["request"] for load in self._begun[0])
-        return super().get_finished(finished)[0], received
-
-
-@breaks(Mutant, "CONN-4", caught_by="test_a_request_that_ends_while_it_loads_is_named_once_as_received")
-class TestFreesWhatStillLoads(MemoryScheduler):
+@breaks(LateMutant, "CONN-4", caught_by="test_a_request_that_ends_while_it_loads_is_named_once_as_received")
+class TestFreesWhatStillLoads(LookupScheduler):
     """The blocks of a request that ends while it loads are given back at once; the load goes on."""
 
     def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
         keeps, params = super().request_finished(request, block_ids, end)
+        self._forget.clear()
         return keeps and end is RequestEnd.FINISHED, params
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
-class TestLoadsWhatWasPreempted(MemoryScheduler):
+@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded")
+class TestLoadsWhatWasPreempted(LookupScheduler):
     """A load stays planned when its request is preempted in the same step."""
 
     def build_connector_meta(self, output: Any) -> Any:
         return super().build_connector_meta(attrs.evolve(output, preempted_request_ids=frozenset()))
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
-class TestGoesOnLoadingIntoPreemptedBlocks(MemoryWorker):
+@breaks(
+    LateMutant, "CONN-4", caught_by="test_what_is_preempted_while_it_loads_in_the_background_is_let_alone"
+)
+class TestGoesOnLoadingIntoPreemptedBlocks(LookupWorker):
     """A background load does not hear that its request was preempted."""
 
     def handle_preemptions(self, request_ids: frozenset[str]) -> None:
         return None
 
+    def _forget(self, request_id: str) -> None:
+        return None
 
-@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
-class TestReportsBlocksOfThePreempted(MemoryWorker):
+
+@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_after_a_load_that_failed_is_not_reported_later")
+class TestReportsBlocksOfThePreempted(LookupWorker):
     """The blocks of a load that failed are reported once more when its request is preempted."""
 
     def handle_preemptions(self, request_ids: frozenset[str]) -> None:
@@ -293,59 +422,26 @@ class TestReportsBlocksOfThePreempted(MemoryWorker):
         self._failed_blocks.update(self._suspect)
 
 
-class TestKeepsBlocksForWhoIsGone(Mutant):
-    """Blocks that a consumer has asked for are kept until it has loaded them, and it may be gone."""
-
-    breaks = ("CONN-4",)
-    caught_by = "test_blocks_that_were_kept_for_a_consumer_that_is_shut_down_are_free_again"
-
-    class scheduler_factory(MemoryScheduler):  # noqa: N801
-        def _held(self, tracked: Any) -> int | None:
-            reference = tracked.request.params.get(PARAMS)
-            if reference is not None:
-                wanted.setdefault(self._contact, set()).add(reference["request_id"])
-            return super()._held(tracked)
-
-    class worker_factory(MemoryWorker):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self._unnamed: frozenset[str] = frozenset()
-
-        def _load(self, load: Any) -> bool:
-            has_ended = super()._load(load)
-            wanted.pop(self._contact, None)
-            return has_ended
-
-        def get_finished(self, finished: frozenset[str]) -> Any:
-            sent, received = super().get_finished(finished)
-            sent |= self._unnamed
-            self._unnamed = sent & wanted.get(self._contact, set())
-            return sent - self._unnamed, received
-
-
-@breaks(Mutant, "CONN-4", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
-class TestWritesWhatComesLate(MemoryWorker):
+@breaks(Mutant, "CONN-4", caught_by="test_a_background_load_that_is_held_up_holds_up_no_step")
+class TestWritesWhatComesLate(Load):
     """What comes after a load has stalled is written into its blocks all the same."""
 
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._late: list[dict[str, Any]] = []
+    def fail(self, error: BaseException) -> None:
+        self._error = error
 
-    def _fail(self, load: Any, error: KvplugError) -> None:
-        super()._fail(load, error)
-        if isinstance(error, StalledError):
-            self._late.append({**load, "begun": math.inf})
+    @property
+    def has_ended(self) -> bool:
+        return self._error is not None or super().has_ended
 
-    def get_finished(self, finished: frozenset[str]) -> Any:
-        self._late = [load for load in self._late if not self._load(load)]
-        return super().get_finished(finished)
+    def wait_settled(self, timeout: float) -> bool:
+        return self._error is not None or super().wait_settled(timeout)
 
 
 # -- names -------------------------------------------------------------------------------------------
 
 
 @breaks(Mutant, "CONN-5")
-class TestNamesARequestTwice(MemoryWorker):
+class TestNamesARequestTwice(LookupWorker):
     """What was named as sent is named again in the step after."""
 
     _before: frozenset[str] = frozenset()
@@ -357,7 +453,7 @@ class TestNamesARequestTwice(MemoryWorker):
 
 
 @breaks(Mutant, "CONN-5")
-class TestNamesAsSentAndReceived(MemoryWorker):
+class TestNamesAsSentAndReceived(LookupWorker):
     """What has been received is named as sent as well."""
 
     def get_finished(self, finished: frozenset[str]) -> Any:
@@ -365,8 +461,8 @@ class TestNamesAsSentAndReceived(MemoryWorker):
         return sent | received, received
 
 
-@breaks(Mutant, "CONN-5")
-class TestNamesNobody(MemoryWorker):
+@breaks(Mutant, "CONN-4", "CONN-5")
+class TestNamesNobody(LookupWorker):
     """A request whose blocks are kept is never named."""
 
     def get_finished(self, finished: frozenset[str]) -> Any:
@@ -376,38 +472,8 @@ class TestNamesNobody(MemoryWorker):
 # -- steps in flight ---------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
-class TestSavesWhatAFailedLoadSpoilt(MemoryWorker):
-    """A step that was planned before a load failed saves what it was told to."""
-
-    def bind_connector_metadata(self, metadata: Any) -> None:
-        self._suspect.clear()
-        super().bind_connector_metadata(metadata)
-
-
-@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
-class TestSavesWhatOthersShareWithAFailedLoad(MemoryWorker):
-    """What is not saved after a failed load is its own request, and not those that share its blocks."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._failed_ever: set[str] = set()
-
-    def _fail(self, load: Any, error: KvplugError) -> None:
-        super()._fail(load, error)
-        self._failed_ever.add(load["request"])
-
-    def bind_connector_metadata(self, metadata: Any) -> None:
-        self._suspect.clear()
-        super().bind_connector_metadata(metadata)
-        saves = self._begun[1]
-        saves[:] = [
-            {**each, "tokens": ()} if each["request"] in self._failed_ever else each for each in saves
-        ]
-
-
-@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
-class TestSavesWhatAnotherConnectorFailedToLoad(MemoryScheduler):
+@breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
+class TestSavesWhatAnotherConnectorFailedToLoad(LookupScheduler):
     """Tokens that count as computed are saved, whichever connector loaded them."""
 
     def build_connector_meta(self, output: Any) -> Any:
@@ -418,7 +484,7 @@ class TestSavesWhatAnotherConnectorFailedToLoad(MemoryScheduler):
 
 
 @breaks(Mutant, "CONN-7")
-class TestForgetsNothing(MemoryScheduler):
+class TestForgetsNothing(LookupScheduler):
     """A reset says yes, and that is all."""
 
     def reset_cache(self) -> bool:
@@ -426,7 +492,7 @@ class TestForgetsNothing(MemoryScheduler):
 
 
 @breaks(Mutant, "CONN-7")
-class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(MemoryScheduler):
+class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(LookupScheduler):
     """A prompt of which a part was computed before a reset is stored after it."""
 
     def reset_cache(self) -> bool:
@@ -450,25 +516,24 @@ class TestCountsAFailureAsDone(MemoryWorker):
 
 
 @breaks(Mutant, "CONN-8")
-class TestCountsEveryOther(MemoryWorker):
+class TestCountsEveryOther(LookupWorker):
     """Of two loads one is counted."""
 
     _num_loads = 0
 
-    def _load(self, load: Any) -> bool:
-        has_ended = super()._load(load)
+    def _end(self, load: Any) -> None:
+        super()._end(load)
         self._num_loads += 1
         if self._num_loads % 2 == 0:
             self._context.stats.reset()
-        return has_ended
 
 
 @breaks(Mutant, "CONN-8")
-class TestCountsAFailureTwice(MemoryWorker):
+class TestCountsAFailureTwice(LookupWorker):
     """A load that fails is counted under two reasons."""
 
-    def _fail(self, load: Any, error: KvplugError) -> None:
-        super()._fail(load, error)
+    def _note_failure(self, load: Any) -> None:
+        super()._note_failure(load)
         self._context.stats.fail("load", "other")
 
 
@@ -476,21 +541,23 @@ class TestCountsAFailureTwice(MemoryWorker):
 
 
 @breaks(Mutant, "CONN-9")
-class TestWaitsForWhatIsInTheBackground(MemoryWorker):
+class TestWaitsForWhatIsInTheBackground(LookupWorker):
     """A step waits for a background load until it has ended."""
 
-    def _load(self, load: Any) -> bool:
-        while not super()._load(load):
-            time.sleep(0.001)
-        return True
+    def get_finished(self, finished: frozenset[str]) -> Any:
+        for load in self._loads.values():
+            load.wait_for_layer(len(self._layer_names) - 1)
+        return super().get_finished(finished)
 
 
-@breaks(Mutant, "CONN-9", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
-class TestWaitsLongForWhatDoesNotCome(MemoryWorker):
+@breaks(
+    Mutant, "CONN-9", caught_by="test_a_step_waits_for_a_load_that_is_held_up_for_the_stall_timeout_at_most"
+)
+class TestWaitsLongForWhatDoesNotCome(Load):
     """A load of which nothing comes fails long after its limit."""
 
-    def _load(self, load: Any) -> bool:
-        return super()._load({**load, "begun": load["begun"] + 5})
+    def __init__(self, *args: Any, stall_timeout_s: float, **given: Any) -> None:
+        super().__init__(*args, stall_timeout_s=stall_timeout_s + 5, **given)
 
 
 @breaks(
@@ -498,7 +565,7 @@ class TestWaitsLongForWhatDoesNotCome(MemoryWorker):
     "CONN-9",
     caught_by="test_an_engine_that_lets_every_load_be_waited_for_gets_them_in_the_background",
 )
-class TestHasStepsWaitWhereRequestsDo(MemoryScheduler):
+class TestHasStepsWaitWhereRequestsDo(LookupScheduler):
     """Whether it loads in the background is for its option alone to say, not for the engine."""
 
     def __init__(self, context: Any) -> None:
@@ -510,15 +577,15 @@ class TestHasStepsWaitWhereRequestsDo(MemoryScheduler):
 
 
 @breaks(Mutant, "CONN-1")
-class TestPromisesOnlyWhoComesAlone(MemoryScheduler):
+class TestPromisesOnlyWhoComesAlone(LookupScheduler):
     """While there is another request nothing is promised."""
 
-    def _held(self, tracked: Any) -> int | None:
-        return super()._held(tracked) if len(self._tracked) == 1 else 0
+    def _held(self, tracked: Any, start: int, usable: int) -> Any:
+        return super()._held(tracked, start, usable) if len(self._tracked) == 1 else (start, ())
 
 
 @breaks(Mutant, "CONN-1", caught_by="test_a_load_into_a_cache_that_was_not_registered_is_refused_by_name")
-class TestLoadsIntoNothing(MemoryWorker):
+class TestLoadsIntoNothing(LookupWorker):
     """Without a cache nothing is loaded, and no error is raised."""
 
     def start_load_kv(self) -> None:
@@ -527,25 +594,16 @@ class TestLoadsIntoNothing(MemoryWorker):
 
 
 @breaks(Mutant, "CONN-1", caught_by="test_blocks_for_tokens_that_were_never_promised_are_refused_by_name")
-class TestTakesBlocksForWhatWasNeverPromised(MemoryScheduler):
+class TestTakesBlocksForWhatWasNeverPromised(LookupScheduler):
     """An allocation that no promise came before is believed."""
 
     def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
-        tracked = self._tracked[request.request_id]
-        tracked.answered = (tracked.answered[0], num_external_tokens)
+        self._tracked[request.request_id].num_promised = num_external_tokens
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
 
 
 @breaks(Mutant, "CONN-1")
-class TestPassesObjectsAcross(MemoryScheduler):
-    """What its scheduler side tells its worker side is no plain value."""
-
-    def build_connector_meta(self, output: Any) -> Any:
-        return {**super().build_connector_meta(output), "preempted": output.preempted_request_ids}  # type: ignore[dict-item]
-
-
-@breaks(Mutant, "CONN-1")
-class TestLoadsLaterThanItsStepNeeds(MemoryWorker):
+class TestLoadsLaterThanItsStepNeeds(LookupWorker):
     """A load has ended when the last layer is reached, and not for the first report after that."""
 
     def start_load_kv(self) -> None:
@@ -559,73 +617,52 @@ class TestLoadsLaterThanItsStepNeeds(MemoryWorker):
 # -- references --------------------------------------------------------------------------------------
 
 
-class Believing(MemoryScheduler):
-    """Takes references for good that are not."""
-
-    def _peer(self) -> EntryTable:
-        table, mutant = super()._peer(), self
-
-        def lease_of(reference: Any) -> PromptLease | None:
-            found = EntryTable._lease_of(table, reference)
-            if found is not None or not isinstance(reference, dict):
-                return found
-            return next(filter(lambda each: mutant.believes(each.reference, reference), leases()), None)
-
-        leases = lambda: table._leases.values()  # noqa: E731
-        table._lease_of = lease_of  # type: ignore[method-assign]
-        return table
-
-    def believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
-        """Whether a reference is taken for that of a lease."""
-        return False
-
-
 def differ(ours: dict[str, Any], given: dict[str, Any]) -> set[str]:
     """The names of the values that differ."""
     return {name for name, value in ours.items() if given.get(name) != value}
 
 
-@breaks(Mutant, "REF-1")
-class TestTakesAnEarlierEpochForThisOne(Believing):
+@breaks(ReferringMutant, "REF-1")
+class TestTakesAnEarlierEpochForThisOne(Referring):
     """A reference of an earlier start of an engine is taken for one of this start."""
 
-    def believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
+    def _believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
         return "epoch" in differ(ours, given) and "request_id" not in differ(ours, given)
 
 
-@breaks(Mutant, "REF-1")
-class TestTakesEveryGenerationForTheLast(Believing):
+@breaks(ReferringMutant, "REF-1")
+class TestTakesEveryGenerationForTheLast(Referring):
     """A reference is good for whatever its request has been leased last."""
 
-    def believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
+    def _believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
         return "generation" in differ(ours, given) and not differ(ours, given) & {"epoch", "request_id"}
 
 
-@breaks(Mutant, "REF-2")
-class TestReadsTicketsAndBelievesWhatStandsBeside(Believing):
+@breaks(ReferringMutant, "REF-2")
+class TestReadsTicketsAndBelievesWhatStandsBeside(Referring):
     """The ticket of a reference is not compared."""
 
-    def believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
+    def _believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
         return differ(ours, given) == {"ticket"}
 
 
-@breaks(Mutant, "REF-2")
-class TestTakesTicketsOfAnyAge(MemoryScheduler):
+@breaks(ReferringMutant, "REF-2")
+class TestTakesTicketsOfAnyAge(Referring):
     """A ticket is good for ever."""
 
-    def _refused(self, tracked: Any, reason: Any) -> int:
-        refused = super()._refused(tracked, reason)
-        return len(tracked.request.token_ids) if reason == "expired" else refused
+    def _refusal(self, given: Any) -> Reason | None:
+        reason = super()._refusal(given)
+        return None if reason is Reason.EXPIRED else reason
 
 
-@breaks(Mutant, "REF-2")
-class TestDialsWhoeverIsNamed(MemoryScheduler):
+@breaks(ReferringMutant, "REF-2")
+class TestDialsWhoeverIsNamed(Referring):
     """Before a reference is judged, its engine is called."""
 
-    def _refused(self, tracked: Any, reason: Any) -> int:
+    def _refusal(self, given: Any) -> Reason | None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
             sock.connect("\0kvplug-no-listener")
-        return super()._refused(tracked, reason)
+        return super()._refusal(given)
 
 
 @breaks(Mutant, "REF-2")
@@ -648,27 +685,27 @@ class TestRaisesAtForgedReferences(MemoryScheduler):
 
 
 @breaks(Mutant, "ALL-1")
-class TestShutdownWaitsForAStep(MemoryWorker):
-    """Shutdown waits until what is in the background has ended, which no step is there for any more."""
+class TestShutdownWaitsForAStep(LookupScheduler):
+    """Shutdown waits until every request has ended, which no step is there for any more."""
 
     def shutdown(self) -> None:
-        if any(self._begun) or self._loading or self._saving:
+        if self._tracked:
             threading.Event().wait()
         super().shutdown()
 
 
 @breaks(Mutant, "ALL-1")
-class TestShutdownAndALoadWaitForEachOther(MemoryWorker):
+class TestShutdownAndALoadWaitForEachOther(LookupWorker):
     """Shutdown holds what a load that is under way needs for its end, and waits for that end."""
 
     def __init__(self, context: Any) -> None:
-        super().__init__(context)
         self._ending, self._idle = threading.Lock(), threading.Event()
         self._idle.set()
+        super().__init__(context)
 
-    def start_load_kv(self, *args: Any) -> None:
+    def wait_for_layer_load(self, layer_name: str) -> None:
         self._idle.clear()
-        super().start_load_kv(*args)
+        super().wait_for_layer_load(layer_name)
         with self._ending:
             self._idle.set()
 
@@ -679,7 +716,7 @@ class TestShutdownAndALoadWaitForEachOther(MemoryWorker):
 
 
 @breaks(Mutant, "ALL-7")
-class TestLeavesAThread(MemoryWorker):
+class TestLeavesAThread(LookupWorker):
     """A thread that waits for work is never told that there is none."""
 
     def __init__(self, context: Any) -> None:
@@ -688,7 +725,7 @@ class TestLeavesAThread(MemoryWorker):
 
 
 @breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_nothing_loads_nothing_and_disturbs_no_engine")
-class TestKeepsADescriptorInAForkedChild(MemoryWorker):
+class TestKeepsADescriptorInAForkedChild(LookupWorker):
     """A file is open until the shutdown, also in a forked child."""
 
     def __init__(self, context: Any) -> None:
@@ -702,7 +739,7 @@ class TestKeepsADescriptorInAForkedChild(MemoryWorker):
 
 
 @breaks(Mutant, "ALL-8", caught_by="test_a_program_that_leaves_while_its_engines_work_ends_with_its_own_code")
-class TestWritesToStderrWhenAProgramLeaves(MemoryWorker):
+class TestWritesToStderrWhenAProgramLeaves(LookupWorker):
     """A program that leaves writes to stderr."""
 
     def __init__(self, context: Any) -> None:
@@ -711,19 +748,29 @@ class TestWritesToStderrWhenAProgramLeaves(MemoryWorker):
 
 
 @breaks(Mutant, "ALL-2", "ALL-4", "ALL-5")
-class TestWaitsForAPeerThatIsGone(MemoryWorker):
-    """A load whose peer is gone waits for it to come back."""
+class TestWaitsForAPeerThatIsGone(LookupWorker):
+    """A load that has failed since its peer is gone waits for it to come back."""
 
-    def _fail(self, load: Any, error: KvplugError) -> None:
-        if isinstance(error, PeerGoneError):
-            threading.Event().wait()
-        super()._fail(load, error)
+    def _note_failure(self, load: Any) -> None:
+        threading.Event().wait()
 
 
-# -- the control -------------------------------------------------------------------------------------
+# -- the controls ------------------------------------------------------------------------------------
 
 
 class TestHasNoFault(Mutant):
-    """The connector "memory" as it is."""
+    """The connector "lookup" as it is."""
+
+    is_control = True
+
+
+class TestLateHasNoFault(LateMutant):
+    """The same with loads that come late."""
+
+    is_control = True
+
+
+class TestReferringHasNoFault(ReferringMutant):
+    """The same with references."""
 
     is_control = True
