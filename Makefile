@@ -43,7 +43,7 @@ ELSEWHERE = $(patsubst %,plugins/kvplug-%_contract.py,cuda-ipc/tests/test_cuda_i
 	plugins/kvplug-vllm plugins/kvplug-lmcache plugins/kvplug-sglang $(EXAMPLES:%=docs/examples/%)
 # All tests of these files are marked for `make test-all`; collecting them in each process takes a second.
 LATER = $(patsubst %,tests/%.py,lab/test_mutants_tensors lab/test_subjects_tensors cli/test_new cli/test_new_tensors) \
-	$(patsubst %,plugins/kvplug-testing/tests/test_%_tensors.py,communicator memory_connector memory_lookup memory_store queue)
+	$(patsubst %,plugins/kvplug-testing/tests/test_%_tensors.py,communicator queue)
 
 .PHONY: demo install pages test test-ci test-all test-engines coverage clean
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.engine import CommandSpec, ConnectorSpec
+from kvplug.engine import CommandSpec
 from kvplug.transport import Capabilities, Cost, Kind, StoreSpec, TransportSpec, hookimpl
 
 KVPLUG_API = (1, 0)
@@ -40,20 +40,6 @@ def kvplug_stores() -> list[StoreSpec]:
             factory="kvplug_testing.memory.store:MemoryStore",
             options="kvplug_testing.memory.options:MemoryStoreOptions",
             summary="For tests: pages in this process, nothing but Python",
-            for_tests=True,
-        ),
-    ]
-
-
-@hookimpl
-def kvplug_connectors() -> list[ConnectorSpec]:
-    return [
-        ConnectorSpec(
-            name="memory",
-            factory="kvplug_testing.memory.connector:MemoryScheduler",
-            worker_factory="kvplug_testing.memory.connector:MemoryWorker",
-            options="kvplug_testing.memory.options:MemoryConnectorOptions",
-            summary="For tests: engines of one process load what other engines of it have computed",
             for_tests=True,
         ),
     ]

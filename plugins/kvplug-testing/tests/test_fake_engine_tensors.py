@@ -20,7 +20,7 @@ _numbers = itertools.count()
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
     config = Config.from_dict(
-        {"connector": "memory", "role": "both", "host": f"unix:@kvplug-test-fake-engine-{next(_numbers)}"}
+        {"connector": "lookup", "role": "both", "host": f"unix:@kvplug-test-fake-engine-{next(_numbers)}"}
     )
     with FakeEngine(config, num_blocks=48) as fake:
         yield fake

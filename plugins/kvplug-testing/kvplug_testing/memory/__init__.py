@@ -1,4 +1,4 @@
-"""Transports, a store and a connector within one process: examples, fakes, and first subjects of the suites.
+"""Transports and a store within one process: examples, fakes, and first subjects of the suites.
 
 A config names them ``memory``; ``auto`` never selects them.
 """

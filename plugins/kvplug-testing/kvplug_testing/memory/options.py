@@ -30,22 +30,6 @@ class MemoryPipeOptions:
 
 
 @attrs.frozen(kw_only=True)
-class MemoryConnectorOptions:
-    """Options of the connector "memory"."""
-
-    async_load: bool = option(
-        default=False,
-        help="Load in the background: a later step loads, and other requests continue until then.",
-    )
-    stall_timeout_s: float = option(
-        default=2.0,
-        unit="seconds",
-        above=0,
-        help="A load of which nothing has come for this long has failed. A step waits no longer for it.",
-    )
-
-
-@attrs.frozen(kw_only=True)
 class MemoryStoreOptions:
     """Options of the store "memory"."""
 

@@ -353,9 +353,5 @@ class ConnectorSuite(Contract):
         reason = f"{self.called} is the only connector of its engine (serves_beside_others)"
         return "" if self.serves_beside_others else reason
 
-    @property
-    def other_processes(self) -> str:
-        """A scheduler side's class may say ``in_one_process``, as the fake of the kit does."""
-        if self.spec is not None and getattr(self.spec.load_factory(), "in_one_process", False):
-            return f"the engines of {self.called} are in one process (in_one_process)"
-        return super().other_processes
+    def suite_ref(self) -> dict[str, Any]:
+        return {**super().suite_ref(), "transport": self.connector}
