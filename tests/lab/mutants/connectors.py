@@ -422,6 +422,17 @@ class TestReportsBlocksOfThePreempted(LookupWorker):
         self._failed_blocks.update(self._suspect)
 
 
+@breaks(
+    Mutant, "CONN-4", caught_by="test_blocks_that_were_kept_for_a_consumer_that_is_shut_down_are_free_again"
+)
+class TestKeepsBlocksForWhoIsGone(LookupScheduler):
+    """Blocks of a request that ended are kept for a consumer, and it may be gone."""
+
+    def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
+        super().request_finished(request, block_ids, end)
+        return True, None
+
+
 @breaks(Mutant, "CONN-4", caught_by="test_a_background_load_that_is_held_up_holds_up_no_step")
 class TestWritesWhatComesLate(Load):
     """What comes after a load has stalled is written into its blocks all the same."""
@@ -461,7 +472,7 @@ class TestNamesAsSentAndReceived(LookupWorker):
         return sent | received, received
 
 
-@breaks(Mutant, "CONN-4", "CONN-5")
+@breaks(Mutant, "CONN-5")
 class TestNamesNobody(LookupWorker):
     """A request whose blocks are kept is never named."""
 
@@ -694,7 +705,7 @@ class TestShutdownWaitsForAStep(LookupScheduler):
         super().shutdown()
 
 
-@breaks(Mutant, "ALL-1")
+@breaks(Mutant, "ALL-1", caught_by="test_a_load_that_waits_ends_when_another_thread_shuts_down")
 class TestShutdownAndALoadWaitForEachOther(LookupWorker):
     """Shutdown holds what a load that is under way needs for its end, and waits for that end."""
 
@@ -747,7 +758,13 @@ class TestWritesToStderrWhenAProgramLeaves(LookupWorker):
         atexit.register(os.write, 2, b"an engine is left open\n")
 
 
-@breaks(Mutant, "ALL-2", "ALL-4", "ALL-5")
+@breaks(
+    Mutant,
+    "ALL-2",
+    "ALL-4",
+    "ALL-5",
+    caught_by="test_a_peer_that_is_gone_is_a_miss_or_a_reported_failure",
+)
 class TestWaitsForAPeerThatIsGone(LookupWorker):
     """A load that has failed since its peer is gone waits for it to come back."""
 
