@@ -18,8 +18,7 @@ from unittest import mock
 import attrs
 import pytest
 
-from kvplug.engine import ConnectorSpec
-from kvplug.engine.connector.values import RequestEnd
+from kvplug.engine import ConnectorSpec, RequestEnd
 from kvplug.kit import Reason, RecordedStore
 from kvplug.transport import Deadline, GetJob, MissReason
 from kvplug_lab.mutants import breaks
@@ -53,8 +52,8 @@ class Judged(ConnectorContract):
     injects_into_own = True
     serves_beside_others = True
     across_processes = False
-    scheduler_factory: ClassVar[Callable[..., Any] | None] = LookupScheduler
-    worker_factory: ClassVar[Callable[..., Any] | None] = LookupWorker
+    scheduler_factory: ClassVar[type[LookupScheduler]] = LookupScheduler
+    worker_factory: ClassVar[type[LookupWorker]] = LookupWorker
     load: ClassVar[type[Load]] = Load
     saver: ClassVar[type[Saver]] = Saver
     parts = ("worker_factory", "scheduler_factory", "load", "saver")
@@ -93,6 +92,13 @@ class Judged(ConnectorContract):
             return job
 
         monkeypatch.setattr(RecordedStore, "submit_get", submit_get)
+
+    def make_side(self, config: Any, side: str, **given: Any) -> Any:
+        made = {"load_factory": self.scheduler_factory, "load_worker_factory": self.worker_factory}
+        with contextlib.ExitStack() as patches:
+            for load, factory in made.items():
+                patches.enter_context(mock.patch.object(ConnectorSpec, load, return_value=factory))
+            return super().make_side(config, side, **given)
 
     def _let_come(self) -> None:
         """What was held up comes, unless it was given up."""
@@ -489,6 +495,14 @@ class TestSavesWhatAnotherConnectorFailedToLoad(LookupScheduler):
 
     def build_connector_meta(self, output: Any) -> Any:
         return {**super().build_connector_meta(output), "doubted": []}  # type: ignore[dict-item]
+
+
+@breaks(Mutant, "CONN-6", caught_by="test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong")
+class TestSavesWhatOthersShareWithAFailedLoad(Saver):
+    """What was computed from the blocks of a load that failed is saved."""
+
+    def spoil(self, suspect: frozenset[int]) -> frozenset[str]:
+        return frozenset()
 
 
 # -- forgetting --------------------------------------------------------------------------------------
