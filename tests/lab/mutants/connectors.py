@@ -5,12 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket
 import threading
-import time
-import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 from unittest import mock
@@ -138,72 +134,6 @@ class LateMutant(Judged):
         monkeypatch.setattr(LookupWorker, "bind_connector_metadata", bind_and_come)
 
 
-class Referring(LookupScheduler):
-    """Hands out references, which the connector "lookup" does not: KV is found without them. A request with a
-    reference finds nothing unless it is good.
-    """
-
-    leases: ClassVar[dict[str, dict[str, Any]]] = {}
-    """By engine and request: the references of all engines of this process."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        self._epoch = uuid.uuid4().hex
-
-    def request_finished(self, request: Any, block_ids: Any, end: RequestEnd) -> Any:
-        keeps, _ = super().request_finished(request, block_ids, end)
-        if not self._saves:
-            return keeps, None
-        reference = {
-            "engine_id": self._context.config.engine_id,
-            "epoch": self._epoch,
-            "request_id": request.request_id,
-            "generation": request.generation,
-            "expires_at_ms": int(time.time() * 1000) + 60_000,
-            "ticket": uuid.uuid4().hex,
-        }
-        self.leases[self._epoch + request.request_id] = reference
-        return keeps, {"reference": reference}
-
-    def _held(self, tracked: Any, start: int, usable: int) -> Any:
-        params = tracked.request.params
-        reason = self._refusal(params["reference"]) if "reference" in params else None
-        if reason is None:
-            return super()._held(tracked, start, usable)
-        self._context.stats.fail("match", reason)
-        return start, ()
-
-    def _refusal(self, given: Any) -> Reason | None:
-        """Why the reference is no good."""
-        for ours in self.leases.values():
-            if repr(ours) == repr(given) or (isinstance(given, dict) and self._believes(ours, given)):
-                return Reason.EXPIRED if ours["expires_at_ms"] <= time.time() * 1000 else None
-        return Reason.GONE
-
-    def _believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
-        """Whether a reference that is another one is taken for ours."""
-        return False
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        for name in [name for name in self.leases if name.startswith(self._epoch)]:
-            self.leases.pop(name, None)
-
-
-class ReferringMutant(Judged):
-    """One fault of a connector that hands out references. Its engines have a store in common, and dial no
-    peers.
-    """
-
-    scheduler_factory = Referring
-
-    @pytest.fixture(autouse=True)
-    def _sharing(self, tmp_path: Path) -> None:
-        self.config = MappingProxyType(  # type: ignore[misc]
-            {"stores": ["fs"], "options": {"fs": {"path": str(tmp_path)}}}
-        )
-
-
 # -- promises ----------------------------------------------------------------------------------------
 
 
@@ -245,21 +175,6 @@ class TestForgetsTheExtra(LookupScheduler):
         super().__init__(context)
         chains: Any = self._chains
         self._chains = lambda extra, *more: chains(b"", *more)  # type: ignore[assignment]
-
-
-class TestForgetsTheWeights(ReferringMutant):
-    """Models that differ in their weights only are taken for one."""
-
-    breaks = ("CONN-2",)
-    caught_by = "test_nothing_of_another_model_is_promised"
-
-    class scheduler_factory(Referring):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="any")))
-
-    class worker_factory(LookupWorker):  # noqa: N801
-        def __init__(self, context: Any) -> None:
-            super().__init__(attrs.evolve(context, model=attrs.evolve(context.model, weights="any")))
 
 
 @breaks(Mutant, "CONN-2", caught_by="test_an_answer_depends_on_its_own_question_and_not_on_other_requests")
@@ -553,7 +468,7 @@ class TestCountsEveryOther(LookupWorker):
             self._context.stats.reset()
 
 
-@breaks(Mutant, "CONN-8")
+@breaks(Mutant, "CONN-8", caught_by="test_each_load_that_fails_is_counted_once_with_a_reason")
 class TestCountsAFailureTwice(LookupWorker):
     """A load that fails is counted under two reasons."""
 
@@ -637,73 +552,6 @@ class TestLoadsLaterThanItsStepNeeds(LookupWorker):
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
         super().start_load_kv()
         return super().get_block_ids_with_load_errors()
-
-
-# -- references --------------------------------------------------------------------------------------
-
-
-def differ(ours: dict[str, Any], given: dict[str, Any]) -> set[str]:
-    """The names of the values that differ."""
-    return {name for name, value in ours.items() if given.get(name) != value}
-
-
-@breaks(ReferringMutant, "REF-1")
-class TestTakesAnEarlierEpochForThisOne(Referring):
-    """A reference of an earlier start of an engine is taken for one of this start."""
-
-    def _believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
-        return "epoch" in differ(ours, given) and "request_id" not in differ(ours, given)
-
-
-@breaks(ReferringMutant, "REF-1")
-class TestTakesEveryGenerationForTheLast(Referring):
-    """A reference is good for whatever its request has been leased last."""
-
-    def _believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
-        return "generation" in differ(ours, given) and not differ(ours, given) & {"epoch", "request_id"}
-
-
-@breaks(ReferringMutant, "REF-2")
-class TestReadsTicketsAndBelievesWhatStandsBeside(Referring):
-    """The ticket of a reference is not compared."""
-
-    def _believes(self, ours: dict[str, Any], given: dict[str, Any]) -> bool:
-        return differ(ours, given) == {"ticket"}
-
-
-@breaks(ReferringMutant, "REF-2")
-class TestTakesTicketsOfAnyAge(Referring):
-    """A ticket is good for ever."""
-
-    def _refusal(self, given: Any) -> Reason | None:
-        reason = super()._refusal(given)
-        return None if reason is Reason.EXPIRED else reason
-
-
-@breaks(ReferringMutant, "REF-2")
-class TestDialsWhoeverIsNamed(Referring):
-    """Before a reference is judged, its engine is called."""
-
-    def _refusal(self, given: Any) -> Reason | None:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
-            sock.connect("\0kvplug-no-listener")
-        return super()._refusal(given)
-
-
-@breaks(Mutant, "REF-2")
-class TestMissesInSilence(MemoryScheduler):
-    """A reference that is good for nothing is not counted."""
-
-    def _refused(self, tracked: Any, reason: Any) -> int:
-        return 0
-
-
-@breaks(Mutant, "REF-2")
-class TestRaisesAtForgedReferences(MemoryScheduler):
-    """A reference that is none stops the engine."""
-
-    def _refused(self, tracked: Any, reason: Any) -> int:
-        raise ValueError("that is no reference")
 
 
 # -- ends --------------------------------------------------------------------------------------------
@@ -797,11 +645,5 @@ class TestHasNoFault(Mutant):
 
 class TestLateHasNoFault(LateMutant):
     """The same with loads that come late."""
-
-    is_control = True
-
-
-class TestReferringHasNoFault(ReferringMutant):
-    """The same with references."""
 
     is_control = True
