@@ -73,7 +73,7 @@ class TestLendsHostMemoryThatIsStillCopied(Mutant):
     """Host memory is used for other pages while the device has not copied these yet."""
 
     breaks = ("STORE-11",)
-    caught_by = "test_more_pages_than_there_is_host_memory_for_come_in_pieces"
+    caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
 
     @pytest.fixture(autouse=True)
     def _lending(self, monkeypatch: pytest.MonkeyPatch) -> None:

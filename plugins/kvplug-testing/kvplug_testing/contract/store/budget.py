@@ -5,38 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 
 from kvplug.transport import MissReason, Presence, PutReason, Store
-from kvplug_testing import peers, waits
+from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.footprint import Footprint
 from kvplug_testing.contract.store.calls import ended, got, got_or_missed, held, kept, looked_up, missed, put
+from kvplug_testing.contract.store.ends import LONG_S, StoreGeneral
 from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import MIB, Batch, sized_format
-from kvplug_testing.contract.store.suite import Place, StoreSuite, end_of
+from kvplug_testing.contract.store.suite import Place
 from kvplug_testing.waits import Call, until
 
 _MEASURED_BYTES = 32 * MIB
 """The least budget of a place whose bytes are measured. Journals and allocators keep less than half of it."""
-_LONG_S = 600.0
 _LATE = {MissReason.ABSENT, MissReason.EVICTED, MissReason.EXPIRED, MissReason.CORRUPT, MissReason.IDENTITY}
 """Why a page that was evicted during a read may be missed."""
 
 
-def lease(
-    parent: peers.Parent, suite_ref: Mapping[str, Any], place: dict[str, Any], keys: Sequence[bytes]
-) -> None:
-    """In another process: lease pages for long, and wait to be killed."""
-    with end_of(suite_ref, place) as (_, store):
-        parent.send(looked_up(store, keys, lease_s=_LONG_S) == [Presence.HELD] * len(keys))
-        parent.recv(None)
-
-
-class Budget(StoreSuite):
+class Budget(StoreGeneral):
     """Places whose budget is :attr:`budget_bytes`, and floods of pages that do not fit."""
 
     @property
@@ -137,7 +126,7 @@ class Budget(StoreSuite):
     def test_a_leased_page_outlives_floods_until_the_lease_is_released_or_has_expired(self) -> None:
         _, store, pages = self._leased()
         looked_up(store, pages.keys, lease_s=0.1)
-        for lease_s in (_LONG_S, 0.01, 0.0):  # a shorter lease does not end a longer one
+        for lease_s in (LONG_S, 0.01, 0.0):  # a shorter lease does not end a longer one
             assert looked_up(store, pages.keys[:2], lease_s=lease_s) == [Presence.HELD] * 2
         time.sleep(0.2)
         self._flood(store)
@@ -153,7 +142,7 @@ class Budget(StoreSuite):
         other = self.other(place)
         self.must(other, "release")
         for end in (other, store):
-            looked_up(end, pages.keys, lease_s=_LONG_S)
+            looked_up(end, pages.keys, lease_s=LONG_S)
         store.release(pages.keys)
         self._flood(store)
         got(store, pages)
@@ -164,11 +153,11 @@ class Budget(StoreSuite):
     def test_the_leases_of_a_reader_that_is_killed_end(self) -> None:
         place, store, pages = self._leased()
         self.must(self.other(place), "release")
-        reader = self.remote(place, f"{__name__}:lease", list(pages.keys))
-        assert reader.recv(waits.patience_s), "a lease was not granted"
+        reader = self.beside(place)
+        assert reader.run("lease", list(pages.keys)), "a lease was not granted"
         self._flood(store)
         got(store, pages)
-        reader.kill()
+        reader.child.kill()
         self._until_evicted(store, pages)
 
     @law("STORE-5", "STORE-6")
@@ -178,7 +167,7 @@ class Budget(StoreSuite):
         reasons = []
         for at in range(48):
             reasons += put(store, more[at : at + 1])
-            looked_up(store, more.keys[at : at + 1], lease_s=_LONG_S)
+            looked_up(store, more.keys[at : at + 1], lease_s=LONG_S)
         assert {*reasons} == {None, PutReason.NO_ROOM}
         assert reasons[-1] is PutReason.NO_ROOM
         got(store, more[[at for at, reason in enumerate(reasons) if reason is None]])

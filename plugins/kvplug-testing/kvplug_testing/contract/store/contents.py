@@ -1,13 +1,44 @@
-"""What is got is what was put: dtypes, sizes, layers, and every kind of memory."""
+"""What is got is what was put, and else a miss: dtypes, sizes, wrong bytes, forged pages, other tenants."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+
 from kvplug.kit import DTYPES
-from kvplug.transport import PageBuffers, PageFormat, Part
+from kvplug.transport import MissReason, PageFormat, PageSeal, Part, Store
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.store.calls import ended, got, kept, missed
-from kvplug_testing.contract.store.pages import MIB, kv_format, sized_format
+from kvplug_testing.contract.store.calls import ended, got, held, kept, missed
+from kvplug_testing.contract.store.pages import FILL, MIB, Batch, found, kv_format, sized_format
 from kvplug_testing.contract.store.suite import StoreSuite
+
+_BAD = 1
+"""The page that is not right, of a few."""
+_OTHER_HEADER = {MissReason.FORMAT, MissReason.CORRUPT}
+
+
+def _turned(at: int, page: bytes) -> bytes:
+    """The page with one bit turned."""
+    changed = bytearray(page)
+    changed[at] ^= 1 << (at % 8)
+    return bytes(changed)
+
+
+_WRONG: dict[str, tuple[Callable[[bytes], bytes | None], set[MissReason]]] = {
+    **{f"byte {at}": (partial(_turned, at), _OTHER_HEADER) for at in (0, 4, 8, 16, 24, 40)},
+    "byte 65": (partial(_turned, 65), {MissReason.IDENTITY, MissReason.CORRUPT}),
+    **{f"byte {at}": (partial(_turned, at), {MissReason.CORRUPT}) for at in (-600, -512, -200, -1)},
+    "zeros at the end": (lambda page: page[:-100] + bytes(100), {MissReason.CORRUPT}),
+    "one byte less": (lambda page: page[:-1], {MissReason.CORRUPT}),
+    "part of the header": (lambda page: page[:50], _OTHER_HEADER),
+    "nothing": (lambda page: b"", _OTHER_HEADER),
+    "lost": (lambda page: None, {*MissReason}),
+    "one byte more": (lambda page: page + b"x", {MissReason.CORRUPT}),
+}
+"""Changes of a page of 16 layers with checksums (600 bytes before the end is one), and the reasons. A bit
+is turned of the magic number, the version, both lengths, the format, the series and the identity."""
 
 
 def _every_dtype() -> PageFormat:
@@ -17,7 +48,7 @@ def _every_dtype() -> PageFormat:
 
 
 class Contents(StoreSuite):
-    """Every page has random bytes, which are compared bit for bit."""
+    """Every page has random bytes, which are compared bit for bit. A bad page hides no other."""
 
     @law("STORE-1")
     def test_pages_of_each_size_and_dtype_come_back_in_any_order(self, end: str) -> None:
@@ -30,36 +61,96 @@ class Contents(StoreSuite):
                 got(reader, pages)
                 got(reader, pages[[*range(count - 1, 0, -2), 1, 1]])
 
-    @law("STORE-1")
-    def test_what_the_caller_writes_after_its_put_is_not_in_the_page(self, end: str) -> None:
-        first, store = self.first_and(end)
-        pages = self.batch(first, 20, sized_format(20_000))
-        memory = PageBuffers.empty(pages.form, 20)
-        job = store.submit_put(pages.filled(memory))
-        assert ended(job) == [None] * 20
-        assert job.wait_settled(20)
-        pages.with_bits_of("a later request").filled(memory)
-        got(first, pages)
-
-    @law("STORE-1")
-    def test_pages_in_memory_of_the_store_or_in_a_part_of_it_are_kept_like_others(self, end: str) -> None:
-        first, store = self.first_and(end)
-        pages, more = self.batch(first, 4), self.batch(first, 4)
-        memory, part, unused = (store.allocate(pages.series, 4) for _ in range(3))
-        assert memory and part and unused, "there is no room in an empty store"
-        assert ended(store.submit_put(pages.filled(memory))) == [None] * 4
-        for _ in range(2):
-            store.free(unused)
-        more.filled(part)
-        middle = PageBuffers(more.form, part.rows()[1:3])
-        assert ended(store.submit_put(more[1:3].request(middle))) == [None] * 2
-        store.free(part)
-        got(first, pages)
-        got(store, more[1:3])
-        missed(store, more[[0, 3]])
-
     @law("STORE-1", "STORE-2", "STORE-6", "STORE-8", "STORE-9", "STORE-10", timeout_s=120)
     def test_random_calls_give_what_a_dict_gives(self, end: str) -> None:
         from kvplug_testing.contract.store import machine
 
         machine.run(lambda: (self, *self.first_and(end, 64 * MIB)), examples=8, steps=30)
+
+    @law("STORE-1")
+    def test_a_page_of_other_tokens_or_format_under_the_same_key_is_a_miss(self, end: str) -> None:
+        first, store, pages = self.with_pages(end)
+        others = attrs.evolve(pages, identities=tuple(_turned(-1, each) for each in pages.identities))
+        missed(store, others, MissReason.IDENTITY)
+        for form, shard in (
+            (kv_format(3), b""),
+            (kv_format(dtype="bfloat16"), b""),
+            (sized_format(pages.form.nbytes), b""),
+            (kv_format(), b"1 of 2"),
+        ):
+            pages, others = self.batch(first, 3), self.batch(store, 3, form, shard=shard)
+            kept(first, pages)
+            others = attrs.evolve(others, keys=pages.keys, identities=pages.identities)
+            missed(store, others, MissReason.FORMAT)
+
+    @law("STORE-1")
+    def test_a_wrong_or_lost_page_is_a_miss_and_makes_room_for_the_right_one(self, end: str) -> None:
+        first, store = self.first_and(end)
+        for change, (alter, reasons) in _WRONG.items():
+            pages = self.batch(first, 3, kv_format(16, num_heads=1, head_size=2))
+            kept(first, pages)
+            assert all(held(store, pages))
+            self._alter(first, pages, _BAD, alter)
+            request = pages.empty()
+            results = ended(store.submit_get(request))
+            assert results[0] is results[2] is None, f"{change}: other pages are missed"
+            assert results[_BAD] in reasons, f"{change}: it is a miss for the reason {results[_BAD]}"
+            assert not (wrong := pages.unlike(request, results)), wrong
+            there = zip(found(request)[_BAD], pages.contents[_BAD], strict=True)
+            left = [at for at, (byte, right) in enumerate(there) if byte not in {0, FILL, right}]
+            assert not left, f"{change}: the missed page's memory holds wrong bytes, at {left}"
+            if change == "lost":
+                assert held(store, pages) == [True, False, True], "a page that was missed is promised"
+            kept(store, pages)
+            got(store, pages)
+
+    @law("STORE-1")
+    def test_no_layer_is_released_before_it_is_verified_for_all_pages(self) -> None:
+        """A wrong byte in a late layer of one page: that layer, and those after it, are not released."""
+        _, store, pages = self.with_pages("first", 6, kv_format(24, num_heads=4, head_size=64))
+        step, bad_layer = pages.form.layer_nbytes, 9
+        self._alter(store, pages, 4, partial(_turned, bad_layer * step - pages.form.nbytes))
+        request = pages.empty()
+        job = store.submit_get(request)
+        while True:
+            ready = job.num_layers_ready
+            if job.results() is not None:  # looked at last: then all layers are released
+                break
+            assert ready <= bad_layer, f"layer {bad_layer} is wrong, and {ready} layers were released"
+            for index, (there, content) in enumerate(zip(found(request), pages.contents, strict=True)):
+                is_there = there[: ready * step] == content[: ready * step]
+                assert is_there, f"page {index} is not there in {ready} layers"
+        results = ended(job)
+        assert results == [*[None] * 4, MissReason.CORRUPT, None]
+        assert not (wrong := pages.unlike(request, results)), wrong
+
+    def _alter(self, store: Store, pages: Batch, index: int, alter: Callable[[bytes], bytes | None]) -> None:
+        page = self.read_raw(store, pages.keys[index])
+        assert page is not None, "a page that was kept cannot be read behind the store's back"
+        self.write_raw(store, pages.keys[index], alter(page))
+
+    # -- tenants -------------------------------------------------------------------------------
+
+    @law("STORE-4", "STORE-1")
+    def test_a_forged_or_misplaced_page_is_a_miss(self, end: str) -> None:
+        first, store, pages = self.with_pages(end, 2, secret=b"of the deployment")
+        page, misplaced = (self.read_raw(first, key) for key in pages.keys)
+        assert page is not None
+        self.write_raw(first, pages.keys[0], misplaced)
+        missed(store, pages[:1], MissReason.IDENTITY)
+        if store.seal.secret is None:
+            return  # no stranger can write to it: its pages need no proof
+        length = store.seal.header_length(pages.form, pages.identities[0])
+        other = pages.with_bits_of("a stranger")
+        forged = other.page(0, attrs.evolve(store.seal, secret=b"a guess"))
+        proofless, content = forged[: length - 32], other.contents[0]
+        for forgery, *reasons in (
+            (forged, MissReason.FORGED),
+            (other.page(0, PageSeal()), MissReason.FORMAT, MissReason.FORGED, MissReason.CORRUPT),
+            (proofless + page[length - 32 : length] + content, MissReason.FORGED),
+            (proofless + bytes(32) + content, MissReason.FORGED),
+        ):
+            self.write_raw(first, pages.keys[0], forgery)
+            missed(store, pages[:1], *reasons)
+        kept(store, pages)
+        got(store, pages)

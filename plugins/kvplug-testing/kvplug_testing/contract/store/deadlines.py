@@ -181,6 +181,18 @@ class Deadlines(StoreGeneral):
         if end == "other":
             got(first, coming)
 
+    @law("ALL-1", "ALL-5")
+    def test_the_end_of_one_end_disturbs_no_other(self) -> None:
+        first, other, pages = self.with_pages("other")
+        request, memory = held_request(pages)
+        with memory:
+            job = first.submit_get(request)
+            memory.wait_begun()
+            Call(other.abort).result()
+            assert not job.done, "a job ended with another end"
+        assert ended(job) == [None] * 3
+        assert _works(first, self.batch(first, 3))
+
     @law("STORE-2", "STORE-3", "ALL-5")
     def test_many_threads_use_one_end(self, end: str) -> None:
         first, store = self.first_and(end)

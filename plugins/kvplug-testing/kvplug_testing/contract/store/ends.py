@@ -14,10 +14,10 @@ import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.transport import Deadline, Job, MissReason, Presence, PutReason, Store
-from kvplug_testing import peers
-from kvplug_testing.contract.ends import Calls, End, Ends, given
+from kvplug_testing import peers, waits
+from kvplug_testing.contract.ends import CHILD_S, RUN_END, Calls, End, Ends, RemoteHandle, given
 from kvplug_testing.contract.general import General
-from kvplug_testing.contract.store.calls import ended, is_missed, kept
+from kvplug_testing.contract.store.calls import ended, is_missed, kept, looked_up
 from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import KIB, MIB, Batch, batch, sized_format
 from kvplug_testing.contract.store.suite import Place, StoreSuite
@@ -27,6 +27,7 @@ _BUDGET: Final = 64 * MIB
 _NBYTES: Final = 512 * KIB
 """Of every page: a store of this budget may have memory for one size at a time."""
 _PAGES: Final = 2
+LONG_S: Final = 600.0
 _AGAIN_S: Final = 0.002
 _THREADS: Final = 3
 """Of a program that leaves."""
@@ -49,6 +50,11 @@ def done(job: Job[Any], what: str) -> Sequence[Any]:
         if error := _ERRORS.get(str(reason)):
             raise error(f"{what} of {len(results)} pages: {reason}")
     return results
+
+
+def pages_of(store: Store, namespace: bytes) -> Batch:
+    """Pages that are the same in every process."""
+    return batch(_PAGES, sized_format(_NBYTES), seal=store.seal, namespace=namespace)
 
 
 def _must_be(allowed: set[Any], results: Sequence[Any], what: str, kind: type) -> None:
@@ -78,7 +84,7 @@ class StoreEnd(End):
 
     def _pages(self, name: object) -> Batch:
         namespace = self._name + repr(name).encode()
-        return batch(_PAGES, sized_format(_NBYTES), seal=self._store.seal, namespace=namespace)
+        return pages_of(self._store, namespace)
 
     def calls(self) -> Calls:
         store, pages = self._store, self._there
@@ -210,6 +216,13 @@ class StoreEnd(End):
         until(is_lost, what="that the end knows that its store is gone for good")
         is_missed(self._store, self._there, self._pages("more"))
 
+    def lease(self, keys: Sequence[bytes]) -> bool:
+        """Lease pages for long; whether they are there."""
+        return {*looked_up(self._store, keys, lease_s=LONG_S)} == {Presence.HELD}
+
+    def put(self, namespace: bytes) -> None:
+        self._put(pages_of(self._store, namespace), None)
+
     def close(self, timeout: float | None) -> None:
         self._is_ended = True
         self._store.close(timeout)
@@ -281,6 +294,15 @@ class StoreGeneral(StoreSuite, General):
         if not self.by_link:
             return f"ends of {self.called} say nothing to each other over a link"
         return self.one_end or super().lied_to_processes
+
+    def beside(self, place: Place) -> RemoteHandle:
+        """Another end of the place, in another process."""
+        self.make_reachable(place)
+        child = self.start_forked(RUN_END, self.suite_ref(), 1, {}, timeout_s=CHILD_S)
+        child.send([place.plain, b""])
+        assert child.recv(2 * waits.patience_s) == place.address
+        _, facts = child.recv(2 * waits.patience_s)
+        return RemoteHandle(child, facts)
 
     def ends(self) -> StoreEnds:
         return OnlyEnds(self) if self.one_end else StoreEnds(self)

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from kvplug import UnsupportedError
 from kvplug.transport import MissReason, PageBuffers, Presence, Store
+from kvplug_testing import waits
 from kvplug_testing.contract.store.calls import ended
 from kvplug_testing.contract.store.index import Index
 from kvplug_testing.contract.store.pages import Batch, kv_format, outside, sized_format, strided
@@ -66,12 +67,29 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
     def put(self, series: int, some: list[int], bits: str, other: bool, gap: int) -> None:
         pages = self.batches[series][some].with_bits_of(bits)
         memory = self._rows(pages, other, gap)
-        results = ended(self._end(other).submit_put(pages.filled(memory)))
-        assert results == [None] * len(pages), f"pages were not kept: {results}"
+        self._put(pages, other, memory)
+        pages.with_bits_of("a later request").filled(memory)
+        self.get(series, some, other, gap)
+
+    @rule(series=_series, some=_some, bits=_bits, other=_other, skipped=st.integers(0, 2))
+    def put_from_the_stores_memory(
+        self, series: int, some: list[int], bits: str, other: bool, skipped: int
+    ) -> None:
+        pages, store = self.batches[series][some].with_bits_of(bits), self._end(other)
+        whole = store.allocate(pages.series, len(pages) + skipped)
+        assert whole is not None, "there is no room in a store that is nearly empty"
+        self._put(pages, other, PageBuffers(pages.form, whole.rows()[skipped:]) if skipped else whole)
+        for _ in range(2):
+            store.free(whole)
+        self.get(series, some, other, 0)
+
+    def _put(self, pages: Batch, other: bool, memory: PageBuffers) -> None:
+        job = self._end(other).submit_put(pages.filled(memory))
+        assert ended(job) == [None] * len(pages), f"pages were not kept: {job.results()}"
+        assert job.wait_settled(waits.patience_s)
         for key, content in zip(pages.keys, pages.contents, strict=True):
             self.held.setdefault(key, content)
         self.coming.difference_update(pages.keys)
-        self.get(series, some, other, gap)
 
     @rule(series=_series, some=_some, other=_other, gap=_gap)
     def get(self, series: int, some: list[int], other: bool, gap: int) -> None:

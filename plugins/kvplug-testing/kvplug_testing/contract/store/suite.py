@@ -8,7 +8,7 @@ import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
@@ -31,12 +31,11 @@ from kvplug.transport import (
     StoreContext,
     StoreLink,
 )
-from kvplug_testing import peers, waits
+from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.store.calls import kept
 from kvplug_testing.contract.store.pages import MIB, Batch, batch
-from kvplug_testing.contract.suite_ref import suite_from_ref
 
 SOON_S = 0.3
 """The timeout of a call that must not succeed."""
@@ -237,13 +236,6 @@ class StoreSuite(Contract):
         made = ControlPeers(self._links, connect=address)
         return made.connect(0, PURPOSE, timeout=timeout, retry=False)
 
-    # -- ends in other processes ---------------------------------------------------------------
-
-    def remote(self, place: Place, target: str, *args: Any) -> peers.Peer:
-        """Another process, which runs the function ``target`` for an end of the place: :func:`end_of`."""
-        self.make_reachable(place)
-        return self.start_forked(target, self.suite_ref(), place.plain, *args)
-
     # -- behind the store's back ---------------------------------------------------------------
 
     def read_raw(self, store: Store, key: bytes) -> bytes | None:
@@ -335,11 +327,3 @@ class StoreSuite(Contract):
             import torch
 
             torch.ones(1 << 20).add_(1)
-
-
-@contextlib.contextmanager
-def end_of(suite_ref: Mapping[str, Any], place: dict[str, Any]) -> Iterator[tuple[Any, Store]]:
-    """In another process: the suite, and an end of the place."""
-    suite = suite_from_ref(suite_ref)
-    with ExitStack() as suite._stack:
-        yield suite, suite.other(Place(**place))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from kvplug.transport import MissReason, Store
-from kvplug_testing import peers, waits
+from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.store.calls import ended, got, got_or_missed, held, kept, missed, put
+from kvplug_testing.contract.store.calls import ended, got, got_or_missed, held, kept, missed
+from kvplug_testing.contract.store.ends import StoreGeneral, pages_of
 from kvplug_testing.contract.store.held_memory import held_request
 from kvplug_testing.contract.store.pages import Batch, found, sized_format
-from kvplug_testing.contract.store.suite import StoreSuite, end_of
 from kvplug_testing.waits import Call
 
 _PAGES = 8
@@ -28,25 +25,7 @@ _OPENINGS = 5
 _KILLS = 8
 
 
-def _series_of_puts(suite: Any, store: Store, namespace: bytes) -> Iterator[Batch]:
-    """Batches that are the same in every process."""
-    for number in range(10_000):
-        space = namespace + number.to_bytes(4, "little")
-        yield suite.batch(store, _PAGES, sized_format(100_000), namespace=space)
-
-
-def put_without_end(
-    parent: peers.Parent, suite_ref: Mapping[str, Any], place: dict[str, Any], namespace: bytes
-) -> None:
-    """In another process: put one batch after the other, and report each that was kept."""
-    with end_of(suite_ref, place) as (suite, store):
-        parent.send("ready")
-        for number, pages in enumerate(_series_of_puts(suite, store, namespace)):
-            if put(store, pages) == [None] * _PAGES:
-                parent.send(number)
-
-
-class Writers(StoreSuite):
+class Writers(StoreGeneral):
     """Puts that race, and writers that die."""
 
     @law("STORE-2")
@@ -115,22 +94,18 @@ class Writers(StoreSuite):
 
     @law("STORE-2", "ALL-5", needs="other_and_forked_processes", timeout_s=300)
     def test_writers_that_are_killed_at_any_point_leave_whole_pages(self) -> None:
-        """Kill each a little later than the one before."""
         place = self.place()
         store = self.open(place)
         for turn in range(_KILLS):
-            namespace = b"killed %d " % turn
-            writer = self.remote(place, f"{__name__}:put_without_end", namespace)
-            assert writer.recv(waits.patience_s) == "ready"
-            time.sleep(0.02 * turn)
-            writer.kill()
-            reported = -1
-            with contextlib.suppress(Exception):  # what it sent before its death
-                while writer.poll(0.05):
-                    reported = writer.recv(0.1)
-            series = enumerate(_series_of_puts(self, store, namespace))
-            for number, pages in itertools.islice(series, reported + 3):
-                if number > reported:
+            writer, names = self.beside(place), [b"killed %d, put %d" % (turn, at) for at in range(3)]
+            for name in names[:2]:
+                writer.run("put", name)
+            writer.begin("put", names[2])
+            time.sleep(0.002 * turn)
+            writer.child.kill()
+            for name in names:
+                pages = pages_of(store, name)
+                if name == names[2]:
                     assert {*got_or_missed(store, pages)} <= {None, MissReason.ABSENT}
                     kept(store, pages)
                 got(store, pages)
