@@ -521,50 +521,7 @@ class TestTouchesNothing(PlaceEnd):
 
 
 @breaks(
-    Mutant,
-    "STORE-6",
-    caught_by="test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read",
-)
-class TestForgetsThatAReaderIsExpected(MemoryStore):
-    """Pages that another end is to read go like all others."""
-
-    def expect_reader(self, keys: Sequence[bytes]) -> None:
-        return None
-
-
-@breaks(
-    Mutant,
-    "STORE-6",
-    caught_by="test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read",
-)
-class TestExpectsOneReaderForAll(PagePlace):
-    """A page that several ends are to read goes when the first one has read it."""
-
-    def expect_reader(self, end: Any, keys: Any) -> None:
-        self._readers |= dict.fromkeys(keys, (end, 1))
-
-
-@breaks(
-    Mutant,
-    "STORE-6",
-    caught_by="test_pages_that_come_stay_within_the_budget_and_one_too_large_evicts_none",
-)
-class TestEvictsForWhatIsTooLarge(PagePlace):
-    """Before a page is found too large, others are evicted for it."""
-
-    def keep(self, key: bytes, page: bytes) -> bool:
-        try:
-            return super().keep(key, page)
-        except CapacityError:
-            with self.lock:
-                self._drop(list(self.pages), PageRemoval.EVICTED)
-            raise
-
-
-@breaks(
-    Mutant,
-    "STORE-6",
-    caught_by="test_pages_that_come_stay_within_the_budget_and_one_too_large_evicts_none",
+    Mutant, "STORE-6", caught_by="test_pages_that_come_stay_within_the_budget_and_one_too_large_evicts_none"
 )
 class TestWhatIsTooLargeFindsNoRoom(PagePlace):
     """A page that can never be kept is told like one that cannot be kept now."""
@@ -957,6 +914,18 @@ class LinkMutant(StoreContract):
 
     def make_client(self, context: Any, link: Any) -> Any:
         return self.client(context, link)
+
+
+@breaks(
+    LinkMutant,
+    "STORE-6",
+    caught_by="test_a_page_that_another_end_is_to_read_outlives_others_until_it_has_been_read",
+)
+class TestForgetsThatAReaderIsExpected(HostStore):
+    """Pages that another end is to read go like all others."""
+
+    def expect_reader(self, keys: Sequence[bytes]) -> None:
+        return None
 
 
 @breaks(

@@ -116,15 +116,8 @@ class DirectoryContract(Contract):
             assert theirs.entries().get("kept") == b"alive"
             time.sleep(self.lease_s / 5)
         assert dict(theirs.entries()) == {"kept": b"alive"}
-
-    @law("DIR-2", timeout_s=90)
-    def test_what_was_lost_is_announced_again(self) -> None:
-        url = self.url()
-        mine, theirs = self.open(url), self.open(url)
-        mine.announce("engine/0", b"mine", self.lease_s)
-        time.sleep(self.lease_s + self.late_s)  # as a process that was stopped
-        mine.announce("engine/0", b"mine", self.lease_s)
-        assert dict(theirs.entries()) == {"engine/0": b"mine"}
+        mine.announce("left", b"again", 30)
+        assert theirs.entries()["left"] == b"again"
 
     @law("DIR-2", needs="other_processes", timeout_s=90)
     def test_a_killed_process_has_left_when_its_lease_has_ended(self) -> None:

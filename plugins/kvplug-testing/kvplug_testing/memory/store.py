@@ -14,13 +14,10 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     BlockingStore,
     ExecutedStore,
-    GetJob,
     Job,
-    MissReason,
     PageEvent,
     PageEventLog,
     PageRemoval,
-    PageRequest,
     Presence,
     Series,
     StoreContext,
@@ -60,8 +57,6 @@ class PagePlace(BlockingStore):
         """For each page that is expected: until when, by each end that declared it."""
         self._series: dict[bytes, bytes] = {}
         """The series of the declared pages."""
-        self._readers: dict[bytes, tuple[End, int]] = {}
-        """For each page that is to be read: the end that expects so, and by how many others."""
         self._log = PageEventLog()
         self._listeners: list[Listener] = []
 
@@ -108,7 +103,7 @@ class PagePlace(BlockingStore):
     def _make_room(self, nbytes: int) -> bool:
         """Evict pages that are not leased until there is room; none if there are too few."""
         now, free, evicted = time.monotonic(), self.budget_bytes - self.used_bytes, []
-        for key, page in sorted(self.pages.items(), key=lambda item: item[0] in self._readers):
+        for key, page in self.pages.items():
             if free >= nbytes:
                 break
             if not any(until > now for until in self._leases.get(key, {}).values()):
@@ -125,7 +120,6 @@ class PagePlace(BlockingStore):
             if page is not None:
                 self.used_bytes -= len(page)
                 self._leases.pop(key, None)
-                self._readers.pop(key, None)
                 self._tell(self._log.removed(series_of(page), [key], reason))
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -137,7 +131,7 @@ class PagePlace(BlockingStore):
 
     def clear(self) -> None:
         with self.lock:
-            for kept in (self.pages, self._leases, self._readers, self._declared, self._series):
+            for kept in (self.pages, self._leases, self._declared, self._series):
                 kept.clear()
             self.used_bytes = 0
             self._tell(self._log.cleared())
@@ -176,20 +170,6 @@ class PagePlace(BlockingStore):
         with self.lock:
             for key in keys:
                 self._leases.get(key, {}).pop(end, None)
-
-    def expect_reader(self, end: End, keys: Iterable[bytes]) -> None:
-        """Another end is going to read these pages, also those that have still to come."""
-        with self.lock:
-            for key in keys:
-                self._readers[key] = end, self._readers.get(key, (end, 0))[1] + 1
-
-    def was_read(self, end: End, keys: Iterable[bytes]) -> None:
-        """The end has read these pages."""
-        with self.lock:
-            for key in self._readers.keys() & set(keys):
-                by, count = self._readers.pop(key)
-                if by is end or count > 1:
-                    self._readers[key] = by, count - (by is not end)
 
     def declare(self, end: End, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
         """The end is going to write these pages within ``for_s`` seconds."""
@@ -287,16 +267,6 @@ class MemoryStore(ExecutedStore):
         job.set(self.place.lookup(self, keys, lease_s))
         return job
 
-    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
-        job = super().submit_get(pages, timeout=timeout)
-
-        def note(ended: Job[MissReason | None]) -> None:
-            read = zip(pages.keys, ended.results() or (), strict=False)
-            self.place.was_read(self, [key for key, reason in read if reason is None])
-
-        job.add_done_callback(note)
-        return job
-
     def declare(self, series: Series, keys: Sequence[bytes], *, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         for_s = self._deadline(timeout).remaining()
         self._check_open()
@@ -309,10 +279,6 @@ class MemoryStore(ExecutedStore):
     def release(self, keys: Sequence[bytes]) -> None:
         self._check_open()
         self.place.release(self, keys)
-
-    def expect_reader(self, keys: Sequence[bytes]) -> None:
-        self._check_open()
-        self.place.expect_reader(self, keys)
 
     @property
     def has_events(self) -> bool:

@@ -5,7 +5,6 @@ Random calls are compared with a dict by :mod:`machine`; here is what takes time
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
 
@@ -36,47 +35,36 @@ ABSENT, COMING = Presence.ABSENT, Presence.COMING
 
 
 class Index:
-    """What a listener knows: the held and the expected keys of each series."""
+    """What a listener knows: the keys of each series."""
 
     def __init__(self) -> None:
         self._follower = PageFollower()
-        self._lock = threading.Lock()
-        self._held: dict[bytes, set[bytes]] = defaultdict(set)
-        self._coming: dict[bytes, set[bytes]] = defaultdict(set)
+        self._known: dict[bytes, dict[bytes, Presence]] = defaultdict(dict)
         self.events: list[PageEvent] = []
         self._faults: list[str] = []
 
     def __call__(self, event: PageEvent) -> None:
-        if not self._lock.acquire(blocking=False):
-            self._faults.append("two events came at the same time")
-            return
-        try:
-            self._apply(event)
-        finally:
-            self._lock.release()
-
-    def _apply(self, event: PageEvent) -> None:
         self.events.append(event)
         if not self._follower.accept(event):
             self._faults.append(f"{event} is not the next event")
         match event:
             case PagesSnapshot() | PagesCleared():
-                self._held.clear()
-                self._coming.clear()
+                self._known.clear()
             case PagesStored():
-                if not self._held[event.series].isdisjoint(event.keys):
+                known = self._known[event.series]
+                if any(known.get(key) is Presence.HELD for key in event.keys):
                     self._faults.append(f"{event} is of pages that were there")
-                self._held[event.series].update(event.keys)
-                self._coming[event.series].difference_update(event.keys)
+                known.update(dict.fromkeys(event.keys, Presence.HELD))
             case PagesDeclared():
-                self._coming[event.series].update(event.keys)
+                self._known[event.series].update(dict.fromkeys(event.keys, COMING))
             case PagesRemoved():
-                self._held[event.series].difference_update(event.keys)
-                self._coming[event.series].difference_update(event.keys)
+                for key in event.keys:
+                    self._known[event.series].pop(key, None)
 
     def knows(self, series: Series, held: set[bytes], coming: set[bytes]) -> bool:
         """Whether these are the keys of a series, and no others."""
-        return (self._held[series.id], self._coming[series.id]) == (held, coming)
+        right = dict.fromkeys(held, Presence.HELD) | dict.fromkeys(coming, COMING)
+        return self._known[series.id] == right
 
     def check(self) -> None:
         """Raises AssertionError: an event was missing, twice there, or out of order."""

@@ -192,10 +192,13 @@ class StoreSuite(Contract):
         return super().other_processes or (self._missing_pipe if self.by_link else "")
 
     @property
+    def _resolved(self) -> ResolvedConfig:
+        return ResolvedConfig(Config(transport=self.pipes, timeout_s=self.timeout_s), base._registry())
+
+    @property
     def _missing_pipe(self) -> str:
         """Why no link can be opened here; empty if it can."""
-        config = Config(transport=self.pipes)
-        return ResolvedConfig(config, base._registry()).explain_missing_pipe() or ""
+        return self._resolved.explain_missing_pipe() or ""
 
     @property
     def one_end(self) -> str:
@@ -229,8 +232,7 @@ class StoreSuite(Contract):
 
     @property
     def _links(self) -> Any:
-        config = Config(transport=self.pipes, timeout_s=self.timeout_s)
-        return store_links(ResolvedConfig(config, base._registry()), TransferStats())
+        return store_links(self._resolved, TransferStats())
 
     def _connect(self, address: str, timeout: float | None) -> StoreLink:
         made = ControlPeers(self._links, connect=address)
