@@ -63,8 +63,9 @@ class Writers(StoreGeneral):
                     self.open(place)
                     self.make_reachable(place)
                 calls = [Call(partial(opened, place, gate)) for _ in range(_OPENERS)]
-                ended_calls = [call.end() for call in calls]  # all, also if one fails
-                there = [call.result() for call in ended_calls]
+                errors = [call.end().error for call in calls]
+                assert not any(errors), f"an end that was opened with others at once fails: {errors}"
+                there = [call.value for call in calls]
                 for store, _ in there:
                     for _, pages in there:
                         got(store, pages)
