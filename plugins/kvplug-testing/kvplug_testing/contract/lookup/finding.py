@@ -122,9 +122,10 @@ class Finding(LookupSuite):
 
     def _call_at_random(self, end: str, **given: Any) -> None:
         from kvplug_testing.contract.lookup import machine
+        from kvplug_testing.contract.random_calls import run_machine
 
         made = partial(self.opened, end, machine.ROOMY if self.evicts else machine.BUDGET)
-        machine.run(made, fills=not self.evicts, **given)
+        run_machine(partial(machine.Machine, made, not self.evicts), steps=40, **given)
 
     # -- contents ------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvplug import CapacityError, TimeoutError
 from kvplug.engine import EntryGoneError
@@ -122,25 +122,3 @@ class Machine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         if self.end is not self.store:
             self.end.abort()
         self.store.abort()
-
-
-def run(make: Any, *, examples: int, fills: bool, shrinks: bool) -> None:
-    """Compare the result of ``make()``, a store and one of its ends, with the model.
-
-    Args:
-        fills: try inserts for which there is no room: not if they would remove entries.
-        shrinks: look for the shortest calls that fail, which takes minutes.
-    """
-    run_state_machine_as_test(
-        partial(Machine, make, fills),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
-            database=None,
-            print_blob=False,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,48 +36,41 @@ class Cache:
         table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))
         self.table = table[:num_blocks].tolist()
         self._at = table[tokens // BLOCK], tokens % BLOCK
-        shape = (len(table), BLOCK, *self.form.parts[0].shape[1:])
-        self.views = [
-            [torch.zeros(shape, dtype=torch.float16, device=device) for _ in self.form.parts]
-            for _ in range(self.form.num_layers)
-        ]
+        shape = (self.form.num_layers, len(self.form.parts), len(table), BLOCK, *self.form.parts[0].shape[1:])
+        self._all = torch.zeros(shape, dtype=torch.float16, device=device)
+        self.views = [[*parts] for parts in self._all]
 
     def blocks(self, **given: Any) -> PageBlocks:
         return PageBlocks(self.form, self.views, self.table, FIRST_TOKEN, self.count, **given)
 
-    def _parts(self, pages: Batch, layers: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each part of these layers in the cache, and the pages' elements of it: [tokens, heads, size]."""
+    def _elements(self, pages: Batch) -> Tensor:
+        """What the cache holds of the pages then: [layers, parts, tokens, heads, size]."""
         import torch
 
-        for layer in layers:
-            for view, (at, nbytes) in zip(self.views[layer], self.form.spans, strict=True):
-                begin = layer * self.form.layer_nbytes + at
-                content = b"".join(each[begin : begin + nbytes] for each in pages.contents)
-                elements = torch.frombuffer(bytearray(content), dtype=torch.float16)
-                yield view, elements.view(-1, *view.shape[2:])
+        data = torch.frombuffer(bytearray(b"".join(pages.contents)), dtype=torch.float16)
+        layers, parts, _, _, *shape = self._all.shape
+        by_page = data.view(self.count, layers, parts, self.form.page_tokens, *shape)
+        return by_page.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
 
     def write(self, pages: Batch) -> None:
         """Queue that the pages are there."""
-        for view, elements in self._parts(pages, range(self.form.num_layers)):
-            view[self._at] = elements.to(view.device)
+        blocks, places = self._at
+        self._all[:, :, blocks, places] = self._elements(pages).to(self._all.device)
 
     def overwrite(self) -> None:
         """Queue that every block is used for something else, one by one."""
-        for parts in self.views:
-            for view in parts:
-                for block in view:
-                    block.fill_(7)
+        for block in self._all.flatten(0, 2):
+            block.fill_(7)
 
-    def missing(self, pages: Batch, layers: range | None = None) -> list[int]:
+    def missing(self, pages: Batch, layers: slice = slice(None)) -> list[int]:
         """The pages that are not there, by what this thread's stream sees."""
         import torch
 
-        wrong: set[int] = set()
-        for view, elements in self._parts(pages, layers or range(self.form.num_layers)):
-            differs = view.cpu()[self._at].view(torch.int16) != elements.view(torch.int16)
-            tokens = differs.flatten(1).any(1).nonzero().flatten()
-            wrong.update((tokens // self.form.page_tokens).tolist())
-        return sorted(wrong)
+        blocks, places = self._at
+        found = self._all.cpu()[:, :, blocks, places].view(torch.int16)
+        differs = (found != self._elements(pages).contiguous().view(torch.int16))[layers]
+        tokens = differs.transpose(0, 2).flatten(1).any(1).nonzero().flatten()
+        return sorted({*(tokens // self.form.page_tokens).tolist()})
 
 
 class Devices(StoreSuite):
@@ -115,7 +107,7 @@ class Devices(StoreSuite):
             load = staged.submit_get(pages.request(cache.blocks(**given)))
             for layer in range(pages.form.num_layers):
                 load.wait_for_layer(layer, waits.patience_s)
-                assert not cache.missing(pages, range(layer, layer + 1)), f"layer {layer} is not there"
+                assert not cache.missing(pages, slice(layer, layer + 1)), f"layer {layer} is not there"
             assert ended(load) == [None] * 6
             assert load.wait_settled(waits.patience_s)
             assert not cache.missing(pages)

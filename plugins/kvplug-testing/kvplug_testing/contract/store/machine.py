@@ -6,18 +6,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from functools import partial
 
 import attrs
-from hypothesis import HealthCheck, Phase, settings, strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvplug import UnsupportedError
 from kvplug.transport import MissReason, PageBuffers, Presence, Store
@@ -206,22 +199,3 @@ class StoreMachine(RuleBasedStateMachine):  # type: ignore[misc, unused-ignore]
         if self.other is not self.store:
             self.other.abort()
         self.store.abort()
-
-
-def run(make: Callable[[], tuple[StoreSuite, Store, Store]], examples: int, steps: int) -> None:
-    """Compare the results of two ends of an empty place, which ``make()`` returns with their suite.
-
-    Failing calls are not minimized: if a failure is a timeout, that can take minutes.
-    """
-    run_state_machine_as_test(
-        lambda: StoreMachine(*make()),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            phases=[Phase.generate],
-            database=None,
-            print_blob=False,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )

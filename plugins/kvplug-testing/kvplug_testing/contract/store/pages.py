@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import uuid
 from collections.abc import Sequence
@@ -46,8 +45,7 @@ def sized_format(nbytes: int) -> PageFormat:
 
 def randbytes(seed: object, nbytes: int) -> bytes:
     """Bytes that are the same in every process."""
-    digest = hashlib.blake2s(repr(seed).encode()).digest()
-    return random.Random(digest).randbytes(nbytes)
+    return random.Random(repr(seed)).randbytes(nbytes)
 
 
 @attrs.frozen(kw_only=True)
