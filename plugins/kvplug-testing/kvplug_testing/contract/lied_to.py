@@ -24,10 +24,9 @@ from kvplug_testing.comparison import UnlikeError
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.ends import End, Outcome
 from kvplug_testing.contract.suite_ref import suite_from_ref
-from kvplug_testing.tampering.edits import Edit, Recording, edits_of
-from kvplug_testing.tampering.memory import SharedMemory
+from kvplug_testing.tampering.lies import Edit, Recording, edits_of
 from kvplug_testing.tampering.relay import Relay
-from kvplug_testing.tampering.victim import bounded, faults_noted, is_printable
+from kvplug_testing.tampering.victim import SharedMemory, bounded, faults_noted, is_printable
 from kvplug_testing.waits import Call
 
 SLACK_S: Final = 10.0

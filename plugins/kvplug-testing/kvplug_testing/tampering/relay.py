@@ -19,8 +19,7 @@ from typing import Any, Final, Self
 from kvplug import KvplugError
 from kvplug.kit import IDENTITY_SIZE, OPENING_SIZE, PROOF_SIZE, REPLY_SIZE, ListenerContact, parse_contact
 from kvplug.transport import BackgroundThread, TcpAddress, UnixAddress
-from kvplug_testing.tampering.edits import Edit, StreamEditor, StreamId
-from kvplug_testing.tampering.lies import frames_in, with_value
+from kvplug_testing.tampering.lies import Edit, StreamEditor, StreamId, frames_in, with_value
 
 _PROOF_BYTES: Final = {
     True: OPENING_SIZE + PROOF_SIZE + IDENTITY_SIZE,

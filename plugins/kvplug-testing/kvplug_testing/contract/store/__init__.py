@@ -8,11 +8,10 @@ from kvplug_testing.contract.store.deadlines import Deadlines
 from kvplug_testing.contract.store.devices import Devices
 from kvplug_testing.contract.store.exhaustion import Exhaustion
 from kvplug_testing.contract.store.index import WhatIsThere
-from kvplug_testing.contract.store.writers import Writers
 
 
 # pytest collects the last base first.
-class StoreContract(Contents, Writers, Deadlines, Budget, WhatIsThere, Devices, Exhaustion):
+class StoreContract(Contents, Deadlines, Budget, WhatIsThere, Devices, Exhaustion):
     """Checks a store against the laws ALL and STORE.
 
     A test file for an installed store is this::

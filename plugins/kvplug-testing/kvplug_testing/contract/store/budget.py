@@ -14,8 +14,7 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.footprint import Footprint
 from kvplug_testing.contract.store.calls import ended, got, got_or_missed, held, kept, looked_up, missed, put
 from kvplug_testing.contract.store.ends import LONG_S, StoreGeneral
-from kvplug_testing.contract.store.held_memory import held_request
-from kvplug_testing.contract.store.pages import MIB, Batch, sized_format
+from kvplug_testing.contract.store.pages import MIB, Batch, held_request, sized_format
 from kvplug_testing.contract.store.suite import Place
 from kvplug_testing.waits import Call, until
 

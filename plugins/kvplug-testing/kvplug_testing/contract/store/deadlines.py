@@ -16,8 +16,7 @@ from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import CLOSE_S
 from kvplug_testing.contract.store.calls import ended, got, is_missed, kept, put
 from kvplug_testing.contract.store.ends import StoreGeneral
-from kvplug_testing.contract.store.held_memory import held_request
-from kvplug_testing.contract.store.pages import Batch, found, sized_format
+from kvplug_testing.contract.store.pages import Batch, found, held_request, sized_format
 from kvplug_testing.contract.store.suite import SOON_S
 from kvplug_testing.waits import Call, raises, until
 

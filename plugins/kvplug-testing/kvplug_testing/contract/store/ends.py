@@ -18,8 +18,7 @@ from kvplug_testing import peers, waits
 from kvplug_testing.contract.ends import CHILD_S, RUN_END, Calls, End, Ends, RemoteHandle, given
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.store.calls import ended, is_missed, kept, looked_up
-from kvplug_testing.contract.store.held_memory import held_request
-from kvplug_testing.contract.store.pages import KIB, MIB, Batch, batch, sized_format
+from kvplug_testing.contract.store.pages import KIB, MIB, Batch, batch, held_request, sized_format
 from kvplug_testing.contract.store.suite import Place, StoreSuite
 from kvplug_testing.waits import until
 

@@ -26,8 +26,7 @@ from kvplug.transport import (
 )
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.store.calls import ended, forgotten, got, held, kept, looked_up, missed, put
-from kvplug_testing.contract.store.held_memory import held_request
-from kvplug_testing.contract.store.pages import Batch, sized_format
+from kvplug_testing.contract.store.pages import Batch, held_request, sized_format
 from kvplug_testing.contract.store.suite import StoreSuite
 from kvplug_testing.waits import Call, until
 
