@@ -85,16 +85,19 @@ def _changed(value: Any, rng: random.Random) -> Any:
         case float():
             return rng.choice((0.0, -1.0, math.nan, math.inf, 1e300, -value))
         case str() | bytes() | list() | tuple():
-            at = rng.randrange(len(value) + 1)
-            more = {str: ESCAPES, bytes: bytes(5000)}.get(type(value)) or type(value)([7])
-            return rng.choice(
-                (value[:at], value[:at] + value[at + 1 :], 2 * value, value[::-1], value + more)
-            )
+            return _cut_or_longer(value, rng)
         case dict() if value:
             left_out = rng.choice([*value, None])
             more = {"more": 7} if left_out is None else {}
             return {key: value[key] for key in value if key != left_out} | more
     return rng.choice(_TYPES)
+
+
+def _cut_or_longer(value: Any, rng: random.Random) -> Any:
+    """Another text or list: a part of it is missing, twice there, or too much."""
+    at = rng.randrange(len(value) or 1)
+    more = {str: ESCAPES, bytes: bytes(5000)}.get(type(value)) or type(value)([7])
+    return rng.choice((value[:at], value[:at] + value[at + 1 :], 2 * value, value[::-1], value + more))
 
 
 # -- frames ------------------------------------------------------------------------------------------

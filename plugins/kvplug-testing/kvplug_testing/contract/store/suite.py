@@ -222,13 +222,10 @@ class StoreSuite(Contract):
         if not self.by_link or place.address:
             return
         assert place.first is not None, "the first end of the place is opened first"
-        place.server = StoreServer(place.first, self._links, self._new_address())
+        address = f"unix:@kvplug-judged-{os.getpid()}-{next(_numbers)}"
+        place.server = StoreServer(place.first, self._links, address)
         self.later(place.server.close)
         place.address = place.server.contact
-
-    def _new_address(self) -> str:
-        """Where no other end listens."""
-        return f"unix:@kvplug-judged-{os.getpid()}-{next(_numbers)}"
 
     @property
     def _links(self) -> Any:
