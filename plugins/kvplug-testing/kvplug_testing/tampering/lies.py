@@ -96,8 +96,9 @@ def _changed(value: Any, rng: random.Random) -> Any:
 def _cut_or_longer(value: Any, rng: random.Random) -> Any:
     """Another text or list: a part of it is missing, twice there, or too much."""
     at = rng.randrange(len(value) or 1)
-    more = {str: ESCAPES, bytes: bytes(5000)}.get(type(value)) or type(value)([7])
-    return rng.choice((value[:at], value[:at] + value[at + 1 :], 2 * value, value[::-1], value + more))
+    more: dict[type, Any] = {str: ESCAPES, bytes: bytes(5000), list: [7], tuple: (7,)}
+    longer = value + more[type(value)]
+    return rng.choice((value[:at], value[:at] + value[at + 1 :], 2 * value, value[::-1], longer))
 
 
 # -- frames ------------------------------------------------------------------------------------------
