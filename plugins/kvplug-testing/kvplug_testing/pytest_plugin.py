@@ -22,7 +22,7 @@ _OPTIONS = {
         "ID",
         "run only the tests of the law ID, such as PIPE-4, or of all laws of a kind, such as PIPE",
     ),
-    "report": ("FILE", "write the scorecard to FILE, which ends in .json or .md"),
+    "report": ("FILE", "write the scorecard to FILE: as JSON if its name ends in .json, else as Markdown"),
 }
 """Options that may be given several times: what each takes, and its help."""
 

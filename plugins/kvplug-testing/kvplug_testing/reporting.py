@@ -4,10 +4,7 @@ became of them.
 
 from __future__ import annotations
 
-import contextlib
-import platform
 from collections.abc import Generator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +43,9 @@ class Reporter:
         option = config.option
         self._level: str = option.kvplug_level
         self._results: list[Result] = []
-        self._distributions: dict[type[Contract], str] = {}
-        """The distribution of each suite's subject."""
-        self._date = datetime.now(UTC).isoformat(timespec="seconds")
         self._is_worker = hasattr(config, "workerinput")
         """Whether this is a worker of pytest-xdist: the controller counts its results."""
         self._reports = [Path(name).absolute() for name in option.kvplug_report]
-        for path in self._reports:
-            if path.suffix not in (".json", ".md"):
-                raise pytest.UsageError(f"--kvplug-report {path}: the name of a report ends in .json or .md")
         try:
             self._laws = selected(option.kvplug_law)
             chosen = suites.installed(
@@ -87,10 +78,6 @@ class Reporter:
             suite = _suite_of(item)
             if reason := suite.waivers.get(item.name, suite.waivers.get(item.name.partition("[")[0])):
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-            if suite not in self._distributions:
-                # Before any test, so that what this loads is not counted as a test's leak.
-                with contextlib.suppress(KvplugError):  # the tests report the error
-                    self._distributions[suite] = suite.distribution()
         config.hook.pytest_deselected(items=[item for item in items if not self._runs(item)])
         items[:] = kept
 
@@ -117,8 +104,6 @@ class Reporter:
                 laws=laws,
                 outcome=ended[0],
                 reason=ended[1],
-                seconds=round(report.duration, 3),
-                distribution=self._distributions.get(suite, ""),
             )
             report.user_properties.append((_PROPERTY, msgspec.to_builtins(result)))
             if report.failed:
@@ -145,15 +130,15 @@ class Reporter:
             level=self._level,
             results=tuple(final.values()),
             versions=suites.versions(),
-            platform=platform.platform(),
-            date=self._date,
             only=self._laws,
         )
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if not self._is_worker and exitstatus not in _NOTHING_JUDGED:
             for path in self._reports:
-                self.scorecard.write(path)
+                card = self.scorecard
+                text = card.as_json() if path.suffix == ".json" else card.as_markdown()
+                path.write_text(text, encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         card = self.scorecard

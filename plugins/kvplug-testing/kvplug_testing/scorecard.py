@@ -7,7 +7,6 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import attrs
 import msgspec
@@ -38,9 +37,6 @@ class Result:
     outcome: Outcome
     reason: str = ""
     """Why it was skipped or waived; for a failure, its first line."""
-    seconds: float = 0.0
-    distribution: str = ""
-    """The subject's distribution and version: ``"kvplug-cpu 0.1.0"``; empty if there is none."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,13 +46,9 @@ class Scorecard:
     level: str
     results: tuple[Result, ...]
     versions: Mapping[str, str] = attrs.field(factory=dict)
-    platform: str = ""
-    date: str = ""
-    """When the run began, with its time zone (ISO 8601)."""
+    """Of Python, torch, and the distributions of all installed plugins."""
     only: tuple[str, ...] = ()
     """The laws that the run was asked to judge; empty if it was all of them."""
-    format: int = 1
-    """Version of the JSON format: changes when readers of it must change."""
 
     def as_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
@@ -64,28 +56,17 @@ class Scorecard:
     def as_markdown(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         only = f", only {', '.join(self.only)}" if self.only else ""
-        facts = "; ".join(each for each in (versions, self.platform, self.date) if each)
+        lines = [f"# Conformance, level {self.level}{only}", "", versions, ""]
         by_suite: dict[tuple[str, str], list[Result]] = {}
         for result in self.results:
             by_suite.setdefault((result.subject, result.suite), []).append(result)
-        tables = [
-            line
-            for (subject, suite), results in by_suite.items()
-            for line in (f"## {subject} ({suite})", "", *_table(results), "", *_reasons(results), "")
-        ]
-        return "\n".join([f"# Conformance, level {self.level}{only}", "", facts, "", *tables])
-
-    def write(self, path: Path) -> None:
-        """Write JSON if the file's name ends in ``.json``, otherwise Markdown."""
-        text = self.as_json() if path.suffix == ".json" else self.as_markdown()
-        path.write_text(text, encoding="utf-8")
+        for (subject, suite), results in by_suite.items():
+            lines += [f"## {subject} ({suite})", "", *_table(results), "", *_reasons(results), ""]
+        return "\n".join(lines)
 
 
 def _table(results: list[Result]) -> Iterator[str]:
-    """The distribution and the time of one suite, and how many tests of each law ended in which way."""
-    seconds = f"{sum(result.seconds for result in results):.1f} s"
-    yield "; ".join([*sorted({each.distribution for each in results} - {""}), seconds])
-    yield ""
+    """How many tests of each law ended in which way."""
     counts = {id_: Counter(each.outcome for each in results if id_ in each.laws) for id_ in LAWS}
     rows = [(str(LAWS[id_]), counter) for id_, counter in counts.items() if counter]
     width = max((len(title) for title, _ in rows), default=0)

@@ -142,7 +142,7 @@ def test_the_command_and_a_run_of_the_suite_say_all_that_is_wrong(site: Any) -> 
     check(site, "How many there are in a message.", " ")
     done = site.kvplug("check", "subject")
     wrong = "the option 'puffs' of the pipe smoke has no help"
-    assert (done.returncode, done.stdout.splitlines()[0]) == (1, f"wrong: law {LAWS['PLUGIN-4']}: {wrong}")
+    assert (done.returncode, done.stdout.splitlines()[1]) == (1, f"  - law {LAWS['PLUGIN-4']}: {wrong}")
     assert LAWS["PLUGIN-4"].quoted in done.stdout
     unknown = site.kvplug("check", "subjcet")
     assert unknown.returncode == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -124,11 +123,7 @@ def test_a_run_quotes_the_broken_laws_and_reports_each_outcome_with_its_reason(
     assert found["test_that_fails_and_leaves_something"].reason == "AssertionError: a call is still blocked"
     assert "left behind: descriptors" in found["test_that_leaves_something"].reason
     assert {result.subject for result in found.values()} == {"pipe memory"}
-    plain = json.loads(text)
-    assert plain["platform"] in page and plain["date"] in page
-    brought = f"kvplug-testing {plain['versions']['kvplug']}"
-    assert {each["distribution"] for each in plain["results"]} == {brought}
-    assert f"\n{brought}; " in page
+    assert f", kvplug-testing {from_json(text).versions['kvplug']}" in page
 
 
 def test_one_law_is_judged_alone(package: Package) -> None:
@@ -147,7 +142,6 @@ def test_one_law_is_judged_alone(package: Package) -> None:
     [
         (["--kvplug-law", "ALL-4"], "no test here judges ALL-4 at level quick"),
         (["--kvplug-law", "PIPE-44"], "there is no law 'PIPE-44'; did you mean 'PIPE-4'"),
-        (["--kvplug-report", "card.html"], "card.html: the name of a report ends in .json or .md"),
         (["--kvplug-transport", "memmory"], "did you mean 'memory'"),
         (["alone"], "test_alone.py::test_alone names a law and stands in no class"),
     ],

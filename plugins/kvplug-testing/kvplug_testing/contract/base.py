@@ -110,12 +110,6 @@ class Contract:
         """The subject's name in the scorecard: ``"pipe cpu"``, or the class's name if it makes its own."""
         return f"{cls.kind.replace('_', ' ')} {cls.transport or cls.__name__}"
 
-    @classmethod
-    def distribution(cls) -> str:
-        """The subject's distribution and version: ``"kvplug-cpu 0.1.0"``. Empty if it is not installed."""
-        owners = _registry().owners(cls.kind, cls.transport) if cls.transport else ()
-        return ", ".join(str(plugin) for plugin in owners)
-
     @pytest.fixture(autouse=True)
     def _judged(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Around every test: skip it if ``needs`` gives a reason, and check for leaks afterwards."""
@@ -127,6 +121,7 @@ class Contract:
             self._have_a_server(request.node)
         if needs.endswith("another_host"):
             self._have_hosts(request.node)
+        _registry()  # before the check for leaks: plugins may load what stays
         self.warm_up()
         with peers.nothing_left(self.settle_s), ExitStack() as self._stack:
             yield

@@ -11,7 +11,6 @@ import attrs
 import pytest
 
 from kvplug import PeerGoneError, TimeoutError
-from kvplug.kit import discover
 from kvplug_testing import peers, plugin_inspector, waits
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.laws import LAWS
@@ -28,14 +27,6 @@ class Inspection:
     offers: bool
     """Whether everything that the plugin offers could be looked at."""
 
-    def described(self) -> list[str]:
-        """The breaches in words."""
-        return [f"law {LAWS[id_]}: {observed}" for id_, observed in self.breaches]
-
-    def quoted(self) -> str:
-        """The text of the laws that are broken."""
-        return "\n".join(LAWS[id_].quoted for id_ in dict.fromkeys(id_ for id_, _ in self.breaches))
-
 
 def check_plugin(name: str) -> tuple[str, ...]:
     """Check the installed plugin whose entry point is called ``name`` against the laws PLUGIN-1 to PLUGIN-4.
@@ -51,18 +42,18 @@ def check_plugin(name: str) -> tuple[str, ...]:
         AssertionError: the plugin breaks a law. The message lists all breaches, each with its law, the
             observation, followed by the text of these laws.
     """
-    found = inspect_plugin(name, 2 * waits.patience_s)
+    found = inspect_plugin(name)
     if found.breaches:
-        lines = "\n  - ".join(["", *found.described()])
-        raise AssertionError(f"the plugin {name!r} breaks laws:{lines}\n\n{found.quoted()}")
+        lines = "".join(f"\n  - law {LAWS[id_]}: {observed}" for id_, observed in found.breaches)
+        quoted = "\n".join(LAWS[id_].quoted for id_ in dict.fromkeys(id_ for id_, _ in found.breaches))
+        raise AssertionError(f"the plugin {name!r} breaks laws:{lines}\n\n{quoted}")
     return found.unchecked
 
 
 @cache
-def inspect_plugin(name: str, timeout_s: float) -> Inspection:
-    """Inspect the plugin whose entry point is called ``name``, in a process that may take ``timeout_s``
-    seconds.
-    """
+def inspect_plugin(name: str) -> Inspection:
+    """Inspect the plugin whose entry point is called ``name``, in a process of its own, once."""
+    timeout_s = 2 * waits.patience_s
     unset = {key: "" for key in os.environ if key.startswith("KVPLUG_")}
     target = f"{plugin_inspector.__name__}:inspect"
     limit, last = time.monotonic() + timeout_s, plugin_inspector.ENTRY_POINT
@@ -95,13 +86,8 @@ class PluginContract(Contract):
     def subject(cls) -> str:
         return f"plugin {cls.plugin}"
 
-    @classmethod
-    def distribution(cls) -> str:
-        found = [each for each in discover() if each.name == cls.plugin]  # does not import the plugin
-        return ", ".join(f"{each.distribution} {each.version}" for each in found)
-
     def _judge(self, law_: str) -> None:
-        found = inspect_plugin(self.plugin, 2 * waits.patience_s)  # once for all tests
+        found = inspect_plugin(self.plugin)
         observed = [observed for id_, observed in found.breaches if id_ == law_]
         if observed:
             pytest.fail("; ".join(observed), pytrace=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import sys
@@ -10,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from kvplug import ConfigError, Registry
-from kvplug.kit import TRANSPORTS, option_fields
+from kvplug.kit import TRANSPORTS, discover, option_fields
 from kvplug.transport import Kind, UnknownTransportError, check_options
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.plugin import PluginContract
@@ -163,11 +164,8 @@ def _called(name: str, suite: type[Contract]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages of every run. The subject's own version is in its results."""
-    found = {"python": sys.version.split()[0]}
-    for name in ("kvplug", "torch"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    """Versions of Python, torch, and the distributions of the installed plugins."""
+    found = {"python": sys.version.split()[0]} | {each.distribution: each.version for each in discover()}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found["torch"] = metadata.version("torch")
     return found
