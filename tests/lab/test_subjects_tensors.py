@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvplug_testing import MessageQueueContract
-from kvplug_testing.contract.suite_ref import module_at
+from kvplug_testing.sources import module_at
 
 SUBJECTS = Path(__file__).parent / "subjects"
 queue = module_at(str(SUBJECTS / "relay.py"))

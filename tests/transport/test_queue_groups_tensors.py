@@ -21,7 +21,7 @@ from kvplug import UnsupportedError  # noqa: E402
 from kvplug.transport import Credentials, QueueContext, WireError  # noqa: E402
 from kvplug.transport.queue.rendezvous import TorchRendezvous  # noqa: E402
 from kvplug_testing import peers  # noqa: E402
-from kvplug_testing.contract.suite_ref import module_at  # noqa: E402
+from kvplug_testing.sources import module_at  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
 

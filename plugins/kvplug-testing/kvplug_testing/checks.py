@@ -22,10 +22,10 @@ from kvplug.transport import Kind
 from kvplug_testing import reporting
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.suite_ref import at_source, source_of
 from kvplug_testing.laws import LAWS
 from kvplug_testing.memory.pipe import MemoryEndpoint, listener_at
 from kvplug_testing.scorecard import Outcome, Scorecard
+from kvplug_testing.sources import at_source, source_of
 
 if TYPE_CHECKING:
     from kvplug.engine import Sink

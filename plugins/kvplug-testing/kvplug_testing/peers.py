@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import inspect
 import math
 import os
 import select
@@ -43,6 +42,7 @@ from typing import IO, Any, NoReturn, Self
 from kvplug import KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.wire import Limits, decode, encode
 from kvplug_testing.resources import Resources, abstract_sockets, children
+from kvplug_testing.sources import at_source, source_of
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -93,10 +93,9 @@ def start(
     ``pass_fds`` with the same numbers.
     """
     if not isinstance(target, str):
-        source = inspect.getsourcefile(target)
-        if source is None or "." in target.__qualname__:
-            raise ValueError(f"{target!r} cannot run in a child: it must be a function of a file's top level")
-        target = f"{os.path.abspath(source)}:{target.__qualname__}"
+        function, target = target, source_of(target)
+        if not target:
+            raise ValueError(f"{function!r} cannot run in a child: it must be at the top level of a file")
     ours, theirs = socket.socketpair()
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
     is_watched = threading.current_thread() is threading.main_thread()
@@ -368,29 +367,11 @@ def _live(fd: int, timeout_s: float, is_watched: bool) -> None:
     wire = _Wire(socket.socket(fileno=fd))
     where, args = wire.recv(timeout_s)
     try:
-        answer = ("result", _function(where)(Parent(wire), *args))
+        answer = ("result", at_source(where)(Parent(wire), *args))
     except BaseException as e:
         answer = ("error", [type(e).__name__, traceback.format_exc()])
     faulthandler.cancel_dump_traceback_later()
     wire.send(answer)
-
-
-def _function(where: str) -> Callable[..., Any]:
-    """The function at ``"package.module:function"`` or ``"/path/to/file.py:function"``."""
-    import importlib.util
-
-    path, _, name = where.rpartition(":")
-    if not path.endswith(".py"):
-        module = importlib.import_module(path)
-    else:
-        sys.path.append(str(Path(path).parent))  # for what the file imports from beside itself
-        spec = importlib.util.spec_from_file_location("kvplug_testing_target", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    function: Callable[..., Any] = getattr(module, name)
-    return function
 
 
 def die_with_parent() -> None:
