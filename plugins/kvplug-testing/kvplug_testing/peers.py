@@ -41,7 +41,7 @@ from typing import IO, Any, NoReturn, Self
 
 from kvplug import KvplugError, PeerGoneError, TimeoutError
 from kvplug.net.wire import Limits, decode, encode
-from kvplug_testing.resources import Resources, abstract_sockets, children
+from kvplug_testing.resources import Resources
 from kvplug_testing.sources import at_source, source_of
 
 __all__ = [
@@ -50,8 +50,6 @@ __all__ = [
     "ChildError",
     "Parent",
     "Peer",
-    "abstract_sockets",
-    "children",
     "nothing_left",
     "stacks",
     "start",

@@ -1,4 +1,4 @@
-"""The resources that a process holds: descriptors, threads, children, socket names, shared memory."""
+"""The resources that a process holds: descriptors, threads, children, shared memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @attrs.frozen
 class Resources:
-    """The resources of a process: descriptors, threads, children, abstract sockets, shared-memory names."""
+    """The resources of a process."""
 
     descriptors: frozenset[str]
     """``"7 -> socket:[123]"``"""
@@ -36,8 +36,6 @@ class Resources:
     """``"kernel id name"``"""
     children: frozenset[int]
     """Process ids."""
-    abstract_sockets: frozenset[str]
-    """Names of the abstract sockets that the process itself holds."""
     shared_memory: frozenset[str]
     """Names in /dev/shm that belong to this process's user, from all processes."""
 
@@ -49,7 +47,6 @@ class Resources:
             _descriptors(pid),
             frozenset(f"{task} {_read(f'/proc/{pid}/task/{task}/comm').strip()}" for task in _tasks(pid)),
             frozenset(children(pid)),
-            frozenset(abstract_sockets(pid)),
             frozenset(_shared_memory()),
         )
 
@@ -81,14 +78,6 @@ def children(pid: int) -> list[int]:
         return [int(child) for each in lists for child in each.split()]
 
     return steady(read)
-
-
-def abstract_sockets(pid: int) -> set[str]:
-    """Names of the abstract Unix sockets that a process listens on or is connected through."""
-    rows = [line.split(maxsplit=7) for line in _read(f"/proc/{pid}/net/unix").splitlines()]
-    names = {f"socket:[{row[6]}]": row[7] for row in rows if len(row) == 8 and row[7].startswith("@")}
-    held = {entry.partition(" -> ")[2] for entry in _descriptors(pid)}
-    return {name for inode, name in names.items() if inode in held}
 
 
 def _named(task: str) -> str:
@@ -125,10 +114,14 @@ def _family(pid: int) -> set[int]:
 def _shared_memory_held(pid: int) -> set[str]:
     """Names that a process has open or mapped."""
     paths = [entry.partition(" -> ")[2] for entry in _descriptors(pid)]
-    rows = [line.split(maxsplit=5) for line in _read(f"/proc/{pid}/maps").split("\n")]
-    paths += [row[5] for row in rows if len(row) == 6]
     before = f"{_SHARED_MEMORY}/"
-    return {path.removeprefix(before) for path in paths if path.startswith(before)}
+    return {path.removeprefix(before) for path in (*paths, *mapped(pid)) if path.startswith(before)}
+
+
+def mapped(pid: int) -> list[str]:
+    """The files that a process has mapped; memory without a name in a file system is one, too."""
+    rows = [line.split(maxsplit=5) for line in _read(f"/proc/{pid}/maps").split("\n")]
+    return [row[5] for row in rows if len(row) == 6]
 
 
 def _descriptors(pid: int) -> frozenset[str]:

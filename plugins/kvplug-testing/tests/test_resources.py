@@ -15,7 +15,7 @@ def test_a_thread_that_a_listing_leaves_out_was_there() -> None:
 
 
 def test_of_many_leaked_resources_the_first_few_and_their_number_are_told() -> None:
-    nothing = Resources(*[frozenset[Any]()] * 5)
+    nothing = Resources(*[frozenset[Any]()] * 4)
     descriptors = frozenset(f"{number} -> socket:[{number}]" for number in range(7, 2007))
     said = attrs.evolve(nothing, descriptors=descriptors, children=frozenset([12, 4])).beyond(nothing)
     assert said.startswith("descriptors: 10 -> socket:[10], 100 -> socket:[100], ")

@@ -20,7 +20,6 @@ from typing import Any, Self
 import attrs
 import psutil
 
-from kvplug_testing.peers import abstract_sockets
 from kvplug_testing.waits import DeadlineError, until
 from vllm_engines import HOST, QUIET, group, runs
 
@@ -202,7 +201,7 @@ class Server(ServerProcess):
     def holdings(self) -> Holdings:
         running = group(self.pid)
         connections = [each for process in running for each in process.net_connections("tcp")]
-        names = [abstract_sockets(process.pid) | _shared_memory(process) for process in running]
+        names = [_sockets(process) | _shared_memory(process) for process in running]
         return Holdings(
             processes=frozenset(running),
             ports=frozenset(each.laddr.port for each in connections if _listens(each)),
@@ -309,6 +308,11 @@ def until_loaded(ask: Callable[[], Any], tokens: tuple[int, ...]) -> int:
 
 def _listens(connection: Any) -> bool:
     return bool(connection.status == psutil.CONN_LISTEN)
+
+
+def _sockets(process: psutil.Process) -> set[str]:
+    """Names of its Unix sockets."""
+    return {each.laddr for each in process.net_connections("unix")}
 
 
 def _shared_memory(process: psutil.Process) -> set[str]:

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, Final
 
 import attrs
+import msgspec
 
 from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug_testing import peers, waits
@@ -250,8 +251,8 @@ class End(abc.ABC):
             timer.join()
         return "nothing"
 
-    def footprint(self) -> dict[str, Any]:
-        return Footprint.taken().plain()
+    def footprint(self) -> Any:
+        return msgspec.to_builtins(Footprint.taken())
 
     def cpu_s(self) -> float:
         """Seconds of processor time that its process has used."""

@@ -6,10 +6,10 @@ import ctypes
 import functools
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from pathlib import Path
+from typing import Self
 
 import attrs
 
@@ -36,30 +36,16 @@ class Footprint:
 
     @classmethod
     def taken(cls) -> Self:
-        """The footprint of this process, after a garbage collection. On systems other than Linux, memory is
-        0.
+        """The footprint of this process, after a garbage collection.
 
         If possible, freed memory goes back to the operating system first: otherwise later leaks fill it and
         are not visible.
         """
         gc.collect()
         _trim()(0)
-        is_traced = threading.gettrace() is not None
-        return cls(Resources.of(), _resident(), 0 if is_traced else len(gc.get_objects()))
-
-    def plain(self) -> dict[str, Any]:
-        """As plain values, without fields that only this process can read."""
-        held = attrs.asdict(self.resources)
-        return {
-            "resources": {name: sorted(value) for name, value in held.items()},
-            "resident_bytes": self.resident_bytes,
-            "objects": self.objects,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Self:
-        held = {name: frozenset(value) for name, value in plain["resources"].items()}
-        return cls(Resources(**held), plain["resident_bytes"], plain["objects"])
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        num_objects = len(gc.get_objects()) if threading.gettrace() is None else 0
+        return cls(Resources.of(), resident_pages * os.sysconf("SC_PAGE_SIZE"), num_objects)
 
     def growth(self, before: Footprint, rounds: int, nbytes: int) -> str:
         """A description of what has grown since ``before``; empty if nothing has.
@@ -77,25 +63,6 @@ class Footprint:
         if more > min(max(20, rounds // 4), MOST_KEPT_OBJECTS):
             words.append(f"{more} Python objects more after {rounds} rounds")
         return "; ".join(word for word in words if word)
-
-
-def private_bytes() -> int:
-    """Bytes of this process's own memory, without files, shared memory and what the kernel holds for it. 0 on
-    systems other than Linux.
-    """
-    gc.collect()
-    _trim()(0)
-    if not sys.platform.startswith("linux"):
-        return 0
-    with open("/proc/self/status", encoding="ascii") as f:
-        return next((int(line.split()[1]) << 10 for line in f if line.startswith("RssAnon:")), 0)
-
-
-def _resident() -> int:
-    if not sys.platform.startswith("linux"):
-        return 0
-    with open("/proc/self/statm", encoding="ascii") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 from kvplug import ClosedError, KvplugError, TimeoutError
@@ -585,5 +586,5 @@ def _footprints(ends: Sequence[Handle]) -> dict[int, Footprint]:
     found = {os.getpid(): Footprint.taken()}
     for end in ends:
         if isinstance(end, RemoteHandle):
-            found[end.facts["pid"]] = Footprint.from_plain(end.run_in_main_thread("footprint"))
+            found[end.facts["pid"]] = msgspec.convert(end.run_in_main_thread("footprint"), Footprint)
     return found
