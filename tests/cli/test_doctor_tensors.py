@@ -45,7 +45,7 @@ from kvplug.net.trust.listener import Listener, dial
 from kvplug_testing import waits
 from kvplug_testing.engine import MODEL, FakeEngine
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
+from kvplug_testing.hosts import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.peers import Parent, Peer
 
 SECRET, OTHER_SECRET = "s" * 32, "t" * 32

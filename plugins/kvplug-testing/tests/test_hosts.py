@@ -12,7 +12,7 @@ import pytest
 
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.hosts.pair import HostPair, NoHostsError
+from kvplug_testing.hosts import HostPair, NoHostsError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

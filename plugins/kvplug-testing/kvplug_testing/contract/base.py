@@ -27,7 +27,7 @@ from kvplug.transport import Credentials, Kind, Secret, check_options
 from kvplug_testing import peers
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.forkserver import ForkServer
-from kvplug_testing.hosts.pair import ADDRESSES, HostPair, NoHostsError
+from kvplug_testing.hosts import ADDRESSES, HostPair, NoHostsError
 from kvplug_testing.laws import LAWS
 
 LEVELS = ("quick", "long")
