@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import pytest
 
-from kvplug.transport import Kind
+from kvplug.transport import Kind, Pipe, PipeContext, Timeout
 from kvplug_testing import reporting
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.base import Contract
@@ -27,23 +27,8 @@ from kvplug_testing.memory.pipe import MemoryEndpoint, listener_at
 from kvplug_testing.scorecard import Outcome, Scorecard
 from kvplug_testing.sources import at_source, source_of
 
-if TYPE_CHECKING:
-    from kvplug.engine import Sink
-    from kvplug.transport import (
-        BlockingStore,
-        CommunicatorContext,
-        DeviceCommunicator,
-        Directory,
-        LookupContext,
-        LookupEndpoint,
-        Pipe,
-        PipeContext,
-        QueueContext,
-        QueueEndpoint,
-        Store,
-        StoreContext,
-        Timeout,
-    )
+Maker: TypeAlias = Callable[..., Any]
+"""What makes the subject of a suite."""
 
 _COLLECTED = Path(__file__).with_name("contract") / "collected_suites.py"
 _METHODS: Mapping[Kind, str] = {
@@ -57,7 +42,7 @@ _METHODS: Mapping[Kind, str] = {
 """The method of each suite that makes what it judges."""
 
 
-def check_pipe(make_pair: Callable[[PipeContext], tuple[Pipe, Pipe]], **settings: Any) -> Scorecard:
+def check_pipe(make_pair: Maker, **settings: Any) -> Scorecard:
     """Judge pipes by the laws ALL, END and PIPE. ``make_pair(context)`` returns two connected ends.
 
     Args:
@@ -73,45 +58,52 @@ def check_pipe(make_pair: Callable[[PipeContext], tuple[Pipe, Pipe]], **settings
     return _check(Kind.PIPE, make_pair, {"limit_option": "", **settings})
 
 
-def check_queue(make_endpoint: Callable[[QueueContext], QueueEndpoint], **settings: Any) -> Scorecard:
-    """Judge message queues by the laws ALL and QUEUE; otherwise like :func:`check_pipe`."""
+def check_queue(make_endpoint: Maker, **settings: Any) -> Scorecard:
+    """Judge message queues by the laws ALL and QUEUE; otherwise like :func:`check_pipe`.
+
+    ``make_endpoint(context)`` returns an endpoint.
+    """
     return _check(Kind.QUEUE, make_endpoint, settings)
 
 
-def check_lookup_buffer(
-    make_endpoint: Callable[[LookupContext], LookupEndpoint], **settings: Any
-) -> Scorecard:
-    """Judge lookup buffers by the laws ALL and LOOKUP; otherwise like :func:`check_pipe`."""
+def check_lookup_buffer(make_endpoint: Maker, **settings: Any) -> Scorecard:
+    """Judge lookup buffers by the laws ALL and LOOKUP; otherwise like :func:`check_pipe`.
+
+    ``make_endpoint(context)`` returns an endpoint.
+    """
     return _check(Kind.LOOKUP_BUFFER, make_endpoint, settings)
 
 
-def check_communicator(
-    make_communicator: Callable[[CommunicatorContext], DeviceCommunicator], **settings: Any
-) -> Scorecard:
-    """Judge device communicators by the laws ALL and COMM; otherwise like :func:`check_pipe`."""
+def check_communicator(make_communicator: Maker, **settings: Any) -> Scorecard:
+    """Judge device communicators by the laws ALL and COMM; otherwise like :func:`check_pipe`.
+
+    ``make_communicator(context)`` returns the communicator of one rank.
+    """
     return _check(Kind.COMMUNICATOR, make_communicator, settings)
 
 
-def check_store(make_store: Callable[[StoreContext], Store | BlockingStore], **settings: Any) -> Scorecard:
+def check_store(make_store: Maker, **settings: Any) -> Scorecard:
     """Judge stores by the laws ALL and STORE; otherwise like :func:`check_pipe`.
 
-    A blocking store gets the executor of kvplug, as in an engine.
+    ``make_store(context)`` returns a store, or a blocking store, which gets the executor of kvplug, as in an
+    engine.
     """
     return _check(Kind.STORE, make_store, settings)
 
 
-def check_directory(
-    open_directory: Callable[[str], Directory], make_url: Callable[[], str], **settings: Any
-) -> Scorecard:
+def check_directory(open_directory: Maker, make_url: Callable[[], str], **settings: Any) -> Scorecard:
     """Judge directories by the laws DIR; otherwise like :func:`check_pipe`.
 
-    ``make_url()`` returns a URL at which nothing is announced yet.
+    ``open_directory(url)`` returns a directory, and ``make_url()`` a URL at which nothing is announced yet.
     """
     return _check(Kind.DIRECTORY, open_directory, {"url": lambda self: make_url(), **settings})
 
 
-def check_sink(make_sink: Callable[[], Sink], **settings: Any) -> Scorecard:
-    """Judge sinks of metrics by the laws SINK; otherwise like :func:`check_pipe`."""
+def check_sink(make_sink: Maker, **settings: Any) -> Scorecard:
+    """Judge sinks of metrics by the laws SINK; otherwise like :func:`check_pipe`.
+
+    ``make_sink()`` returns a sink.
+    """
     return _check(Kind.SINK, make_sink, settings)
 
 
@@ -126,42 +118,37 @@ def check_connector(name: str, **settings: Any) -> Scorecard:
 class _Pairs(MemoryEndpoint):
     """An endpoint whose connected pipes a function makes, two at a time."""
 
-    def __init__(self, context: PipeContext, make_pair: Callable[[PipeContext], tuple[Pipe, Pipe]]) -> None:
+    def __init__(self, context: PipeContext, make_pair: Maker) -> None:
         super().__init__(context)
         self._make_pair = make_pair
 
     def connect(self, contact: str, timeout: Timeout = None) -> Pipe:
-        listener = listener_at(contact)
         local, remote = self._make_pair(self._context)
-        listener.offer(remote)
+        listener_at(contact).offer(remote)
         return local
 
 
-def suite_around(kind: str, make: Callable[..., Any] | None, **attributes: Any) -> type[Contract]:
+def suite_around(kind: Kind, make: Maker | None, **attributes: Any) -> type[Contract]:
     """The suite of a kind for what ``make`` makes, with these attributes.
 
-    Other processes make it again from ``_attributes``, where a class is the text that names it.
+    Other processes make it again from ``_attributes``, where the options class is the text that names it.
     """
-    named = attributes.get("options_class")
-    if isinstance(named, str):
-        attributes["options_class"] = at_source(named)
-    made = dict(attributes)
+    suite, options_class = suites.suite_of(kind), attributes.get("options_class")
+    if isinstance(options_class, str):
+        options_class = attributes["options_class"] = at_source(options_class)
+    made = {"made_from": source_of(make or suite), **attributes}
     if make is not None:
-        if kind == Kind.PIPE:
+        text = {"options_class": source_of(options_class)} if options_class else {}
+        made |= {"_around": f"{__name__}:{suite_around.__name__}", "_attributes": attributes | text}
+        if kind is Kind.PIPE:
             made |= {"across_processes": False, "make_endpoint": lambda self, context: _Pairs(context, make)}
         else:
-            made[_METHODS[Kind(kind)]] = lambda self, *arguments: make(*arguments)
-        classes = {key: value for key, value in attributes.items() if isinstance(value, type)}
-        sources = {key: source_of(value) for key, value in classes.items()}
-        made |= {"made_from": source_of(make), "_attributes": attributes | sources}
-        made["_around"] = f"{__name__}:{suite_around.__name__}"
-        unknown: list[Any] = [each for each in (make, *classes.values()) if not source_of(each)]
-        if unknown:
-            name = getattr(unknown[0], "__qualname__", unknown[0])
-            why = property(lambda self: f"other processes cannot import {name}: put it at the top of a file")
-            made |= {"other_processes": why, "forked_processes": why}
-    words = str(getattr(make, "__name__", kind)).strip("<>").split("_")
-    return type("Test" + "".join(word.capitalize() for word in words), (suites.suite_of(Kind(kind)),), made)
+            made[_METHODS[kind]] = lambda self, *arguments: make(*arguments)
+    hidden = [each.__qualname__ for each in (make, options_class) if each and not source_of(each)]
+    if hidden:
+        why = f"other processes cannot import {hidden[0]}: put it at the top of a file"
+        made |= dict.fromkeys(("other_processes", "forked_processes"), property(lambda self: why))
+    return type(f"Test{suite.__name__}", (suite,), made)
 
 
 class _Results:
@@ -174,7 +161,7 @@ class _Results:
         self.card = reporting.reporter_of(session.config).scorecard
 
 
-def _check(kind: Kind, make: Callable[..., Any] | None, settings: Mapping[str, Any]) -> Scorecard:
+def _check(kind: Kind, make: Maker | None, settings: Mapping[str, Any]) -> Scorecard:
     attributes = dict(settings)
     level, laws = attributes.pop("level", "quick"), attributes.pop("laws", ())
     suite = suite_around(kind, make, **attributes)

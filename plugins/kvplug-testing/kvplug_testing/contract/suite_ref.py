@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvplug.transport import Kind
 from kvplug_testing.sources import at_source
 
 
@@ -12,7 +13,7 @@ def suite_from_ref(suite_ref: Mapping[str, Any]) -> Any:
     """The suite that :meth:`.Contract.suite_ref` describes, made in another process."""
     cls = at_source(suite_ref["source"])
     if suite_ref["around"]:  # it makes the subject, and this makes the suite
-        cls = at_source(suite_ref["around"])(suite_ref["kind"], cls, **suite_ref["attributes"])
+        cls = at_source(suite_ref["around"])(Kind(suite_ref["kind"]), cls, **suite_ref["attributes"])
     return type(
         cls.__name__, (cls,), {"transport": suite_ref["transport"], "options": suite_ref["options"]}
     )()
