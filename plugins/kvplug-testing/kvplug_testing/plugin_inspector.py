@@ -62,28 +62,26 @@ class _Inspector:
         from kvplug.kit import PluginStatus, did_you_mean, discover
 
         found = discover()
-        names = sorted({each.name for each in found})
+        others = {each.name: _top(each.module) for each in found if each.name != self._name}
         mine = [each for each in found if each.name == self._name]
         if not mine:
-            hint = did_you_mean(self._name, names) or f"; there are: {', '.join(names) or 'none'}"
+            hint = did_you_mean(self._name, others)
             self._breach("PLUGIN-1", f"no entry point {self._name!r} is installed in the group kvplug{hint}")
             return ()
         modules = {each.module for each in mine}
         points = [
             f"{each.distribution}: {each.name} = {each.entry_point.value}"
             for each in found
-            if each.name == self._name or each.module in modules
+            if each.module in modules
         ]
         if len(points) > 1:
             self._breach("PLUGIN-1", f"several entry points lead to it: {'; '.join(points)}")
         before = {_top(module) for module in sys.modules}  # the kit is a plugin too
         step = f"{ENTRY_POINT} ({mine[0].entry_point.value})"
         with self._step(step, "cannot be loaded"):
-            blocked = ",".join({*names} - {self._name})
-            registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": blocked})
-        others = {_top(each.module) for each in found if each.name != self._name}
+            registry = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": ",".join(others)})
         loaded = {_top(module) for module in sys.modules} - before - {_top(module) for module in modules}
-        for other in sorted(others & loaded):
+        for other in sorted({*others.values()} & loaded):
             self._breach("PLUGIN-1", f"{step} loads {other}, which is another plugin")
         plugin = next(each for each in registry.plugins if each.name == self._name)
         if plugin.status is not PluginStatus.OK:
