@@ -9,7 +9,6 @@ files are shared. It needs root, or a system that lets users make user namespace
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import shutil
@@ -25,6 +24,7 @@ from typing import Any, Final
 from kvplug import KvplugError
 from kvplug_testing import forkserver, peers, waits
 from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.limits import libc_call
 from kvplug_testing.peers import Parent
 
 ADDRESSES: Final = ("198.18.0.1", "198.18.0.2")
@@ -158,11 +158,11 @@ def _enter(number: int, first: int) -> None:
     """Enter namespaces of its own, and join the network of the first host."""
     uid, gid = os.geteuid(), os.getegid()
     if first and os.readlink("/proc/self/ns/user") != os.readlink(f"/proc/{first}/ns/user"):
-        _call("setns", os.open(f"/proc/{first}/ns/user", os.O_RDONLY), _NEW_USER)
+        libc_call("setns", os.open(f"/proc/{first}/ns/user", os.O_RDONLY), _NEW_USER)
     try:
-        _call("unshare", _NEW_NET)
+        libc_call("unshare", _NEW_NET)
     except PermissionError:
-        _call("unshare", _NEW_NET | _NEW_USER)
+        libc_call("unshare", _NEW_NET | _NEW_USER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -170,7 +170,7 @@ def _enter(number: int, first: int) -> None:
     if first:
         _link(number, first)
     # Programs run before: the first child in a new namespace of processes is that of the host.
-    _call("unshare", _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS)
+    libc_call("unshare", _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS)
 
 
 def _link(number: int, first: int) -> None:
@@ -178,11 +178,11 @@ def _link(number: int, first: int) -> None:
     here, there = (os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) for pid in ("self", first))
     _ip("link", "add", _LINK, "type", "veth", "peer", "name", _LINK, "netns", str(first))
     for net, address in ((there, ADDRESSES[1 - number]), (here, ADDRESSES[number])):
-        _call("setns", net, _NEW_NET)
+        libc_call("setns", net, _NEW_NET)
         _ip("address", "add", f"{address}/24", "dev", _LINK)
         _ip("link", "set", _LINK, "up")
     for net in (there, here):
-        _call("setns", net, _NEW_NET)
+        libc_call("setns", net, _NEW_NET)
         _wait_until_running()
         os.close(net)
 
@@ -197,15 +197,15 @@ def _wait_until_running() -> None:
 
 def _furnish(number: int) -> None:
     """In the host's first process: processes, shared memory, interfaces, a name and a boot id of its own."""
-    _call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
-    _call("mount", b"proc", b"/proc", b"proc", 0, None)
-    _call("mount", b"tmpfs", _SHARED_MEMORY, b"tmpfs", 0, None)
+    libc_call("mount", None, b"/", None, _RECURSIVE | _PRIVATE, None)
+    libc_call("mount", b"proc", b"/proc", b"proc", 0, None)
+    libc_call("mount", b"tmpfs", _SHARED_MEMORY, b"tmpfs", 0, None)
     with contextlib.suppress(OSError):  # some containers forbid it: few libraries look for interfaces there
-        _call("mount", b"sysfs", b"/sys", b"sysfs", _READ_ONLY, None)
+        libc_call("mount", b"sysfs", b"/sys", b"sysfs", _READ_ONLY, None)
     with tempfile.NamedTemporaryFile() as file:
         file.write(f"{uuid.uuid4()}\n".encode())
         file.flush()
-        _call("mount", file.name.encode(), _BOOT_ID, None, _BIND, None)
+        libc_call("mount", file.name.encode(), _BOOT_ID, None, _BIND, None)
     socket.sethostname(f"kvplug-host{number}")
 
 
@@ -221,15 +221,3 @@ def _ip(*arguments: str) -> str:
     if done.returncode:
         raise OSError(done.returncode, f"ip {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
-
-
-def _call(function: str, *args: Any) -> None:
-    """Call a function of the C library.
-
-    Raises:
-        OSError: it fails; the error names the call.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, function)(*args):
-        number = ctypes.get_errno()
-        raise OSError(number, f"{function}{args}: {os.strerror(number)}")

@@ -186,23 +186,27 @@ def mount_small_disk() -> str:
     """
     if tempfile.tempdir == _SMALL_TEMP:
         return ""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(function: Any, *args: Any) -> None:
-        if function(*args):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-
+    size = f"size={_SMALL_DISK_PAGES * PAGE}".encode()
     try:
-        call(libc.unshare, _CLONE_NEWNS)
-        call(libc.mount, b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
-        size = f"size={_SMALL_DISK_PAGES * PAGE}".encode()
-        call(libc.mount, b"none", _SHARED_MEMORY.encode(), b"tmpfs", ctypes.c_ulong(0), size)
+        libc_call("unshare", _CLONE_NEWNS)
+        libc_call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        libc_call("mount", b"none", _SHARED_MEMORY.encode(), b"tmpfs", 0, size)
     except OSError as e:
         return f"this process cannot mount a small file system: {e.strerror}"
     os.mkdir(_SMALL_TEMP)
     tempfile.tempdir = _SMALL_TEMP
     return ""
+
+
+def libc_call(function: str, *args: Any) -> None:
+    """Call a function of the C library that returns 0.
+
+    Raises:
+        OSError: it fails; the error names the call.
+    """
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*args):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function}{args}: {os.strerror(number)}")
 
 
 LIMITS: Final = {

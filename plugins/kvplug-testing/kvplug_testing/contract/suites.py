@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from kvplug import ConfigError, Registry
-from kvplug.kit import TRANSPORTS, discover, option_fields
+from kvplug.kit import TRANSPORTS, did_you_mean, discover, option_fields
 from kvplug.transport import Kind, UnknownTransportError, check_options
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.plugin import PluginContract
@@ -68,20 +68,20 @@ def installed(
     """
     registry = Registry.from_env()
     given = _by_name(options)
-    named = [(kind, name) for each in transports for kind, name in _kinds(registry, each)]
-    for kind, names in ((Kind.STORE, stores), (Kind.CONNECTOR, connectors)):
-        for name in names:
-            registry.get(kind, name)
-            named.append((kind, name))
+    named = [
+        *(each for name in transports for each in _kinds(registry, name)),
+        *((Kind.STORE, name) for name in stores),
+        *((Kind.CONNECTOR, name) for name in connectors),
+    ]
     if strange := {*given} - {each for kind, name in named for each in (name, f"{kind.value}:{name}")}:
         raise ConfigError(f"options of {', '.join(sorted(strange))} were given, and no such thing is judged")
-    plugins = [plugin.name for kind, name in named for plugin in registry.owners(kind, name)]
-    options_of = {
-        (kind, name): given.get(name, {}) | given.get(f"{kind.value}:{name}", {}) for kind, name in named
-    }
+    plugins = {plugin.name: None for kind, name in named for plugin in registry.owners(kind, name)}
     return [
-        *(_made(registry, kind, name, options_of[kind, name]) for kind, name in named),
-        *(_made_of_plugin(name) for name in dict.fromkeys(plugins)),
+        *(
+            _made(registry, kind, name, given.get(name, {}) | given.get(f"{kind.value}:{name}", {}))
+            for kind, name in named
+        ),
+        *(type(_called(name, PluginContract), (PluginContract,), {"plugin": name}) for name in plugins),
     ]
 
 
@@ -89,19 +89,16 @@ def _by_name(options: Iterable[str]) -> dict[str, dict[str, str]]:
     """The options by name. As in the environment, an empty value counts as not given.
 
     Raises:
-        ConfigError: options have another form; lists each of them.
+        ConfigError: an option has another form.
     """
     found: dict[str, dict[str, str]] = {}
-    faults: list[str] = []
     for each in options:
-        path, equals, value = each.partition("=")
-        name, dot, key = path.strip().rpartition(".")
-        if not (equals and dot and name and key):
-            faults.append(f"{each!r} was given; allowed is NAME.KEY=VALUE")
-        elif value.strip():
+        path, _, value = each.partition("=")
+        name, _, key = path.strip().rpartition(".")
+        if not (name and key and "=" in each):
+            raise ConfigError(f"{each!r} was given; allowed is NAME.KEY=VALUE", source="--kvplug-option")
+        if value.strip():
             found.setdefault(name, {})[key] = value
-    if faults:
-        raise ConfigError(*faults, source="--kvplug-option")
     return found
 
 
@@ -110,17 +107,12 @@ def _kinds(registry: Registry, given: str) -> list[tuple[Kind, str]]:
     word, _, name = given.partition(":")
     word = word.replace(" ", "_")  # the form in which ``kvplug list`` prints a kind
     if name and word in {kind.value for kind in TRANSPORTS}:
-        registry.get(Kind(word), name)
         return [(Kind(word), name)]
     kinds = [kind for kind in TRANSPORTS if registry.owners(kind, given)]
     if not kinds:
-        try:
-            registry.get(Kind.PIPE, given)
-        except UnknownTransportError as e:
-            others = {spec.name for kind in TRANSPORTS for spec in registry.transports(kind)}
-            raise UnknownTransportError(f"{e}; of any kind there are: {', '.join(sorted(others))}") from e
-    for kind in kinds:
-        registry.get(kind, given)
+        names = {spec.name for kind in TRANSPORTS for spec in registry.transports(kind)}
+        hint = did_you_mean(given, names) or f"; there are: {', '.join(sorted(names))}"
+        raise UnknownTransportError(f"no transport {given!r} is installed{hint}")
     return [(kind, given) for kind in kinds]
 
 
@@ -153,14 +145,9 @@ def _check(spec: Any, options: Mapping[str, str], place: str) -> None:
         raise ConfigError(f"{spec.name} takes no options; {', '.join(options)} was given")
 
 
-def _made_of_plugin(name: str) -> type[Contract]:
-    return type(_called(name, PluginContract), (PluginContract,), {"plugin": name})
-
-
 def _called(name: str, suite: type[Contract]) -> str:
     """A class name that pytest collects."""
-    words = re.split(r"[^A-Za-z0-9]+", name)
-    return "Test" + "".join(word.capitalize() for word in words) + suite.__name__
+    return "Test" + re.sub(r"[^A-Za-z0-9]", "", name.title()) + suite.__name__
 
 
 def versions() -> dict[str, str]:
