@@ -20,15 +20,6 @@ class UnlikeError(AssertionError):
     """What came has the form that was asked for, and is something else."""
 
 
-def difference(wanted: Any, got: Any) -> str:
-    """A description of how ``got`` differs from ``wanted``; empty if it is the same.
-
-    Tensors and arrays are the same if dtype, shape and every bit are; anything else if type and value are.
-    Lists, tuples and dicts are compared item by item.
-    """
-    return _difference(wanted, got, "")
-
-
 def assert_same(wanted: Any, got: Any, what: str = "") -> None:
     """Raise an error if ``got`` differs from ``wanted``, see :func:`difference`.
 
@@ -68,8 +59,12 @@ def brief(value: Any) -> str:
     return _brief.repr(value)
 
 
-def _difference(wanted: Any, got: Any, where: str) -> str:
-    """``where`` is the place of both in the compared values: ``"[3]['key']"``."""
+def difference(wanted: Any, got: Any, where: str = "") -> str:
+    """A description of how ``got`` differs from ``wanted``; empty if it is the same.
+
+    Tensors and arrays are the same if dtype, shape and every bit are; anything else if type and value are.
+    Lists, tuples and dicts are compared item by item; ``where`` is the place of both: ``"[3]['key']"``.
+    """
     at = f"at {where}, " if where else ""
     if _is_array(wanted) and _is_array(got) and _is_tensor(wanted) == _is_tensor(got):
         if (wanted.dtype, wanted.shape) == (got.dtype, got.shape):
@@ -82,7 +77,7 @@ def _difference(wanted: Any, got: Any, where: str) -> str:
         if isinstance(wanted, (list, tuple)) and len(wanted) == len(got):
             wanted, got = dict(enumerate(wanted)), dict(enumerate(got))
         if isinstance(wanted, dict) and wanted.keys() == got.keys():
-            found = (_difference(wanted[key], got[key], f"{where}[{brief(key)}]") for key in wanted)
+            found = (difference(wanted[key], got[key], f"{where}[{brief(key)}]") for key in wanted)
             return next((wrong for wrong in found if wrong), "")
         if wanted == got:
             return ""

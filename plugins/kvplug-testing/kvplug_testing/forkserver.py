@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from kvplug_testing import peers
 from kvplug_testing.peers import DEFAULT_TIMEOUT_S, Parent, Peer
+from kvplug_testing.sources import at_source
 
 _NUMBER = struct.Struct("<q")
 
@@ -95,8 +96,7 @@ def _import_all(*modules: str) -> None:
 
 def _run_server(parent: Parent, fd: int, prepare: str, args: list[Any]) -> None:
     """Import what children need, and serve."""
-    module, _, name = prepare.rpartition(":")
-    getattr(importlib.import_module(module), name)(*args)
+    at_source(prepare)(*args)
     # The server has no time limit. A timer that runs here could also not be restarted in a child, because the
     # timer's thread does not exist there.
     faulthandler.cancel_dump_traceback_later()

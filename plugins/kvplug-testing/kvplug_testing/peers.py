@@ -14,9 +14,9 @@ The function is at the top level of the test file (or of any module) and takes t
             assert child.result() == "done"
 
 Values cross in kvplug's wire format: plain values only, nothing is pickled. No wait is endless: a wait that
-takes too long raises an error with the stacks of *both* processes, and a child dumps its stacks and exits
-after its time limit. When its parent is gone the kernel kills the child, even if it is stopped; but not if a
-thread other than the main one started it, since the kernel would watch that thread.
+takes too long ends the child, and raises an error with the stacks of *both* processes; a child dumps its
+stacks and exits after its time limit. When its parent is gone the kernel kills the child, even if it is
+stopped; but not if a thread other than the main one started it, since the kernel would watch that thread.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import ctypes
 import faulthandler
 import math
 import os
+import resource
 import select
 import signal
 import socket
@@ -177,16 +178,15 @@ class Peer:
         """The next value that the child sent with ``parent.send``.
 
         Raises:
-            TimeoutError: no value arrived; the message holds the stacks of both processes.
+            TimeoutError: no value arrived; the message holds the stacks of both processes. The child is
+                killed, unless it is stopped.
             ChildError: the child's function raised.
             PeerGoneError: the child ended without a value or an error.
         """
         return self._next("value", timeout)
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Whether :meth:`recv` can return or raise at once; waits up to ``timeout`` seconds for that. Unlike
-        a :meth:`recv` that times out, it does not make the child dump its stacks.
-        """
+        """Whether :meth:`recv` can return or raise at once; waits up to ``timeout`` seconds for that."""
         return self._wire.poll(timeout)
 
     def result(self, timeout: float | None = DEFAULT_TIMEOUT_S) -> Any:
@@ -224,7 +224,8 @@ class Peer:
         """Wait until the child ends; returns the exit code.
 
         Raises:
-            TimeoutError: it has not; the message holds the stacks of both processes.
+            TimeoutError: it has not; the message holds the stacks of both processes. The child is killed,
+                unless it is stopped.
         """
         if not self._ends(timeout):
             raise TimeoutError(f"{self!r} has not ended\n{self._both_stacks()}")
@@ -232,22 +233,16 @@ class Peer:
         return self._code
 
     def _both_stacks(self) -> str:
-        """The stacks of all threads of both processes, for a report."""
-        return f"-- this process --\n{stacks()}\n-- {self!r} --\n{self.stacks()}"
-
-    def stacks(self) -> str:
-        """The stacks of the child's threads, and everything else that it wrote to stderr."""
-        if self.exit_code is None and not self._is_stopped() and _dumps_stacks(self.pid):
-            length = before = len(self.stderr)
-            self._signal(signal.SIGUSR2)
-            limit = time.monotonic() + 2.0
-            while (length == before or length != len(self.stderr)) and time.monotonic() < limit:
-                length = len(self.stderr)  # until its output pauses
-                time.sleep(0.02)
-        return self.stderr
+        """The stacks of all threads of both processes, for a report. The child ends, unless it is stopped."""
+        if self.exit_code is None and not self._is_stopped():
+            self._signal(signal.SIGABRT)  # its faulthandler dumps them
+            self._ends(2.0)
+        return f"-- this process --\n{stacks()}\n-- {self!r}, which wrote --\n{self.stderr}"
 
     def _is_stopped(self) -> bool:
-        return _status_of(self.pid, "State")[:1] in ("T", "t")
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return False
 
     def close(self) -> None:
         """Kill the child if it still runs, reap it, and release its resources. Idempotent."""
@@ -360,7 +355,7 @@ def _live(fd: int, timeout_s: float, is_watched: bool) -> None:
     if is_watched:
         die_with_parent()
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     wire = _Wire(socket.socket(fileno=fd))
     where, args = wire.recv(timeout_s)
@@ -415,18 +410,3 @@ def nothing_left(settle_s: float = 5.0) -> Iterator[None]:
         if time.monotonic() > limit:
             raise AssertionError(f"left behind: {left}\n{stacks()}")
         time.sleep(0.01)
-
-
-def _status_of(pid: int, field: str) -> str:
-    """A field of ``/proc/<pid>/status``; empty if the process is gone."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == field:
-                return value.strip()
-    return ""
-
-
-def _dumps_stacks(pid: int) -> bool:
-    """Whether a process has a handler for the signal by now; it would die of it otherwise."""
-    return bool(int(_status_of(pid, "SigCgt") or "0", 16) >> (signal.SIGUSR2 - 1) & 1)
