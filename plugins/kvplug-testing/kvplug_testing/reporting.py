@@ -4,11 +4,9 @@ became of them.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvplug import KvplugError
@@ -42,7 +40,7 @@ class Reporter:
         """
         option = config.option
         self._level: str = option.kvplug_level
-        self._results: list[Result] = []
+        self._results: dict[tuple[str, str, str], Result] = {}
         self._is_worker = hasattr(config, "workerinput")
         """Whether this is a worker of pytest-xdist: the controller counts its results."""
         self._reports = [Path(name).absolute() for name in option.kvplug_report]
@@ -78,6 +76,8 @@ class Reporter:
             suite = _suite_of(item)
             if reason := suite.waivers.get(item.name, suite.waivers.get(item.name.partition("[")[0])):
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+            judged = (suite.subject(), suite.__name__, item.name, _laws_of(item))
+            item.user_properties.append((_PROPERTY, judged))
         config.hook.pytest_deselected(items=[item for item in items if not self._runs(item)])
         items[:] = kept
 
@@ -89,49 +89,34 @@ class Reporter:
 
     # -- during ----------------------------------------------------------------------------------
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        laws = _laws_of(item)
-        if laws and (ended := _outcome(report)):
-            suite = _suite_of(item)
-            result = Result(
-                subject=suite.subject(),
-                suite=suite.__name__,
-                test=item.name,
-                laws=laws,
-                outcome=ended[0],
-                reason=ended[1],
-            )
-            report.user_properties.append((_PROPERTY, msgspec.to_builtins(result)))
-            if report.failed:
-                _quote(report, laws)
-        return report
-
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not self._is_worker:
-            given: list[tuple[str, Any]] = report.user_properties
-            self._results += [msgspec.convert(plain, Result) for name, plain in given if name == _PROPERTY]
-            report.user_properties = [each for each in given if each[0] != _PROPERTY]
+        judged = dict(report.user_properties).get(_PROPERTY)
+        if judged is None or (ended := _outcome(report)) is None:
+            return
+        subject, suite, test, laws = judged
+        titles = f"law {' and '.join(str(LAWS[id_]) for id_ in laws)}: "
+        # A test that has failed twice (in its call and in the check for leaks) is one, with its first reason.
+        before = self._results.get((subject, suite, test))
+        if before is None or before.outcome is not Outcome.FAILED:
+            self._results[subject, suite, test] = Result(
+                subject=subject,
+                suite=suite,
+                test=test,
+                laws=tuple(laws),
+                outcome=ended[0],
+                reason=ended[1].removeprefix(titles).removeprefix("Failed: "),
+            )
+        if report.failed and not hasattr(report, "node"):  # else a worker of pytest-xdist has quoted them
+            _quote(report, titles, "\n".join(LAWS[id_].quoted for id_ in laws))
 
     # -- after -----------------------------------------------------------------------------------
 
     @property
     def scorecard(self) -> Scorecard:
-        """The results so far. A test that failed twice (in its call and in the check for leaks) is one."""
-        final: dict[tuple[str, str, str], Result] = {}
-        for result in self._results:
-            key = (result.subject, result.suite, result.test)
-            if final.setdefault(key, result).outcome is not Outcome.FAILED:
-                final[key] = result
-        return Scorecard(
-            level=self._level,
-            results=tuple(final.values()),
-            versions=suites.versions(),
-            only=self._laws,
-        )
+        """The results so far."""
+        results = tuple(self._results.values())
+        return Scorecard(level=self._level, results=results, versions=suites.versions(), only=self._laws)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if not self._is_worker and exitstatus not in _NOTHING_JUDGED:
@@ -198,16 +183,15 @@ def _outcome(report: pytest.TestReport) -> tuple[Outcome, str] | None:
         crash = getattr(report.longrepr, "reprcrash", None)
         text = crash.message if crash is not None else str(report.longrepr)
         line = next((line for line in text.splitlines() if line.strip()), "")
-        return Outcome.FAILED, line.removeprefix("Failed: ")
+        return Outcome.FAILED, line
     return (Outcome.PASSED, "") if report.when == "call" else None
 
 
-def _quote(report: pytest.TestReport, laws: tuple[str, ...]) -> None:
-    """Put the law's title before the failure, and its text after it."""
-    titles = " and ".join(str(LAWS[id_]) for id_ in laws)
+def _quote(report: pytest.TestReport, titles: str, quoted: str) -> None:
+    """Put the titles of laws before the failure, and their text after it."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
-        crash.message = f"law {titles}: {crash.message}"
+        crash.message = titles + crash.message
     elif isinstance(report.longrepr, str):
-        report.longrepr = f"law {titles}: {report.longrepr}"
-    report.sections.append(("kvplug conformance", "\n".join(LAWS[id_].quoted for id_ in laws)))
+        report.longrepr = titles + report.longrepr
+    report.sections.append(("kvplug conformance", quoted))
