@@ -189,17 +189,13 @@ def _alone(suite: type[Contract]) -> Iterator[None]:
     """Let pytest collect only this suite; afterwards restore what a run of pytest around this one uses."""
     is_main = threading.current_thread() is threading.main_thread()
     timer, handler = signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM)
-    options, chosen = os.environ.pop("PYTEST_ADDOPTS", None), list(suites.chosen)
-    collected = f"{suites.__package__}.{_COLLECTED.stem}"
-    suites.chosen[:] = [suite]
-    sys.modules.pop(collected, None)
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("PYTEST_ADDOPTS", raising=False)
+            patch.setattr(suites, "chosen", [suite])
+            patch.delitem(sys.modules, f"{suites.__package__}.{_COLLECTED.stem}", raising=False)
+            yield
     finally:
-        suites.chosen[:] = chosen
-        sys.modules.pop(collected, None)
-        if options is not None:
-            os.environ["PYTEST_ADDOPTS"] = options
         if is_main:
             signal.signal(signal.SIGALRM, handler)
             signal.setitimer(signal.ITIMER_REAL, *timer)

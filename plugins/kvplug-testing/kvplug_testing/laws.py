@@ -1,7 +1,7 @@
 """The laws by id, which stand in laws.txt. Tests name the ids, and failures quote the laws.
 
 ``python -m kvplug_testing.laws PIPE-5 COMM`` prints this law and those of this kind; without an id, all of
-them. A message that names a law refers to this program: a page of the repository is not in the wheel.
+them. The wheel has no page of the laws.
 """
 
 from __future__ import annotations
@@ -53,10 +53,6 @@ def _read(written: str) -> dict[str, Law]:
 
 LAWS: Final = _read(Path(__file__).with_name("laws.txt").read_text("utf-8"))
 """The laws by id, in the order of the page."""
-
-
-PROGRAM: Final = "python -m kvplug_testing.laws"
-"""What prints laws; see :func:`main`."""
 
 
 def selected(names: Iterable[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import pytest
 from kvplug import KvplugError
 from kvplug_testing.contract import suites
 from kvplug_testing.contract.base import LEVELS, Contract
-from kvplug_testing.laws import LAWS, PROGRAM, selected
+from kvplug_testing.laws import LAWS, selected
 from kvplug_testing.scorecard import Outcome, Result, Scorecard
 
 _NAME = "kvplug_judge"
@@ -130,7 +130,6 @@ class Reporter:
         if card.results:
             terminalreporter.section("kvplug conformance")
             terminalreporter.write(card.as_markdown())
-            terminalreporter.write_line(f"`{PROGRAM} ID` prints the law with this id")
 
 
 def _laws_of(item: pytest.Item) -> tuple[str, ...]:

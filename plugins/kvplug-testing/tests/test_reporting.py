@@ -104,7 +104,6 @@ def test_a_run_quotes_the_broken_laws_and_reports_each_outcome_with_its_reason(
         "- skipped: PIPE-7 test_of_what_is_not_claimed: ",
         "- waived: PIPE-1 test_that_is_waived: see issue 12",
         "- failed: PIPE-5, PIPE-6 test_that_is_broken: ",
-        "`python -m kvplug_testing.laws ID` prints the law with this id",
     ):
         assert said in done.stdout
     page, text = ((package.folder / name).read_text() for name in ("card.md", "card.json"))
