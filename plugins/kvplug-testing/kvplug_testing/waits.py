@@ -116,13 +116,7 @@ def until(condition: Callable[[], Any], within: float | None = None, what: str =
 def _wait(has_come: Callable[[float], bool], within: float | None, missed: str) -> None:
     """Wait ``within`` seconds, and on a busy host once more, since it may be the host that is late."""
     within = patience_s if within is None else within
-    if has_come(within):
+    if has_come(within) or (host_load() > 1 and has_come(min(within, patience_s))):
         return
-    again = ""
-    if (load := host_load()) > 1:
-        if has_come(min(within, patience_s)):
-            return
-        again = (
-            f", also not on waiting again; this host is busy: {load:.1f} runnable threads for each processor"
-        )
-    raise DeadlineError(f"{missed} {within} s{again}\n{peers.stacks()}")
+    load = f"{host_load():.1f} runnable threads for each processor"
+    raise DeadlineError(f"{missed} {within} s; on this host are {load}\n{peers.stacks()}")

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvplug_testing.peers import children, nothing_left
+from kvplug_testing.peers import nothing_left
+from kvplug_testing.resources import children
 from kvplug_testing.waits import until
 from kvplug_transformers.demo.command import demo
 from kvplug_transformers.demo.display import Display
