@@ -127,7 +127,7 @@ class GroupedEngine(FakeEngine):
             number = self.group_of(layer)
             window = self.groups[number][1]
             start = 0 if window is None else max(0, end - window + 1)
-            if not self.cache.is_right_in(layer, request.token_ids, tables[number], start, end):
+            if self.cache.wrong_in(layer, request.token_ids, tables[number], start, end):
                 return False
         return True
 

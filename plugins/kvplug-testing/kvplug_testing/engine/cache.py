@@ -175,31 +175,27 @@ class PagedCache:
         """Write one layer's KV of these tokens into their blocks; wrong KV if the KV before them is wrong."""
         if start < end:
             kv = self.expected(token_ids, start, end, layer)
-            spoilt = 0.0 if self.is_right_in(layer, token_ids, block_ids, 0, start) else 0.5
+            spoilt = 0.5 if self.wrong_in(layer, token_ids, block_ids, 0, start) else 0.0
             self.write(layer, self.at(block_ids, start, end), kv + spoilt)
 
-    def is_right_in(self, layer: int, token_ids: Ids, block_ids: Ids, start: int, end: int) -> bool:
-        """Whether one layer has the KV of tokens ``start`` to ``end`` in these blocks."""
+    def wrong_in(self, layer: int, token_ids: Ids, block_ids: Ids, start: int, end: int) -> frozenset[int]:
+        """The blocks in which one layer does not hold the KV of their tokens among ``start`` to ``end``."""
         if start >= end:
-            return True
-        found = self.by_token(layer)[self.at(block_ids, start, end)]
-        return bool((found == self.expected(token_ids, start, end, layer)).all())
-
-    def is_right(self, token_ids: Ids, block_ids: Ids, end: int, *, start: int = 0) -> bool:
-        """Whether every layer has the KV of tokens ``start`` to ``end`` in these blocks."""
-        layers = range(len(self.layer_names))
-        return all(self.is_right_in(layer, token_ids, block_ids, start, end) for layer in layers)
+            return frozenset()
+        index = self.at(block_ids, start, end)
+        differs = self.by_token(layer)[index] != self.expected(token_ids, start, end, layer)
+        return frozenset(index[0][differs.any(axis=(1, 2, 3))].tolist())
 
     def wrong_blocks(self, token_ids: Ids, block_ids: Ids, start: int, end: int) -> frozenset[int]:
-        """The blocks that do not hold the right KV of their tokens among ``start`` to ``end``."""
-        if self.is_right(token_ids, block_ids, end, start=start):
-            return frozenset()
-        wrong = set()
-        for index in range(start // self.block_size, -(-end // self.block_size)):
-            first, last = max(start, index * self.block_size), min(end, (index + 1) * self.block_size)
-            if not self.is_right(token_ids, block_ids, last, start=first):
-                wrong.add(block_ids[index])
-        return frozenset(wrong)
+        """The blocks in which any layer does not."""
+        layers = range(len(self.layer_names))
+        return frozenset().union(
+            *(self.wrong_in(layer, token_ids, block_ids, start, end) for layer in layers)
+        )
+
+    def is_right(self, token_ids: Ids, block_ids: Ids, end: int) -> bool:
+        """Whether every layer has the KV of the first ``end`` tokens in these blocks."""
+        return not self.wrong_blocks(token_ids, block_ids, 0, end)
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Fill freed blocks with :data:`FREED`."""
