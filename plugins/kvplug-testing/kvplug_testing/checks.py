@@ -123,9 +123,9 @@ class _Pairs(MemoryEndpoint):
         self._make_pair = make_pair
 
     def connect(self, contact: str, timeout: Timeout = None) -> Pipe:
-        local, remote = self._make_pair(self._context)
-        listener_at(contact).offer(remote)
-        return local
+        ends: tuple[Pipe, Pipe] = self._make_pair(self._context)
+        listener_at(contact).offer(ends[1])
+        return ends[0]
 
 
 def suite_around(kind: Kind, make: Maker | None, **attributes: Any) -> type[Contract]:

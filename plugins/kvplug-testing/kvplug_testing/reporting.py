@@ -91,7 +91,7 @@ class Reporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        judged = dict(report.user_properties).get(_PROPERTY)
+        judged: Any = dict(report.user_properties).get(_PROPERTY)
         if judged is None or (ended := _outcome(report)) is None:
             return
         subject, suite, test, laws = judged
