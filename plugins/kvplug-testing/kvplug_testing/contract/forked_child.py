@@ -10,13 +10,15 @@ from collections.abc import Callable
 from kvplug_testing import peers, waits
 from kvplug_testing.resources import mapped
 
+_SAID = "kvplug-forked-child"
+"""Name of the memory in which a child returns a value."""
 _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")  # noqa: S108 - where Linux has it
 """How the names of shared memory begin."""
 
 
 def in_forked_child(call: Callable[[], str]) -> str:
     """What ``call()`` returns in a forked child of this process, or a description of the error there."""
-    readable, writable = os.pipe()
+    said = os.memfd_create(_SAID)
     with warnings.catch_warnings():
         # Python 3.12 warns of forks in processes with threads; this test needs them.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -24,35 +26,31 @@ def in_forked_child(call: Callable[[], str]) -> str:
     if pid == 0:
         try:
             peers.die_with_parent()
-            os.close(readable)
-            try:
-                said = call()
-            except BaseException as e:
-                said = f"it raised {e!r}"
-            os.write(writable, said.encode()[:60_000] or b"-")
+            os.write(said, call().encode())
+        except BaseException as e:
+            os.write(said, f"it raised {e!r}".encode())
         finally:
             os._exit(0)
-    os.close(writable)
-    try:
-        if not peers.is_readable(readable, waits.patience_s):
+    with open(said, encoding="utf-8") as answer:
+        pidfd = os.pidfd_open(pid)
+        has_ended = peers.is_readable(pidfd, waits.patience_s)
+        os.close(pidfd)
+        if not has_ended:
             os.kill(pid, signal.SIGKILL)
-            said = f"it has not ended after {waits.patience_s} s"
-        else:
-            said = os.read(readable, 60_000).decode()
-    finally:
-        os.close(readable)
-        status = os.waitpid(pid, 0)[1]
-    return "" if said == "-" else said or f"it died: {peers.end_of(os.waitstatus_to_exitcode(status))}"
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if not has_ended:
+            return f"it has not ended after {waits.patience_s} s"
+        answer.seek(0)
+        return f"it died: {peers.end_of(code)}" if code else answer.read()
 
 
 def held() -> str:
     """The descriptors of this process, and the shared memory that it has mapped."""
+    descriptors = sorted(each for each in peers.Resources.of().descriptors if _SAID not in each)
     shared = [f"{path} is mapped" for path in mapped(os.getpid()) if path.startswith(_SHARED)]
-    return "\n".join([*sorted(peers.Resources.of().descriptors), *shared])
+    return "\n".join([*descriptors, *shared])
 
 
 def more_than(before: str) -> str:
     """What a forked child holds now beyond ``before``: what :func:`held` returned in an earlier one."""
-    # The pipe that reports the result has new descriptors each time.
-    now = {line for line in in_forked_child(held).splitlines() if " -> pipe:" not in line}
-    return ", ".join(sorted(now - {*before.splitlines()}))
+    return ", ".join(sorted({*in_forked_child(held).splitlines()} - {*before.splitlines()}))
