@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -151,29 +152,22 @@ def suite_around(kind: Kind, make: Maker | None, **attributes: Any) -> type[Cont
     return type(f"Test{suite.__name__}", (suite,), made)
 
 
-class _Results:
-    """Keeps the scorecard of a run of pytest."""
-
-    card: Scorecard | None = None
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.card = reporting.reporter_of(session.config).scorecard
-
-
 def _check(kind: Kind, make: Maker | None, settings: Mapping[str, Any]) -> Scorecard:
     attributes = dict(settings)
     level, laws = attributes.pop("level", "quick"), attributes.pop("laws", ())
     suite = suite_around(kind, make, **attributes)
-    results = _Results()
+    cards: list[Scorecard] = []
+    keep = SimpleNamespace(
+        pytest_sessionfinish=lambda session: cards.append(reporting.reporter_of(session.config).scorecard)
+    )
     arguments = ["-q", "--no-header", "-c", os.devnull, "--rootdir", os.getcwd(), "--kvplug-level", level]
     arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", *(f"--kvplug-law={law}" for law in laws)]
     with _alone(suite):
-        code = pytest.main([*arguments, str(_COLLECTED)], plugins=[results])
-    card = results.card
-    if card is None or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        code = pytest.main([*arguments, str(_COLLECTED)], plugins=[keep])
+    if not cards or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise AssertionError(f"no test ran: pytest ended with {code!r}; its message is above")
+    (card,) = cards
     failed = [result for result in card.results if result.outcome is Outcome.FAILED]
     if failed:
         lines = [f"{', '.join(each.laws)}: {each.test}: {each.reason}" for each in failed]

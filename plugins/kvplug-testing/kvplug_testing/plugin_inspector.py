@@ -108,17 +108,17 @@ class _Inspector:
 
     def use(self, spec: Any) -> None:
         """Load what a program needs that uses it."""
-        failure = "is not what the spec says"
-        for what in ("factory", "worker_factory", "client"):
-            if target := getattr(spec, what, None):
-                step = f"the {what.replace('_', ' ')} of the {_of(spec)} ({target})"
-                with self._step(step, failure, may_be_heavy=True):
-                    _check_arguments(getattr(spec, f"load_{what}")(), 2 if what == "client" else 1)
-        if hasattr(spec, "target"):
-            with self._step(f"the command of the {_of(spec)} ({spec.target})", failure, may_be_heavy=True):
-                import click
+        import click
 
-                if not isinstance(command := spec.load(), click.Command):
+        failure = "is not what the spec says"
+        for what in ("factory", "worker_factory", "client", "target"):
+            if not (target := getattr(spec, what, None)):
+                continue
+            step = f"the {what.replace('_', ' ')} of the {_of(spec)} ({target})"
+            with self._step(step, failure, may_be_heavy=True):
+                if what != "target":
+                    _check_arguments(getattr(spec, f"load_{what}")(), 2 if what == "client" else 1)
+                elif not isinstance(command := spec.load(), click.Command):
                     raise TypeError(f"{command!r} is not a click command")
 
     def _probe(self, spec: Any) -> bool:

@@ -46,11 +46,6 @@ def _loaded(source: str) -> type[Contract]:
     return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
 
-def every() -> tuple[type[Contract], ...]:
-    blocking = _loaded("kvplug_testing.contract.store.blocking:BlockingStoreContract")
-    return (*(suite_of(kind) for kind in _SUITES), blocking, PluginContract)
-
-
 def installed(
     transports: Iterable[str],
     connectors: Iterable[str],
