@@ -33,7 +33,6 @@ ADDRESSES: Final = ("198.18.0.1", "198.18.0.2")
 _LINK = "kvplug0"
 """Name of the link at either end."""
 _RUNNING_S = 3.0
-_PATHS = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x20000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
 _READ_ONLY, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x1000, 0x4000, 0x40000
@@ -215,9 +214,8 @@ def _ip(*arguments: str) -> str:
     Raises:
         OSError: it fails, or is not there.
     """
-    done = subprocess.run(
-        [shutil.which("ip", path=_PATHS) or "ip", *arguments], capture_output=True, text=True, check=False
-    )
+    program = shutil.which("ip") or "/sbin/ip"  # which is not on every user's path
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(done.returncode, f"ip {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
