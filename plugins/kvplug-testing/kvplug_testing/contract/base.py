@@ -125,6 +125,9 @@ class Contract:
         self.warm_up()
         with peers.nothing_left(self.settle_s), ExitStack() as self._stack:
             yield
+            while isinstance(self._stack, _Scope):
+                self._stack.close()
+                self._stack = self._stack.outer
 
     def _have_a_server(self, node: pytest.Item) -> None:
         """Start a fork server before the first check for leaks. It ends with the test file."""
@@ -158,12 +161,16 @@ class Contract:
         self._stack.callback(end)
 
     @contextmanager
-    def scope(self) -> Iterator[None]:
-        """What is started in the block, and calls given to :meth:`later` in it, end with the block."""
+    def scope(self) -> Iterator[ExitStack]:
+        """What is started in the block, and calls given to :meth:`later` in it, end with the block; or with
+        the test, if it fails in the block of a generator.
+        """
         outer = self._stack
         try:
-            with ExitStack() as self._stack:
-                yield
+            with _Scope() as scope:
+                scope.outer = outer
+                self._stack = scope
+                yield scope
         finally:
             self._stack = outer
 
@@ -296,6 +303,12 @@ class Contract:
     def called(self) -> str:
         """The subject's name, for messages."""
         return self.transport or type(self).__name__
+
+
+class _Scope(ExitStack):
+    """The end of a :meth:`Contract.scope`."""
+
+    outer: ExitStack
 
 
 def at_host(host: int) -> dict[str, Any]:

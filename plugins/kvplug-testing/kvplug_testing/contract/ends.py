@@ -24,6 +24,7 @@ import msgspec
 
 from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug_testing import peers, waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import at_host
 from kvplug_testing.contract.footprint import Footprint
@@ -55,7 +56,7 @@ def fields_of(context: Mapping[str, Any]) -> dict[str, Any]:
     return given_ if host is None else {**at_host(host), **given_}
 
 
-class End(abc.ABC):
+class End:
     """One end, in the process that made it. Arguments and results of methods are plain values."""
 
     role: str = "end"
@@ -70,19 +71,21 @@ class End(abc.ABC):
     """What the message of a call that timed out names."""
     thing: Any = None
     """The object."""
+    content: Callable[[int], Any]
+    """:meth:`Ends.content` of its role."""
 
     # -- what a kind defines -------------------------------------------------------------------
 
-    @abc.abstractmethod
     def calls(self) -> Calls:
         """The calls that an end which has ended refuses, whatever their timeout."""
+        return {}
 
-    @abc.abstractmethod
     def blocking(self) -> Calls:
         """The calls that block for ever after :meth:`clog`, while the other end does nothing.
 
         A call that succeeds later than its timeout must be one that :meth:`drain` receives.
         """
+        return {}
 
     def unclogged(self) -> Sequence[str]:
         """Those of them that block without :meth:`clog`, too."""
@@ -100,25 +103,36 @@ class End(abc.ABC):
         """The calls that take a timeout, and refuse a wrong one."""
         return {**self.blocking(), **self.calls(), "close": self.close}
 
-    @abc.abstractmethod
     def close(self, timeout: float | None) -> None:
         """End it as the law says of ``close``."""
+        self.thing.close(timeout)
 
-    @abc.abstractmethod
     def abort(self) -> None:
         """End it at once."""
+        self.thing.abort()
 
-    @abc.abstractmethod
     def closed(self) -> bool | None:
         """Whether this end was ended; ``None`` if it cannot be asked."""
+        return bool(self.thing.closed)
 
-    @abc.abstractmethod
-    def part(self, number: int, timeout: float | None) -> None:
-        """This end's part in exchange ``number`` of all ends; checks what it receives.
+    def exchange(self, content: Any, timeout: float | None) -> Any:
+        """This end's part in an exchange of all ends. Returns what it receives."""
+        raise NotImplementedError(f"the {self.role} end takes no part")
 
-        Raises:
-            UnlikeError: that is no other thing than was asked for, as far as its form shows it.
-        """
+    def check(self, content: Any, received: Any) -> None:
+        """Raise AssertionError if what an exchange has brought is wrong."""
+        assert_same(content, received, f"what the {self.role} end received")
+
+    def once(self, step: str, call: Callable[[], Any]) -> Any:
+        """What a step of an exchange returns. It is not made again in an exchange that is tried again."""
+        if step not in self.done_once:
+            self.done_once[step] = call()
+        return self.done_once[step]
+
+    @functools.cached_property
+    def done_once(self) -> dict[str, Any]:
+        """The steps of the exchange that has begun."""
+        return {}
 
     def clog(self) -> int:
         """Send to the other end, which receives nothing, until there is no room. Returns how much that is."""
@@ -135,6 +149,13 @@ class End(abc.ABC):
         return self.calls()
 
     # -- what tests do with it -----------------------------------------------------------------
+
+    def part(self, number: int, timeout: float | None) -> None:
+        """This end's part in exchange ``number`` of all ends; checks what it receives."""
+        content = self.content(number)
+        received = self.exchange(content, timeout)
+        self.done_once.clear()
+        self.check(content, received)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -251,8 +272,13 @@ class End(abc.ABC):
             timer.join()
         return "nothing"
 
-    def footprint(self) -> Any:
-        return msgspec.to_builtins(Footprint.taken())
+    def take_footprint(self) -> None:
+        """For :meth:`growth`: of the process."""
+        self._footprint = Footprint.taken()
+
+    def growth(self, rounds: int, nbytes: int) -> str:
+        """What has grown since then, see :meth:`.Footprint.growth`."""
+        return Footprint.taken().growth(self._footprint, rounds, nbytes)
 
     def cpu_s(self) -> float:
         """Seconds of processor time that its process has used."""
@@ -274,30 +300,107 @@ def partial_close(end: End) -> Callable[[], None]:
 
 
 class Ends(abc.ABC):
-    """How the ends of a suite's subject are made, and what the kind's laws allow them."""
+    """How the ends of one connection are made, and what the kind's laws allow them.
+
+    The end of role 0 has a contact, by which the others reach it: here, or in other processes. Each process
+    has an object of its own. What it makes ends with the suite's scope.
+    """
 
     roles: ClassVar[Sequence[str]]
-    """The ends of one connection, in the order in which they are made."""
+    """The ends of one connection."""
     breaks_by_timeout: ClassVar[bool] = False
     """Whether a call that has timed out leaves the end broken, and all later calls say so."""
     has_heartbeat: ClassVar[bool] = False
     """Whether the context's ``heartbeat_timeout_s`` says when silence of another host counts as its death."""
+    keeps_offer: ClassVar[bool] = True
+    """Whether the same offer can be met after :meth:`accept` or :meth:`connect` has failed."""
+    may_break: ClassVar[Sequence[str]] = ("exchange",)
+    """The steps that may leave the object broken where something has run out. By default it must go on."""
+    unlimited: ClassVar[int] = 1
+    """How many of the first steps make what is not judged where something runs out: see
+    :class:`.exhaustion.Attempt`."""
+    num_exchanges: ClassVar[int] = 1
+    """How many exchanges there are until each size of messages has had its turn."""
+    gives_results: ClassVar[bool] = False
+    """Whether what could not be had is a result, which names no resource, and may come again for a while."""
 
-    def __init__(self, suite: Any) -> None:
+    def __init__(self, suite: Any, context: Mapping[str, Any]) -> None:
+        """``context``: what differs from the suite's defaults, ``timeout_s`` or ``heartbeat_timeout_s``."""
         self.suite = suite
+        self.context = context
+        self.timeout_s = waits.patience_s
+        """The timeout of calls that make an end."""
+        self.is_local = True
+        """Whether all ends are in this process."""
+
+    # -- what a kind defines -------------------------------------------------------------------
+
+    def shared(self) -> dict[str, Any]:
+        """The context for the processes of all ends, in plain values. Called first, in the test's process."""
+        return dict(self.context)
+
+    def prepare(self) -> None:  # noqa: B027 - not every kind has any
+        """Make what a process needs for any of the ends: an endpoint."""
 
     @abc.abstractmethod
-    def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
+    def offer(self) -> Any:
+        """Make what role 0 needs to be reached. Returns its contact, a plain value."""
+
+    @abc.abstractmethod
+    def accept(self) -> End:
+        """The end of role 0, while the others call :meth:`connect`."""
+
+    @abc.abstractmethod
+    def connect(self, role: int, contact: Any) -> End:
+        """The end of another role."""
+
+    def besides(self) -> list[End]:
+        """More ends of the process that has offered, such as a listener."""
+        return []
+
+    @abc.abstractmethod
+    def content(self, role: int, number: int) -> Any:
+        """What an end sends, and what it must receive, in exchange ``number``."""
+
+    # -- what tests do with it -----------------------------------------------------------------
+
+    def end(self, role: int, contact: Any) -> End:
+        """The end of that role."""
+        made = self.connect(role, contact) if role else self.accept()
+        made.content = functools.partial(self.content, role)
+        return made
+
+    def make(self, children: Sequence[peers.Peer | None]) -> list[End | None]:
         """Make the ends that are here, connected with those in the child processes: for each role its
-        process, or ``None``. The ends of this process are ended with the test.
-
-        More ends may follow those of the roles, such as a listener. ``context``: what differs from the
-        suite's defaults, ``timeout_s`` or ``heartbeat_timeout_s``.
+        process, or ``None``. More ends may follow those of the roles.
         """
+        self.is_local = not any(children)
+        if not all(children):
+            self.prepare()
+        contact = self.offer() if children[0] is None else children[0].recv()
+        for child in children[1:]:
+            if child is not None:
+                child.send(contact)
+        making = {
+            role: Call(functools.partial(self.end, role, contact))
+            for role, child in enumerate(children)
+            if child is None
+        }
+        made = [
+            making[role].result(2 * waits.patience_s) if role in making else None
+            for role in range(len(children))
+        ]
+        return [*made, *(self.besides() if 0 in making else ())]
 
-    @abc.abstractmethod
-    def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:
+    def join(self, parent: peers.Parent, role: int) -> End:
         """In a child process: make the end of this role, connected with those that :meth:`make` makes."""
+        self.is_local = False
+        self.prepare()
+        if role:
+            return self.end(role, parent.recv(None))
+        contact = self.offer()
+        parent.send(contact)
+        return self.end(role, contact)
 
 
 # -- calls of ends from the test -------------------------------------------------------------------
@@ -469,7 +572,7 @@ def run_end(parent: peers.Parent, suite_ref: dict[str, Any], role: int, context:
     suite: Any = suite_from_ref(suite_ref)
     suite.warm_up()
     with ExitStack() as suite._stack:
-        end = suite.ends().join(parent, role, context)
+        end = suite.ends(**context).join(parent, role)
         parent.send(["ready", end.describe()])
         _serve(parent, end)
 

@@ -6,19 +6,19 @@ In a forked child the n-th acquisition fails, and all later ones, until the limi
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import faulthandler
 import functools
 import gc
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent import futures
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final, Self
 
 import attrs
 import pytest
@@ -26,6 +26,7 @@ import pytest
 from kvplug import KvplugError, ResourceExhaustedError
 from kvplug_testing import peers
 from kvplug_testing.contract.base import Contract, law
+from kvplug_testing.contract.ends import End, Ends
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.limits import LIMITS, Limit, mount_small_disk
 
@@ -35,7 +36,7 @@ _ENOUGH: Final = 3
 """So many numbers in a row without an error show that nothing runs out any more."""
 _LATER: Final = 2
 """The numbers below this are tried at steps after the first."""
-SHORT_S: Final = 1.0
+SHORT_S: Final = 0.3
 """The timeout of calls while a resource is limited: a peer in the same process may be the one that fails."""
 LONG_S: Final = 15.0
 """Their timeout otherwise, and in a second look at a call that only ran out of time."""
@@ -45,77 +46,31 @@ _SHOWN: Final = 5
 _LAST_WORDS: Final = 4000
 """Characters of the child's log that a failure shows."""
 CHILD_S: Final = 240.0
+_SLACK_S: Final = 10.0
+"""How much longer calls may take in all than their timeouts say."""
 _WORKERS: Final = 4
+_AGAIN_S: Final = 0.05
 
 
 class ResultError(KvplugError):
-    """For a step whose calls say by a result, and not by an error, that something could not be had."""
+    """A call says by a result, and not by an error, that something could not be had."""
 
 
 class EndedError(ResultError):
-    """For a step whose calls say by a result that the object has ended for good."""
-
-
-class Attempt(abc.ABC):
-    """An object that is made, used and closed in steps.
-
-    A step may be called again after it has raised, and goes on with what it has made. So it must not make
-    anything twice, and not begin anything of a later step.
-    """
-
-    timeout_s: float = LONG_S
-    """The timeout of every call that a step makes; changed from outside."""
-    unlimited: ClassVar[int] = 0
-    """So many steps at the beginning make what is not judged."""
-
-    @property
-    @abc.abstractmethod
-    def steps(self) -> Sequence[Callable[[], None]]:
-        """The steps, in order."""
-
-    @abc.abstractmethod
-    def end(self) -> None:
-        """Release everything at once, whatever there is. Raises nothing."""
-
-    def may_break(self, step: int) -> bool:
-        """Whether its law lets the object be broken after that step has raised; it says so in the next try.
-        Then a new one must work. By default it must go on itself.
-        """
-        return False
-
-    def check(self) -> None:  # noqa: B027 - not every object is received from
-        """After the last step: raise AssertionError if what was received is wrong."""
-
-
-@attrs.frozen
-class _Failure:
-    """The errors of one step. Not the exceptions themselves: they keep alive what they have seen."""
-
-    step: int
-    what: str
-    kinds: frozenset[str]
-    """The kinds of errors, see :func:`_kind`."""
-    names: frozenset[str]
-    """The resources that they name."""
-
-    @property
-    def says_broken(self) -> bool:
-        """Whether they say that the object has ended, for which nothing else is a reason."""
-        excuses = ({"late"}, {"result"}, {"result", "ended"})
-        return not (self.kinds in excuses or {"named", "foreign"} & self.kinds)
+    """A call says by a result that the object has ended for good."""
 
 
 class Exhaustion(Contract):
-    """Each suite has a subclass, which says what is attempted."""
+    """The test of law ALL-9, for everything with ends."""
+
+    def ends(self, **context: Any) -> Ends:
+        """What the tests know of the kind, for one connection."""
+        raise NotImplementedError
 
     @property
     def running_out_processes(self) -> str:
         """The reason to skip a test, for ``needs``."""
         return self.forked_processes or ("" if Path("/proc/self/fd").exists() else "this needs Linux's /proc")
-
-    def attempt(self) -> Attempt:
-        """A new attempt with this suite's subject. Makes nothing that needs a resource."""
-        raise NotImplementedError
 
     @law("ALL-9", level="long", needs="running_out_processes", timeout_s=CHILD_S)
     @pytest.mark.parametrize("limit", LIMITS)
@@ -143,115 +98,98 @@ def run_out(parent: peers.Parent, suite_ref: dict[str, Any], limit: str) -> tupl
         for _ in range(2):  # these make what a process makes once, and keeps
             if failure := _whole(suite):
                 return "", [f"without a limit: {failure.what}"]
-        return "", _Trial(suite, LIMITS[limit]).faults()
+        return "", _faults(suite, LIMITS[limit])
 
 
-class _Trial:
-    """All attempts with one subject under one limit.
-
-    All that is needed runs out from the first step on. Later ones begin with nothing left, or one.
+def _faults(suite: Any, limit: Limit) -> list[str]:
+    """What is wrong, at most some of it. All that is needed runs out from the first step on; later steps
+    begin with nothing left, or one.
     """
+    found: list[str] = []
+    first = suite.ends().unlimited
+    for step in range(first, _CHECK):
+        num_unrefused = 0
+        for number in range(MOST if step == first else _LATER):
+            refused, faults = _judge(suite, limit, step, number)
+            found += [f"{limit.name}, {number} left from {_STEPS[step]} on: {fault}" for fault in faults]
+            if len(found) >= _SHOWN or any(BLOCKED in each for each in found):
+                return found
+            num_unrefused = 0 if refused else num_unrefused + 1
+            if num_unrefused >= _ENOUGH:
+                break
+    return found
 
-    def __init__(self, suite: Any, limit: Limit) -> None:
-        self._suite = suite
-        self._limit = limit
-        self._unrefused = 0
-        """The attempts in a row that were refused nothing."""
 
-    def faults(self) -> list[str]:
-        """What is wrong, at most some of it."""
-        found: list[str] = []
-        num_steps, unlimited = len(self._suite.attempt().steps), self._suite.attempt().unlimited
-        for first in range(unlimited, num_steps):
-            self._unrefused = 0
-            for number in range(MOST if first == unlimited else _LATER):
-                found += self._one(first, number)
-                if len(found) >= _SHOWN or any(BLOCKED in each for each in found):
-                    return found
-                if self._unrefused >= _ENOUGH:
-                    break
-        return found
+def _judge(suite: Any, limit: Limit, step: int, number: int) -> tuple[bool, list[str]]:
+    """Begin the limit at that step, where ``number`` more can be had. Returns whether anything was refused,
+    and what is wrong.
+    """
+    before, mapped = peers.Resources.of(), shared_mappings()
+    failure, again = _try(suite, limit, step, number, SHORT_S)
+    if failure is not None and failure.kinds == {"late"}:
+        failure, again = _try(suite, limit, step, number, LONG_S)  # a busy machine, perhaps
+    faults = []
+    if failure is not None:
+        if "foreign" in failure.kinds:
+            faults.append(f"it raised what is no error of kvplug: {failure.what}")
+        elif not (failure.kinds <= {"result", "ended"} or failure.names & limit.resources):
+            faults.append(f"no error named what ran out: {failure.what}")
+    if again is not None:
+        faults.append(f"the very next try without the limit failed: {again.what}")
+    if left := _left(before, mapped, suite.settle_s):
+        faults.append(f"left behind: {left}")
+    return failure is not None, faults
 
-    def _one(self, first: int, number: int) -> list[str]:
-        """Begin the limit at step ``first``, where ``number`` more can be had."""
-        before, mapped = peers.Resources.of(), shared_mappings()
-        found = self._try(first, number, SHORT_S)
-        if found is not None and found[0].kinds == {"late"}:
-            found = self._try(first, number, LONG_S)  # a busy machine, perhaps
-        self._unrefused = 0 if found else self._unrefused + 1
-        faults = []
-        if found is not None:
-            failure, again = found
-            if "foreign" in failure.kinds:
-                faults.append(f"it raised what is no error of kvplug: {failure.what}")
-            elif not (failure.kinds <= {"result", "ended"} or failure.names & self._limit.resources):
-                faults.append(f"no error named what ran out: {failure.what}")
-            if again:
-                faults.append(f"the very next try without the limit failed: {again}")
-        if left := _left(before, mapped, self._suite.settle_s):
-            faults.append(f"left behind: {left}")
-        where = f"{self._limit.name}, {number} left from {_name(self._suite.attempt(), first)} on"
-        return [f"{where}: {fault}" for fault in faults]
 
-    def _try(self, first: int, number: int, timeout_s: float) -> tuple[_Failure, str] | None:
-        """``None``: nothing failed. Else the failure, and why the next try without the limit failed too."""
-        attempt = self._suite.attempt()
-        try:
-            if failure := _run(attempt, range(first)):
-                return failure, failure.what
-            attempt.timeout_s = timeout_s
-            with self._limit.begin(number):
-                failure = _run(attempt, range(first, len(attempt.steps)))
-            attempt.timeout_s = LONG_S
-            again = None
-            if failure is not None:
-                again = _run(attempt, range(failure.step, len(attempt.steps)))
-            if again is None:
-                attempt.check()
-            if failure is None:
-                return None
-            if again is None:
-                return failure, ""
-            # A thread of the object may have met the shortage: then only the next call can say so.
-            if not (attempt.may_break(failure.step) and (again.says_broken or again.names)):
-                return failure, again.what
-        finally:
-            attempt.end()
-        again = _whole(self._suite)
-        return failure, "" if again is None else again.what
+def _try(
+    suite: Any, limit: Limit, step: int, number: int, timeout_s: float
+) -> tuple[_Failure | None, _Failure | None]:
+    """What failed with the limit, and what failed in the next try without it."""
+    with Attempt(suite) as attempt:
+        if failure := attempt.run(0, step):
+            return failure, failure
+        attempt.timeout_s = timeout_s
+        with limit.begin(number):
+            failure = attempt.run(step, _CHECK)
+        attempt.timeout_s = LONG_S
+        again = attempt.run(_CHECK if failure is None else _STEPS.index(failure.step))
+        # A thread of the object may have met the shortage: then only the next call can say so.
+        if again is None or not (failure and attempt.may_break(failure.step) and again.excuses):
+            return failure, again
+    return failure, _whole(suite)
 
 
 def _whole(suite: Any) -> _Failure | None:
-    """An attempt without a limit."""
-    attempt = suite.attempt()
-    try:
-        failure = _run(attempt, range(len(attempt.steps)))
-        if failure is None:
-            attempt.check()
-        return failure
-    finally:
-        attempt.end()
+    """What fails without a limit."""
+    with Attempt(suite) as attempt:
+        return attempt.run(0)
 
 
-def _run(attempt: Attempt, steps: range) -> _Failure | None:
-    """Run these steps. Returns the errors of the first that fails."""
-    for step in steps:
-        try:
-            attempt.steps[step]()
-        except Exception as e:
-            return _failure(attempt, step, e)
-    return None
+@attrs.frozen
+class _Failure:
+    """The errors of one step. Not the exceptions themselves: they keep alive what they have seen."""
 
+    step: str
+    what: str
+    kinds: frozenset[str]
+    """The kinds of errors, see :func:`_kind`."""
+    names: frozenset[str]
+    """The resources that they name."""
 
-def _failure(attempt: Attempt, step: int, error: Exception) -> _Failure:
-    errors = list(error.exceptions) if isinstance(error, ExceptionGroup) else [error]
-    said = "; ".join(f"{type(each).__name__}: {each}" for each in errors)
-    return _Failure(
-        step=step,
-        what=f"{_name(attempt, step)}: {said}"[:2000],
-        kinds=frozenset(map(_kind, errors)),
-        names=frozenset(each.resource for each in errors if isinstance(each, ResourceExhaustedError)),
-    )
+    @classmethod
+    def of(cls, step: str, error: Exception) -> Self:
+        errors = list(error.exceptions) if isinstance(error, ExceptionGroup) else [error]
+        said = "; ".join(f"{type(each).__name__}: {each}" for each in errors)
+        named = (each.resource for each in errors if isinstance(each, ResourceExhaustedError))
+        return cls(step, f"{step}: {said}"[:2000], frozenset(map(_kind, errors)), frozenset(named))
+
+    @property
+    def excuses(self) -> bool:
+        """Whether they say that the object has ended, for which nothing else is a reason, or name what ran
+        out earlier.
+        """
+        others = ({"late"}, {"result"}, {"result", "ended"})
+        return bool(self.names) or not (self.kinds in others or {"named", "foreign"} & self.kinds)
 
 
 def _kind(error: Exception) -> str:
@@ -265,10 +203,6 @@ def _kind(error: Exception) -> str:
         case KvplugError():
             return "late" if isinstance(error, TimeoutError) else "broken"
     return "foreign"
-
-
-def _name(attempt: Attempt, step: int) -> str:
-    return attempt.steps[step].__name__.strip("_")
 
 
 def _left(before: peers.Resources, mapped: collections.Counter[str], within: float) -> str:
@@ -295,64 +229,136 @@ def shared_mappings() -> collections.Counter[str]:
     return collections.Counter(each[5] for each in fields if len(each) == 6 and each[1].endswith("s"))
 
 
-# -- calls at the same time ------------------------------------------------------------------------
+# -- the steps ---------------------------------------------------------------------------------------
+
+_STEPS: Final = ("share", "prepare", "offer", "meet", "exchange", "close", "check")
+_CHECK: Final = _STEPS.index("check")
+"""The number of the step that needs no object any more."""
 
 
-def together(*calls: Callable[[], Any], within: float) -> None:
-    """Make these calls at the same time, in threads that exist already: more might be refused.
+class Attempt:
+    """The ends of one connection, all in this process, are made, used and closed in steps.
+
+    A step that has raised is made again: with the endpoint, and if the kind allows it with what was offered.
+    """
+
+    def __init__(self, suite: Any) -> None:
+        self._suite = suite
+        self._scope = ExitStack()
+        self._kind: Ends = suite.ends()
+        self._roles = range(len(self._kind.roles))
+        self.timeout_s = LONG_S
+        """The timeout of every call that a step makes."""
+        self._was_met = False
+        self._ends: list[End] = []
+        self._received: list[list[Any]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._scope.close()
+
+    def run(self, first: int, last: int = len(_STEPS)) -> _Failure | None:
+        """Run these steps. Returns the errors of the first that fails."""
+        for step in _STEPS[first:last]:
+            try:
+                getattr(self, step)()
+            except Exception as e:
+                return _Failure.of(step, e)
+        return None
+
+    def may_break(self, step: str) -> bool:
+        """Whether its law lets the object be broken after that step has raised; it says so in the next try.
+        Then a new one must work.
+        """
+        return step in self._kind.may_break
+
+    def share(self) -> None:
+        """Make what a test makes before the processes of ends, which is not judged."""
+        self._scope.enter_context(self._suite.scope())
+        self._kind = kind = self._suite.ends(**self._kind.shared())
+        numbers = range(kind.num_exchanges)
+        self._contents = [[kind.content(role, number) for role in self._roles] for number in numbers]
+
+    def prepare(self) -> None:
+        self._kind.prepare()
+
+    def offer(self) -> None:
+        self._contact = self._kind.offer()
+
+    def meet(self) -> None:
+        """Make the ends. What there is of them ends if it fails."""
+        if self._was_met and not self._kind.keeps_offer:
+            self.offer()
+        self._was_met = True
+        self._kind.timeout_s = self.timeout_s
+        meeting = [partial(self._kind.end, role, self._contact) for role in self._roles]
+        with self._suite.scope() as made:
+            self._ends = [*self._together(*meeting), *self._kind.besides()]
+            kept = made.pop_all()
+        self._suite.later(kept.close)
+
+    def exchange(self) -> None:
+        """One exchange after the other: what was sent or received is not sent or received again."""
+        take_part = self._results if self._kind.gives_results else self._together
+        for contents in self._contents[len(self._received) :]:
+            pairs = zip(self._ends, contents, strict=False)  # without those beside the roles
+            parts = [partial(end.exchange, content, self.timeout_s) for end, content in pairs]
+            self._received.append(take_part(*parts))
+            for end in self._ends:
+                end.done_once.clear()
+
+    def _results(self, *parts: Callable[[], Any]) -> list[Any]:
+        """An end that has failed is tried again after a while (law STORE-7)."""
+        limit = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return self._together(*parts)
+            except* KvplugError as e:
+                has_ended = any(end.closed() for end in self._ends)
+                if has_ended or time.monotonic() > limit:
+                    raise (EndedError if has_ended else ResultError)(str(e.exceptions)) from None
+            time.sleep(_AGAIN_S)
+
+    def close(self) -> None:
+        def close_all() -> None:
+            for end in reversed(self._ends):
+                end.close(self.timeout_s)
+
+        self._together(close_all)
+
+    def check(self) -> None:
+        for contents, received in zip(self._contents, self._received, strict=True):
+            for end, content, got in zip(self._ends, contents, received, strict=False):
+                end.check(content, got)
+
+    def _together(self, *calls: Callable[[], Any]) -> list[Any]:
+        return together(*calls, within=4 * self.timeout_s + _SLACK_S)
+
+
+def together(*calls: Callable[[], Any], within: float) -> list[Any]:
+    """Make these calls at the same time, in threads that exist already: more might be refused. Returns what
+    they return.
 
     Raises:
         ExceptionGroup: the errors of all that raised, or that did not end within so many seconds.
     """
-    outcomes = [_workers().submit(call) for call in calls]
-    limit = time.monotonic() + within
-    errors = []
-    for outcome in outcomes:
-        try:
-            error = outcome.get(timeout=max(0.0, limit - time.monotonic()))
-        except queue.Empty:
-            faulthandler.dump_traceback(all_threads=True)  # to a descriptor that is there already
-            error = AssertionError(f"{BLOCKED} after {within} s")
-        if error is not None:
-            errors.append(error)
-    if errors:
-        raise ExceptionGroup("calls at the same time", errors)
-
-
-class _Workers:
-    """Threads of this process that wait for calls."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]
-        self._calls = queue.SimpleQueue()
-        for number in range(_WORKERS):
-            name = f"kvplug_testing worker {number}"
-            threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def submit(self, call: Callable[[], Any]) -> queue.SimpleQueue[Any]:
-        """Where its error comes, or ``None``."""
-        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._calls.put((call, outcome))
-        return outcome
-
-    def _work(self) -> None:
-        while True:
-            call, outcome = self._calls.get()
-            try:
-                call()
-                outcome.put(None)
-            except BaseException as e:
-                outcome.put(e)
-            del call, outcome
+    begun = [_workers().submit(call) for call in calls]
+    blocked = futures.wait(begun, within).not_done
+    if blocked:
+        faulthandler.dump_traceback(all_threads=True)  # to a descriptor that is there already
+    errors = [each.exception() for each in begun if each not in blocked]
+    errors += [AssertionError(f"{BLOCKED} after {within} s") for _ in blocked]
+    if raised := [error for error in errors if error is not None]:
+        raise BaseExceptionGroup("calls at the same time", raised)
+    return [each.result() for each in begun]
 
 
 @functools.cache
-def _workers() -> _Workers:
-    return _Workers()
-
-
-def let_go(*ends: Callable[[], Any]) -> None:
-    """For :meth:`Attempt.end`: call each of them, whatever it raises."""
-    for end in ends:
-        with contextlib.suppress(Exception):
-            end()
+def _workers() -> futures.Executor:
+    """Threads of this process that wait for calls."""
+    made = futures.ThreadPoolExecutor(_WORKERS, "kvplug_testing worker")
+    all_there = threading.Barrier(_WORKERS)
+    futures.wait([made.submit(all_there.wait) for _ in range(_WORKERS)])
+    return made

@@ -25,13 +25,14 @@ from kvplug import ClosedError, KvplugError, TimeoutError
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.ends import CHILD_S, RUN_END, Ends, Handle, LocalHandle, Pending, RemoteHandle
-from kvplug_testing.contract.footprint import Footprint
+from kvplug_testing.contract.ends import CHILD_S, RUN_END, End, Handle, LocalHandle, Pending, RemoteHandle
+from kvplug_testing.contract.exhaustion import Exhaustion
 from kvplug_testing.contract.forked_child import held, in_forked_child, more_than
 from kvplug_testing.contract.lied_to import LiedTo
 
 HOW: Final = ("close", "abort")
-DEATHS: Final = ("is killed", "is killed and not reaped", "exits")
+_DEATHS: Final = ("is killed", "is killed and not reaped", "exits")
+_LEAVES_A_CHILD: Final = "is killed, and a child of it holds its descriptors"
 HEARTBEAT_S: Final = 0.5
 """``heartbeat_timeout_s`` of ends whose process is stopped for longer: it has no effect on one host."""
 SILENCE_S: Final = 2.0
@@ -52,24 +53,12 @@ _LONGEST: Final = (None, 1e10, 1e300, math.inf, 3600)
 _WRONG: Final = (-1, -0.001, -math.inf, math.nan)
 
 
-def _closed_with_test(turns: Callable[..., Any]) -> Callable[..., Any]:
-    """A generator whose scopes end with the test, if a failure leaves it in the middle."""
+class General(Exhaustion):
+    """Ends, deadlines, deaths, forks, leaks, and what runs out."""
 
-    @functools.wraps(turns)
-    def begin(self: Any, **context: Any) -> Any:
-        begun = turns(self, **context)
-        self.later(begun.close)
-        return begun
-
-    return begin
-
-
-class General(LiedTo):
-    """Ends, deadlines, deaths, forks and leaks."""
-
-    def ends(self) -> Ends:
-        """What the tests know of the kind."""
-        raise NotImplementedError
+    @property
+    def running_out_processes(self) -> str:
+        return self.ends_here or super().running_out_processes
 
     # -- ends for a test -----------------------------------------------------------------------
 
@@ -79,11 +68,12 @@ class General(LiedTo):
 
     def across(self, role: int, **context: Any) -> tuple[list[Handle], Any]:
         """Connected ends, that of ``role`` in another process. Returns all of them, and that one."""
-        roles = range(len(self.ends().roles))
+        roles = self._roles
         found = self._joined([self.ends_are_processes or each == role for each in roles], context)
         return found, found[role]
 
     def _joined(self, are_remote: Sequence[bool], context: dict[str, Any]) -> list[Handle]:
+        context = self.ends(**context).shared()
         children = [
             self.start_forked(RUN_END, self.suite_ref(), role, context, timeout_s=CHILD_S) if remote else None
             for role, remote in enumerate(are_remote)
@@ -91,7 +81,7 @@ class General(LiedTo):
         return self._met(children, context)
 
     def _met(self, children: Sequence[peers.Peer | None], context: dict[str, Any]) -> list[Handle]:
-        local = iter(self.ends().make(children, context))
+        local = iter(self.ends(**context).make(children))
         found: list[Handle] = []
         for child in children:
             end = next(local)
@@ -106,6 +96,7 @@ class General(LiedTo):
 
     def between_hosts(self, hosts: Sequence[int] = (0, 1), **context: Any) -> list[Handle]:
         """Connected ends, each in a process on the host of that number. For tests that need another host."""
+        context = self.ends(**context).shared()
         children = [
             self.start_at(
                 host, RUN_END, self.suite_ref(), role, {**context, "at_host": host}, timeout_s=CHILD_S
@@ -128,42 +119,45 @@ class General(LiedTo):
     def go_on(self, ends: Sequence[Handle], clogged: Sequence[int] = ()) -> None:
         """The ends work: what was sent is received, and then an exchange succeeds."""
         for at, count in enumerate(clogged):
-            for other in range(len(self.ends().roles)):
+            for other in self._roles:
                 if other != at and count:
                     ends[other].run("drain", count)
         self.exchange(ends, 1)
 
-    @_closed_with_test
+    @property
+    def _roles(self) -> range:
+        return range(len(self.ends().roles))
+
+    def _facts(self) -> list[Handle]:
+        """Ends that have ended, for what they have said of themselves."""
+        with self.scope():
+            return self.connected()
+
     def each_end(self, **context: Any) -> Iterator[tuple[list[Handle], Handle]]:
         """For each end a new connection, which ends with its turn."""
-        with self.scope():
-            count = len(self.connected())
-        for at in range(count):
+        for at in range(len(self._facts())):
             with self.scope():
-                found = self.connected(**context)
-                yield found, found[at]
+                ends = self.connected(**context)
+                yield ends, ends[at]
 
-    @_closed_with_test
     def each_blocking_call(self, **context: Any) -> Iterator[tuple[list[Handle], Handle, str]]:
         """For each blocking call of each end a new connection, in which that call blocks."""
-        with self.scope():
-            blocking = [(at, name) for at, end in enumerate(self.connected()) for name in end.blocking]
-        for at, name in blocking:
-            with self.scope():
-                found = self.connected(**context)
-                found[at].run("clog")
-                yield found, found[at], name
+        for at, end in enumerate(self._facts()):
+            for name in end.blocking:
+                with self.scope():
+                    ends = self.connected(**context)
+                    ends[at].run("clog")
+                    yield ends, ends[at], name
 
-    @_closed_with_test
     def each_process(self, **context: Any) -> Iterator[tuple[list[Handle], Any]]:
         """For each role a new connection whose end of that role is in another process: all ends, and that
         one. An exchange has succeeded.
         """
-        for role in range(len(self.ends().roles)):
+        for role in self._roles:
             with self.scope():
-                found, there = self.across(role, **context)
-                self.exchange(found)
-                yield found, there
+                ends, there = self.across(role, **context)
+                self.exchange(ends)
+                yield ends, there
 
     def others(self, ends: Sequence[Handle], end: Handle) -> list[Handle]:
         """The ends of the same connection, without this one."""
@@ -227,45 +221,41 @@ class General(LiedTo):
             end.run("close", waits.patience_s)
             assert not (wrong := end.run("not_closed")), wrong
 
-    @_closed_with_test
-    def _deaths(self, **context: Any) -> Iterator[tuple[Any, Handle, Pending | None]]:
-        """The process of an end is about to die: its end, another one that is to say so, and a call of that
-        one that is blocked, or ``None``. The first and the last of its calls that need the other end have a
-        turn.
+    def _deaths(self) -> Iterator[tuple[str, Any, Handle, Pending | None]]:
+        """How the process of an end is about to die, its end, another one that is to say so, and a call of
+        that one that is blocked, or ``None``. The first and the last of its calls that need the other end
+        have a turn.
         """
-        with self.scope():
-            doomed_of = [(end.gone, end.facts["doomed"]) for end in self._partners(self.connected())]
-        for role, (at, (gone, doomed)) in itertools.product(range(len(doomed_of)), enumerate(doomed_of)):
-            for name in ("", *doomed[:1], *doomed[1:][-1:]) if gone and at != role else ():
-                with self.scope():
-                    ends, there = self.across(role, **context)
-                    self.exchange(ends)
-                    ends[at].run("clog")
-                    waiting = ends[at].begin("wait", name, None).check_blocked() if name else None
-                    yield there, ends[at], waiting
+        cases = [
+            (role, at, name)
+            for role, (at, end) in itertools.product(self._roles, enumerate(self._partners(self._facts())))
+            if at != role and end.gone
+            for name in ("", *end.facts["doomed"][:1], *end.facts["doomed"][1:][-1:])
+        ]
+        ways = _DEATHS if self.forked_processes else (*_DEATHS, _LEAVES_A_CHILD)
+        turns = itertools.islice(itertools.cycle(cases), max(len(cases), len(ways)))
+        for (role, at, name), way in zip(turns, itertools.cycle(ways), strict=False):
+            with self.scope():
+                ends, there = self.across(role, heartbeat_timeout_s=HEARTBEAT_S)
+                self.exchange(ends)
+                ends[at].run("clog")
+                waiting = ends[at].begin("wait", name, None).check_blocked() if name else None
+                yield way, there, ends[at], waiting
 
     @law("ALL-2", needs="other_processes")
     def test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so(self) -> None:
-        ways = itertools.cycle(DEATHS)
-        for dies, end, waiting in self._deaths(heartbeat_timeout_s=HEARTBEAT_S):
-            match next(ways):
-                case "is killed":
-                    dies.child.kill()
-                case "is killed and not reaped":
-                    os.kill(dies.child.pid, signal.SIGKILL)
-                case _:
-                    dies.child.send(["exit", "", []])
+        for way, dies, end, waiting in self._deaths():
+            if way == _LEAVES_A_CHILD:
+                self.later(functools.partial(os.kill, dies.run("leave_a_child"), signal.SIGKILL))
+            if way == "exits":
+                dies.child.send(["exit", "", []])
+            elif way == "is killed and not reaped":
+                os.kill(dies.child.pid, signal.SIGKILL)
+            else:
+                dies.child.kill()
             _raises_gone(end, waiting)
             end.run("close", waits.patience_s)
             assert not (wrong := end.run("not_closed")), wrong
-
-    @law("ALL-2", needs="other_and_forked_processes")
-    def test_a_child_of_the_dead_process_that_holds_its_descriptors_does_not_hide_its_death(self) -> None:
-        for dies, end, waiting in self._deaths():
-            pid = dies.run("leave_a_child")
-            self.later(functools.partial(os.kill, pid, signal.SIGKILL))
-            dies.child.kill()
-            _raises_gone(end, waiting)
 
     @law("ALL-2", "ALL-5", needs="other_processes", level="long")
     def test_when_a_process_is_killed_at_work_all_ends_say_so_and_nothing_comes_in_part(self) -> None:
@@ -282,7 +272,7 @@ class General(LiedTo):
     def test_when_a_process_on_another_host_is_killed_calls_that_are_blocked_and_later_ones_say_so(
         self,
     ) -> None:
-        for role in range(len(self.ends().roles)):
+        for role in self._roles:
             with self.scope():
                 ends = self.between_hosts()
                 self._all_say_so([end for end in ends if end is not ends[role]], ends[role].child.kill)  # type: ignore[attr-defined]
@@ -492,7 +482,7 @@ class General(LiedTo):
                 for end in ends if number % 2 else ends[::-1]:
                     end.run("end", "close" if number % 3 else "abort")
 
-        self._leaves_nothing(one, rounds, [])
+        self._leaves_nothing(one, rounds)
 
     @law("ALL-7", needs="other_processes", level="long", timeout_s=120)
     def test_processes_that_end_or_are_killed_leave_nothing(self) -> None:
@@ -512,7 +502,7 @@ class General(LiedTo):
                         end.run("is_gone")
                     end.run("end", "close" if number % 5 else "abort")
 
-        self._leaves_nothing(one, _ROUNDS, [])
+        self._leaves_nothing(one, _ROUNDS)
 
     @law("ALL-7", needs="other_processes", level="long")
     def test_exchanges_leave_nothing_here_nor_there(self) -> None:
@@ -520,10 +510,14 @@ class General(LiedTo):
         to wait ends only with it.
         """
         ends, _ = self.across(0)
-        self._leaves_nothing(lambda _: self.exchange(ends), 60, ends, spans=3)
+        there = [end for end in ends if isinstance(end, RemoteHandle)]
+        self._leaves_nothing(lambda _: self.exchange(ends), 60, there, spans=3)
 
-    def _leaves_nothing(self, one: Callable[[int], None], rounds: int, ends: Any, spans: int = 1) -> None:
-        """Run the rounds, and check that nothing grows after the first few, in any process.
+    def _leaves_nothing(
+        self, one: Callable[[int], None], rounds: int, ends: Sequence[RemoteHandle] = (), spans: int = 1
+    ) -> None:
+        """Run the rounds, and check that nothing grows after the first few, here and in the processes of the
+        ends.
 
         Growth in one span of that many rounds is none yet: a module that is imported meanwhile, or a block
         that is taken once, is no leak. With several ``spans`` growth is allowed in fewer than half of them:
@@ -533,30 +527,28 @@ class General(LiedTo):
         self.later(lambda: logging.disable(logging.NOTSET))
         for number in range(_WARM_UP):
             one(number)
-        steady, grown = 0, []
+        asked = {"the test": functools.partial(_ask, End())} | {
+            end.role: end.run_in_main_thread for end in ends
+        }
+
+        def growth() -> list[str]:
+            found = {of: ask("growth", rounds, PART_BYTES) for of, ask in asked.items()}
+            return [f"the process of {of} holds {more}" for of, more in found.items() if more]
+
+        steady, grown = 0, list[str]()
         while 2 * steady < spans:
-            before = _footprints(ends)
+            for ask in asked.values():
+                ask("take_footprint")
             for number in range(rounds):
                 one(number)
-            if held_ := self._grown(before, ends, rounds):
-                grown.append(held_)
+            limit = time.monotonic() + waits.patience_s / 4
+            while (found := growth()) and time.monotonic() < limit:
+                time.sleep(0.05)  # something is still to be released
+            if found:
+                grown += found
             else:
                 steady += 1
             assert len(grown) < 2 or 2 * len(grown) < spans, "; and then ".join(grown)
-
-    def _grown(self, before: dict[int, Footprint], ends: Any, rounds: int) -> str:
-        """What has grown. Resources get some time to be released."""
-        limit = time.monotonic() + waits.patience_s / 4
-        while True:
-            now = _footprints(ends)
-            words = [
-                f"the process {'of the test' if pid == os.getpid() else 'at the other end'} holds {more}"
-                for pid, each in before.items()
-                if (more := now[pid].growth(each, rounds, PART_BYTES))
-            ]
-            if not words or time.monotonic() > limit:
-                return "; ".join(words)
-            time.sleep(0.05)
 
     # -- ALL-8 ---------------------------------------------------------------------------------
 
@@ -581,10 +573,5 @@ def _raises_gone(end: Handle, waiting: Pending | None) -> None:
     end.run("is_gone")
 
 
-def _footprints(ends: Sequence[Handle]) -> dict[int, Footprint]:
-    """Of this process and of those of the ends, by pid."""
-    found = {os.getpid(): Footprint.taken()}
-    for end in ends:
-        if isinstance(end, RemoteHandle):
-            found[end.facts["pid"]] = msgspec.convert(end.run_in_main_thread("footprint"), Footprint)
-    return found
+def _ask(end: End, method: str, *args: Any) -> Any:
+    return getattr(end, method)(*args)

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import attrs
+
 from kvplug import StatelessGroup, TransportError
-from kvplug.transport import DeviceCommunicator, RecvOp, SendOp
-from kvplug_testing import peers, waits
-from kvplug_testing.comparison import assert_answer
-from kvplug_testing.contract.communicator.tensors import tensor_of, tokens
+from kvplug.transport import DeviceCommunicator, NamedExhaustion, RecvOp, SendOp
+from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same
+from kvplug_testing.contract.communicator.tensors import tensor_of
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
-from kvplug_testing.waits import Call
+from kvplug_testing.groups import local_groups
 
 if TYPE_CHECKING:
     from kvplug_testing.contract.communicator.suite import CommunicatorSuite
 
 _SHAPE = (512, 512)
 """1 MiB of float32."""
+
+
+@attrs.frozen(eq=False)
+class Content:
+    """What a rank sends in an exchange, and what it must receive."""
+
+    mine: Any
+    summed: Any
+    """Memory for the sum."""
+    sends: bool
+    """Whether it sends to the other one, or receives."""
+    right: list[Any]
 
 
 class RankEnd(End):
@@ -32,14 +45,13 @@ class RankEnd(End):
         self.thing = made
         self._number = number
         self._group = group
-        self._made = made
         # Made here: torch may hang in a forked child.
         self._three = tensor_of("float32", (3,), number).to(made.device)
 
     def calls(self) -> Calls:
         import torch
 
-        made, other, three = self._made, 1 - self._number, self._three
+        made, other, three = self.thing, 1 - self._number, self._three
         names = ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "gather")
         found: dict[str, Any] = {
             name: _with_timeout(getattr(made, name), three) for name in (*names, "broadcast")
@@ -67,38 +79,24 @@ class RankEnd(End):
     def timed(self) -> Calls:
         return self.blocking()
 
-    def part(self, number: int, timeout: float | None) -> None:
-        import torch
-
-        made, rank = self._made, self._number
-        parts = _parts(number % 11)
-        mine = parts[rank].to(made.device)
-        summed = made.all_reduce(mine.clone(), timeout=timeout)
-        gathered = made.all_gather(mine, 0, timeout=timeout)
-        if rank == number % 2:
-            made.send(mine, 1 - rank, timeout=timeout)
-            received = parts[1 - rank]
+    def exchange(self, content: Content, timeout: float | None) -> list[Any]:
+        made, mine, other = self.thing, content.mine, 1 - self._number
+        content.summed.copy_(mine)
+        summed = made.all_reduce(content.summed, timeout=timeout)
+        received = [summed, made.all_gather(mine, 0, timeout=timeout)]
+        if content.sends:
+            made.send(mine, other, timeout=timeout)
         else:
-            received = made.recv(_SHAPE, mine.dtype, 1 - rank, timeout=timeout).cpu()
-        assert_answer(parts[0] + parts[1], summed.cpu(), f"the sum of exchange {number}")
-        assert_answer(torch.cat(parts), gathered.cpu(), f"what exchange {number} gathered")
-        assert_answer(parts[1 - rank], received, f"what came in exchange {number}")
+            received.append(made.recv(_SHAPE, mine.dtype, other, timeout=timeout))
+        return received
 
-    def lied_to(self) -> Calls:
-        made, three = self._made, self._three
-        hidden, weights, ids = (each.to(made.device) for each in tokens(2 + self._number, self._number))
-
-        def layer(timeout: float | None) -> None:
-            dispatched = made.dispatch(hidden, weights, ids, False, timeout=timeout)[0]
-            assert dispatched.shape[1:] == hidden.shape[1:], f"tokens came as {dispatched.shape}"
-            combined = made.combine(dispatched, False, timeout=timeout)
-            assert combined.shape == hidden.shape, f"tokens came back as {combined.shape}"
-
-        return {"broadcast": _with_timeout(made.broadcast, three), "dispatch and combine": layer}
+    def check(self, content: Content, received: Sequence[Any]) -> None:
+        for got, right in zip(received, content.right, strict=False):
+            assert_same(right, got.cpu(), f"what {self.role} received")
 
     def busy(self, leaves: bool) -> None:
         while True:
-            self._made.all_reduce(self._three, timeout=None)
+            self.thing.all_reduce(self._three, timeout=None)
 
     def end(self, how: str) -> None:
         """The group ends, too: what is made for a communicator alone is of no use after it."""
@@ -114,7 +112,7 @@ class RankEnd(End):
         import torch
 
         there = [self._formed(arg, form) for arg in args]
-        found = getattr(self if method == "batch" else self._made, method)
+        found = getattr(self if method == "batch" else self.thing, method)
         value = found(*there, **given) if callable(found) else found
         first = next((arg for arg in there if isinstance(arg, torch.Tensor)), None)
         return [_plain(value), _plain(first), value is first]
@@ -122,7 +120,7 @@ class RankEnd(End):
     def batch(self, sends: Sequence[Any], recvs: Sequence[Any], **given: Any) -> list[Any]:
         """``batch_isend_irecv`` of pairs of a tensor and a rank. Returns the tensors received into."""
         ops: list[Any] = [*(SendOp(*each) for each in sends), *(RecvOp(*each) for each in recvs)]
-        self._made.batch_isend_irecv(ops, **given)
+        self.thing.batch_isend_irecv(ops, **given)
         return [tensor for tensor, _ in recvs]
 
     def _formed(self, arg: Any, form: str) -> Any:
@@ -132,7 +130,7 @@ class RankEnd(End):
             return [self._formed(each, form) for each in arg]
         if not isinstance(arg, torch.Tensor):
             return arg
-        here = arg.clone().to("meta" if form == "meta" else self._made.device)
+        here = arg.clone().to("meta" if form == "meta" else self.thing.device)
         if form != "strided":
             return here
         wide = torch.empty((*here.shape, 2), dtype=here.dtype, device=here.device)
@@ -140,13 +138,13 @@ class RankEnd(End):
         return wide[..., 0]
 
     def close(self, timeout: float | None) -> None:
-        self._made.destroy()
+        self.thing.destroy()
 
     def abort(self) -> None:
-        self._made.destroy()
+        self.thing.destroy()
 
     def closed(self) -> bool:
-        return self._made.destroyed
+        return self.thing.destroyed
 
 
 class CommunicatorEnds(Ends):
@@ -154,60 +152,48 @@ class CommunicatorEnds(Ends):
 
     roles: ClassVar[Sequence[str]] = ("rank 0", "rank 1")
     breaks_by_timeout = True
+    keeps_offer = False  # a group is for one communicator
+    unlimited = 3
     suite: CommunicatorSuite
 
-    def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
-        if children[0] is not None:
-            address: Any = None
-            contact = children[0].recv()
-        else:
-            address = StatelessGroup.listen("unix:")
-            contact = address.contact
-        for child in children[1:]:
-            if child is not None:
-                child.send(contact)
-        joining = [
-            None if child else Call(partial(self._join, contact if rank else address, rank, context))
-            for rank, child in enumerate(children)
-        ]
-        return [
-            None if call is None else self._end(rank, *call.result(2 * waits.patience_s))
-            for rank, call in enumerate(joining)
-        ]
+    def offer(self) -> Any:
+        """Where all ranks are in this process their groups are made first, so that they are not judged."""
+        fields = fields_of(self.context)
+        if self.is_local:
+            make = self.suite._stack.enter_context(local_groups(waits.patience_s))
+            self._groups = make(fields.get("world_size", len(self.roles)))
+            return None
+        where = f"{fields['host']}:0" if "host" in fields else "unix:"
+        self._address = StatelessGroup.listen(where, fields.get("credentials"))
+        return self._address.contact
 
-    def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:
-        there = fields_of(context)
-        if role:
-            address: Any = parent.recv(None)
-        else:
-            where = f"{there['host']}:0" if "host" in there else "unix:"
-            address = StatelessGroup.listen(where, there.get("credentials"))
-            parent.send(address.contact)
-        return self._end(role, *self._join(address, role, context))
+    def accept(self) -> End:
+        return self.connect(0, None if self.is_local else self._address)
 
-    def _join(
-        self, address: Any, rank: int, context: Mapping[str, Any]
-    ) -> tuple[StatelessGroup, DeviceCommunicator]:
-        fields = fields_of(context)
-        group = StatelessGroup.create(
-            address,
-            rank=rank,
-            world_size=fields.pop("world_size", len(self.roles)),
-            credentials=fields.get("credentials"),
-            timeout=waits.patience_s,
-            timeout_s=self.suite.timeout_s,
-        )
+    def connect(self, role: int, contact: Any) -> End:
+        fields = fields_of(self.context)
+        world_size = fields.pop("world_size", len(self.roles))
         fields.pop("heartbeat_timeout_s", None)
-        try:
-            return group, self.suite.made(group, **fields)
-        except BaseException:
-            group.abort()
-            raise
-
-    def _end(self, rank: int, group: StatelessGroup, made: DeviceCommunicator) -> End:
-        self.suite.later(group.abort)
+        if self.is_local:
+            group = self._groups[role]
+        else:
+            credentials, timeout = fields.get("credentials"), self.timeout_s
+            group = StatelessGroup.create(
+                contact, rank=role, world_size=world_size, credentials=credentials, timeout=timeout
+            )
+            self.suite.later(group.abort)
+        with NamedExhaustion("building a device communicator"):  # as kvplug's own builder does
+            made = self.suite.made(group, **fields)
         self.suite.later(made.destroy)
-        return RankEnd(rank, group, made)
+        return RankEnd(role, group, made)
+
+    def content(self, role: int, number: int) -> Content:
+        import torch
+
+        number %= 11
+        parts = [tensor_of("float32", _SHAPE, number + rank).to(self.suite.device) for rank in range(2)]
+        right = [each.cpu() for each in (sum(parts), torch.cat(parts), parts[1 - role])]
+        return Content(parts[role], torch.empty_like(parts[role]), role == number % 2, right)
 
 
 def _plain(value: Any) -> Any:
@@ -217,12 +203,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().contiguous()
     return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
-
-
-@lru_cache(maxsize=2)
-def _parts(number: int) -> list[Any]:
-    """Each rank's tensor in such an exchange, kept: tests that measure memory see what is judged."""
-    return [tensor_of("float32", _SHAPE, number + rank) for rank in range(2)]
 
 
 def _with_timeout(call: Any, *args: Any) -> Any:

@@ -83,8 +83,8 @@ class CommunicatorSuite(General):
             CommunicatorContext(options=options, group=group, **{**usual, **context})
         )
 
-    def ends(self) -> CommunicatorEnds:
-        return CommunicatorEnds(self)
+    def ends(self, **context: Any) -> CommunicatorEnds:
+        return CommunicatorEnds(self, context)
 
     def ranks(self, world_size: int = WORLD, **context: Any) -> Ranks:
         """A group of ranks with communicators: threads, or processes with :attr:`ends_are_processes`."""

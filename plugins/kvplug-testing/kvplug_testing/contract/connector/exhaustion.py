@@ -1,66 +1,38 @@
-"""A resource runs out while a connector is made or used (law ALL-9)."""
+"""A resource runs out while a connector is made or used (law ALL-9).
+
+What fails while a step runs is reported to the engine, which computes it, and is no error.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
 
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.connector.suite import ConnectorSuite
-from kvplug_testing.contract.exhaustion import SHORT_S, Attempt, let_go, together
+from kvplug_testing.contract.ends import End, Ends
 from kvplug_testing.engine import FakeEngine, request_of
 
 _TOKENS: Final = 100
+_TIMEOUT_S: Final = 2.0
 _TRIES: Final = 3
 """Loads until one must succeed after the limit: a connection that was lost is made anew meanwhile."""
+_numbers: Final = itertools.count()
 
 
-class ConnectorAttempt(Attempt):
-    """A producer and a consumer in this process.
+class EngineEnd(End):
+    """The engine that computes prompts, or the one that loads them from it, which is given that one."""
 
-    What fails while a step runs is reported to the engine, which computes it, and is no error.
-    """
+    def __init__(self, engine: FakeEngine, producer: FakeEngine | None = None) -> None:
+        self.thing = engine
+        self._producer = producer
 
-    def __init__(self, suite: ConnectorSuite) -> None:
-        self._suite = suite
-        self._engines: dict[str, FakeEngine] = {}
-        self._numbers = itertools.count()
-
-    @property
-    def steps(self) -> Sequence[Callable[[], None]]:
-        return self._make_producer, self._make_consumer, self._meet, self._serve
-
-    def _make_producer(self) -> None:
-        self._make("producer")
-
-    def _make_consumer(self) -> None:
-        self._make("consumer")
-
-    def _make(self, role: str) -> None:
-        config = self._suite.config_of(role, timeout_s=2 * SHORT_S, connect_timeout_s=2 * SHORT_S)
-
-        def make() -> None:
-            self._engines[role] = FakeEngine(config, make=self._suite.make_side)
-
-        together(make, within=4 * self.timeout_s)
-
-    def _meet(self) -> None:
-        decode = self._engines["consumer"]
-        together(
-            partial(decode.scheduler.wait_until_ready, self.timeout_s),
-            partial(decode.worker.wait_until_ready, self.timeout_s),
-            within=4 * self.timeout_s,
-        )
-
-    def _serve(self) -> None:
-        together(self._serve_one, within=4 * self.timeout_s)
-
-    def _serve_one(self) -> int:
+    def exchange(self, content: object, timeout: float | None) -> int:
         """Compute a prompt, hand it over, load it. Returns how many tokens came."""
-        prefill, decode = self._engines["producer"], self._engines["consumer"]
-        number = next(self._numbers)
+        prefill, decode, number = self._producer, self.thing, next(_numbers)
+        if prefill is None:
+            return 0
         tokens = range(number * 1000, number * 1000 + _TOKENS)
         _, params = prefill.hand_off(request_of(f"given {number}", tokens))
         prompt = request_of(f"taken {number}", tokens, params=params)
@@ -73,21 +45,46 @@ class ConnectorAttempt(Attempt):
         decode.free_blocks.extend(blocks)
         return 0 if report.invalid_block_ids else found
 
-    def check(self) -> None:
-        loaded: list[int] = []
-        for _ in range(_TRIES):
-            together(lambda: loaded.append(self._serve_one()), within=4 * self.timeout_s)
-            if loaded[-1]:
-                return
-        raise AssertionError("nothing is loaded any more, though there is enough of everything again")
+    def check(self, content: object, received: int) -> None:
+        loads = any(self.exchange(content, None) for _ in range(_TRIES))
+        assert loads or self._producer is None, "nothing is loaded any more, though there is enough again"
 
-    def end(self) -> None:
-        for engine in reversed(self._engines.values()):
-            let_go(engine.scheduler.shutdown, engine.worker.shutdown)
+    def close(self, timeout: float | None) -> None:
+        """Engines end with the attempt, after the check."""
+
+
+class ConnectorEnds(Ends):
+    """A producer and a consumer in this process."""
+
+    roles: ClassVar[Sequence[str]] = ("producer", "consumer")
+    may_break = ()
+    suite: ConnectorSuite
+
+    def offer(self) -> None:
+        self._producer = self._engine("producer")
+
+    def accept(self) -> End:
+        return EngineEnd(self._producer)
+
+    def connect(self, role: int, contact: None) -> End:
+        decode = self._engine("consumer")
+        for side in (decode.scheduler, decode.worker):
+            side.wait_until_ready(self.timeout_s)
+        return EngineEnd(decode, self._producer)
+
+    def _engine(self, role: str) -> FakeEngine:
+        config = self.suite.config_of(role, timeout_s=_TIMEOUT_S, connect_timeout_s=_TIMEOUT_S)
+        engine = FakeEngine(config, make=self.suite.make_side)
+        self.suite.later(engine.worker.shutdown)
+        self.suite.later(engine.scheduler.shutdown)
+        return engine
+
+    def content(self, role: int, number: int) -> Any:
+        return None
 
 
 class Exhaustion(ConnectorSuite, exhaustion.Exhaustion):
     """Descriptors, threads, memory and space run out."""
 
-    def attempt(self) -> Attempt:
-        return ConnectorAttempt(self)
+    def ends(self, **context: Any) -> ConnectorEnds:
+        return ConnectorEnds(self, context)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.lookup.ends import LookupGeneral
-from kvplug_testing.contract.lookup.exhaustion import Exhaustion
 from kvplug_testing.contract.lookup.finding import Finding
 from kvplug_testing.contract.lookup.handing_over import HandingOver
 
 
-class LookupBufferContract(Finding, HandingOver, LookupGeneral, Exhaustion):
+class LookupBufferContract(Finding, HandingOver, LookupGeneral, LyingPeers):
     """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.
 
     A test file for an installed transport is this::

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 from kvplug import ClosedError, KvplugError, PeerGoneError
-from kvplug.transport import Pipe, PipeEndpoint, PipeListener, Transfer
-from kvplug_testing import peers, waits
-from kvplug_testing.comparison import UnlikeError, assert_same
+from kvplug.transport import NamedExhaustion, Pipe, PipeListener, Transfer
+from kvplug_testing import waits
+from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.pipe.content import numbered, tensor_of
@@ -35,14 +35,13 @@ class PipeEnd(End):
         self.role = role
         self._both_ways = both_ways
         self.thing = pipe
-        self._pipe = pipe
         self._clogs = clogs
         self._out = torch.empty(CLOG_BYTES, dtype=torch.uint8)  # what has arrived of a clogged pipe fits
         self._num_clogging = 0
         self._transfers: list[Transfer] = []
 
     def calls(self) -> Calls:
-        pipe = self._pipe
+        pipe = self.thing
         return {
             "send_tensor(None)": lambda timeout: pipe.send_tensor(None, timeout=timeout),
             "send_tensor": lambda timeout: pipe.send_tensor(tensor_of("int8", (3,)), timeout=timeout),
@@ -50,7 +49,7 @@ class PipeEnd(End):
         }
 
     def _receiving(self) -> dict[str, Callable[..., Any]]:
-        pipe = self._pipe
+        pipe = self.thing
         return {
             "recv_tensor": lambda *timeout: pipe.recv_tensor(**given(timeout)),
             "recv_tensor(out)": lambda *timeout: pipe.recv_tensor(self._out, **given(timeout)),
@@ -64,21 +63,16 @@ class PipeEnd(End):
 
     def _send_more(self, *timeout: float | None) -> None:
         message = numbered(self._num_clogging, LIMIT)
-        self._transfers.append(self._pipe.send_tensor(message, **given(timeout)))
+        self._transfers.append(self.thing.send_tensor(message, **given(timeout)))
 
-    def part(self, number: int, timeout: float | None) -> None:
-        wanted = numbered(number, _SIZES[number % len(_SIZES)])
-        within = waits.patience_s if timeout is None else timeout
+    def exchange(self, content: Any, timeout: float | None) -> Any:
         if self.role == "connecting":
-            transfer = self._pipe.send_tensor(wanted, timeout=timeout)
-            assert_same(wanted, self._pipe.recv_tensor(timeout=timeout), f"message {number}")
-        else:
-            message = self._pipe.recv_tensor(timeout=timeout)
-            assert_same(wanted, message, f"message {number}")
-            transfer = self._pipe.send_tensor(message, timeout=timeout)
-        transfer.wait(within)
-        if wrong:
-            raise UnlikeError(wrong)
+            transfer = self.once("send", lambda: self.thing.send_tensor(content, timeout=timeout))
+        message = self.once("receive", lambda: self.thing.recv_tensor(timeout=timeout))
+        if self.role == "accepting":
+            transfer = self.once("send", lambda: self.thing.send_tensor(message, timeout=timeout))
+        transfer.wait(waits.patience_s if timeout is None else timeout)
+        return message
 
     def busy(self, leaves: bool) -> None:
         """Small messages keep the program's threads in calls, and large ones the pipe's. Without both
@@ -95,23 +89,24 @@ class PipeEnd(End):
             receiving.start()
         if self._both_ways or leaves:
             for message in itertools.cycle(messages):
-                self._pipe.send_tensor(message, timeout=None)
+                self.thing.send_tensor(message, timeout=None)
         receiving.join()
         raise ClosedError("the pipe has ended")
 
     def _receive_all(self, out: Any) -> None:
         with contextlib.suppress(KvplugError):
             while True:
-                self._pipe.recv_tensor(out, timeout=None)
+                self.thing.recv_tensor(out, timeout=None)
 
     def clog(self) -> int:
         if self._clogs:
-            self._transfers = fill(self._pipe, CLOG_BYTES)
+            self._transfers = fill(self.thing, CLOG_BYTES)
             self._num_clogging = len(self._transfers)
         return self._num_clogging
 
     def drain(self, count: int) -> None:
-        drain(self._pipe, range(count))
+        for number in range(count):
+            assert_same(numbered(number, CLOG_BYTES), received(self.thing), f"message {number}")
 
     def is_gone(self) -> None:
         super().is_gone()
@@ -119,15 +114,9 @@ class PipeEnd(End):
             until(transfer.done, what=f"the end of transfer {number} of {len(self._transfers)}")
             assert transfer.error() is None or isinstance(transfer.error(), PeerGoneError), transfer
 
-    def close(self, timeout: float | None) -> None:
-        self._pipe.close(timeout)
-
-    def abort(self) -> None:
-        self._pipe.abort()
-
     def closed(self) -> bool:
-        assert isinstance(self._pipe.peer, str) and self._pipe.peer.strip(), "peer says nothing"
-        return self._pipe.closed
+        assert isinstance(self.thing.peer, str) and self.thing.peer.strip(), "peer says nothing"
+        return self.thing.closed
 
 
 class ListenerEnd(End):
@@ -155,9 +144,6 @@ class ListenerEnd(End):
     def closed(self) -> bool | None:
         return self._is_closed or None
 
-    def part(self, number: int, timeout: float | None) -> None:
-        """No part."""
-
 
 class PipeEnds(Ends):
     """A pair of pipes, and a listener beside it."""
@@ -165,46 +151,44 @@ class PipeEnds(Ends):
     roles: ClassVar[Sequence[str]] = ("accepting", "connecting")
 
     has_heartbeat = True
+    num_exchanges = len(_SIZES)
     suite: PipeSuite
 
-    def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
-        first, second = children
-        if first is not None:
-            contact = first.recv()
-            if second is not None:
-                second.send(contact)
-                return [None, None]
-            return [None, self._connect(contact, context)]
-        end = self._endpoint(context)
-        listener = end.listen()
-        self.suite.later(listener.close)
-        if second is not None:
-            second.send(listener.contact)
-            return [self._end(0, self.suite.accept(listener)), None, ListenerEnd(listener)]
-        connected, accepted = self.suite.join(end, listener)
-        return [self._end(0, accepted), self._end(1, connected), ListenerEnd(listener)]
+    def prepare(self) -> None:
+        with NamedExhaustion("building the endpoint of a pipe"):  # as kvplug's own builder does
+            self._endpoint = self.suite.limited_endpoint(**fields_of(self.context))
 
-    def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:
-        if role:
-            return self._connect(parent.recv(None), context)
-        listener = self._endpoint(context).listen()
-        parent.send(listener.contact)
-        pipe = self.suite.accept(listener)
-        listener.close()
-        return self._end(0, pipe)
+    def offer(self) -> str:
+        self._listener = self._endpoint.listen()
+        self.suite.later(self._listener.close)
+        return self._listener.contact
 
-    def _connect(self, contact: str, context: Mapping[str, Any]) -> End:
-        pipe = self._endpoint(context).connect(contact, timeout=waits.patience_s)
-        self.suite.later(pipe.abort)
-        return self._end(1, pipe)
+    def accept(self) -> End:
+        """A pipe whose other end has failed, in an earlier try, may come first."""
+        while True:
+            pipe = self._end(0, self._listener.accept(timeout=self.timeout_s))
+            try:
+                pipe.thing.recv_tensor(timeout=self.timeout_s)
+                return pipe
+            except PeerGoneError:
+                pipe.abort()
 
-    def _endpoint(self, context: Mapping[str, Any]) -> PipeEndpoint:
-        return self.suite.endpoint(LIMIT, **fields_of(context))
+    def connect(self, role: int, contact: str) -> End:
+        end = self._end(role, self._endpoint.connect(contact, timeout=self.timeout_s))
+        end.thing.send_tensor(None, timeout=self.timeout_s)
+        return end
 
     def _end(self, role: int, pipe: Pipe) -> PipeEnd:
+        self.suite.later(pipe.abort)
         return PipeEnd(
             self.roles[role], pipe, clogs=bool(self.suite.limit_option), both_ways=not self.suite.both_ways
         )
+
+    def besides(self) -> list[End]:
+        return [ListenerEnd(self._listener)]
+
+    def content(self, role: int, number: int) -> Any:
+        return remote.content(number, _SIZES[number % len(_SIZES)])
 
 
 def _strided(rows: int) -> Any:
@@ -216,9 +200,5 @@ def _strided(rows: int) -> Any:
 class PipeGeneral(PipeSuite, General):
     """The general laws for pipes."""
 
-    @property
-    def _is_bounded(self) -> bool:
-        return self.devices == ["cpu"]
-
-    def ends(self) -> PipeEnds:
-        return PipeEnds(self)
+    def ends(self, **context: Any) -> PipeEnds:
+        return PipeEnds(self, context)

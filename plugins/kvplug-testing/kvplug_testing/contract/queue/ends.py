@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
-from kvplug.transport import MessageQueue, QueueHandle
-from kvplug_testing import peers, waits
-from kvplug_testing.comparison import UnlikeError
+from kvplug.transport import MessageQueue, NamedExhaustion, QueueHandle
+from kvplug_testing import waits
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, MIB, QueueSuite, fill, read, write
 
-_SIZES: Final = (MIB, 1, 2 * CHUNK, 1000)
+_SIZES: Final = (MIB, 1, 2 * CHUNK, 1000, 3 * MIB)
 """Bytes of the values of exchanges, one after the other: some are larger than a chunk."""
 
 
 class QueueEnd(End):
     """The writer, or the only reader."""
 
-    def __init__(self, role: str, queue: MessageQueue, most_bytes: int) -> None:
+    def __init__(self, role: str, queue: MessageQueue) -> None:
         self.role = role
         self.awaits = "reader" if role == "writer" else "writer"
         self.leaves = role == "reader"  # a reader that left is no error
         self.thing = queue
-        self._queue = queue
-        self._most_bytes = most_bytes - CHUNK
         self._num_clogging = 0
         self._holding = ExitStack()
 
-    def handle(self) -> dict[str, Any]:
-        """The queue's handle, as plain values."""
-        return self._queue.export_handle().as_plain()
-
     def calls(self) -> Calls:
-        queue = self._queue
+        queue = self.thing
         found: dict[str, Any] = {"export_handle": lambda timeout: queue.export_handle()}
         if queue.is_writer:
             found["readers"] = lambda timeout: queue.readers
         return {**self.blocking(), **found}
 
     def blocking(self) -> Calls:
-        queue, value = self._queue, self._num_clogging
+        queue, value = self.thing, self._num_clogging
         found: dict[str, Any]
         if queue.is_writer:
             found = {
@@ -62,58 +54,32 @@ class QueueEnd(End):
         }
 
     def unclogged(self) -> Sequence[str]:
-        return ["wait_until_ready"] if self._queue.is_writer else [*self.blocking()]
+        return ["wait_until_ready"] if self.thing.is_writer else [*self.blocking()]
 
     def idles(self) -> str:
-        return "" if self._queue.is_writer else "dequeue"
+        return "" if self.thing.is_writer else "dequeue"
 
     def doomed(self) -> Sequence[str]:
         """A reader that has died is not waited for to be ready."""
-        return [each for each in self.blocking() if each != "wait_until_ready" or not self._queue.is_writer]
+        return [each for each in self.blocking() if each != "wait_until_ready" or not self.thing.is_writer]
 
     def timed(self) -> Calls:
         return {**self.blocking(), "close": self.close}
 
-    def part(self, number: int, timeout: float | None) -> None:
-        value = [number, bytes([number % 251]) * min(_SIZES[number % len(_SIZES)], self._most_bytes)]
-        if number % 3 == 2:
-            got = self._queue.broadcast_object(value if self._queue.is_writer else None, timeout)
-        elif self._queue.is_writer:
-            self._queue.enqueue(value, timeout=timeout)
-            return
-        else:
-            got = self._queue.dequeue(timeout=timeout)
-        assert got == value, f"{repr(got)[:80]} came, and it is not value {number}"
+    def exchange(self, content: Any, timeout: float | None) -> Any:
+        if not self.thing.is_writer:
+            return self.once("dequeue", lambda: self.thing.dequeue(timeout=timeout))
+        self.once("enqueue", lambda: self.thing.enqueue(content, timeout=timeout))
+        return content
 
     def clog(self) -> int:
-        if self._queue.is_writer:
-            self._num_clogging = fill(self._queue)
+        if self.thing.is_writer:
+            self._num_clogging = fill(self.thing)
         return self._num_clogging
 
     def drain(self, count: int) -> None:
-        got = [self._queue.dequeue(timeout=waits.patience_s) for _ in range(count)]
+        got = [self.thing.dequeue(timeout=waits.patience_s) for _ in range(count)]
         assert got == [*range(count)], f"{got} came, and 0 to {count - 1} were sent"
-
-    def hold(self) -> None:
-        """Begin to read a chunk, and never end."""
-        self._holding.enter_context(self._queue.acquire_read(timeout=waits.patience_s))
-
-    def write_half(self) -> None:
-        """Send a chunk and values, and write half of another chunk."""
-        write(self._queue, bytes(1000), timeout=waits.patience_s)
-        for number in range(1, CHUNKS - 1):
-            self._queue.enqueue(number, timeout=waits.patience_s)
-        view = self._holding.enter_context(self._queue.acquire_write(1000, timeout=waits.patience_s))
-        view[:500] = b"h" * 500
-
-    def close(self, timeout: float | None) -> None:
-        self._queue.close(timeout)
-
-    def abort(self) -> None:
-        self._queue.abort()
-
-    def closed(self) -> bool:
-        return self._queue.closed
 
 
 class QueueEnds(Ends):
@@ -121,46 +87,40 @@ class QueueEnds(Ends):
 
     roles: ClassVar[Sequence[str]] = ("writer", "reader")
     has_heartbeat = True
+    num_exchanges = len(_SIZES)
     suite: QueueSuite
 
-    def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
-        ends: list[End | None] = [None, None]
-        if children[0] is not None:
-            plain = children[0].recv()
-        else:
-            ends[0] = writer = self._write(context)
-            plain = writer.handle()
-        if children[1] is not None:
-            children[1].send(plain)
-        else:
-            ends[1] = self._read(plain, context)
-        return ends
+    def prepare(self) -> None:
+        fields = fields_of(self.context)
+        if "at_host" in self.context:
+            fields["local_reader_ranks"] = ()
+        with NamedExhaustion("building a message queue"):  # as kvplug's own builder does
+            self._endpoint = self.suite.endpoint(n_reader=1, **fields)
 
-    def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:
-        if role:
-            return self._read(parent.recv(None), context)
-        writer = self._write(context)
-        parent.send(writer.handle())
-        return writer
+    def offer(self) -> dict[str, Any]:
+        self._writer = self._endpoint.create()
+        self.suite.later(self._writer.abort)
+        return self._writer.export_handle().as_plain()
 
-    def _write(self, context: Mapping[str, Any]) -> QueueEnd:
-        fields = fields_of(context)
-        if "at_host" in context:
-            fields.setdefault("local_reader_ranks", ())
-        return self._end(0, self.suite.writer(**fields))
+    def accept(self) -> End:
+        return QueueEnd("writer", self._writer)
 
-    def _read(self, plain: Any, context: Mapping[str, Any]) -> End:
-        return self._end(1, self.suite.attach(QueueHandle.from_plain(plain), **fields_of(context)))
+    def connect(self, role: int, contact: Any) -> End:
+        handle = QueueHandle.from_plain(contact)
+        reader = self._endpoint.create_from_handle(handle, 0, timeout=self.timeout_s)
+        self.suite.later(reader.abort)
+        return QueueEnd("reader", reader)
 
-    def _end(self, role: int, queue: MessageQueue) -> QueueEnd:
-        return QueueEnd(self.roles[role], queue, self.suite.most_bytes)
+    def content(self, role: int, number: int) -> Any:
+        nbytes = min(_SIZES[number % len(_SIZES)], self.suite.most_bytes - CHUNK)
+        return [number, bytes([number % 251]) * nbytes]
 
 
 class QueueGeneral(QueueSuite, General):
     """The general laws for queues."""
 
-    def ends(self) -> QueueEnds:
-        return QueueEnds(self)
+    def ends(self, **context: Any) -> QueueEnds:
+        return QueueEnds(self, context)
 
     @law("QUEUE-4", "ALL-4")
     def test_a_call_that_waits_costs_next_to_no_processor_time(self) -> None:

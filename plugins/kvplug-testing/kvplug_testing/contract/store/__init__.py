@@ -6,12 +6,11 @@ from kvplug_testing.contract.store.budget import Budget
 from kvplug_testing.contract.store.contents import Contents
 from kvplug_testing.contract.store.deadlines import Deadlines
 from kvplug_testing.contract.store.devices import Devices
-from kvplug_testing.contract.store.exhaustion import Exhaustion
 from kvplug_testing.contract.store.index import WhatIsThere
 
 
 # pytest collects the last base first.
-class StoreContract(Contents, Deadlines, Budget, WhatIsThere, Devices, Exhaustion):
+class StoreContract(Contents, Misses, Writers, Deadlines, Budget, WhatIsThere, Devices, LyingPeers):
     """Checks a store against the laws ALL and STORE.
 
     A test file for an installed store is this::

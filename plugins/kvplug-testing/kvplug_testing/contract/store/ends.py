@@ -7,22 +7,23 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final
 
 import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport import Deadline, Job, MissReason, Presence, PutReason, Store
-from kvplug_testing import peers, waits
-from kvplug_testing.contract.ends import CHILD_S, RUN_END, Calls, End, Ends, RemoteHandle, given
+from kvplug.transport import Deadline, Job, MissReason, NamedExhaustion, PageRequest, PutReason, Store
+from kvplug_testing.contract.ends import Calls, End, Ends, given
+from kvplug_testing.contract.exhaustion import ResultError
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.store.calls import ended, is_missed, kept, looked_up
 from kvplug_testing.contract.store.pages import KIB, MIB, Batch, batch, held_request, sized_format
 from kvplug_testing.contract.store.suite import Place, StoreSuite
 from kvplug_testing.waits import until
 
-_BUDGET: Final = 64 * MIB
+_BUDGET: Final = 16 * MIB
 _NBYTES: Final = 512 * KIB
 """Of every page: a store of this budget may have memory for one size at a time."""
 _PAGES: Final = 2
@@ -46,47 +47,38 @@ def done(job: Job[Any], what: str) -> Sequence[Any]:
     """
     results = job.wait(None)
     for reason in results:
-        if error := _ERRORS.get(str(reason)):
-            raise error(f"{what} of {len(results)} pages: {reason}")
+        if isinstance(reason, (MissReason, PutReason)) and reason is not MissReason.ABSENT:
+            raise _ERRORS.get(str(reason), ResultError)(f"{what} of {len(results)} pages: {reason}")
     return results
 
 
-def pages_of(store: Store, namespace: bytes) -> Batch:
-    """Pages that are the same in every process."""
-    return batch(_PAGES, sized_format(_NBYTES), seal=store.seal, namespace=namespace)
+@attrs.frozen(eq=False)
+class Content:
+    """What an end puts in an exchange, and what it gets."""
 
-
-def _must_be(allowed: set[Any], results: Sequence[Any], what: str, kind: type) -> None:
-    """Raises an error about results that are others; a ``KvplugError`` if they are reasons of this kind."""
-    if not {*results} <= allowed:
-        are_reasons = all(reason is None or isinstance(reason, kind) for reason in results)
-        raise (KvplugError if are_reasons else AssertionError)(f"{what} gave {results}")
+    mine: PageRequest
+    theirs: Batch
+    received: PageRequest
 
 
 class StoreEnd(End):
     """An end of a place. It puts pages, and gets those that the other end puts, or its own."""
 
-    def __init__(
-        self, role: str, partner: str, suite: StoreSuite, store: Store, place: Place, name: bytes
-    ) -> None:
+    def __init__(self, role: str, suite: StoreSuite, store: Store, place: Place) -> None:
         self.role = role
         self.gone = PeerGoneError if role == "other" and suite.by_link else None
         self.thing = store
-        self._partner = partner
-        self._store = store
         self._place = place
         self._pid = os.getpid()
         self._can = functools.partial(suite.can, store)
-        self._name = name
-        self._there = self._pages(uuid.uuid4().hex)
         self._is_ended = False
 
-    def _pages(self, name: object) -> Batch:
-        namespace = self._name + repr(name).encode()
-        return pages_of(self._store, namespace)
+    @functools.cached_property
+    def _there(self) -> Batch:
+        return pages_of(self._place)
 
     def calls(self) -> Calls:
-        store, pages = self._store, self._there
+        store, pages = self.thing, self._there
         more: dict[str, Callable[[float | None], Any]] = {
             "declare": lambda timeout: store.declare(pages.series, pages.keys, timeout=timeout),
             "usage": lambda timeout: store.usage(),
@@ -100,7 +92,7 @@ class StoreEnd(End):
         return {**self._jobs(), **{name: call for name, call in more.items() if self._can(name)}}
 
     def _jobs(self) -> dict[str, Callable[..., Job[Any]]]:
-        store, pages = self._store, self._there
+        store, pages = self.thing, self._there
         return {
             "submit_lookup": lambda timeout: store.submit_lookup(pages.keys, timeout=timeout),
             "submit_put": lambda timeout: store.submit_put(pages.filled(), timeout=timeout),
@@ -142,41 +134,35 @@ class StoreEnd(End):
 
     def _held_put(self, *timeout: float | None) -> None:
         """Put pages whose copy is held up until the job has ended."""
-        request, memory = held_request(self._pages(uuid.uuid4()), filled=True)
+        request, memory = held_request(pages_of(self._place), filled=True)
         with memory:
-            done(self._store.submit_put(request, **given(timeout)), "a put")
+            done(self.thing.submit_put(request, **given(timeout)), "a put")
 
     def _held_get(self, *timeout: float | None) -> None:
         request, memory = held_request(self._there)
         with memory:
-            done(self._store.submit_get(request, **given(timeout)), "a get")
+            done(self.thing.submit_get(request, **given(timeout)), "a get")
 
     def clog(self) -> int:
         """Put the pages whose get is held up."""
-        kept(self._store, self._there)
+        kept(self.thing, self._there)
         return 0
 
-    def part(self, number: int, timeout: float | None) -> None:
+    def exchange(self, content: Content, timeout: float | None) -> Sequence[Any]:
         deadline = Deadline.after(timeout)
-        self._put(self._pages((self.role, number)), timeout)
-        pages = self._pages((self._partner, number))
-        while not self._gets(pages, timeout):
+        done(self.thing.submit_put(content.mine, timeout=timeout), "a put")
+        while MissReason.ABSENT in (results := self._get(content.received, timeout)):
             if deadline.expired:
-                raise TimeoutError(f"the pages of exchange {number} have not come")
+                raise TimeoutError("the pages of an exchange have not come")
             time.sleep(_AGAIN_S)
-        done(self._store.submit_remove(pages.keys, timeout=timeout), "a removal")
+        done(self.thing.submit_remove(content.theirs.keys, timeout=timeout), "a removal")
+        return results
 
-    def _put(self, pages: Batch, timeout: float | None) -> None:
-        results = done(self._store.submit_put(pages.filled(), timeout=timeout), "a put")
-        _must_be({None}, results, "a put", PutReason)
+    def check(self, content: Content, received: Sequence[Any]) -> None:
+        assert not (wrong := content.theirs.unlike(content.received, received)), wrong
 
-    def _gets(self, pages: Batch, timeout: float | None) -> bool:
-        """Whether the pages are there; others than these are not got."""
-        request = pages.empty()
-        results = done(self._store.submit_get(request, timeout=timeout), "a get")
-        assert not (wrong := pages.unlike(request, results)), wrong
-        _must_be({None, MissReason.ABSENT}, results, "a get", MissReason)
-        return None in results and MissReason.ABSENT not in results
+    def _get(self, request: PageRequest, timeout: float | None) -> Sequence[Any]:
+        return done(self.thing.submit_get(request, timeout=timeout), "a get")
 
     def busy(self, leaves: bool) -> None:
         """Threads of the program use the store; they do not know that it leaves, unless it ends the store."""
@@ -196,24 +182,24 @@ class StoreEnd(End):
                 raise
 
     def _use(self) -> None:
-        pages = self._pages(uuid.uuid4())
+        pages = pages_of(self._place)
         while True:
-            self._put(pages, None)
-            done(self._store.submit_lookup(pages.keys, timeout=None), "a lookup")
-            self._gets(pages, None)
-            self._store.touch(pages.keys)
-            self._store.usage()
+            done(self.thing.submit_put(pages.filled(), timeout=None), "a put")
+            done(self.thing.submit_lookup(pages.keys, timeout=None), "a lookup")
+            self._get(pages.empty(), None)
+            self.thing.touch(pages.keys)
+            self.thing.usage()
 
     def is_gone(self) -> None:
         """Requests are misses once the end knows that its store is gone for good."""
 
         def is_lost() -> bool:
-            results = ended(self._store.submit_get(self._there.empty()))
+            results = ended(self.thing.submit_get(self._there.empty()))
             assert {*results} <= {None, *_GONE}, f"a get gave {results}"  # mapped memory may be read longer
-            return self._store.is_lost
+            return self.thing.is_lost
 
         until(is_lost, what="that the end knows that its store is gone for good")
-        is_missed(self._store, self._there, self._pages("more"))
+        is_missed(self.thing, self._there, pages_of(self._place))
 
     def lease(self, keys: Sequence[bytes]) -> bool:
         """Lease pages for long; whether they are there."""
@@ -224,12 +210,12 @@ class StoreEnd(End):
 
     def close(self, timeout: float | None) -> None:
         self._is_ended = True
-        self._store.close(timeout)
+        self.thing.close(timeout)
         self._stop_serving()
 
     def abort(self) -> None:
         self._is_ended = True
-        self._store.abort()
+        self.thing.abort()
         self._stop_serving()
 
     def _stop_serving(self) -> None:
@@ -238,45 +224,67 @@ class StoreEnd(End):
             self._place.server.close()
 
     def closed(self) -> bool:
-        return self._store.is_lost
+        return self.thing.is_lost
 
 
 class StoreEnds(Ends):
     """The end of a place that was opened first, and another one."""
 
     roles: ClassVar[Sequence[str]] = ("first", "other")
+    may_break = ("meet", "exchange", "close")  # then it says that it is lost
+    gives_results = True
     suite: StoreSuite
 
-    def make(self, children: Sequence[peers.Peer | None], context: Mapping[str, Any]) -> list[End | None]:
-        place = attrs.evolve(self.suite.place(_BUDGET), timeout_s=context.get("timeout_s"))
-        name = uuid.uuid4().bytes
-        found: list[End | None] = []
-        for role, child in enumerate(children):
-            if child is None:
-                found.append(self._end(role, place, name))
-                continue
-            if role:
-                self.suite.make_reachable(place)
-            child.send([place.plain, name])
-            place.address = child.recv()
-            found.append(None)
-        for end in found:
-            if end is not None:
-                self.suite.later(end.abort)  # before the server, which closes the store politely
-        return found
+    def shared(self) -> dict[str, Any]:
+        place = self.suite.place(max(_BUDGET, self.suite.budget_bytes))
+        place.timeout_s = self.context.get("timeout_s")
+        return {**self.context, "place": place.plain}
 
-    def join(self, parent: peers.Parent, role: int, context: Mapping[str, Any]) -> End:
-        plain, name = parent.recv(None)
-        place = Place(**plain)
-        end = self._end(role, place, name)
-        if not role and len(self.roles) > 1:
-            self.suite.make_reachable(place)
-        parent.send(place.address)
+    @functools.cached_property
+    def _place(self) -> Place:
+        return Place(**self.context["place"])
+
+    def offer(self) -> str:
+        with _opening():
+            self._first = self.suite.open(self._place)
+            if len(self.roles) > 1:
+                self.suite.make_reachable(self._place)
+        return self._place.address
+
+    def accept(self) -> End:
+        return self._end(0, self._first)
+
+    def connect(self, role: int, contact: str) -> End:
+        self._place.address = contact
+        with _opening():
+            return self._end(role, self.suite.other(self._place))
+
+    def _end(self, role: int, store: Store) -> End:
+        end = StoreEnd(self.roles[role], self.suite, store, self._place)
+        self.suite.later(end.abort)  # before the server, which closes the store politely
         return end
 
-    def _end(self, role: int, place: Place, name: bytes) -> StoreEnd:
-        store = self.suite.other(place) if role else self.suite.open(place)
-        return StoreEnd(self.roles[role], self.roles[role - 1], self.suite, store, place, name)
+    def content(self, role: int, number: int) -> Content:
+        mine, theirs = (pages_of(self._place, f"{number} of {self.roles[at]}") for at in (role, role - 1))
+        return Content(mine.filled(), theirs, theirs.empty())
+
+
+def pages_of(place: Place, name: str = "") -> Batch:
+    """Pages of that name, which are the same for all ends of the place; or new ones."""
+    namespace = f"{place.name} {name or uuid.uuid4()}".encode()
+    return batch(_PAGES, sized_format(_NBYTES), seal=place.seal, namespace=namespace)
+
+
+@contextmanager
+def _opening() -> Iterator[None]:
+    """What kvplug does where it opens a store: what it recognises is named, and all else is quoted."""
+    try:
+        with NamedExhaustion("opening a store"):
+            yield
+    except (KvplugError, AssertionError):  # the suite's own
+        raise
+    except Exception as e:
+        raise ResultError(f"{type(e).__name__}: {e}") from e
 
 
 class OnlyEnds(StoreEnds):
@@ -288,20 +296,5 @@ class OnlyEnds(StoreEnds):
 class StoreGeneral(StoreSuite, General):
     """The general laws for stores."""
 
-    @property
-    def lied_to_processes(self) -> str:
-        if not self.by_link:
-            return f"ends of {self.called} say nothing to each other over a link"
-        return self.one_end or super().lied_to_processes
-
-    def beside(self, place: Place) -> RemoteHandle:
-        """Another end of the place, in another process."""
-        self.make_reachable(place)
-        child = self.start_forked(RUN_END, self.suite_ref(), 1, {}, timeout_s=CHILD_S)
-        child.send([place.plain, b""])
-        assert child.recv(2 * waits.patience_s) == place.address
-        _, facts = child.recv(2 * waits.patience_s)
-        return RemoteHandle(child, facts)
-
-    def ends(self) -> StoreEnds:
-        return OnlyEnds(self) if self.one_end else StoreEnds(self)
+    def ends(self, **context: Any) -> StoreEnds:
+        return (OnlyEnds if self.one_end else StoreEnds)(self, context)

@@ -8,7 +8,8 @@ import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar
@@ -60,6 +61,8 @@ class Place:
     """The first end, in the process that opened it."""
     server: StoreServer | None = None
     """What serves it there."""
+    name: str = attrs.field(factory=lambda: uuid.uuid4().hex)
+    """Of this place alone."""
 
     @property
     def seal(self) -> PageSeal:
