@@ -20,9 +20,10 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+import attrs
 import pytest
 
-from kvplug import Registry
+from kvplug import ConfigError, Registry
 from kvplug.transport import Credentials, Kind, Secret, check_options
 from kvplug_testing import peers
 from kvplug_testing.contract.suite_ref import suite_from_ref
@@ -45,9 +46,9 @@ def law(
     Args:
         id_, more: of :data:`kvplug_testing.laws.LAWS`; more than one where the test shows several at once.
         level: the lowest level (:data:`LEVELS`) that runs it.
-        needs: the name of a property of the suite that returns ``""``, or the reason to skip the test: what
-            the subject does not claim. A name that ends in ``_processes`` prepares
-            :meth:`Contract.start_forked`, and one in ``another_host`` :meth:`Contract.start_at`.
+        needs: names of properties of the suite that return ``""``, or the reason to skip the test: what the
+            subject does not claim. A name that ends in ``_processes`` prepares :meth:`Contract.start_forked`,
+            and ``another_host`` :meth:`Contract.start_at`.
         timeout_s: the test's time limit, in seconds.
     """
     for each in (id_, *more):
@@ -115,11 +116,12 @@ class Contract:
         """Around every test: skip it if ``needs`` gives a reason, and check for leaks afterwards."""
         marker = request.node.get_closest_marker("kvplug_law")
         needs = marker.kwargs["needs"] if marker is not None else ""
-        if needs and (reason := getattr(self, needs)):
-            pytest.skip(reason)
-        if needs.endswith(("_processes", "another_host")) or self.ends_are_processes:
+        for each in needs.split():
+            if reason := getattr(self, each):
+                pytest.skip(reason)
+        if "_processes" in needs or "another_host" in needs or self.ends_are_processes:
             self._have_a_server(request.node)
-        if needs.endswith("another_host"):
+        if "another_host" in needs:
             self._have_hosts(request.node)
         _registry()  # before the check for leaks: plugins may load what stays
         self.warm_up()
@@ -130,12 +132,16 @@ class Contract:
                 self._stack = self._stack.outer
 
     def _have_a_server(self, node: pytest.Item) -> None:
-        """Start a fork server before the first check for leaks. It ends with the test file."""
+        """Start a fork server before the first check for leaks."""
+        if not self.other_and_forked_processes and ForkServer.works():
+            self._keep(node, _servers, lambda: ForkServer(f"{__name__}:_prepare", self.suite_ref()))
+
+    def _keep(self, node: pytest.Item, kept: dict[Any, Any], make: Callable[[], Any]) -> None:
+        """Make what classes of the test file share, unless there is one. It ends with the file."""
         key = self.server_key
-        if key in _servers or self.other_and_forked_processes:
-            return
-        _servers[key] = ForkServer(f"{__name__}:_prepare", self.suite_ref())
-        (node.getparent(pytest.Module) or node).addfinalizer(lambda: _servers.pop(key).close())
+        if key not in kept:
+            kept[key] = make()
+            (node.getparent(pytest.Module) or node).addfinalizer(lambda: kept.pop(key).close())
 
     @property
     def server_key(self) -> tuple[str, str, Any]:
@@ -199,15 +205,11 @@ class Contract:
         return _hosts[self.server_key]
 
     def _have_hosts(self, node: pytest.Item) -> None:
-        """Make two hosts of the fork server, or skip the test. They end with the test file."""
-        key = self.server_key
-        if key in _hosts:
-            return
+        """Make two hosts of the fork server, or skip the test."""
         try:
-            _hosts[key] = HostPair(_servers[key])
+            self._keep(node, _hosts, lambda: HostPair(_servers[self.server_key]))
         except NoHostsError as e:
             pytest.skip(f"cross_host is not judged: no second host can be made of namespaces here: {e}")
-        (node.getparent(pytest.Module) or node).addfinalizer(lambda: _hosts.pop(key).close())
 
     # -- the subject ---------------------------------------------------------------------------
 
@@ -243,16 +245,25 @@ class Contract:
         """An instance of the options class: :attr:`options`, and ``more`` over them.
 
         Raises:
-            ValueError: there is no options class, and options were given.
-            ConfigError: the options are wrong; lists every fault.
+            ConfigError: the options are wrong; lists every fault. Or some were given, and there is no options
+                class.
         """
         cls, given = self._takes, {**self.options, **more}
         if cls is None:
             if given:
                 hint = "" if self.transport else " (where it does, set `options_class`)"
-                raise ValueError(f"{self.called} takes no options{hint}, and these were given: {given}")
+                raise ConfigError(f"{self.called} takes no options{hint}, and these were given: {given}")
             return None
         return check_options(cls, given, where=f"options.{self.called}")
+
+    def around_memory(self, context: Any) -> Any:
+        """The context; where the transport wraps another one, with the kit's "memory" inside."""
+        if self.spec is None or not self.spec.wraps:
+            return context
+        spec: Any = _registry().get(self.kind, "memory")
+        cls = spec.load_options()
+        inner = attrs.evolve(context, options=None if cls is None else cls())
+        return attrs.evolve(context, make_inner=functools.partial(spec.load_factory(), inner))
 
     def suite_ref(self) -> dict[str, Any]:
         """Plain values from which another process recreates this suite. See :func:`suite_from_ref`."""

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 import attrs
 import msgspec
 
-from kvplug import ClosedError, KvplugError, PeerGoneError
+from kvplug import KvplugError, PeerGoneError
 from kvplug_testing import peers, waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract import leaving
@@ -40,13 +40,8 @@ RUN_END: Final = f"{__name__}:run_end"
 _GRANDCHILD_S: Final = 120
 _INTERRUPT_S: Final = 0.3
 
-Calls = Mapping[str, Callable[[float | None], Any]]
-"""Calls by name; the argument is the timeout."""
-
-
-def given(timeout: tuple[float | None, ...]) -> dict[str, Any]:
-    """The keyword argument ``timeout``, or none: then the context's counts."""
-    return {"timeout": timeout[0]} if timeout else {}
+Calls = Mapping[str, Callable[..., Any]]
+"""Calls by name; their keyword argument is ``timeout``."""
 
 
 def fields_of(context: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +73,10 @@ class End:
 
     def calls(self) -> Calls:
         """The calls that an end which has ended refuses, whatever their timeout."""
+        return {}
+
+    def untimed(self) -> Mapping[str, Callable[[], Any]]:
+        """Those that take no timeout."""
         return {}
 
     def blocking(self) -> Calls:
@@ -172,8 +171,7 @@ class End:
 
     def wait(self, name: str, *timeout: float | None) -> Any:
         """Make a blocking call. Without a timeout it is made with the context's."""
-        call: Any = self.blocking()[name]
-        return call(*timeout)
+        return self.blocking()[name](**({"timeout": timeout[0]} if timeout else {}))
 
     def end(self, how: str) -> None:
         if how == "abort":
@@ -181,32 +179,28 @@ class End:
         else:
             self.close(CLOSE_S)
 
-    def not_closed(self, *timeouts: float | None) -> str:
+    def not_closed(self, timeout: float | None = 0.5) -> str:
         """The calls that do not raise ``ClosedError``; empty if all do."""
-        wrong = []
-        for timeout in timeouts or (0.5,):
-            for name, call in self.calls().items():
-                try:
-                    wrong.append(f"{name} returned {call(timeout)!r}")
-                except ClosedError:
-                    pass
-                except BaseException as e:
-                    wrong.append(f"{name} raised {e!r}")
-        if self.closed() is False:
-            wrong.append("it does not say that it is closed")
-        return "; ".join(f"{self.role}: {each}" for each in wrong)
+        calls = _with(timeout, self.calls()) | {**self.untimed()}
+        wrong = self._unlike(calls, lambda kinds: "ClosedError" in kinds)
+        return wrong or ("" if self.closed() is not False else f"{self.role} does not say that it is closed")
 
     def wrong_timeouts(self, timeout: Any) -> str:
-        """The calls that do not refuse such a timeout with a ``ValueError``; empty if all do."""
-        wrong = []
-        for name, call in self.timed().items():
-            try:
-                wrong.append(f"{name} returned {call(timeout)!r}")
-            except ValueError as e:
-                if isinstance(e, KvplugError) and type(e).__name__ != "ConfigError":
-                    wrong.append(f"{name} blames itself or its peer: {e!r}")
-            except Exception as e:
-                wrong.append(f"{name} raised {e!r}")
+        """The calls that do not refuse such a timeout with a ``ValueError``, which blames neither themselves
+        nor their peer; empty if all do.
+        """
+
+        def is_right(kinds: Sequence[str]) -> bool:
+            return "ValueError" in kinds and ("KvplugError" not in kinds or "ConfigError" in kinds)
+
+        return self._unlike(_with(timeout, self.timed()), is_right)
+
+    def _unlike(
+        self, calls: Mapping[str, Callable[[], Any]], is_right: Callable[[Sequence[str]], bool]
+    ) -> str:
+        """The calls whose error is not right."""
+        outcomes = {name: Outcome.of(call) for name, call in calls.items()}
+        wrong = (f"{name} {outcome}" for name, outcome in outcomes.items() if not is_right(outcome.kinds))
         return "; ".join(f"{self.role}: {each}" for each in wrong)
 
     def is_gone(self) -> None:
@@ -250,10 +244,10 @@ class End:
         """What is wrong with this end in a forked child of its process; empty if nothing is."""
 
         def look() -> str:
-            found = [self.not_closed()]
-            for end in (partial_close(self), self.abort):
-                end()
-            return "; ".join(each for each in [*found, self.not_closed()] if each)
+            found = self.not_closed()
+            self.close(CLOSE_S)
+            self.abort()
+            return found or self.not_closed()
 
         return in_forked_child(look)
 
@@ -295,8 +289,8 @@ class End:
         return int(pid)
 
 
-def partial_close(end: End) -> Callable[[], None]:
-    return functools.partial(end.close, CLOSE_S)
+def _with(timeout: Any, calls: Calls) -> dict[str, Callable[[], Any]]:
+    return {name: functools.partial(call, timeout=timeout) for name, call in calls.items()}
 
 
 class Ends(abc.ABC):
@@ -381,16 +375,12 @@ class Ends(abc.ABC):
         for child in children[1:]:
             if child is not None:
                 child.send(contact)
-        making = {
-            role: Call(functools.partial(self.end, role, contact))
+        calls = [
+            None if child else Call(functools.partial(self.end, role, contact))
             for role, child in enumerate(children)
-            if child is None
-        }
-        made = [
-            making[role].result(2 * waits.patience_s) if role in making else None
-            for role in range(len(children))
         ]
-        return [*made, *(self.besides() if 0 in making else ())]
+        made = [None if call is None else call.result(2 * waits.patience_s) for call in calls]
+        return [*made, *(self.besides() if children[0] is None else ())]
 
     def join(self, parent: peers.Parent, role: int) -> End:
         """In a child process: make the end of this role, connected with those that :meth:`make` makes."""
@@ -474,56 +464,50 @@ class Pending:
 class Handle(abc.ABC):
     """An end, as a test calls it."""
 
-    facts: dict[str, Any]
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.facts = facts
+        self.role: str = facts["role"]
+        self.blocking: list[str] = facts["blocking"]
+        self.gone: str | None = facts["gone"]
 
     @abc.abstractmethod
     def begin(self, method: str, *args: Any) -> Pending:
         """Begin a call of one of its methods."""
 
     @abc.abstractmethod
-    def forks(self) -> str:
-        """:meth:`End.look_in_forked_child`."""
+    def in_main_thread(self, method: str, *args: Any) -> Any:
+        """Call a method in its process's main thread, which must return in time."""
 
     def run(self, method: str, *args: Any) -> Any:
         """Call a method, which must return in time."""
         return self.begin(method, *args).result()
 
-    @property
-    def role(self) -> str:
-        return str(self.facts["role"])
-
-    @property
-    def blocking(self) -> list[str]:
-        return list(self.facts["blocking"])
-
-    @property
-    def gone(self) -> str | None:
-        gone: str | None = self.facts["gone"]
-        return gone
+    def forks(self) -> str:
+        """What is wrong with it in a forked child of its process."""
+        return str(self.begin("look_in_forked_child").result(waits.patience_s + 5))
 
 
 class LocalHandle(Handle):
     """An end of this process. Its calls are made in threads."""
 
     def __init__(self, end: End) -> None:
+        super().__init__(end.describe())
         self.end = end
-        self.facts = end.describe()
 
     def begin(self, method: str, *args: Any) -> Pending:
         call = Call(lambda: Outcome.of(lambda: getattr(self.end, method)(*args)))
         return Pending(f"{method} {args} of the {self.role} end", call.result, call.is_blocked)
 
-    def forks(self) -> str:
-        """In this thread."""
-        return self.end.look_in_forked_child()
+    def in_main_thread(self, method: str, *args: Any) -> Any:
+        return getattr(self.end, method)(*args)
 
 
 class RemoteHandle(Handle):
     """An end of another process, which runs :func:`run_end`."""
 
-    def __init__(self, child: peers.Peer, facts: dict[str, Any]) -> None:
+    def __init__(self, child: peers.Peer) -> None:
+        super().__init__(child.recv(2 * waits.patience_s))
         self.child = child
-        self.facts = facts
         self._numbers = itertools.count(1)
         self._outcomes: dict[int, Outcome] = {}
 
@@ -554,12 +538,9 @@ class RemoteHandle(Handle):
         number, plain = self.child.recv(within)
         self._outcomes[number] = Outcome(**plain)
 
-    def run_in_main_thread(self, method: str, *args: Any) -> Any:
+    def in_main_thread(self, method: str, *args: Any) -> Any:
         self.child.send([0, method, list(args)])
         return self._outcome(0, waits.patience_s + 10).result()
-
-    def forks(self) -> str:
-        return str(self.begin("look_in_forked_child").result(waits.patience_s + 5))
 
     def leave(self, way: str) -> None:
         """Leave the program as law ALL-8 says, in one of the ways of :mod:`leaving`."""
@@ -573,7 +554,7 @@ def run_end(parent: peers.Parent, suite_ref: dict[str, Any], role: int, context:
     suite.warm_up()
     with ExitStack() as suite._stack:
         end = suite.ends(**context).join(parent, role)
-        parent.send(["ready", end.describe()])
+        parent.send(end.describe())
         _serve(parent, end)
 
 
@@ -585,7 +566,7 @@ def _serve(parent: peers.Parent, end: End) -> None:
     while True:
         match parent.recv(None):
             case ["leave", str(way), _]:
-                leaving.leave(parent, way, abort=end.abort, close=partial_close(end))
+                leaving.leave(parent, way, abort=end.abort, close=functools.partial(end.close, CLOSE_S))
             case ["exit", *_]:
                 os._exit(0)
             case [0, method, args]:

@@ -27,6 +27,7 @@ from kvplug import KvplugError, ResourceExhaustedError
 from kvplug_testing import peers
 from kvplug_testing.contract.base import Contract, law
 from kvplug_testing.contract.ends import End, Ends
+from kvplug_testing.contract.forked_child import shared_mappings
 from kvplug_testing.contract.suite_ref import suite_from_ref
 from kvplug_testing.limits import LIMITS, Limit, mount_small_disk
 
@@ -220,13 +221,6 @@ def _left(before: peers.Resources, mapped: collections.Counter[str], within: flo
             return left
         time.sleep(0.005)
         gc.collect()
-
-
-def shared_mappings() -> collections.Counter[str]:
-    """The shared memory that this process has mapped, by name."""
-    lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    fields = [line.split(maxsplit=5) for line in lines]
-    return collections.Counter(each[5] for each in fields if len(each) == 6 and each[1].endswith("s"))
 
 
 # -- the steps ---------------------------------------------------------------------------------------

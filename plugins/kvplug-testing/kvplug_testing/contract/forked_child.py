@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
 import warnings
@@ -9,11 +10,6 @@ from collections.abc import Callable
 
 from kvplug_testing import peers, waits
 from kvplug_testing.resources import mapped
-
-_SAID = "kvplug-forked-child"
-"""Name of the memory in which a child returns a value."""
-_SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")  # noqa: S108 - where Linux has it
-"""How the names of shared memory begin."""
 
 
 def in_forked_child(call: Callable[[], str]) -> str:
@@ -46,9 +42,16 @@ def in_forked_child(call: Callable[[], str]) -> str:
 
 def held() -> str:
     """The descriptors of this process, and the shared memory that it has mapped."""
-    descriptors = sorted(each for each in peers.Resources.of().descriptors if _SAID not in each)
-    shared = [f"{path} is mapped" for path in mapped(os.getpid()) if path.startswith(_SHARED)]
-    return "\n".join([*descriptors, *shared])
+    mapped = (f"{name} is mapped" for name in sorted(shared_mappings()))
+    return "\n".join([*sorted(peers.Resources.of().descriptors), *mapped])
+
+
+def shared_mappings() -> collections.Counter[str]:
+    """The shared memory that this process has mapped, by name."""
+    maps = Path("/proc/self/maps")
+    lines = os.fsdecode(maps.read_bytes()).splitlines() if maps.exists() else []
+    fields = [line.split(maxsplit=5) for line in lines]
+    return collections.Counter(each[5] for each in fields if len(each) == 6 and each[1].endswith("s"))
 
 
 def more_than(before: str) -> str:

@@ -81,18 +81,9 @@ class General(Exhaustion):
         return self._met(children, context)
 
     def _met(self, children: Sequence[peers.Peer | None], context: dict[str, Any]) -> list[Handle]:
-        local = iter(self.ends(**context).make(children))
-        found: list[Handle] = []
-        for child in children:
-            end = next(local)
-            if child is None:
-                assert end is not None
-                found.append(LocalHandle(end))
-            else:
-                word, facts = child.recv(2 * waits.patience_s)
-                assert word == "ready"
-                found.append(RemoteHandle(child, facts))
-        return [*found, *(LocalHandle(end) for end in local if end is not None)]
+        here = self.ends(**context).make(children)
+        both = itertools.zip_longest(children, here)  # ends beside those of the roles are here
+        return [RemoteHandle(child) if end is None else LocalHandle(end) for child, end in both]
 
     def between_hosts(self, hosts: Sequence[int] = (0, 1), **context: Any) -> list[Handle]:
         """Connected ends, each in a process on the host of that number. For tests that need another host."""
@@ -176,8 +167,8 @@ class General(Exhaustion):
                 self.exchange(ends)
             assert not end.run("closed")
             end.run("end", how)
-            for again in (how, *HOW, how):
-                assert not (wrong := end.run("not_closed", 0, None, waits.patience_s)), wrong
+            for again, timeout in ((how, 0), ("close", None), ("abort", waits.patience_s), (how, 0)):
+                assert not (wrong := end.run("not_closed", timeout)), wrong
                 end.run("end", again)
             for other in ends:
                 other.run("end", "abort")
@@ -221,14 +212,13 @@ class General(Exhaustion):
             end.run("close", waits.patience_s)
             assert not (wrong := end.run("not_closed")), wrong
 
-    def _deaths(self) -> Iterator[tuple[str, Any, Handle, Pending | None]]:
-        """How the process of an end is about to die, its end, another one that is to say so, and a call of
-        that one that is blocked, or ``None``. The first and the last of its calls that need the other end
-        have a turn.
-        """
+    @law("ALL-2", needs="other_processes")
+    def test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so(self) -> None:
+        """Each end that is to say so, without a call and with the first and the last that need the other."""
+        partners = enumerate(self._partners(self._facts()))
         cases = [
             (role, at, name)
-            for role, (at, end) in itertools.product(self._roles, enumerate(self._partners(self._facts())))
+            for role, (at, end) in itertools.product(self._roles, partners)
             if at != role and end.gone
             for name in ("", *end.facts["doomed"][:1], *end.facts["doomed"][1:][-1:])
         ]
@@ -236,26 +226,24 @@ class General(Exhaustion):
         turns = itertools.islice(itertools.cycle(cases), max(len(cases), len(ways)))
         for (role, at, name), way in zip(turns, itertools.cycle(ways), strict=False):
             with self.scope():
-                ends, there = self.across(role, heartbeat_timeout_s=HEARTBEAT_S)
+                ends, dies = self.across(role, heartbeat_timeout_s=HEARTBEAT_S)
                 self.exchange(ends)
                 ends[at].run("clog")
                 waiting = ends[at].begin("wait", name, None).check_blocked() if name else None
-                yield way, there, ends[at], waiting
+                self._die(dies, way)
+                _raises_gone(ends[at], waiting)
+                ends[at].run("close", waits.patience_s)
+                assert not (wrong := ends[at].run("not_closed")), f"its process {way}: {wrong}"
 
-    @law("ALL-2", needs="other_processes")
-    def test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so(self) -> None:
-        for way, dies, end, waiting in self._deaths():
-            if way == _LEAVES_A_CHILD:
-                self.later(functools.partial(os.kill, dies.run("leave_a_child"), signal.SIGKILL))
-            if way == "exits":
-                dies.child.send(["exit", "", []])
-            elif way == "is killed and not reaped":
-                os.kill(dies.child.pid, signal.SIGKILL)
-            else:
-                dies.child.kill()
-            _raises_gone(end, waiting)
-            end.run("close", waits.patience_s)
-            assert not (wrong := end.run("not_closed")), wrong
+    def _die(self, dies: RemoteHandle, way: str) -> None:
+        if way == _LEAVES_A_CHILD:
+            self.later(functools.partial(os.kill, dies.run("leave_a_child"), signal.SIGKILL))
+        if way == "exits":
+            dies.child.send(["exit", "", []])
+        elif way == "is killed and not reaped":
+            os.kill(dies.child.pid, signal.SIGKILL)
+        else:
+            dies.child.kill()
 
     @law("ALL-2", "ALL-5", needs="other_processes", level="long")
     def test_when_a_process_is_killed_at_work_all_ends_say_so_and_nothing_comes_in_part(self) -> None:
@@ -278,17 +266,15 @@ class General(Exhaustion):
                 self._all_say_so([end for end in ends if end is not ends[role]], ends[role].child.kill)  # type: ignore[attr-defined]
 
     def _all_say_so(self, ends: Sequence[Handle], kill: Callable[[], object]) -> None:
-        """These ends have a blocked call, and say so after ``kill``."""
-        waiting = []
+        """These ends have a blocked call, and say so after ``kill``, if they ever do."""
+        waiting = {}
         for end in ends:
             end.run("clog")
-            waiting.append(
-                end.begin("wait", end.facts["doomed"][-1], None).check_blocked() if end.gone else None
-            )
-        kill()
-        for end, call in zip(ends, waiting, strict=True):
             if end.gone:
-                _raises_gone(end, call)
+                waiting[end] = end.begin("wait", end.facts["doomed"][-1], None).check_blocked()
+        kill()
+        for end, call in waiting.items():
+            _raises_gone(end, call)
 
     # -- ALL-3 ---------------------------------------------------------------------------------
 
@@ -313,7 +299,7 @@ class General(Exhaustion):
                 self.exchange(ends, 2)
             stops.child.cont()
 
-    @law("ALL-3", "ALL-5", "ALL-2", needs="heartbeat_and_another_host", level="long")
+    @law("ALL-3", "ALL-5", "ALL-2", needs="another_host heartbeat", level="long")
     def test_when_the_other_host_vanishes_its_silence_is_a_death_and_idling_is_not(self) -> None:
         ends = self.between_hosts(heartbeat_timeout_s=SILENCE_S)
         time.sleep(2 * SILENCE_S)
@@ -322,10 +308,10 @@ class General(Exhaustion):
             self._all_say_so(ends, lambda: stack.enter_context(self.hosts().apart()))
 
     @property
-    def heartbeat_and_another_host(self) -> str:
+    def heartbeat(self) -> str:
         """The reason to skip a test, for ``needs``."""
-        by_pipes = f"the ends of {self.called} have no heartbeat of their own"
-        return self.another_host or ("" if self.ends().has_heartbeat else by_pipes)
+        without = f"the ends of {self.called} have no heartbeat of their own"
+        return "" if self.ends().has_heartbeat else without
 
     # -- ALL-4 ---------------------------------------------------------------------------------
 
@@ -404,7 +390,7 @@ class General(Exhaustion):
             for name in there.facts["unclogged"]:
                 with self.scope():
                     ends, interrupted = self.across(found.index(there))
-                    error = interrupted.run_in_main_thread("interrupted", name)
+                    error = interrupted.in_main_thread("interrupted", name)
                     assert error == "KeyboardInterrupt", f"a blocked {name} was interrupted, and gave {error}"
                     parts = {end: end.begin("part", 1, _AFTER_S) for end in self._partners(ends)}
                     kinds = {end: part.outcome(waits.patience_s + 5).kinds for end, part in parts.items()}
@@ -444,7 +430,7 @@ class General(Exhaustion):
         for call in working:
             call.raised(KvplugError)
 
-    @law("ALL-6", needs="ends_here_and_forked_processes")
+    @law("ALL-6", needs="ends_here forked_processes")
     def test_a_forked_child_holds_none_of_the_descriptors(self) -> None:
         before = in_forked_child(held)
         ends = self.connected()
@@ -458,11 +444,6 @@ class General(Exhaustion):
         """The reason to skip a test, for ``needs``."""
         where = f"the ends of {self.called} are processes here (ends_are_processes)"
         return where if self.ends_are_processes else ""
-
-    @property
-    def ends_here_and_forked_processes(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        return self.ends_here or self.forked_processes
 
     # -- ALL-7 ---------------------------------------------------------------------------------
 
@@ -510,11 +491,10 @@ class General(Exhaustion):
         to wait ends only with it.
         """
         ends, _ = self.across(0)
-        there = [end for end in ends if isinstance(end, RemoteHandle)]
-        self._leaves_nothing(lambda _: self.exchange(ends), 60, there, spans=3)
+        self._leaves_nothing(lambda _: self.exchange(ends), 60, ends, spans=3)
 
     def _leaves_nothing(
-        self, one: Callable[[int], None], rounds: int, ends: Sequence[RemoteHandle] = (), spans: int = 1
+        self, one: Callable[[int], None], rounds: int, ends: Sequence[Handle] = (), spans: int = 1
     ) -> None:
         """Run the rounds, and check that nothing grows after the first few, here and in the processes of the
         ends.
@@ -527,25 +507,23 @@ class General(Exhaustion):
         self.later(lambda: logging.disable(logging.NOTSET))
         for number in range(_WARM_UP):
             one(number)
-        asked = {"the test": functools.partial(_ask, End())} | {
-            end.role: end.run_in_main_thread for end in ends
-        }
+        here: Handle = LocalHandle(End())
 
-        def growth() -> list[str]:
-            found = {of: ask("growth", rounds, PART_BYTES) for of, ask in asked.items()}
-            return [f"the process of {of} holds {more}" for of, more in found.items() if more]
+        def growth() -> str:
+            found = [(each.role, each.in_main_thread("growth", rounds, PART_BYTES)) for each in (here, *ends)]
+            return "; ".join(f"the process of the {role} holds {more}" for role, more in found if more)
 
         steady, grown = 0, list[str]()
         while 2 * steady < spans:
-            for ask in asked.values():
-                ask("take_footprint")
+            for each in (here, *ends):
+                each.in_main_thread("take_footprint")
             for number in range(rounds):
                 one(number)
             limit = time.monotonic() + waits.patience_s / 4
             while (found := growth()) and time.monotonic() < limit:
                 time.sleep(0.05)  # something is still to be released
             if found:
-                grown += found
+                grown.append(found)
             else:
                 steady += 1
             assert len(grown) < 2 or 2 * len(grown) < spans, "; and then ".join(grown)
@@ -571,7 +549,3 @@ def _raises_gone(end: Handle, waiting: Pending | None) -> None:
     if waiting is not None:
         waiting.raised(end.gone or KvplugError)
     end.run("is_gone")
-
-
-def _ask(end: End, method: str, *args: Any) -> Any:
-    return getattr(end, method)(*args)

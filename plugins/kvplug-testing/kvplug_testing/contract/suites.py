@@ -11,8 +11,8 @@ from importlib import metadata
 from typing import Any
 
 from kvplug import ConfigError, Registry
-from kvplug.kit import TRANSPORTS, did_you_mean, discover, option_fields
-from kvplug.transport import Kind, UnknownTransportError, check_options
+from kvplug.kit import TRANSPORTS, option_fields
+from kvplug.transport import Kind, UnknownTransportError
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.plugin import PluginContract
 
@@ -26,11 +26,6 @@ _SUITES = {
     Kind.CONNECTOR: "kvplug_testing.contract.connector:ConnectorContract",
     Kind.SINK: "kvplug_testing.contract.sink:SinkContract",
 }
-_AROUND = {
-    Kind.PIPE: "kvplug_testing.contract.wrapping:WrappingPipe",
-    Kind.QUEUE: "kvplug_testing.contract.wrapping:WrappingQueue",
-}
-"""Suites for transports that wrap another one."""
 
 chosen: list[type[Contract]] = []
 """The suites of the subjects on the command line. pytest collects them in ``collected_suites``."""
@@ -118,26 +113,20 @@ def _made(registry: Registry, kind: Kind, name: str, options: Mapping[str, str])
         ConfigError: the options are wrong; lists every fault.
     """
     spec: Any = registry.get(kind, name)
-    goes_around = kind in TRANSPORTS and spec.wraps
-    source = (_AROUND if goes_around else _SUITES)[kind]
-    suite = _loaded(source)
-    if options or goes_around:
-        _check(spec, options, getattr(suite, "place_option", ""))
-    said: dict[str, Any] = {"transport": name, "options": options, "made_from": source}
+    suite = suite_of(kind)
+    said: dict[str, Any] = {"transport": name, "options": options, "made_from": _SUITES[kind]}
     if suite.across_processes:
         said["across_processes"] = kind not in TRANSPORTS or not spec.for_tests
-    return type(_called(name, suite_of(kind)), (suite,), said)
-
-
-def _check(spec: Any, options: Mapping[str, str], place: str) -> None:
-    """``place``: an option that the suite sets by itself; empty if there is none."""
-    cls = spec.load_options()
-    if cls is not None:
-        if place in option_fields(cls):
-            options = {place: "kvplug", **options}
-        check_options(cls, options, where=f"options.{spec.name}")
-    elif options:
-        raise ConfigError(f"{spec.name} takes no options; {', '.join(options)} was given")
+    wraps = kind in TRANSPORTS and spec.wraps
+    if wraps:  # the inner one is in one process, and limits the unsent bytes
+        attributes = {"across_processes": False, "limit_option": ""}
+        said |= {**attributes, "_attributes": attributes}
+    made = type(_called(name, suite), (suite,), said)
+    if options or wraps:
+        cls, place = spec.load_options(), getattr(suite, "place_option", "")  # which each test sets
+        is_known = cls is not None and place not in options and place in option_fields(cls)
+        made().made_options(**{place: "kvplug"} if is_known else {})
+    return made
 
 
 def _called(name: str, suite: type[Contract]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -12,7 +13,7 @@ from kvplug.transport import DeviceCommunicator, NamedExhaustion, RecvOp, SendOp
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.communicator.tensors import tensor_of
-from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
+from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
 from kvplug_testing.groups import local_groups
 
 if TYPE_CHECKING:
@@ -53,19 +54,17 @@ class RankEnd(End):
 
         made, other, three = self.thing, 1 - self._number, self._three
         names = ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "gather")
-        found: dict[str, Any] = {
-            name: _with_timeout(getattr(made, name), three) for name in (*names, "broadcast")
+        return {
+            **{name: partial(getattr(made, name), three) for name in (*names, "broadcast", "combine")},
+            "send": partial(made.send, three, other),
+            "recv": partial(made.recv, (3,), torch.float32, other),
+            "batch_isend_irecv": partial(made.batch_isend_irecv, []),
+            "dispatch": partial(made.dispatch, three, three, three),
+            "synchronize": made.synchronize,
         }
-        return found | {
-            "send": _with_timeout(made.send, three, other),
-            "recv": _with_timeout(made.recv, (3,), torch.float32, other),
-            "batch_isend_irecv": _with_timeout(made.batch_isend_irecv, []),
-            "dispatch": _with_timeout(made.dispatch, three, three, three),
-            "combine": _with_timeout(made.combine, three),
-            "synchronize": _with_timeout(made.synchronize),
-            "suspend": lambda *timeout: made.suspend(),
-            "resume": lambda *timeout: made.resume(),
-        }
+
+    def untimed(self) -> dict[str, Any]:
+        return {"suspend": self.thing.suspend, "resume": self.thing.resume}
 
     def blocking(self) -> Calls:
         """If ranks do not compare their calls first, other calls may end before the other rank calls."""
@@ -203,8 +202,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().contiguous()
     return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _with_timeout(call: Any, *args: Any) -> Any:
-    """The call, with a timeout as its only argument, if there is one."""
-    return lambda *timeout: call(*args, **given(timeout))

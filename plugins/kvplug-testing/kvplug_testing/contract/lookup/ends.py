@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from kvplug import TimeoutError
 from kvplug.transport import Entry, LookupBuffer, LookupStore, NamedExhaustion
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
+from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
 from kvplug_testing.contract.general import PART_BYTES, General
 from kvplug_testing.contract.lookup.entries import Put, Sink, answered, random_tensor, unlike
 from kvplug_testing.contract.lookup.suite import LookupSuite, insert, pipe_endpoint
@@ -38,40 +39,42 @@ class LookupEnd(End):
         self.role = role
         self.thing = buffer
         self._waits_for_room = isinstance(buffer, LookupStore) and not evicts
-        self._held: list[int] = []
+        self._num_held = 0
         if isinstance(buffer, LookupStore):
             self.gone = None
 
     def calls(self) -> Calls:
         buffer = self.thing
         return {
-            "insert": partial(self._insert, _numbered(0)),
-            "match": lambda timeout: buffer.match([1]),
-            "drop_select": lambda timeout: buffer.drop_select([1], timeout=timeout),
-            "drop_select of any": lambda timeout: buffer.drop_select(None, timeout=timeout),
-            "select": lambda timeout: buffer.select([1], timeout=timeout),
+            "insert": partial(insert, buffer, _numbered(0)),
+            "drop_select": partial(buffer.drop_select, [1]),
+            "drop_select of any": partial(buffer.drop_select, None),
+            "select": partial(buffer.select, [1]),
         }
+
+    def untimed(self) -> dict[str, Any]:
+        return {"match": partial(self.thing.match, [1])}
 
     def blocking(self) -> Calls:
         buffer = self.thing
         found: dict[str, Any] = {
-            "drop_select": lambda *timeout: buffer.drop_select(_ABSENT, **given(timeout)),
-            "drop_select of any": lambda *timeout: buffer.drop_select(None, extra=b"e", **given(timeout)),
+            "drop_select": partial(buffer.drop_select, _ABSENT),
+            "drop_select of any": partial(buffer.drop_select, None, extra=b"e"),
         }
         if self._waits_for_room:
-            found["insert"] = partial(self._insert, _numbered(len(self._held)))
+            found["insert"] = partial(insert, buffer, _numbered(self._num_held))
         return found
 
     def unclogged(self) -> Sequence[str]:
         return ["drop_select", "drop_select of any"]
 
     def timed(self) -> Calls:
-        without = ("match",) if isinstance(self.thing, LookupStore) else ("match", "insert")
-        return {name: call for name, call in super().timed().items() if name not in without}
+        refused = () if isinstance(self.thing, LookupStore) else ("insert",)
+        return {name: call for name, call in super().timed().items() if name not in refused}
 
     def exchange(self, content: Put, timeout: float | None) -> list[Entry]:
         if isinstance(self.thing, LookupStore):
-            self.once("insert", lambda: self._insert(content, timeout))
+            self.once("insert", lambda: insert(self.thing, content, timeout))
             return []
         return [self.once("take", lambda: self.thing.drop_select(content.tokens, timeout=timeout))]
 
@@ -80,14 +83,11 @@ class LookupEnd(End):
             assert not (wrong := unlike(content, got)), wrong
 
     def clog(self) -> int:
-        if self._waits_for_room:
-            try:
-                for number in range(2 * _ROOM):
-                    self._insert(_numbered(number), 0.0)
-                    self._held.append(number)
-            except TimeoutError:
-                pass
-        return len(self._held)
+        with contextlib.suppress(TimeoutError):
+            while self._waits_for_room and self._num_held < 2 * _ROOM:
+                insert(self.thing, _numbered(self._num_held), 0.0)
+                self._num_held += 1
+        return self._num_held
 
     def drain(self, count: int) -> None:
         for number in range(count):
@@ -98,15 +98,12 @@ class LookupEnd(End):
         """One entry is read again and again. What was read is kept."""
         put = _numbered(100)
         if isinstance(self.thing, LookupStore):
-            self._insert(put, None)
+            insert(self.thing, put, None)
             self.thing.drop_select(_ABSENT, timeout=None)
         while not self.thing.match(put.tokens):
             time.sleep(0.01)
         while True:
             _read.append(self.thing.select(put.tokens, timeout=None))
-
-    def _insert(self, put: Put, *timeout: float | None) -> int:
-        return insert(self.thing, put, **given(timeout))
 
     def closed(self) -> bool:
         return self.thing.is_lost

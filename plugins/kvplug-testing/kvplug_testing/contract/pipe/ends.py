@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.transport import NamedExhaustion, Pipe, PipeListener, Transfer
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
-from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
+from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.pipe.content import numbered, tensor_of
 from kvplug_testing.contract.pipe.suite import LIMIT, MIB, PipeSuite, drain, fill
@@ -41,19 +42,16 @@ class PipeEnd(End):
         self._transfers: list[Transfer] = []
 
     def calls(self) -> Calls:
-        pipe = self.thing
-        return {
-            "send_tensor(None)": lambda timeout: pipe.send_tensor(None, timeout=timeout),
-            "send_tensor": lambda timeout: pipe.send_tensor(tensor_of("int8", (3,)), timeout=timeout),
-            **self._receiving(),
+        send = self.thing.send_tensor
+        sending = {
+            "send_tensor(None)": partial(send, None),
+            "send_tensor": partial(send, tensor_of("int8", (3,))),
         }
+        return sending | self._receiving()
 
     def _receiving(self) -> dict[str, Callable[..., Any]]:
-        pipe = self.thing
-        return {
-            "recv_tensor": lambda *timeout: pipe.recv_tensor(**given(timeout)),
-            "recv_tensor(out)": lambda *timeout: pipe.recv_tensor(self._out, **given(timeout)),
-        }
+        receive = self.thing.recv_tensor
+        return {"recv_tensor": receive, "recv_tensor(out)": partial(receive, self._out)}
 
     def blocking(self) -> Calls:
         return {**self._receiving(), **({"send_tensor": self._send_more} if self._clogs else {})}
@@ -61,9 +59,9 @@ class PipeEnd(End):
     def unclogged(self) -> Sequence[str]:
         return [*self._receiving()]
 
-    def _send_more(self, *timeout: float | None) -> None:
+    def _send_more(self, **timeout: float | None) -> None:
         message = numbered(self._num_clogging, LIMIT)
-        self._transfers.append(self.thing.send_tensor(message, **given(timeout)))
+        self._transfers.append(self.thing.send_tensor(message, **timeout))
 
     def exchange(self, content: Any, timeout: float | None) -> Any:
         if self.role == "connecting":
@@ -130,7 +128,7 @@ class ListenerEnd(End):
         self._is_closed = False
 
     def calls(self) -> Calls:
-        return {"accept": lambda *timeout: self._listener.accept(**given(timeout))}
+        return {"accept": self._listener.accept}
 
     blocking = timed = calls
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from kvplug.transport import MessageQueue, NamedExhaustion, QueueHandle
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.ends import Calls, End, Ends, fields_of, given
+from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, MIB, QueueSuite, fill, read, write
 
@@ -28,28 +29,21 @@ class QueueEnd(End):
         self._holding = ExitStack()
 
     def calls(self) -> Calls:
-        queue = self.thing
-        found: dict[str, Any] = {"export_handle": lambda timeout: queue.export_handle()}
-        if queue.is_writer:
-            found["readers"] = lambda timeout: queue.readers
-        return {**self.blocking(), **found}
+        return self.blocking()
+
+    def untimed(self) -> dict[str, Any]:
+        handle = {"export_handle": self.thing.export_handle}
+        return handle | {"readers": lambda: self.thing.readers} if self.thing.is_writer else handle
 
     def blocking(self) -> Calls:
         queue, value = self.thing, self._num_clogging
-        found: dict[str, Any]
         if queue.is_writer:
-            found = {
-                "enqueue": lambda *timeout: queue.enqueue(value, *timeout),
-                "acquire_write": lambda *timeout: write(queue, **given(timeout)),
-            }
+            found = {"enqueue": partial(queue.enqueue, value), "acquire_write": partial(acquire_write, queue)}
         else:
-            found = {
-                "dequeue": lambda *timeout: queue.dequeue(*timeout),
-                "acquire_read": lambda *timeout: read(queue, **given(timeout)),
-            }
+            found = {"dequeue": queue.dequeue, "acquire_read": partial(acquire_read, queue)}
         return {
             **found,
-            "broadcast_object": lambda *timeout: queue.broadcast_object(value, *timeout),
+            "broadcast_object": partial(queue.broadcast_object, value),
             "wait_until_ready": queue.wait_until_ready,
         }
 
@@ -62,9 +56,6 @@ class QueueEnd(End):
     def doomed(self) -> Sequence[str]:
         """A reader that has died is not waited for to be ready."""
         return [each for each in self.blocking() if each != "wait_until_ready" or not self.thing.is_writer]
-
-    def timed(self) -> Calls:
-        return {**self.blocking(), "close": self.close}
 
     def exchange(self, content: Any, timeout: float | None) -> Any:
         if not self.thing.is_writer:

@@ -7,15 +7,16 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
 from kvplug.transport import Deadline, Job, MissReason, NamedExhaustion, PageRequest, PutReason, Store
-from kvplug_testing.contract.ends import Calls, End, Ends, given
+from kvplug_testing.contract.ends import Calls, End, Ends
 from kvplug_testing.contract.exhaustion import ResultError
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.store.calls import ended, is_missed, kept, looked_up
@@ -70,7 +71,7 @@ class StoreEnd(End):
         self.thing = store
         self._place = place
         self._pid = os.getpid()
-        self._can = functools.partial(suite.can, store)
+        self._can = partial(suite.can, store)
         self._is_ended = False
 
     @functools.cached_property
@@ -79,26 +80,25 @@ class StoreEnd(End):
 
     def calls(self) -> Calls:
         store, pages = self.thing, self._there
-        more: dict[str, Callable[[float | None], Any]] = {
-            "declare": lambda timeout: store.declare(pages.series, pages.keys, timeout=timeout),
-            "usage": lambda timeout: store.usage(),
-            "keys": lambda timeout: store.keys(pages.series),
-            "subscribe": lambda timeout: store.subscribe(lambda event: None),
-            "touch": lambda timeout: store.touch(pages.keys),
-            "expect_reader": lambda timeout: store.expect_reader(pages.keys),
-            "withdraw": lambda timeout: store.withdraw(pages.keys),
-            "release": lambda timeout: store.release(pages.keys),
+        found: dict[str, Any] = {
+            "submit_lookup": partial(store.submit_lookup, pages.keys),
+            "submit_put": partial(store.submit_put, pages.filled()),
+            "submit_get": partial(store.submit_get, pages.empty()),
+            "submit_remove": partial(store.submit_remove, pages.keys),
         }
-        return {**self._jobs(), **{name: call for name, call in more.items() if self._can(name)}}
+        declare = partial(store.declare, pages.series, pages.keys)
+        return found | {"declare": declare} if self._can("declare") else found
 
-    def _jobs(self) -> dict[str, Callable[..., Job[Any]]]:
+    def untimed(self) -> dict[str, Any]:
         store, pages = self.thing, self._there
-        return {
-            "submit_lookup": lambda timeout: store.submit_lookup(pages.keys, timeout=timeout),
-            "submit_put": lambda timeout: store.submit_put(pages.filled(), timeout=timeout),
-            "submit_get": lambda timeout: store.submit_get(pages.empty(), timeout=timeout),
-            "submit_remove": lambda timeout: store.submit_remove(pages.keys, timeout=timeout),
+        found: dict[str, Any] = {
+            "usage": store.usage,
+            "keys": partial(store.keys, pages.series),
+            "subscribe": partial(store.subscribe, lambda event: None),
         }
+        for name in ("touch", "expect_reader", "withdraw", "release"):
+            found[name] = partial(getattr(store, name), pages.keys)
+        return {name: call for name, call in found.items() if self._can(name)}
 
     def lied_to(self) -> Calls:
         kinds: dict[str, Any] = {
@@ -116,11 +116,7 @@ class StoreEnd(End):
         return {**self.calls(), **{name: functools.partial(answer, name) for name in kinds}}
 
     def timed(self) -> Calls:
-        takes_one = {*self._jobs(), "declare"}
-        return {
-            "close": self.close,
-            **{name: call for name, call in self.calls().items() if name in takes_one},
-        }
+        return {**self.calls(), "close": self.close}
 
     def blocking(self) -> Calls:
         return {"submit_put": self._held_put, "submit_get": self._held_get}
@@ -132,16 +128,16 @@ class StoreEnd(End):
         """A copy that has begun may end without the store."""
         return []
 
-    def _held_put(self, *timeout: float | None) -> None:
+    def _held_put(self, **timeout: float | None) -> None:
         """Put pages whose copy is held up until the job has ended."""
         request, memory = held_request(pages_of(self._place), filled=True)
         with memory:
-            done(self.thing.submit_put(request, **given(timeout)), "a put")
+            done(self.thing.submit_put(request, **timeout), "a put")
 
-    def _held_get(self, *timeout: float | None) -> None:
+    def _held_get(self, **timeout: float | None) -> None:
         request, memory = held_request(self._there)
         with memory:
-            done(self.thing.submit_get(request, **given(timeout)), "a get")
+            done(self.thing.submit_get(request, **timeout), "a get")
 
     def clog(self) -> int:
         """Put the pages whose get is held up."""
