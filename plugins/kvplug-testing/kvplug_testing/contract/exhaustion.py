@@ -179,7 +179,7 @@ class _Failure:
 
     @classmethod
     def of(cls, step: str, error: Exception) -> Self:
-        errors = list(error.exceptions) if isinstance(error, ExceptionGroup) else [error]
+        errors = _each(error)
         said = "; ".join(f"{type(each).__name__}: {each}" for each in errors)
         named = (each.resource for each in errors if isinstance(each, ResourceExhaustedError))
         return cls(step, f"{step}: {said}"[:2000], frozenset(map(_kind, errors)), frozenset(named))
@@ -191,6 +191,13 @@ class _Failure:
         """
         others = ({"late"}, {"result"}, {"result", "ended"})
         return bool(self.names) or not (self.kinds in others or {"named", "foreign"} & self.kinds)
+
+
+def _each(error: Exception) -> list[Exception]:
+    """The errors of a group, and of groups in it."""
+    if not isinstance(error, ExceptionGroup):
+        return [error]
+    return [each for part in error.exceptions for each in _each(part)]
 
 
 def _kind(error: Exception) -> str:

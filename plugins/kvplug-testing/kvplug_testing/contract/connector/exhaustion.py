@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from kvplug_testing.contract import exhaustion
@@ -68,8 +69,9 @@ class ConnectorEnds(Ends):
 
     def connect(self, role: int, contact: None) -> End:
         decode = self._engine("consumer")
-        for side in (decode.scheduler, decode.worker):
-            side.wait_until_ready(self.timeout_s)
+        sides = (decode.scheduler, decode.worker)  # one of them may only run out of time
+        waiting = [partial(side.wait_until_ready, self.timeout_s) for side in sides]
+        exhaustion.together(*waiting, within=4 * self.timeout_s)
         return EngineEnd(decode, self._producer)
 
     def _engine(self, role: str) -> FakeEngine:
