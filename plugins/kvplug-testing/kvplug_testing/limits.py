@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
+import itertools
 import mmap
 import os
 import resource
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
+from unittest import mock
 
 import attrs
 
@@ -61,27 +62,18 @@ class Limit:
 @contextlib.contextmanager
 def descriptors(number: int) -> Iterator[None]:
     """``number`` more descriptors can be opened (``RLIMIT_NOFILE``)."""
-    used = _used_descriptors()
-    room, fd = number, 0
-    while room >= 0:
-        room -= fd not in used
-        fd += 1
-    with _limited(resource.RLIMIT_NOFILE, fd - 1):
+    free = [os.dup(0) for _ in range(number + 1)]
+    for fd in free:
+        os.close(fd)
+    with _limited(resource.RLIMIT_NOFILE, free[-1]):
         yield
 
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[None]:
     """``number`` more threads can be started with :mod:`threading`."""
-    lock, left = threading.Lock(), number
-
-    def is_refused() -> bool:
-        nonlocal left
-        with lock:
-            left -= 1
-            return left < 0
-
-    with _refusing_threads(is_refused):
+    started = itertools.count()
+    with _refusing_threads(lambda: next(started) >= number):
         yield
 
 
@@ -94,11 +86,8 @@ def _refusing_threads(is_refused: Callable[[], bool]) -> Iterator[None]:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    threading.Thread.start = start_or_refuse  # type: ignore[method-assign,assignment]
-    try:
+    with mock.patch.object(threading.Thread, "start", start_or_refuse):
         yield
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -232,16 +221,3 @@ def _limited(which: int, soft: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(which, (before, hard))
-
-
-def _used_descriptors() -> set[int]:
-    used = set()
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            os.fstat(fd)
-        except OSError as e:
-            if e.errno != errno.EBADF:  # else it was the listing's own
-                raise
-        else:
-            used.add(fd)
-    return used

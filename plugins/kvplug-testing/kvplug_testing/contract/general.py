@@ -467,21 +467,15 @@ class General(Exhaustion):
 
     @law("ALL-7", needs="other_processes", level="long", timeout_s=120)
     def test_processes_that_end_or_are_killed_leave_nothing(self) -> None:
-        roles = len(self.ends().roles)
-
         def one(number: int) -> None:
-            turn, role = divmod(number, roles)
             with self.scope():
-                ends, dies = self.across(role)
+                ends, dies = self.across(self._roles[number % len(self._roles)])
                 self.exchange(ends)
-                if turn % 3 == 1:
+                if number % 3:
                     dies.begin("work", 1)
-                if turn % 3:
                     dies.child.kill()
                 for end in self.others(ends, dies):
-                    if turn % 3 == 2 and end.gone:
-                        end.run("is_gone")
-                    end.run("end", "close" if number % 5 else "abort")
+                    end.run("end", HOW[number % 2])
 
         self._leaves_nothing(one, _ROUNDS)
 
