@@ -208,25 +208,21 @@ class End:
         one that sends may succeed.
         """
         assert self.gone is not None
-        kinds = (self.gone, self.gone_later)
         for name in self.doomed():
-            limit = time.monotonic() + waits.patience_s
-            for _ in range(2):
-                while not self._raises(kinds, name):
-                    assert time.monotonic() < limit, f"{name} never raises {self.gone.__name__}"
+            num_raised, limit = 0, time.monotonic() + waits.patience_s
+            while num_raised < 2:
+                outcome = Outcome.of(functools.partial(self.wait, name, waits.patience_s))
+                if outcome.kinds:
+                    outcome.raised(name, self.gone, self.gone_later)
+                    wrong = {"ClosedError", "TimeoutError"} & {*outcome.kinds}
+                    assert not wrong, f"{name} of an end whose peer is gone {outcome}"
+                    num_raised += 1
+                assert num_raised or time.monotonic() < limit, f"{name} never raises {self.gone.__name__}"
         self.is_still_open()
 
     def is_still_open(self) -> None:
         """Only the other end has ended."""
         assert not self.closed(), f"{self.role}: it says that it was closed here"
-
-    def _raises(self, kinds: tuple[type[KvplugError], ...], name: str) -> bool:
-        outcome = Outcome.of(lambda: self.wait(name, waits.patience_s))
-        if outcome.kinds:
-            outcome.raised(name, *kinds)
-            wrong = {"ClosedError", "TimeoutError"} & {*outcome.kinds}
-            assert not wrong, f"{name} of an end whose peer is gone {outcome}"
-        return bool(outcome.kinds)
 
     def work(self, first: int = 0) -> int:
         """Take part in exchanges without end. Raises the error that ends it."""

@@ -81,9 +81,9 @@ class General(Exhaustion):
         return self._met(children, context)
 
     def _met(self, children: Sequence[peers.Peer | None], context: dict[str, Any]) -> list[Handle]:
-        here = self.ends(**context).make(children)
-        both = itertools.zip_longest(children, here)  # ends beside those of the roles are here
-        return [RemoteHandle(child) if end is None else LocalHandle(end) for child, end in both]
+        here = self.ends(**context).make(children)  # also those beside the ends of the roles
+        there = filter(None, children)
+        return [RemoteHandle(next(there)) if end is None else LocalHandle(end) for end in here]
 
     def between_hosts(self, hosts: Sequence[int] = (0, 1), **context: Any) -> list[Handle]:
         """Connected ends, each in a process on the host of that number. For tests that need another host."""

@@ -143,7 +143,7 @@ class RankEnd(End):
         self.thing.destroy()
 
     def closed(self) -> bool:
-        return self.thing.destroyed
+        return bool(self.thing.destroyed)
 
 
 class CommunicatorEnds(Ends):

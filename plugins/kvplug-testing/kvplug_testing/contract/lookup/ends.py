@@ -106,7 +106,7 @@ class LookupEnd(End):
             _read.append(self.thing.select(put.tokens, timeout=None))
 
     def closed(self) -> bool:
-        return self.thing.is_lost
+        return bool(self.thing.is_lost)
 
     def is_still_open(self) -> None:
         waits.until(lambda: self.thing.is_lost, what="that an end knows that its store is gone")

@@ -114,7 +114,7 @@ class PipeEnd(End):
 
     def closed(self) -> bool:
         assert isinstance(self.thing.peer, str) and self.thing.peer.strip(), "peer says nothing"
-        return self.thing.closed
+        return bool(self.thing.closed)
 
 
 class ListenerEnd(End):

@@ -192,7 +192,7 @@ class StoreEnd(End):
         def is_lost() -> bool:
             results = ended(self.thing.submit_get(self._there.empty()))
             assert {*results} <= {None, *_GONE}, f"a get gave {results}"  # mapped memory may be read longer
-            return self.thing.is_lost
+            return bool(self.thing.is_lost)
 
         until(is_lost, what="that the end knows that its store is gone for good")
         is_missed(self.thing, self._there, pages_of(self._place))
@@ -220,7 +220,7 @@ class StoreEnd(End):
             self._place.server.close()
 
     def closed(self) -> bool:
-        return self.thing.is_lost
+        return bool(self.thing.is_lost)
 
 
 class StoreEnds(Ends):
