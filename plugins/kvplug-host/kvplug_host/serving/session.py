@@ -38,6 +38,8 @@ from kvplug_host.serving.memory_door import MemoryDoor
 
 _log = logging.getLogger(__name__)
 
+_LEAST_S: Final = 1.0
+"""How long a peer may take for pages that are on their way when its request has run out of time."""
 _MOST_S: Final = 60.0
 """The longest time that pages stay in their slots for a peer that does not take them."""
 _FOUND: Final = {"absent": 0, "sent": 1, "other size": 2}
@@ -327,7 +329,7 @@ class Session:
         pieces = Pieces.of(message, len(keys), payload_bytes)
         if self._pipe is None or request in self._fetches:
             raise WireError("a message of a store: a fetch that is not possible")
-        deadline = Deadline.after(min(protocol.seconds(message, "timeout"), _MOST_S))
+        deadline = Deadline.after(min(max(protocol.seconds(message, "timeout"), _LEAST_S), _MOST_S))
         entries = self._pages.pin(keys)
         found, headers, view = bytearray(), [], self._pages.segments.view
         sent: list[Entry | None] = []
