@@ -24,7 +24,7 @@ from kvplug_testing.contract.store.pages import KIB, MIB, Batch, batch, held_req
 from kvplug_testing.contract.store.suite import Place, StoreSuite
 from kvplug_testing.waits import until
 
-_BUDGET: Final = 64 * MIB
+_BUDGET: Final = 16 * MIB
 _NBYTES: Final = 512 * KIB
 """Of every page: a store of this budget may have memory for one size at a time."""
 _PAGES: Final = 2
