@@ -51,6 +51,7 @@ _SLACK_S: Final = 10.0
 """How much longer calls may take in all than their timeouts say."""
 _WORKERS: Final = 4
 _AGAIN_S: Final = 0.05
+_TRY_S: Final = 1.0
 
 
 class ResultError(KvplugError):
@@ -302,10 +303,12 @@ class Attempt:
 
     def exchange(self) -> None:
         """One exchange after the other: what was sent or received is not sent or received again."""
-        take_part = self._results if self._kind.gives_results else self._together
+        take_part, timeout_s = self._together, self.timeout_s
+        if self._kind.gives_results:  # an end that fails at once is not kept waiting by the other one
+            take_part, timeout_s = self._results, min(timeout_s, _TRY_S)
         for contents in self._contents[len(self._received) :]:
             pairs = zip(self._ends, contents, strict=False)  # without those beside the roles
-            parts = [partial(end.exchange, content, self.timeout_s) for end, content in pairs]
+            parts = [partial(end.exchange, content, timeout_s) for end, content in pairs]
             self._received.append(take_part(*parts))
             for end in self._ends:
                 end.done_once.clear()

@@ -242,7 +242,7 @@ class StoreEnds(Ends):
 
     def offer(self) -> str:
         with _opening():
-            self._first = self.suite.open(self._place)
+            self._first = self._place.first or self.suite.open(self._place)  # it may be tried again
             if len(self.roles) > 1:
                 self.suite.make_reachable(self._place)
         return self._place.address
