@@ -242,13 +242,14 @@ class StoreEnds(Ends):
 
     def offer(self) -> str:
         with _opening():
-            self._first = self._place.first or self.suite.open(self._place)  # it may be tried again
+            first = self._place.first or self.suite.open(self._place)  # it may be tried again
             if len(self.roles) > 1:
                 self.suite.make_reachable(self._place)
+        self._first = self._end(0, first)
         return self._place.address
 
     def accept(self) -> End:
-        return self._end(0, self._first)
+        return self._first
 
     def connect(self, role: int, contact: str) -> End:
         self._place.address = contact
