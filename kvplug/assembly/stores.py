@@ -196,7 +196,11 @@ class StoreServer:
         self.contact: str = self._server.contact
         """Where other programs reach the store. May carry a token; do not log it."""
         self._thread = BackgroundThread(self._run, name="kvplug-store-serve", stop=self._peers.close)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._peers.close()
+            raise
 
     @property
     def num_clients(self) -> int:
