@@ -22,7 +22,7 @@ from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, W
 from kvplug.metrics.record import RecordedStore
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import Deadline
-from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
 from kvplug.net.threads import BackgroundThread
 from kvplug.transport.context import StoreContext
 from kvplug.transport.spec import Kind, StoreSpec
@@ -235,6 +235,8 @@ class StoreServer:
                         continue
                 except RuntimeError as e:
                     logger.warning("%s is not served: %s", link, e)
+                    if shortage := exhaustion_of(e, "serving a store"):
+                        link.channel.decline(shortage)
                 del self._served[link]
             link.close()
 

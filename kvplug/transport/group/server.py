@@ -113,10 +113,10 @@ class StoreServer:
 
     def _turn_away(self, channel: Channel, error: RuntimeError) -> None:
         """No thread could be started to serve it."""
-        why = str(exhaustion_of(error, f"serving {channel.peer}") or error)
-        logger.warning("%s is not served by the group: %s", channel.peer, why)
-        with contextlib.suppress(KvplugError):
-            channel.send(("exhausted", why), 0)
+        shortage = exhaustion_of(error, f"serving {channel.peer}")
+        logger.warning("%s is not served by the group: %s", channel.peer, shortage or error)
+        if shortage is not None:
+            channel.decline(shortage)
         with self._lock:
             self._channels.discard(channel)
         channel.close()
