@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -10,7 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from kvplug import Config
-from kvplug_testing.engine import CallOrder, FakeEngine, PagedCache, request_of
+from kvplug_testing.contract.connector.schedules import arrivals
+from kvplug_testing.engine import CallOrder, FakeEngine, PagedCache, PlannedStep, Schedule, request_of
 from kvplug_testing.engine.cache import AXES
 from kvplug_testing.engine.fake import roundtrip
 
@@ -57,6 +59,36 @@ def test_it_calls_in_the_order_it_is_told(engine: FakeEngine, order: CallOrder, 
     engine.worker = worker
     beside = [name for name in expected if name not in LAYER]
     assert calls == [*BEGINS, *expected, *ENDS, *BEGINS, *beside, *ENDS]
+
+
+class Preempting(Schedule):
+    """A schedule that compares the blocks of preempted requests, when the worker side is told of them, with
+    what was computed into them."""
+
+    num_told = 0
+
+    def __init__(self, fake: FakeEngine, chance: random.Random) -> None:
+        super().__init__(fake, chance, depth=4)
+        self._computed: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
+        self._execute_step, fake.execute = fake.execute, self._check  # type: ignore[method-assign]
+
+    def _check(self, planned: PlannedStep, **given: Any) -> Any:
+        for name in planned.preempted & self._computed.keys():
+            assert self.fake.is_right(*self._computed.pop(name)), f"{name} has lost its KV before it was told"
+            self.num_told += 1
+        for request, blocks, computed, new in planned.scheduled:
+            self._computed[request.request_id] = request.token_ids, blocks, computed + new
+        return self._execute_step(planned, **given)
+
+
+def test_a_preempted_request_keeps_its_kv_until_the_worker_side_is_told(engine: FakeEngine) -> None:
+    """With steps in flight that is later than it is planned, and a store may read the blocks until then."""
+    chance = random.Random(7)
+    engine.free_blocks = engine.free_blocks[:32]
+    schedule = Preempting(engine, chance)
+    schedule.submit(*arrivals(chance, "r", 40))
+    schedule.run()
+    assert schedule.num_told
 
 
 @pytest.mark.parametrize("axes", AXES)

@@ -69,7 +69,9 @@ class Schedule:
         self._may_be_named: set[str] = set()
         self._blank: set[int] = set()
         self._freed = dict.fromkeys(fake.free_blocks, 0)
-        """Free blocks, each with the last step planned before it was freed."""
+        """Free blocks, each with the step after which they may be overwritten: the last one planned before
+        they were freed, or the one that tells the worker side that their request was preempted.
+        """
         self._to_preempt: list[Running] = []
 
     def submit(self, *arrivals: Arrival) -> None:
@@ -284,22 +286,29 @@ class Schedule:
         return [each for each in self._in(State.RUNNING) if not each.must_run]
 
     def _preempt(self, each: Running) -> None:
-        """Preempt the request: it loses its blocks and waits. The next plan tells the connector."""
+        """Preempt the request: it loses its blocks and waits. The step being planned tells the connector.
+
+        Until that one is executed the worker side may read the blocks: what overwrites them sooner, in steps
+        that were planned before, spoils pages that are being saved.
+        """
         load = self.audit.loads.get(each.name)
         if load is not None and not load.step:  # no step knows of it
             del self.audit.loads[each.name]
-        self._release(each.blocks)
+        self._release(each.blocks, self.fake.step_number + 1)
         each.blocks, each.state, each.must_run = (), State.WAITING, False
         each.back_to(0)
         each.generation += 1
         self._to_preempt.append(each)
 
-    def _release(self, blocks: Iterable[int]) -> None:
+    def _release(self, blocks: Iterable[int], after: int | None = None) -> None:
+        """Free the blocks that no other request has; they may be overwritten after the step ``after``, by
+        default the last one planned.
+        """
         for block in blocks:
             self._users[block] -= 1
             if not self._users[block]:
                 del self._users[block]
-                self._freed[block] = self.fake.step_number
+                self._freed[block] = self.fake.step_number if after is None else after
                 # The next request gets the most recently freed blocks.
                 self.fake.free_blocks.insert(0, block)
 
