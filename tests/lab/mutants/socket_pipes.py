@@ -78,7 +78,7 @@ class Mutant(PipeContract):
 @breaks(
     Mutant,
     "ALL-2",
-    caught_by="test_a_child_of_the_dead_process_that_holds_its_descriptors_does_not_hide_its_death",
+    caught_by="test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so",
 )
 class TestSeesOnlyItsSocket(SamplePipe):
     """The peer's process is not watched: while a child of it holds the socket it looks alive."""
@@ -91,7 +91,7 @@ class TestSeesOnlyItsSocket(SamplePipe):
 @breaks(
     Mutant,
     "ALL-2",
-    caught_by="test_a_child_of_the_dead_process_that_holds_its_descriptors_does_not_hide_its_death",
+    caught_by="test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so",
 )
 class TestWakesNobody(SamplePipe):
     """A death is noted for the next call, and a blocked call stays blocked."""
