@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kvplug
-from installed_site import Site
+from kvplug_lab.installed_site import Site
 from kvplug_testing import peers
 from kvplug_testing.forkserver import ForkServer
 

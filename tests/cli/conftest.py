@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from installed_site import Site, enter
+from kvplug_lab.installed_site import Site, enter
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.peers import Parent
 

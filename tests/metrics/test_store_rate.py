@@ -15,8 +15,8 @@ from kvplug.metrics.store_rate import MeasuredStore, StoreOp, StoreWatch
 from kvplug.transport import MissReason, Presence, PutReason
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
+from kvplug_lab.named_pages import NamedPages
 from kvplug_testing.memory.store import PagePlace
-from kvplug_testing.named_pages import NamedPages
 
 MIB = 1 << 20
 

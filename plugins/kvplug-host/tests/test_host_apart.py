@@ -26,7 +26,7 @@ USER = """
 import sys
 import torch  # before the other end waits for it: on a busy machine this takes many seconds
 import kvplug
-from named_pages import NamedPages
+from kvplug_lab.named_pages import NamedPages
 
 verb, address = sys.argv[1:]
 config = {"stores": ["host"], "host": address.replace("kv.sock", verb + ".sock"),

@@ -24,10 +24,10 @@ from kvplug_host.client.piped_get import PipedGet
 from kvplug_host.client.requests import Requests
 from kvplug_host.outbox import Outbox
 from kvplug_host.protocol import Op
+from kvplug_lab.named_pages import NamedPages
 from kvplug_testing import peers, waits
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import until
-from named_pages import NamedPages
 
 PROGRAMS = Path(__file__).with_name("host_programs.py")
 PAGES = NamedPages(200_000)

@@ -9,9 +9,9 @@ import psutil
 
 from kvplug import Config, build_store
 from kvplug.transport import Store
+from kvplug_lab.named_pages import NamedPages, own_store
 from kvplug_mooncake.store import MooncakeStore
 from kvplug_testing.peers import Parent
-from named_pages import NamedPages, own_store
 
 PAGES = NamedPages(100_000)
 request, put, got = PAGES.request, PAGES.put, PAGES.got

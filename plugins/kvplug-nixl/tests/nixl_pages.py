@@ -6,7 +6,7 @@ from typing import Any
 
 from kvplug import Config, build_store
 from kvplug.transport import Store
-from named_pages import NamedPages
+from kvplug_lab.named_pages import NamedPages
 
 PAGE = 40_000
 PAGES = NamedPages(PAGE)

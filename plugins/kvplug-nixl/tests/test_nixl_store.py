@@ -19,10 +19,10 @@ from server_process import stopped
 import nixl_pages
 from kvplug import ConfigError
 from kvplug.transport import MissReason, PutReason
+from kvplug_lab.named_pages import own_store
 from kvplug_nixl import probe as probing
 from kvplug_nixl.store import folder as counting
 from kvplug_testing import check_plugin, waits
-from named_pages import own_store
 from nixl_pages import PAGE, got, held, put, request
 from s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from kvplug import Config, build_store
 from kvplug.transport import Store
+from kvplug_lab.named_pages import NamedPages
 from kvplug_redis import store as stores
 from kvplug_testing.peers import Parent
-from named_pages import NamedPages
 
 PIECE = 4096
 PAGES = NamedPages(10 * PIECE + 77)

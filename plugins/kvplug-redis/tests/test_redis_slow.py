@@ -11,8 +11,8 @@ import pytest
 from kvplug import Config, build_store
 from kvplug.metrics import path_rate
 from kvplug.transport import MissReason
+from kvplug_lab.named_pages import NamedPages
 from kvplug_redis.store import RedisStore
-from named_pages import NamedPages
 from redis_server import RedisServer
 
 MIB = 1 << 20
