@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import judging
 import kvplug_testing
-from kvplug_testing.scorecard import NOT_RUN, Scorecard
+from kvplug_testing.scorecard import Scorecard
 
 KIT: Final = Path(kvplug_testing.__file__).parent
 LEVEL: Final = "quick"
@@ -109,7 +109,7 @@ def caught_of(path: Path, name: str, card: Scorecard) -> dict[str, list[str]]:
     for law in judging.mutants(path)[name].breaks:
         tests = {test.partition("[")[0] for test in judging.catching(path, name, law, card)}
         assert tests or not (reason := judging.reason_without_hosts(name, card)), reason
-        unrun = any(NOT_RUN in each.reason and law in each.laws for each in mine)
+        unrun = any(judging.NOT_RUN in each.reason and law in each.laws for each in mine)
         found[law] = sorted(tests) + [UNRUN] * (unrun and bool(tests))
     return found
 

@@ -21,7 +21,6 @@ from kvplug_fs.folder import Folder
 from kvplug_lab.named_pages import own_store
 from kvplug_testing.contract.store.calls import ended, got, held, kept, put
 from kvplug_testing.contract.store.pages import batch, kv_format, sized_format
-from kvplug_testing.named_pages import own_store
 from kvplug_testing.waits import Call
 
 SEAL = PageSeal()

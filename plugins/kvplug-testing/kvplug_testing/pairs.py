@@ -15,16 +15,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from kvplug import KvplugError, PeerGoneError
-from kvplug.transport import (
-    DEFAULT_TIMEOUT,
-    PeerIdentity,
-    Pipe,
-    PipeEndpoint,
-    PipeListener,
-    Timeout,
-    Transfer,
-)
+from kvplug import PeerGoneError
+from kvplug.transport import DEFAULT_TIMEOUT, Pipe, PipeEndpoint, Timeout, Transfer
 from kvplug_testing.peers import Parent, Peer
 
 
@@ -48,7 +40,7 @@ class PipePairs(ExitStack):
         child = self.enter_context(start(listener.contact))
         pipe = listener.accept()
         self.callback(pipe.abort)
-        return pipe
+        return pipe, child
 
 
 class PipeAround(Pipe):
@@ -79,9 +71,6 @@ class PipeAround(Pipe):
 
     def abort(self) -> None:
         self._pipe.abort()
-
-
-# -- in a child --------------------------------------------------------------------------------------
 
 
 def wait(parent: Parent, pipe: Any) -> None:

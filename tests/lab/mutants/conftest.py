@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,8 @@ def pytest_runtest_setup(item: Any) -> None:
     if not _is_control(item):
         if _broken(item) <= _caught and not _runs_anyway(item):
             pytest.skip("caught already")
+        if _hung[item.cls] >= 3:
+            pytest.skip(NOT_RUN)
         return
     if not any(name == item.name and issubclass(cls, item.cls.__base__) for cls, name in _catching):
         pytest.skip("has caught nothing")

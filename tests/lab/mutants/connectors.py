@@ -55,12 +55,6 @@ class Judged(ConnectorContract):
     parts = ("worker_factory", "scheduler_factory", "load", "saver")
     breaks: tuple[str, ...] = ()
 
-    def make_side(self, config: Any, side: str, **given: Any) -> Any:
-        factory = self.worker_factory if side == "worker" else self.scheduler_factory
-        load = "load_worker_factory" if side == "worker" else "load_factory"
-        with mock.patch.object(ConnectorSpec, load, return_value=factory):
-            return super().make_side(config, side, **given)
-
     @pytest.fixture(autouse=True)
     def _faulty(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvplug_testing.engine.fake.PATIENCE_S", 8.0)
@@ -202,7 +196,7 @@ class TestCountsAsSavedWhatIsPlanned(Saver):
             super()._begin_one(plan)
 
 
-@breaks(Mutant, "CONN-8", caught_by="test_a_request_that_is_asked_about_often_is_one_match")
+@breaks(Mutant, "CONN-8", caught_by="test_each_match_save_and_load_is_counted_once_with_its_size_or_a_reason")
 class TestCountsEachAnswerAsAMatch(LookupScheduler):
     """A request is counted as often as its engine asks about it."""
 
@@ -223,7 +217,7 @@ class TestLoadsIntoTheWrongBlock(LookupWorker):
         return super()._load_of(attrs.evolve(plan, block_ids=tables), after)
 
 
-@breaks(Mutant, "CONN-2", caught_by="test_what_was_stored_is_loaded_into_its_blocks_on_each_layout")
+@breaks(Mutant, "CONN-2", caught_by="test_whatever_the_layout_is_what_arrives_is_right")
 class TestIsRightOnOneLayoutOnly(Load):
     """Where heads come before tokens, the last head is forgotten."""
 
@@ -236,32 +230,6 @@ class TestIsRightOnOneLayoutOnly(Load):
 
 
 # -- failures ----------------------------------------------------------------------------------------
-
-
-@breaks(Mutant, "CONN-3")
-class TestNeedsNoLayers(MemoryWorker):
-    """It lets the engine leave out the calls in its layers, which would wait for its loads."""
-
-    def has_connector_metadata(self) -> bool:
-        return False
-
-    def start_load_kv(self) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        super().start_load_kv()
-        super().wait_for_save()
-
-
-@breaks(Mutant, "CONN-3")
-class TestReportsAStepLate(MemoryWorker):
-    """Blocks whose load failed are named in the step after."""
-
-    _late: frozenset[int] = frozenset()
-
-    def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        found, self._late = self._late, super().get_block_ids_with_load_errors()
-        return found
 
 
 @breaks(
@@ -289,7 +257,7 @@ class TestNamesOneBlockOfAFailedLoad(Load):
 # -- blocks in use ----------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_a_background_load_that_is_held_up_holds_up_no_step")
+@breaks(Mutant, "CONN-4", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
 class TestSaysReceivedBeforeItHasWritten(LookupWorker):
     """A background load is named as soon as it has begun."""
 
@@ -313,7 +281,7 @@ class TestFreesWhatStillLoads(LookupScheduler):
         return keeps and end is RequestEnd.FINISHED, params
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_before_a_step_was_told_of_its_load_is_not_loaded")
+@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
 class TestLoadsWhatWasPreempted(LookupScheduler):
     """A load stays planned when its request is preempted in the same step."""
 
@@ -321,9 +289,7 @@ class TestLoadsWhatWasPreempted(LookupScheduler):
         return super().build_connector_meta(attrs.evolve(output, preempted_request_ids=frozenset()))
 
 
-@breaks(
-    LateMutant, "CONN-4", caught_by="test_what_is_preempted_while_it_loads_in_the_background_is_let_alone"
-)
+@breaks(LateMutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
 class TestGoesOnLoadingIntoPreemptedBlocks(LookupWorker):
     """A background load does not hear that its request was preempted."""
 
@@ -334,7 +300,7 @@ class TestGoesOnLoadingIntoPreemptedBlocks(LookupWorker):
         return None
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_what_is_preempted_after_a_load_that_failed_is_not_reported_later")
+@breaks(Mutant, "CONN-4", caught_by="test_blocks_of_the_preempted_are_let_alone")
 class TestReportsBlocksOfThePreempted(LookupWorker):
     """The blocks of a load that failed are reported once more when its request is preempted."""
 
@@ -354,7 +320,7 @@ class TestKeepsBlocksForWhoIsGone(LookupScheduler):
         return True, None
 
 
-@breaks(Mutant, "CONN-4", caught_by="test_a_background_load_that_is_held_up_holds_up_no_step")
+@breaks(Mutant, "CONN-4", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
 class TestWritesWhatComesLate(Load):
     """What comes after a load has stalled is written into its blocks all the same."""
 
@@ -404,7 +370,7 @@ class TestNamesNobody(LookupWorker):
 # -- steps in flight ---------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-6", caught_by="test_what_another_connector_failed_to_load_is_not_stored")
+@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
 class TestSavesWhatAnotherConnectorFailedToLoad(LookupScheduler):
     """Tokens that count as computed are saved, whichever connector loaded them."""
 
@@ -412,7 +378,7 @@ class TestSavesWhatAnotherConnectorFailedToLoad(LookupScheduler):
         return {**super().build_connector_meta(output), "doubted": []}  # type: ignore[dict-item]
 
 
-@breaks(Mutant, "CONN-6", caught_by="test_a_step_that_was_planned_before_a_load_failed_stores_nothing_wrong")
+@breaks(Mutant, "CONN-6", caught_by="test_what_failed_to_load_is_not_stored_by_steps_in_flight")
 class TestSavesWhatOthersShareWithAFailedLoad(Saver):
     """What was computed from the blocks of a load that failed is saved."""
 
@@ -445,16 +411,6 @@ class TestForgetsWhatIsStoredAndNotWhatIsUnderWay(LookupScheduler):
 # -- figures -----------------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "CONN-8", caught_by="test_each_match_save_and_load_is_counted_once_with_its_size_or_a_reason")
-class TestCountsAFailureAsDone(MemoryWorker):
-    """A load that fails is counted like one that succeeds."""
-
-    def _fail(self, load: Any, error: KvplugError) -> None:
-        super()._fail(load, error)
-        self._context.stats.reset()
-        self._context.stats.record("load")
-
-
 @breaks(Mutant, "CONN-8")
 class TestCountsEveryOther(LookupWorker):
     """Of two loads one is counted."""
@@ -468,7 +424,7 @@ class TestCountsEveryOther(LookupWorker):
             self._context.stats.reset()
 
 
-@breaks(Mutant, "CONN-8", caught_by="test_each_load_that_fails_is_counted_once_with_a_reason")
+@breaks(Mutant, "CONN-8", caught_by="test_each_match_save_and_load_is_counted_once_with_its_size_or_a_reason")
 class TestCountsAFailureTwice(LookupWorker):
     """A load that fails is counted under two reasons."""
 
@@ -490,9 +446,7 @@ class TestWaitsForWhatIsInTheBackground(LookupWorker):
         return super().get_finished(finished)
 
 
-@breaks(
-    Mutant, "CONN-9", caught_by="test_a_step_waits_for_a_load_that_is_held_up_for_the_stall_timeout_at_most"
-)
+@breaks(Mutant, "CONN-9", caught_by="test_a_load_that_is_held_up_holds_up_no_step_and_fails_in_time")
 class TestWaitsLongForWhatDoesNotCome(Load):
     """A load of which nothing comes fails long after its limit."""
 
@@ -625,7 +579,7 @@ class TestWritesToStderrWhenAProgramLeaves(LookupWorker):
     "ALL-2",
     "ALL-4",
     "ALL-5",
-    caught_by="test_a_peer_that_is_gone_is_a_miss_or_a_reported_failure",
+    caught_by="test_a_peer_that_is_gone_is_a_reported_failure_until_it_is_back",
 )
 class TestWaitsForAPeerThatIsGone(LookupWorker):
     """A load that has failed since its peer is gone waits for it to come back."""

@@ -8,10 +8,9 @@ import weakref
 from collections import deque
 from typing import Any, ClassVar
 
-from kvplug.errors import CapacityError, PeerGoneError, TensorMismatchError, TimeoutError
+from kvplug.errors import CapacityError, PeerGoneError, TimeoutError
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.block_views import BlockViews
-from kvplug.transport.duplex.lifecycle import Lifecycle
 from kvplug.transport.pipe import Transfer
 from kvplug_lab.mutants import breaks
 from kvplug_testing import PipeContract
@@ -109,24 +108,6 @@ class TestSwapsTwo(Counting):
             super().queue_number(number, self.kept, deadline)
 
 
-@breaks(Mutant, "PIPE-1")
-class TestDeliversOneTwice(Counting):
-    """Message 1,500 comes twice."""
-
-    def queue_number(self, number: int, *given: Any) -> None:
-        super().queue_number(number, *given)
-        if number == 1500:
-            super().queue_number(number, *given)
-
-
-@breaks(Mutant, "PIPE-1")
-class TestSendsBlocksInTheOrderOfTheirIds(MemoryPipe):
-    """Blocks come sorted, whatever order they were named in."""
-
-    def send_blocks(self, views: Any, block_ids: Any, **given: Any) -> Transfer:
-        return super().send_blocks(views, sorted(block_ids), **given)
-
-
 @breaks(Mutant, "PIPE-5")
 class TestWritesTheBlockBehind(MemoryPipe):
     """The last row is written into the block behind the named one, too."""
@@ -191,32 +172,6 @@ class TestIgnoresConjugation(MemoryPipe):
         return super().send_tensor(tensor, **given)
 
 
-@breaks(Mutant, "PIPE-1", caught_by="test_a_tensor_arrives_as_it_reads_however_it_lies_in_memory")
-class TestCutsLargeMessages(MemoryPipe):
-    """Of a message only the first 16 MiB are moved."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        import torch
-
-        message = super().recv_tensor(*args, **given)
-        if message is not None:
-            message.view(-1).view(torch.uint8)[16 * MIB :] = 0
-        return message
-
-
-@breaks(
-    Mutant, "PIPE-1", "PIPE-5", caught_by="test_a_large_message_is_received_into_out_without_another_tensor"
-)
-class TestChangesTheEndOfLargeMessages(MemoryPipe):
-    """The last byte of a message of more than 32 MiB is another one."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        message = super().recv_tensor(*args, **given)
-        if message is not None and message.nbytes > 32 * MIB:
-            message[-1] ^= 1
-        return message
-
-
 @breaks(Mutant, "PIPE-1", caught_by="test_what_is_not_carried_is_refused_and_nothing_is_queued")
 class TestQueuesWhatItRefuses(MemoryPipe):
     """A tensor that cannot be sent is refused, and ``None`` sent for it."""
@@ -263,15 +218,6 @@ class TestNeverSeesThatThereIsRoom(MemoryPipe):
             return super()._queue(message, Deadline.after(0))
         time.sleep(deadline.remaining() or 0)
         raise TimeoutError("there was no room")
-
-
-@breaks(Mutant, "PIPE-3")
-class TestHasNoBound(MemoryPipe):
-    """``send_tensor`` never blocks."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._window.limit = 1 << 60
 
 
 @breaks(Mutant, "PIPE-3")
@@ -325,29 +271,6 @@ class TestLetsGoOfTheSource(MemoryPipe):
 
 
 # -- receiving into memory -------------------------------------------------------------------------
-
-
-@breaks(Mutant, "PIPE-5")
-class TestLosesWhatItRefused(MemoryPipe):
-    """A message that did not fit ``out`` is gone."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        try:
-            return super().recv_tensor(*args, **given)
-        except TensorMismatchError:
-            self._other._sent.popleft()
-            raise
-
-
-@breaks(Mutant, "PIPE-5")
-class TestConvertsDtypes(MemoryPipe):
-    """An ``out`` of another dtype is filled with converted values."""
-
-    def recv_tensor(self, out: Any = None, **given: Any) -> Any:
-        meta = coming(self)
-        if out is not None and meta is not None and meta.shape == tuple(out.shape):
-            return out.copy_(super().recv_tensor(**given))
-        return super().recv_tensor(out, **given)
 
 
 @breaks(Mutant, "PIPE-5", caught_by="test_a_message_that_does_not_fit_out_is_refused_and_stays")
@@ -500,17 +423,6 @@ class TestClosesOnce(MemoryPipe):
         super().close(timeout)
 
 
-@breaks(Mutant, "ALL-1", caught_by="test_ending_wakes_a_call_that_is_blocked")
-class TestAbortsInSilence(MemoryPipe):
-    """``abort`` does not wake a receiver that is blocked here."""
-
-    def abort(self) -> None:
-        self._lifecycle.close("was aborted")
-        self._other._lifecycle.lose_peer("it was aborted")
-        with self._window.lock:
-            self._window.end()
-
-
 @breaks(Mutant, "ALL-1")
 class TestWorksAfterClosing(MemoryPipe):
     """A closed pipe still sends."""
@@ -548,19 +460,6 @@ class TestListenerWakesNobody(MemoryListener):
 
 
 @breaks(Mutant, "ALL-2")
-class TestPeerIsNeverGone(MemoryPipe):
-    """The other end is not told that this one has ended."""
-
-    def _drain(self, deadline: Deadline) -> None:
-        pass
-
-    def _release(self) -> None:
-        for end in (self, self._other):
-            with end._window.lock:
-                end._window.room.notify_all()
-
-
-@breaks(Mutant, "ALL-2")
 class TestDropsWhatHadArrived(MemoryPipe):
     """What had arrived when the peer ended cannot be received."""
 
@@ -580,18 +479,6 @@ class TestSendsIntoTheVoid(MemoryPipe):
             transfer = Transfer(0)
             transfer.finish()
             return transfer
-
-
-@breaks(Mutant, "ALL-2")
-class TestIsGoneOnce(MemoryPipe):
-    """That the peer is gone is said once; the next receive waits."""
-
-    def recv_tensor(self, *args: Any, **given: Any) -> Any:
-        try:
-            return super().recv_tensor(*args, **given)
-        except ConnectionError:
-            self._lifecycle = Lifecycle("the pipe")
-            raise
 
 
 # -- transfers -------------------------------------------------------------------------------------
@@ -614,47 +501,6 @@ class TestNeverFinishes(MemoryPipe):
     def send_tensor(self, tensor: Any, **given: Any) -> Any:
         transfer = super().send_tensor(tensor, **given)
         return transfer if transfer.nbytes else Transfer(0)
-
-
-class CallsTwice(Transfer):
-    """A callback is called twice."""
-
-    def add_done_callback(self, callback: Any) -> None:
-        super().add_done_callback(callback)
-        super().add_done_callback(callback)
-
-
-@breaks(Mutant, "ALL-5")
-class TestCallsBackTwice(MemoryPipe):
-    """A callback of a transfer is called twice."""
-
-    def send_tensor(self, tensor: Any, **given: Any) -> Any:
-        done = super().send_tensor(tensor, **given)
-        transfer = CallsTwice(done.nbytes)
-        transfer.finish()
-        return transfer
-
-
-class Fragile(Transfer):
-    """A callback that raises stops those after it."""
-
-    __slots__ = ()
-
-    def _end(self, error: Any) -> None:
-        if not self._done:
-            callbacks, self._callbacks = self._callbacks, []
-            super()._end(error)
-            for callback in callbacks:
-                callback(self)
-
-
-@breaks(Late, "ALL-5")
-class TestFailsWithACallback(MemoryPipe):
-    """An exception in a callback of a transfer comes out of the receiver, and stops the other callbacks."""
-
-    def _queue(self, message: PipeMessage, deadline: Deadline) -> None:
-        message.transfer.__class__ = Fragile
-        super()._queue(message, deadline)
 
 
 # -- endpoints -------------------------------------------------------------------------------------

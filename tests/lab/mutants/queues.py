@@ -17,7 +17,6 @@ import attrs
 # The other processes import this file, too.
 sys.path.append(str(Path(__file__).parents[3] / "docs" / "examples" / "kvplug-relay"))
 
-from kvplug import TransportError
 from kvplug.net.wire import encode
 from kvplug.transport import DEFAULT_TIMEOUT, QueueHandle, Reader as ReaderState, Timeout
 from kvplug_lab.mutants import breaks
@@ -71,33 +70,6 @@ class TestSwapsTwo(Ring):
             for unread in self.unread.values():
                 if len(unread) > 1:
                     unread[-1], unread[-2] = unread[-2], unread[-1]
-
-
-@breaks(Mutant, "QUEUE-1", caught_by="test_a_reader_that_pauses_gets_everything_or_hears_how_many_it_lost")
-class TestGivesOneMessageTwice(MemoryReader):
-    """Every hundredth message is received twice."""
-
-    count = 0
-
-    def _advance(self) -> None:
-        self.count += 1
-        if self.count % 101 != 100:
-            super()._advance()
-
-
-@breaks(
-    Mutant,
-    "QUEUE-1",
-    "QUEUE-5",
-    caught_by="test_the_slowest_reader_decides_and_each_message_it_takes_makes_room_for_one",
-)
-class TestOverwritesTheOldest(Ring):
-    """Where there is no room, the writer drops the oldest message for a reader that is late, in silence."""
-
-    def slow(self) -> list[int]:
-        for rank in super().slow():
-            self.unread[rank].popleft()
-        return []
 
 
 @breaks(
@@ -165,32 +137,6 @@ class TestDropsTheOldestOfWhoSleeps(Mutant):
             super().__init__(attrs.evolve(context, warning_interval_s=0.1), *args)  # it looks that often
 
 
-class TestSaysAWrongNumber(TestDropsTheOldestOfWhoSleeps):
-    """The same, and the reader is told of one message more than it has lost."""
-
-    class reader_(MemoryReader):  # noqa: N801
-        def dequeue(self, *args: Any, **given: Any) -> Any:
-            if lost := self._ring.lost.pop(self._rank, 0):  # type: ignore[attr-defined]
-                raise TransportError(f"reader rank {self._rank} lost {lost + 1} messages")
-            return super().dequeue(*args, **given)
-
-
-@breaks(Mutant, "QUEUE-1")
-class TestKeepsNothingLargeForWhoIsLate(MemoryReader):
-    """What does not fit a chunk is empty for a reader that comes afterwards."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.before = self._ring.first + len(self._ring.messages)
-
-    def _next(self, *args: Any) -> QueueMessage:
-        message = super()._next(*args)
-        late = self._ring.taken[self._rank] < self.before
-        if late and len(message.data) > self._context.max_chunk_bytes:
-            return QueueMessage(message.raw, encode(b""))
-        return message
-
-
 @breaks(
     Mutant, "QUEUE-1", caught_by="test_what_an_end_changes_afterwards_or_what_comes_later_changes_nothing"
 )
@@ -252,29 +198,11 @@ class _Forgetful(set[int]):
 
 
 @breaks(Mutant, "QUEUE-2")
-class TestNeverEvicts(Ring):
-    """A reader that has ended is waited for like any other."""
-
-    def evict(self, rank: int, why: str, *, died: bool) -> None:
-        pass
-
-
-@breaks(Mutant, "QUEUE-2")
 class TestEvictsInSilence(Ring):
     """Who died is forgotten: neither the log nor the writer names it."""
 
     def evict(self, rank: int, why: str, *, died: bool) -> None:
         self.gone[rank] = ReaderState(rank=rank, process="", lag=0)
-
-
-@breaks(Mutant, "QUEUE-2")
-class TestOneDeathEvictsTheOthers(Ring):
-    """What the others have not read yet is dropped together with the dead reader."""
-
-    def evict(self, rank: int, why: str, *, died: bool) -> None:
-        super().evict(rank, why, died=died)
-        for other in self.here():
-            self.unread[other].clear()
 
 
 # -- QUEUE-3 and ALL-4 -----------------------------------------------------------------------------
@@ -286,16 +214,6 @@ class TestNamesEverybody(Ring):
 
     def named(self, ranks: Any) -> str:
         return super().named(self.unread)
-
-
-@breaks(
-    Mutant, "QUEUE-3", caught_by="test_a_long_wait_and_its_timeout_name_the_reader_its_process_and_its_lag"
-)
-class TestNeverWarns(MemoryWriter):
-    """A wait of any length is silent."""
-
-    def _wait(self, ready: Any, what: str, waits_for: Any, timeout: Timeout, **given: Any) -> None:
-        super()._wait(ready, what, waits_for, timeout, **{**given, "indefinite": True})
 
 
 @breaks(Mutant, "QUEUE-3")

@@ -145,7 +145,7 @@ class TestForgetsTheWeights(Mutant):
     """Models that differ in their weights only are taken for one."""
 
     breaks = ("CONN-2",)
-    caught_by = "test_nothing_of_a_model_that_may_be_another_is_promised"
+    caught_by = "test_nothing_of_another_model_is_promised"
 
     class scheduler_factory(Referring):  # noqa: N801
         def __init__(self, context: Any) -> None:

@@ -47,17 +47,6 @@ class TestCountsCopiesAsDoneOnceTheyAreQueued(Mutant):
                 return _Passed(self.device)
 
 
-class TestReadsAndWritesBlocksWhenItLikes(Mutant):
-    """The side streams wait neither for what computes the pages nor for what still uses the blocks."""
-
-    breaks = ("STORE-11",)
-    caught_by = "test_device_blocks_are_read_before_and_written_after_other_use"
-
-    class lane(transfers.Lane):  # noqa: N801
-        def follow(self, mark: Any) -> None:
-            pass
-
-
 class TestReadsBlocksThatAreUsedAgain(Mutant):
     """What the engine queues after a put does not wait until the pages were read."""
 

@@ -22,7 +22,7 @@ from kvplug_host.client.client import HostClient
 from kvplug_host.store import HostStore
 from kvplug_lab.mutants import breaks
 from kvplug_testing import StoreContract
-from kvplug_testing.memory.store import MemoryStore, PagePlace, fill
+from kvplug_testing.memory.store import MemoryStore, PagePlace
 
 
 class Mutant(StoreContract):
@@ -45,23 +45,6 @@ class Mutant(StoreContract):
 
 
 # -- what is got -----------------------------------------------------------------------------------
-
-
-class TestVerifiesNoBytes(Mutant):
-    """A page whose header is right is taken as it is."""
-
-    breaks = ("STORE-1",)
-    caught_by = "test_a_wrong_or_lost_page_is_a_miss_and_makes_room_for_the_right_one"
-
-    def make_store(self, context: Any) -> Any:
-        class Believing(PageReading):
-            def load(self, page: int, header: bytes | memoryview, row: memoryview) -> None:
-                self._memory.scatter(page, PageRows.dense(row, 1, len(row)))
-
-        patch = mock.patch.object(tasks, "PageReading", Believing)
-        patch.start()
-        self.later(patch.stop)
-        return super().make_store(context)
 
 
 class TestLeavesWrongBytes(Mutant):
@@ -163,34 +146,6 @@ class TestMixesPagesUp(MemoryStore):
         return job
 
 
-@breaks(Mutant, "STORE-1", caught_by="test_no_layer_is_released_before_it_is_verified_for_all_pages")
-class TestReleasesLayersBeforeTheyAreVerified(MemoryStore):
-    """Layers count as ready when they have arrived."""
-
-    def submit_get(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> GetJob:
-        job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(None))
-
-        def work() -> None:
-            results = []
-            found = [self.place.pages.get(key) for key in pages.keys]
-            for layer in range(pages.series.format.num_layers):
-                job.advance(layer + 1)
-                time.sleep(0.005)
-            for index, page in enumerate(found):
-                reason: MissReason | None = MissReason.ABSENT
-                if page is not None:
-                    length = self.seal.header_length(pages.series.format, pages.identities[index])
-                    header, payload = page[:length], memoryview(bytearray(page[length:]))
-                    reason = self.seal.check(pages.series, pages.identities[index], header, payload)
-                    if len(payload) == pages.series.format.nbytes:
-                        pages.memory.scatter(index, PageRows.dense(payload, 1, len(payload)))
-                results.append(reason)
-            job.set(results)
-
-        threading.Thread(target=work, daemon=True).start()
-        return job
-
-
 # -- whole or not at all ---------------------------------------------------------------------------
 
 
@@ -202,32 +157,6 @@ class TestTheLastPutWins(PagePlace):
         with self.lock:
             self._drop([key], PageRemoval.REMOVED)
             return super().keep(key, page)
-
-
-@breaks(Mutant, "STORE-2")
-class TestALaterPutIsRefused(PagePlace):
-    """A put of a page that is there counts as not kept."""
-
-    def keep(self, key: bytes, page: bytes) -> bool:
-        return key not in self.pages and super().keep(key, page)
-
-
-@breaks(Mutant, "STORE-2", caught_by="test_a_page_is_not_visible_before_it_is_whole")
-class TestAnnouncesPagesBeforeTheyAreThere(MemoryStore):
-    """A page that is being put is held for who asks."""
-
-    coming: frozenset[bytes] = frozenset()
-
-    def submit_put(self, pages: Any, *, timeout: Any = DEFAULT_TIMEOUT) -> Any:
-        self.coming |= set(pages.keys)
-        return super().submit_put(pages, timeout=timeout)
-
-    def submit_lookup(self, keys: Any, **given: Any) -> Any:
-        found = super().submit_lookup(keys, **given)
-        job: Job[Presence] = Job(len(keys), found.deadline)
-        known = zip(keys, found.wait(20), strict=True)
-        job.set([Presence.HELD if key in self.coming else each for key, each in known])
-        return job
 
 
 @breaks(Mutant, "STORE-2", caught_by="test_of_two_writers_with_different_bits_one_wins_wholly")
@@ -312,19 +241,6 @@ class TestCopiesAfterTheEnd(Mutant):
 @breaks(
     Mutant,
     "STORE-3",
-    caught_by="test_jobs_of_a_store_that_does_not_answer_end_when_due_cancelled_or_closed",
-)
-class TestCannotBeCancelled(MemoryStore):
-    """A cancelled job goes on."""
-
-    def _end(self, task: Any, reason: Any) -> None:
-        if reason is not MissReason.CANCELLED:
-            super()._end(task, reason)
-
-
-@breaks(
-    Mutant,
-    "STORE-3",
     caught_by="test_a_get_that_ends_during_its_copy_leaves_the_memory_alone_once_it_is_settled",
 )
 class TestMakesNoProgress(MemoryStore):
@@ -393,21 +309,6 @@ class TestLeasesDoNotExpire(PagePlace):
 @breaks(
     Mutant,
     "STORE-5",
-    caught_by="test_a_leased_page_outlives_floods_until_the_lease_is_released_or_has_expired",
-)
-class TestAShorterLeaseEndsALongerOne(PagePlace):
-    """The last lookup decides."""
-
-    def lookup(self, end: Any, keys: Sequence[bytes], lease_s: float) -> list[Presence]:
-        with self.lock:
-            if lease_s:
-                self.release(end, keys)
-            return super().lookup(end, keys, lease_s)
-
-
-@breaks(
-    Mutant,
-    "STORE-5",
     caught_by="test_an_end_does_not_release_what_another_has_leased_and_its_leases_end_with_it",
 )
 class TestReleasesLeasesOfOthers(PagePlace):
@@ -416,21 +317,6 @@ class TestReleasesLeasesOfOthers(PagePlace):
     def release(self, end: Any, keys: Sequence[bytes]) -> None:
         for other in self.ends:
             super().release(other, keys)
-
-
-@breaks(
-    Mutant,
-    "STORE-5",
-    caught_by="test_an_end_does_not_release_what_another_has_leased_and_its_leases_end_with_it",
-)
-class TestKeepsLeasesOfClosedEnds(PagePlace):
-    """The leases of an end that was closed go on."""
-
-    def leave(self, end: Any) -> None:
-        with self.lock:
-            leases = {key: dict(leased) for key, leased in self._leases.items()}
-            super().leave(end)
-            self._leases.update(leases)
 
 
 class TestReadsInPlaceWithoutGenerations(Mutant):
@@ -482,20 +368,8 @@ class TestExceedsTheBudget(PagePlace):
         return True
 
 
-@breaks(
-    Mutant,
-    "STORE-6",
-    caught_by="test_pages_that_come_stay_within_the_budget_and_one_too_large_evicts_none",
-)
-class TestDoesNotEvict(PagePlace):
-    """What comes when the budget is used up finds no room."""
-
-    def _make_room(self, nbytes: int) -> bool:
-        return self.budget_bytes - self.used_bytes >= nbytes
-
-
 @breaks(Mutant, "STORE-6", caught_by="test_random_calls_give_what_a_dict_gives")
-class TestDoesNotCountHeaders(PlaceEnd):
+class TestDoesNotCountHeaders(PagePlace):
     """Only the bytes of pages count."""
 
     def usage(self) -> Usage:
@@ -504,16 +378,7 @@ class TestDoesNotCountHeaders(PlaceEnd):
 
 
 @breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_got_or_touched_stay_and_others_are_evicted")
-class TestEvictsInTheOrderOfPuts(PagePlace):
-    """The oldest page goes first, also if it was read just now."""
-
-    def read(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        page = self.pages.get(key)
-        return None if page is None else fill(into, page)
-
-
-@breaks(Mutant, "STORE-6", caught_by="test_pages_that_are_got_or_touched_stay_and_others_are_evicted")
-class TestTouchesNothing(PlaceEnd):
+class TestTouchesNothing(MemoryStore):
     """Only reading counts as a use."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -616,31 +481,6 @@ class TestCannotGiveUpDeclaredPages(PagePlace):
         return None
 
 
-@breaks(Mutant, "STORE-8", caught_by="test_random_calls_give_what_a_dict_gives")
-class TestADeclaredPageHidesWhatIsHeld(PagePlace):
-    """A page that is declared once more is coming, though it is there."""
-
-    def declare(self, end: Any, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
-        super().declare(end, series, keys, for_s)
-        self.__dict__.setdefault("hidden", set()).update(keys)
-
-    def _presence(self, end: Any, key: bytes, lease_s: float) -> Presence:
-        if key in self.__dict__.get("hidden", ()):
-            return Presence.COMING
-        return super()._presence(end, key, lease_s)
-
-
-@breaks(Mutant, "STORE-8", caught_by="test_a_declared_page_whose_time_is_over_is_absent")
-class TestTheFirstDeclarationDecides(PagePlace):
-    """A page that is declared again expires as if it had not been."""
-
-    def declare(self, end: Any, series: bytes, keys: Sequence[bytes], for_s: float) -> None:
-        before = {key: until for key in keys if (until := self._declared.get(key, {}).get(end))}
-        super().declare(end, series, keys, for_s)
-        for key, until in before.items():
-            self._declared[key][end] = until
-
-
 @breaks(Mutant, "STORE-8", caught_by="test_what_an_end_that_is_closed_has_declared_is_absent")
 class TestExpectsPagesOfClosedEnds(PagePlace):
     """What an end has declared outlives it."""
@@ -671,23 +511,6 @@ class TestAPutBringsBackWhatWasRemoved(MemoryStore):
 
 
 @breaks(Mutant, "STORE-9")
-class TestRemovesNothing(PagePlace):
-    """A removal succeeds, and the pages are still there."""
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        return None
-
-
-@breaks(Mutant, "STORE-9", caught_by="test_random_calls_give_what_a_dict_gives")
-class TestRemovedPagesAreStillExpected(PagePlace):
-    """A page that was declared and removed is coming."""
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        with self.lock:
-            self._drop(keys, PageRemoval.REMOVED)
-
-
-@breaks(Mutant, "STORE-9")
 class TestForgetsMoreThanItIsAsked(PagePlace):
     """A removal forgets every page."""
 
@@ -698,16 +521,8 @@ class TestForgetsMoreThanItIsAsked(PagePlace):
 # -- what is there ---------------------------------------------------------------------------------
 
 
-@breaks(Mutant, "STORE-10")
-class TestListsEverySeries(PagePlace):
-    """``keys`` has the keys of all series."""
-
-    def keys(self, series: bytes) -> list[bytes]:
-        return list(self.pages)
-
-
 @breaks(Mutant, "STORE-10", caught_by="test_random_calls_give_what_a_dict_gives")
-class TestCountsPutsAsPages(PlaceEnd):
+class TestCountsPutsAsPages(PagePlace):
     """A page that is put again is counted again."""
 
     count = 0
@@ -729,33 +544,6 @@ class Silent(PagePlace):
     def _tell(self, event: Any) -> None:
         if not self.leaves_out(event):
             super()._tell(event)
-
-
-@breaks(
-    Mutant,
-    "STORE-10",
-    caught_by="test_listeners_that_come_while_pages_come_and_go_miss_nothing",
-)
-class TestTellsNoEvictions(PagePlace):
-    """An index has pages that were evicted; the numbers have no gap."""
-
-    def _drop(self, keys: Any, reason: PageRemoval) -> None:
-        listeners, log = self._listeners, self._log
-        if reason is PageRemoval.EVICTED:
-            self._listeners, self._log = [], PageEventLog("not told")
-        super()._drop(keys, reason)
-        self._listeners, self._log = listeners, log
-
-
-@breaks(
-    Mutant,
-    "STORE-10",
-    caught_by="test_listeners_that_come_while_pages_come_and_go_miss_nothing",
-)
-class TestLosesEvents(Silent):
-    """Now and then an event is not told."""
-
-    leaves_out = lambda self, event: event.seq % 20 == 19  # noqa: E731
 
 
 @breaks(Mutant, "STORE-10", caught_by="test_random_calls_give_what_a_dict_gives")
@@ -886,15 +674,6 @@ class TestAForkedChildHoldsItsDescriptor(MemoryStore):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-@breaks(Mutant, "ALL-7", caught_by="test_ends_that_come_and_go_leave_nothing")
-class TestLeavesAThread(MemoryStore):
-    """Each end leaves a thread behind."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__(context)
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 # -- ends that reach a store by a link -------------------------------------------------------------

@@ -133,7 +133,7 @@ class Contract:
 
     def _have_a_server(self, node: pytest.Item) -> None:
         """Start a fork server before the first check for leaks."""
-        if not self.other_and_forked_processes and ForkServer.works():
+        if not self.other_and_forked_processes:
             self._keep(node, _servers, lambda: ForkServer(f"{__name__}:_prepare", self.suite_ref()))
 
     def _keep(self, node: pytest.Item, kept: dict[Any, Any], make: Callable[[], Any]) -> None:

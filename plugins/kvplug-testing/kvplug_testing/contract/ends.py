@@ -20,11 +20,10 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, Final
 
 import attrs
-import msgspec
 
 from kvplug import KvplugError, PeerGoneError
 from kvplug_testing import peers, waits
-from kvplug_testing.comparison import assert_same
+from kvplug_testing.comparison import UnlikeError, difference
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import at_host
 from kvplug_testing.contract.footprint import Footprint
@@ -119,8 +118,14 @@ class End:
         raise NotImplementedError(f"the {self.role} end takes no part")
 
     def check(self, content: Any, received: Any) -> None:
-        """Raise AssertionError if what an exchange has brought is wrong."""
-        assert_same(content, received, f"what the {self.role} end received")
+        """Raise an error if what an exchange has brought is wrong.
+
+        Raises:
+            AssertionError: it has not the form of what was asked for.
+            UnlikeError: it has, and is something else.
+        """
+        if wrong := difference(content, received):
+            raise UnlikeError(f"the {self.role} end received something else: {wrong}")
 
     def once(self, step: str, call: Callable[[], Any]) -> Any:
         """What a step of an exchange returns. It is not made again in an exchange that is tried again."""

@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Self
 
 import attrs
@@ -42,8 +43,9 @@ class Footprint:
         """
         gc.collect()
         _trim()(0)
-        is_traced = threading.gettrace() is not None
-        return cls(Resources.of(), _resident(), 0 if is_traced else len(gc.get_objects()))
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        num_objects = len(gc.get_objects()) if threading.gettrace() is None else 0
+        return cls(Resources.of(), resident_pages * os.sysconf("SC_PAGE_SIZE"), num_objects)
 
     def growth(self, before: Footprint, rounds: int, nbytes: int) -> str:
         """A description of what has grown since ``before``; empty if nothing has.
@@ -61,13 +63,6 @@ class Footprint:
         if more > min(max(20, rounds // 4), MOST_KEPT_OBJECTS):
             words.append(f"{more} Python objects more after {rounds} rounds")
         return "; ".join(word for word in words if word)
-
-
-def _resident() -> int:
-    if not sys.platform.startswith("linux"):
-        return 0
-    with open("/proc/self/statm", encoding="ascii") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.cache

@@ -7,9 +7,12 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from kvplug_testing import peers, waits
-from kvplug_testing.resources import mapped
+
+_SAID = "kvplug-forked-child"
+"""Name of the memory in which a child returns a value."""
 
 
 def in_forked_child(call: Callable[[], str]) -> str:
@@ -42,14 +45,13 @@ def in_forked_child(call: Callable[[], str]) -> str:
 
 def held() -> str:
     """The descriptors of this process, and the shared memory that it has mapped."""
-    mapped = (f"{name} is mapped" for name in sorted(shared_mappings()))
-    return "\n".join([*sorted(peers.Resources.of().descriptors), *mapped])
+    descriptors = sorted(each for each in peers.Resources.of().descriptors if _SAID not in each)
+    return "\n".join([*descriptors, *(f"{name} is mapped" for name in sorted(shared_mappings()))])
 
 
 def shared_mappings() -> collections.Counter[str]:
     """The shared memory that this process has mapped, by name."""
-    maps = Path("/proc/self/maps")
-    lines = os.fsdecode(maps.read_bytes()).splitlines() if maps.exists() else []
+    lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
     fields = [line.split(maxsplit=5) for line in lines]
     return collections.Counter(each[5] for each in fields if len(each) == 6 and each[1].endswith("s"))
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
-import msgspec
 import pytest
 
 from kvplug import ClosedError, KvplugError, TimeoutError
@@ -53,8 +52,8 @@ _LONGEST: Final = (None, 1e10, 1e300, math.inf, 3600)
 _WRONG: Final = (-1, -0.001, -math.inf, math.nan)
 
 
-class General(Exhaustion):
-    """Ends, deadlines, deaths, forks, leaks, and what runs out."""
+class General(LiedTo, Exhaustion):
+    """Ends, deadlines, deaths, forks, leaks, what runs out, and lies."""
 
     @property
     def running_out_processes(self) -> str:

@@ -46,16 +46,17 @@ class LiedTo(Contract):
     _lied_to_context: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """What of their context differs from the suite's defaults."""
 
-    ends: Callable[[], Any]
+    ends: Callable[..., Any]
 
     def _before_lies(self) -> None:
         """Make what stays while many conversations begin and end."""
 
     def _lied_to(self, relay: Relay, timeout_s: float) -> Sequence[Callable[[], Any]]:
         """What makes each :class:`.End` of a conversation. They are called at the same time."""
-        kind, (here, there) = self.ends(), _through(relay)
-        context = {"timeout_s": timeout_s, **self._lied_to_context}
-        return [lambda: kind.make([None, here], context)[0], lambda: kind.join(there, 1, context)]
+        here, there = _through(relay)
+        context = self.ends(timeout_s=timeout_s, **self._lied_to_context).shared()
+        one, other = (self.ends(**context) for _ in range(2))
+        return [lambda: one.make([None, here])[0], lambda: other.join(there, 1)]
 
     @property
     def lied_to_processes(self) -> str:
@@ -189,7 +190,7 @@ class _Conversation:
 
     def _call(self, end: End) -> None:
         for name, call in end.lied_to().items():
-            self._run(name, partial(call, self._suite._lied_to_s))
+            self._run(name, partial(call, timeout=self._suite._lied_to_s))
 
     def _close(self, end: End) -> None:
         self._run("close", partial(end.close, self._within))

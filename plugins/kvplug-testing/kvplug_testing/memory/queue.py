@@ -9,7 +9,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from threading import Event
+from typing import Any, Final
 
 import attrs
 
@@ -92,48 +93,8 @@ class Ring:
 class MemoryQueue(MessageQueue):
     """One end: a reader's, or, without a rank, the writer's."""
 
-    ring = Ring
-
-    def create(self, reader_ranks: Sequence[int] | None = None) -> MemoryWriter:
-        ring = self.ring(self._reader_ranks(reader_ranks), self.context.max_chunks)
-        _rings[ring.name] = ring
-        return self.make_writer(ring)
-
-    def create_from_handle(
-        self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT
-    ) -> MemoryReader:
-        Deadline.after(timeout)  # checks the timeout; there is nothing to wait for
-        handle.check("memory", rank)
-        ring = _rings.get(handle.data.get("name", ""))
-        if ring is None:
-            raise PeerGoneError("the writer of this queue is not in this process (any more)")
-        with ring.changed:
-            if rank in ring.attached:
-                raise ConfigError(f"reader rank {rank} has attached to {ring.name} already")
-            ring.attached.add(rank)
-        return self.make_reader(ring, rank)
-
-    def make_writer(self, ring: Ring) -> MemoryWriter:
-        return MemoryWriter(self, ring)
-
-    def make_reader(self, ring: Ring, rank: int) -> MemoryReader:
-        return MemoryReader(self, ring, rank)
-
-    def handle_of(self, ring: Ring) -> QueueHandle:
-        return QueueHandle(
-            transport="memory",
-            reader_ranks=ring.reader_ranks,
-            local_reader_ranks=self._local_reader_ranks(ring.reader_ranks),
-            data={"name": ring.name},
-        )
-
-
-class MemoryQueueEnd(MessageQueue):
-    """The common part of both ends."""
-
-    def __init__(self, endpoint: MemoryQueueEndpoint, ring: Ring, rank: int | None) -> None:
-        self._endpoint = endpoint
-        self._context: QueueContext = endpoint.context
+    def __init__(self, context: QueueContext, ring: Ring, rank: int | None) -> None:
+        self._context = context
         self._ring = ring
         self._rank = rank
         self._unread = ring.unread[rank] if rank is not None else deque[QueueMessage]()
@@ -314,8 +275,6 @@ class MemoryQueueEndpoint(QueueEndpoint):
 
     ring = Ring
     writer = reader = MemoryQueue
-    in_one_process: ClassVar[bool] = True
-    """Tells the conformance kit that its readers cannot be in another process."""
 
     def create(self, reader_ranks: Sequence[int] | None = None) -> MemoryQueue:
         ranks, name = self._reader_ranks(reader_ranks), f"memory:{next(_numbers)}"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.communicator.collectives import Collectives
-from kvplug_testing.contract.communicator.lying_peers import LyingPeers
 from kvplug_testing.contract.communicator.moe import ExpertLayers
 from kvplug_testing.contract.communicator.refusals import Refusals
 from kvplug_testing.contract.communicator.taking_part import TakingPart
 
 
-class DeviceCommunicatorContract(
-    Collectives, PointToPoint, ExpertLayers, Refusals, Missing, OneRank, LyingPeers
-):
+class DeviceCommunicatorContract(Collectives, ExpertLayers, Refusals, TakingPart):
     """Checks a transport of kind "communicator" against the laws ALL and COMM.
 
     A test file for an installed transport is this::

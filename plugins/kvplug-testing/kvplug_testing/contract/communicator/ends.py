@@ -11,8 +11,8 @@ import attrs
 from kvplug import StatelessGroup, TransportError
 from kvplug.transport import DeviceCommunicator, NamedExhaustion, RecvOp, SendOp
 from kvplug_testing import waits
-from kvplug_testing.comparison import assert_same
-from kvplug_testing.contract.communicator.tensors import tensor_of
+from kvplug_testing.comparison import assert_answer
+from kvplug_testing.contract.communicator.tensors import tensor_of, tokens
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
 from kvplug_testing.groups import local_groups
 
@@ -91,7 +91,19 @@ class RankEnd(End):
 
     def check(self, content: Content, received: Sequence[Any]) -> None:
         for got, right in zip(received, content.right, strict=False):
-            assert_same(right, got.cpu(), f"what {self.role} received")
+            assert_answer(right, got.cpu(), f"what {self.role} received")
+
+    def lied_to(self) -> Calls:
+        made = self.thing
+        hidden, weights, ids = (each.to(made.device) for each in tokens(2 + self._number, self._number))
+
+        def layer(timeout: float | None) -> None:
+            dispatched = made.dispatch(hidden, weights, ids, False, timeout=timeout)[0]
+            assert dispatched.shape[1:] == hidden.shape[1:], f"tokens came as {dispatched.shape}"
+            combined = made.combine(dispatched, False, timeout=timeout)
+            assert combined.shape == hidden.shape, f"tokens came back as {combined.shape}"
+
+        return {"broadcast": self.calls()["broadcast"], "dispatch and combine": layer}
 
     def busy(self, leaves: bool) -> None:
         while True:
@@ -173,6 +185,7 @@ class CommunicatorEnds(Ends):
         fields = fields_of(self.context)
         world_size = fields.pop("world_size", len(self.roles))
         fields.pop("heartbeat_timeout_s", None)
+        fields.setdefault("timeout_s", min(self.timeout_s, self.suite.timeout_s))
         if self.is_local:
             group = self._groups[role]
         else:

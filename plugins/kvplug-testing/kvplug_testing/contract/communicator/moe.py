@@ -13,18 +13,20 @@ from kvplug.transport import TensorMismatchError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.communicator.refusals import still_works
 from kvplug_testing.contract.communicator.suite import CommunicatorSuite, Ranks
-from kvplug_testing.contract.communicator.tensors import WORLD, check, each_rank, joined, tensor_of, total
+from kvplug_testing.contract.communicator.tensors import (
+    HIDDEN,
+    WORLD,
+    check,
+    each_rank,
+    joined,
+    tensor_of,
+    tokens,
+    total,
+)
 from kvplug_testing.contract.ends import LocalHandle
 
-HIDDEN = 6
 _SERVE_EXPERTS = ("ep", "ep:0", "ep_1", "dp-ep", "group ep 3")
 _DO_NOT = ("", "tp:0", "step", "epoch", "prep:0")
-
-
-def tokens(count: int, rank: int) -> list[Any]:
-    """One rank's hidden states, weights and ids of experts."""
-    kinds = (("bfloat16", HIDDEN), ("float32", 2), ("int64", 2))
-    return [tensor_of(dtype, (count, size), rank + at) for at, (dtype, size) in enumerate(kinds)]
 
 
 def check_layer(ranks: Ranks, given: Sequence[list[Any]], owners: Sequence[int], *, parallel: bool) -> None:

@@ -9,9 +9,7 @@ from kvplug_testing.comparison import difference
 
 WORLD = 3
 """Ranks of a group, where a test does not say how many."""
-NUM_EXPERTS = 5
 HIDDEN = 6
-_TOP_K = 2
 
 
 def tensor_of(dtype: str, shape: Sequence[int], rank: int) -> Any:
@@ -67,15 +65,7 @@ def joined(parts: Sequence[Any], dim: int) -> Any:
     return torch.cat([_comparable(part) for part in parts], dim).to(parts[0].dtype)
 
 
-def tokens(count: int, seed: int) -> list[Any]:
-    """One rank's hidden states, weights and ids of experts. Whole numbers and powers of two, so that the
-    order of additions does not matter.
-    """
-    import torch
-
-    made = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(-4, 5, (count, HIDDEN), generator=made).float(),
-        0.5 ** torch.randint(1, 4, (count, _TOP_K), generator=made),
-        torch.randint(0, NUM_EXPERTS, (count, _TOP_K), generator=made),
-    ]
+def tokens(count: int, rank: int) -> list[Any]:
+    """One rank's hidden states, weights and ids of experts."""
+    kinds = (("bfloat16", HIDDEN), ("float32", 2), ("int64", 2))
+    return [tensor_of(dtype, (count, size), rank + at) for at, (dtype, size) in enumerate(kinds)]

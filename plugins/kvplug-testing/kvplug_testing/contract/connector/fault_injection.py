@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvplug import ClosedError, TimeoutError, TransportError
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Pipe, Timeout
-from kvplug_testing.tampering.pipe import TamperingPipe
+from kvplug_testing.pairs import PipeAround
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class FaultSwitch:
         self.num_pipes = 0
 
 
-class FaultInjectingPipe(TamperingPipe):
+class FaultInjectingPipe(PipeAround):
     """A pipe around another one that follows the switch."""
 
     def __init__(self, pipe: Pipe, switch: FaultSwitch) -> None:

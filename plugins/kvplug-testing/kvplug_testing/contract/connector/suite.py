@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar
+from unittest import mock
 
 import attrs
 import pytest
@@ -89,12 +90,6 @@ class ConnectorSuite(Contract):
     """Name of an installed connector."""
     config: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """More keys of both engines' configs: ``transport``, ``lookup_buffer``, ``options`` of these, ..."""
-    async_option: ClassVar[str] = "async_load"
-    """The connector's option that makes it load in the background. Empty, or not among its options: there is
-    none, and the tests of that are skipped."""
-    stall_option: ClassVar[str] = "stall_timeout_s"
-    """The connector's option for how long nothing of a load may come before it has failed. Empty, or not
-    among its options: there is none, and how long a step waits for such a load is not checked."""
     injects_into_own: ClassVar[bool] = False
     """:meth:`inject_fault` works for what an engine loads from itself, too, in the role "both"."""
     serves_beside_others: ClassVar[bool] = False
@@ -104,11 +99,6 @@ class ConnectorSuite(Contract):
     """``timeout_s`` of the configs."""
 
     _host = ""
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        if "connector" in cls.__dict__:
-            cls.transport = cls.connector
 
     def warm_up(self) -> None:
         """Run one large operation: torch starts its threads then and keeps them."""
@@ -357,6 +347,3 @@ class ConnectorSuite(Contract):
     def others_beside_it(self) -> str:
         reason = f"{self.called} is the only connector of its engine (serves_beside_others)"
         return "" if self.serves_beside_others else reason
-
-    def suite_ref(self) -> dict[str, Any]:
-        return {**super().suite_ref(), "transport": self.connector}

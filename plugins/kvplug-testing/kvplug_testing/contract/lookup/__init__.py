@@ -7,7 +7,7 @@ from kvplug_testing.contract.lookup.finding import Finding
 from kvplug_testing.contract.lookup.handing_over import HandingOver
 
 
-class LookupBufferContract(Finding, HandingOver, LookupGeneral, LyingPeers):
+class LookupBufferContract(Finding, HandingOver, LookupGeneral):
     """Checks a transport of kind "lookup buffer" against the laws ALL and LOOKUP.
 
     A test file for an installed transport is this::

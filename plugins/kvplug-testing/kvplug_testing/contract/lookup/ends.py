@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 from kvplug import TimeoutError
 from kvplug.transport import Entry, LookupBuffer, LookupStore, NamedExhaustion
 from kvplug_testing import waits
+from kvplug_testing.comparison import UnlikeError
 from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
 from kvplug_testing.contract.general import PART_BYTES, General
@@ -80,7 +81,8 @@ class LookupEnd(End):
 
     def check(self, content: Put, received: Sequence[Entry]) -> None:
         for got in received:
-            assert not (wrong := unlike(content, got)), wrong
+            if wrong := unlike(content, answered(content.tokens, got)):
+                raise UnlikeError(wrong)
 
     def clog(self) -> int:
         with contextlib.suppress(TimeoutError):
@@ -104,6 +106,31 @@ class LookupEnd(End):
             time.sleep(0.01)
         while True:
             _read.append(self.thing.select(put.tokens, timeout=None))
+
+    def lied_to(self) -> Calls:
+        buffer, put, sink = self.thing, _numbered(0), Sink()
+        asked = put.tokens
+        inserted = 2 if isinstance(buffer, LookupStore) else 0
+
+        def match(timeout: float | None) -> None:
+            count = buffer.match(asked)
+            assert type(count) is int and 0 <= count <= len(asked), f"{count} of {len(asked)} tokens match"
+
+        def read(timeout: float | None) -> None:
+            answered(asked, buffer.select(asked, min_tokens=1, timeout=timeout), min_tokens=1)
+
+        def read_layers(timeout: float | None) -> None:
+            entry = buffer.select(asked, min_tokens=1, sink=sink, timeout=timeout)
+            answered(asked, entry, min_tokens=1, sink=sink)
+
+        return {
+            **{f"insert {number}": partial(insert, buffer, put) for number in range(inserted)},
+            "drop_select": lambda timeout: answered(asked, buffer.drop_select(asked, timeout=timeout)),
+            "match": match,
+            "select": read,
+            "select into a sink": read_layers,
+            "drop_select of any": lambda timeout: answered(None, buffer.drop_select(None, timeout=timeout)),
+        }
 
     def closed(self) -> bool:
         return bool(self.thing.is_lost)
@@ -153,6 +180,12 @@ class LookupEnds(Ends):
 
 class LookupGeneral(LookupSuite, General):
     """The general laws for lookup buffers."""
+
+    lies = 60
+
+    @property
+    def lied_to_processes(self) -> str:
+        return self.missing_pipes or super().lied_to_processes
 
     def ends(self, **context: Any) -> LookupEnds:
         return LookupEnds(self, context)

@@ -32,8 +32,7 @@ from kvplug_testing import waits
 from kvplug_testing.contract import base
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.lookup.entries import Put, sized
-from kvplug_testing.pairs import PipePairs
-from kvplug_testing.tampering.pipe import TamperingPipe
+from kvplug_testing.pairs import PipeAround, PipePairs
 from kvplug_testing.waits import Call
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ at_both_ends = pytest.mark.parametrize("end", ["holding", "reaching"])
 """Run a test at the end that holds the entries and at one that reaches it."""
 
 
-class PausablePipe(TamperingPipe):
+class PausablePipe(PipeAround):
     """A pipe that can be paused. A receive that times out loses nothing."""
 
     def __init__(self, pipe: Pipe) -> None:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from kvplug_testing.contract.pipe.blocks import BlockMessages
 from kvplug_testing.contract.pipe.listeners import Listeners
-from kvplug_testing.contract.pipe.lying_peers import LyingPeers
 from kvplug_testing.contract.pipe.sending import Sending
 from kvplug_testing.contract.pipe.tensors import Tensors
 
 
-class PipeContract(
-    Tensors,
-    BlockMessages,
-    Sending,
-    Transfers,
-    Listeners,
-    OtherProcess,
-    OtherHost,
-    LyingPeers,
-):
+class PipeContract(Tensors, Sending, Listeners):
     """Checks a transport of kind "pipe" against the laws ALL, END and PIPE.
 
     A test file for an installed transport is this::

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final
 from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.transport import NamedExhaustion, Pipe, PipeListener, Transfer
 from kvplug_testing import waits
-from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.pipe.content import numbered, tensor_of
@@ -103,8 +102,7 @@ class PipeEnd(End):
         return self._num_clogging
 
     def drain(self, count: int) -> None:
-        for number in range(count):
-            assert_same(numbered(number, CLOG_BYTES), received(self.thing), f"message {number}")
+        drain(self.thing, range(count))
 
     def is_gone(self) -> None:
         super().is_gone()
@@ -154,7 +152,7 @@ class PipeEnds(Ends):
 
     def prepare(self) -> None:
         with NamedExhaustion("building the endpoint of a pipe"):  # as kvplug's own builder does
-            self._endpoint = self.suite.limited_endpoint(**fields_of(self.context))
+            self._endpoint = self.suite.endpoint(LIMIT, **fields_of(self.context))
 
     def offer(self) -> str:
         self._listener = self._endpoint.listen()
@@ -186,7 +184,7 @@ class PipeEnds(Ends):
         return [ListenerEnd(self._listener)]
 
     def content(self, role: int, number: int) -> Any:
-        return remote.content(number, _SIZES[number % len(_SIZES)])
+        return numbered(number, _SIZES[number % len(_SIZES)])
 
 
 def _strided(rows: int) -> Any:
@@ -197,6 +195,10 @@ def _strided(rows: int) -> Any:
 
 class PipeGeneral(PipeSuite, General):
     """The general laws for pipes."""
+
+    @property
+    def _is_bounded(self) -> bool:
+        return self.devices == ["cpu"]
 
     def ends(self, **context: Any) -> PipeEnds:
         return PipeEnds(self, context)

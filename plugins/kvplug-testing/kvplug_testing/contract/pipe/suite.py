@@ -15,8 +15,6 @@ from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import Contract
 from kvplug_testing.contract.pipe.content import numbered
-from kvplug_testing.contract.suite_ref import suite_from_ref
-from kvplug_testing.sources import at_source, source_of
 from kvplug_testing.waits import Call
 
 MIB = 1 << 20
@@ -110,38 +108,6 @@ class PipeSuite(Contract):
         duplex = self.spec is None or self.spec.capabilities.full_duplex
         return "" if duplex else f"{self.called} does not claim full_duplex"
 
-    @property
-    def both_ways_and_a_limit(self) -> str:
-        """The reason to skip a test, for ``needs``."""
-        return self.both_ways or self.a_limit
-
-    # -- ends in other processes ---------------------------------------------------------------
-
-    def connecting(self, contact: str, what: Callable[..., Any], *args: Any) -> peers.Peer:
-        """Another process, which connects to ``contact`` and runs ``what(parent, pipe, *args)``.
-
-        ``what`` is a function of an importable module's top level, as in
-        :mod:`kvplug_testing.contract.pipe.remote`.
-        """
-        return self._runs("connecting_end", contact, source_of(what), list(args))
-
-    def remote_pipe(self, what: Callable[..., Any], *args: Any) -> tuple[Pipe, peers.Peer]:
-        """A pipe whose other end is in another process, as :meth:`connecting` starts it."""
-        listener = self.endpoint().listen()
-        try:
-            child = self.connecting(listener.contact, what, *args)
-            return self.accept(listener), child
-        finally:
-            listener.close()
-
-    def remote_listener(self, what: Callable[..., Any]) -> tuple[str, peers.Peer]:
-        """The contact of a listener in another process, which runs ``what(parent, listener)``."""
-        child = self._runs("listening_end", source_of(what))
-        return child.recv(), child
-
-    def _runs(self, end: str, *args: Any) -> peers.Peer:
-        return self.start_forked(f"{__name__}:{end}", self.suite_ref(), *args, timeout_s=CHILD_S)
-
     def accept(self, listener: PipeListener) -> Pipe:
         """The next pipe, which must connect in time; aborted at the end of the test."""
         within = waits.patience_s
@@ -159,24 +125,6 @@ class PipeSuite(Contract):
         import torch
 
         torch.ones(1 << 20).add_(1)
-
-
-def connecting_end(
-    parent: peers.Parent, suite_ref: dict[str, Any], contact: str, what: str, args: Any
-) -> Any:
-    """In another process: connect, run the function, and close the pipe."""
-    with suite_from_ref(suite_ref).endpoint().connect(contact) as pipe:
-        return at_source(what)(parent, pipe, *args)
-
-
-def listening_end(parent: peers.Parent, suite_ref: dict[str, Any], what: str) -> Any:
-    """In another process: listen, report the contact, and run the function."""
-    listener = suite_from_ref(suite_ref).endpoint().listen()
-    try:
-        parent.send(listener.contact)
-        return at_source(what)(parent, listener)
-    finally:
-        listener.close()
 
 
 def received(pipe: Pipe, out: Any = None) -> Any:

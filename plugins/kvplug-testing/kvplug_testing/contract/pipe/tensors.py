@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from kvplug import KvplugError, TimeoutError, UnsupportedError
+from kvplug import CapacityError, KvplugError, TimeoutError, UnsupportedError
 from kvplug.engine import KVLayout, page_views
 from kvplug.kit import MAX_DIMS
 from kvplug.transport import BlockViews, Pipe, TensorMismatchError
@@ -173,6 +173,19 @@ class Tensors(PipeSuite):
                 assert_same(message, received(other, out), "the refused message did not stay as it was")
                 sending.result().wait(waits.patience_s)
                 passes(one, other, tensor_of("int32", (5,)))
+
+    @law("ALL-10")
+    def test_a_message_beyond_the_limit_is_refused_before_memory_is_taken_and_stays(self) -> None:
+        one, other = self.pair(max_message_bytes=1000)
+        large, small = tensor_of("uint8", (1001,)), tensor_of("uint8", (1000,))
+        for message in (large, large, small):
+            sent(one, message)
+        for _ in range(2):
+            for _ in range(2):
+                raises(CapacityError, lambda: other.recv_tensor(timeout=waits.patience_s))
+            got = received(other, _out("uint8", (1001,)))
+            assert_same(large, got, "it was not received into memory of the caller's")
+        assert_same(small, received(other))
 
     # -- blocks of a paged cache ---------------------------------------------------------------
 

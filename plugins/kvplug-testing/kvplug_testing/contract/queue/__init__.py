@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from kvplug_testing.contract.queue.ends import QueueGeneral
-from kvplug_testing.contract.queue.lying_peers import LyingPeers
 from kvplug_testing.contract.queue.messages import Messages
 from kvplug_testing.contract.queue.readers import Readers
 
 
-class MessageQueueContract(Messages, Chunks, Readers, Processes, OtherHost, LyingPeers, QueueGeneral):
+class MessageQueueContract(Messages, Readers, QueueGeneral):
     """Checks a transport of kind "queue" against the laws ALL and QUEUE.
 
     A test file for an installed transport is this::

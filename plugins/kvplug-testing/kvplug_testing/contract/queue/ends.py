@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -38,9 +39,9 @@ class QueueEnd(End):
     def blocking(self) -> Calls:
         queue, value = self.thing, self._num_clogging
         if queue.is_writer:
-            found = {"enqueue": partial(queue.enqueue, value), "acquire_write": partial(acquire_write, queue)}
+            found = {"enqueue": partial(queue.enqueue, value), "acquire_write": partial(write, queue)}
         else:
-            found = {"dequeue": queue.dequeue, "acquire_read": partial(acquire_read, queue)}
+            found = {"dequeue": queue.dequeue, "acquire_read": partial(read, queue)}
         return {
             **found,
             "broadcast_object": partial(queue.broadcast_object, value),
@@ -58,9 +59,13 @@ class QueueEnd(End):
         return [each for each in self.blocking() if each != "wait_until_ready" or not self.thing.is_writer]
 
     def exchange(self, content: Any, timeout: float | None) -> Any:
-        if not self.thing.is_writer:
-            return self.once("dequeue", lambda: self.thing.dequeue(timeout=timeout))
-        self.once("enqueue", lambda: self.thing.enqueue(content, timeout=timeout))
+        queue, is_writer = self.thing, self.thing.is_writer
+        if content[0] % 3 == 2:
+            value = content if is_writer else None
+            return self.once("broadcast", lambda: queue.broadcast_object(value, timeout=timeout))
+        if not is_writer:
+            return self.once("dequeue", lambda: queue.dequeue(timeout=timeout))
+        self.once("enqueue", lambda: queue.enqueue(content, timeout=timeout))
         return content
 
     def clog(self) -> int:
@@ -72,6 +77,18 @@ class QueueEnd(End):
         got = [self.thing.dequeue(timeout=waits.patience_s) for _ in range(count)]
         assert got == [*range(count)], f"{got} came, and 0 to {count - 1} were sent"
 
+    def hold(self) -> None:
+        """Begin to read a chunk, and never end."""
+        self._holding.enter_context(self.thing.acquire_read(timeout=waits.patience_s))
+
+    def write_half(self) -> None:
+        """Send a chunk and values, and write half of another chunk."""
+        write(self.thing, bytes(1000), timeout=waits.patience_s)
+        for number in range(1, CHUNKS - 1):
+            self.thing.enqueue(number, timeout=waits.patience_s)
+        view = self._holding.enter_context(self.thing.acquire_write(1000, timeout=waits.patience_s))
+        view[:500] = b"h" * 500
+
 
 class QueueEnds(Ends):
     """A writer and one reader."""
@@ -82,11 +99,12 @@ class QueueEnds(Ends):
     suite: QueueSuite
 
     def prepare(self) -> None:
-        fields = fields_of(self.context)
+        fields = {"n_reader": 1, **fields_of(self.context)}
+        self._rank = fields.pop("rank", 0)
         if "at_host" in self.context:
-            fields["local_reader_ranks"] = ()
+            fields.setdefault("local_reader_ranks", ())
         with NamedExhaustion("building a message queue"):  # as kvplug's own builder does
-            self._endpoint = self.suite.endpoint(n_reader=1, **fields)
+            self._endpoint = self.suite.endpoint(**fields)
 
     def offer(self) -> dict[str, Any]:
         self._writer = self._endpoint.create()
@@ -98,7 +116,7 @@ class QueueEnds(Ends):
 
     def connect(self, role: int, contact: Any) -> End:
         handle = QueueHandle.from_plain(contact)
-        reader = self._endpoint.create_from_handle(handle, 0, timeout=self.timeout_s)
+        reader = self._endpoint.create_from_handle(handle, self._rank, timeout=self.timeout_s)
         self.suite.later(reader.abort)
         return QueueEnd("reader", reader)
 

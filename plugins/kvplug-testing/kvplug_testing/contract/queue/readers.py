@@ -138,13 +138,13 @@ class Readers(QueueGeneral):
     def _writer_elsewhere(self, start: Callable[..., Any], **context: Any) -> tuple[Any, RemoteHandle]:
         """The plain handle of a queue whose writer is in another process, and that end."""
         child = start(RUN_END, self.suite_ref(), 0, context, timeout_s=CHILD_S)
-        return child.recv(), RemoteHandle(child, child.recv()[1])
+        return child.recv(), RemoteHandle(child)
 
     def _reader_elsewhere(self, start: Callable[..., Any], plain: Any, **context: Any) -> RemoteHandle:
         """A reader in another process, which has attached."""
         child = start(RUN_END, self.suite_ref(), 1, context, timeout_s=CHILD_S)
         child.send(plain)
-        return RemoteHandle(child, child.recv()[1])
+        return RemoteHandle(child)
 
     def _with_one_elsewhere(self, n_reader: int) -> tuple[MessageQueue, list[MessageQueue], RemoteHandle]:
         """A writer, all readers but that of rank 1, and the reader of rank 1 in another process."""

@@ -15,9 +15,6 @@ from kvplug.transport import Credentials, Kind, MessageQueue, QueueContext, Queu
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import Contract
-from kvplug_testing.contract.ends import fields_of
-from kvplug_testing.contract.suite_ref import suite_from_ref
-from kvplug_testing.sources import at_source, source_of
 from kvplug_testing.waits import Call
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -78,82 +75,6 @@ class QueueSuite(Contract):
             import torch
 
             torch.ones(1 << 20).add_(1)
-
-    # -- ends in other processes ---------------------------------------------------------------
-
-    @property
-    def other_processes(self) -> str:
-        """For ``needs``. An endpoint's class may say ``in_one_process``, as the fake of the kit does."""
-        if self.spec is not None and getattr(self.spec.load_factory(), "in_one_process", False):
-            return f"the ends of {self.called} are in one process (in_one_process)"
-        return super().other_processes
-
-    def remote_reader(self, handle: QueueHandle, rank: int, **context: Any) -> RemoteEnd:
-        """The reader of that rank in another process, on the host ``at_host`` if there is one. It has
-        attached.
-        """
-        return self._remote(context, handle.as_plain(), rank)[0]
-
-    def remote_writer(self, n_reader: int, **context: Any) -> tuple[QueueHandle, RemoteEnd]:
-        """The writer in another process, on the host ``at_host`` if there is one, and its handle."""
-        end, handle = self._remote({"n_reader": n_reader, **context})
-        return QueueHandle.from_plain(handle), end
-
-    def _remote(self, context: dict[str, Any], *handle_and_rank: Any) -> tuple[RemoteEnd, Any]:
-        """An end that is ready, and its handle."""
-        start = (
-            functools.partial(self.start_at, context["at_host"])
-            if "at_host" in context
-            else self.start_forked
-        )
-        arguments = (f"{__name__}:_run_end", self.suite_ref(), context, *handle_and_rank)
-        end = RemoteEnd(start(*arguments, timeout_s=_LIFE_S))
-        return end, end.result()
-
-
-class RemoteEnd:
-    """An end in another process, which runs functions ``what(parent, queue, *args)``, one after the other."""
-
-    def __init__(self, child: peers.Peer) -> None:
-        self.child = child
-
-    def begin(self, what: Callable[..., Any], *args: Any) -> RemoteEnd:
-        """Begin to run ``what``, a function at the top level of a file."""
-        self.child.send([source_of(what), *args])
-        return self
-
-    def result(self) -> Any:
-        """What it sends next, or its function returns."""
-        error, value = self.child.recv(2 * waits.patience_s)
-        assert not error, f"{self.child!r}: {error}: {value}"
-        return value
-
-    def run(self, what: Callable[..., Any], *args: Any) -> Any:
-        """What the function returns."""
-        return self.begin(what, *args).result()
-
-
-def _run_end(
-    parent: peers.Parent,
-    suite_ref: dict[str, Any],
-    context: dict[str, Any],
-    handle: Any = None,
-    rank: int = 0,
-) -> None:
-    """In another process: the writer's end, or with a handle a reader's. Runs functions without end."""
-    endpoint = suite_from_ref(suite_ref).endpoint(**fields_of(context))
-    if handle is None:
-        queue = endpoint.create()
-    else:
-        queue = endpoint.create_from_handle(QueueHandle.from_plain(handle), rank, timeout=waits.patience_s)
-    parent.send(["", queue.export_handle().as_plain()])
-    with queue:
-        while True:
-            name, *args = parent.recv(None)
-            try:
-                parent.send(["", at_source(name)(parent, queue, *args)])
-            except KvplugError as e:
-                parent.send([type(e).__name__, str(e)])
 
 
 # -- calls that must end in time ---------------------------------------------------------------

@@ -10,7 +10,7 @@ from kvplug_testing.contract.store.index import WhatIsThere
 
 
 # pytest collects the last base first.
-class StoreContract(Contents, Misses, Writers, Deadlines, Budget, WhatIsThere, Devices, LyingPeers):
+class StoreContract(Contents, Deadlines, Budget, WhatIsThere, Devices):
     """Checks a store against the laws ALL and STORE.
 
     A test file for an installed store is this::

@@ -242,14 +242,14 @@ class Contents(StoreGeneral):
         place = self.place()
         store = self.open(place)
         for turn in range(_KILLS):
-            writer, names = self.beside(place), [b"killed %d, put %d" % (turn, at) for at in range(3)]
+            writer, names = self.beside(place), [f"killed {turn}, put {at}" for at in range(3)]
             for name in names[:2]:
                 writer.run("put", name)
             writer.begin("put", names[2])
             time.sleep(0.002 * turn)
             writer.child.kill()
             for name in names:
-                pages = pages_of(store, name)
+                pages = pages_of(place, name)
                 if name == names[2]:
                     assert {*got_or_missed(store, pages)} <= {None, MissReason.ABSENT}
                     kept(store, pages)

@@ -15,8 +15,17 @@ from typing import Any, ClassVar, Final
 import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, TimeoutError
-from kvplug.transport import Deadline, Job, MissReason, NamedExhaustion, PageRequest, PutReason, Store
-from kvplug_testing.contract.ends import Calls, End, Ends
+from kvplug.transport import (
+    Deadline,
+    Job,
+    MissReason,
+    NamedExhaustion,
+    PageRequest,
+    Presence,
+    PutReason,
+    Store,
+)
+from kvplug_testing.contract.ends import CHILD_S, RUN_END, Calls, End, Ends, RemoteHandle
 from kvplug_testing.contract.exhaustion import ResultError
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.store.calls import ended, is_missed, kept, looked_up
@@ -109,11 +118,14 @@ class StoreEnd(End):
         }
 
         def answer(name: str, timeout: float | None) -> None:
-            results = self._jobs()[name](timeout).wait(None)
+            results = self.calls()[name](timeout=timeout).wait(None)
             is_one = len(results) == _PAGES and all(isinstance(each, kinds[name]) for each in results)
             assert is_one, f"{results!r:.300} is no answer"
 
-        return {**self.calls(), **{name: functools.partial(answer, name) for name in kinds}}
+        found: dict[str, Any] = {
+            name: lambda timeout, call=call: call() for name, call in self.untimed().items()
+        }
+        return {**self.calls(), **found, **{name: partial(answer, name) for name in kinds}}
 
     def timed(self) -> Calls:
         return {**self.calls(), "close": self.close}
@@ -146,7 +158,8 @@ class StoreEnd(End):
 
     def exchange(self, content: Content, timeout: float | None) -> Sequence[Any]:
         deadline = Deadline.after(timeout)
-        done(self.thing.submit_put(content.mine, timeout=timeout), "a put")
+        results = done(self.thing.submit_put(content.mine, timeout=timeout), "a put")
+        assert {*results} == {None}, f"a put gave {results}"
         while MissReason.ABSENT in (results := self._get(content.received, timeout)):
             if deadline.expired:
                 raise TimeoutError("the pages of an exchange have not come")
@@ -155,6 +168,7 @@ class StoreEnd(End):
         return results
 
     def check(self, content: Content, received: Sequence[Any]) -> None:
+        assert {*received} == {None}, f"a get gave {received}"
         assert not (wrong := content.theirs.unlike(content.received, received)), wrong
 
     def _get(self, request: PageRequest, timeout: float | None) -> Sequence[Any]:
@@ -199,10 +213,12 @@ class StoreEnd(End):
 
     def lease(self, keys: Sequence[bytes]) -> bool:
         """Lease pages for long; whether they are there."""
-        return {*looked_up(self._store, keys, lease_s=LONG_S)} == {Presence.HELD}
+        return {*looked_up(self.thing, keys, lease_s=LONG_S)} == {Presence.HELD}
 
-    def put(self, namespace: bytes) -> None:
-        self._put(pages_of(self._store, namespace), None)
+    def put(self, name: str) -> None:
+        """Put the pages of that name; all are kept."""
+        results = done(self.thing.submit_put(pages_of(self._place, name).filled(), timeout=None), "a put")
+        assert {*results} == {None}, f"a put gave {results}"
 
     def close(self, timeout: float | None) -> None:
         self._is_ended = True
@@ -292,6 +308,19 @@ class OnlyEnds(StoreEnds):
 
 class StoreGeneral(StoreSuite, General):
     """The general laws for stores."""
+
+    @property
+    def lied_to_processes(self) -> str:
+        if not self.by_link:
+            return f"ends of {self.called} say nothing to each other over a link"
+        return self.one_end or super().lied_to_processes
+
+    def beside(self, place: Place) -> RemoteHandle:
+        """Another end of the place, in another process."""
+        self.make_reachable(place)
+        child = self.start_forked(RUN_END, self.suite_ref(), 1, {"place": place.plain}, timeout_s=CHILD_S)
+        child.send(place.address)
+        return RemoteHandle(child)
 
     def ends(self, **context: Any) -> StoreEnds:
         return (OnlyEnds if self.one_end else StoreEnds)(self, context)
