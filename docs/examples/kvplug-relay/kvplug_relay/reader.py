@@ -25,6 +25,7 @@ from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Connection,
     Deadline,
+    NamedExhaustion,
     QueueContext,
     QueueHandle,
     Timeout,
@@ -140,7 +141,8 @@ class Reader(End):
                 names = {Kind.VALUE: "a value, for dequeue", Kind.CHUNK: "a chunk of bytes, for acquire_read"}
                 raise UnsupportedError(f"the next message is {names[kind]}")
             try:
-                content = map_received(os.dup(fd), nbytes)
+                with NamedExhaustion("mapping a message"):  # it can be received later
+                    content = map_received(os.dup(fd), nbytes)
             except WireError as e:
                 raise self._break(e) from e
             try:
