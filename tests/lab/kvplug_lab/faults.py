@@ -29,6 +29,7 @@ from kvplug.transport import (
     Transfer,
     option,
 )
+from kvplug_testing.pairs import PipeAround
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,25 +63,17 @@ class Rule:
         return cls(do, **{name: int(value) for name, _, value in pairs})  # type: ignore[arg-type]
 
 
-class FaultyPipe(Pipe):
+class FaultyPipe(PipeAround):
     """A pipe around another one. Without rules it behaves like that one."""
 
     def __init__(self, pipe: Pipe, rules: Sequence[Rule], *, when: Callable[[], bool] | None = None) -> None:
         """With ``when`` a fault happens only if it returns true."""
-        self._pipe = pipe
+        super().__init__(pipe)
         self._counted = dict.fromkeys(rules, 0)
         self._when = when
         self._random = random.Random(1)
         self._last: Transfer | None = None
         self._over = threading.Event()
-
-    @property
-    def closed(self) -> bool:
-        return self._pipe.closed
-
-    @property
-    def peer(self) -> str:
-        return self._pipe.peer
 
     def path_report(self) -> PathReport:
         return self._pipe.path_report()
@@ -103,19 +96,13 @@ class FaultyPipe(Pipe):
         self._last = self._pipe.send_tensor(tensor, timeout=timeout)
         return self._last
 
-    def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
-        return self._pipe.recv_tensor(out, timeout=timeout)
-
-    def limit_messages(self, nbytes: int) -> None:
-        self._pipe.limit_messages(nbytes)
-
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self._over.set()
-        self._pipe.close(timeout)
+        super().close(timeout)
 
     def abort(self) -> None:
         self._over.set()
-        self._pipe.abort()
+        super().abort()
 
     def _hits(self, nbytes: int) -> list[Rule]:
         """Count the next message. Returns the rules that it meets."""

@@ -1,6 +1,6 @@
 """A resource runs out while a connector is made or used (law ALL-9).
 
-What fails while a step runs is reported to the engine, which computes it, and is no error.
+A load that fails while a step runs is reported to the engine, which computes its blocks. That is not an error here.
 """
 
 from __future__ import annotations

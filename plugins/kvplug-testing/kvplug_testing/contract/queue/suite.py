@@ -30,7 +30,7 @@ class QueueSuite(Contract):
     timeout_s: ClassVar[float] = 20.0
     """The context's ``timeout_s``: what counts where a call says nothing."""
     most_bytes: ClassVar[int] = 64 * MIB
-    """The largest value that is tried; a queue that carries no more says so here."""
+    """The largest value that is tried, in bytes. Lower it for a queue that carries less."""
 
     def make_endpoint(self, context: QueueContext) -> QueueEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
