@@ -1,6 +1,6 @@
 """A resource runs out while a connector is made or used (law ALL-9).
 
-A load that fails while a step runs is reported to the engine, which computes its blocks. That is not an error here.
+A load that fails while a step runs is expected: it is reported to the engine, which computes its blocks.
 """
 
 from __future__ import annotations
