@@ -22,6 +22,8 @@ def boot_id() -> str:
 
 HERE = boot_id()
 """Of the host where this file was imported."""
+patience_s = 5.0
+"""Each end starts in a process of a namespace of its own, which takes seconds on a busy machine."""
 
 
 class Faulty:
