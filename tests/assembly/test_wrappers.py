@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,14 +10,17 @@ import pytest
 from kvplug import Config, ConfigError, PluginError, Registry, build_queue
 from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.transport import Capabilities, Cost, Kind, TransportSpec, hookimpl
-from kvplug_testing.memory.queue import MemoryQueueEndpoint
+from kvplug_testing.sources import module_at
 
 AROUND = {"mark": "x"}
+relay = module_at(str(Path(__file__).parents[1] / "lab/subjects/relay.py"))
 
 
 @pytest.fixture(scope="module")
 def registry() -> Registry:
-    return Registry.from_env()
+    registry = Registry.from_env()
+    registry.register(relay.plugin, name="relay")
+    return registry
 
 
 def config(around: dict[str, Any] | None, **more: Any) -> Config:
@@ -35,7 +39,7 @@ def faults_of(config: Config, registry: Registry, *keys: str) -> tuple[str, ...]
     [
         ("transport", "nothing-such", "no transport named 'nothing-such'"),
         ("transport", "around", "'around' wraps another transport itself"),
-        ("queue", "memroy", "no message queue named 'memroy'; did you mean 'memory'?"),
+        ("queue", "realy", "no message queue named 'realy'; did you mean 'relay'?"),
         ("queue", "cpu", "no message queue named 'cpu'"),
         ("queue", "around", "'around' wraps another transport itself"),
     ],
@@ -48,10 +52,10 @@ def test_what_cannot_be_inside_is_named_when_the_config_is_checked(
 
 
 def test_faults_of_the_wrapper_and_of_what_it_wraps_are_listed_together(registry: Registry) -> None:
-    given = {"queue": "around", "options": {"around": {"inner": "memory"}, "memory": {"spin": 1}}}
+    given = {"queue": "around", "options": {"around": {"inner": "relay"}, "relay": {"spin": 1}}}
     faults = faults_of(Config.from_dict(given), registry, "queue")
     assert any(fault.startswith("options.around.mark: must be given") for fault in faults)
-    assert "options.memory: the queue 'memory' takes no options" in faults
+    assert "options.relay: the queue 'relay' takes no options" in faults
 
 
 @pytest.mark.parametrize("inner", ["memory", "auto"])
@@ -72,9 +76,9 @@ class Offers:
     def kvplug_transports() -> list[TransportSpec]:
         able = Capabilities(authenticated=False, cross_host=True, cost=Cost(latency_us=50.0, gb_per_s=1.0))
         fast = Capabilities(cost=Cost(latency_us=1.0, gb_per_s=1.0))
-        memory, around = "kvplug_testing.memory.queue:MemoryQueueEndpoint", "kvplug_lab.around:around"
+        inner, around = "kvplug_relay.queue:RelayEndpoint", "kvplug_lab.around:around"
         return [
-            TransportSpec(kind=Kind.QUEUE, name="trusting", factory=memory, capabilities=able),
+            TransportSpec(kind=Kind.QUEUE, name="trusting", factory=inner, capabilities=able),
             TransportSpec(kind=Kind.QUEUE, name="fast", factory=around, capabilities=fast, wraps=True),
         ]
 
@@ -89,12 +93,13 @@ def few() -> Registry:
 
 
 def test_the_inner_queue_is_made_with_the_arguments_of_the_wrapper(few: Registry) -> None:
-    for inner in ("memory", "auto"):
+    few.register(relay.plugin, name="relay")
+    for inner in ("relay", "auto"):
         given = config({**AROUND, "inner": inner}, queue="around")
         endpoint = build_queue(given, n_reader=2, max_chunks=5, registry=few)
-        assert isinstance(endpoint, MemoryQueueEndpoint)
+        assert isinstance(endpoint, relay.RelayEndpoint)
         assert (endpoint.context.n_reader, endpoint.context.max_chunks) == (2, 5)
-    assert isinstance(build_queue(config(None, queue="auto"), registry=few), MemoryQueueEndpoint)
+    assert isinstance(build_queue(config(None, queue="auto"), registry=few), relay.RelayEndpoint)
 
 
 @pytest.mark.parametrize(

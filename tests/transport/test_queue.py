@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvplug import AuthenticationError, ConfigError, TransportError
 from kvplug.net.wire import decode, encode
-from kvplug.transport import DEFAULT_TIMEOUT, Credentials, QueueContext, QueueHandle, Timeout, WireError
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Credentials,
+    QueueContext,
+    QueueEndpoint,
+    QueueHandle,
+    Timeout,
+    WireError,
+)
+from kvplug_testing import peers
 from kvplug_testing.groups import local_groups
-from kvplug_testing.memory.queue import MemoryQueueEndpoint, _rings
+from kvplug_testing.sources import module_at
 from kvplug_testing.waits import Call
 
 pytestmark = pytest.mark.timeout(60)
 
 WITHIN_S = 40.0
+RelayEndpoint = module_at(str(Path(__file__).parents[1] / "lab/subjects/relay.py")).RelayEndpoint
 
 HANDLE = QueueHandle(
     transport="shm",
@@ -67,20 +78,17 @@ def test_a_handle_knows_whose_it_is() -> None:
         HANDLE.check("shm", 2)
 
 
-# -- waits -----------------------------------------------------------------------------------------
+# -- over groups -----------------------------------------------------------------------------------
 
 
-# -- without torch ---------------------------------------------------------------------------------
-
-
-class Deaf(MemoryQueueEndpoint):
+class Deaf(RelayEndpoint):
     """Its writer cannot be made."""
 
     def create(self, reader_ranks: Sequence[int] | None = None) -> Any:
         raise TransportError("no memory for a ring")
 
 
-class Shy(MemoryQueueEndpoint):
+class Shy(RelayEndpoint):
     """Reader 1 cannot attach."""
 
     def create_from_handle(self, handle: QueueHandle, rank: int, timeout: Timeout = DEFAULT_TIMEOUT) -> Any:
@@ -89,7 +97,7 @@ class Shy(MemoryQueueEndpoint):
         return super().create_from_handle(handle, rank, timeout)
 
 
-def in_a_group(kind: type[MemoryQueueEndpoint], writer_rank: int = 2) -> list[Any]:
+def in_a_group(kind: type[QueueEndpoint], writer_rank: int = 2) -> list[Any]:
     """What three ranks have made, or what was raised there."""
     end = kind(QueueContext(options=None, credentials=Credentials(), timeout_s=WITHIN_S))
     with local_groups(WITHIN_S) as make:
@@ -118,11 +126,11 @@ def in_a_group(kind: type[MemoryQueueEndpoint], writer_rank: int = 2) -> list[An
     ],
 )
 def test_where_one_rank_cannot_all_are_told_which_and_why_and_nothing_is_left(
-    kind: type[MemoryQueueEndpoint], words: str, where: int, cause: type[Exception]
+    kind: type[QueueEndpoint], words: str, where: int, cause: type[Exception]
 ) -> None:
-    made = in_a_group(kind)
+    with peers.nothing_left(5.0):
+        made = in_a_group(kind)
     assert [type(each) for each in made] == [TransportError] * 3
     assert all(words in str(each) for each in made)
     causes = [type(each.__cause__) for each in made]
     assert causes == [cause if number == where else type(None) for number in range(3)]
-    assert not _rings

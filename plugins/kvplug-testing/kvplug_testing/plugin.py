@@ -10,7 +10,6 @@ KVPLUG_API = (1, 0)
 _FAST, _SLOW = Cost(latency_us=10.0, gb_per_s=5.0), Cost(latency_us=100.0, gb_per_s=2.0)
 _TRANSPORTS = (
     (Kind.PIPE, "pipe:MemoryEndpoint", _FAST, "both ends in one process"),
-    (Kind.QUEUE, "queue:MemoryQueueEndpoint", _FAST, "writer and readers in one process"),
     (Kind.COMMUNICATOR, "communicator:MemoryCommunicator", _SLOW, "the ranks' tensors go through a group"),
 )
 

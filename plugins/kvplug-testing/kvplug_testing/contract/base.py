@@ -256,11 +256,13 @@ class Contract:
             return None
         return check_options(cls, given, where=f"options.{self.called}")
 
-    def around_memory(self, context: Any) -> Any:
-        """The context; where the transport wraps another one, with the kit's "memory" inside."""
+    def around_another(self, context: Any) -> Any:
+        """The context; where the transport wraps another one, with the queue "shm" or the kit's "memory"
+        inside.
+        """
         if self.spec is None or not self.spec.wraps:
             return context
-        spec: Any = _registry().get(self.kind, "memory")
+        spec: Any = _registry().get(self.kind, "shm" if self.kind is Kind.QUEUE else "memory")
         cls = spec.load_options()
         inner = attrs.evolve(context, options=None if cls is None else cls())
         return attrs.evolve(context, make_inner=functools.partial(spec.load_factory(), inner))

@@ -44,7 +44,7 @@ class PipeSuite(Contract):
 
     def make_endpoint(self, context: PipeContext) -> PipeEndpoint:
         """The transport's factory, called. Override it for a transport that is not installed."""
-        return self.installed("make_endpoint").load_factory()(self.around_memory(context))  # type: ignore[no-any-return]
+        return self.installed("make_endpoint").load_factory()(self.around_another(context))  # type: ignore[no-any-return]
 
     # -- ends in this process ------------------------------------------------------------------
 
