@@ -191,7 +191,7 @@ class TestWorksAfterItsEnd(MemoryCommunicator):
         pass
 
 
-@breaks(Mutant, "ALL-4", caught_by="test_a_second_thread_is_refused")
+@breaks(Mutant, "ALL-4", caught_by="test_a_second_thread_in_a_call_is_refused_and_the_first_goes_on")
 class TestMixesTwoThreads(MemoryCommunicator):
     """Two threads may be in collectives of one rank at once."""
 

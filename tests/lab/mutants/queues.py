@@ -272,7 +272,7 @@ class TestSendsWhatTimedOut(Writer):
             raise
 
 
-@breaks(Mutant, "ALL-4", caught_by="test_a_second_thread_is_refused_and_nothing_gets_mixed")
+@breaks(Mutant, "ALL-4", caught_by="test_a_second_thread_in_a_call_is_refused_and_the_first_goes_on")
 class TestMixesTwoThreads(Reader):
     """Two threads may wait at one reader, and which one gets the message is left to chance."""
 

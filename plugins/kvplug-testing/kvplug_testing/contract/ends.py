@@ -63,6 +63,8 @@ class End:
     """What they raise after the first one has raised it."""
     awaits: str = ""
     """What the message of a call that timed out names."""
+    one_thread: Sequence[str] = ()
+    """Blocking calls for one thread at a time: a second one gets ``BusyError``."""
     thing: Any = None
     """The object."""
     content: Callable[[int], Any]
@@ -170,6 +172,7 @@ class End:
             "blocking": [*self.blocking()],
             "unclogged": [*self.unclogged()],
             "idles": self.idles(),
+            "one_thread": [*self.one_thread],
             "doomed": [*self.doomed()],
             "pid": os.getpid(),
         }

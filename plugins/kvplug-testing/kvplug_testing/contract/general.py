@@ -21,6 +21,7 @@ from typing import Any, Final
 import pytest
 
 from kvplug import ClosedError, KvplugError, TimeoutError
+from kvplug.transport import BusyError
 from kvplug_testing import peers, waits
 from kvplug_testing.contract import leaving
 from kvplug_testing.contract.base import law
@@ -382,6 +383,25 @@ class General(LiedTo, Exhaustion):
         time.sleep(1.0)
         used = sum(end.run("cpu_s") for end in seen.values()) - before
         assert used < 0.1, f"{len(idle)} calls that waited for a second used {used:.2f} s of processor time"
+
+    @law("ALL-4")
+    def test_a_second_thread_in_a_call_is_refused_and_the_first_goes_on(self) -> None:
+        calls = [(at, name) for at, end in enumerate(self._facts()) for name in end.facts["one_thread"]]
+        if not calls:
+            pytest.skip(f"several threads may call {self.called} at once")
+        for at, name in calls:
+            with self.scope():
+                ends = self.connected()
+                end = ends[at]
+                self.exchange(ends, 1)  # what is slow the first time is done
+                clogged = 0 if name in end.facts["unclogged"] else end.run("clog")
+                part = ("drain", clogged) if clogged else ("part", 0, None)
+                first = end.begin("wait", name, None) if clogged else end.begin(*part)
+                first.check_blocked(DEADLINE_S)
+                end.begin("wait", name, DEADLINE_S).raised(BusyError)
+                first.check_blocked()
+                for each in [*(other.begin(*part) for other in self.others(ends, end)), first]:
+                    each.result()
 
     @law("ALL-5", needs="other_and_forked_processes", level="long", timeout_s=120)
     def test_an_interrupt_of_a_blocked_call_leaves_an_end_that_works_or_says_that_it_is_broken(self) -> None:

@@ -39,6 +39,7 @@ class RankEnd(End):
     """One of two ranks. Its ``destroy`` is its ``close`` and its ``abort``."""
 
     gone_later = TransportError
+    one_thread = ("all_reduce",)
 
     def __init__(self, number: int, group: StatelessGroup, made: DeviceCommunicator) -> None:
         self.role = f"rank {number}"

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 from kvplug import ClosedError, KvplugError, PeerGoneError
 from kvplug.transport import NamedExhaustion, Pipe, PipeListener, Transfer
 from kvplug_testing import waits
+from kvplug_testing.contract.base import law
 from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.pipe.content import numbered, tensor_of
@@ -37,6 +38,7 @@ class PipeEnd(End):
         self.thing = pipe
         self._clogs = clogs
         self._out = torch.empty(CLOG_BYTES, dtype=torch.uint8)  # what has arrived of a clogged pipe fits
+        self.one_thread = [*self.unclogged()[:1], *(["send_tensor"] if clogs else [])]
         self._num_clogging = 0
         self._transfers: list[Transfer] = []
 
@@ -202,3 +204,7 @@ class PipeGeneral(PipeSuite, General):
 
     def ends(self, **context: Any) -> PipeEnds:
         return PipeEnds(self, context)
+
+    @law("PIPE-7")
+    def test_a_second_thread_in_a_call_is_refused_and_the_first_goes_on(self) -> None:
+        super().test_a_second_thread_in_a_call_is_refused_and_the_first_goes_on()

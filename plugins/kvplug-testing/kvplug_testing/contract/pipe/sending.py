@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 import pytest
 
 from kvplug import ClosedError, PeerGoneError, TimeoutError
-from kvplug.transport import BusyError, Pipe, Transfer
+from kvplug.transport import Pipe, Transfer
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
@@ -187,29 +186,6 @@ class Sending(PipeSuite):
 
     # -- threads -------------------------------------------------------------------------------
 
-    @law("PIPE-7")
-    def test_a_second_receiver_is_refused_and_the_first_goes_on(self) -> None:
-        one, other = self.pair()
-        first = _refused(
-            lambda: other.recv_tensor(timeout=10 * waits.patience_s), lambda: other.recv_tensor(timeout=0)
-        )
-        sent(one, numbered(0, 10))
-        assert_same(numbered(0, 10), first.result())
-        passes(one, other, numbered(1, 10))
-
-    @law("PIPE-7")
-    def test_a_second_sender_is_refused_and_the_first_goes_on(self) -> None:
-        one, other = self.limited_pair()
-        count = len(fill(one))
-        first = _refused(
-            lambda: one.send_tensor(numbered(count, LIMIT // 2), timeout=10 * waits.patience_s),
-            # As large as the first message: if that one is late, there is no room for this one either.
-            lambda: one.send_tensor(numbered(99, LIMIT // 2), timeout=0),
-        )
-        drain(other, range(count))
-        first.result()
-        assert_same(numbered(count, LIMIT // 2), received(other), "the refused sender's message has come")
-
     @law("PIPE-7", "PIPE-2", needs="both_ways")
     def test_one_thread_sends_while_another_receives(self) -> None:
         one, other = self.limited_pair()
@@ -223,21 +199,6 @@ class Sending(PipeSuite):
         drain(other, range(count))
         assert_same(message, received(other))
         sending.result()
-
-
-def _refused(first: Callable[[], Any], second: Callable[[], Any]) -> Call:
-    """The first call, still blocked, after a concurrent second call was refused with BusyError."""
-    waiting = Call(first)
-    assert waiting.is_blocked(), f"it did not wait: {waiting.error!r}"
-
-    def is_refused() -> bool:
-        error = Call(second).end().error
-        assert isinstance(error, BusyError | TimeoutError), f"a second call got in: {error!r}"
-        return isinstance(error, BusyError)
-
-    until(is_refused, what="BusyError of a second call beside the first")
-    assert waiting.is_blocked(0.05), f"the first call was disturbed: {waiting.error!r}"
-    return waiting
 
 
 def _message(number: int, sizes: tuple[int, ...]) -> Any:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from kvplug.transport import MessageQueue, NamedExhaustion, QueueHandle
 from kvplug_testing import waits
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.ends import Calls, End, Ends, fields_of
+from kvplug_testing.contract.ends import Calls, End, Ends, Handle, fields_of
 from kvplug_testing.contract.general import General
 from kvplug_testing.contract.queue.suite import CHUNK, CHUNKS, MIB, QueueSuite, fill, read, write
 
@@ -25,6 +25,7 @@ class QueueEnd(End):
         self.role = role
         self.awaits = "reader" if role == "writer" else "writer"
         self.leaves = role == "reader"  # a reader that left is no error
+        self.one_thread = ["enqueue" if role == "writer" else "dequeue"]
         self.thing = queue
         self._num_clogging = 0
         self._holding = ExitStack()
@@ -91,16 +92,18 @@ class QueueEnd(End):
 
 
 class QueueEnds(Ends):
-    """A writer and one reader."""
+    """A writer, and as many readers as the context has."""
 
-    roles: ClassVar[Sequence[str]] = ("writer", "reader")
     has_heartbeat = True
     num_exchanges = len(_SIZES)
     suite: QueueSuite
 
+    def __init__(self, suite: QueueSuite, context: Mapping[str, Any]) -> None:
+        super().__init__(suite, {"n_reader": 1, **context})
+        self.roles = ["writer", *["reader"] * self.context["n_reader"]]  # type: ignore[misc]
+
     def prepare(self) -> None:
-        fields = {"n_reader": 1, **fields_of(self.context)}
-        self._rank = fields.pop("rank", 0)
+        fields = fields_of(self.context)
         if "at_host" in self.context:
             fields.setdefault("local_reader_ranks", ())
         with NamedExhaustion("building a message queue"):  # as kvplug's own builder does
@@ -116,7 +119,7 @@ class QueueEnds(Ends):
 
     def connect(self, role: int, contact: Any) -> End:
         handle = QueueHandle.from_plain(contact)
-        reader = self._endpoint.create_from_handle(handle, self._rank, timeout=self.timeout_s)
+        reader = self._endpoint.create_from_handle(handle, role - 1, timeout=self.timeout_s)
         self.suite.later(reader.abort)
         return QueueEnd("reader", reader)
 
@@ -130,6 +133,15 @@ class QueueGeneral(QueueSuite, General):
 
     def ends(self, **context: Any) -> QueueEnds:
         return QueueEnds(self, context)
+
+    def queue(self, n_reader: int = 1, **context: Any) -> tuple[MessageQueue, list[MessageQueue]]:
+        """The writer of a queue, and its readers, all of which have attached."""
+        ends: list[Any] = self.ends(n_reader=n_reader, **context).make([None] * (n_reader + 1))
+        writer, *readers = (each.thing for each in ends)
+        return writer, readers
+
+    def _partners(self, ends: Sequence[Handle]) -> Sequence[Handle]:
+        return ends
 
     @law("QUEUE-4", "ALL-4")
     def test_a_call_that_waits_costs_next_to_no_processor_time(self) -> None:

@@ -15,10 +15,10 @@ from kvplug.transport import MessageQueue, QueueHandle, WireError
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
+from kvplug_testing.contract.queue.ends import QueueGeneral
 from kvplug_testing.contract.queue.suite import (
     CHUNK,
     CHUNKS,
-    QueueSuite,
     all_received,
     fill,
     handle_of,
@@ -41,7 +41,7 @@ TENSORS: Final = (16, CHUNK // 2, 3 * CHUNK)
 _PAUSE_S: Final = 1.0
 
 
-class Messages(QueueSuite):
+class Messages(QueueGeneral):
     """Values and chunks, from the writer to every reader."""
 
     @law("QUEUE-1")

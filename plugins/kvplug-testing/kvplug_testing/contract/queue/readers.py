@@ -14,11 +14,11 @@ from typing import Any, Final
 import pytest
 
 from kvplug import PeerGoneError, TimeoutError
-from kvplug.transport import BusyError, CancelledError, MessageQueue, QueueHandle
+from kvplug.transport import CancelledError, MessageQueue
 from kvplug_testing import waits
 from kvplug_testing.comparison import assert_same
 from kvplug_testing.contract.base import law
-from kvplug_testing.contract.ends import CHILD_S, RUN_END, RemoteHandle
+from kvplug_testing.contract.ends import RemoteHandle
 from kvplug_testing.contract.general import HOW
 from kvplug_testing.contract.queue.ends import QueueGeneral
 from kvplug_testing.contract.queue.suite import (
@@ -51,15 +51,6 @@ class Readers(QueueGeneral):
             call.raised(CancelledError)
             raises(CancelledError, partial(verb, timeout=None, cancel=cancel))
         passes(writer, [reader], "after")
-
-    @law("ALL-4")
-    def test_a_second_thread_is_refused_and_nothing_gets_mixed(self) -> None:
-        writer, (reader,) = self.queue()
-        first = Call(lambda: reader.dequeue(timeout=waits.patience_s))
-        assert first.is_blocked()
-        raises(BusyError, lambda: reader.dequeue(timeout=0.1))
-        sent(writer, "for the first")
-        assert first.result() == "for the first"
 
     @law("QUEUE-3")
     def test_a_long_wait_and_its_timeout_name_the_reader_its_process_and_its_lag(
@@ -135,23 +126,12 @@ class Readers(QueueGeneral):
 
     # -- in other processes --------------------------------------------------------------------
 
-    def _writer_elsewhere(self, start: Callable[..., Any], **context: Any) -> tuple[Any, RemoteHandle]:
-        """The plain handle of a queue whose writer is in another process, and that end."""
-        child = start(RUN_END, self.suite_ref(), 0, context, timeout_s=CHILD_S)
-        return child.recv(), RemoteHandle(child)
-
-    def _reader_elsewhere(self, start: Callable[..., Any], plain: Any, **context: Any) -> RemoteHandle:
-        """A reader in another process, which has attached."""
-        child = start(RUN_END, self.suite_ref(), 1, context, timeout_s=CHILD_S)
-        child.send(plain)
-        return RemoteHandle(child)
-
     def _with_one_elsewhere(self, n_reader: int) -> tuple[MessageQueue, list[MessageQueue], RemoteHandle]:
         """A writer, all readers but that of rank 1, and the reader of rank 1 in another process."""
-        writer = self.writer(n_reader)
-        plain = writer.export_handle().as_plain()
-        there = self._reader_elsewhere(self.start_forked, plain, rank=1)
-        return writer, [self.reader(writer, rank) for rank in range(n_reader) if rank != 1], there
+        ends: list[Any] = self._joined([role == 2 for role in range(n_reader + 1)], {"n_reader": n_reader})
+        there = ends.pop(2)
+        writer, *readers = (each.end.thing for each in ends)
+        return writer, readers, there
 
     @law("QUEUE-2", "ALL-2", needs="other_processes")
     def test_a_reader_that_is_killed_with_a_chunk_in_use_is_evicted_and_the_others_go_on(self) -> None:
@@ -166,9 +146,9 @@ class Readers(QueueGeneral):
 
     @law("ALL-2", "ALL-5", "QUEUE-1", needs="other_processes")
     def test_of_a_writer_that_is_killed_all_it_had_sent_is_received_and_half_a_chunk_never_is(self) -> None:
-        plain, writer = self._writer_elsewhere(self.start_forked, n_reader=2)
-        handle = QueueHandle.from_plain(plain)
-        readers = [self.attach(handle, rank) for rank in range(2)]
+        ends: list[Any] = self._joined([True, False, False], {"n_reader": 2})
+        writer, readers = ends[0], [each.end.thing for each in ends[1:]]
+        handle = readers[0].export_handle()
         writer.run("write_half")
         with readers[0].acquire_read(timeout=waits.patience_s) as view:
             writer.child.kill()
@@ -207,17 +187,12 @@ class Readers(QueueGeneral):
     @law("QUEUE-1", "QUEUE-2", "ALL-2", needs="another_host")
     def test_readers_on_both_hosts_get_each_message_once_and_in_order_also_when_one_is_killed(self) -> None:
         """The writer and the reader of rank 0 are on host 0, the reader of rank 1 is on host 1."""
-        context = {"n_reader": 2, "local_reader_ranks": [0]}
-        plain, writer = self._writer_elsewhere(partial(self.start_at, 0), at_host=0, **context)
-        near, far = (
-            self._reader_elsewhere(partial(self.start_at, host), plain, rank=host, at_host=host, **context)
-            for host in (0, 1)
-        )
+        ends: list[Any] = self.between_hosts((0, 0, 1), n_reader=2, local_reader_ranks=[0])
         for number in range(50):
-            _exchange((writer, near, far), number)
-        far.child.kill()
+            self.exchange(ends, number)
+        ends.pop().child.kill()
         for number in range(20):
-            _exchange((writer, near), number)
+            self.exchange(ends, number)
 
 
 def _is_not_waited_for(writer: MessageQueue, others: Sequence[MessageQueue], end: Callable[[], Any]) -> None:
@@ -238,10 +213,3 @@ def _check_named(said: str, rank: int, process: str, lag: int) -> None:
     """Check that a text names a reader with its rank, its process and its lag."""
     for pattern in (rf"\brank {rank}\b", rf"{process}\b", rf"\b{lag} messages? behind\b"):
         assert re.search(pattern, said), f"{pattern} is not in what names a reader: {said}"
-
-
-def _exchange(ends: Sequence[RemoteHandle], number: int) -> None:
-    """Every end takes part in exchange ``number``."""
-    parts = [end.begin("part", number, waits.patience_s) for end in ends]
-    for part in parts:
-        part.result()

@@ -64,11 +64,6 @@ class QueueSuite(Contract):
         self.later(made.abort)
         return made
 
-    def queue(self, n_reader: int = 1, **context: Any) -> tuple[MessageQueue, list[MessageQueue]]:
-        """The writer of a queue, and its readers, all of which have attached."""
-        writer = self.writer(n_reader, **context)
-        return writer, [self.reader(writer, rank, **context) for rank in range(n_reader)]
-
     def warm_up(self) -> None:
         """Run one large operation: torch starts its threads then and keeps them."""
         with contextlib.suppress(ImportError):
