@@ -12,7 +12,9 @@ scorecard.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -149,16 +151,22 @@ class Contract:
         return self.suite_ref()["source"].rpartition(":")[0], self.transport, type(self).import_all
 
     def warm_up(self) -> None:
-        """Make what a process makes once and keeps, before "nothing left" looks first (the watcher's thread).
+        """Make what a process makes once and keeps, before "nothing left" looks first: threads of torch.
 
         Override it for a library that makes more, and call this one as well.
         """
+        with contextlib.suppress(ImportError):
+            import torch
+
+            torch.ones(1 << 20).add_(1)
 
     def import_all(self) -> None:
         """Import the modules that an end in another process needs, without creating anything.
 
-        Override it if that is more than the factory's module, and call this one as well.
+        Override it if that is more than torch and the factory's module, and call this one as well.
         """
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch")
         if self.spec is not None:
             self.spec.load_factory()
 

@@ -95,17 +95,6 @@ class CommunicatorSuite(General):
     def _is_bounded(self) -> bool:
         return self.device == "cpu"
 
-    def warm_up(self) -> None:
-        """Run one large operation: torch starts its threads then and keeps them."""
-        import torch
-
-        torch.ones(1 << 20).add_(1)
-
-    def import_all(self) -> None:
-        import torch  # noqa: F401
-
-        super().import_all()
-
     @property
     def compared_calls(self) -> str:
         """The reason to skip a test, for ``needs``."""

@@ -186,18 +186,10 @@ class LookupSuite(Contract):
         return f"the pipe {self.remote_pipes!r} to other processes is not installed (remote_pipes)"
 
     def import_all(self) -> None:
-        import torch  # noqa: F401
-
         if not self.other_processes:
             remote_pipes: Any = base._registry().get(Kind.PIPE, self.remote_pipes)
             remote_pipes.load_factory()
         super().import_all()
-
-    def warm_up(self) -> None:
-        """Run one large operation: torch starts its threads then and keeps them."""
-        import torch
-
-        torch.ones(1 << 20).add_(1)
 
 
 def pipe_endpoint(name: str, timeout_s: float, options: Mapping[str, Any], **context: Any) -> PipeEndpoint:

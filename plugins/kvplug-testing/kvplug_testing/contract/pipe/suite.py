@@ -115,17 +115,6 @@ class PipeSuite(Contract):
         self.later(pipe.abort)
         return pipe
 
-    def import_all(self) -> None:
-        import torch  # noqa: F401
-
-        super().import_all()
-
-    def warm_up(self) -> None:
-        """Run one large operation: torch starts its threads then and keeps them."""
-        import torch
-
-        torch.ones(1 << 20).add_(1)
-
 
 def received(pipe: Pipe, out: Any = None) -> Any:
     """The next message of a pipe, which must arrive in time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import os
 import tempfile
@@ -107,13 +106,6 @@ class StoreSuite(Contract):
     def make_client(self, context: StoreContext, link: StoreLink) -> Store:
         """The maker of the store's clients, called. Override it for a store that is not installed."""
         return self.installed("make_client").load_client()(context, link)  # type: ignore[no-any-return]
-
-    def import_all(self) -> None:
-        """Import torch as well: links import it, which takes a second of each process."""
-        super().import_all()
-        if self.by_link:
-            with contextlib.suppress(ImportError):
-                importlib.import_module("torch")
 
     # -- places and ends -----------------------------------------------------------------------
 
@@ -322,10 +314,3 @@ class StoreSuite(Contract):
     def batch(self, store: Store, count: int, form: Any = None, **given: Any) -> Batch:
         """Pages that fit the store, under keys of their own."""
         return batch(count, form, seal=store.seal, **given)
-
-    def warm_up(self) -> None:
-        """Run one large operation of torch, if it is installed: it starts threads then and keeps them."""
-        with contextlib.suppress(ImportError):
-            import torch
-
-            torch.ones(1 << 20).add_(1)
