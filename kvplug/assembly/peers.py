@@ -22,6 +22,7 @@ from kvplug.metrics.reasons import reason_of
 from kvplug.negotiation.handshake.hello import DOCTOR
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exhaustion import exhaustion_of, raise_if_exhausted
+from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread, end_at_exit
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import Connection
@@ -264,6 +265,11 @@ class ControlPeers(Peers):
         self._shaking: set[Channel] = set()
         self._closed = threading.Event()
         end_at_exit(self)
+        close_after_fork(self)
+
+    def _after_fork_in_child(self) -> None:
+        self._closed = threading.Event()
+        self._closed.set()
 
     def listen(self) -> LinkListener:
         return self._listening(LinkListener(self._settings, self._bound()))

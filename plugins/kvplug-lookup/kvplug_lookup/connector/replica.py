@@ -44,6 +44,7 @@ from kvplug.transport import (
     Presence,
     Series,
     WireError,
+    close_after_fork,
     exhaustion_of,
     page_event_from_plain,
 )
@@ -137,6 +138,15 @@ class Replica:
         self._closed = threading.Event()
         self._thread = BackgroundThread(self._run, name="kvplug-lookup-replica", stop=self.end)
         self._thread.start()
+        close_after_fork(self)
+
+    def _after_fork_in_child(self) -> None:
+        """The parent's thread may have held the lock."""
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._closed = threading.Event()
+        self._closed.set()
+        self._is_current = False
 
     # -- asked by the scheduler ----------------------------------------------------------------
 
