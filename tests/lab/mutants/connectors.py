@@ -551,7 +551,7 @@ class TestLeavesAThread(LookupWorker):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
-@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_nothing_loads_nothing_and_disturbs_no_engine")
+@breaks(Mutant, "ALL-6", caught_by="test_a_forked_child_holds_none_of_the_descriptors")
 class TestKeepsADescriptorInAForkedChild(LookupWorker):
     """A file is open until the shutdown, also in a forked child."""
 
@@ -565,7 +565,7 @@ class TestKeepsADescriptorInAForkedChild(LookupWorker):
         super().shutdown()
 
 
-@breaks(Mutant, "ALL-8", caught_by="test_a_program_that_leaves_while_its_engines_work_ends_with_its_own_code")
+@breaks(Mutant, "ALL-8", caught_by="test_a_program_that_leaves_at_work_ends_with_its_own_code")
 class TestWritesToStderrWhenAProgramLeaves(LookupWorker):
     """A program that leaves writes to stderr."""
 

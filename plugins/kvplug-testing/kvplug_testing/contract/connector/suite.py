@@ -76,7 +76,7 @@ class Promise:
     def check_computes_again(self) -> None:
         """The engine computes all of it, and nothing is written into its blocks meanwhile."""
         total = len(self.prompt.token_ids)
-        ConnectorSuite.run(self.engine.step, [(self.prompt, self.blocks, 0, total)])
+        self.engine.step([(self.prompt, self.blocks, 0, total)])
         is_right = self.engine.is_right(self.prompt.token_ids, self.blocks, total)
         assert is_right, "what was computed again was overwritten"
 
@@ -99,12 +99,6 @@ class ConnectorSuite(Contract):
     """``timeout_s`` of the configs."""
 
     _host = ""
-
-    def warm_up(self) -> None:
-        """Run one large operation: torch starts its threads then and keeps them."""
-        import torch
-
-        torch.ones(1 << 20).add_(1)
 
     def import_all(self) -> None:
         super().import_all()
