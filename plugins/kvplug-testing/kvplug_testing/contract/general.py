@@ -498,7 +498,7 @@ class General(LiedTo, Exhaustion):
 
         self._leaves_nothing(one, _ROUNDS)
 
-    @law("ALL-7", needs="other_processes", level="long")
+    @law("ALL-7", needs="other_processes", level="long", timeout_s=300)
     def test_exchanges_leave_nothing_here_nor_there(self) -> None:
         """So many that a leak of each is seen, at either end. The ends stay: what one makes when it first has
         to wait ends only with it.

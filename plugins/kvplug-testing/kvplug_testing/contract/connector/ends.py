@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 import attrs
 
 from kvplug import ClosedError, Config
+from kvplug.engine import Request
 from kvplug.transport import Deadline
 from kvplug_testing.contract import exhaustion
 from kvplug_testing.contract.connector.suite import PROMPT, ConnectorSuite, Promise
@@ -63,6 +64,8 @@ class EnginesEnd(_Ends):
         self._prefill, self._decode = prefill, decode
         self._forgets_in_children = suite.across_processes
         self._pid = os.getpid()
+        self._loaded: Request | None = None
+        """What was handed over last."""
 
     def exchange(self, content: range, timeout: float | None) -> int:
         """Returns how many tokens were loaded. A load that fails is tried again."""
@@ -100,18 +103,18 @@ class EnginesEnd(_Ends):
     def not_closed(self, timeout: float | None = 0.5) -> str:
         """An engine calls nothing after ``shutdown``; a forked child promises nothing that its parent has."""
         found = 0
-        if self._forgets_in_children and os.getpid() != self._pid:
+        if self._forgets_in_children and self._loaded and os.getpid() != self._pid:
             with contextlib.suppress(ClosedError):
-                found, _ = self._asked()
+                found, _ = self._asked(self._loaded)
         return f"{found} tokens are promised in a forked child" if found else ""
 
     def busy(self, leaves: bool) -> None:
         self.part(0, None)
-        while True:
-            self._asked()
+        while self._loaded:
+            self._asked(self._loaded)
 
-    def _asked(self) -> tuple[int, bool]:
-        return self._decode.matched(attrs.evolve(self._loaded, request_id=f"asked {next(_numbers)}"))
+    def _asked(self, prompt: Request) -> tuple[int, bool]:
+        return self._decode.matched(attrs.evolve(prompt, request_id=f"asked {next(_numbers)}"))
 
     def timed(self) -> Calls:
         return {}
