@@ -12,6 +12,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -197,6 +198,8 @@ class PipeAcceptor(PipeListener, abc.ABC):
         self._ready: deque[Pipe] = deque()
         self._shortage: ResourceExhaustedError | None = None
         """Why the latest connection did not become a pipe; ``None``: it did."""
+        self._lost_since = 0.0
+        """When that connection came."""
         close_after_fork(self)
         self._acceptor = Acceptor(
             listeners,
@@ -227,12 +230,12 @@ class PipeAcceptor(PipeListener, abc.ABC):
         deadline = Deadline.after(timeout, self._timeout_s)
         if self._closed:  # also in a forked child, where another thread of the parent may hold the lock
             raise self._is_closed()
+        began = time.monotonic()
         with self._ready_lock:
-            before = self._shortage
             while not self._ready:
                 if self._closed:
                     raise self._is_closed()
-                if self._shortage is not before:
+                if self._lost_since > began:  # else an earlier call may have ended by it, and its peer know
                     self._check_shortage()
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     self._check_shortage()
@@ -291,5 +294,5 @@ class PipeAcceptor(PipeListener, abc.ABC):
         """A resource ran out, and this connection becomes no pipe. May be extended."""
         decline(connection.sock, shortage)
         with self._ready_lock:
-            self._shortage = shortage
+            self._shortage, self._lost_since = shortage, connection.since
             self._changed.notify_all()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvplug.errors import ClosedError, PeerGoneError, TimeoutError
+from kvplug.errors import ClosedError, PeerGoneError, ResourceExhaustedError, TimeoutError
 from kvplug.net.trust.credentials import Credentials
 from kvplug.net.trust.listener import Connection, Listener, dial
 from kvplug.transport.acceptor import PipeAcceptor
 from kvplug_testing import peers
-from kvplug_testing.waits import until
+from kvplug_testing.waits import Call, until
 
 pytestmark = pytest.mark.timeout(60)
 PURPOSE = "test of acceptors"
@@ -64,6 +64,9 @@ class Plain(PipeAcceptor):
                 self.made.append(pipe)
                 self.go_on.wait(PATIENCE_S)
                 return pipe
+            case b"s":
+                self.go_on.wait(PATIENCE_S)
+                raise ResourceExhaustedError("no free thread", resource="threads")
             case b"n":
                 self.parts.append(connection)
                 return None
@@ -104,6 +107,28 @@ def test_one_that_fails_is_closed_with_a_warning_and_the_next_comes_in(
             acceptor.accept().abort()
         until(lambda: "was not completed: it said nothing of use" in caplog.text)
         assert not any(record.exc_info for record in caplog.records)  # the peer's fault, not ours
+
+
+def test_a_shortage_ends_a_call_that_began_before_its_connection_came(opened: Listener) -> None:
+    with Plain(opened) as acceptor:
+        accepting = Call(acceptor.accept)
+        assert accepting.is_blocked()
+        with came(opened, b"s"):
+            accepting.raised(ResourceExhaustedError)
+
+
+def test_a_shortage_of_an_earlier_connection_does_not_end_a_later_call(opened: Listener) -> None:
+    with Plain(opened) as acceptor:
+        acceptor.go_on.clear()
+        with came(opened, b"s") as earlier:
+            until(lambda: acceptor.served)
+            accepting = Call(acceptor.accept)
+            assert accepting.is_blocked()
+            acceptor.go_on.set()
+            assert earlier.sock.recv(1000), "it is declined"
+            assert is_hung_up(earlier)
+            with came(opened, b"p"):
+                accepting.result().abort()
 
 
 def test_what_is_part_of_another_pipe_is_nobodys_to_accept(opened: Listener) -> None:

@@ -55,6 +55,8 @@ class Connection:
     """How the two ends proved themselves."""
     address: str
     """Where the listener listens; never a token."""
+    since: float = attrs.field(factory=time.monotonic, init=False, repr=False)
+    """When both ends had proved themselves, by ``time.monotonic``."""
 
     def __str__(self) -> str:
         return self.describe
@@ -157,12 +159,16 @@ def dial_until(
 
     Raises:
         TimeoutError: no listener started there in time; names the address and how long was tried.
+        ResourceExhaustedError: the listener's last answer was that its process lacks a resource. Or this
+            process does, at once.
         ClosedError: ``stop`` was set; also in the pause between two tries.
         The rest as :func:`dial`, at once.
     """
     began = time.monotonic()
     pause = _RETRY_FIRST_S
     stop = stop or threading.Event()
+    # The listener's last answer, if it was one. A try without an answer keeps it: the last try may be short.
+    shortage: ResourceExhaustedError | None = None
     while True:
         if stop.is_set():
             raise ClosedError(f"{parse_contact(contact)} is not waited for any more: this end was closed")
@@ -176,14 +182,20 @@ def dial_until(
                 label=label,
             )
         except (PeerGoneError, TimeoutError, ResourceExhaustedError) as e:
-            if isinstance(e, ResourceExhaustedError) and e.__cause__ is not None:
-                raise  # of this process; the listener's may have what it lacks in a moment
+            if isinstance(e, ResourceExhaustedError):
+                if e.__cause__ is not None:
+                    raise  # of this process; the listener's may have what it lacks in a moment
+                shortage = e
+            elif isinstance(e, PeerGoneError):
+                shortage = None
             remaining = deadline.remaining()
             if remaining is not None and remaining <= 0:
                 waited = time.monotonic() - began
-                raise TimeoutError(
-                    f"no listener answered at {parse_contact(contact)} in {waited:.1f} s (last: {e})"
-                ) from e
+                where = f"at {parse_contact(contact)} in {waited:.1f} s (last: {shortage or e})"
+                if shortage is not None:
+                    text = f"no connection was made {where}"
+                    raise ResourceExhaustedError(text, resource=shortage.resource) from e
+                raise TimeoutError(f"no listener answered {where}") from e
         stop.wait(pause if remaining is None else min(pause, remaining))
         pause = min(pause * 2, _RETRY_MAX_S)
 

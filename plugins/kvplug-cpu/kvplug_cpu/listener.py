@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 
 import attrs
 
@@ -23,6 +24,8 @@ class _Session:
 
     connections: dict[int, Connection] = attrs.field(factory=dict)
     """The data connections, which this object owns until they are a pipe."""
+    began: float = attrs.field(factory=time.monotonic)
+    """Before its data connections can come."""
     complete: bool = False
     shortage: ResourceExhaustedError | None = None
     """What this process lacked for a connection that may be one of them."""
@@ -66,7 +69,8 @@ class CpuListener(PipeAcceptor):
         super()._note_shortage(connection, shortage)
         with self._joining:  # it may be a data connection: its pipe would wait for it in vain
             for session in self._sessions.values():
-                session.shortage = shortage
+                if session.began < connection.since:
+                    session.shortage = shortage
             self._arrived.notify_all()
 
     def _hand_over(self, connection: Connection, join: Join) -> None:

@@ -44,7 +44,7 @@ _dead: list[BaseException | None] = []
 
 @pytest.fixture(autouse=True, scope="module")
 def _impatient(request: pytest.FixtureRequest) -> None:
-    """Shorten the waits: a mutant that hangs never ends, and its leaks stay. A file may set ``patience_s``."""
+    """Shorten the waits: a mutant that hangs never ends, and its leaks stay. A file may set patience_s."""
     waits.patience_s = getattr(request.module, "patience_s", 2.0)
     base.Contract.settle_s = 1.0
 

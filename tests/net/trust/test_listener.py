@@ -22,11 +22,12 @@ from kvplug.errors import (
     AuthenticationError,
     InsecureAddressError,
     PeerGoneError,
+    ResourceExhaustedError,
     TimeoutError,
 )
 from kvplug.net.deadline import Deadline
 from kvplug.net.trust.addresses import is_loopback
-from kvplug.net.trust.challenge import ClientChallenge, Mode
+from kvplug.net.trust.challenge import ClientChallenge, Mode, RefusedError
 from kvplug.net.trust.credentials import Credentials, Secret
 from kvplug.net.trust.listener import Connection, Listener, dial, dial_until
 from kvplug_testing import peers
@@ -179,6 +180,24 @@ def test_dial_until_waits_for_a_late_listener() -> None:
     with Listener.open(address, OPEN, "test") as listener:
         listener.accept(10).close()
         dialling.result(10).close()
+
+
+@pytest.mark.parametrize("last", ["refused", "not answered"])
+def test_dial_until_names_what_the_listener_lacked_until_the_deadline(
+    last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shortage = ResourceExhaustedError("no free descriptor", resource="descriptors")
+
+    def refuse(stranger: Any) -> bool:
+        if last == "not answered" and listener.refusals:
+            return False
+        raise RefusedError.for_lack(shortage)
+
+    monkeypatch.setattr("kvplug.net.trust.listener.Stranger.hear", refuse)
+    with Listener.open("unix:", OPEN, "test") as listener:
+        with pytest.raises(ResourceExhaustedError, match=r"no connection was made .* descriptor") as error:
+            dial_until(listener.address, OPEN, "test", Deadline.after(0.3))
+        assert error.value.resource == "descriptors"
 
 
 # -- strangers -------------------------------------------------------------------------------------
