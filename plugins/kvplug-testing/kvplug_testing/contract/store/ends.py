@@ -28,7 +28,7 @@ from kvplug.transport import (
 from kvplug_testing.contract.ends import CHILD_S, RUN_END, Calls, End, Ends, RemoteHandle
 from kvplug_testing.contract.exhaustion import ResultError
 from kvplug_testing.contract.general import General
-from kvplug_testing.contract.store.calls import ended, is_missed, kept, looked_up
+from kvplug_testing.contract.store.calls import ended, is_missed, looked_up
 from kvplug_testing.contract.store.pages import KIB, MIB, Batch, batch, held_request, sized_format
 from kvplug_testing.contract.store.suite import Place, StoreSuite
 from kvplug_testing.waits import until
@@ -152,8 +152,8 @@ class StoreEnd(End):
             done(self.thing.submit_get(request, **timeout), "a get")
 
     def clog(self) -> int:
-        """Put the pages whose get is held up."""
-        kept(self.thing, self._there)
+        """Put the pages whose get is held up. The context's timeout is for the calls that are judged."""
+        self._keep(self._there)
         return 0
 
     def exchange(self, content: Content, timeout: float | None) -> Sequence[Any]:
@@ -217,7 +217,10 @@ class StoreEnd(End):
 
     def put(self, name: str) -> None:
         """Put the pages of that name; all are kept."""
-        results = done(self.thing.submit_put(pages_of(self._place, name).filled(), timeout=None), "a put")
+        self._keep(pages_of(self._place, name))
+
+    def _keep(self, pages: Batch) -> None:
+        results = done(self.thing.submit_put(pages.filled(), timeout=None), "a put")
         assert {*results} == {None}, f"a put gave {results}"
 
     def close(self, timeout: float | None) -> None:
