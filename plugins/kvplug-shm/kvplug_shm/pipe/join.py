@@ -102,7 +102,9 @@ def connect(control: Connection, settings: ShmPipeSettings, deadline: Deadline) 
 
 
 def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -> ShmPipe:
-    """The same for the accepting end. Raises the same."""
+    """The same for the accepting end. Raises the same; the connection is open then, so that what ran out can
+    be told to the peer, and the caller closes it.
+    """
     pidfd: int | None = None
     fd: int | None = None
     try:
@@ -134,9 +136,6 @@ def accept(control: Connection, settings: ShmPipeSettings, deadline: Deadline) -
             pidfd=owned,
             heartbeat_interval_s=answer.heartbeat_interval_s(settings),
         )
-    except BaseException:
-        control.close()
-        raise
     finally:
         _close(pidfd, fd)
 
