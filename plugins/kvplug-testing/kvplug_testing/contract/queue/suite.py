@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable
@@ -63,13 +62,6 @@ class QueueSuite(Contract):
         made: MessageQueue = in_time(self.endpoint(**context).create_from_handle, handle, rank)
         self.later(made.abort)
         return made
-
-    def warm_up(self) -> None:
-        """Run one large operation: torch starts its threads then and keeps them."""
-        with contextlib.suppress(ImportError):
-            import torch
-
-            torch.ones(1 << 20).add_(1)
 
 
 # -- calls that must end in time ---------------------------------------------------------------
