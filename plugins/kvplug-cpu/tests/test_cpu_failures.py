@@ -47,6 +47,15 @@ def test_ending_just_before_a_message_is_read_from_all_connections_wakes_its_rec
     Call(lambda: other.recv_tensor(timeout=2)).raised(ClosedError)
 
 
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_peer_that_closes_is_not_taken_for_one_that_died(local_pair: Any, end: str) -> None:
+    one, other = local_pair()
+    getattr(one, end)()
+    with pytest.raises(PeerGoneError) as raised:
+        other.recv_tensor(timeout=5)
+    assert raised.value.closed is (end == "close")
+
+
 # -- threads that cannot be started, or fail ------------------------------------------------------
 
 

@@ -87,6 +87,9 @@ def test_what_comes_during_a_scan_is_counted_whether_it_was_found_or_not(tmp_pat
     assert ledger.reserve(10, 100)
     ledger.correct(before, used_bytes=50, num_pages=5)
     assert ledger.last.used_bytes == 60
+    (tmp_path / "usage").unlink()  # what came is counted anew, from zero
+    ledger.correct(ledger.last, used_bytes=50, num_pages=5)
+    assert ledger.last.used_bytes == 50
 
 
 def hold_the_lock(parent: peers.Parent, path: str) -> None:

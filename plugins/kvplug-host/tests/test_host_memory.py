@@ -1,4 +1,5 @@
-"""The memory that the store "host" hands out: another process only reads it, and cannot shrink it."""
+"""The memory of the store "host": it is counted while pages use it; another process only reads it, and cannot
+shrink it."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kvplug import KvplugError
+from host_programs import config
+from kvplug import KvplugError, build_store
 from kvplug.transport import Credentials, Deadline
 from kvplug_host.arena.segments import Segments
 from kvplug_host.client.mapping import Mapping
 from kvplug_host.protocol import TICKET_BYTES
 from kvplug_host.serving.memory_door import MemoryDoor
+from kvplug_lab.named_pages import NamedPages
 
 NBYTES = 64 << 10
 
@@ -29,6 +32,15 @@ def segments() -> Iterator[Segments]:
         pytest.skip("this kernel cannot seal memory so that others only read it")
     with closing(made):
         yield made
+
+
+def test_a_store_whose_pages_were_removed_uses_no_memory() -> None:
+    pages = NamedPages(100_000)  # not a divisor of a segment: a part of its memory is of no page
+    with build_store(config(size=4 << 20)) as store:
+        assert pages.put(store, "a", "b") == [None] * 2
+        assert store.usage().used_bytes > 200_000
+        assert store.submit_remove(None).wait(20) == [True]
+        assert store.usage().used_bytes == 0
 
 
 def test_who_gets_the_descriptor_cannot_write_or_shrink_or_unseal(segments: Segments) -> None:
