@@ -29,6 +29,18 @@ pytestmark = pytest.mark.timeout(60)
 # -- memory ----------------------------------------------------------------------------------------
 
 
+def test_memory_goes_to_those_that_wait_in_the_order_of_coming() -> None:
+    memory = PinnedMemory(4096)
+    memory.prepare(torch.device("cpu"))
+    first = memory.take(4096, "first")
+    assert first is not None
+    assert memory.take(4096, "second") is None
+    assert memory.take(256, "third") is None
+    memory.give_back(first)
+    assert memory.take(256) is None and memory.take(256, "third") is None
+    assert memory.take(4096, "second") is not None
+
+
 # -- requests --------------------------------------------------------------------------------------
 
 
