@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import attrs
 import pytest
 
 from kvplug.errors import TimeoutError, UnsupportedError
@@ -20,9 +21,10 @@ from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.format import opaque_format
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.keys import Series, foreign_key
-from kvplug.transport.store.memory import PageBuffers
+from kvplug.transport.store.memory import PageBuffers, PageRows
 from kvplug.transport.store.results import MissReason, Presence, PutReason
 from kvplug.transport.store.store import PageRequest
+from kvplug_testing.contract.store.pages import HeldMemory
 from kvplug_testing.memory.store import PagePlace
 from kvplug_testing.waits import until
 
@@ -127,6 +129,25 @@ def test_calls_that_never_return_do_not_hold_up_other_jobs_for_ever(inner: InDic
         time.sleep(0.25)  # longer than the default deadline: the threads count as stuck
         assert store.submit_lookup(request("c").keys).wait(5) == [Presence.ABSENT]
         assert ("has", request("c").keys[0]) in inner.calls
+
+
+def test_a_job_that_was_given_up_settles_with_the_last_of_its_copies(store: ExecutedStore) -> None:
+    assert store.submit_put(request("a", "b", fill="x")).wait(5) == [None, None]
+    wanted = request("a", "b")
+    pages = [HeldMemory(wanted.memory, at) for at in range(2)]
+
+    class EachOfItsOwn(HeldMemory):
+        def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+            pages[first].scatter(first, rows, layers)
+
+    with pages[0], pages[1]:
+        job = store.submit_get(attrs.evolve(wanted, memory=EachOfItsOwn(wanted.memory)))
+        for page in pages:
+            page.wait_begun()
+        job.cancel()
+        pages[0].go_on.set()
+        assert not job.wait_settled(0.2), "a copy is under way"
+    assert job.wait_settled(5)
 
 
 def test_jobs_take_turns_page_by_page_and_lookups_go_first(inner: InDict) -> None:
