@@ -18,6 +18,10 @@ def test_a_timeout_that_no_clock_can_hold_is_for_ever(timeout: float | None) -> 
     assert remaining is None
 
 
+def test_a_deadline_that_has_passed_leaves_no_time() -> None:
+    assert Deadline(0.0).remaining() == 0.0  # a socket refuses to wait for less
+
+
 @pytest.mark.parametrize("timeout", [-1, -0.001, math.nan, -math.inf, "5", b"5", [5], timedelta(seconds=5)])
 def test_what_is_not_a_timeout_is_refused_by_name(timeout: Any) -> None:
     with pytest.raises(

@@ -54,6 +54,14 @@ def test_ending_wakes_whatever_sleeps(local_pair: Any, end: str, spin_us: int) -
                 other.recv_tensor(timeout=20)
 
 
+def test_a_peer_that_closes_is_not_taken_for_one_that_died(local_pair: Any) -> None:
+    one, other = local_pair()
+    one.close()
+    with pytest.raises(PeerGoneError) as raised:
+        other.recv_tensor(timeout=5)
+    assert raised.value.closed
+
+
 @pytest.mark.usefixtures("sound_sleep")
 def test_a_writer_that_sleeps_is_woken_by_an_abort_and_what_has_failed_is_not_sent_any_further(
     local_pair: Any,
