@@ -42,6 +42,19 @@ def test_a_snapshot_has_its_stores_own_epoch_and_everything_that_is_held_and_exp
     ]
 
 
+@pytest.mark.parametrize(
+    ("owed", "epoch", "seq"), [(0, "e", 3), (0, "e", 1), (0, "other", 2), (1, "e", 2), (1, "e", 1)]
+)
+def test_what_is_not_the_next_event_is_refused_and_the_follower_is_not_ready(
+    owed: int, epoch: str, seq: int
+) -> None:
+    follower = PageFollower()
+    assert follower.accept(PagesSnapshot(epoch="e", seq=1, count=owed))
+    assert follower.ready == (not owed)
+    assert not follower.accept(PagesCleared(epoch=epoch, seq=seq))
+    assert not follower.ready and not follower.accept(PagesCleared(epoch="e", seq=2))
+
+
 # -- plain form --------------------------------------------------------------------------------
 
 EVENTS: list[PageEvent] = [
@@ -71,6 +84,11 @@ def test_an_event_with_a_field_missing_or_of_another_kind_is_refused(event: Page
             continue
         with pytest.raises(WireError):
             page_event_from_plain({**plain, name: wrong})
+
+
+def test_a_reason_of_a_newer_version_is_another_reason() -> None:
+    event = page_event_from_plain({**page_event_to_plain(EVENTS[4]), "reason": "melted"})
+    assert isinstance(event, PagesRemoved) and event.reason is PageRemoval.OTHER
 
 
 # -- any store, any loss -----------------------------------------------------------------------

@@ -91,6 +91,10 @@ class DirectoryContract(Contract):
         mine.announce("engine/0", b"changed", 30)
         theirs.announce("engine/1", b"by another", 30)
         assert dict(mine.entries()) == {**_ENTRIES, "engine/0": b"changed", "engine/1": b"by another"}
+        for undo in (lambda: None, lambda: theirs.withdraw("engine/1")):
+            undo()
+            mine.announce("engine/1", _ENTRIES["engine/1"], 30)
+            assert dict(theirs.entries()) == {**_ENTRIES, "engine/0": b"changed"}
 
     @law("DIR-1")
     def test_what_is_withdrawn_is_gone_at_once_and_nothing_else(self) -> None:
