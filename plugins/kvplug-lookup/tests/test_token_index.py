@@ -14,6 +14,20 @@ def test_what_is_not_a_64_bit_integer_is_no_token(tokens):
         token_array(tokens)
 
 
+def test_an_entry_that_was_being_read_is_as_old_as_before():
+    index = TokenIndex()
+    for entry_id in range(3):
+        index.insert(entry_id, [1, 2])
+    index.suspend(0)
+    index.suspend(1)
+    assert index.oldest_match([1, 2]) == 2
+    index.resume(1)
+    index.resume(0)
+    for entry_id in range(3):
+        assert index.oldest_match([1, 2]) == entry_id
+        index.remove(entry_id)
+
+
 def test_memory_does_not_grow_with_entries_that_come_and_go():
     index = TokenIndex()
 
