@@ -150,6 +150,19 @@ def test_a_job_that_was_given_up_settles_with_the_last_of_its_copies(store: Exec
     assert job.wait_settled(5)
 
 
+def test_memory_that_cannot_be_used_is_no_fault_of_the_store(store: ExecutedStore) -> None:
+    pages = request("a", fill="x")
+
+    class Refusing(HeldMemory):
+        def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+            raise ValueError("the engine took its cache away")
+
+    refused = attrs.evolve(pages, memory=Refusing(pages.memory))
+    for _ in range(3):
+        assert store.submit_put(refused).wait(5) == [PutReason.OTHER]
+    assert store.submit_put(pages).wait(5) == [None], "it was left alone as if it had failed"
+
+
 def test_jobs_take_turns_page_by_page_and_lookups_go_first(inner: InDict) -> None:
     store = ExecutedStore(inner, name="dict", seal=SEAL, num_threads=1)
     first = request("first")
