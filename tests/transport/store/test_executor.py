@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
@@ -148,6 +150,26 @@ def test_a_job_that_was_given_up_settles_with_the_last_of_its_copies(store: Exec
         pages[0].go_on.set()
         assert not job.wait_settled(0.2), "a copy is under way"
     assert job.wait_settled(5)
+
+
+def test_a_cancelled_job_asks_for_no_further_page(store: ExecutedStore, inner: InDict) -> None:
+    with inner.held_up():
+        job = store.submit_get(request(*"abcdef"))
+        until(lambda: len(inner.calls) == 2)
+        job.cancel()
+        assert job.wait(5) == [MissReason.CANCELLED] * 6
+    assert store.submit_get(request("g")).wait(5) == [MissReason.ABSENT]
+    assert [call for call, _ in inner.calls].count("read") == 3
+
+
+def test_a_store_that_was_closed_keeps_no_memory_of_its_callers(store: ExecutedStore) -> None:
+    pages = request("a", fill="x")
+    memory = weakref.ref(pages.memory)
+    assert store.submit_put(pages).wait(5) == [None]
+    del pages
+    store.close()
+    gc.collect()
+    assert memory() is None
 
 
 def test_memory_that_cannot_be_used_is_no_fault_of_the_store(store: ExecutedStore) -> None:
@@ -301,6 +323,30 @@ def test_a_write_under_way_is_undone_before_a_removal_is_done(
             removal.wait(0.05)
     assert removal.wait(5) == [True] and not inner.pages
     assert put.wait(5) == [PutReason.TIMEOUT if timeout < 1 else PutReason.CANCELLED]
+
+
+def test_a_write_that_cannot_be_undone_fails_the_removal(store: ExecutedStore, inner: InDict) -> None:
+    def gate(call: str, key: bytes) -> None:
+        if call == "write":
+            inner.opened.wait(20)
+        elif len(inner.calls) > 2:
+            raise OSError("the disk is gone")
+
+    inner.gate = gate
+    store.submit_put(request("a", fill="x"))
+    until(lambda: inner.calls)
+    removal = store.submit_remove(request("a").keys)
+    until(lambda: len(inner.calls) == 2)
+    inner.opened.set()
+    assert removal.wait(5) == [False]
+
+
+def test_a_store_that_may_not_be_written_says_so_and_is_not_taken_for_gone(
+    store: ExecutedStore, inner: InDict
+) -> None:
+    inner.gate = failing(PermissionError("read-only"), calls=["write"])
+    for _ in range(3):
+        assert store.submit_put(request("a")).wait(5) == [PutReason.READ_ONLY]
 
 
 @pytest.mark.parametrize("error", [UnsupportedError("never"), PermissionError("read-only")])
