@@ -91,8 +91,9 @@ class DirectoryContract(Contract):
         mine.announce("engine/0", b"changed", 30)
         theirs.announce("engine/1", b"by another", 30)
         assert dict(mine.entries()) == {**_ENTRIES, "engine/0": b"changed", "engine/1": b"by another"}
-        for undo in (lambda: None, lambda: theirs.withdraw("engine/1")):
-            undo()
+        for is_withdrawn in (False, True):
+            if is_withdrawn:
+                theirs.withdraw("engine/1")
             mine.announce("engine/1", _ENTRIES["engine/1"], 30)
             assert dict(theirs.entries()) == {**_ENTRIES, "engine/0": b"changed"}
 
