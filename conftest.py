@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 import kvplug
 from kvplug_lab.installed_site import Site
 from kvplug_testing import peers
+from kvplug_testing.contract.base import session_server
 from kvplug_testing.forkserver import ForkServer
 
 # No deadline: an example's time depends on the machine's load, and tests of speed measure it themselves. A
@@ -71,8 +72,9 @@ def _is_beyond_quick(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``timing`` run one after another: they are one group for pytest-xdist. Failures of tests
-    in ``tests/unstable.toml`` do not fail the run."""
+    """Tests marked ``timing`` run one after another: they are one group for pytest-xdist, whose processes
+    begin with the suites of the kit, the longest groups. Failures of tests in ``tests/unstable.toml`` do not
+    fail the run."""
     unstable = {test["name"]: test["reason"] for test in unstable_tests()}
     for item in items:
         if (reason := unstable.get(item.nodeid.partition("[")[0])) is not None:
@@ -82,6 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = filter(_is_beyond_quick, items)
     if not config.pluginmanager.hasplugin("xdist"):
         return  # without pytest-xdist there are no groups
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("kvplug_law") is None)
     for item in items:
         if item.get_closest_marker("timing") is not None:
             item.add_marker(pytest.mark.xdist_group("timing"))
@@ -107,12 +111,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
+def fork_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
     """Forks children that need torch, in milliseconds; a fresh process takes a second to import it.
 
     Use ``peers.start`` for a child with its own descriptors, flags or variables, or that must not be forked.
     """
-    server = ForkServer.of("torch", "pytest")
+    server = ForkServer.of("torch", "pytest", forked_from=session_server(request.session))
     yield server
     server.close()
 

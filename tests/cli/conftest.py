@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvplug_lab.installed_site import Site, enter
+from kvplug_testing.contract.base import session_server
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.peers import Parent
 
@@ -28,8 +29,9 @@ PRELOADED = (
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer.of(*(module for module in PRELOADED if find_spec(module.partition(".")[0])))
+def fork_server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
+    modules = (module for module in PRELOADED if find_spec(module.partition(".")[0]))
+    server = ForkServer.of(*modules, forked_from=session_server(request.session))
     yield server
     server.close()
 

@@ -16,7 +16,7 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from kvplug_testing import peers
@@ -31,31 +31,40 @@ class ForkServer:
     ``peers.start`` does.
     """
 
-    def __init__(self, prepare: str, *args: Any) -> None:
+    def __init__(self, prepare: str, *args: Any, forked_from: ForkServer | None = None) -> None:
         """``prepare`` names a function, ``"module:function"``, that imports what the children will need;
-        ``args`` are plain values for it.
+        ``args`` are plain values for it. A server that is forked from another one has what that imported, and
+        the environment of this process; close it first.
         """
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            fd = theirs.fileno()
-            self._attach(peers.start(_run_server, fd, prepare, list(args), pass_fds=[fd]), control)
+        start = peers.start if forked_from is None else forked_from.start
+        given = ({**os.environ}, prepare, list(args))
+        self._attach(lambda name: start(f"{__name__}:_run_server", name, *given))
         try:
             self._server.recv()
         except BaseException:
             self.close()
             raise
 
-    def _attach(self, server: Peer, control: socket.socket) -> None:
-        """``server`` runs :func:`serve` with the other end of ``control``."""
+    def _attach(self, start: Callable[[bytes], Peer]) -> None:
+        """``start`` starts a process that calls :func:`connected` with this name, and :func:`serve`."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # the kernel chooses an abstract name
+            listener.listen()
+            listener.settimeout(DEFAULT_TIMEOUT_S)
+            self._server = start(listener.getsockname())
+            try:
+                self._control, _ = listener.accept()
+            except BaseException:
+                self._server.close()
+                raise
+        self._control.settimeout(None)
         self._lock = threading.Lock()
-        self._server = server
-        self._control = control
-        self.pid = server.pid
+        self.pid = self._server.pid
 
     @classmethod
-    def of(cls, *modules: str) -> Self:
+    def of(cls, *modules: str, forked_from: ForkServer | None = None) -> Self:
         """A server that has imported these modules."""
-        return cls(f"{__name__}:_import_all", *modules)
+        return cls(f"{__name__}:_import_all", *modules, forked_from=forked_from)
 
     def start(self, target: str, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> Peer:
         """Run ``target(parent, *args)`` in a forked child; ``target`` is a string in a form that
@@ -94,8 +103,20 @@ def _import_all(*modules: str) -> None:
         importlib.import_module(module)
 
 
-def _run_server(parent: Parent, fd: int, prepare: str, args: list[Any]) -> None:
+def connected(name: bytes) -> socket.socket:
+    """The server's connection to its client, which listens at this name."""
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.connect(name)
+    return control
+
+
+def _run_server(
+    parent: Parent, name: bytes, environment: dict[str, str], prepare: str, args: list[Any]
+) -> None:
     """Import what children need, and serve."""
+    control = connected(name)
+    os.environ.clear()
+    os.environ.update(environment)
     at_source(prepare)(*args)
     # The server has no time limit. A timer that runs here could also not be restarted in a child, because the
     # timer's thread does not exist there.
@@ -104,7 +125,7 @@ def _run_server(parent: Parent, fd: int, prepare: str, args: list[Any]) -> None:
     gc.collect()
     gc.freeze()
     parent.send("ready")
-    serve(parent, socket.socket(fileno=fd))
+    serve(parent, control)
 
 
 def serve(parent: Parent, control: socket.socket) -> None:

@@ -87,19 +87,8 @@ class _Host(ForkServer):
     """A fork server that is the first process of a host."""
 
     def __init__(self, server: ForkServer, number: int, first: int) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("")  # the kernel chooses an abstract name
-            listener.listen()
-            listener.settimeout(peers.DEFAULT_TIMEOUT_S)
-            process = server.start(f"{__name__}:become", listener.getsockname(), number, first)
-            try:
-                control, _ = listener.accept()
-            except BaseException:
-                process.close()
-                raise
-        control.settimeout(None)
-        self._attach(process, control)
-        if refusal := process.recv():
+        self._attach(lambda name: server.start(f"{__name__}:become", name, number, first))
+        if refusal := self._server.recv():
             self.close()
             raise NoHostsError(refusal)
 
@@ -121,8 +110,7 @@ def become(parent: Parent, control_name: bytes, number: int, first: int) -> None
     ``first`` is the pid of the first host, for the second one. Reports why there can be no host; ``""`` if
     there is. All processes of the host are killed when this one dies.
     """
-    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    control.connect(control_name)
+    control = forkserver.connected(control_name)
     faulthandler.cancel_dump_traceback_later()  # its thread could not enter the namespaces
     with _refusals_told(parent):
         _enter(number, first)

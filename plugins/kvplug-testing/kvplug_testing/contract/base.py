@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
@@ -136,7 +137,8 @@ class Contract:
     def _have_a_server(self, node: pytest.Item) -> None:
         """Start a fork server before the first check for leaks."""
         if not self.other_and_forked_processes:
-            self._keep(node, _servers, lambda: ForkServer(f"{__name__}:_prepare", self.suite_ref()))
+            prepare, base = f"{__name__}:_prepare", session_server(node.session)
+            self._keep(node, _servers, lambda: ForkServer(prepare, self.suite_ref(), forked_from=base))
 
     def _keep(self, node: pytest.Item, kept: dict[Any, Any], make: Callable[[], Any]) -> None:
         """Make what classes of the test file share, unless there is one. It ends with the file."""
@@ -342,6 +344,18 @@ def _prepare(suite_ref: Mapping[str, Any]) -> None:
     suite_from_ref(suite_ref).import_all()
 
 
+def session_server(session: pytest.Session) -> ForkServer:
+    """The server from which those of all suites are forked: it has imported pytest, and torch if this process
+    has, which takes a second. It ends with the session.
+    """
+    if _SESSION_SERVER not in session.stash:
+        server = ForkServer.of("pytest", *({"torch"} & {*sys.modules}))
+        session.stash[_SESSION_SERVER] = server
+        session.addfinalizer(server.close)
+    return session.stash[_SESSION_SERVER]
+
+
+_SESSION_SERVER = pytest.StashKey[ForkServer]()
 _servers: dict[tuple[str, str, Any], ForkServer] = {}
 _hosts: dict[tuple[str, str, Any], HostPair] = {}
 
