@@ -9,7 +9,7 @@ TOX_ARGS ?=
 # Number of concurrent environments; `make test-all PARALLEL=1` runs them one after another.
 PARALLEL ?= auto
 # Number of test processes of `make test`: two per CPU, since many tests wait, and at most eight. Each process
-# collects all tests, which takes 20 seconds.
+# collects all tests, which takes four seconds of processor time.
 JOBS ?= $(shell expr 2 '*' "$$(getconf _NPROCESSORS_ONLN)")
 # More arguments for `make demo` and `make test`, such as ARGS="-k wire".
 ARGS ?=

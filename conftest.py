@@ -71,10 +71,14 @@ def _is_beyond_quick(item: pytest.Item) -> bool:
     return has_examples or (law is not None and law.kwargs["level"] != "quick")
 
 
+def _place(item: pytest.Item) -> tuple[bool, bool]:
+    return item.get_closest_marker("kvplug_law") is None, not item.nodeid.startswith("plugins/")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``timing`` run one after another: they are one group for pytest-xdist, whose processes
-    begin with the suites of the kit, the longest groups. Failures of tests in ``tests/unstable.toml`` do not
-    fail the run."""
+    """Tests marked ``timing`` run one after another: they are one group for pytest-xdist. Its processes begin
+    with the longest groups: the kit's suites, then the plugins' other tests. Failures of tests in
+    ``tests/unstable.toml`` do not fail the run."""
     unstable = {test["name"]: test["reason"] for test in unstable_tests()}
     for item in items:
         if (reason := unstable.get(item.nodeid.partition("[")[0])) is not None:
@@ -85,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.pluginmanager.hasplugin("xdist"):
         return  # without pytest-xdist there are no groups
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.get_closest_marker("kvplug_law") is None)
+        items.sort(key=_place)
     for item in items:
         if item.get_closest_marker("timing") is not None:
             item.add_marker(pytest.mark.xdist_group("timing"))

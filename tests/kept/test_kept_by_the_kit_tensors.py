@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvplug_lab.installed_site import Site, enter
+from kvplug_testing.forkserver import ForkServer
+from kvplug_testing.peers import Parent
 from kvplug_testing.scorecard import from_json
 
 pytest.importorskip("torch")
@@ -66,6 +69,11 @@ assert {call[0] for call in scheduler.calls} == {"match", "alloc", "output", "fi
 """Moves tensors between two ends of the pipe that shares nothing, and runs its connector in an engine."""
 
 
+@pytest.fixture
+def site(tmp_path: Path, fork_server: ForkServer) -> Site:
+    return Site(tmp_path, lambda: fork_server)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "laws",
@@ -92,5 +100,10 @@ def test_they_keep_the_laws(kept: Any, laws: tuple[str, ...]) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_pipe_moves_tensors_both_ways_and_a_connector_serves_an_engine(kept: Any) -> None:
-    done = kept.run("-c", PROGRAM)
-    assert done.returncode == 0, done.stderr
+    kept.forked(f"{__file__}:run_program", PROGRAM, {})
+
+
+def run_program(parent: Parent, program: str, *place: Any) -> None:
+    """In a child."""
+    enter(*place)
+    exec(program, {"__name__": "__main__"})  # noqa: S102 - the program is the test's own

@@ -47,9 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
         reporting.reporter_of(config)
 
 
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Collect no test above the level: with all of their parameters these are most of a suite."""
+    marks = (mark for mark in getattr(obj, "pytestmark", ()) if mark.name == "kvplug_law")
+    asked = _LEVELS.index(collector.config.option.kvplug_level)
+    return [] if any(_LEVELS.index(mark.kwargs["level"]) > asked for mark in marks) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put simple laws first, waive tests, and select by level and law."""
+    """Put simple laws first, waive tests, and select by law."""
     if config.option.kvplug_law or any(item.get_closest_marker("kvplug_law") for item in items):
         from kvplug_testing import reporting
 

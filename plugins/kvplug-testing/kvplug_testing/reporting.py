@@ -11,7 +11,7 @@ import pytest
 
 from kvplug import KvplugError
 from kvplug_testing.contract import suites
-from kvplug_testing.contract.base import LEVELS, Contract
+from kvplug_testing.contract.base import Contract
 from kvplug_testing.laws import LAWS, selected
 from kvplug_testing.scorecard import Outcome, Result, Scorecard
 
@@ -62,7 +62,7 @@ class Reporter:
     # -- before ----------------------------------------------------------------------------------
 
     def select(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Put the tests in order, mark the waived ones, and deselect those above the level and of other laws.
+        """Put the tests in order, mark the waived ones, and deselect those of other laws.
 
         Raises:
             pytest.UsageError: no test judges the laws that are asked for, or one with a law is in no suite.
@@ -82,10 +82,7 @@ class Reporter:
         items[:] = kept
 
     def _runs(self, item: pytest.Item) -> bool:
-        marker = item.get_closest_marker("kvplug_law")
-        if self._laws and not {*self._laws} & {*_laws_of(item)}:
-            return False
-        return marker is None or LEVELS.index(marker.kwargs["level"]) <= LEVELS.index(self._level)
+        return not self._laws or bool({*self._laws} & {*_laws_of(item)})
 
     # -- during ----------------------------------------------------------------------------------
 
