@@ -52,6 +52,10 @@ def count_sockets(parent: peers.Parent) -> int:
     return sum("socket:" in each for each in peers.Resources.of().descriptors)
 
 
+def imported_and_set(parent: peers.Parent) -> list[Any]:
+    return ["calendar" in sys.modules, "colorsys" in sys.modules, os.environ.get("KVPLUG_NOTHING")]
+
+
 def start_family(parent: peers.Parent) -> None:
     """Report the pids of a child, its child, a fork server, and its child. All of them are stopped."""
     with peers.start(start_child) as child, contextlib.closing(ForkServer.of("calendar")) as server:
@@ -87,6 +91,20 @@ def test_a_child_gets_arguments_and_values_and_gives_some_back(start: Any) -> No
             assert child.recv() == value
         assert child.result() == "done"
         assert child.wait() == 0
+
+
+def test_a_server_that_is_forked_has_what_the_other_imported_and_the_environment_of_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with peers.nothing_left(), contextlib.closing(ForkServer.of("calendar")) as first:
+        monkeypatch.setenv("KVPLUG_NOTHING", "now")
+        with (
+            contextlib.closing(ForkServer.of("colorsys", forked_from=first)) as server,
+            server.start(f"{__file__}:imported_and_set") as child,
+        ):
+            assert child.result() == [True, True, "now"]
+        with first.start(f"{__file__}:imported_and_set") as child:
+            assert child.result() == [True, False, None]
 
 
 def test_a_child_that_raises_shows_its_traceback_here(start: Any) -> None:
