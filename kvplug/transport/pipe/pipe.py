@@ -62,10 +62,12 @@ class Pipe(abc.ABC):
         """Queue one message and return at once, unless ``max_in_flight_bytes`` are unsent: then block.
 
         One message larger than that limit passes alone. The pipe keeps ``tensor`` alive; the caller
-        may overwrite it once the transfer is done.
+        may overwrite it once the transfer is done. A tensor on a device is read when the device has done
+        what the caller's current stream was given before; a transport may wait for that here.
 
         Raises:
-            TimeoutError: there was no room in time; nothing was queued.
+            TimeoutError: there was no room in time, or the device had not written the tensor; nothing was
+                queued.
             PeerGoneError, ClosedError, BusyError: as the law says.
             UnsupportedError: the tensor's device or dtype is not carried; nothing was queued.
             ResourceExhaustedError: there is no free thread or memory for it. Nothing was queued, or the pipe
@@ -76,7 +78,9 @@ class Pipe(abc.ABC):
     def recv_tensor(self, out: Tensor | None = None, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Tensor | None:
         """The next message. With ``out`` it is received into that memory, and ``out`` is returned.
 
-        ``out`` must have the message's shape and dtype and may be non-contiguous.
+        ``out`` must have the message's shape and dtype and may be non-contiguous. On a device it is written
+        when the device has done what the caller's current stream was given before, which may still read it;
+        what the stream is given afterwards reads the message.
 
         Raises:
             TensorMismatchError: ``out`` does not fit, or the message is ``None`` and ``out`` was given;
@@ -120,8 +124,9 @@ class Pipe(abc.ABC):
     ) -> None:
         """The next message, received into the blocks ``block_ids`` of all layers.
 
-        After an error those blocks may hold a part of it; the message stays, or is resumed by the next call.
-        Written here for every pipe, as :meth:`send_blocks` is.
+        Blocks on a device are written in the order of the caller's current stream, as ``out`` of
+        :meth:`recv_tensor` is. After an error they may hold a part of the message; it stays, or is resumed by
+        the next call. Written here for every pipe, as :meth:`send_blocks` is.
 
         Args:
             on_layer: Called in this thread with the index of each layer of ``views``, in order, once its

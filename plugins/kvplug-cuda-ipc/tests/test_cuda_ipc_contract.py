@@ -15,6 +15,8 @@ class TestCudaIpcPipe(PipeContract):
     options_class = CudaIpcPipeOptions
     options: ClassVar[dict[str, Any]] = {"staging_bytes": 4 << 20, "piece_bytes": 256 << 10}
     lies = 15
+    caller: Any = None
+    """The caller's stream."""
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -25,7 +27,15 @@ class TestCudaIpcPipe(PipeContract):
         from kvplug_cuda_ipc.pipe.endpoint import CudaIpcEndpoint
         from kvplug_lab.gpu.cuda_ipc import HostDevice
 
-        return CudaIpcEndpoint(context, HostDevice(context.options.library))
+        return CudaIpcEndpoint(context, HostDevice(context.options.library, self.caller))
+
+    def late_kernels(self) -> Any:
+        from device_pipes import LateKernelsOfAFake  # which no process of the suite's has
+
+        kernels = LateKernelsOfAFake(self.options["library"])
+        self.later(kernels.caller.close)
+        self.caller = kernels.caller
+        return kernels
 
     def import_all(self) -> None:
         import kvplug_lab.gpu.cuda_ipc  # noqa: F401

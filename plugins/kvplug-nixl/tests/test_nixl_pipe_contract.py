@@ -12,7 +12,10 @@ pytest.importorskip("nixl_cu12", reason="the wheel nixl-cu12 is not installed")
 
 
 class TestNixlPipe(PipeContract):
+    """UCX knows nothing of the simulated device, but its memory has addresses and is the CPU's."""
+
     transport = "nixl"
+    devices = ["cpu", "simulated"]  # noqa: RUF012
     options: ClassVar[dict[str, Any]] = {"expected_gb_per_s": 0.0}
     lies = 15
     waivers: ClassVar[dict[str, str]] = {
@@ -31,6 +34,12 @@ class TestNixlPipe(PipeContract):
         from kvplug_nixl.agent import Agent
 
         Agent(error_handling="none", only_loopback=True).close()
+
+    @pytest.fixture(autouse=True)
+    def _with_the_simulated_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from kvplug_nixl.pipe import content
+
+        monkeypatch.setattr(content, "DEVICES", (*content.DEVICES, "simulated"))
 
 
 @pytest.mark.variant

@@ -26,8 +26,10 @@ from kvplug import (
     TransportError,
 )
 from kvplug.transport import Blocks, Credentials, PeerIdentity, Pipe, PipeContext
+from kvplug_lab.gpu import fake
 from kvplug_testing import pairs, peers
 from kvplug_testing.comparison import assert_filled, assert_same
+from kvplug_testing.contract.pipe.devices import LateKernels
 from kvplug_testing.forkserver import ForkServer
 from kvplug_testing.waits import Call, until
 
@@ -52,6 +54,39 @@ def assert_works(pair: Any) -> None:
         message = noise()
         source.send_tensor(message)
         assert_same(message, target.recv_tensor(timeout=PATIENCE_S))
+
+
+class LateKernelsOfAFake(LateKernels):
+    """The caller's stream of a fake: for the kit, whose tensors are the CPU's then."""
+
+    queues_torch = False
+
+    def __init__(self, path: str) -> None:
+        self.device = "cpu"
+        self._controls = fake.Controls(path)
+        self.caller = self._controls.stream()
+
+    def calling(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def late(self) -> Iterator[None]:
+        self._controls.set(gate=1)
+        self.caller.put_gate()
+        try:
+            yield
+        finally:
+            self._controls.set(gate=0)
+
+    def tensor(self, content: Any) -> Any:
+        return content.clone()
+
+    def copy(self, target: Any, source: Any) -> None:
+        self.caller.copy(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+    def read(self, tensor: Any) -> Any:
+        assert self.caller.synchronize(PATIENCE_S)
+        return tensor
 
 
 # -- ends ------------------------------------------------------------------------------------------------
@@ -221,41 +256,6 @@ class PipesOverAFake:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "lie" in metafunc.fixturenames:
             metafunc.parametrize("lie", list(self.lies.values()), ids=list(self.lies))
-
-    # -- order with the caller's stream ------------------------------------------------------------------
-
-    def test_what_the_caller_has_enqueued_is_done_before_it_is_sent(
-        self, local_pair: Any, gated: Any
-    ) -> None:
-        one, other = local_pair(device=gated.device)
-        source, wanted = torch.zeros(100_000), torch.rand(100_000)
-        gated.shut()
-        gated.caller.copy(source.data_ptr(), wanted.data_ptr(), wanted.nbytes)
-        transfer = one.send_tensor(source)
-        receiving = Call(lambda: other.recv_tensor(timeout=PATIENCE_S))
-        assert receiving.is_blocked(0.3) and not transfer.done()
-        gated.open()
-        assert_same(wanted, receiving.result())
-        transfer.wait(PATIENCE_S)
-
-    def test_memory_is_received_into_only_when_the_caller_has_done_with_it(
-        self, local_pair: Any, gated: Any
-    ) -> None:
-        one, other = local_pair(device=gated.device)
-        message, out, kept = torch.rand(100_000), torch.rand(100_000), torch.zeros(100_000)
-        before = out.clone()
-        one.send_tensor(message)
-        gated.shut()
-        gated.caller.copy(kept.data_ptr(), out.data_ptr(), out.nbytes)
-        with pytest.raises(TimeoutError):
-            other.recv_tensor(out, timeout=1.2)
-        receiving = Call(lambda: other.recv_tensor(out, timeout=PATIENCE_S))
-        assert receiving.is_blocked(0.2)
-        assert_same(before, out)
-        gated.open()
-        assert receiving.result() is out
-        assert_same(message, out)
-        assert_same(before, kept)
 
     # -- what is refused ---------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ class TestPyncclPipe(PipeContract):
         )
     }
     lies = 15
+    caller: Any = None
+    """The caller's stream."""
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -29,7 +31,15 @@ class TestPyncclPipe(PipeContract):
         from kvplug_lab.gpu.pynccl import HostDevice
         from kvplug_pynccl.pipe.endpoint import PyncclEndpoint
 
-        return PyncclEndpoint(context, HostDevice(context.options.library))
+        return PyncclEndpoint(context, HostDevice(context.options.library, self.caller))
+
+    def late_kernels(self) -> Any:
+        from device_pipes import LateKernelsOfAFake  # which no process of the suite's has
+
+        kernels = LateKernelsOfAFake(self.options["library"])
+        self.later(kernels.caller.close)
+        self.caller = kernels.caller
+        return kernels
 
     def import_all(self) -> None:
         import kvplug_lab.gpu.pynccl  # noqa: F401

@@ -24,7 +24,9 @@ def kvplug_transports() -> list[TransportSpec]:
             options="kvplug_testing.memory.options:MemoryPipeOptions" if kind is Kind.PIPE else None,
             probe="kvplug_testing.memory.options:describe",
             summary=f"For tests: {summary}, nothing but Python",
-            capabilities=Capabilities(cost=cost),
+            capabilities=Capabilities(
+                devices={"cpu", "simulated"} if kind is Kind.PIPE else {"cpu"}, cost=cost
+            ),
             for_tests=True,
         )
         for kind, factory, cost, summary in _TRANSPORTS

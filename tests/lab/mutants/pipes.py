@@ -16,6 +16,7 @@ from kvplug_lab.mutants import breaks
 from kvplug_testing import PipeContract
 from kvplug_testing.memory import pipe as memory
 from kvplug_testing.memory.pipe import MemoryEndpoint, MemoryListener, MemoryPipe, PipeMessage
+from kvplug_testing.simulated.streams import Stream, on_stream
 
 MIB = 1 << 20
 kept: list[Any] = []
@@ -408,6 +409,29 @@ class TestHasOneTurnForBoth(MemoryPipe):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sending = self._receiving
+
+
+# -- order on a device -----------------------------------------------------------------------------
+
+
+@breaks(Mutant, "PIPE-8", caught_by="test_memory_is_received_into_after_a_late_kernel_has_read_it")
+class TestWritesWhatAKernelStillReads(MemoryPipe):
+    """A message is copied to a device on a stream of the pipe's own, which waits for no other."""
+
+    def _receive(self, *given: Any) -> Any:
+        with on_stream(stream := Stream()):
+            received = super()._receive(*given)
+        stream.synchronize()
+        return received
+
+
+@breaks(Mutant, "PIPE-8", caught_by="test_what_a_late_kernel_writes_is_sent")
+class TestSendsWhatNoKernelHasWritten(MemoryPipe):
+    """A tensor is copied from a device on a stream of the pipe's own, which waits for no other."""
+
+    def _send(self, *given: Any) -> Any:
+        with on_stream(Stream()):
+            return super()._send(*given)
 
 
 # -- how it ends -----------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
@@ -25,6 +25,9 @@ from kvplug_nixl.pipe.frames import MAX_SPANS
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+DEVICES: Final = ("cpu", "cuda")
+"""Types of devices whose tensors are carried."""
 
 
 @attrs.frozen(eq=False)
@@ -166,7 +169,8 @@ def from_bytes(meta: TensorMeta, data: bytes, device: str) -> Tensor:
 
 def gpu_of(tensor: Tensor) -> int:
     """The index of the GPU that its memory is on; :data:`HOST`: on none."""
-    return HOST if tensor.device.type == "cpu" else int(tensor.device.index)
+    device = tensor.untyped_storage().device
+    return HOST if device.type == "cpu" else int(device.index)
 
 
 def put(memory: Sequence[Tensor], start: int, piece: Tensor) -> None:
@@ -219,7 +223,7 @@ def matched(one: Sequence[Span], other: Sequence[Span]) -> Iterator[tuple[Span, 
 
 
 def _check_device(given: Tensor | Blocks, verb: str) -> None:
-    if given.device.type in ("cpu", "cuda"):
+    if given.device.type in DEVICES:
         return
     kind = "blocks of tensors" if isinstance(given, Blocks) else "tensors"
     raise UnsupportedError(f"the pipe 'nixl' {verb} CPU and CUDA {kind}, and this is on {given.device}")

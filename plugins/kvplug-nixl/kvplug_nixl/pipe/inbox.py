@@ -4,12 +4,14 @@ The caller's own thread reads, in pieces. After the last piece it reads the peer
 peer changes before it takes any memory back. So what is returned was the message while it was read. Where UCX
 needs the peer's help for a read, a stopped peer leaves one under way for as long as it likes, and it may go
 on later: such reads go through memory of the pipe's, and the next call goes on with them.
+
+UCX knows nothing of streams. So memory on a device is written when the device has done what the caller's
+stream was given before: kernels of the caller's may still read that memory, or what it was used for last.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +23,7 @@ from kvplug_nixl.pipe.announced import AnnouncedMessages
 from kvplug_nixl.pipe.content import Target, cut, from_bytes, gpu_of, matched, new_tensor, put
 from kvplug_nixl.pipe.fence import PeerFence
 from kvplug_nixl.pipe.frames import Inline, Offer
+from kvplug_nixl.pipe.polling import poll, poll_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +36,6 @@ _READ_S: Final = 5.0
 """Seconds that a call waits for a read under way which needs no help of the peer."""
 _NOTICE_S: Final = 1.0
 """Seconds until the pipe's reader has noticed a peer whose memory is gone."""
-_PAUSE_S: Final = (50e-6, 1e-3)
-"""How long a call sleeps between two looks at a read: at first, and at most."""
 
 
 class _Message(PartialMessage):
@@ -174,6 +175,10 @@ class Inbox:
         self, message: _Message, offer: Offer, memory: list[Tensor], deadline: Deadline, *, in_place: bool
     ) -> bool:
         """Whether all is there, and was the peer's until then; False at the deadline."""
+        if message.pending is None and not poll_device(
+            memory[0].device, self._announced.check_offered, deadline
+        ):
+            return False
         if not message.is_learnt:
             self._agent.learn(offer.metadata, starts_anew=offer.starts_anew)
             message.is_learnt = True
@@ -241,20 +246,18 @@ class Inbox:
         Raises:
             KvplugError: the pipe has ended, or the read has failed.
         """
-        pause, longest = _PAUSE_S
-        spin_until = time.monotonic() + pause
         asked = False
-        while not read.is_done():
+
+        def check() -> None:
+            nonlocal asked
             if not asked:
                 asked = True
                 self._ask_for_help()
             if not must_end:
                 self._announced.check_offered()
-            if deadline.expired:
-                return False
-            if time.monotonic() > spin_until:
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
+
+        if not poll(read.is_done, check, deadline):
+            return False
         self._announced.check_offered()
         return True
 
@@ -283,7 +286,7 @@ class Inbox:
             flat = own.reshape(-1).view(torch.uint8)
             at = 0
             for each in memory:
-                part = each.reshape(-1).view(torch.uint8)
+                part = each.reshape(-1).view(torch.uint8)[: message.got - at]
                 flat[at : at + len(part)].copy_(part)
                 at += len(part)
         message.own = own

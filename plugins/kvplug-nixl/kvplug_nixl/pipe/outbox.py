@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from kvplug import TimeoutError
 from kvplug.transport import Deadline, Lifecycle, SendWindow, Transfer, WireError
 from kvplug_nixl.agent import Agent, Lent, NixlError
 from kvplug_nixl.pipe.content import Content, gpu_of
 from kvplug_nixl.pipe.frames import MAX_MESSAGES, inline_frame, offer_frame
+from kvplug_nixl.pipe.polling import poll_device
 
 
 class _Message:
@@ -66,6 +68,7 @@ class Outbox:
         with self._lock:
             self._window.wait_for_room(content.nbytes, deadline)
         try:
+            self._wait_for_device(content, deadline)
             message = self._made(content)
         except NixlError:
             if self._lifecycle.ended:  # which closes the agent
@@ -74,8 +77,7 @@ class Outbox:
         queued = False
         try:
             with self._lock:
-                if self._window.ended or self._lifecycle.ended:
-                    raise self._lifecycle.error()
+                self._check()
                 queued = True
                 self._window.add(message.cost)
                 self._unresolved[id(message)] = message
@@ -140,12 +142,26 @@ class Outbox:
         for message in list(self._unresolved.values()):
             message.transfer.after_fork(self._lifecycle.error())
 
+    def _wait_for_device(self, content: Content, deadline: Deadline) -> None:
+        """Until the device has written what the peer may then read.
+
+        Raises:
+            TimeoutError: it has not in time.
+            KvplugError: the pipe has ended, or the device failed.
+        """
+        if content.tensors and not poll_device(content.tensors[0].device, self._check, deadline):
+            raise TimeoutError("the device has not written the tensor in time; nothing was queued")
+
+    def _check(self) -> None:
+        """Raises KvplugError: the pipe has ended, and how."""
+        if self._window.ended or self._lifecycle.ended:
+            raise self._lifecycle.error()
+
     def _made(self, content: Content) -> _Message:
         cost = self._window.cost(content.nbytes)
         if content.nbytes <= self._inline_bytes:
             frame = inline_frame(content.prefix, content.data())
             return _Message(Content(b"", content.nbytes), frame, None, cost)
-        _wait_for_device(content)
         lent = self._agent.lend(content.tensors)
         frame = offer_frame(
             content.prefix,
@@ -177,12 +193,3 @@ class Outbox:
     def _take_back(self, message: _Message) -> None:
         if message.lent is not None:
             self._agent.let_go(message.lent.regions)
-
-
-def _wait_for_device(content: Content) -> None:
-    """Until a GPU has computed what the peer may then read."""
-    device = content.tensors[0].device
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.current_stream(device).synchronize()

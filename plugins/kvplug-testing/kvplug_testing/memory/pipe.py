@@ -3,12 +3,15 @@
 With the option ``eager``, the default, a tensor is copied when it is sent, and its transfer is done at once.
 Without it, the tensor is copied when the message is received, and the transfer ends only then, as with a
 device that reads the sender's memory. This finds code that overwrites a tensor too early.
+
+Tensors of the simulated device are copied to the CPU when they are sent, and back when they are received.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -17,6 +20,7 @@ from kvplug.net.wire import TensorMeta, copy_into, empty_like_meta, memory_of, m
 from kvplug.transport import (
     DEFAULT_TIMEOUT,
     Deadline,
+    DeviceMark,
     DuplexPipe,
     Lifecycle,
     MessageLimit,
@@ -144,6 +148,7 @@ class MemoryPipe(DuplexPipe):
     def __init__(self, context: PipeContext) -> None:
         limit = MessageLimit(context.max_message_bytes)
         super().__init__("the other end of a pipe in this process", context.timeout_s, limit)
+        self._device = context.device
         self._eager: bool = context.options.eager
         most = context.options.max_in_flight_bytes
         self._window = SendWindow(limit=most, peer=self._peer, lifecycle=self._lifecycle)
@@ -157,9 +162,22 @@ class MemoryPipe(DuplexPipe):
         self._other, other._other = other, self
 
     def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:
-        message = PipeMessage.of(tensor, eager=self._eager)
+        message = PipeMessage.of(self._on_the_cpu(tensor, deadline), eager=self._eager)
         self._queue(message, deadline)
         return message.transfer
+
+    def _on_the_cpu(self, tensor: Tensor | None, deadline: Deadline) -> Tensor | None:
+        """The tensor; of the simulated device a copy, made when the caller's stream has written it."""
+        device = getattr(tensor, "device", None)
+        if tensor is None or device is None or device.type != "simulated":
+            return tensor
+        mark = DeviceMark(device)
+        while not mark.is_passed:
+            self._check_sending()
+            if deadline.expired:
+                raise TimeoutError(f"{device} has not written the tensor in time; nothing was queued")
+            time.sleep(0.001)
+        return tensor.cpu()
 
     def _queue(self, message: PipeMessage, deadline: Deadline) -> None:
         """Let the other end receive a message, as soon as there is room."""
@@ -194,11 +212,13 @@ class MemoryPipe(DuplexPipe):
             return None
         if out is None:
             self._limit.check(message.memory.nbytes, self.peer)
-            out = empty_like_meta(message.meta)
         elif meta_of(out) != message.meta:
             raise TensorMismatchError(f"the next message is {message.meta}, and out is {meta_of(out)}")
-        copy_into(out, message.memory)
-        return out
+        received = out if out is not None and out.is_cpu else empty_like_meta(message.meta)
+        copy_into(received, message.memory)
+        if out is None:
+            return received.to(self._device)
+        return out if received is out else out.copy_(received)  # queued on the caller's stream
 
     def _drain(self, deadline: Deadline) -> None:
         self._other._lifecycle.lose_peer(Lifecycle.CLOSED_BY_PEER)

@@ -1,8 +1,9 @@
 """Tensors of the simulated device: each stands before one in CPU memory, and queues what is done with it.
 
 torch has a place for devices from outside (``PrivateUse1``); here Python serves it. Operations that write
-into tensors are queued. Views are made at once. All other operations run at once, after everything that the
-thread's stream was given: they make no new orders possible, and hide none between streams.
+into tensors are queued, and so are copies. Views are made at once. All other operations run at once, after
+everything that the thread's stream was given: they make no new orders possible, and hide none between
+streams.
 """
 
 from __future__ import annotations
@@ -46,6 +47,14 @@ class SimulatedTensor(torch.Tensor):  # type: ignore[misc]  # torch is not check
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"<simulated {self.dtype} {list(self.shape)}>"
 
+    def data_ptr(self) -> int:
+        """Where its memory is, for a transport that reads and writes by address, as a network card does."""
+        return self._memory.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """The storage of that memory, which is the CPU's."""
+        return self._memory.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch.no_grad():
@@ -54,7 +63,7 @@ class SimulatedTensor(torch.Tensor):  # type: ignore[misc]  # torch is not check
 
 def _dispatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name, schema = func._schema.name, func._schema
-    if name == "aten::_to_copy":
+    if name in ("aten::_to_copy", "aten::clone"):
         return _to_copy(*args, **kwargs)
     if name == "aten::copy_":
         return _copy(*args, **kwargs)
