@@ -58,7 +58,8 @@ _POLL_S: Final = 0.002
 # Mooncake's ErrorCode (mooncake-store/include/types.h)
 _NO_ROOM: Final = -200
 _INVALID: Final = -600
-_ABSENT: Final = frozenset({-703, -704})
+_NOT_FOUND: Final = -704
+_ABSENT: Final = frozenset({-703, _NOT_FOUND})
 """Not ready, not found."""
 _LEASE_ENDED: Final = -707
 _EXISTS: Final = -705
@@ -158,6 +159,8 @@ class Client:
         # It succeeds as well while another client writes this page, and that one may die.
         limit = time.monotonic() + min(self._setup.timeout_s, _OTHER_WRITER_S)
         while (held := self.store.is_exist(name)) == 0 and time.monotonic() < limit:
+            if self.store.get_size(name) == _NOT_FOUND:  # it was whole, and is removed or evicted already
+                return Answer(number, Outcome.DONE)
             time.sleep(_POLL_S)
         if held == 1:
             return Answer(number, Outcome.DONE)

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +74,22 @@ def opened() -> Iterator[Callable[..., Store]]:
 @pytest.mark.full
 def test_it_keeps_the_laws_of_plugins() -> None:
     assert check_plugin("mooncake") == ()
+
+
+def test_a_page_that_is_removed_as_soon_as_it_is_there_was_put(opened: Any, pool: Pool) -> None:
+    store, other = opened(pool), opened(pool)
+    removing = threading.Event()
+
+    def remove() -> None:
+        while not removing.is_set():
+            other.submit_remove(request(other, "removed").keys).wait(5)
+
+    thread = waits.Call(remove)
+    try:
+        assert {*(put(store, "removed")[0] for _ in range(100))} == {None}
+    finally:
+        removing.set()
+        thread.result()
 
 
 # -- holders and masters that are lost -----------------------------------------------------------
