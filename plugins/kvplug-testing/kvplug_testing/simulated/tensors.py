@@ -49,7 +49,7 @@ class SimulatedTensor(torch.Tensor):  # type: ignore[misc]  # torch is not check
 
     def data_ptr(self) -> int:
         """Where its memory is, for a transport that reads and writes by address, as a network card does."""
-        return self._memory.data_ptr()
+        return int(self._memory.data_ptr())
 
     def untyped_storage(self) -> Any:
         """The storage of that memory, which is the CPU's."""
