@@ -158,6 +158,3 @@ def plan_of(**fields: Any) -> Any:
     new, cached = fields["scheduled_new_reqs"], fields["scheduled_cached_reqs"]
     scheduled = dict.fromkeys([*cached.req_ids, *(each.req_id for each in new)], 1)
     return SimpleNamespace(**fields, num_scheduled_tokens=scheduled)
-
-
-# -- events -------------------------------------------------------------------------------------------
