@@ -242,7 +242,7 @@ class SchedulerSide(_Wrapped, _wrapping(SchedulerConnector)):  # type: ignore[mi
         return self.inner.get_hit_sources(request, num_external_tokens)
 
     def request_finished_all_groups(self, *arguments: Any) -> Any:
-        """Recorded as ``request_finished``: a replay calls the one that its connector has."""
+        """Recorded as ``request_finished``, as for connectors of one group."""
         return self.noted("request_finished", *arguments, called="request_finished_all_groups")
 
 
