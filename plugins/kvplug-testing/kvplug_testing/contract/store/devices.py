@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,9 +97,12 @@ class Devices(StoreSuite):
         with simulated.seeded(seed):
             cache = Cache(pages)
             cache.write(pages)
-            job = staged.submit_put(pages.request(cache.blocks()))
-            if few is None:  # else most pages are read later
-                cache.overwrite()
+            with simulated.stalled() if seed % 2 else nullcontext():
+                job = staged.submit_put(pages.request(cache.blocks()))
+                if few is None:  # else most pages are read later
+                    cache.overwrite()
+            if seed % 2:
+                cache.missing(pages)  # what this thread queued runs first, unless it has to wait
             assert ended(job) == [None] * 6
             assert job.wait_settled(waits.patience_s)
             got(first, pages)
