@@ -431,7 +431,7 @@ class TestGivesUpEarly(Lending):
         super().reserve(nbytes, Deadline.after(None if left is None else left / 2))
 
 
-@breaks(Mutant, "ALL-4", "ALL-10")
+@breaks(Mutant, "ALL-10")
 class TestWaitsForAnAnswerForEver(ReachingEnd):
     """A reaching end waits for an answer as long as it takes."""
 
