@@ -21,7 +21,7 @@ SHORT ?=
 KEEP ?=
 
 # The development environment is .venv: the core and its plugins are imported from this checkout.
-PLUGINS = testing bench cpu shm host fs redis mooncake etcd nixl lookup pynccl cuda-ipc transformers
+PLUGINS = testing bench cpu shm host fs redis mooncake etcd nixl lookup p2p pynccl cuda-ipc transformers
 EXAMPLES = kvplug-sample kvplug-sqlite
 EDITABLE = $(PLUGINS:%=plugins/kvplug-%) $(EXAMPLES:%=docs/examples/%) tests/lab
 # What has a part in C is installed again when it changes.

@@ -43,7 +43,13 @@ from kvplug.transport.spec import Kind
 
 
 def engine_facts(
-    config: Config, model: ModelInfo, cache: KVCacheConfig, parallelism: Parallelism, side: Side
+    config: Config,
+    model: ModelInfo,
+    cache: KVCacheConfig,
+    parallelism: Parallelism,
+    side: Side,
+    *,
+    splits_heads: bool = False,
 ) -> EngineFacts:
     """One side's facts about its engine. A scheduler side belongs to no shard."""
     layout = cache.groups[0].layout
@@ -60,6 +66,7 @@ def engine_facts(
         block_format=layout.block_format if is_worker else "",
         rank=parallelism.worker_rank,
         world_size=parallelism.num_workers,
+        splits_heads=splits_heads,
     )
 
 
@@ -160,7 +167,7 @@ def build_connector(
         weights = unknown_weights(model.name, begun, warns=which is Side.SCHEDULER)
     model = attrs.evolve(model, weights=weights)
     stats = TransferStats()
-    facts = engine_facts(config, model, cache, parallelism, which)
+    facts = engine_facts(config, model, cache, parallelism, which, splits_heads=spec.splits_heads)
     settings = LinkSettings(
         config=config,
         credentials=credentials_of(config),

@@ -318,6 +318,9 @@ class ConnectorSpec(_Spec):
     moves_pages: bool = False
     """KV crosses between engines only as pages of stores, which lie in host memory: links need pipes for CPU
     tensors, wherever the caches are. Otherwise a pipe must move tensors of the caches' device."""
+    splits_heads: bool = False
+    """It moves KV between engines that split the heads over different numbers of workers: each worker
+    connects to those workers of the peer engine that have its heads."""
 
     @property
     def kind(self) -> Kind:

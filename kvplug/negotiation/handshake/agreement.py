@@ -172,9 +172,18 @@ def _shards(local: EngineFacts, remote: EngineFacts) -> list[str]:
     if not reasons and None not in cached and cached[0] != cached[1]:
         change = "use the same draft model at both ends, or none: its layers are in the cache as well"
         reasons.append(_differs("cache_layers", *cached, change))
+    sizes = local.tensor_parallel_size, remote.tensor_parallel_size
+    if local.splits_heads and remote.splits_heads and not (local.block_format or remote.block_format):
+        if max(sizes) % min(sizes):
+            change = "make one a multiple of the other"
+            reasons.append(_differs("tensor_parallel_size", *sizes, change))
+        return reasons
     if local.tensor_parallel_size != remote.tensor_parallel_size:
-        change = "split the heads over the same number of workers; no connector converts the split yet"
-        sizes = local.tensor_parallel_size, remote.tensor_parallel_size
+        change = "split the heads over the same number of workers"
+        if local.block_format or remote.block_format:
+            change += ": blocks in a kernel's own order cannot be divided"
+        else:
+            change += ", or use a connector that converts the split, such as 'p2p'"
         reasons.append(_differs("tensor_parallel_size", *sizes, change))
     ranks = local.tensor_parallel_rank, remote.tensor_parallel_rank
     if None not in ranks and ranks[0] != ranks[1]:

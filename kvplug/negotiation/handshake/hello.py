@@ -48,6 +48,8 @@ class EngineFacts:
     """Of this worker in its engine."""
     world_size: int = 1
     """Workers of its engine."""
+    splits_heads: bool = False
+    """Its connector moves KV between engines that split the heads differently."""
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values, for the wire."""
@@ -73,6 +75,7 @@ class EngineFacts:
             block_format=read.text("block_format"),
             rank=read.integer("rank"),
             world_size=read.integer("world_size", 1),
+            splits_heads=read.boolean("splits_heads"),
         )
 
 

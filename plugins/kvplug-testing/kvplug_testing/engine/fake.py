@@ -115,6 +115,8 @@ class FakeEngine:
         self._stats = TransferStats()
         self._ended: set[str] = set()
         self._kept: dict[str, tuple[int, ...]] = {}
+        self._lent: set[str] = set()
+        """Of these requests those whose blocks are kept for another engine, which has a reference to them."""
         with ExitStack() as made:
             self.worker: Any = make(config, "worker", model=model, **build)
             """The connector's worker side."""
@@ -196,17 +198,23 @@ class FakeEngine:
         self._ended.add(request.request_id)
         if keeps:
             self._kept[request.request_id] = block_ids
+            if params is not None:
+                self._lent.add(request.request_id)
         return keeps, roundtrip(params, "the kv_transfer_params of request_finished")
+
+    def is_lent(self, request_id: str) -> bool:
+        """Whether the blocks of this request, which has ended, are kept for another engine."""
+        return request_id in self._lent
 
     def settle(self) -> None:
         """Run steps without requests until the connector has no work left and has named all requests with
-        kept blocks.
+        kept blocks, except those whose blocks are kept for another engine.
 
         Raises:
             AssertionError: this does not end in time.
         """
         limit = time.monotonic() + PATIENCE_S
-        while self._kept or self.scheduler.has_pending_push_work():
+        while self._kept.keys() - self._lent or self.scheduler.has_pending_push_work():
             late = f"after {PATIENCE_S} s blocks of {sorted(self._kept)} are kept, or work is pending"
             assert time.monotonic() < limit, late
             self.step([])
@@ -301,6 +309,7 @@ class FakeEngine:
         list(self.scheduler.take_events())
         for request_id in report.finished_sending | report.finished_recving:
             self._kept.pop(request_id, None)
+            self._lent.discard(request_id)
 
     def figures(self) -> Mapping[str, Any] | None:
         """The worker side's stats since the last call, as a snapshot; ``None`` if there are none."""

@@ -66,6 +66,8 @@ class Schedule:
         self._users: Counter[int] = Counter()
         self._kept: dict[str, Blocks] = {}
         """The blocks of ended requests that are kept until these are named."""
+        self._lent: set[str] = set()
+        """Those of them that are kept for another engine: they may be kept for long."""
         self._may_be_named: set[str] = set()
         self._blank: set[int] = set()
         self._freed = dict.fromkeys(fake.free_blocks, 0)
@@ -85,7 +87,7 @@ class Schedule:
 
     @property
     def _needs_steps(self) -> bool:
-        left = self.coming or self.active or self._kept or self.audit.loads
+        left = self.coming or self.active or self._kept.keys() - self._lent or self.audit.loads
         return bool(left or self.fake.scheduler.has_pending_push_work())
 
     def run(self, *others: Schedule) -> None:
@@ -219,6 +221,7 @@ class Schedule:
         self._check_names(report)
         for name in report.finished_sending | report.finished_recving:
             self._release(self._kept.pop(name, ()))
+            self._lent.discard(name)
         for each in [*self.active]:
             wrong = [at for at, block in enumerate(each.blocks) if block in report.invalid_block_ids]
             if wrong and self.chance.random() < 0.3:  # an engine may fail the request
@@ -255,6 +258,8 @@ class Schedule:
         if keeps:
             assert each.blocks, f"{each.name} has no blocks, and they are kept"
             self._kept[each.name] = each.blocks
+            if params is not None:
+                self._lent.add(each.name)
         else:
             self._release(each.blocks)
         each.blocks = ()

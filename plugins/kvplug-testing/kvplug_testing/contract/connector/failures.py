@@ -115,8 +115,8 @@ class Failures(ConnectorSuite):
         keeps, _ = decode.finish(prompt, load.blocks, RequestEnd.ABORTED)
         assert not keeps, "its load was reported, and its blocks are kept"
         decode.cache.free(load.blocks)
-        self.until_promised(decode, prompt)
-        again = attrs.evolve(prompt, request_id="again")
+        again = self.renewed(prompt, "again")
+        self.until_promised(decode, again)
         assert not self.run_load(self.promised(decode, again)), "the peer goes on, and its KV does not come"
         written = decode.cache.written(load.blocks)
         assert not written, f"blocks {sorted(written)} were written after their load was reported as failed"

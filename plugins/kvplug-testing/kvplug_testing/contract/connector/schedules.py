@@ -61,6 +61,8 @@ class Schedules(ConnectorSuite):
     def _run_pair(self, seed: int, *, background: bool = False, spoils: str = "", **given: Any) -> Schedule:
         """A producer and a consumer."""
         chance = random.Random(seed)
+        if self.lends_blocks:  # all that is handed out before anything is read
+            given["producer"] = {"num_blocks": 160, **given.get("producer", {})}
         prefill, decode = self.pair(background=background, **given)
         params: dict[tuple[Any, Any], dict[str, Any] | None] = {}
 

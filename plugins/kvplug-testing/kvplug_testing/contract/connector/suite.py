@@ -95,10 +95,14 @@ class ConnectorSuite(Contract):
     serves_beside_others: ClassVar[bool] = False
     """Another connector of the same engine may load KV, as in vLLM's MultiConnector, and may fail to: nothing
     of that is stored. Without it this is not checked."""
+    lends_blocks: ClassVar[bool] = False
+    """``request_finished`` hands out references, and its engine keeps the blocks until another engine has
+    read them. An engine loads nothing from itself, in the role "both" neither."""
     timeout_s: ClassVar[float] = 10.0
     """``timeout_s`` of the configs."""
 
     _host = ""
+    _stored_by: FakeEngine
 
     def import_all(self) -> None:
         super().import_all()
@@ -183,7 +187,14 @@ class ConnectorSuite(Contract):
         self, engine: FakeEngine, tokens: Any = PROMPT, name: str = "stored", **given: Any
     ) -> dict[str, Any]:
         """Compute a prompt, hand it off and finish it. Returns the ``kv_transfer_params`` for loading it."""
+        self._stored_by = engine
         return self.run(engine.hand_off, request_of(name, tokens, **given))[1] or {}
+
+    def renewed(self, prompt: Request, name: str) -> Request:
+        """The same prompt for another request. What a reference finds is handed off again: a reference may be
+        good for one load only."""
+        params = self.stored(self._stored_by, prompt.token_ids, f"for {name}") if prompt.params else {}
+        return attrs.evolve(prompt, request_id=name, params=params)
 
     def asking(self, **pair: Any) -> tuple[FakeEngine, FakeEngine, Request]:
         """A connected pair, and the consumer's request "a" for a prompt that the producer has stored."""

@@ -1,0 +1,387 @@
+"""The consumer's scheduler side: the producers that it knows, and its claims on their blocks."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+import attrs
+
+from kvplug import ClosedError, HandshakeError, KvplugError, ResourceExhaustedError, TimeoutError
+from kvplug.engine import ConnectorContext, Engine, PeerLink, Role, reason_of
+from kvplug.transport import BackgroundThread, Deadline, WireError, close_after_fork, exhaustion_of
+from kvplug_p2p.lender import ASK
+from kvplug_p2p.reference import Reference
+
+_log = logging.getLogger(__name__)
+
+Peer = str | Mapping[int, str] | None
+"""As ``Peers.connect`` takes it."""
+
+_CONNECT_S: Final = 10.0
+_RETRY_S: Final = 0.1
+_LONGEST_RETRY_S: Final = 2.0
+_REFUSED_S: Final = 30.0
+_SEND_S: Final = 0.2
+_JOIN_S: Final = 3.0
+_RENEWALS_PER_LEASE: Final = 3
+_MOST_NAMED: Final = 64
+"""Producers that are dialled since a request named them and a pattern allows it."""
+
+
+@attrs.define(eq=False)
+class Claim:
+    """One request's claim on the blocks of a reference."""
+
+    key: str
+    """Its name, which no other claim of this engine has."""
+    reference: Reference
+    text: bytes = attrs.field(repr=False)
+    expires: Deadline
+    moment: Deadline
+    """Until when a question about it waits for the answer, in all."""
+    engine: ProducerEngine | None = None
+    """Which it was sent to."""
+    unanswered: set[int] = attrs.field(factory=set)
+    """Ranks of the producer's workers."""
+    refused: str = ""
+    """Why; empty: it is not."""
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether every worker of the producer keeps the blocks for it."""
+        return self.engine is not None and not self.unanswered and not self.refused
+
+
+class _WorkerLink:
+    """The link to one worker of a producer: a thread that connects, receives answers, and renews claims."""
+
+    def __init__(self, engine: ProducerEngine, rank: int) -> None:
+        self._engine = engine
+        self._rank = rank
+        self.link: PeerLink | None = None
+        self.error: Exception | None = None
+        """Why the latest try to connect failed."""
+        self._closed = threading.Event()
+        self._lease_s = _CONNECT_S
+        self._thread = BackgroundThread(self._run, name="kvplug-p2p-ask", stop=self.end)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._closed.set()
+        if (link := self.link) is not None:
+            link.close()
+
+    def join(self) -> None:
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def send(self, message: Mapping[str, object]) -> bool:
+        """Whether it was sent."""
+        link = self.link
+        if link is None:
+            return False
+        try:
+            link.channel.send(message, timeout=_SEND_S)
+        except KvplugError as e:
+            _log.debug("nothing can be sent to %s: %s", self._engine.name, e)
+            link.close()
+            return False
+        return True
+
+    def _run(self) -> None:
+        engine, pause, logged = self._engine, _RETRY_S, ""
+        while not self._closed.is_set():
+            try:
+                link = engine.connect(self._rank)
+            except ClosedError:
+                return
+            except Exception as e:
+                if str(e) != logged:
+                    logged = str(e)
+                    _log.log(
+                        logging.WARNING if isinstance(e, HandshakeError) else logging.INFO,
+                        "%s: worker %d is not reached: %s",
+                        engine.name,
+                        self._rank,
+                        e,
+                    )
+                engine.changed(self, None, exhaustion_of(e, f"connecting to {engine.name}") or e)
+                self._closed.wait(_REFUSED_S if isinstance(e, HandshakeError) else pause)
+                pause = min(2 * pause, _LONGEST_RETRY_S)
+                continue
+            pause, logged = _RETRY_S, ""
+            try:
+                engine.changed(self, link, None)
+                self._follow(link)
+            except (KvplugError, RuntimeError) as e:
+                if not self._closed.is_set():
+                    _log.info("%s: the link to worker %d is lost: %s", engine.name, self._rank, e)
+                engine.changed(self, None, e)
+            finally:
+                link.close()
+
+    def _follow(self, link: PeerLink) -> None:
+        while not self._closed.is_set():
+            try:
+                answer = link.channel.recv(timeout=self._lease_s / _RENEWALS_PER_LEASE)
+            except TimeoutError:
+                if self._engine.has_claims:
+                    link.channel.send({"renew": True}, timeout=_SEND_S)
+                continue
+            if type(answer) is not dict or type(answer.get("claim")) is not str:
+                raise WireError(f"{self._engine.name} sent what is not an answer")
+            refused, lease_s = answer.get("refused"), answer.get("lease_s")
+            if type(refused) is not str or type(lease_s) is not float or not lease_s > 0:
+                raise WireError(f"{self._engine.name} sent what is not an answer")
+            self._lease_s = lease_s
+            self._engine.answered(self._rank, answer["claim"], refused)
+
+
+class ProducerEngine:
+    """One producer: links to all of its workers."""
+
+    def __init__(self, context: ConnectorContext, name: str, peer: Peer) -> None:
+        self._context = context
+        self.name = name
+        self.peer = peer
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._workers = [_WorkerLink(self, 0)]
+        self._claims: dict[str, Claim] = {}
+        self._closed = False
+        close_after_fork(self)
+        self._workers[0].start()
+
+    def _after_fork_in_child(self) -> None:
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._closed, self._workers, self._claims = True, [], {}
+
+    def connect(self, rank: int) -> PeerLink:
+        """Raises what ``Peers.connect`` raises."""
+        return self._context.peers.connect(rank, ASK, timeout=_CONNECT_S, retry=False, peer=self.peer)
+
+    # -- called by the links' threads ----------------------------------------------------------
+
+    def changed(self, worker: _WorkerLink, link: PeerLink | None, error: Exception | None) -> None:
+        """A link has come up, or is gone, and the claims with it."""
+        with self._lock:
+            worker.link, worker.error = link, error
+            if link is not None and worker is self._workers[0]:
+                facts = link.agreement.remote.engine
+                for rank in range(len(self._workers), 1 if facts is None else facts.world_size):
+                    other = _WorkerLink(self, rank)
+                    self._workers.append(other)
+                    other.start()
+            if link is None:
+                for claim in self._claims.values():
+                    claim.refused = claim.refused or ("peer_gone" if error is None else reason_of(error))
+            self._changed.notify_all()
+        if self._closed and link is not None:
+            link.close()
+
+    def answered(self, rank: int, key: str, refused: str) -> None:
+        with self._lock:
+            claim = self._claims.get(key)
+            if claim is not None:
+                claim.unanswered.discard(rank)
+                claim.refused = claim.refused or refused
+                self._changed.notify_all()
+
+    @property
+    def has_claims(self) -> bool:
+        return bool(self._claims)
+
+    # -- called by the scheduler ---------------------------------------------------------------
+
+    @property
+    def engine_id(self) -> str:
+        """Of the engine that answers there; empty while no link is up."""
+        link = self.link
+        return "" if link is None else link.agreement.remote.engine_id
+
+    @property
+    def link(self) -> PeerLink | None:
+        """To its worker 0."""
+        return self._workers[0].link if self._workers else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was tried, and is not reached."""
+        return self.link is None and (not self._workers or self._workers[0].error is not None)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all workers are reached."""
+        workers = self._workers
+        link = self.link
+        if link is None or (facts := link.agreement.remote.engine) is None:
+            return False
+        return len(workers) >= facts.world_size and all(worker.link is not None for worker in workers)
+
+    def send_claim(self, claim: Claim) -> None:
+        """Ask every worker."""
+        with self._lock:
+            claim.engine = self
+            self._claims[claim.key] = claim
+            claim.unanswered = set(range(len(self._workers)))
+        for worker in self._workers:
+            if not worker.send({"claim": claim.key, "reference": claim.text}):
+                claim.refused = claim.refused or "peer_gone"
+
+    def wait_for(self, claim: Claim) -> None:
+        """Return when the claim is answered, or its moment is over."""
+        with self._lock:
+            while claim.unanswered and not claim.refused:
+                if not self._changed.wait(claim.moment.remaining()):
+                    return
+
+    def release(self, claim: Claim) -> None:
+        """The blocks are not needed any more."""
+        with self._lock:
+            known = self._claims.pop(claim.key, None)
+        if known is not None:
+            for worker in self._workers:
+                worker.send({"release": claim.key})
+
+    def wait_until_up(self, deadline: Deadline) -> None:
+        """
+        Raises:
+            TimeoutError: names the producer and its address.
+            HandshakeError, AuthenticationError: it cannot be loaded from.
+        """
+        with self._lock:
+            while not self.is_up:
+                if self._closed:
+                    raise ClosedError("this connector was shut down")
+                errors = [worker.error for worker in self._workers if worker.error is not None]
+                for error in errors:
+                    if isinstance(error, HandshakeError | PermissionError | ResourceExhaustedError):
+                        raise error
+                if not self._changed.wait(deadline.remaining()) and deadline.expired:
+                    why = f": {errors[0]}" if errors else ""
+                    raise TimeoutError(f"{self.name} was not reached in time{why}")
+
+    def end(self) -> None:
+        """Does not wait."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+            workers = list(self._workers)
+        for worker in workers:
+            worker.end()
+
+    def close(self) -> None:
+        self.end()
+        for worker in self._workers:
+            worker.join()
+
+
+def fixed_addresses(context: ConnectorContext) -> list[str | None]:
+    """Of the producers that the config names; ``None`` stands for its host and port."""
+    config = context.config
+    addresses: list[str | None] = [*config.peer_addresses]
+    if addresses or config.directory is not None or context.options.allowed:
+        return addresses
+    return [None] if config.role is Role.CONSUMER else []
+
+
+class ProducerEngines:
+    """The producers of the config's ``peers`` and of its directory, and those that ``allowed`` permits.
+
+    Nothing in a request adds to these.
+    """
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        self._closed = False
+        self._fixed: dict[str, ProducerEngine] = {}
+        self._listed: dict[str, tuple[Engine, ProducerEngine]] = {}
+        self._named: dict[str, ProducerEngine] = {}
+        try:
+            for address in fixed_addresses(context):
+                name = f"the producer at {address or context.config.control_address(0)}"
+                self._fixed[name] = ProducerEngine(context, name, address)
+            if context.members is not None:
+                context.members.follow(self._list)
+        except BaseException:
+            self.close()
+            raise
+
+    def _list(self, engines: tuple[Engine, ...], is_stale: bool) -> None:
+        """The directory's engines have changed."""
+        members = self._context.members
+        assert members is not None
+        wanted = {
+            engine.engine_id: engine
+            for engine in engines
+            if engine.role != Role.CONSUMER and engine.model == members.model
+        }
+        with self._lock:
+            if self._closed:
+                return
+            for engine_id, (engine, producer) in list(self._listed.items()):
+                if wanted.get(engine_id) != engine and not (is_stale and producer.is_up):
+                    del self._listed[engine_id]
+                    producer.end()
+            for engine_id, engine in wanted.items() if not is_stale else ():
+                if engine_id not in self._listed:
+                    producer = ProducerEngine(self._context, f"producer {engine_id}", engine.contacts)
+                    self._listed[engine_id] = engine, producer
+
+    def all(self) -> list[ProducerEngine]:
+        """Every producer that is known."""
+        with self._lock:
+            listed = [producer for _, producer in self._listed.values()]
+            return [*self._fixed.values(), *listed, *self._named.values()]
+
+    def find(self, reference: Reference) -> ProducerEngine | None:
+        """The producer that has made the reference; ``None``: it is not known, or not reached yet.
+
+        Dials it if a pattern allows its address.
+        """
+        known = self.all()
+        for engine in known:
+            if engine.engine_id == reference.engine_id:
+                return engine
+        address = reference.address
+        if not any(fnmatch.fnmatchcase(address, pattern) for pattern in self._context.options.allowed):
+            return None
+        with self._lock:
+            if address not in self._named and not self._closed:
+                if len(self._named) >= _MOST_NAMED:
+                    gone = next((name for name, each in self._named.items() if each.has_failed), None)
+                    if gone is None:
+                        return None
+                    self._named.pop(gone).end()
+                self._named[address] = ProducerEngine(self._context, f"the producer at {address}", address)
+        return None
+
+    def may_come(self, reference: Reference) -> bool:
+        """Whether one that is not reached yet may be the one that made the reference."""
+        return any(not each.engine_id and not each.has_failed for each in self.all())
+
+    def wait_until_up(self, deadline: Deadline) -> None:
+        """Raises what :meth:`ProducerEngine.wait_until_up` and ``Members.wait_until_known`` raise."""
+        if self._context.members is not None:
+            self._context.members.wait_until_known(deadline)
+        for producer in self.all():
+            producer.wait_until_up(deadline)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        if self._context.members is not None:
+            self._context.members.close()
+        every = self.all()
+        for producer in every:
+            producer.end()
+        for producer in every:
+            producer.close()

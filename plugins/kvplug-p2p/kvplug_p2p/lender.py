@@ -1,0 +1,404 @@
+"""The producer's worker: keeps blocks of finished prompts under leases, and sends them to decode engines.
+
+Two kinds of links come in. The scheduler side of a decode engine *claims* the blocks of a reference at every
+worker before it promises them, renews its claims, and releases them. Its workers *pull*: they name a claim
+and the units that they want, and this worker sends them. No other process reads its blocks, so a claim that
+is over is refused, and never answered with what the blocks hold by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import attrs
+
+from kvplug import ClosedError, KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError
+from kvplug.engine import (
+    BlockIds,
+    ConnectorContext,
+    LayoutError,
+    PeerLink,
+    PeerListener,
+)
+from kvplug.transport import (
+    BackgroundThread,
+    DeviceMark,
+    Pipe,
+    WireError,
+    acquire_stream,
+    close_after_fork,
+    exhaustion_of,
+    release_stream,
+)
+from kvplug_p2p.reference import verified
+from kvplug_p2p.views import CacheViews, hash_of
+
+_log = logging.getLogger(__name__)
+
+ASK: Final = "p2p-ask"
+"""The purpose of links of scheduler sides."""
+PULL: Final = "p2p-pull"
+"""The purpose of links of workers."""
+PIPE: Final = "kv"
+"""The label of the pipe of such a link."""
+_CLOSE_S: Final = 2.0
+_SEND_S: Final = 10.0
+"""For an answer of a few bytes."""
+_MAX_SERVED: Final = 1024
+_MAX_CLAIMS: Final = 1 << 16
+"""Of one link."""
+
+
+Claim = tuple[str, str]
+"""The decode engine's id, and its name for the claim."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Hold:
+    """Blocks of one finished request."""
+
+    request_id: str
+    lease: int
+    block_ids: BlockIds
+    end_s: float
+    """By ``time.monotonic``: when it ends, unless it is renewed."""
+    written: DeviceMark
+    """Behind the kernels that computed the KV."""
+    began: float
+    claims: set[Claim] = attrs.field(factory=set)
+    """Who has asked for them, and has not released them."""
+    num_sending: int = 0
+    is_over: bool = False
+    """Nothing of it is sent any more; the engine gets its blocks back once nothing is being sent."""
+    reason: str = "other"
+    """Why it is over, for the figures, if nothing was sent."""
+    sent_bytes: int = 0
+
+
+class Lender:
+    """The holds of one worker, and the links of those who may have claims on them. Any thread."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self._context = context
+        self._lease_s: float = context.options.lease_s
+        self._lock = threading.Lock()
+        self._key = b""
+        self._epoch = ""
+        self._holds: dict[str, Hold] = {}
+        """By request; those that are over and still being sent, too."""
+        self._claims: dict[Claim, tuple[PeerLink, Hold]] = {}
+        """With the link that asked last: when it ends, they do."""
+        self._ended: set[str] = set()
+        self._served: dict[PeerLink, BackgroundThread] = {}
+        self._pipes: dict[PeerLink, Pipe] = {}
+        self._sending: dict[PeerLink, Hold] = {}
+        self._closed = False
+        self._views: CacheViews | None = None
+        self._listener: PeerListener = context.peers.listen()
+        self.contact = self._listener.contact
+        """Where decode engines find this worker. May carry a token: do not log it."""
+        close_after_fork(self)
+        self._thread = BackgroundThread(self._accept, name="kvplug-p2p-serve", stop=self._listener.close)
+        self._thread.start()
+
+    def _after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = True
+        self._holds, self._claims, self._served = {}, {}, {}
+
+    @property
+    def num_held(self) -> int:
+        """Requests whose blocks are kept."""
+        return len(self._holds)
+
+    # -- called by the engine's thread ---------------------------------------------------------
+
+    def register(self, views: CacheViews) -> None:
+        """The cache that is sent from."""
+        self._views = views
+
+    def begin(self, epoch: str, key: bytes) -> None:
+        """What this start's references are signed with."""
+        self._epoch, self._key = epoch, key
+
+    def hold(self, request_id: str, lease: int, block_ids: BlockIds) -> None:
+        """Keep these blocks, whose KV the engine's thread has queued on the device."""
+        assert self._views is not None
+        now = time.monotonic()
+        hold = Hold(
+            request_id=request_id,
+            lease=lease,
+            block_ids=block_ids,
+            end_s=now + self._lease_s,
+            written=DeviceMark(self._views.device),
+            began=now,
+        )
+        with self._lock:
+            self._holds[request_id] = hold
+
+    def revoke(self, request_id: str) -> None:
+        """The request's blocks do not hold what was promised."""
+        with self._lock:
+            if (hold := self._holds.get(request_id)) is not None:
+                self._finish(hold, "corrupt")
+
+    def take_ended(self) -> frozenset[str]:
+        """Requests whose blocks are the engine's again, since the last call."""
+        now, stuck = time.monotonic(), []
+        with self._lock:
+            for hold in list(self._holds.values()):
+                if now >= hold.end_s:
+                    self._finish(hold, "expired")
+                    stuck += [link for link, other in self._sending.items() if other is hold]
+            ended, self._ended = frozenset(self._ended), set()
+        for link in stuck:
+            _log.warning("%s does not receive: its lease is over", link.agreement.remote.engine_id)
+            self._drop(link)
+        return ended
+
+    def _finish(self, hold: Hold, reason: str) -> None:
+        """With the lock: nothing more is sent of it."""
+        if not hold.is_over:
+            hold.is_over = True
+            for claim in hold.claims:
+                self._claims.pop(claim, None)
+            hold.claims.clear()
+            hold.reason = reason
+        if not hold.num_sending and self._holds.get(hold.request_id) is hold:
+            if not hold.sent_bytes:
+                self._context.stats.fail("save", hold.reason)
+            del self._holds[hold.request_id]
+            self._ended.add(hold.request_id)
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link = self._listener.accept(timeout=None)
+            except ClosedError:
+                return
+            except (TimeoutError, ResourceExhaustedError):
+                continue
+            thread = BackgroundThread(self._serve, args=(link,), name="kvplug-p2p-peer", stop=link.close)
+            with self._lock:
+                is_served = not self._closed and len(self._served) < _MAX_SERVED
+                if is_served:
+                    self._served[link] = thread
+            try:
+                if is_served:
+                    thread.start()
+            except RuntimeError as e:  # no more threads
+                if shortage := exhaustion_of(e, "serving a decode engine"):
+                    link.channel.decline(shortage)
+                is_served = False
+            if not is_served:
+                self._forget(link)
+                link.close()
+
+    def _serve(self, link: PeerLink) -> None:
+        purpose = link.agreement.remote.purpose
+        serve: Callable[[PeerLink], None] | None = {ASK: self._answer, PULL: self._send_pulls}.get(purpose)
+        try:
+            if serve is None:
+                _log.warning("a peer came for %r, which connector 'p2p' does not know", purpose)
+            else:
+                serve(link)
+        except (ClosedError, PeerGoneError) as e:
+            _log.debug("%s has left: %s", link.agreement.remote.engine_id, e)
+        except Exception as e:
+            shortage = exhaustion_of(e, "serving a decode engine")
+            if shortage is not None:
+                link.channel.decline(shortage)
+            if not self._closed:
+                is_foreign = shortage is None and not isinstance(e, KvplugError)
+                _log.warning(
+                    "serving %s failed: %s",
+                    link.agreement.remote.engine_id,
+                    e,
+                    exc_info=e if is_foreign else None,
+                )
+        finally:
+            self._drop(link)
+            self._forget(link)
+
+    def _drop(self, link: PeerLink) -> None:
+        pipe = self._pipes.get(link)
+        if pipe is not None:
+            pipe.abort()
+        link.close()
+
+    def _forget(self, link: PeerLink) -> None:
+        """The link is gone, and its claims with it."""
+        with self._lock:
+            self._served.pop(link, None)
+            self._pipes.pop(link, None)
+            for claim in [claim for claim, (of, _) in self._claims.items() if of is link]:
+                self._release(claim, "peer_gone")
+
+    def _release(self, claim: Claim, reason: str = "cancelled") -> None:
+        """With the lock. Blocks without a claim are given back: their reader has them, or has gone."""
+        _, hold = self._claims.pop(claim, (None, None))
+        if hold is not None:
+            hold.claims.discard(claim)
+            if not hold.claims:
+                self._finish(hold, reason)
+
+    # -- claims --------------------------------------------------------------------------------
+
+    def _answer(self, link: PeerLink) -> None:
+        """Answer one scheduler side until it goes."""
+        remote = link.agreement.remote
+        while True:
+            message = link.channel.recv(timeout=None)
+            if type(message) is not dict:
+                raise WireError("a scheduler side sent what is not a question")
+            if type(message.get("claim")) is str and type(message.get("reference")) is bytes:
+                reason = self._claim(link, message["claim"], message["reference"])
+                answer = {"claim": message["claim"], "refused": reason, "lease_s": self._lease_s}
+                link.channel.send(answer, timeout=_SEND_S)
+                if reason:
+                    _log.debug("a reference from %s is refused: %s", remote.engine_id, reason)
+            elif type(message.get("release")) is str:
+                with self._lock:
+                    self._release((remote.engine_id, message["release"]))
+            elif message == {"renew": True}:
+                self._renew(link)
+            else:
+                raise WireError("a scheduler side sent what is not a question")
+
+    def _claim(self, link: PeerLink, key: str, text: bytes) -> str:
+        """Why the reference is refused; empty: it has a claim now."""
+        reference = verified(text, self._key) if self._key else None
+        if reference is None:
+            return "forged"
+        if reference.epoch != self._epoch:
+            return "gone"
+        if reference.expires_ms <= time.time() * 1000:
+            return "expired"
+        claim = link.agreement.remote.engine_id, key
+        with self._lock:
+            hold = self._holds.get(reference.request_id)
+            if hold is None or hold.is_over or hold.lease != reference.lease:
+                return "gone"
+            if self._claims.get(claim, (link, hold))[1] is not hold or len(hold.claims) >= _MAX_CLAIMS:
+                return "refused"
+            self._claims[claim] = link, hold
+            hold.claims.add(claim)
+            hold.end_s = time.monotonic() + self._lease_s
+        return ""
+
+    def _renew(self, link: PeerLink) -> None:
+        with self._lock:
+            end_s = time.monotonic() + self._lease_s
+            for of, hold in self._claims.values():
+                if of is link:
+                    hold.end_s = max(hold.end_s, end_s)
+
+    # -- pulls ---------------------------------------------------------------------------------
+
+    def _send_pulls(self, link: PeerLink) -> None:
+        """Send what one worker asks for until it goes."""
+        config, views = self._context.config, self._views
+        pipe = link.open_pipe(PIPE, device=config.device)
+        with self._lock:
+            self._pipes[link] = pipe
+            closed = self._closed
+        if closed or views is None:
+            raise ClosedError("this worker has no cache, or was shut down")
+        stream = None if views.device.type == "cpu" else acquire_stream(views.device)
+        try:
+            while True:
+                message = link.channel.recv(timeout=None)
+                hold = self._hold_of(link, message)
+                if hold is None:
+                    link.channel.send({"refused": "gone"}, timeout=_SEND_S)
+                    continue
+                try:
+                    self._send(link, pipe, hold, message, stream)
+                finally:
+                    with self._lock:
+                        self._sending.pop(link, None)
+                        hold.num_sending -= 1
+                        if hold.is_over:
+                            self._finish(hold, hold.reason)
+        finally:
+            if stream is not None:
+                release_stream(stream)
+
+    def _hold_of(self, link: PeerLink, message: Any) -> Hold | None:
+        """The hold that a pull names, which is being sent from now on.
+
+        Raises:
+            WireError: that is not a pull.
+        """
+        if type(message) is not dict or type(message.get("claim")) is not str:
+            raise WireError("a worker sent what is not a pull")
+        with self._lock:
+            _, hold = self._claims.get((link.agreement.remote.engine_id, message["claim"]), (None, None))
+            if hold is not None:
+                hold.num_sending += 1
+                hold.end_s = time.monotonic() + self._lease_s
+                self._sending[link] = hold
+            return hold
+
+    def _send(self, link: PeerLink, pipe: Pipe, hold: Hold, message: Mapping[str, Any], stream: Any) -> None:
+        """
+        Raises:
+            WireError: the pull is malformed, or wants what the request has not.
+        """
+        import torch
+
+        views = self._views
+        assert views is not None
+        try:
+            unit, (first, count) = message["unit"], message["heads"]
+            wanted = [
+                (group, views.of(group, unit, first, count, numbers), numbers)
+                for group, numbers in enumerate(message["units"])
+                if numbers
+            ]
+            for group, _, numbers in wanted:
+                each = self._context.cache.groups[group].block_size // unit
+                if not {number // each for number in numbers} <= {*hold.block_ids[group]}:
+                    raise WireError("a pull wants blocks that are not of its request")
+        except (KeyError, TypeError, ValueError, IndexError, LayoutError) as e:
+            raise WireError(f"a worker sent what is not a pull: {e}") from e
+        link.channel.send({"sending": True}, timeout=_SEND_S)
+        began, nbytes = time.perf_counter(), 0
+        if stream is not None:
+            hold.written.hold(stream)
+        with torch.get_device_module(views.device).stream(stream) if stream else contextlib.nullcontext():
+            transfers = [pipe.send_blocks(found, rows, timeout=None) for _, (found, rows), _ in wanted]
+        checksum = link.agreement.checksum if views.device.type == "cpu" else None
+        hashes = [hash_of(checksum, found, rows) for _, (found, rows), _ in wanted] if checksum else []
+        for transfer in transfers:
+            transfer.wait(timeout=None)
+            nbytes += transfer.nbytes
+        with self._lock:
+            is_first, hold.sent_bytes = not hold.sent_bytes, hold.sent_bytes + nbytes
+            hold.end_s = time.monotonic() + self._lease_s
+        if is_first:
+            self._context.stats.record("save", nbytes, time.perf_counter() - began)
+        if checksum:
+            link.channel.send({"hashes": hashes}, timeout=None)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Hang up on everyone. Idempotent."""
+        with self._lock:
+            self._closed = True
+            served = list(self._served.items())
+        self._listener.close()
+        for link, _ in served:
+            self._drop(link)
+        end = time.monotonic() + _CLOSE_S
+        for thread in (self._thread, *(thread for _, thread in served)):
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))

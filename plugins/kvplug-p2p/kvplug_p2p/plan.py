@@ -1,0 +1,76 @@
+"""What the scheduler side tells the worker side in one step: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from kvplug.engine import BlockIds
+
+
+@attrs.frozen(kw_only=True)
+class HoldPlan:
+    """Keep the blocks of a finished request."""
+
+    request_id: str
+    lease: int
+    block_ids: BlockIds
+
+
+@attrs.frozen(kw_only=True)
+class PullPlan:
+    """Pull tokens ``start`` to ``end`` of a request out of a producer's blocks into its own."""
+
+    request_id: str
+    claim: str
+    engine_id: str
+    """Of the producer."""
+    peer: Any = attrs.field(repr=False)
+    """Its address, the contacts of its workers by rank, or ``None``."""
+    block_size: int
+    """The producer's, as :attr:`tensor_parallel_size` is."""
+    tensor_parallel_size: int
+    theirs: BlockIds
+    ours: BlockIds
+    start: int
+    end: int
+    in_background: bool
+
+
+@attrs.frozen(kw_only=True)
+class StepPlan:
+    """Everything one step does."""
+
+    step: int = 0
+    heard: int = -1
+    """The latest step whose report the scheduler side had when it made this plan."""
+    epoch: str = ""
+    key: bytes = attrs.field(default=b"", repr=False)
+    """What references are signed with."""
+    holds: tuple[HoldPlan, ...] = ()
+    revoked: tuple[str, ...] = ()
+    """Requests whose blocks turned out not to hold what was promised."""
+    pulls: tuple[PullPlan, ...] = ()
+    forget: tuple[str, ...] = ()
+    """Requests that ended or were preempted: stop pulling for them."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return attrs.asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> StepPlan:
+        holds = tuple(
+            HoldPlan(**{**each, "block_ids": _tables(each["block_ids"])}) for each in plain["holds"]
+        )
+        pulls = tuple(
+            PullPlan(**{**each, "theirs": _tables(each["theirs"]), "ours": _tables(each["ours"])})
+            for each in plain["pulls"]
+        )
+        revoked, forget = tuple(plain["revoked"]), tuple(plain["forget"])
+        return cls(**{**plain, "holds": holds, "pulls": pulls, "revoked": revoked, "forget": forget})
+
+
+def _tables(plain: Any) -> BlockIds:
+    return tuple(tuple(table) for table in plain)

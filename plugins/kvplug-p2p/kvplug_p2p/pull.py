@@ -1,0 +1,390 @@
+"""The consumer's worker: pulls the KV of requests out of producers' blocks into its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import attrs
+
+from kvplug import ClosedError, HandshakeError, IntegrityError, PeerGoneError, TimeoutError
+from kvplug.engine import NO_BLOCK, ConnectorContext, EntryGoneError, LayoutError, PeerLink
+from kvplug.transport import (
+    BackgroundThread,
+    BlockViews,
+    Deadline,
+    DeviceMark,
+    Pipe,
+    WireError,
+    acquire_stream,
+    close_after_fork,
+    release_stream,
+)
+from kvplug_p2p.lender import PIPE, PULL
+from kvplug_p2p.plan import PullPlan
+from kvplug_p2p.sharing import HeadRange, unit_of, units
+from kvplug_p2p.views import CacheViews, hash_of
+
+_log = logging.getLogger(__name__)
+
+_MAX_MESSAGE_BYTES: Final = 64 << 20
+"""Of the units that are asked for at once, and the producer hashes and sends as one message a group."""
+_JOIN_S: Final = 3.0
+
+
+class Pull:
+    """KV on its way into one request's blocks, from one or several of the producer's workers."""
+
+    def __init__(self, plan: PullPlan, num_layers: int, after: DeviceMark, timeout_s: float) -> None:
+        self.plan = plan
+        self.after = after
+        """What the device must have done before the blocks are written."""
+        self.deadline = Deadline.after(timeout_s)
+        self.began = time.perf_counter()
+        self.parts: list[Part] = []
+        self.nbytes = 0
+        self.num_layers = num_layers
+        """Of all KV cache groups."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._error: BaseException | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.plan.request_id
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed; ``None`` while it is under way and after success."""
+        return self._error
+
+    def fail(self, error: BaseException) -> None:
+        """It does not come, or is not needed: nothing more is written into its blocks, after a moment."""
+        with self._lock:
+            if self._error is None and not self._is_done:
+                self._error = error
+            self._changed.notify_all()
+        for part in self.parts:
+            part.worker.interrupt(part)
+
+    @property
+    def _is_done(self) -> bool:
+        return all(part.num_layers == self.num_layers for part in self.parts)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is done, or has failed and nothing is written into its blocks any more."""
+        return (self._error is not None or self._is_done) and not any(
+            part.is_receiving for part in self.parts
+        )
+
+    def wait_settled(self, timeout: float) -> bool:
+        """Whether nothing is written any more, at the latest after ``timeout`` seconds. It has failed."""
+        with self._lock:
+            return self._changed.wait_for(lambda: not any(part.is_receiving for part in self.parts), timeout)
+
+    def wait_for_layers(self, count: int) -> None:
+        """Return when the first ``count`` layers are there, or it has failed."""
+
+        def is_there() -> bool:
+            return self._error is not None or all(part.num_layers >= count for part in self.parts)
+
+        with self._lock:
+            in_time = self._changed.wait_for(is_there, self.deadline.remaining())
+        if not in_time:
+            self.fail(TimeoutError(f"not all of request {self.request_id} came in time"))
+
+    # -- called by the thread of a producer's worker -------------------------------------------
+
+    def begin_receiving(self, part: Part) -> bool:
+        """Whether it is still wanted; then its blocks may be written."""
+        with self._lock:
+            part.is_receiving = self._error is None
+            return part.is_receiving
+
+    def end_receiving(self, part: Part) -> None:
+        with self._lock:
+            part.is_receiving = False
+            self._changed.notify_all()
+
+    def come(self, part: Part, num_layers: int) -> None:
+        """So many layers of the part are there and verified."""
+        with self._lock:
+            part.num_layers = num_layers
+            self._changed.notify_all()
+
+
+@attrs.define(eq=False)
+class Part:
+    """The heads of a pull that one of the producer's workers has."""
+
+    pull: Pull
+    worker: ProducerWorker
+    heads: HeadRange
+    num_layers: int = 0
+    is_receiving: bool = False
+
+
+class ProducerWorker:
+    """The link to one worker of a producer: a thread connects when needed, and pulls part after part."""
+
+    def __init__(
+        self, context: ConnectorContext, views: CacheViews, engine_id: str, peer: Any, rank: int
+    ) -> None:
+        self._context = context
+        self._views = views
+        self._engine_id = engine_id
+        self._peer = peer
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._closed = False
+        self._link: PeerLink | None = None
+        self._pipe: Pipe | None = None
+        self._current: Part | None = None
+        self._waiting: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self.last_used = time.monotonic()
+        self.route = ""
+        """How KV comes from it, for people."""
+        self._thread = BackgroundThread(self._run, name="kvplug-p2p-pull", stop=self.end)
+        self._thread.start()
+        close_after_fork(self)
+
+    def _after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()
+        self._closed, self._link, self._pipe = True, None, None
+
+    @property
+    def link(self) -> PeerLink | None:
+        """What was agreed on; ``None`` while it is not connected."""
+        return self._link
+
+    def pull(self, part: Part) -> None:
+        """Does not wait."""
+        self.last_used = time.monotonic()
+        self._waiting.put(part)
+
+    def interrupt(self, part: Part) -> None:
+        """End what is being received for this part. The next part has no use for the rest of its message, so
+        the connection ends too."""
+        with self._lock:
+            if self._current is part:
+                self._drop()
+
+    def _drop(self) -> None:
+        if self._pipe is not None:
+            self._pipe.abort()
+        if self._link is not None:
+            self._link.close()
+
+    def end(self) -> None:
+        """Does not wait."""
+        with self._lock:
+            self._closed = True
+            self._drop()
+        self._waiting.put(None)
+
+    def close(self) -> None:
+        self.end()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        device = self._views.device
+        stream = None if device.type == "cpu" else acquire_stream(device)
+        try:
+            while (part := self._waiting.get()) is not None:
+                self._pull_part(part, stream)
+                with self._lock:
+                    is_idle = self._link is not None and self._link.channel.closed
+                    if is_idle:
+                        self._link = self._pipe = None
+        finally:
+            if stream is not None:
+                release_stream(stream)
+            with self._lock:
+                self._closed = True
+                self._drop()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    left = self._waiting.get_nowait()
+                    if left is not None:
+                        left.pull.fail(ClosedError("the connector was shut down"))
+
+    def _pull_part(self, part: Part, stream: Any) -> None:
+        pull = part.pull
+        with self._lock:
+            self._current = part
+        try:
+            if pull.error is None:
+                self._receive(part, stream)
+        except Exception as e:
+            with self._lock:
+                self._drop()
+                self._link = self._pipe = None
+            pull.fail(e)
+        finally:
+            with self._lock:
+                self._current = None
+            pull.end_receiving(part)
+
+    def connected(self, deadline: Deadline, *, retry: bool = False) -> tuple[PeerLink, Pipe]:
+        """Its link and pipe, connected to if need be. ``retry``: wait for a producer that is not up.
+
+        Raises what a handshake raises, and HandshakeError: another engine answers there.
+        """
+        with self._lock:
+            link, pipe = self._link, self._pipe
+        self._check_open()
+        if link is not None and pipe is not None and not pipe.closed:
+            return link, pipe
+        context = self._context
+        link = context.peers.connect(
+            self._rank, PULL, timeout=deadline.remaining(), retry=retry, peer=self._peer
+        )
+        try:
+            remote = link.agreement.remote
+            if self._engine_id and remote.engine_id != self._engine_id:
+                raise PeerGoneError(f"{remote.engine_id} answers where {self._engine_id} was")
+            if remote.device.partition(":")[0] != self._views.device.type:
+                raise HandshakeError(
+                    f"device: ours {self._views.device.type}, theirs {remote.device}; KV is pulled between"
+                    " caches on the same kind of device",
+                    peer=str(remote.identity),
+                )
+            with self._lock:
+                self._link = link
+            pipe = link.open_pipe(PIPE, device=context.config.device, timeout=deadline.remaining())
+            with self._lock:
+                self._pipe = pipe
+            self._check_open()
+            self.route = link.agreement.transports[self._views.device.type].chosen
+            return link, pipe
+        except BaseException:
+            link.close()
+            raise
+
+    def _check_open(self) -> None:
+        with self._lock:
+            if self._closed:
+                self._drop()
+                raise ClosedError("the connector was shut down")
+
+    def _receive(self, part: Part, stream: Any) -> None:
+        import torch
+
+        pull, plan = part.pull, part.pull.plan
+        stall_s = self._context.options.stall_timeout_s
+        left = pull.deadline.remaining()
+        link, pipe = self.connected(Deadline.after(stall_s if left is None else min(stall_s, left)))
+        wanted = self._units_of(plan)
+        checksum = link.agreement.checksum if self._views.device.type == "cpu" else None
+        messages = self._messages(wanted, part.heads)
+        if not messages:
+            pull.come(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
+        unit = unit_of(self._context.cache.groups[0].block_size, plan.block_size)
+        heads = part.heads
+        for number, message in enumerate(messages):
+            asked = {
+                "claim": plan.claim,
+                "unit": unit,
+                "heads": (heads.theirs, heads.count),
+                "units": [theirs for theirs, _ in message],
+            }
+            link.channel.send(asked, timeout=stall_s)
+            answer = link.channel.recv(timeout=stall_s)
+            if type(answer) is not dict or answer.get("sending") is not True:
+                if type(answer) is dict and type(answer.get("refused")) is str:
+                    raise EntryGoneError(
+                        f"the producer does not have the blocks of request {plan.request_id} any more"
+                    )
+                raise WireError("the producer sent what is not an answer to a pull")
+            if not pull.begin_receiving(part):
+                raise ClosedError(f"request {plan.request_id} ended")
+            found = [
+                (self._views.of(group, unit, heads.ours, heads.count, ours))
+                for group, (_, ours) in enumerate(message)
+                if ours
+            ]
+            is_last = number + 1 == len(messages)
+            base = 0
+            if stream is not None:
+                pull.after.hold(stream)
+            with (
+                torch.get_device_module(self._views.device).stream(stream)
+                if stream
+                else contextlib.nullcontext()
+            ):
+                for views, rows in found:
+
+                    def on_layer(layer: int, base: int = base) -> None:
+                        pull.come(part, base + layer + 1)
+
+                    early = is_last and not checksum and stream is None and len(plan.ours) == 1
+                    pipe.recv_blocks(views, rows, on_layer=on_layer if early else None, timeout=stall_s)
+                    pull.nbytes += views.rows.row_bytes * len(rows) * len(views)
+                    base += len(views)
+                if stream is not None:
+                    DeviceMark(self._views.device).wait()
+            if checksum:
+                self._verify(link, checksum, found, plan, stall_s)
+            if is_last:
+                pull.come(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
+
+    def _units_of(self, plan: PullPlan) -> list[tuple[list[int], list[int]]]:
+        """For each group theirs and ours, where both have a block.
+
+        Raises:
+            LayoutError: they have none for what ours would need.
+        """
+        found = []
+        for group, theirs, ours in zip(self._context.cache.groups, plan.theirs, plan.ours, strict=True):
+            size = group.block_size
+            unit = unit_of(size, plan.block_size)
+            pairs = zip(
+                units(theirs, plan.block_size, unit, plan.start, plan.end),
+                units(ours, size, unit, plan.start, plan.end),
+                strict=True,
+            )
+            both = [(their, our) for their, our in pairs if our != NO_BLOCK]
+            if any(their == NO_BLOCK for their, _ in both):
+                raise LayoutError(
+                    f"the producer has freed blocks of request {plan.request_id} that are needed here"
+                )
+            found.append(([their for their, _ in both], [our for _, our in both]))
+        return found
+
+    def _messages(
+        self, wanted: Sequence[tuple[list[int], list[int]]], heads: HeadRange
+    ) -> list[list[tuple[list[int], list[int]]]]:
+        """The units in turns of at most 64 MiB, as near as one unit of each group comes to it."""
+        unit_bytes = max(1, sum(self._views.row_bytes(group) for group in range(len(wanted))))
+        unit = self._context.cache.groups[0].block_size
+        count = max(1, _MAX_MESSAGE_BYTES // (unit_bytes * unit))
+        longest = max((len(theirs) for theirs, _ in wanted), default=0)
+        return [
+            [(theirs[at : at + count], ours[at : at + count]) for theirs, ours in wanted]
+            for at in range(0, longest, count)
+        ]
+
+    def _verify(
+        self,
+        link: PeerLink,
+        checksum: str,
+        found: Sequence[tuple[BlockViews, list[int]]],
+        plan: PullPlan,
+        stall_s: float,
+    ) -> None:
+        answer = link.channel.recv(timeout=stall_s)
+        hashes = answer.get("hashes") if type(answer) is dict else None
+        if type(hashes) is not list or len(hashes) != len(found):
+            raise WireError("the producer sent no hashes of what it had sent")
+        for (views, rows), expected in zip(found, hashes, strict=True):
+            if hash_of(checksum, views, rows) != expected:
+                raise IntegrityError(f"KV of request {plan.request_id} was corrupted on its way")

@@ -1,0 +1,356 @@
+"""The scheduler side of the connector "p2p"."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import attrs
+
+from kvplug import Config, KvplugError
+from kvplug.engine import (
+    NO_BLOCK,
+    BlockIds,
+    ConnectorContext,
+    Plain,
+    Request,
+    RequestEnd,
+    Role,
+    SchedulerConnector,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Timeout
+from kvplug_p2p.engines import Claim, ProducerEngines
+from kvplug_p2p.options import P2POptions
+from kvplug_p2p.plan import HoldPlan, PullPlan, StepPlan
+from kvplug_p2p.reference import OURS, MalformedError, Reference, digest_of, to_text
+
+_MOMENT_S: Final = 0.005
+"""How long questions about one request wait for the producer's answer in all: on one host it takes less than
+a millisecond, but not while the engine's thread asks again and again."""
+
+
+@attrs.define(eq=False)
+class _Tracked:
+    """A request, between its first call and its last."""
+
+    request: Request
+    begun_at: float
+    waits_until: Deadline
+    claim: Claim | None = None
+    num_computed: int = 0
+    """Tokens that the engine had when it last asked."""
+    num_promised: int = 0
+    is_counted: bool = False
+    """Its match, or why there is none, is in the figures."""
+    is_over: bool = False
+    """Nothing is pulled for it any more: it was, or could not be."""
+    is_loading: bool = False
+
+
+class P2PScheduler(SchedulerConnector):
+    """Hands out references to the blocks of finished prompts, and promises what references of others hold.
+
+    Law. Tokens are promised only once every worker of the producer has confirmed that it keeps their blocks
+    for this request. Blocks that were handed out are kept until their reader has released them or has gone,
+    or until the lease is over.
+    """
+
+    supports_hma = True
+
+    @classmethod
+    def needs_layer_hooks(cls, config: Config, options: P2POptions) -> bool:
+        return config.role is not Role.PRODUCER and not options.async_load
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self._context = context
+        self._options: P2POptions = context.options
+        role = context.config.role
+        self._produces = role in (Role.PRODUCER, Role.BOTH)
+        self._is_producer = role is Role.PRODUCER
+        self._in_background = self._options.async_load or context.loads_in_background
+        self._block_size = context.cache.groups[0].block_size
+        self._windows = [group.window for group in context.cache.groups]
+        self._epoch, self._key = os.urandom(8).hex(), os.urandom(32)
+        self._numbers = itertools.count(1)
+        self._tracked: dict[str, _Tracked] = {}
+        self._held: dict[str, frozenset[int]] = {}
+        """The blocks of requests that were handed off, until the workers name them."""
+        self._holds: list[HoldPlan] = []
+        self._revoked: list[str] = []
+        self._pulls: list[PullPlan] = []
+        self._forget: list[str] = []
+        self._ended: Counter[str] = Counter()
+        """How many workers have ended the pulls of a claim."""
+        self._pulled: dict[str, Claim] = {}
+        self._heard = -1
+        self._engines: ProducerEngines | None = None
+        if role in (Role.CONSUMER, Role.BOTH):
+            self._engines = ProducerEngines(context)
+        elif context.members is not None:
+            context.members.follow(lambda engines, is_stale: None)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that were handed off, and whose blocks the engine keeps."""
+        return len(self._held)
+
+    @property
+    def links(self) -> tuple[Any, ...]:
+        """To the workers 0 of the producers that are reached."""
+        every = () if self._engines is None else self._engines.all()
+        return tuple(each.link for each in every if each.link is not None)
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        if self._engines is not None:
+            self._engines.wait_until_up(Deadline.after(timeout, self._context.config.connect_timeout_s))
+
+    def shutdown(self) -> None:
+        self._context.peers.close()
+        if self._engines is not None:
+            self._engines.close()
+        self._context.close()
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        return self._context.stats.take()
+
+    # -- a request that may be pulled ----------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._track(request)
+
+    def _track(self, request: Request) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = _Tracked(request, time.perf_counter(), Deadline.after(self._options.wait_timeout_s))
+            tracked.is_over = self._engines is None or OURS not in request.params
+            self._tracked[request.request_id] = tracked
+        tracked.request = request
+        return tracked
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tracked = self._track(request)
+        tracked.num_computed, tracked.num_promised = num_computed_tokens, 0
+        if tracked.is_over:
+            return 0, False
+        if tracked.claim is None and (answer := self._make_claim(tracked)) is not None:
+            return answer
+        claim = tracked.claim
+        assert claim is not None and claim.engine is not None
+        claim.engine.wait_for(claim)
+        if claim.refused:
+            return self._miss(tracked, claim.refused)
+        if not claim.is_granted:
+            return (None, False) if not claim.expires.expired else self._miss(tracked, "timeout")
+        end = self._end_of(tracked, claim.reference)
+        new = max(0, end - num_computed_tokens)
+        if not tracked.is_counted:
+            tracked.is_counted = True
+            seconds = time.perf_counter() - tracked.begun_at
+            self._context.stats.record("match", seconds=seconds, tokens=new)
+        tracked.num_promised = new
+        return new, bool(new) and self._in_background
+
+    def _make_claim(self, tracked: _Tracked) -> tuple[int | None, bool] | None:
+        """``None``: it is made; else the answer to the engine."""
+        assert self._engines is not None
+        request = tracked.request
+        try:
+            reference = Reference.from_params(request.params)
+            text = to_text(request.params)
+        except MalformedError:
+            return self._miss(tracked, "forged")
+        count = reference.num_tokens
+        if count > len(request.token_ids) or reference.digest != digest_of(
+            request.extra, request.token_ids[:count]
+        ):
+            return self._miss(tracked, "identity")
+        engine = self._engines.find(reference)
+        if engine is None or not engine.is_up:
+            may_come = engine is not None or self._engines.may_come(reference)
+            if may_come and not tracked.waits_until.expired:
+                return None, False
+            return self._miss(tracked, "timeout" if may_come else "refused")
+        key = f"{self._epoch} {next(self._numbers)}"
+        tracked.claim = Claim(
+            key, reference, text, Deadline.after(self._options.wait_timeout_s), Deadline.after(_MOMENT_S)
+        )
+        engine.send_claim(tracked.claim)
+        return None
+
+    def _miss(self, tracked: _Tracked, reason: str) -> tuple[int, bool]:
+        """It is computed, and not asked about again."""
+        self._context.stats.fail("match", reason)
+        tracked.is_over = True
+        self._release(tracked)
+        return 0, False
+
+    def _release(self, tracked: _Tracked) -> None:
+        claim, tracked.claim = tracked.claim, None
+        if claim is not None and claim.engine is not None:
+            claim.engine.release(claim)
+
+    def _end_of(self, tracked: _Tracked, reference: Reference) -> int:
+        """How many tokens from the first on may be pulled: whole blocks, and not the last token."""
+        size = self._block_size
+        unit = min(size, reference.block_size)
+        usable = min(reference.num_tokens, len(tracked.request.token_ids) - 1) // size * size
+        if tracked.num_computed % unit or max(size, reference.block_size) % unit:
+            return 0
+        if len(reference.block_ids) != len(self._windows):
+            return 0
+        for table, window in zip(reference.block_ids, self._windows, strict=True):
+            first = tracked.num_computed if window is None else max(tracked.num_computed, usable - window + 1)
+            if NO_BLOCK in table[first // reference.block_size : -(-usable // reference.block_size)]:
+                return 0  # the producer has freed blocks that the next token attends to
+        return usable
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        tracked = self._track(request)
+        promised, tracked.num_promised = tracked.num_promised, 0
+        if num_external_tokens > promised:
+            raise KvplugError(
+                f"update_state_after_alloc was called for {num_external_tokens} external tokens of request"
+                f" {request.request_id}, and get_num_new_matched_tokens had last promised {promised}"
+            )
+        if not num_external_tokens:
+            if tracked.claim is not None and not tracked.is_loading:
+                tracked.is_over = True
+                self._release(tracked)
+            return
+        claim = tracked.claim
+        assert claim is not None and claim.engine is not None
+        start = tracked.num_computed
+        peer = claim.engine.peer
+        self._pulls.append(
+            PullPlan(
+                request_id=request.request_id,
+                claim=claim.key,
+                engine_id=claim.reference.engine_id,
+                peer=peer if peer is None or isinstance(peer, str) else dict(peer),
+                block_size=claim.reference.block_size,
+                tensor_parallel_size=claim.reference.tensor_parallel_size,
+                theirs=claim.reference.block_ids,
+                ours=block_ids,
+                start=start,
+                end=start + num_external_tokens,
+                in_background=self._in_background,
+            )
+        )
+        tracked.is_loading, tracked.is_over = self._in_background, True
+        tracked.claim = None
+        self._pulled[claim.key] = claim
+
+    def get_hit_sources(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
+        return {"peer": num_external_tokens} if num_external_tokens else {}
+
+    # -- the end of a request ------------------------------------------------------------------
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds, end: RequestEnd
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
+        self._drop_pulls({request_id})
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None:
+            self._release(tracked)
+            if tracked.is_loading:
+                self._forget.append(request_id)
+                return True, None
+        params = self._hand_off(request, block_ids) if end is RequestEnd.FINISHED else None
+        if params is None:
+            self._forget.append(request_id)
+        return params is not None, params
+
+    def _hand_off(self, request: Request, block_ids: BlockIds) -> dict[str, Any] | None:
+        """Keep its blocks for a decode engine; ``None``: it has no reader."""
+        wanted = request.params.get("do_remote_decode", self._is_producer)
+        if not self._produces or wanted is not True or not any(block_ids):
+            return None
+        config, parallelism = self._context.config, self._context.parallelism
+        count = request.num_prompt_tokens
+        lease = next(self._numbers)
+        reference = Reference(
+            engine_id=config.engine_id,
+            epoch=self._epoch,
+            request_id=request.request_id,
+            generation=request.generation,
+            lease=lease,
+            expires_ms=int((time.time() + self._options.lease_s) * 1000),
+            address=config.control_address(0),
+            tensor_parallel_size=parallelism.tensor_size,
+            block_size=self._block_size,
+            num_tokens=count,
+            digest=digest_of(request.extra, request.token_ids[:count]),
+            block_ids=tuple(tuple(table[: -(-count // self._block_size)]) for table in block_ids),
+        )
+        self._holds.append(
+            HoldPlan(request_id=request.request_id, lease=lease, block_ids=reference.block_ids)
+        )
+        self._held[request.request_id] = frozenset(itertools.chain(*block_ids)) - {NO_BLOCK}
+        return reference.to_params(self._key)
+
+    def _drop_pulls(self, request_ids: Collection[str]) -> None:
+        """Pulls that no step knows of yet: their requests have their claims again."""
+        dropped = [pull for pull in self._pulls if pull.request_id in request_ids]
+        self._pulls = [pull for pull in self._pulls if pull.request_id not in request_ids]
+        for pull in dropped:
+            tracked = self._tracked[pull.request_id]
+            tracked.claim, tracked.is_over, tracked.is_loading = self._pulled.pop(pull.claim), False, False
+
+    def _end_claim(self, key: str) -> None:
+        self._ended.pop(key, None)
+        claim = self._pulled.pop(key, None)
+        if claim is not None and claim.engine is not None:
+            claim.engine.release(claim)
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: SchedulerOutput) -> Plain:
+        if output.preempted_request_ids:
+            scheduled = {one.request_id for one in output.scheduled}
+            self._drop_pulls(output.preempted_request_ids - scheduled)
+            self._forget += output.preempted_request_ids
+        plan = StepPlan(
+            step=output.step,
+            heard=self._heard,
+            epoch=self._epoch,
+            key=self._key,
+            holds=tuple(self._holds),
+            revoked=tuple(self._revoked),
+            pulls=tuple(self._pulls),
+            forget=tuple(self._forget),
+        )
+        self._holds, self._revoked, self._pulls, self._forget = [], [], [], []
+        return plan.to_plain()
+
+    def update_connector_output(self, output: WorkerOutput) -> None:
+        for request_id in output.finished_sending:
+            self._held.pop(request_id, None)
+        if output.invalid_block_ids:
+            self._revoked += [
+                name for name, blocks in self._held.items() if blocks & output.invalid_block_ids
+            ]
+        for request_id in output.finished_recving:
+            if request_id in self._tracked:
+                self._tracked[request_id].is_loading = False
+        for part in output.worker_metadata:
+            assert isinstance(part, Mapping)
+            self._heard = max(self._heard, part["step"])
+            for key in part["ended"]:
+                self._ended[key] += 1
+                if self._ended[key] == self._context.parallelism.num_workers:
+                    self._end_claim(key)
+
+    def has_pending_push_work(self) -> bool:
+        """Blocks that are kept need no steps: they come back with the first step after their release."""
+        return bool(self._holds or self._revoked)

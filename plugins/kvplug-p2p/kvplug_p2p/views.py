@@ -1,0 +1,110 @@
+"""Views of the paged cache by unit and by heads, for pipes, and the hash of what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvplug.engine import KVCacheConfig, LayoutError, views
+from kvplug.transport import BlockViews, digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CacheViews:
+    """The layers of each KV cache group, as units of any number of tokens that divides a block."""
+
+    def __init__(self, cache: KVCacheConfig, tensors: Mapping[str, Tensor]) -> None:
+        """
+        Raises:
+            LayoutError: a tensor is missing, or is not of the group's layout.
+        """
+        self._groups: list[list[list[Tensor]]] = []
+        for group in cache.groups:
+            missing = [name for name in group.layer_names if name not in tensors]
+            if missing:
+                raise LayoutError(f"no cache was registered for {', '.join(missing)}")
+            layers = []
+            for name in group.layer_names:
+                group.layout.check(tensors[name])
+                layers.append([part for part in views(tensors[name], group.layout) if part is not None])
+            self._groups.append(layers)
+        self._made: dict[tuple[int, int, int, int], tuple[BlockViews, int]] = {}
+        self.device = self._groups[0][0][0].device
+
+    def row_bytes(self, group: int) -> int:
+        """Bytes of one token of all layers of a group."""
+        return sum(
+            part[0, 0].numel() * part.element_size() for layer in self._groups[group] for part in layer
+        )
+
+    def num_layers(self, group: int) -> int:
+        """Layers of a group."""
+        return len(self._groups[group])
+
+    def of(
+        self, group: int, unit: int, first_head: int, num_heads: int, numbers: Sequence[int]
+    ) -> tuple[BlockViews, list[int]]:
+        """Views of these heads, and the rows of them that are the units ``numbers``.
+
+        Raises:
+            LayoutError: the cache has no such heads, or no such units.
+        """
+        first = self._groups[group][0][0]
+        num_blocks, block_size, heads = first.shape[0], first.shape[1], first.shape[2]
+        if unit < 1 or block_size % unit or not 0 <= first_head < first_head + num_heads <= heads:
+            raise LayoutError(
+                f"heads {first_head} to {first_head + num_heads} of {heads}, in units of {unit} tokens of"
+                f" blocks of {block_size}"
+            )
+        each = block_size // unit
+        if numbers and not 0 <= min(numbers) <= max(numbers) < num_blocks * each:
+            raise LayoutError(f"units {min(numbers)} to {max(numbers)} of {num_blocks * each}")
+        key = (group, unit, first_head, num_heads)
+        if key not in self._made:
+            parts = [
+                [_in_units(part[:, :, first_head : first_head + num_heads], unit) for part in layer]
+                for layer in self._groups[group]
+            ]
+            self._made[key] = BlockViews([[view for view, _ in layer] for layer in parts]), parts[0][0][1]
+        found, step = self._made[key]
+        if step == each:
+            return found, list(numbers)
+        return found, [number // each * step + number % each for number in numbers]
+
+
+def _in_units(view: Tensor, unit: int) -> tuple[Tensor, int]:
+    """``[blocks, tokens, heads, head size]`` with a row for each unit, and how many rows apart blocks begin.
+
+    Where the tokens of a block are not the slowest axis in it, there are rows in between that are not units;
+    no index stands for one.
+
+    Raises:
+        LayoutError: the strides allow no such view.
+    """
+    each = view.shape[1] // unit
+    if each == 1:
+        return view, 1
+    step = unit * view.stride(1)
+    if not step or view.stride(0) % step:
+        raise LayoutError(f"blocks of {view.shape[1]} tokens with strides {view.stride()} are not divided")
+    apart = view.stride(0) // step
+    rows = (view.shape[0] - 1) * apart + each
+    shape = (rows, unit, *view.shape[2:])
+    return view.as_strided(shape, (step, *view.stride()[1:]), view.storage_offset()), apart
+
+
+def hash_of(name: str, found: BlockViews, rows: Sequence[int]) -> bytes:
+    """The hash of rows in this processor's memory: layer after layer, row after row, part after part.
+
+    Each as ``[tokens, heads, head size]``, whatever its strides: both ends hash the same bytes.
+    """
+    import numpy as np
+
+    buffers = []
+    for layer in found.rows.bits:
+        parts = [part.numpy() for part in layer]
+        for row in rows:
+            buffers += [np.ascontiguousarray(part[row]).data for part in parts]
+    return digest(name, *buffers)

@@ -1,0 +1,16 @@
+"""The connector "p2p" keeps the laws."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from kvplug_testing import ConnectorContract
+
+
+class TestP2P(ConnectorContract):
+    """Over the pipe "cpu", where the suite injects faults. Tests ask for loads in the background."""
+
+    connector = "p2p"
+    config = MappingProxyType({"transport": "cpu", "connect_timeout_s": 20})
+    lends_blocks = True
+    options = MappingProxyType({"async_load": False})
