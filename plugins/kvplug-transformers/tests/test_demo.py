@@ -172,6 +172,14 @@ def test_any_hugging_face_folder_is_served(model):
     assert (found["prompt_tokens"], found["tokens_loaded"], found["identical"]) == (70, 64, True)
 
 
+def test_decode_pulls_the_kv_out_of_the_blocks_of_prefill_for_each_repeat_anew(model):
+    done = run("--json", "--connector", "p2p", "--model", model, "--prompt", words(60), "--repeat", "2")
+    found = report(done)
+    assert (done.returncode, found["identical"], found["connector"]) == (0, True, "p2p"), done.stderr
+    assert found["tokens_loaded"] >= 48
+    assert len(found["ttft_pairs"]) == 2
+
+
 def test_a_prompt_shorter_than_a_block_reports_that_nothing_could_be_transferred(model):
     done = run("--model", model, "--json", "--prompt", words(10), "--max-new-tokens", "4")
     found = report(done)

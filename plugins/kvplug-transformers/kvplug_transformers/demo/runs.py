@@ -82,18 +82,18 @@ def run(
         (ready,) = session.wait_for((DECODE, "ready"), while_alive=[PREFILL])
         # Do not measure while a process still loads.
         session.wait_for((REFERENCE, "loaded"))
-        found = 0
+        found, params = 0, None
         try:
             session.send(PREFILL, "prefill", ids=ids)
             (prefilled,) = session.wait_for((PREFILL, "prefilled"))
-            found = prefilled["found"]
+            found, params = prefilled["found"], prefilled["params"]
         except WorkerLostError as e:
             if config.failure_policy == "fail":
                 raise DemoError(f"{e}, and the policy is to fail") from e
             notes.append(f"{e}: KV that has not arrived is recomputed")
             display.note(notes[-1])
         report = decode_and_compare(
-            session, display, settings, ids, stop, notes=notes, ready=ready, found=found
+            session, display, settings, ids, stop, notes=notes, ready=ready, found=found, params=params
         )
     return report
 
@@ -109,10 +109,21 @@ def decode_and_compare(
     ready: Mapping[str, Any],
     patience_s: float = 0.0,
     found: int = 0,
+    params: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Decode, then compute the same prompt without a transfer, then let the reference process generate."""
+    """Decode, then compute the same prompt without a transfer, then let the reference process generate.
+
+    ``params``: what prefill has returned for decode. They are good once: to repeat, it computes the prompt
+    again.
+    """
     session.send(
-        DECODE, "decode", ids=ids, max_new_tokens=settings.max_new_tokens, stop=stop, patience_s=patience_s
+        DECODE,
+        "decode",
+        ids=ids,
+        max_new_tokens=settings.max_new_tokens,
+        stop=stop,
+        patience_s=patience_s,
+        params=params,
     )
     (decoded,) = session.wait_for((DECODE, "decoded"))
     display.end_of_text()
@@ -130,8 +141,18 @@ def decode_and_compare(
         display.note(notes[-1])
     loaded = decoded["tokens_loaded"]
     nbytes = loaded * decoded["kv_bytes_per_token"]
-    session.send(DECODE, "recompute", ids=ids, num_loaded=loaded, kv_bytes=nbytes, repeat=settings.repeat)
+    session.send(DECODE, "recompute", ids=ids, num_loaded=loaded, kv_bytes=nbytes)
     (recomputed,) = session.wait_for((DECODE, "recomputed"))
+    pairs = []
+    for _ in range(settings.repeat if loaded else 0):
+        if params is not None:
+            session.send(PREFILL, "prefill", ids=ids)
+            (prefilled,) = session.wait_for((PREFILL, "prefilled"))
+            params = prefilled["params"]
+        session.send(DECODE, "repeat", ids=ids, num_loaded=loaded, params=params)
+        (repeated,) = session.wait_for((DECODE, "repeated"))
+        if repeated["pair"] is not None:
+            pairs.append(tuple(repeated["pair"]))
     display.generating(REFERENCE)
     session.send(REFERENCE, "generate", ids=ids, max_new_tokens=settings.max_new_tokens, stop=stop)
     (generated,) = session.wait_for((REFERENCE, "generated"))
@@ -156,7 +177,7 @@ def decode_and_compare(
         ttft_s=ttft_s,
         ttft_recompute_s=recomputed["ttft_s"],
         ttft_floor_s=floor_s and min(floor_s, ttft_s),  # on a busy machine it may have been measured slower
-        ttft_pairs=tuple((with_s, floor_s) for with_s, floor_s in recomputed["pairs"]),
+        ttft_pairs=tuple(pairs),
         identical=decoded["ids"] == generated["ids"],
         text=decoded["text"],
         connector=config.connector,

@@ -60,6 +60,10 @@ class DemoWorker:
         self._config: Config
         self._registry = Registry.from_env()
         self._engine: Engine | None = None
+        self._alone: Engine
+        """Without a connector."""
+        self._copy_s = 0.0
+        """Of one copy of the loaded KV in memory."""
         self._connectors: dict[Side, Any] = {}
 
     def run(self) -> int:
@@ -184,19 +188,28 @@ class DemoWorker:
         engine = self._opened()
         began = time.perf_counter()
         sequence = engine.add(ids, max_new_tokens=1)
-        for _ in self._steps(engine, sequence, "progress"):
+        params = None
+        for token in self._steps(engine, sequence, "progress"):
+            params = token.params
             self._parent.send("first_token", seconds=time.perf_counter() - began)
         engine.settle(timeout=self._config.timeout_s)
         found = sequence.num_loaded_tokens
-        self._parent.send("prefilled", seconds=time.perf_counter() - began, found=found)
+        self._parent.send("prefilled", seconds=time.perf_counter() - began, found=found, params=params)
 
-    def _do_decode(self, ids: list[int], max_new_tokens: int, stop: list[int], patience_s: float) -> None:
-        """Load what can be loaded, compute the rest, and generate."""
+    def _do_decode(
+        self,
+        ids: list[int],
+        max_new_tokens: int,
+        stop: list[int],
+        patience_s: float,
+        params: dict[str, Any] | None,
+    ) -> None:
+        """Load what can be loaded, compute the rest, and generate. ``params``: what prefill has returned."""
         engine = self._opened()
         if patience_s:
             self._wait_for_kv(ids, patience_s)
         began = time.perf_counter()
-        sequence = engine.add(ids, max_new_tokens=max_new_tokens, stop_token_ids=stop)
+        sequence = engine.add(ids, max_new_tokens=max_new_tokens, stop_token_ids=stop, params=params)
         first = None
         shown = ""
         for token in self._steps(engine, sequence, "decode_progress"):
@@ -222,41 +235,45 @@ class DemoWorker:
             store=getattr(self._connectors[Side.WORKER], "last_route", ""),
         )
 
-    def _do_recompute(self, ids: list[int], num_loaded: int, kv_bytes: int, repeat: int) -> None:
+    def _do_recompute(self, ids: list[int], num_loaded: int, kv_bytes: int) -> None:
         """Compute the first token again, in an engine without a connector; then with the KV of
         ``num_loaded`` tokens in its own blocks already: the fastest is the floor of a transfer's time.
-
-        Then ``repeat`` times, in turns, with a transfer and with the KV in place.
         """
         from kvplug_transformers.engine.engine import Engine
 
         # Room for this prompt alone: the second time it gets the same blocks, in the same order.
-        engine = Engine(self._loaded.model, self._engine_options(len(ids)), facts=self._facts)
-
-        def first_token(which: Engine, num_in_place: int = 0) -> tuple[Sequence, float]:
-            began = time.perf_counter()
-            sequence = which.add(ids, max_new_tokens=1)
-            if num_in_place:
-                sequence.num_computed_tokens = num_in_place
-            for _ in self._steps(which, sequence, "recompute_progress"):
-                pass
-            return sequence, time.perf_counter() - began
-
-        computed, recompute_s = first_token(engine)
+        self._alone = Engine(self._loaded.model, self._engine_options(len(ids)), facts=self._facts)
+        computed, recompute_s = self._first_token(self._alone, ids)
         floor_s = None
-        pairs = []
         if num_loaded:
-            again = [first_token(engine, num_loaded) for _ in range(_FLOOR_RUNS)]
-            copy_s = _copy_seconds(kv_bytes)
+            self._copy_s = _copy_seconds(kv_bytes)
+            again = [self._first_token(self._alone, ids, num_loaded) for _ in range(_FLOOR_RUNS)]
             # Another number of tokens in one step rounds differently, and may choose another token.
             if all(sequence.output == computed.output for sequence, _ in again):
-                floor_s = min(seconds for _, seconds in again) + copy_s
-            for _ in range(repeat):
-                loaded, with_s = first_token(self._opened())
-                in_place, seconds = first_token(engine, num_loaded)
-                if loaded.num_loaded_tokens == num_loaded and loaded.output == in_place.output:
-                    pairs.append((with_s, seconds + copy_s))
-        self._parent.send("recomputed", ttft_s=recompute_s, floor_s=floor_s, pairs=pairs)
+                floor_s = min(seconds for _, seconds in again) + self._copy_s
+        self._parent.send("recomputed", ttft_s=recompute_s, floor_s=floor_s)
+
+    def _do_repeat(self, ids: list[int], num_loaded: int, params: dict[str, Any] | None) -> None:
+        """After :meth:`_do_recompute`: the first token with a transfer, and with the KV in place."""
+        loaded, with_s = self._first_token(self._opened(), ids, params=params)
+        in_place, seconds = self._first_token(self._alone, ids, num_loaded)
+        is_alike = loaded.num_loaded_tokens == num_loaded and loaded.output == in_place.output
+        self._parent.send("repeated", pair=(with_s, seconds + self._copy_s) if is_alike else None)
+
+    def _first_token(
+        self,
+        engine: Engine,
+        ids: list[int],
+        num_in_place: int = 0,
+        params: dict[str, Any] | None = None,
+    ) -> tuple[Sequence, float]:
+        began = time.perf_counter()
+        sequence = engine.add(ids, max_new_tokens=1, params=params)
+        if num_in_place:
+            sequence.num_computed_tokens = num_in_place
+        for _ in self._steps(engine, sequence, "recompute_progress"):
+            pass
+        return sequence, time.perf_counter() - began
 
     def _steps(self, engine: Engine, sequence: Sequence, event: str) -> Iterator[Token]:
         """Step until the request has ended; yields its tokens, and reports progress of its prompt."""

@@ -126,7 +126,8 @@ class Engine:
             yield from self.step()
 
     def settle(self, timeout: float | None = None) -> None:
-        """Step until the connector knows of every finished request, holds no block and needs no more steps.
+        """Step until the connector knows of every finished request, holds blocks only for other engines, and
+        needs no more steps.
 
         Raises:
             TimeoutError: it still holds blocks, or has pending work.

@@ -54,6 +54,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._loading: dict[str, Sequence] = {}
         self._held: dict[str, list[int]] = {}
+        self._lent: set[str] = set()
+        """Of the held those that are kept for another engine, which may take its time."""
         self._ended_since_last_step: set[str] = set()
         self._preempted_in_this_step: set[str] = set()
         self._num_steps = 0
@@ -68,11 +70,11 @@ class Scheduler:
     @property
     def has_pending_connector_work(self) -> bool:
         """Whether the connector has yet to learn of a finished request, holds blocks, or has pending push
-        work.
+        work. Blocks that it holds for another engine do not count.
         """
         return self._connector is not None and bool(
             self._ended_since_last_step
-            or self._held
+            or self._held.keys() - self._lent
             or self._connector.has_pending_push_work()  # [connector]
         )
 
@@ -129,6 +131,8 @@ class Scheduler:
         # A load that is still writing into the blocks keeps them, whatever the connector's answer.
         if keeps or was_loading:
             self._held[sequence.request_id] = sequence.block_ids
+            if params is not None:
+                self._lent.add(sequence.request_id)
         else:
             self._pool.free(sequence.block_ids)
         sequence.block_ids = []
@@ -296,6 +300,7 @@ class Scheduler:
         # Blocks held until now come first: a request that finishes below may hold its blocks from now on.
         for request_id in output.finished_sending | output.finished_recving:
             self._pool.free(self._held.pop(request_id, ()))
+            self._lent.discard(request_id)
         for request_id in output.finished_recving:
             loading = self._loading.get(request_id)
             if loading is not None and (token := self._end_load(loading)) is not None:
