@@ -49,6 +49,8 @@ PIPE: Final = "kv"
 _CLOSE_S: Final = 2.0
 _SEND_S: Final = 10.0
 """For an answer of a few bytes."""
+_HOLD_S: Final = 1.0
+"""How long a reference that was signed here may be ahead of the engine's next step."""
 _MAX_SERVED: Final = 1024
 _MAX_CLAIMS: Final = 1 << 16
 """Of one link."""
@@ -87,6 +89,8 @@ class Lender:
         self._context = context
         self._lease_s: float = context.options.lease_s
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._last_lease = 0
         self._key = b""
         self._epoch = ""
         self._holds: dict[str, Hold] = {}
@@ -108,6 +112,7 @@ class Lender:
 
     def _after_fork_in_child(self) -> None:
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._closed = True
         self._holds, self._claims, self._served = {}, {}, {}
 
@@ -140,6 +145,8 @@ class Lender:
         )
         with self._lock:
             self._holds[request_id] = hold
+            self._last_lease = max(self._last_lease, lease)
+            self._changed.notify_all()
 
     def revoke(self, request_id: str) -> None:
         """The request's blocks do not hold what was promised."""
@@ -283,6 +290,8 @@ class Lender:
             return "expired"
         claim = link.agreement.remote.engine_id, key
         with self._lock:
+            # A reference may come before the step that tells this worker to keep its blocks.
+            self._changed.wait_for(lambda: self._last_lease >= reference.lease or self._closed, _HOLD_S)
             hold = self._holds.get(reference.request_id)
             if hold is None or hold.is_over or hold.lease != reference.lease:
                 return "gone"
@@ -394,6 +403,7 @@ class Lender:
         """Hang up on everyone. Idempotent."""
         with self._lock:
             self._closed = True
+            self._changed.notify_all()
             served = list(self._served.items())
         self._listener.close()
         for link, _ in served:
