@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+import pytest
+
 from kvplug_testing import ConnectorContract
 
 
@@ -14,3 +16,11 @@ class TestP2P(ConnectorContract):
     config = MappingProxyType({"transport": "cpu", "connect_timeout_s": 20})
     lends_blocks = True
     options = MappingProxyType({"async_load": False})
+
+
+@pytest.mark.variant
+class TestBetweenDevices(TestP2P):
+    """Over a pipe that takes tensors of the simulated device."""
+
+    config = MappingProxyType({"transport": "memory", "connect_timeout_s": 20})
+    across_processes = False

@@ -141,7 +141,7 @@ class Promises(ConnectorSuite):
         late = request_of("late", PROMPT, params=params)
         self.check_loads(decode, late, "what was refused once is never saved: it counts as saved")
 
-    @law("CONN-11", "CONN-10", "CONN-4", needs="devices")
+    @law("CONN-11", "CONN-10", "CONN-4", needs="staging")
     def test_a_prompt_larger_than_the_staging_memory_is_kept_whole(self) -> None:
         """1 MiB of staging memory is for 2,730 tokens."""
         tokens = range(8200)

@@ -323,8 +323,13 @@ class ConnectorSuite(Contract):
 
     @property
     def devices(self) -> str:
-        moves = getattr(self.spec, "moves_pages", False)
-        return "" if moves else f"{self.called} needs a pipe for each device (moves_pages)"
+        if getattr(self.spec, "moves_pages", False) or self.config.get("transport") == "memory":
+            return ""
+        return f"{self.called} needs a pipe for each device: judge it with the transport 'memory' too"
+
+    @property
+    def staging(self) -> str:
+        return self.devices or (f"{self.called} stages nothing (lends_blocks)" if self.lends_blocks else "")
 
     @property
     def background(self) -> str:
