@@ -10,6 +10,8 @@ import contextlib
 import itertools
 import os
 import random
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -363,6 +365,22 @@ def _communicator(
     from kvplug_lab.gpu.pynccl import HostCommunicator, HostDevice
 
     return HostCommunicator(context, HostDevice(library))
+
+
+def copied(parent: peers.Parent, device: str, nbytes: int, times: int) -> float:
+    """GB/s of a copy on the device: the median of so many."""
+    import torch
+
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    wait = torch.cuda.synchronize if source.is_cuda else bool
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        target.copy_(source)
+        wait()
+        taken.append(time.perf_counter() - began)
+    return nbytes / statistics.median(taken) / 1e9
 
 
 def timed(calls: Mapping[str, Callable[[], None]], finish: Callable[[], object], times: int) -> Seconds:

@@ -13,32 +13,75 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import gpu_children
 from gpu_parts import NEVER_RUN, Row, Setting, last_line
+
+from kvplug_testing import peers
 
 HERE = Path(__file__).parent
 TREE = HERE.parent
 
 
 def first_token(setting: Setting, limit_s: float) -> Iterator[Row]:
-    """``kvplug demo`` on the GPU."""
+    """``kvplug demo`` on the GPU, with connector "lookup"."""
     tokens = ["256", "1024", "1800"]
     if setting.quick or not setting.gpus:
         tokens = tokens[:2] if setting.gpus else tokens[:1]
-    command = [sys.executable, str(HERE / "ttft.py"), "--json", "--device", setting.device]
     rounds = str(min(2, setting.rounds))
-    code, text = bounded([*command, "--rounds", rounds, "--tokens", *tokens], limit_s)
-    (setting.out / "first-token.log").write_text(text)
-    if code != 0:
-        raise OSError(f"ttft.py {_ended(code, limit_s)}; see first-token.log: {last_line(text)}")
-    said = re.search(r"^\{$.*^\}$", text, re.DOTALL | re.MULTILINE)  # among warnings
-    for row in json.loads(said[0])["rows"] if said else []:
+    more = ["--connectors", "lookup", "--rounds", rounds, "--tokens", *tokens]
+    for row in _ttft(setting, "first-token", more, limit_s):
         about = f"{row['prompt_tokens']:,} tokens"
         moved = f"{row['transport']}, transfer {row['transfer_s'] * 1e3:.1f} ms"
         yield Row(part="first-token", what=f"{about}, with the transfer", us=row["ttft_s"] * 1e6, said=moved)
         ratio = f"{row['ratio']:.2f}x of that with it"
         without = row["ttft_recompute_s"] * 1e6
         yield Row(part="first-token", what=f"{about}, recomputed", us=without, said=ratio)
+
+
+def pulled(setting: Setting, limit_s: float) -> Iterator[Row]:
+    """Two processes on one GPU with connector "p2p": out of the blocks of one into those of the other."""
+    transports = ["cuda-ipc", "nixl", *(["pynccl"] if setting.gpus > 1 else [])] if setting.gpus else ["shm"]
+    for transport in transports:
+        size_of = (
+            ["--tokens", "1024", "--pairs", "5"] if setting.gpus else ["--tokens", "256", "--pairs", "1"]
+        )
+        more = ["--connectors", "p2p", "--transport", transport, "--rounds", "1", *size_of]
+        try:
+            share_s = limit_s / len(transports)
+            rows = _ttft(setting, f"pulled-{transport}", more, share_s)
+        except OSError as e:
+            yield Row(part="pulled", what=f"p2p over {transport}", said=f"{NEVER_RUN}{e}")
+            continue
+        for row in rows:
+            size = row["kv_bytes"]
+            with peers.start(gpu_children.copied, setting.device, size, 20, timeout_s=60.0) as child:
+                copy_gb_per_s = child.result(60.0)
+            yield Row(
+                part="pulled",
+                what=f"p2p over {row['transport']}, {row['prompt_tokens']:,} tokens",
+                nbytes=size,
+                gb_per_s=row["gb_per_s"],
+                of_copy=row["gb_per_s"] / copy_gb_per_s,
+                us=row["ttft_s"] * 1e6,
+                said=f"to the first token; tokens identical; {row['of_floor']:.2f} of the floor",
+            )
+
+
+def _ttft(setting: Setting, name: str, more: Sequence[str], limit_s: float) -> list[dict[str, Any]]:
+    """The rows of ``ttft.py``.
+
+    Raises:
+        OSError: it failed, or its time was over.
+    """
+    command = [sys.executable, str(HERE / "ttft.py"), "--json", "--device", setting.device, *more]
+    code, text = bounded(command, limit_s)
+    (setting.out / f"{name}.log").write_text(text)
+    if code != 0:
+        raise OSError(f"ttft.py {_ended(code, limit_s)}; see {name}.log: {last_line(text)}")
+    said = re.search(r"^\{$.*^\}$", text, re.DOTALL | re.MULTILINE)  # among warnings
+    return list(json.loads(said[0])["rows"]) if said else []
 
 
 TESTS = {

