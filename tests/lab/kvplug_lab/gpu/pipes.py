@@ -46,7 +46,7 @@ class _Pipes:
 
 
 def registry(*disabled: str) -> Registry:
-    """The installed plugins, these two pipes in place of the real ones. ``disabled``: plugins to leave out."""
+    """The installed plugins, these pipes in place of the real ones. ``disabled``: plugins to leave out."""
     found = Registry.from_env({"KVPLUG_DISABLE_PLUGINS": ",".join(["pynccl", "cuda-ipc", *disabled])})
     found.register(_Pipes(), name="fake-gpu")
     return found
