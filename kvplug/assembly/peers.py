@@ -296,7 +296,6 @@ class ControlPeers(Peers):
         return listener
 
     def address_of(self, rank: int, peer: str | Mapping[int, str] | None = None) -> str:
-        """The address or contact of a peer engine's worker ``rank``."""
         if isinstance(peer, str):
             return self._settings.config.address_beside(peer, rank)
         contacts = self._connect if peer is None else peer

@@ -99,6 +99,14 @@ class Peers(abc.ABC):
         """
 
     @abc.abstractmethod
+    def address_of(self, rank: int, peer: str | Mapping[int, str] | None = None) -> str:
+        """The address, or the contact, at which :meth:`connect` reaches worker ``rank`` of a peer engine.
+
+        Raises:
+            HandshakeError: contacts are known, and none for this rank.
+        """
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Close every listener, and end every wait in ``connect``. Idempotent.
 

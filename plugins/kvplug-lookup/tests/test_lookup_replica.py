@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug import ClosedError, TimeoutError
-from kvplug.transport import PageEvent, PageEventLog, Presence, Series, page_event_to_plain
+from kvplug.transport import Deadline, PageEvent, PageEventLog, Presence, Series, page_event_to_plain
 from kvplug_lookup.connector import replica as replicas
 from kvplug_lookup.connector.keys import hello_of
 from kvplug_lookup.connector.replica import Replica
@@ -76,7 +76,13 @@ class Followed:
             self.links.append(FakeLink(*self.first))
             return self.links[-1]
 
-        self.replica = Replica(connect, name="a worker", model=MODEL, wait_timeout_s=wait_timeout_s)
+        self.replica = Replica(
+            connect,
+            name="a worker",
+            address_of=lambda: "an address",
+            model=MODEL,
+            wait_timeout_s=wait_timeout_s,
+        )
         until(lambda: self.replica.link is not None)
 
     def keys(self, *chains: bytes) -> list[bytes]:
@@ -229,6 +235,8 @@ def test_a_store_that_never_completes_its_snapshot_is_waited_for_only_for_a_whil
     assert it.replica.presences(CHAINS, 0) is None
     it.until([])
     assert it.replica.link is it.links[0]  # it may catch up
+    with pytest.raises(TimeoutError, match="a worker at an address is connected, and did not send all"):
+        it.replica.wait_until_ready(Deadline.after(0.1))
 
 
 def test_an_index_without_end_is_given_up(follow: Any, monkeypatch: pytest.MonkeyPatch) -> None:

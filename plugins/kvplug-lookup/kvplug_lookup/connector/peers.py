@@ -89,7 +89,8 @@ class PeerStore:
         """
         left = deadline.remaining()
         if not self._connecting.acquire(timeout=-1 if left is None else left):
-            raise TimeoutError(f"{self.name} was not connected to in time")
+            where = self._context.peers.address_of(self._context.parallelism.worker_rank, self._address)
+            raise TimeoutError(f"{self.name} at {where} was not connected to in time")
         try:
             with self._lock:
                 if self._closed:

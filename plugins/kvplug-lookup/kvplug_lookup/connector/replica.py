@@ -90,6 +90,7 @@ class Replica:
         connect: Callable[[float], PeerLink],
         *,
         name: str,
+        address_of: Callable[[], str],
         model: ModelInfo,
         wait_timeout_s: float,
         listener: Callable[[PageEvent, Series], None] | None = None,
@@ -98,11 +99,13 @@ class Replica:
         """
         Args:
             name: of the worker that is followed, for messages.
+            address_of: returns its address, for the message of :meth:`wait_until_ready`.
             listener: receives each event that is applied, in the replica's thread; must not block.
             expired: called when a request has waited in vain for the store's answer.
         """
         self._connect = connect
         self._name = name
+        self._address_of = address_of
         self._model = model
         self._wait_timeout_s = wait_timeout_s
         self._listener = listener
@@ -271,7 +274,13 @@ class Replica:
                 if not self._changed.wait(deadline.remaining()) and deadline.expired:
                     if self._shortage is not None:
                         raise self._shortage
-                    raise TimeoutError(f"{self._name} did not come in time")
+                    raise TimeoutError(self._what_is_missing())
+
+    def _what_is_missing(self) -> str:
+        where = f"{self._name} at {self._address_of()}"
+        if self._link is None:
+            return f"{where} was not connected to in time; start it, or correct its address"
+        return f"{where} is connected, and did not send all of its store's index in time"
 
     def close(self) -> None:
         self.end()

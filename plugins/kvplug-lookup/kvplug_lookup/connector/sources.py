@@ -181,6 +181,7 @@ def followed(
             Replica(
                 connector_to(rank),
                 name=f"{whose} worker {rank}",
+                address_of=functools.partial(context.peers.address_of, rank, peer),
                 model=context.model,
                 wait_timeout_s=context.options.wait_timeout_s,
                 listener=None if told is None else functools.partial(told, rank),
