@@ -83,3 +83,11 @@ def test_other_processes_make_what_is_judged_if_they_can_import_its_maker(tmp_pa
     good, nested, *_ = _judged(_said(tmp_path, "long", "ALL-8"))
     assert "passed" in good and "other processes" not in good
     assert "other processes cannot import <lambda>: put it at the top of a file" in nested
+
+
+@pytest.mark.full
+def test_the_law_of_a_dead_peer_is_not_judged_where_no_call_depends_on_one(tmp_path: Path) -> None:
+    judged = _judged(_said(tmp_path, "quick", "ALL-2"))
+    assert len(judged) == 3
+    for said in judged:
+        assert "has to fail when another end ends" in said and "passed" not in said

@@ -173,6 +173,7 @@ class End:
             "unclogged": [*self.unclogged()],
             "idles": self.idles(),
             "one_thread": [*self.one_thread],
+            "timed": [*self.timed()],
             "doomed": [*self.doomed()],
             "pid": os.getpid(),
         }

@@ -124,6 +124,13 @@ class General(LiedTo, Exhaustion):
         with self.scope():
             return self.connected()
 
+    def _some_blocking(self) -> list[Handle]:
+        """:meth:`_facts`. The test is skipped if no call of any end blocks."""
+        found = self._facts()
+        if not any(end.blocking for end in found):
+            pytest.skip(f"no call of {self.called} blocks")
+        return found
+
     def each_end(self, **context: Any) -> Iterator[tuple[list[Handle], Handle]]:
         """For each end a new connection, which ends with its turn."""
         for at in range(len(self._facts())):
@@ -133,7 +140,7 @@ class General(LiedTo, Exhaustion):
 
     def each_blocking_call(self, **context: Any) -> Iterator[tuple[list[Handle], Handle, str]]:
         """For each blocking call of each end a new connection, in which that call blocks."""
-        for at, end in enumerate(self._facts()):
+        for at, end in enumerate(self._some_blocking()):
             for name in end.blocking:
                 with self.scope():
                     ends = self.connected(**context)
@@ -196,21 +203,26 @@ class General(LiedTo, Exhaustion):
     @law("ALL-2")
     @pytest.mark.parametrize("how", HOW)
     def test_when_the_other_end_ends_calls_that_are_blocked_and_later_ones_say_so(self, how: str) -> None:
-        for ends, end, name in self.each_blocking_call():
-            if (
-                not end.gone
-                or name not in end.facts["doomed"]
-                or (how == "close" and not end.facts["leaves"])
-            ):
-                continue
-            waiting = end.begin("wait", name, None).check_blocked()
-            for other in self._partners(ends):
-                if other is not end:
+        calls = [
+            (at, name)
+            for at, end in enumerate(self._facts())
+            if end.gone and (how == "abort" or end.facts["leaves"])
+            for name in end.facts["doomed"]
+        ]
+        if not calls:
+            pytest.skip(self._needs_no_other)
+        for at, name in calls:
+            with self.scope():
+                ends = self.connected()
+                end = ends[at]
+                end.run("clog")
+                waiting = end.begin("wait", name, None).check_blocked()
+                for other in self.others(ends, end):
                     other.run("end", how)
-            waiting.raised(end.gone)
-            end.run("is_gone")
-            end.run("close", waits.patience_s)
-            assert not (wrong := end.run("not_closed")), wrong
+                waiting.raised(end.gone or KvplugError)
+                end.run("is_gone")
+                end.run("close", waits.patience_s)
+                assert not (wrong := end.run("not_closed")), wrong
 
     @law("ALL-2", needs="other_processes")
     def test_when_the_other_process_ends_calls_that_are_blocked_and_later_ones_say_so(self) -> None:
@@ -222,6 +234,8 @@ class General(LiedTo, Exhaustion):
             if at != role and end.gone
             for name in ("", *end.facts["doomed"][:1], *end.facts["doomed"][1:][-1:])
         ]
+        if not cases:
+            pytest.skip(self._needs_no_other)
         ways = _DEATHS if self.forked_processes else (*_DEATHS, _LEAVES_A_CHILD)
         turns = itertools.islice(itertools.cycle(cases), max(len(cases), len(ways)))
         for (role, at, name), way in zip(turns, itertools.cycle(ways), strict=False):
@@ -235,6 +249,16 @@ class General(LiedTo, Exhaustion):
                 ends[at].run("close", waits.patience_s)
                 assert not (wrong := ends[at].run("not_closed")), f"its process {way}: {wrong}"
 
+    def _some_need_another(self) -> None:
+        """The test is skipped if no end depends on another one."""
+        if not any(end.gone for end in self._partners(self._facts())):
+            pytest.skip(self._needs_no_other)
+
+    @property
+    def _needs_no_other(self) -> str:
+        """The reason to skip a test."""
+        return f"no blocked call of {self.called} has to fail when another end ends"
+
     def _die(self, dies: RemoteHandle, way: str) -> None:
         if way == _LEAVES_A_CHILD:
             self.later(functools.partial(os.kill, dies.run("leave_a_child"), signal.SIGKILL))
@@ -247,6 +271,7 @@ class General(LiedTo, Exhaustion):
 
     @law("ALL-2", "ALL-5", needs="other_processes", level="long")
     def test_when_a_process_is_killed_at_work_all_ends_say_so_and_nothing_comes_in_part(self) -> None:
+        self._some_need_another()
         for ends, dies in self.each_process():
             working = [(end, end.begin("work", 2)) for end in self.others(ends, dies)]
             dies.begin("work", 2)
@@ -260,6 +285,7 @@ class General(LiedTo, Exhaustion):
     def test_when_a_process_on_another_host_is_killed_calls_that_are_blocked_and_later_ones_say_so(
         self,
     ) -> None:
+        self._some_need_another()
         for role in self._roles:
             with self.scope():
                 ends = self.between_hosts()
@@ -330,6 +356,7 @@ class General(LiedTo, Exhaustion):
                 self._times_out(end, name, given, timeout)
                 end.begin("wait", name, None).raised("TransportError")
             return
+        self._some_blocking()
         for ends, end in self.each_end(**context):
             clogged = [0 if each is not end else each.run("clog") for each in ends]
             for name in end.blocking:
@@ -363,6 +390,8 @@ class General(LiedTo, Exhaustion):
 
     @law("ALL-4")
     def test_a_wrong_timeout_is_a_value_error_and_nothing_else_happens(self) -> None:
+        if not any(end.facts["timed"] for end in self._facts()):
+            pytest.skip(f"no call of {self.called} takes a timeout")
         for ends, end in self.each_end():
             clogged = [0 if each is end else each.run("clog") for each in ends]
             for timeout in _WRONG:
@@ -405,6 +434,8 @@ class General(LiedTo, Exhaustion):
 
     @law("ALL-5", needs="other_and_forked_processes", level="long", timeout_s=120)
     def test_an_interrupt_of_a_blocked_call_leaves_an_end_that_works_or_says_that_it_is_broken(self) -> None:
+        if not any(end.facts["unclogged"] for end in self._partners(self._facts())):
+            pytest.skip(f"no call of {self.called} waits for another end")
         for found, there in self.each_process():
             for name in there.facts["unclogged"]:
                 with self.scope():

@@ -125,6 +125,11 @@ class LonelyEnd(_Ends):
 
     role = "lonely"
 
+    def __init__(self, engine: FakeEngine, address: str) -> None:
+        """``address``: where its peer would be."""
+        super().__init__(engine)
+        self.awaits = address
+
     @functools.cached_property
     def _waiting(self) -> Calls:
         """Those that wait for a peer at all."""
@@ -169,7 +174,7 @@ class ConnectorEnds(Ends):
 
     def besides(self) -> list[End]:
         config = self._config("consumer", host=f"{self._config('consumer').host}-lonely")
-        return [LonelyEnd(self._engine(config, 3))]
+        return [LonelyEnd(self._engine(config, 3), config.control_address())]
 
     def _config(self, role: str, **more: Any) -> Config:
         connect_timeout_s = self.context.get("timeout_s", _TIMEOUT_S)
