@@ -173,6 +173,7 @@ class ControlLink(PeerLink):
         self._accepted = accepted
         self._lock = threading.Lock()
         self._opening: PipeListener | None = None
+        self._outcome: _Outcome | None = None
         self._closed = False
 
     def __repr__(self) -> str:
@@ -187,22 +188,25 @@ class ControlLink(PeerLink):
         chosen = agreed[device.partition(":")[0]].chosen
         try:
             if self._accepted:
-                pipe = self._serve(label, chosen, device, deadline)
-            else:
-                pipe = self._join(label, chosen, device, deadline)
-        except PeerGoneError:
-            self.channel.check_not_declined(_LAST_WORD_S)
-            raise
+                return self._serve(label, chosen, device, deadline)
+            return self._join(label, chosen, device, deadline)
         except Exception as e:
             if self._accepted and (shortage := exhaustion_of(e, f"opening the pipe {label!r}")):
                 self.channel.decline(shortage)
+            if self._outcome is not None:  # it receives from the channel, which is the caller's after this
+                error = self._outcome.wait() or e
+                is_why = isinstance(e, ClosedError | PeerGoneError) or isinstance(error, TimeoutError)
+                if is_why and error is not e:
+                    raise error from e
+            elif isinstance(e, PeerGoneError):
+                self.channel.check_not_declined(_LAST_WORD_S)
             raise
-        return pipe
 
     def _wrapped(self, pipe: Pipe, transport: str, device: str) -> Pipe:
         return self._settings.wrapped(pipe, self.agreement, transport, device.partition(":")[0])
 
     def _serve(self, label: str, transport: str, device: str, deadline: Deadline) -> Pipe:
+        self._outcome = None
         try:
             listener = self._settings.pipe_endpoint(transport, device).listen()
         except KvplugError as e:
@@ -215,12 +219,9 @@ class ControlLink(PeerLink):
             listener.close()
         try:
             self.channel.send({"pipe": label, "contact": listener.contact}, timeout=deadline.remaining())
-            outcome = _Outcome(self.channel, label, listener, deadline)
-            try:
-                pipe = listener.accept(timeout=deadline.remaining())
-            except ClosedError as e:
-                raise outcome.wait() or e from e
-            if (error := outcome.wait()) is not None:
+            self._outcome = _Outcome(self.channel, label, listener, deadline)
+            pipe = listener.accept(timeout=deadline.remaining())
+            if (error := self._outcome.wait()) is not None:
                 pipe.abort()
                 raise error
             return self._wrapped(pipe, transport, device)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -130,30 +132,71 @@ def test_closing_ends_the_pipes_that_were_not_accepted_and_those_under_way(fork_
         assert not [t.name for t in threading.enumerate() if t.name in ("kvplug-accept", "kvplug-handshake")]
 
 
+@contextmanager
+def links(*, accepts: Any = None, joins: Any = None) -> Iterator[tuple[Any, Any]]:
+    """Two ends of a link, the accepted one first, whose pipes are made by these endpoints."""
+    plain = _link_settings(_resolve(CONFIG, None), None)
+
+    def made_by(endpoint: Any) -> Any:
+        return plain if endpoint is None else attrs.evolve(plain, endpoint=lambda *_: endpoint)
+
+    with ExitStack() as stack:
+        server = ControlPeers(made_by(accepts), listen="unix:")
+        stack.callback(server.close)
+        listener = server.listen()
+        there = Call(lambda: listener.accept(20))
+        ours = ControlPeers(made_by(joins), connect=listener.contact).connect(0, "x")
+        stack.callback(ours.close)
+        theirs = there.result()
+        stack.callback(theirs.close)
+        yield theirs, ours
+
+
 def test_an_end_that_cannot_join_a_pipe_says_so_and_the_other_one_does_not_wait() -> None:
     """As with a pipe whose address the other end cannot reach: here its listener is gone by then."""
-    both = _link_settings(_resolve(CONFIG, None), None)
 
     class Unreachable:
         def connect(self, contact: str, timeout: float) -> Pipe:
             raise TransportError("no way leads there")
 
-    with ExitStack() as stack:
-        server = ControlPeers(both, listen="unix:")
-        stack.callback(server.close)
-        listener = server.listen()
-        joining = attrs.evolve(both, endpoint=lambda *_: Unreachable())
-        there = Call(lambda: listener.accept(20))
-        ours = ControlPeers(joining, connect=listener.contact).connect(0, "x")
-        stack.callback(ours.close)
-        theirs = there.result()
-        stack.callback(theirs.close)
+    with links(joins=Unreachable()) as (theirs, ours):
         waiting = Call(lambda: theirs.open_pipe("pages"))
         raises(TransportError, lambda: ours.open_pipe("pages"))
         error = waiting.raised(HandshakeError, 5)
         assert "no way leads there" in str(error)
         ours.channel.send("and the channel goes on")
         assert theirs.channel.recv(5) == "and the channel goes on"
+
+
+def test_an_end_that_cannot_accept_a_pipe_leaves_the_channel_to_its_caller() -> None:
+    """What the other end says of the pipe comes late, and is not taken for what it sends next."""
+    has_failed = threading.Event()
+
+    class Slow:
+        def connect(self, contact: str, timeout: float) -> Pipe:
+            has_failed.wait(timeout)
+            time.sleep(0.2)
+            raise TransportError("no listener is there any more")
+
+    class Failing:
+        contact = "somewhere"
+
+        def listen(self) -> Failing:
+            return self
+
+        def accept(self, timeout: float) -> Pipe:
+            has_failed.set()
+            raise TransportError("no pipe can be made of what came")
+
+        def close(self) -> None: ...
+
+    with links(accepts=Failing(), joins=Slow()) as (theirs, ours):
+        joining = Call(lambda: ours.open_pipe("pages"))
+        with pytest.raises(TransportError, match="no pipe can be made"):
+            theirs.open_pipe("pages")
+        assert "no listener" in str(joining.raised(TransportError, 5))
+        ours.channel.send("the next message")
+        assert theirs.channel.recv(5) == "the next message"
 
 
 @pytest.mark.parametrize(
