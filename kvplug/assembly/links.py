@@ -25,6 +25,7 @@ from kvplug.errors import (
     PeerGoneError,
     ResourceExhaustedError,
     TimeoutError,
+    TransportError,
     WireError,
 )
 from kvplug.metrics.reasons import reason_of
@@ -48,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _LAST_WORD_S = 0.5
 """How long a peer that has hung up in the middle may take to say that it lacked a resource."""
+_ACCEPT_S = 5.0
+"""How long accepting a pipe may take once the other end has it: a moment, unless it fails here."""
 
 
 @attrs.frozen(kw_only=True)
@@ -274,11 +277,13 @@ class _Outcome:
         self._listener = listener
         self._deadline = deadline
         self._error: KvplugError | None = None
+        self._has_accepted = threading.Event()
         self._thread = BackgroundThread(self._run, name="kvplug-pipe-outcome", stop=channel.close)
         self._thread.start()
 
     def wait(self) -> KvplugError | None:
-        """Why there is no pipe; ``None`` if there is one."""
+        """Why there is no pipe; ``None`` if there is one. Called when this end accepts no longer."""
+        self._has_accepted.set()
         left = self._deadline.remaining()
         self._thread.join(None if left is None else left + 1.0)
         if self._thread.is_alive():
@@ -297,6 +302,10 @@ class _Outcome:
                     text = f"{peer} cannot join the pipe: {why}"
                     raise ResourceExhaustedError(text, resource=peer_text(lacks))
                 raise HandshakeError(f"it cannot join the pipe: {why}", peer=str(peer))
+            if not self._has_accepted.wait(_ACCEPT_S):
+                raise TransportError(
+                    f"{peer} has joined the pipe {self._label!r}, which was not completed here; see the log"
+                )
         except PeerGoneError as e:
             self._error = PeerGoneError(f"{peer} hung up before it opened the pipe")
             self._error.__cause__ = e

@@ -26,7 +26,7 @@ from kvplug import (
     connect_pipe,
     listen_pipe,
 )
-from kvplug.assembly import peers as peers_of_server
+from kvplug.assembly import links as links_of_peers, peers as peers_of_server
 from kvplug.assembly.peers import ControlPeers
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.transport import Pipe
@@ -130,6 +130,34 @@ def test_closing_ends_the_pipes_that_were_not_accepted_and_those_under_way(fork_
         ours.close()
         raises(ClosedError, server.accept)
         assert not [t.name for t in threading.enumerate() if t.name in ("kvplug-accept", "kvplug-handshake")]
+
+
+def test_a_pipe_that_fails_here_when_the_other_end_has_it_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links_of_peers, "_ACCEPT_S", 0.2)
+
+    class Waiting:
+        contact = "somewhere"
+        closed = threading.Event()
+
+        def listen(self) -> Waiting:
+            return self
+
+        def accept(self, timeout: float) -> Pipe:
+            assert self.closed.wait(timeout), "it waited to the end"
+            raise ClosedError("the listener is closed")
+
+        def close(self) -> None:
+            self.closed.set()
+
+    with links(accepts=Waiting()) as (theirs, ours):
+        opening = Call(lambda: theirs.open_pipe("pages", timeout=20))
+        assert ours.channel.recv(5) == {"pipe": "pages", "contact": "somewhere"}
+        ours.channel.send({"pipe": "pages", "joined": True})
+        assert "has joined the pipe 'pages', which was not completed" in str(
+            opening.raised(TransportError, 5)
+        )
 
 
 @contextmanager
