@@ -14,9 +14,10 @@ from unittest import mock
 import attrs
 import pytest
 
+from kvplug import TimeoutError
 from kvplug.engine import ConnectorSpec, RequestEnd
 from kvplug.kit import Reason, RecordedStore
-from kvplug.transport import Deadline, GetJob, MissReason
+from kvplug.transport import DEFAULT_TIMEOUT, Deadline, GetJob, MissReason, Timeout
 from kvplug_lab.mutants import breaks
 from kvplug_lookup.connector import worker
 from kvplug_lookup.connector.load import Load
@@ -586,6 +587,17 @@ class TestWaitsForAPeerThatIsGone(LookupWorker):
 
     def _note_failure(self, load: Any) -> None:
         threading.Event().wait()
+
+
+@breaks(Mutant, "ALL-4", caught_by="test_a_call_that_waits_in_vain_ends_at_its_deadline_and_says_what_for")
+class TestNamesNoAddress(LookupScheduler):
+    """Where a peer that has not come is waited for is not said."""
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        try:
+            super().wait_until_ready(timeout)
+        except TimeoutError:
+            raise TimeoutError("a peer did not come in time") from None
 
 
 # -- the controls ------------------------------------------------------------------------------------
