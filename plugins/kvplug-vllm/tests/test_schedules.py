@@ -157,9 +157,9 @@ def test_an_abort_while_it_loads_leaves_nothing(kind, prefill, decode, text, exp
     request_id = decode.ask("begin", prompt=prompt, max_tokens=16)
     step_until(decode, lambda state: state["used_blocks"] > 0)
     decode.ask("abort", request_id=request_id)
-    step_until(decode, lambda state: not state["requests"])
+    # The blocks of a step in flight come free after it, which may be later than the request is forgotten.
+    step_until(decode, lambda state: not (state["requests"] or state["used_blocks"]))
     switch(prefill)
-    assert decode.state()["used_blocks"] == 0
     answer = decode.one(next_prompt)
     assert (answer.tokens, answer.num_cached) == (*expected([next_prompt]), whole(379)), "it loads again"
     assert [decode.one(prompt).tokens] == expected([prompt])
