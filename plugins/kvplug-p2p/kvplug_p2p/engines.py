@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
+import contextlib
 import logging
+import re
 import threading
 from collections.abc import Mapping
 from typing import Final
@@ -127,19 +128,25 @@ class _WorkerLink:
                 link.close()
 
     def _follow(self, link: PeerLink) -> None:
+        renewal = Deadline.after(self._lease_s / _RENEWALS_PER_LEASE)
         while not self._closed.is_set():
-            try:
-                answer = link.channel.recv(timeout=self._lease_s / _RENEWALS_PER_LEASE)
-            except TimeoutError:
+            answer = None
+            with contextlib.suppress(TimeoutError):
+                answer = link.channel.recv(timeout=renewal.remaining())
+            if renewal.expired:
                 if self._engine.has_claims:
                     link.channel.send({"renew": True}, timeout=_SEND_S)
+                renewal = Deadline.after(self._lease_s / _RENEWALS_PER_LEASE)
+            if answer is None:
                 continue
             if type(answer) is not dict or type(answer.get("claim")) is not str:
                 raise WireError(f"{self._engine.name} sent what is not an answer")
             refused, lease_s = answer.get("refused"), answer.get("lease_s")
             if type(refused) is not str or type(lease_s) is not float or not lease_s > 0:
                 raise WireError(f"{self._engine.name} sent what is not an answer")
-            self._lease_s = lease_s
+            if lease_s != self._lease_s:
+                self._lease_s = lease_s
+                renewal = Deadline.after(lease_s / _RENEWALS_PER_LEASE)
             self._engine.answered(self._rank, answer["claim"], refused)
 
 
@@ -175,11 +182,15 @@ class ProducerEngine:
             worker.link, worker.error = link, error
             if link is not None and worker is self._workers[0]:
                 facts = link.agreement.remote.engine
-                for rank in range(len(self._workers), 1 if facts is None else facts.world_size):
+                size = 1 if facts is None else facts.world_size
+                for other in self._workers[size:]:  # it has come back with fewer
+                    other.end()
+                del self._workers[size:]
+                for rank in range(len(self._workers), size):
                     other = _WorkerLink(self, rank)
                     self._workers.append(other)
                     other.start()
-            if link is None:
+            if link is None and worker in self._workers:
                 for claim in self._claims.values():
                     claim.refused = claim.refused or ("peer_gone" if error is None else reason_of(error))
             self._changed.notify_all()
@@ -292,6 +303,15 @@ def fixed_addresses(context: ConnectorContext) -> list[str | None]:
     return [None] if config.role is Role.CONSUMER else []
 
 
+def matches(pattern: str, address: str) -> bool:
+    """Whether the address matches: ``*`` stands for any letters, digits, hyphens and underscores.
+
+    It stands for no dot, colon or number sign: a client chooses the address, and would add a domain of its
+    own, or another port.
+    """
+    return re.fullmatch(r"[\w-]*".join(map(re.escape, pattern.split("*"))), address, re.ASCII) is not None
+
+
 class ProducerEngines:
     """The producers of the config's ``peers`` and of its directory, and those that ``allowed`` permits.
 
@@ -352,7 +372,7 @@ class ProducerEngines:
             if engine.engine_id == reference.engine_id:
                 return engine
         address = reference.address
-        if not any(fnmatch.fnmatchcase(address, pattern) for pattern in self._context.options.allowed):
+        if not any(matches(pattern, address) for pattern in self._context.options.allowed):
             return None
         with self._lock:
             if address not in self._named and not self._closed:

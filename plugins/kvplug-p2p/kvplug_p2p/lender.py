@@ -35,7 +35,7 @@ from kvplug.transport import (
     exhaustion_of,
     release_stream,
 )
-from kvplug_p2p.reference import verified
+from kvplug_p2p.reference import Reference, verified
 from kvplug_p2p.views import CacheViews, hash_of
 
 _log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ PIPE: Final = "kv"
 _CLOSE_S: Final = 2.0
 _SEND_S: Final = 10.0
 """For an answer of a few bytes."""
-_HOLD_S: Final = 1.0
-"""How long a reference that was signed here may be ahead of the engine's next step."""
+_EARLY_SEND_S: Final = 0.05
+"""For one that the engine's thread sends."""
 _MAX_SERVED: Final = 1024
 _MAX_CLAIMS: Final = 1 << 16
 """Of one link."""
@@ -98,6 +98,9 @@ class Lender:
         self._claims: dict[Claim, tuple[PeerLink, Hold]] = {}
         """With the link that asked last: when it ends, they do."""
         self._ended: set[str] = set()
+        self._latest_lease = 0
+        self._early: dict[Claim, tuple[PeerLink, Reference]] = {}
+        """Claims on blocks that the engine has handed off in a step which has not reached this worker yet."""
         self._served: dict[PeerLink, BackgroundThread] = {}
         self._pipes: dict[PeerLink, Pipe] = {}
         self._sending: dict[PeerLink, Hold] = {}
@@ -145,8 +148,15 @@ class Lender:
         )
         with self._lock:
             self._holds[request_id] = hold
-            self._last_lease = max(self._last_lease, lease)
-            self._changed.notify_all()
+            self._latest_lease = lease
+            early, self._early = self._early, {}
+            granted = [
+                (link, claim, self._grant(link, claim, reference))
+                for claim, (link, reference) in early.items()
+            ]
+        for link, (_, key), reason in granted:
+            with contextlib.suppress(KvplugError):  # its reader has left, or does not read
+                self._answer_claim(link, key, reason, timeout_s=_EARLY_SEND_S)
 
     def revoke(self, request_id: str) -> None:
         """The request's blocks do not hold what was promised."""
@@ -247,9 +257,11 @@ class Lender:
             self._pipes.pop(link, None)
             for claim in [claim for claim, (of, _) in self._claims.items() if of is link]:
                 self._release(claim, "peer_gone")
+            self._early = {claim: early for claim, early in self._early.items() if early[0] is not link}
 
     def _release(self, claim: Claim, reason: str = "cancelled") -> None:
         """With the lock. Blocks without a claim are given back: their reader has them, or has gone."""
+        self._early.pop(claim, None)
         _, hold = self._claims.pop(claim, (None, None))
         if hold is not None:
             hold.claims.discard(claim)
@@ -267,10 +279,7 @@ class Lender:
                 raise WireError("a scheduler side sent what is not a question")
             if type(message.get("claim")) is str and type(message.get("reference")) is bytes:
                 reason = self._claim(link, message["claim"], message["reference"])
-                answer = {"claim": message["claim"], "refused": reason, "lease_s": self._lease_s}
-                link.channel.send(answer, timeout=_SEND_S)
-                if reason:
-                    _log.debug("a reference from %s is refused: %s", remote.engine_id, reason)
+                self._answer_claim(link, message["claim"], reason, timeout_s=_SEND_S)
             elif type(message.get("release")) is str:
                 with self._lock:
                     self._release((remote.engine_id, message["release"]))
@@ -279,8 +288,16 @@ class Lender:
             else:
                 raise WireError("a scheduler side sent what is not a question")
 
-    def _claim(self, link: PeerLink, key: str, text: bytes) -> str:
-        """Why the reference is refused; empty: it has a claim now."""
+    def _answer_claim(self, link: PeerLink, key: str, reason: str | None, *, timeout_s: float) -> None:
+        if reason is None:
+            return
+        answer = {"claim": key, "refused": reason, "lease_s": self._lease_s}
+        link.channel.send(answer, timeout=timeout_s)
+        if reason:
+            _log.debug("a reference from %s is refused: %s", link.agreement.remote.engine_id, reason)
+
+    def _claim(self, link: PeerLink, key: str, text: bytes) -> str | None:
+        """Why the reference is refused; empty: it has a claim now; ``None``: it is answered later."""
         reference = verified(text, self._key) if self._key else None
         if reference is None:
             return "forged"
@@ -288,18 +305,22 @@ class Lender:
             return "gone"
         if reference.expires_ms <= time.time() * 1000:
             return "expired"
-        claim = link.agreement.remote.engine_id, key
         with self._lock:
-            # A reference may come before the step that tells this worker to keep its blocks.
-            self._changed.wait_for(lambda: self._last_lease >= reference.lease or self._closed, _HOLD_S)
-            hold = self._holds.get(reference.request_id)
-            if hold is None or hold.is_over or hold.lease != reference.lease:
-                return "gone"
-            if self._claims.get(claim, (link, hold))[1] is not hold or len(hold.claims) >= _MAX_CLAIMS:
-                return "refused"
-            self._claims[claim] = link, hold
-            hold.claims.add(claim)
-            hold.end_s = time.monotonic() + self._lease_s
+            return self._grant(link, (link.agreement.remote.engine_id, key), reference)
+
+    def _grant(self, link: PeerLink, claim: Claim, reference: Reference) -> str | None:
+        """As :meth:`_claim`, with the lock, for a reference that is genuine."""
+        if reference.lease > self._latest_lease and len(self._early) < _MAX_CLAIMS:
+            self._early[claim] = link, reference
+            return None
+        hold = self._holds.get(reference.request_id)
+        if hold is None or hold.is_over or hold.lease != reference.lease:
+            return "gone"
+        if self._claims.get(claim, (link, hold))[1] is not hold or len(hold.claims) >= _MAX_CLAIMS:
+            return "refused"
+        self._claims[claim] = link, hold
+        hold.claims.add(claim)
+        hold.end_s = time.monotonic() + self._lease_s
         return ""
 
     def _renew(self, link: PeerLink) -> None:

@@ -39,5 +39,5 @@ class P2POptions:
     allowed: tuple[str, ...] = option(
         default=(),
         help="Addresses of producers that a request may name beside those in `peers`, as patterns such as"
-        ' "10.0.7.*:29555". No other address is ever dialled.',
+        ' "10.0.7.*:29555"; * stands for letters, digits, - and _. No other address is ever dialled.',
     )

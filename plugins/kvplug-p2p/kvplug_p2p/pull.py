@@ -74,7 +74,8 @@ class Pull:
 
     @property
     def _is_done(self) -> bool:
-        return all(part.num_layers == self.num_layers for part in self.parts)
+        # A pull that could not begin has no parts, and is not done.
+        return bool(self.parts) and all(part.num_layers == self.num_layers for part in self.parts)
 
     @property
     def has_ended(self) -> bool:

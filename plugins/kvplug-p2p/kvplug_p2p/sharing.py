@@ -47,6 +47,12 @@ def head_ranges(rank: int, size: int, their_size: int, num_heads: int) -> list[H
         )
     if not num_heads:
         return [HeadRange(rank % their_size, 0, 0, 1)]
+    for whose, each in (("ours", size), ("theirs", their_size)):
+        if max(each, num_heads) % min(each, num_heads):
+            raise HandshakeError(
+                f"tensor_parallel_size: {whose} {each}, and the model has {num_heads} KV heads; make one a"
+                " multiple of the other"
+            )
     mine = heads_of(rank, size, num_heads)
     found: list[HeadRange] = []
     at = mine.start

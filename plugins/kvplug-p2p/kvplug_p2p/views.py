@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ class CacheViews:
                 group.layout.check(tensors[name])
                 layers.append([part for part in views(tensors[name], group.layout) if part is not None])
             self._groups.append(layers)
-        self._made: dict[tuple[int, int, int, int], tuple[BlockViews, int]] = {}
+        self._made: dict[tuple[int, int, int, int], tuple[BlockViews, tuple[int, int]]] = {}
         self.device = self._groups[0][0][0].device
 
     def row_bytes(self, group: int) -> int:
@@ -67,32 +68,32 @@ class CacheViews:
                 [_in_units(part[:, :, first_head : first_head + num_heads], unit) for part in layer]
                 for layer in self._groups[group]
             ]
-            self._made[key] = BlockViews([[view for view, _ in layer] for layer in parts]), parts[0][0][1]
-        found, step = self._made[key]
-        if step == each:
-            return found, list(numbers)
-        return found, [number // each * step + number % each for number in numbers]
+            apart = {rows for layer in parts for _, rows in layer}
+            if len(apart) > 1:
+                raise LayoutError(
+                    f"layers of group {group} have different strides: units are not numbered alike"
+                )
+            self._made[key] = BlockViews([[view for view, _ in layer] for layer in parts]), apart.pop()
+        found, (block, step) = self._made[key]
+        return found, [number // each * block + number % each * step for number in numbers]
 
 
-def _in_units(view: Tensor, unit: int) -> tuple[Tensor, int]:
-    """``[blocks, tokens, heads, head size]`` with a row for each unit, and how many rows apart blocks begin.
+def _in_units(view: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
+    """``[blocks, tokens, heads, head size]`` with a row for each unit; and how many rows apart two blocks
+    are, and two units of a block.
 
-    Where the tokens of a block are not the slowest axis in it, there are rows in between that are not units;
-    no index stands for one.
-
-    Raises:
-        LayoutError: the strides allow no such view.
+    Unless the tokens of a block are the slowest axis in it, there are rows in between that are not units; no
+    index stands for one.
     """
     each = view.shape[1] // unit
     if each == 1:
-        return view, 1
-    step = unit * view.stride(1)
-    if not step or view.stride(0) % step:
-        raise LayoutError(f"blocks of {view.shape[1]} tokens with strides {view.stride()} are not divided")
-    apart = view.stride(0) // step
-    rows = (view.shape[0] - 1) * apart + each
+        return view, (1, 0)
+    block, step = view.stride(0), unit * view.stride(1)
+    apart = math.gcd(block, step)
+    rows = ((view.shape[0] - 1) * block + (each - 1) * step) // apart + 1
     shape = (rows, unit, *view.shape[2:])
-    return view.as_strided(shape, (step, *view.stride()[1:]), view.storage_offset()), apart
+    row_view = view.as_strided(shape, (apart, *view.stride()[1:]), view.storage_offset())
+    return row_view, (block // apart, step // apart)
 
 
 def hash_of(name: str, found: BlockViews, rows: Sequence[int]) -> bytes:
