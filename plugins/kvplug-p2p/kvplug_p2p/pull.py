@@ -12,7 +12,14 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import ClosedError, HandshakeError, IntegrityError, PeerGoneError, TimeoutError
+from kvplug import (
+    ClosedError,
+    HandshakeError,
+    IntegrityError,
+    KvplugError,
+    PeerGoneError,
+    TimeoutError,
+)
 from kvplug.engine import NO_BLOCK, ConnectorContext, EntryGoneError, LayoutError, PeerLink
 from kvplug.transport import (
     BackgroundThread,
@@ -35,6 +42,8 @@ _log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES: Final = 64 << 20
 """Of the units that are asked for at once, and the producer hashes and sends as one message a group."""
 _JOIN_S: Final = 3.0
+_CHECK_S: Final = 2.0
+"""How often an idle thread looks whether its producer is still there."""
 
 
 class Pull:
@@ -148,6 +157,7 @@ class ProducerWorker:
         self._pipe: Pipe | None = None
         self._current: Part | None = None
         self._waiting: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._was_used = False
         self.last_used = time.monotonic()
         self.route = ""
         """How KV comes from it, for people."""
@@ -164,10 +174,20 @@ class ProducerWorker:
         """What was agreed on; ``None`` while it is not connected."""
         return self._link
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it pulls nothing any more: it was closed, or the producer has left."""
+        return self._closed
+
     def pull(self, part: Part) -> None:
         """Does not wait."""
         self.last_used = time.monotonic()
-        self._waiting.put(part)
+        with self._lock:
+            is_closed, self._was_used = self._closed, True
+            if not is_closed:
+                self._waiting.put(part)
+        if is_closed:
+            part.pull.fail(PeerGoneError(f"worker {self._rank} of {self._engine_id} has left"))
 
     def interrupt(self, part: Part) -> None:
         """End what is being received for this part. The next part has no use for the rest of its message, so
@@ -200,7 +220,15 @@ class ProducerWorker:
         device = self._views.device
         stream = None if device.type == "cpu" else acquire_stream(device)
         try:
-            while (part := self._waiting.get()) is not None:
+            while True:
+                try:
+                    part = self._waiting.get(timeout=_CHECK_S)
+                except queue.Empty:
+                    if self._has_left():
+                        break
+                    continue
+                if part is None:
+                    break
                 self._pull_part(part, stream)
                 with self._lock:
                     is_idle = self._link is not None and self._link.channel.closed
@@ -217,6 +245,18 @@ class ProducerWorker:
                     left = self._waiting.get_nowait()
                     if left is not None:
                         left.pull.fail(ClosedError("the connector was shut down"))
+
+    def _has_left(self) -> bool:
+        """Whether the producer has ended the link, in whose place a new one is made when there is a pull."""
+        if self._link is None:
+            return self._was_used
+        try:
+            self._link.channel.recv(timeout=0)  # it sends nothing unless it is asked
+        except TimeoutError:
+            return False
+        except KvplugError:
+            pass
+        return True
 
     def _pull_part(self, part: Part, stream: Any) -> None:
         pull = part.pull

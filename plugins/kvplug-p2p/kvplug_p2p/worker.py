@@ -212,7 +212,7 @@ class P2PWorker(WorkerConnector):
     def _worker_of(self, plan: PullPlan, rank: int) -> ProducerWorker:
         now = time.monotonic()
         for key, idle in list(self._workers.items()):
-            if now - idle.last_used > _IDLE_S:
+            if idle.has_ended or now - idle.last_used > _IDLE_S:
                 self._workers.pop(key).end()
         key = plan.engine_id, rank
         if key not in self._workers:

@@ -40,7 +40,6 @@ def pair(
     make: Any = FakeEngine,
     producer: Mapping[str, Any] | None = None,
     consumer: Mapping[str, Any] | None = None,
-    config_of_consumer: Mapping[str, Any] | None = None,
     is_met: bool = True,
     **build: Any,
 ) -> Iterator[tuple[Any, Any]]:
@@ -49,7 +48,7 @@ def pair(
     with (
         make(config("producer", p2p, host=host), seed=1, **{**build, **(producer or {})}) as prefill,
         make(
-            config("consumer", p2p, **{"host": host, **(config_of_consumer or {})}),
+            config("consumer", p2p, host=an_address("decode"), peers=[f"{host}-0"]),
             seed=2,
             **{**build, **(consumer or {})},
         ) as decode,
@@ -109,6 +108,11 @@ def failures(side: Any, op: str) -> dict[str, int]:
     """What of the operation has failed at this side since the last call, by reason."""
     found = side.get_stats() or {"failures": {}}
     return dict(found["failures"].get(op, {}))
+
+
+def failures_of(engine: FakeEngine, op: str) -> dict[str, int]:
+    """What has failed at the worker side of a fake engine, which takes its figures in each step."""
+    return dict((engine.figures() or {"failures": {}})["failures"].get(op, {}))
 
 
 # -- engines of several workers ------------------------------------------------------------------------
