@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 
 from kvplug import ClosedError, KvplugError, PeerGoneError, ResourceExhaustedError, TimeoutError
 from kvplug.engine import (
+    NO_BLOCK,
     BlockIds,
     ConnectorContext,
     LayoutError,
@@ -27,6 +29,7 @@ from kvplug.engine import (
 )
 from kvplug.transport import (
     BackgroundThread,
+    BlockViews,
     DeviceMark,
     Pipe,
     WireError,
@@ -36,7 +39,7 @@ from kvplug.transport import (
     release_stream,
 )
 from kvplug_p2p.reference import Reference, verified
-from kvplug_p2p.views import CacheViews, hash_of
+from kvplug_p2p.views import CacheViews, hash_of, hash_rows
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +77,8 @@ class Hold:
     began: float
     claims: set[Claim] = attrs.field(factory=set)
     """Who has asked for them, and has not released them."""
+    hashes: dict[tuple[int, int], list[bytes]] | None = None
+    """By group and layer the hash of each of its blocks, once they are computed."""
     num_sending: int = 0
     is_over: bool = False
     """Nothing of it is sent any more; the engine gets its blocks back once nothing is being sent."""
@@ -110,8 +115,14 @@ class Lender:
         self.contact = self._listener.contact
         """Where decode engines find this worker. May carry a token: do not log it."""
         close_after_fork(self)
+        self._checksum = next(iter(context.checksums), None)
+        self._unhashed: queue.SimpleQueue[Hold | None] = queue.SimpleQueue()
         self._thread = BackgroundThread(self._accept, name="kvplug-p2p-serve", stop=self._listener.close)
+        self._hasher = BackgroundThread(
+            self._hash_all, name="kvplug-p2p-hash", stop=lambda: self._unhashed.put(None)
+        )
         self._thread.start()
+        self._hasher.start()
 
     def _after_fork_in_child(self) -> None:
         self._lock = threading.Lock()
@@ -146,6 +157,8 @@ class Lender:
             written=DeviceMark(self._views.device),
             began=now,
         )
+        if self._checksum is not None and self._views.device.type == "cpu":
+            self._unhashed.put(hold)
         with self._lock:
             self._holds[request_id] = hold
             self._latest_lease = lease
@@ -399,14 +412,19 @@ class Lender:
                     raise WireError("a pull wants blocks that are not of its request")
         except (KeyError, TypeError, ValueError, IndexError, LayoutError) as e:
             raise WireError(f"a worker sent what is not a pull: {e}") from e
-        link.channel.send({"sending": True}, timeout=_SEND_S)
+        checksum = link.agreement.checksum if views.device.type == "cpu" else None
+        answer: dict[str, Any] = {"sending": True}
+        if checksum:
+            answer["hashes"] = [
+                self._hashes(hold, checksum, group, (unit, first, count), numbers, found, rows)
+                for group, (found, rows), numbers in wanted
+            ]
+        link.channel.send(answer, timeout=_SEND_S)
         began, nbytes = time.perf_counter(), 0
         if stream is not None:
             hold.written.hold(stream)
         with torch.get_device_module(views.device).stream(stream) if stream else contextlib.nullcontext():
             transfers = [pipe.send_blocks(found, rows, timeout=None) for _, (found, rows), _ in wanted]
-        checksum = link.agreement.checksum if views.device.type == "cpu" else None
-        hashes = [hash_of(checksum, found, rows) for _, (found, rows), _ in wanted] if checksum else []
         for transfer in transfers:
             transfer.wait(timeout=None)
             nbytes += transfer.nbytes
@@ -415,8 +433,42 @@ class Lender:
             hold.end_s = time.monotonic() + self._lease_s
         if is_first:
             self._context.stats.record("save", nbytes, time.perf_counter() - began)
-        if checksum:
-            link.channel.send({"hashes": hashes}, timeout=None)
+
+    # -- hashes --------------------------------------------------------------------------------
+
+    def _hash_all(self) -> None:
+        """Hash blocks before they are asked for, which is usually some time later."""
+        while (hold := self._unhashed.get()) is not None:
+            views, name = self._views, self._checksum
+            assert views is not None and name is not None
+            made: dict[tuple[int, int], list[bytes]] = {}
+            for group, table in enumerate(hold.block_ids):
+                size = self._context.cache.groups[group].block_size
+                blocks = [block for block in table if block != NO_BLOCK]
+                found, rows = views.of(group, size, 0, views.num_heads(group), blocks)
+                for layer in range(0 if hold.is_over else len(found)):
+                    made[group, layer] = hash_rows(name, found, layer, rows)
+            hold.hashes = made
+
+    def _hashes(
+        self,
+        hold: Hold,
+        name: str,
+        group: int,
+        what: tuple[int, int, int],
+        numbers: Sequence[int],
+        found: BlockViews,
+        rows: Sequence[int],
+    ) -> list[bytes]:
+        """Of each layer. ``what``: tokens in a unit, the first head, and how many."""
+        size, known = self._context.cache.groups[group].block_size, hold.hashes
+        assert self._views is not None
+        if known is None or name != self._checksum or what != (size, 0, self._views.num_heads(group)):
+            return [hash_of(name, hash_rows(name, found, layer, rows)) for layer in range(len(found))]
+        blocks = [block for block in hold.block_ids[group] if block != NO_BLOCK]
+        place = {block: at for at, block in enumerate(blocks)}
+        order = [place[number] for number in numbers]
+        return [hash_of(name, [known[group, layer][at] for at in order]) for layer in range(len(found))]
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -427,9 +479,10 @@ class Lender:
             self._changed.notify_all()
             served = list(self._served.items())
         self._listener.close()
+        self._unhashed.put(None)
         for link, _ in served:
             self._drop(link)
         end = time.monotonic() + _CLOSE_S
-        for thread in (self._thread, *(thread for _, thread in served)):
+        for thread in (self._thread, self._hasher, *(thread for _, thread in served)):
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))

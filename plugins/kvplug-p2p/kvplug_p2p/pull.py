@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -35,7 +35,7 @@ from kvplug.transport import (
 from kvplug_p2p.lender import PIPE, PULL
 from kvplug_p2p.plan import PullPlan
 from kvplug_p2p.sharing import HeadRange, unit_of, units
-from kvplug_p2p.views import CacheViews, hash_of
+from kvplug_p2p.views import CacheViews, hash_of, hash_rows
 
 _log = logging.getLogger(__name__)
 
@@ -353,8 +353,8 @@ class ProducerWorker:
                 for group, (_, ours) in enumerate(message)
                 if ours
             ]
+            hashes = _hashes_in(answer, found) if checksum else None
             is_last = number + 1 == len(messages)
-            base = 0
             if stream is not None:
                 pull.after.hold(stream)
             with (
@@ -362,19 +362,18 @@ class ProducerWorker:
                 if stream
                 else contextlib.nullcontext()
             ):
-                for views, rows in found:
-
-                    def on_layer(layer: int, base: int = base) -> None:
-                        pull.come(part, base + layer + 1)
-
-                    early = is_last and not checksum and stream is None and len(plan.ours) == 1
-                    pipe.recv_blocks(views, rows, on_layer=on_layer if early else None, timeout=stall_s)
+                for number_of, (views, rows) in enumerate(found):
+                    layers = _Layers(views, rows, checksum, hashes[number_of] if hashes else ())
+                    if is_last and len(plan.ours) == 1:
+                        layers.on_right = lambda layer: pull.come(part, layer + 1)
+                    pipe.recv_blocks(
+                        views, rows, on_layer=None if stream else layers.arrived, timeout=stall_s
+                    )
                     pull.nbytes += views.rows.row_bytes * len(rows) * len(views)
-                    base += len(views)
+                    if layers.is_wrong:
+                        raise IntegrityError(f"KV of request {plan.request_id} was corrupted on its way")
                 if stream is not None:
                     DeviceMark(self._views.device).wait()
-            if checksum:
-                self._verify(link, checksum, found, plan, stall_s)
             if is_last:
                 pull.come(part, sum(map(self._views.num_layers, range(len(plan.ours)))))
 
@@ -414,18 +413,34 @@ class ProducerWorker:
             for at in range(0, longest, count)
         ]
 
-    def _verify(
-        self,
-        link: PeerLink,
-        checksum: str,
-        found: Sequence[tuple[BlockViews, list[int]]],
-        plan: PullPlan,
-        stall_s: float,
+
+class _Layers:
+    """Verifies the layers of a message as they arrive."""
+
+    def __init__(
+        self, views: BlockViews, rows: Sequence[int], checksum: str | None, hashes: Sequence[bytes]
     ) -> None:
-        answer = link.channel.recv(timeout=stall_s)
-        hashes = answer.get("hashes") if type(answer) is dict else None
-        if type(hashes) is not list or len(hashes) != len(found):
-            raise WireError("the producer sent no hashes of what it had sent")
-        for (views, rows), expected in zip(found, hashes, strict=True):
-            if hash_of(checksum, views, rows) != expected:
-                raise IntegrityError(f"KV of request {plan.request_id} was corrupted on its way")
+        self._views, self._rows, self._checksum, self._hashes = views, rows, checksum, hashes
+        self.on_right: Callable[[int], None] = lambda layer: None
+        """Called with each layer, as long as all are right."""
+        self.is_wrong = False
+
+    def arrived(self, layer: int) -> None:
+        if self._checksum is not None and not self.is_wrong:
+            found = hash_of(self._checksum, hash_rows(self._checksum, self._views, layer, self._rows))
+            self.is_wrong = found != self._hashes[layer]
+        if not self.is_wrong:
+            self.on_right(layer)
+
+
+def _hashes_in(answer: Mapping[str, Any], found: Sequence[tuple[BlockViews, list[int]]]) -> list[list[bytes]]:
+    """Of each message the hashes of its layers.
+
+    Raises:
+        WireError: they are not there.
+    """
+    hashes = answer.get("hashes")
+    counts = [len(views) for views, _ in found]
+    if type(hashes) is not list or [len(each) if type(each) is list else -1 for each in hashes] != counts:
+        raise WireError("the producer sent no hashes of what it sends")
+    return hashes

@@ -40,6 +40,10 @@ class CacheViews:
             part[0, 0].numel() * part.element_size() for layer in self._groups[group] for part in layer
         )
 
+    def num_heads(self, group: int) -> int:
+        """Heads of this worker; 1 for latent attention."""
+        return int(self._groups[group][0][0].shape[2])
+
     def num_layers(self, group: int) -> int:
         """Layers of a group."""
         return len(self._groups[group])
@@ -96,16 +100,17 @@ def _in_units(view: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
     return row_view, (block // apart, step // apart)
 
 
-def hash_of(name: str, found: BlockViews, rows: Sequence[int]) -> bytes:
-    """The hash of rows in this processor's memory: layer after layer, row after row, part after part.
+def hash_rows(name: str, found: BlockViews, layer: int, rows: Sequence[int]) -> list[bytes]:
+    """The hash of each row of a layer, in this processor's memory: of its parts, one after the other.
 
-    Each as ``[tokens, heads, head size]``, whatever its strides: both ends hash the same bytes.
+    Each part as ``[tokens, heads, head size]``, whatever its strides: both ends hash the same bytes.
     """
     import numpy as np
 
-    buffers = []
-    for layer in found.rows.bits:
-        parts = [part.numpy() for part in layer]
-        for row in rows:
-            buffers += [np.ascontiguousarray(part[row]).data for part in parts]
-    return digest(name, *buffers)
+    parts = [part.numpy() for part in found.rows.bits[layer]]
+    return [digest(name, *(np.ascontiguousarray(part[row]).data for part in parts)) for row in rows]
+
+
+def hash_of(name: str, hashes: Sequence[bytes]) -> bytes:
+    """The hash of a layer, of those of its rows."""
+    return digest(name, b"".join(hashes))

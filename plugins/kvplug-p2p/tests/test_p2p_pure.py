@@ -13,7 +13,7 @@ from kvplug import HandshakeError
 from kvplug.engine import NO_BLOCK, CacheGroup, KVCacheConfig, LayoutError
 from kvplug_p2p.reference import MalformedError, Reference, digest_of, to_text, verified
 from kvplug_p2p.sharing import head_ranges, heads_of, unit_of, units
-from kvplug_p2p.views import CacheViews, hash_of
+from kvplug_p2p.views import CacheViews, hash_rows
 from kvplug_testing.engine import PagedCache
 from kvplug_testing.engine.cache import AXES
 
@@ -197,8 +197,8 @@ def test_views_are_these_tokens_and_heads_whatever_the_layout(axes: str, unit: i
             for kv, part in enumerate(parts):
                 assert (part[rows].numpy().view("float32") == expected[:, :, kv]).all(), (layer, head, kv)
         of_plain, plain_rows = views_of(plain).of(0, unit, head, 1, numbers)
-        assert hash_of("xxh3_64", found, rows) == hash_of("xxh3_64", of_plain, plain_rows)
-        assert hash_of("xxh3_64", found, rows) != hash_of("xxh3_64", found, rows[::-1])
+        assert hash_rows("xxh3_64", found, 0, rows) == hash_rows("xxh3_64", of_plain, 0, plain_rows)
+        assert hash_rows("xxh3_64", found, 0, rows) != hash_rows("xxh3_64", found, 0, rows[::-1])
 
 
 @pytest.mark.parametrize(
