@@ -3,6 +3,7 @@ __version__: str
 
 from kvplug.assembly.communicators import (
     build_communicator as build_communicator,
+    worker_transports as worker_transports,
 )
 from kvplug.assembly.connector import (
     build_connector as build_connector,

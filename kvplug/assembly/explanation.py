@@ -11,7 +11,9 @@ from typing import Any, Final, Literal
 import attrs
 
 from kvplug.assembly.budgets import budgets_of, shortage_of
+from kvplug.assembly.communicators import choose_communicator
 from kvplug.assembly.members import unreachable_contact
+from kvplug.assembly.queues import choose_queue
 from kvplug.assembly.registry import PluginStatus, Registry
 from kvplug.assembly.registry.check import CHECKED, CHOSEN, NAMED, name_faults
 from kvplug.assembly.resolve import (
@@ -80,6 +82,7 @@ def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
         yield from _load_policy(connector, resolved)
     if not faults:
         yield from _transports(config, resolved, connector)
+        yield from _between_workers(resolved)
     yield _integrity(config)
     yield from _sinks(config)
     yield _times(config)
@@ -272,6 +275,26 @@ def _transports(config: Config, resolved: ResolvedConfig, connector: ConnectorSp
                 text=f"{device} tensors to a peer like this one on {where} go by {chosen}",
                 details=tuple(_of_one_end(str(each)) for each in others),
             )
+
+
+def _between_workers(resolved: ResolvedConfig) -> Iterator[Step]:
+    """What an engine uses that runs one model in several workers (tensor parallelism)."""
+    where = "in an engine with several workers"
+    for key, purpose in (
+        ("queue", "the scheduler sends steps by"),
+        ("communicator", "the workers add up by"),
+    ):
+        try:
+            if key == "queue":
+                spec, _ = choose_queue(resolved)
+            else:
+                spec = choose_communicator(resolved, resolved.config.device)
+        except PluginError as e:
+            text, *details = str(e).split("\n  - ")
+            verdict: Verdict = "note" if getattr(resolved.config, key) == AUTO else "problem"
+            yield Step(topic=key, verdict=verdict, text=f"{where}, {text}", details=tuple(details))
+        else:
+            yield Step(topic=key, verdict="ok", text=f"{where}, {purpose} {spec.name}")
 
 
 def _of_one_end(reason: str) -> str:

@@ -9,7 +9,13 @@ import attrs
 
 from kvplug.assembly.making import made
 from kvplug.assembly.registry import Registry
-from kvplug.assembly.resolve import ResolvedConfig, choose_transport, credentials_of, must_authenticate
+from kvplug.assembly.resolve import (
+    ResolvedConfig,
+    Wrapper,
+    choose_transport,
+    credentials_of,
+    must_authenticate,
+)
 from kvplug.config import Config
 from kvplug.net.exhaustion import NamedExhaustion
 from kvplug.transport.capabilities import Requirements
@@ -44,11 +50,7 @@ def build_queue(
     """
     resolved = ResolvedConfig.to_build(config, registry)
     resolved.check(keys=("queue",))
-    required = Requirements(authenticated=must_authenticate(config))
-    wrapper = resolved.wrapper(Kind.QUEUE, config.queue)
-    spec = choose_transport(
-        resolved, Kind.QUEUE, config.queue if wrapper is None else wrapper.inner, required
-    )
+    spec, wrapper = choose_queue(resolved)
     context = QueueContext(
         options=resolved.options_of(spec),
         credentials=credentials_of(config),
@@ -67,6 +69,15 @@ def build_queue(
         return _made(spec, context)
     make_inner = functools.partial(_made, spec, context)
     return _made(wrapper.spec, attrs.evolve(context, options=wrapper.options, make_inner=make_inner))
+
+
+def choose_queue(resolved: ResolvedConfig) -> tuple[TransportSpec, Wrapper | None]:
+    """The queue that the config names, and the one that it has wrap it. Raises as ``choose_transport``."""
+    config = resolved.config
+    wrapper = resolved.wrapper(Kind.QUEUE, config.queue)
+    name = config.queue if wrapper is None else wrapper.inner
+    required = Requirements(authenticated=must_authenticate(config))
+    return choose_transport(resolved, Kind.QUEUE, name, required), wrapper
 
 
 def _made(spec: TransportSpec, context: QueueContext) -> QueueEndpoint:

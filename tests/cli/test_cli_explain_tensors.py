@@ -37,6 +37,8 @@ def test_a_config_that_works_says_what_is_taken_and_why_and_makes_nothing(site: 
     assert any(detail.startswith("cpu: could be used, but claims") for detail in transport["details"])
     assert any("pynccl: cannot work here" in detail for detail in transport["details"])
     assert not any("at the peer" in detail for detail in transport["details"])
+    assert "the scheduler sends steps by shm" in steps["queue"][0]["text"]
+    assert "the workers add up by cpu" in steps["communicator"][0]["text"]
     assert not folder.exists()
 
 
@@ -48,6 +50,7 @@ def test_a_config_that_works_says_what_is_taken_and_why_and_makes_nothing(site: 
         ("role=both stores=fs", "options.fs.path", "must be given"),
         ("role=both stores=fd", "stores", "no store named 'fd'"),
         ("role=both transport=pynccl", "transport", "'pynccl' is named here and cannot be used"),
+        ("role=both communicator=pynccl", "communicator", "no device communicator can be had"),
         ("role=bath", "config", "role: 'bath' was given"),
         ("role=both port=65535 port_offset=1", "config", "rank 0 would listen at 65536"),
     ],
