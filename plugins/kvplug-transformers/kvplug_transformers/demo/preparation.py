@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from kvplug import Config, Registry, check_config, explain_missing_pipe
+from kvplug import Config, Registry, check_config, explain_missing_pipe, worker_transports
 from kvplug.engine import Role
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.session import CONVERT, PREFILL, REFERENCE, DemoError, Session
@@ -18,21 +18,26 @@ from kvplug_transformers.demo.settings import DemoSettings
 _FOR_GPUS = "; kvplug-cuda-ipc and kvplug-pynccl bring some that do"
 
 
-def check(config: Config, display: Display) -> None:
+def check(config: Config, settings: DemoSettings, display: Display) -> dict[str, str]:
     """Refuse a config that cannot work, before any process is started and any model loaded.
 
     If no pipe is installed for the config's device, this only prints a note: a connector may need no pipe.
 
+    Returns:
+        The names of the queue and of the communicator, if an engine has several workers.
+
     Raises:
         UnknownConnectorError, UnknownTransportError, AmbiguousNameError: a name is wrong; lists the known
-        names. ConfigError: other names or options are wrong; lists every fault. InsecureAddressError: other
-        hosts can reach the address, and there is no secret.
+        names. PluginError: several workers have no queue or communicator. ConfigError: other names or options
+        are wrong; lists every fault. InsecureAddressError: other hosts can reach the address, and there is no
+        secret.
     """
     registry = Registry.from_env()
     # Each worker has its own role.
     check_config(attrs.evolve(config, role=Role.BOTH), registry)
     if (lack := explain_missing_pipe(config, registry)) is not None:
         display.note(lack + (_FOR_GPUS if config.device.partition(":")[0] == "cuda" else ""))
+    return worker_transports(config, registry) if max(settings.tensor_parallel) > 1 else {}
 
 
 def model_folder(settings: DemoSettings, session: Session, display: Display) -> Path:
@@ -70,7 +75,7 @@ def listen_address(config: Config) -> str | None:
     """Where the prefill worker listens if the config does not say: a unique name. ``None``: as configured."""
     if any(config.source_of(key) != "default" for key in ("host", "port", "port_offset")):
         return None
-    abstract = f"unix:@kvplug-demo-{os.getpid()}-{secrets.token_hex(4)}"
+    abstract = f"unix:@kvplug-demo-{os.getpid()}-{secrets.token_hex(4)}-0"
     return abstract if sys.platform == "linux" else "127.0.0.1:0"
 
 
@@ -80,7 +85,14 @@ def start_worker(session: Session, name: str, folder: Path, config: Config, sett
     has_stores = config.source_of("stores") != "default"
     role = ("both" if has_stores else "producer") if name == PREFILL else "consumer"
     session.send(
-        name, "start", role=role, model=str(folder), threads=num_cpus(), settings=settings.to_plain()
+        name,
+        "start",
+        role=role,
+        model=str(folder),
+        threads=num_cpus(),
+        num_workers=settings.tensor_parallel[name != PREFILL],
+        corrupt=settings.corrupt and name == PREFILL,
+        settings=settings.to_plain(),
     )
 
 

@@ -47,7 +47,7 @@ def run(
         DemoError, KvplugError: the demo failed; the message says why.
     """
     config = Config.load(settings.config, overrides=settings.overrides)
-    check(config, display)
+    between_workers = check(config, settings, display)
     notes: list[str] = []
     with _session(config, settings, display, programs) as session:
         folder = model_folder(settings, session, display)
@@ -93,7 +93,14 @@ def run(
             notes.append(f"{e}: KV that has not arrived is recomputed")
             display.note(notes[-1])
         report = decode_and_compare(
-            session, display, settings, ids, stop, notes=notes, ready=ready, found=found, params=params
+            session,
+            display,
+            settings,
+            ids,
+            stop,
+            notes=notes,
+            ready=ready | between_workers,
+            found=found,
         )
     return report
 
@@ -113,8 +120,7 @@ def decode_and_compare(
 ) -> Report:
     """Decode, then compute the same prompt without a transfer, then let the reference process generate.
 
-    ``params``: what prefill has returned for decode. They are good once: to repeat, it computes the prompt
-    again.
+    ``ready``: what the decode worker reported, and the result of ``check``.
     """
     session.send(
         DECODE,
@@ -164,7 +170,8 @@ def decode_and_compare(
         display.note(notes[-1])
     _note_if_lost(session, notes)  # the decode worker may notice its death long before this process does
     load = decoded["stats"]["ops"].get("load")
-    seconds = load["seconds"] if load and loaded else None
+    # Every worker has loaded its part, and its time is in the sum.
+    seconds = load["seconds"] / settings.tensor_parallel[1] if load and loaded else None
     ttft_s, floor_s = decoded["ttft_s"], recomputed["floor_s"]
     config = Config.load(settings.config, overrides=settings.overrides)
     return Report(
@@ -182,6 +189,9 @@ def decode_and_compare(
         text=decoded["text"],
         connector=config.connector,
         transport=ready["transport"],
+        tensor_parallel=settings.tensor_parallel,
+        queue=ready.get("queue", ""),
+        communicator=ready.get("communicator", ""),
         store=decoded["store"],
         device=config.device,
         reasons=(*ready["reasons"], *notes),
@@ -203,7 +213,7 @@ def run_prefill(
     Ctrl-C.
     """
     config = Config.load(settings.config, overrides=settings.overrides)
-    check(config, display)
+    check(config, settings, display)
     with _session(config, settings, display, programs) as session:
         folder = model_folder(settings, session, display)
         start_worker(session, PREFILL, folder, config, settings)
@@ -232,7 +242,7 @@ def run_decode(
 ) -> Report:
     """The second terminal: load from the prefill worker at ``connect``, decode, compare."""
     config = Config.load(settings.config, overrides=settings.overrides)
-    check(config, display)
+    between_workers = check(config, settings, display)
     notes: list[str] = []
     with _session(config, settings, display, programs) as session:
         folder = model_folder(settings, session, display)
@@ -261,6 +271,6 @@ def run_decode(
             ids,
             stop,
             notes=notes,
-            ready=ready,
+            ready=ready | between_workers,
             patience_s=0.0 if short else config.connect_timeout_s,
         )

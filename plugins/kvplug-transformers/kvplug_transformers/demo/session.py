@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import queue
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvplug_transformers.demo.display import Display
-from kvplug_transformers.demo.processes import (
-    REFERENCE_COMMAND,
-    WORKER_COMMAND,
-    Child,
-    Event,
-    describe_exit,
-    end_all,
-)
+from kvplug_transformers.processes.child import Child, Event, describe_exit, end_all
+
+WORKER_COMMAND = (sys.executable, "-P", "-m", "kvplug_transformers.demo.worker")
+# -P: do not import modules from the current folder.
+REFERENCE_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("reference.py")))
 
 PREFILL, DECODE, REFERENCE, CONVERT = "prefill", "decode", "reference", "convert"
 

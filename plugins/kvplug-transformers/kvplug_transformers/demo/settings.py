@@ -25,6 +25,8 @@ class DemoSettings:
     block_size: int = 16
     layout: str | None = None
     """``None``: the connector's required layout, else ``KBTHD``."""
+    tensor_parallel: tuple[int, int] = (1, 1)
+    """Workers that share the model: in the prefill engine, and in the decode engine."""
     corrupt: bool = False
     patience_s: float = 300.0
     """How long a worker may report nothing while the demo waits for it, beyond the worker's own deadlines."""
@@ -67,6 +69,12 @@ class Report:
     text: str
     connector: str
     transport: str
+    tensor_parallel: tuple[int, int]
+    """How many workers share the model: in the prefill engine, and in the decode engine."""
+    queue: str
+    """The message queue that carries each step to the workers; empty if each engine has one worker."""
+    communicator: str
+    """The device communicator with which the workers add up their results; empty like ``queue``."""
     store: str
     """The store that the KV came from, and how; empty where the connector has none."""
     device: str

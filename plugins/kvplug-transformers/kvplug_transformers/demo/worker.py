@@ -6,24 +6,26 @@ methods ``_do_<op>`` of :class:`DemoWorker`.
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvplug import Config, KvplugError, Registry, UnsupportedError, build_connector, required_layout
-from kvplug.engine import PeerLink, Request, RequestEnd, Side
+from kvplug import Config, Registry, UnsupportedError, build_connector, required_layout
+from kvplug.engine import Parallelism, Request, RequestEnd, Side
 from kvplug.transport import Pipe
-from kvplug_transformers.demo.parent_link import ParentLink
+from kvplug_transformers.processes.parent_link import ParentLink, start_log
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvplug_transformers.engine.engine import Engine
+    from kvplug_transformers.engine.options import EngineOptions
     from kvplug_transformers.engine.sequence import Sequence, Token
+    from kvplug_transformers.engine.workers import ShardedWorker, Workers
     from kvplug_transformers.model.facts import ModelFacts
     from kvplug_transformers.model.load import LoadedModel
 
@@ -33,19 +35,12 @@ _CHUNK = 256
 """Tokens in one step of prefill: small enough for a progress bar that moves."""
 _ASK_AGAIN_S = 0.2
 _FLOOR_RUNS = 3
+_CORRUPT = """
+from kvplug_transformers.demo.corruption import CorruptingPipe
+from kvplug_transformers.engine.rank import main
 
-
-def choice_of(link: PeerLink | None, device: str) -> dict[str, Any]:
-    """The agreed transport, and the reason for or against each candidate."""
-    if link is None:
-        return {"transport": "", "reasons": []}
-    agreement = link.agreement
-    # KV on different kinds of device at the two ends uses the transport of CPU tensors.
-    agreed = agreement.transports
-    selection = agreed.get(device.partition(":")[0]) or agreed["cpu"]
-    reasons = [f"{candidate.name}: {candidate.reason}" for candidate in selection.candidates]
-    reasons.append(f"integrity: {agreement.checksum or 'off'}")
-    return {"transport": selection.chosen, "reasons": [*reasons, *agreement.converts]}
+main(CorruptingPipe)
+"""
 
 
 class DemoWorker:
@@ -60,28 +55,23 @@ class DemoWorker:
         self._config: Config
         self._registry = Registry.from_env()
         self._engine: Engine | None = None
-        self._alone: Engine
-        """Without a connector."""
-        self._copy_s = 0.0
-        """Of one copy of the loaded KV in memory."""
+        self._workers: Workers | None = None
+        """The processes that compute, if the engine has several."""
         self._connectors: dict[Side, Any] = {}
 
     def run(self) -> int:
         """Run until the parent sends "stop", or a command fails. Returns the exit status."""
         try:
-            for command in self._parent.commands():
-                getattr(self, f"_do_{command.pop('op')}")(**command)
-        except (KvplugError, ValueError, OSError) as e:
-            self._parent.send("error", kind=type(e).__name__, text=str(e))
-            return 1
-        except Exception as e:
-            traceback.print_exc()
-            self._parent.send("error", kind=type(e).__name__, text=f"{type(e).__name__}: {e}")
-            return 1
+            return self._parent.run(self._execute)
         finally:
             for connector in self._connectors.values():
                 connector.shutdown()
-        return 0
+            if self._workers is not None:
+                self._workers.close()
+
+    def _execute(self) -> None:
+        for command in self._parent.commands():
+            getattr(self, f"_do_{command.pop('op')}")(**command)
 
     def _do_convert(self, source: str) -> None:
         """Make the folder of the packaged model."""
@@ -89,8 +79,10 @@ class DemoWorker:
 
         self._parent.send("converted", folder=str(converted(Path(source))))
 
-    def _do_start(self, role: str, model: str, threads: int, settings: dict[str, Any]) -> None:
-        """Load the model."""
+    def _do_start(
+        self, role: str, model: str, threads: int, num_workers: int, corrupt: bool, settings: dict[str, Any]
+    ) -> None:
+        """Load the model: here, or if there are several workers, its parts in processes of their own."""
         self._settings = settings
         self._config = Config.load(settings["config"], overrides={**settings["overrides"], "role": role})
         began = time.perf_counter()
@@ -106,7 +98,23 @@ class DemoWorker:
         from kvplug_transformers.model.facts import describe
         from kvplug_transformers.model.load import load
 
-        self._loaded = load(Path(model))
+        self._loaded = load(Path(model), weights=num_workers == 1)
+        if num_workers > 1:
+            from kvplug_transformers.engine.workers import RANK_COMMAND, Workers
+            from kvplug_transformers.model.shards import check_split
+
+            check_split(self._loaded.model, num_workers)
+            self._workers = Workers(
+                Path(model),
+                self._config,
+                num_workers,
+                threads=max(1, threads // num_workers),
+                command=(sys.executable, "-P", "-c", _CORRUPT) if corrupt else RANK_COMMAND,
+                timeout=None,  # the parent has its patience
+            )
+            self._facts = self._workers.facts
+            self._parent.send("loaded", seconds=time.perf_counter() - began, context=self._facts.context)
+            return
         try:
             self._loaded.model.to(device)
         except RuntimeError as e:
@@ -120,42 +128,58 @@ class DemoWorker:
         self._parent.send("tokens", ids=ids, stop=list(self._loaded.stop_token_ids))
 
     def _do_open(self, num_tokens: int, listen: str | None, connect: str | None, corrupt: bool) -> None:
-        """Build the engine, with room for one request of ``num_tokens``, and its connector."""
+        """Build the engine, with room for one request of ``num_tokens``, and its connector.
+
+        ``connect``: the contacts of the peer's workers, with spaces between them.
+        """
         from kvplug_transformers.engine.engine import Engine
         from kvplug_transformers.engine.options import cache_config
 
         options = self._engine_options(num_tokens)
-        if self._loaded.model.device.type != "cpu":
+        if self._config.device != "cpu":
             self._warm_up(num_tokens)
-        cache = cache_config(self._facts, options)
+        contacts = None if connect is None else dict(enumerate(connect.split()))
+        model: PreTrainedModel | ShardedWorker = self._loaded.model
+        size, sides = 1, [Side.WORKER, Side.SCHEDULER]
+        if self._workers is not None:
+            model = self._workers.open(options, connects=True, listen=listen, connect=contacts)
+            size, sides = self._workers.size, [Side.SCHEDULER]
         wrap_pipe = self._wrap_pipe
         if corrupt:
             from kvplug_transformers.demo.corruption import CorruptingPipe
 
             wrap_pipe = CorruptingPipe
-        for side in (Side.WORKER, Side.SCHEDULER):
+        for side in sides:
             self._connectors[side] = build_connector(
                 self._config,
                 side,
                 model=self._facts.info,
-                cache=cache,
+                cache=cache_config(self._facts, options, size),
+                parallelism=Parallelism(num_workers=size, tensor_size=size),
                 registry=self._registry,
                 wrap_pipe=wrap_pipe,
                 listen=listen,
-                connect=connect,
+                connect=contacts,
             )
         self._engine = Engine(
-            self._loaded.model,
+            model,
             options,
             facts=self._facts,
             scheduler_connector=self._connectors[Side.SCHEDULER],
-            worker_connector=self._connectors[Side.WORKER],
+            worker_connector=self._connectors.get(Side.WORKER),
         )
-        self._parent.send("opened", contact=getattr(self._connectors[Side.WORKER], "contact", ""))
-        for connector in self._connectors.values():
-            connector.wait_until_ready()
-        link = getattr(self._connectors[Side.WORKER], "link", None)
-        self._parent.send("ready", **choice_of(link, self._config.device))
+        worker = self._engine.worker
+        self._parent.send("opened", contact=" ".join(worker.contacts))
+        choice = worker.wait_until_ready()
+        self._connectors[Side.SCHEDULER].wait_until_ready()
+        self._parent.send("ready", **choice)
+
+    def _engine_alone(self, options: EngineOptions) -> Engine:
+        """An engine without a connector, over the same model."""
+        from kvplug_transformers.engine.engine import Engine
+
+        model = self._loaded.model if self._workers is None else self._workers.open(options)
+        return Engine(model, options, facts=self._facts)
 
     def _warm_up(self, num_tokens: int) -> None:
         """Compute ``num_tokens`` arbitrary tokens, in an engine without a connector.
@@ -163,14 +187,12 @@ class DemoWorker:
         A GPU loads each kernel at its first use. Without a warm-up, the first measurement, with the transfer,
         would include this, and the second one, without a transfer, would not.
         """
-        from kvplug_transformers.engine.engine import Engine
-
-        engine = Engine(self._loaded.model, self._engine_options(num_tokens), facts=self._facts)
+        engine = self._engine_alone(self._engine_options(num_tokens))
         engine.add([0] * max(1, num_tokens - 2), max_new_tokens=2)
         for _ in engine.run():
             self._parent.send("warming")
 
-    def _engine_options(self, num_tokens: int) -> Any:
+    def _engine_options(self, num_tokens: int) -> EngineOptions:
         from kvplug_transformers.engine.blocks import blocks_for
         from kvplug_transformers.engine.options import EngineOptions
 
@@ -232,18 +254,26 @@ class DemoWorker:
             finish_reason=sequence.finish_reason,
             error=sequence.error or sequence.load_error,
             stats=engine.stats.snapshot(),
-            store=getattr(self._connectors[Side.WORKER], "last_route", ""),
+            store=engine.worker.last_route,
         )
 
     def _do_recompute(self, ids: list[int], num_loaded: int, kv_bytes: int) -> None:
         """Compute the first token again, in an engine without a connector; then with the KV of
         ``num_loaded`` tokens in its own blocks already: the fastest is the floor of a transfer's time.
         """
-        from kvplug_transformers.engine.engine import Engine
-
         # Room for this prompt alone: the second time it gets the same blocks, in the same order.
-        self._alone = Engine(self._loaded.model, self._engine_options(len(ids)), facts=self._facts)
-        computed, recompute_s = self._first_token(self._alone, ids)
+        engine = self._engine_alone(self._engine_options(len(ids)))
+
+        def first_token(which: Engine, num_in_place: int = 0) -> tuple[Sequence, float]:
+            began = time.perf_counter()
+            sequence = which.add(ids, max_new_tokens=1)
+            if num_in_place:
+                sequence.num_computed_tokens = num_in_place
+            for _ in self._steps(which, sequence, "recompute_progress"):
+                pass
+            return sequence, time.perf_counter() - began
+
+        computed, recompute_s = first_token(engine)
         floor_s = None
         if num_loaded:
             self._copy_s = _copy_seconds(kv_bytes)
@@ -331,17 +361,10 @@ def _copy_seconds(nbytes: int) -> float:
     return statistics.median(taken)
 
 
-def _start_log() -> None:
-    """Log at the level in ``KVPLUG_LOG``, which the command line has checked."""
-    level = os.environ.get("KVPLUG_LOG", "").strip().upper()
-    if level:
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
 def main(wrap_pipe: WrapPipe | None = None) -> None:
     """``wrap_pipe`` wraps every pipe; tests inject faults with it."""
     parent = ParentLink()
-    _start_log()
+    start_log()
     os.environ["HF_HUB_OFFLINE"] = "1"
     status = DemoWorker(parent, wrap_pipe).run()
     sys.stderr.flush()

@@ -17,6 +17,7 @@ from kvplug_transformers.engine.options import EngineOptions, cache_config
 from kvplug_transformers.engine.scheduler import Scheduler
 from kvplug_transformers.engine.sequence import Sequence, Token
 from kvplug_transformers.engine.worker import Worker
+from kvplug_transformers.engine.workers import ShardedWorker
 from kvplug_transformers.model.facts import ModelFacts, describe
 
 _PAUSE_S = 0.001
@@ -31,6 +32,9 @@ class Engine:
     Both connector sides or neither are given; build them with ``facts.info`` as the model and
     ``cache_config(facts, options)`` as the cache. Decoding is greedy.
 
+    Instead of a model it takes what ``Workers.open`` returns: then processes that share a model compute, and
+    with ``connects`` each of them has its worker side, so that only the scheduler side is given.
+
     Example::
 
         engine = Engine(model)
@@ -41,7 +45,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | ShardedWorker,
         options: EngineOptions | None = None,
         *,
         facts: ModelFacts | None = None,
@@ -54,21 +58,25 @@ class Engine:
             UnsupportedError: the model's cache is not keys and values per layer; the message says what it is.
             ValueError: one side of a connector was given without the other.
         """
-        if (scheduler_connector is None) != (worker_connector is None):
+        has_worker_side = model.connects if isinstance(model, ShardedWorker) else worker_connector is not None
+        if (scheduler_connector is not None) != has_worker_side:
             raise ValueError("give both sides of a connector, or neither")
         self.options = options or EngineOptions()
-        self.facts = facts or describe(model)
         self.scheduler = Scheduler(self.options, scheduler_connector)
-        self.worker = Worker(model, cache_config(self.facts, self.options), worker_connector)
+        self.worker: Worker | ShardedWorker
+        if isinstance(model, ShardedWorker):
+            self.facts, self.worker = model.facts, model
+        else:
+            self.facts = facts or describe(model)
+            self.worker = Worker(model, cache_config(self.facts, self.options), worker_connector)
         self._connectors = (scheduler_connector, worker_connector)
         self._ids = itertools.count()
         self._events: deque[CacheEvent] = deque(maxlen=_MOST_EVENTS)
         self.stats = TransferStats()
         """The figures of both sides of the connector."""
-        if scheduler_connector is not None and worker_connector is not None:
-            metadata = worker_connector.get_handshake_metadata()
-            scheduler_connector.set_xfer_handshake_metadata({} if metadata is None else {0: metadata})
-            scheduler_connector.get_finished_count()  # ignored, since there is one worker
+        if scheduler_connector is not None:
+            scheduler_connector.set_xfer_handshake_metadata(self.worker.get_handshake_metadata())
+            self.worker.expect(scheduler_connector.get_finished_count())
 
     def add(
         self,

@@ -29,13 +29,16 @@ class EngineOptions:
     """What happens to a request whose KV could not be loaded."""
 
 
-def cache_config(facts: ModelFacts, options: EngineOptions) -> KVCacheConfig:
-    """The paged cache of an engine with these options: the ``cache`` of ``build_connector``."""
+def cache_config(facts: ModelFacts, options: EngineOptions, tensor_size: int = 1) -> KVCacheConfig:
+    """The paged cache of an engine with these options: the ``cache`` of ``build_connector``.
+
+    If ``tensor_size`` workers share the model, this is the cache of each: it has its part of the heads.
+    """
     sizes = {
         "K": 2,
         "B": options.num_blocks,
         "T": options.block_size,
-        "H": facts.info.num_kv_heads,
+        "H": facts.info.num_kv_heads // tensor_size,
         "D": facts.info.head_size,
     }
     group = CacheGroup(layer_names=facts.layer_names, layout=KVLayout(options.layout, sizes))

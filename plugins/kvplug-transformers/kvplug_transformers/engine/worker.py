@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from kvplug.engine import CacheEvent, KVCacheConfig, WorkerConnector, WorkerOutput
+from kvplug.engine import CacheEvent, KVCacheConfig, PeerLink, Plain, WorkerConnector, WorkerOutput
 from kvplug_transformers.engine.attention import ForwardPass, PagedCache, under_way
 from kvplug_transformers.engine.batch import Batch
 from kvplug_transformers.engine.pages import Pages
@@ -23,9 +25,16 @@ class Worker:
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: KVCacheConfig, connector: WorkerConnector | None = None
+        self,
+        model: PreTrainedModel,
+        cache: KVCacheConfig,
+        connector: WorkerConnector | None = None,
+        *,
+        samples: bool = True,
     ) -> None:
+        """``samples``: whether to sample tokens; of several workers that share a model, one does."""
         self._model = model.eval()
+        self._samples = samples
         self._connector = connector
         self._takes_positions_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument(model)
@@ -38,6 +47,37 @@ class Worker:
             connector.register_cross_layers_kv_cache(self.pages.tensor, self.pages.cross_layer_layout)
         else:
             connector.register_kv_caches(self.pages.by_layer)
+
+    def get_handshake_metadata(self) -> Mapping[int, Plain]:
+        """The connector's handshake metadata, by rank; empty if it has none."""
+        metadata = None if self._connector is None else self._connector.get_handshake_metadata()
+        return {} if metadata is None else {0: metadata}
+
+    def expect(self, num_workers: int | None) -> None:
+        """How many workers must name a request until it has finished: this one is the only one."""
+        return None
+
+    @property
+    def contacts(self) -> tuple[str, ...]:
+        """Where peers find its connector; empty where it serves none. May carry a token: do not log it."""
+        contact = getattr(self._connector, "contact", "")
+        return (contact,) if contact else ()
+
+    @property
+    def last_route(self) -> str:
+        """The source of the connector's last load, for people; empty if it does not say."""
+        return getattr(self._connector, "last_route", "")
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """Wait until the connector's peers are connected.
+
+        Returns:
+            The agreed ``"transport"``, and the ``"reasons"`` for or against each candidate.
+        """
+        if self._connector is None:
+            return _choice(None, "")
+        self._connector.wait_until_ready()
+        return _choice(getattr(self._connector, "link", None), self.pages.tensor.device.type)
 
     def execute(self, step: Step) -> tuple[dict[str, int], WorkerOutput]:
         """Run one step; returns the sampled tokens by request, and the connector's report."""
@@ -81,7 +121,7 @@ class Worker:
         last, end = {}, -1
         for one, samples in zip(step.output.scheduled, step.samples, strict=True):
             end += one.num_scheduled_tokens
-            if samples:
+            if samples and self._samples:
                 last[one.request_id] = end
         keep = torch.tensor(list(last.values()), dtype=torch.int64, device=device)
         this = ForwardPass.over(self.pages, batch)
@@ -97,3 +137,15 @@ class Worker:
             ).logits[0]
         chosen = (logits if self._takes_positions_to_keep else logits[keep]).argmax(-1).tolist()
         return dict(zip(last, chosen, strict=True))
+
+
+def _choice(link: PeerLink | None, device: str) -> dict[str, Any]:
+    if link is None:
+        return {"transport": "", "reasons": []}
+    agreement = link.agreement
+    # KV on different kinds of device at the two ends uses the transport of CPU tensors.
+    agreed = agreement.transports
+    selection = agreed.get(device) or agreed["cpu"]
+    reasons = [f"{candidate.name}: {candidate.reason}" for candidate in selection.candidates]
+    reasons.append(f"integrity: {agreement.checksum or 'off'}")
+    return {"transport": selection.chosen, "reasons": [*reasons, *agreement.converts]}

@@ -17,6 +17,7 @@ class LoadedModel:
     """A model with its tokenizer and chat template."""
 
     model: PreTrainedModel
+    """Without weights on the device ``meta``, if it was loaded so."""
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
 
@@ -34,15 +35,17 @@ class LoadedModel:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def load(folder: Path) -> LoadedModel:
+def load(folder: Path, *, weights: bool = True) -> LoadedModel:
     """Load only from the folder, in float32; nothing is downloaded and no code from the folder runs.
+
+    Without ``weights`` the model has its modules only, for a process whose workers compute.
 
     Raises:
         UnsupportedError: it holds no causal language model, or one that requires its own code.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -60,9 +63,15 @@ def load(folder: Path) -> LoadedModel:
             " values per layer; this engine takes causal language models"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, trust_remote_code=False
-        )
+        if weights:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=torch.float32, trust_remote_code=False
+            )
+        else:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as e:  # a broken file raises various errors of transformers or safetensors
         raise UnsupportedError(

@@ -20,10 +20,6 @@ from kvplug.transport import printable
 Event = tuple[str, dict[str, Any]]
 """The worker's name, and its event."""
 
-WORKER_COMMAND = (sys.executable, "-P", "-m", "kvplug_transformers.demo.worker")
-# -P: do not import modules from the current folder.
-REFERENCE_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("reference.py")))
-
 _ENVIRONMENT = {
     # Threads that spin while they wait are fast on an idle machine. On a busy one, where the thread they wait
     # for is not running, they are ten times slower than threads that sleep.

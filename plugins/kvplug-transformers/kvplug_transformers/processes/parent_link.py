@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from kvplug import KvplugError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -45,6 +49,19 @@ class ParentLink:
         while (command := self._commands.get())["op"] != "stop":
             yield command
 
+    def run(self, work: Callable[[], None]) -> int:
+        """Call ``work``, and report its failure as the event "error". Returns the exit status."""
+        try:
+            work()
+        except (KvplugError, ValueError, OSError) as e:
+            self.send("error", kind=type(e).__name__, text=str(e))
+        except Exception as e:
+            traceback.print_exc()
+            self.send("error", kind=type(e).__name__, text=f"{type(e).__name__}: {e}")
+        else:
+            return 0
+        return 1
+
     def _listen(self) -> None:
         stopped = False
         for line in sys.stdin:
@@ -53,3 +70,10 @@ class ParentLink:
             self._commands.put(command)
         if not stopped:
             os._exit(1)
+
+
+def start_log() -> None:
+    """Log at the level in ``KVPLUG_LOG``, which the command line has checked."""
+    level = os.environ.get("KVPLUG_LOG", "").strip().upper()
+    if level:
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
