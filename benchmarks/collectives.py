@@ -26,6 +26,8 @@ from kvplug_bench.stopwatch import BURSTS, Stopwatch, in_burst
 from kvplug_testing import peers
 
 SIZES = {"4 KiB": 4 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
+DEMO = {"1 token": 576 * 4, "48 tokens": 48 * 576 * 4, "256 tokens": 256 * 576 * 4}
+"""What the workers of `kvplug demo --tensor-parallel 3` add up: tokens of SmolLM2, 576 float32 each."""
 OPS = ("all_reduce", "all_gather", "broadcast")
 LIFE_S = 300.0
 TIMEOUT_S = 60.0
@@ -196,11 +198,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--size", nargs="+", choices=SIZES | DEMO, default=list(SIZES))
     parser.add_argument("--given", action="store_true", help="also over a process group that is given")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     given = parser.parse_args()
+    sizes = SIZES | DEMO
     names = [GLOO, KVPLUG, *([GIVEN] if given.given else [])]
     rounds = []
     for number in range(given.rounds):
@@ -209,7 +212,7 @@ def main() -> None:
         order = names[first:] + names[:first]
         rounds.append(
             {
-                f"{op}, {size}": {name: one_cell(name, op, SIZES[size], given.ranks) for name in order}
+                f"{op}, {size}": {name: one_cell(name, op, sizes[size], given.ranks) for name in order}
                 for op in given.op
                 for size in given.size
             }

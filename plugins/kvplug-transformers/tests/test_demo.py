@@ -115,6 +115,13 @@ def test_the_real_models_kv_crosses_and_the_tokens_are_those_of_the_model_alone(
 
 
 @pytest.mark.demo
+def test_three_workers_that_share_the_real_model_generate_its_tokens():
+    found = report(run("--json", "--prompt", SHORT, "--max-new-tokens", "8", "--tensor-parallel", "3"))
+    assert (found["identical"], found["tokens_loaded"]) == (True, (found["prompt_tokens"] - 1) // 16 * 16)
+    assert (found["tensor_parallel"], found["queue"], found["communicator"]) == ([3, 3], "shm", "cpu")
+
+
+@pytest.mark.demo
 def test_bits_flipped_with_integrity_on_are_refused_and_recomputed():
     done = run("--json", "--prompt", SHORT, "--max-new-tokens", "12", "--corrupt")
     found = report(done)
@@ -237,12 +244,21 @@ def test_a_peer_that_never_comes_is_named_when_the_time_is_up(model):
 
 
 def test_two_workers_load_from_two_and_the_table_names_what_is_between_them(model):
-    arguments = ("--prompt", words(70), "--max-new-tokens", "8", "--repeat", "1")
+    arguments = ("--prompt", words(70), "--max-new-tokens", "8", "--repeat", "1", "--store", "host")
     done = run("--model", model, "--tensor-parallel", "2", *arguments)
     assert done.returncode == 0, done.stderr
     table = [" ".join(line.split()) for line in done.stdout.partition("\n\n")[2].splitlines()]
     for row in ("tokens loaded 64", "workers: prefill, decode 2, 2", "queue, communicator shm, cpu"):
         assert row in table
+
+
+def test_two_terminals_may_have_two_workers_each(model):
+    arguments = ("--model", model, "--tensor-parallel", "2", "--prompt", words(70))
+    with started("prefill", *arguments, "--listen", "127.0.0.1:0") as prefill:
+        command = read_until(prefill.stdout, "kvplug demo decode --connect")
+        assert command.endswith("' --tensor-parallel 2\n")
+        found = report(run("decode", *arguments, "--json", "--connect", command.split("'")[1]))
+    assert (found["tokens_loaded"], found["identical"]) == (64, True)
 
 
 def test_two_workers_whose_kv_is_corrupted_recompute_it(model):

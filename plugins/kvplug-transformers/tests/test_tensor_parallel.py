@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from kvplug import ClosedError, Config, PeerGoneError, TimeoutError, UnsupportedError
+from kvplug import (
+    ClosedError,
+    Config,
+    PeerGoneError,
+    PluginError,
+    TimeoutError,
+    UnsupportedError,
+    worker_transports,
+)
 from kvplug.engine import WorkerOutput
 from kvplug.net.wire import decode, encode
 from kvplug_testing.peers import nothing_left
@@ -177,6 +185,15 @@ def test_a_step_crosses_as_plain_values(models):
     assert other.output == step.output
     for name in ("token_ids", "block_tables", "samples", "metadata"):
         assert getattr(other, name) == getattr(step, name)
+
+
+def test_workers_of_one_host_need_no_permission_for_gloo_wherever_the_engine_listens():
+    from kvplug_transformers.engine.rank import on_one_host
+
+    config = Config.from_dict({"host": "10.0.0.4"})
+    with pytest.raises(PluginError, match="no device communicator can be had"):
+        worker_transports(config)
+    assert worker_transports(on_one_host(config)) == {"queue": "shm", "communicator": "cpu"}
 
 
 # -- with processes ----------------------------------------------------------------------------------

@@ -86,9 +86,10 @@ class Display:
         """The reference process generates, without progress until it is done."""
         self._begin(name, "generate", None)
 
-    def serving(self, contact: str) -> None:
+    def serving(self, contact: str, num_workers: int) -> None:
         """Print the command for the other terminal."""
-        print(f"kvplug demo decode --connect '{contact}'", flush=True)  # noqa: T201
+        option = f" --tensor-parallel {num_workers}" if num_workers > 1 else ""
+        print(f"kvplug demo decode --connect '{contact}'{option}", flush=True)  # noqa: T201
 
     def end_of_text(self) -> None:
         """The text is complete; show bars again for the comparisons."""

@@ -14,6 +14,7 @@ from kvplug.engine import Role
 from kvplug_transformers.demo.display import Display
 from kvplug_transformers.demo.session import CONVERT, PREFILL, REFERENCE, DemoError, Session
 from kvplug_transformers.demo.settings import DemoSettings
+from kvplug_transformers.engine.rank import on_one_host
 
 _FOR_GPUS = "; kvplug-cuda-ipc and kvplug-pynccl bring some that do"
 
@@ -37,7 +38,7 @@ def check(config: Config, settings: DemoSettings, display: Display) -> dict[str,
     check_config(attrs.evolve(config, role=Role.BOTH), registry)
     if (lack := explain_missing_pipe(config, registry)) is not None:
         display.note(lack + (_FOR_GPUS if config.device.partition(":")[0] == "cuda" else ""))
-    return worker_transports(config, registry) if max(settings.tensor_parallel) > 1 else {}
+    return worker_transports(on_one_host(config), registry) if max(settings.tensor_parallel) > 1 else {}
 
 
 def model_folder(settings: DemoSettings, session: Session, display: Display) -> Path:

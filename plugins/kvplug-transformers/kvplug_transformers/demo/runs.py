@@ -226,7 +226,7 @@ def run_prefill(
             PREFILL, "open", num_tokens=len(ids) + 1, listen=listen, connect=None, corrupt=settings.corrupt
         )
         (opened,) = session.wait_for((PREFILL, "opened"))
-        display.serving(opened["contact"])
+        display.serving(opened["contact"], settings.tensor_parallel[0])
         session.send(PREFILL, "prefill", ids=ids)
         session.wait_for((PREFILL, "prefilled"))
         display.note("the KV cache is ready; Ctrl-C ends this")

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,33 +135,38 @@ class DemoWorker:
         """
         from kvplug_transformers.engine.engine import Engine
         from kvplug_transformers.engine.options import cache_config
+        from kvplug_transformers.engine.worker import contacts_of
 
         options = self._engine_options(num_tokens)
         if self._config.device != "cpu":
             self._warm_up(num_tokens)
         contacts = None if connect is None else dict(enumerate(connect.split()))
-        model: PreTrainedModel | ShardedWorker = self._loaded.model
-        size, sides = 1, [Side.WORKER, Side.SCHEDULER]
-        if self._workers is not None:
-            model = self._workers.open(options, connects=True, listen=listen, connect=contacts)
-            size, sides = self._workers.size, [Side.SCHEDULER]
         wrap_pipe = self._wrap_pipe
         if corrupt:
             from kvplug_transformers.demo.corruption import CorruptingPipe
 
             wrap_pipe = CorruptingPipe
-        for side in sides:
-            self._connectors[side] = build_connector(
-                self._config,
-                side,
-                model=self._facts.info,
-                cache=cache_config(self._facts, options, size),
-                parallelism=Parallelism(num_workers=size, tensor_size=size),
-                registry=self._registry,
-                wrap_pipe=wrap_pipe,
-                listen=listen,
-                connect=contacts,
-            )
+        size = 1 if self._workers is None else self._workers.size
+        build = partial(
+            build_connector,
+            self._config,
+            model=self._facts.info,
+            cache=cache_config(self._facts, options, size),
+            parallelism=Parallelism(num_workers=size, tensor_size=size),
+            registry=self._registry,
+            wrap_pipe=wrap_pipe,
+            listen=listen,
+        )
+        model: PreTrainedModel | ShardedWorker = self._loaded.model
+        if self._workers is None:
+            side = self._connectors[Side.WORKER] = build(Side.WORKER, connect=contacts)
+            own = contacts_of(side)
+        else:
+            model = self._workers.open(options, connects=True, listen=listen, connect=contacts)
+            own = model.contacts
+        # With the role "both" the scheduler side follows the stores of its own workers, wherever they listen.
+        connect_to = contacts or dict(enumerate(own)) or None
+        self._connectors[Side.SCHEDULER] = build(Side.SCHEDULER, connect=connect_to)
         self._engine = Engine(
             model,
             options,

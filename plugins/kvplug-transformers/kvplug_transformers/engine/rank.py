@@ -24,7 +24,7 @@ from kvplug import (
     build_connector,
     build_queue,
 )
-from kvplug.engine import Parallelism, Side, WorkerConnector
+from kvplug.engine import Parallelism, Side
 from kvplug.transport import Pipe, QueueHandle
 from kvplug_transformers.engine.step import Step
 from kvplug_transformers.processes.parent_link import ParentLink, start_log
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_BYTES = 1 << 20
 """The size of a chunk of the queues; a larger step is possible and costs more."""
+
+
+def on_one_host(config: Config) -> Config:
+    """The config of the queue and the communicator between an engine's processes, which are on one host."""
+    return attrs.evolve(config, host="unix:@kvplug")
 
 
 class Rank:
@@ -57,8 +62,9 @@ class Rank:
         config = self._config = Config.from_dict(start["config"])
         rank, size = self._rank, self._size = start["rank"], start["size"]
         handle, registry = QueueHandle.from_plain(start["steps"]), self._registry
+        inner = on_one_host(config)
         queues = build_queue(
-            config, registry=registry, local_reader_ranks=range(size), max_chunk_bytes=MAX_MESSAGE_BYTES
+            inner, registry=registry, local_reader_ranks=range(size), max_chunk_bytes=MAX_MESSAGE_BYTES
         )
         steps = self._stack.enter_context(queues.create_from_handle(handle, rank))
         answers = self._stack.enter_context(queues.create([0]))
@@ -76,7 +82,7 @@ class Rank:
                 start["group"], rank=rank, world_size=size, timeout=config.connect_timeout_s
             )
         )
-        communicator = self._stack.enter_context(build_communicator(config, group, registry=registry))
+        communicator = self._stack.enter_context(build_communicator(inner, group, registry=registry))
         split(self._model, rank, size, communicator.all_reduce, config.device)
         facts = attrs.asdict(self._facts)
         self._parent.send("loaded", facts=facts, answers=answers.export_handle().as_plain())
@@ -100,10 +106,12 @@ class Rank:
         from kvplug_transformers.engine.worker import Worker
 
         rank, size = self._rank, self._size
+        if listen is not None and not listen.endswith(":0"):  # then any port will do
+            listen = Config.address_beside(listen, rank)
         cache = cache_config(self._facts, EngineOptions(**options), size)
-        connector: WorkerConnector | None = None
+        connector: Any = None
         if connects:
-            connector = build_connector(  # type: ignore[assignment]  # of this side
+            connector = build_connector(
                 self._config,
                 Side.WORKER,
                 model=self._facts.info,
@@ -113,10 +121,10 @@ class Rank:
                 ),
                 registry=self._registry,
                 wrap_pipe=self._wrap_pipe,
-                listen=listen and Config.address_beside(listen, rank),
+                listen=listen,
                 connect=connect,
             )
-            self._stack.callback(connector.shutdown)  # type: ignore[union-attr]
+            self._stack.callback(connector.shutdown)
         worker = self._workers[engine] = Worker(self._model, cache, connector, samples=rank == 0)
         return {"metadata": worker.get_handshake_metadata().get(0), "contacts": worker.contacts}
 

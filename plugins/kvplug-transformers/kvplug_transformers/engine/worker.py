@@ -59,9 +59,8 @@ class Worker:
 
     @property
     def contacts(self) -> tuple[str, ...]:
-        """Where peers find its connector; empty where it serves none. May carry a token: do not log it."""
-        contact = getattr(self._connector, "contact", "")
-        return (contact,) if contact else ()
+        """Where peers find its connector. May carry a token: do not log it."""
+        return contacts_of(self._connector)
 
     @property
     def last_route(self) -> str:
@@ -137,6 +136,12 @@ class Worker:
             ).logits[0]
         chosen = (logits if self._takes_positions_to_keep else logits[keep]).argmax(-1).tolist()
         return dict(zip(last, chosen, strict=True))
+
+
+def contacts_of(connector: object) -> tuple[str, ...]:
+    """Where peers find the worker side of a connector; empty where it serves none."""
+    contact = getattr(connector, "contact", "")
+    return (contact,) if contact else ()
 
 
 def _choice(link: PeerLink | None, device: str) -> dict[str, Any]:

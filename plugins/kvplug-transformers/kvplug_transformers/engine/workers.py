@@ -25,7 +25,7 @@ from kvplug.engine import (
 )
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, MessageQueue, QueueHandle, Timeout
 from kvplug_transformers.engine.options import EngineOptions
-from kvplug_transformers.engine.rank import MAX_MESSAGE_BYTES
+from kvplug_transformers.engine.rank import MAX_MESSAGE_BYTES, on_one_host
 from kvplug_transformers.engine.reports import Reports
 from kvplug_transformers.engine.step import Step
 from kvplug_transformers.model.facts import ModelFacts
@@ -94,7 +94,9 @@ class Workers:
         self._numbers = itertools.count()
         self._closed = False
         local = range(size)
-        endpoint = build_queue(config, local_reader_ranks=local, max_chunk_bytes=MAX_MESSAGE_BYTES)
+        endpoint = build_queue(
+            on_one_host(config), local_reader_ranks=local, max_chunk_bytes=MAX_MESSAGE_BYTES
+        )
         self._steps = endpoint.create(local)
         deadline = Deadline.after(timeout, config.connect_timeout_s)
         try:
