@@ -236,12 +236,18 @@ def folder(tiny: Callable[..., Path]) -> Path:
 
 
 @with_processes
-def test_two_workers_give_the_tokens_of_one_process_and_a_worker_killed_in_a_step_is_named(folder, models):
+def test_two_workers_give_the_tokens_of_one_process_and_one_that_is_killed_in_a_step_is_named(folder, models):
+    from kvplug_transformers.engine.options import EngineOptions
     from kvplug_transformers.model.load import load
 
     prompts = (range(40), range(7, 20), range(60, 127))
     with workers(folder) as made:
         assert run(made, 8, *prompts) == run(load(folder).model, 8, *prompts)
+        address = f"unix:@kvplug-test-{os.getpid()}"
+        sharded = made.open(EngineOptions(), connects=True, listen=f"{address}-0")
+        assert sharded.contacts == (f"{address}-0", f"{address}-1")
+        shards = [metadata["shard"] for _, metadata in sorted(sharded.get_handshake_metadata().items())]
+        assert [(shard["tensor_rank"], shard["tensor_size"]) for shard in shards] == [(0, 2), (1, 2)]
         victim = made.pids[1]
         os.kill(victim, signal.SIGSTOP)  # the other one waits for it, in the middle of the step
         threading.Timer(1.0, os.kill, (victim, signal.SIGKILL)).start()

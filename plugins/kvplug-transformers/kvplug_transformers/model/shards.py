@@ -42,13 +42,18 @@ def _blocks(model: PreTrainedModel, size: int) -> Iterator[tuple[list[nn.Linear]
         )
 
     parts = {
-        "query heads": config.num_attention_heads,
-        "KV heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "MLP columns": getattr(config, "intermediate_size", None) or size,
+        what: count
+        for what, name in (
+            ("query heads", "num_attention_heads"),
+            ("KV heads", "num_key_value_heads"),
+            ("MLP columns", "intermediate_size"),
+        )
+        if (count := getattr(config, name, None))
     }
     odd = [f"{count} {what}" for what, count in parts.items() if count % size]
     if odd:
-        able = [str(n) for n in range(1, size * 8) if not any(count % n for count in parts.values())]
+        most = min(parts.values())
+        able = [str(n) for n in range(1, most + 1) if not any(count % n for count in parts.values())]
         raise refuse(f"it has {' and '.join(odd)}. It can be split over {', '.join(able[:8])}")
     for rows, columns in _CUT:
         found = 0
