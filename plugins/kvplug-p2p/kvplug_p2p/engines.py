@@ -388,6 +388,11 @@ class ProducerEngines:
         """Whether one that is not reached yet may be the one that made the reference."""
         return any(not each.engine_id and not each.has_failed for each in self.all())
 
+    @property
+    def are_up(self) -> bool:
+        """Whether every one that is known is reached."""
+        return all(each.is_up for each in self.all())
+
     def wait_until_up(self, deadline: Deadline) -> None:
         """Raises what :meth:`ProducerEngine.wait_until_up` and ``Members.wait_until_known`` raise."""
         if self._context.members is not None:

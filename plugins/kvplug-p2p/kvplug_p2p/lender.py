@@ -94,8 +94,6 @@ class Lender:
         self._context = context
         self._lease_s: float = context.options.lease_s
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._last_lease = 0
         self._key = b""
         self._epoch = ""
         self._holds: dict[str, Hold] = {}
@@ -126,7 +124,6 @@ class Lender:
 
     def _after_fork_in_child(self) -> None:
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._closed = True
         self._holds, self._claims, self._served = {}, {}, {}
 
@@ -476,7 +473,6 @@ class Lender:
         """Hang up on everyone. Idempotent."""
         with self._lock:
             self._closed = True
-            self._changed.notify_all()
             served = list(self._served.items())
         self._listener.close()
         self._unhashed.put(None)

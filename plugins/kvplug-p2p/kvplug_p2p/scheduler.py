@@ -177,7 +177,8 @@ class P2PScheduler(SchedulerConnector):
             may_come = engine is not None or self._engines.may_come(reference)
             if may_come and not tracked.waits_until.expired:
                 return None, False
-            return self._miss(tracked, "timeout" if may_come else "refused")
+            unknown = "refused" if self._engines.are_up else "peer_gone"
+            return self._miss(tracked, "timeout" if may_come else unknown)
         key = f"{self._epoch} {next(self._numbers)}"
         tracked.claim = Claim(
             key, reference, text, Deadline.after(self._options.wait_timeout_s), Deadline.after(_MOMENT_S)

@@ -101,6 +101,7 @@ def run(
             notes=notes,
             ready=ready | between_workers,
             found=found,
+            params=params,
         )
     return report
 
@@ -121,6 +122,8 @@ def decode_and_compare(
     """Decode, then compute the same prompt without a transfer, then let the reference process generate.
 
     ``ready``: what the decode worker reported, and the result of ``check``.
+    ``params``: what prefill has returned for decode. They are good once: to repeat, it computes the prompt
+    again.
     """
     session.send(
         DECODE,

@@ -56,6 +56,10 @@ class DemoWorker:
         self._config: Config
         self._registry = Registry.from_env()
         self._engine: Engine | None = None
+        self._alone: Engine
+        """Without a connector."""
+        self._copy_s = 0.0
+        """Of one copy of the loaded KV in memory."""
         self._workers: Workers | None = None
         """The processes that compute, if the engine has several."""
         self._connectors: dict[Side, Any] = {}
@@ -268,18 +272,8 @@ class DemoWorker:
         ``num_loaded`` tokens in its own blocks already: the fastest is the floor of a transfer's time.
         """
         # Room for this prompt alone: the second time it gets the same blocks, in the same order.
-        engine = self._engine_alone(self._engine_options(len(ids)))
-
-        def first_token(which: Engine, num_in_place: int = 0) -> tuple[Sequence, float]:
-            began = time.perf_counter()
-            sequence = which.add(ids, max_new_tokens=1)
-            if num_in_place:
-                sequence.num_computed_tokens = num_in_place
-            for _ in self._steps(which, sequence, "recompute_progress"):
-                pass
-            return sequence, time.perf_counter() - began
-
-        computed, recompute_s = first_token(engine)
+        self._alone = self._engine_alone(self._engine_options(len(ids)))
+        computed, recompute_s = self._first_token(self._alone, ids)
         floor_s = None
         if num_loaded:
             self._copy_s = _copy_seconds(kv_bytes)
