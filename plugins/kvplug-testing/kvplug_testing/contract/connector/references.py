@@ -102,8 +102,10 @@ class References(ConnectorSuite):
         self._is_a_miss(decode, params, "a reference of an earlier generation of its request", "c")
         later = request_of("d", PROMPT, params=again)
         self.check_loads(decode, later, "the later generation's reference gets nothing")
+        unused = self.stored(prefill, name="unused")
         with mock.patch.object(time, "time", return_value=time.time() + 10 * 365 * 86400):
-            self._is_a_miss(decode, again, "a reference of ten years ago", "e")
+            self._is_a_miss(decode, unused, "a reference of ten years ago", "e")
+        self.check_loads(decode, request_of("f", PROMPT, params=unused), "it is refused within its time, too")
 
     @law("REF-2")
     def test_one_in_which_anything_was_changed_is_a_miss(self) -> None:
