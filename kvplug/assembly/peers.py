@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from kvplug.assembly.examination.answering import answer
 from kvplug.assembly.links import ControlLink, LinkSettings, is_examined_by
-from kvplug.engine.context import PeerListener, Peers
+from kvplug.engine.context import PeerListener, Peers, PeerServer
 from kvplug.errors import (
     ClosedError,
     HandshakeError,
@@ -42,19 +42,20 @@ _CLOSE_S = 2.0
 T = TypeVar("T")
 
 
-class LinkServer(Generic[T]):
+class LinkServer(PeerServer, Generic[T]):
     """Accepts channels, shakes hands with each peer, and makes of each link what is wanted, concurrently.
 
     Each peer has a short-lived thread and a deadline of its own, so one that is stopped or dies half-way
     delays no other; what fails is logged and counted. Peers beyond the first 128 wait. ``complete`` makes the
-    result of a link, by a deadline; ``drop`` ends a result that was not accepted.
+    result of a link, by a deadline; ``drop`` ends a result that was not accepted. Without a result the link
+    ends.
     """
 
     def __init__(
         self,
         settings: LinkSettings,
         listener: Listener,
-        complete: Callable[[ControlLink, Deadline], T],
+        complete: Callable[[ControlLink, Deadline], T | None],
         drop: Callable[[T], None],
     ) -> None:
         self.contact = listener.contact
@@ -275,10 +276,12 @@ class ControlPeers(Peers):
         return self._listening(LinkListener(self._settings, self._bound()))
 
     def serve(
-        self, complete: Callable[[ControlLink, Deadline], T], drop: Callable[[T], None]
+        self,
+        serve_link: Callable[[ControlLink, Deadline], T | None],
+        drop: Callable[[T], None] = lambda result: None,
     ) -> LinkServer[T]:
-        """As :meth:`listen`, for what ``complete`` makes of each link."""
-        return self._listening(LinkServer(self._settings, self._bound(), complete, drop))
+        """As :meth:`Peers.serve`. What ``serve_link`` returns is accepted from the server, or dropped."""
+        return self._listening(LinkServer(self._settings, self._bound(), serve_link, drop))
 
     def _bound(self) -> Listener:
         address = self._listen or self._settings.config.control_address(self._rank)

@@ -33,6 +33,7 @@ from kvplug.engine.context import (
     PeerLink as PeerLink,
     PeerListener as PeerListener,
     Peers as Peers,
+    PeerServer as PeerServer,
 )
 from kvplug.engine.layout import (
     KVLayout as KVLayout,

@@ -18,7 +18,7 @@ from kvplug.engine.members import Members
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.model import ModelInfo
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.trust.channel import Channel
 from kvplug.transport.pipe import Pipe
 from kvplug.transport.store.store import Store
@@ -44,11 +44,21 @@ class PeerLink(abc.ABC):
         """Close the channel; pipes live on. An ``open_pipe`` under way raises. Idempotent."""
 
 
-class PeerListener(abc.ABC):
-    """Accepts other processes at the control address."""
+class PeerServer(abc.ABC):
+    """Serves other processes at the control address, until it is closed."""
 
     contact: str
     """Where it listens: what ``Peers.connect`` of another process takes as ``peer``."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop listening, close the links that are being served, and wait briefly for their threads.
+        Idempotent.
+        """
+
+
+class PeerListener(PeerServer):
+    """Accepts other processes at the control address."""
 
     @abc.abstractmethod
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> PeerLink:
@@ -60,10 +70,6 @@ class PeerListener(abc.ABC):
             TimeoutError, ClosedError.
         """
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Idempotent."""
-
 
 class Peers(abc.ABC):
     """A connector's access to other processes."""
@@ -72,6 +78,16 @@ class Peers(abc.ABC):
     def listen(self) -> PeerListener:
         """Listen at the config's host and port (+ port offset + worker rank), or as the embedding program
         says.
+        """
+
+    @abc.abstractmethod
+    def serve(self, serve_link: Callable[[PeerLink, Deadline], None]) -> PeerServer:
+        """Listen as :meth:`listen` does, and call ``serve_link`` for each peer, in a thread of its own.
+
+        Its second argument is the deadline of the peer's handshake: open pipes by it. The link is closed when
+        ``serve_link`` returns, which may be when the peer goes; pipes that it has opened live on, and are the
+        connector's to close. An error that it raises is logged and ends that link only. 128 peers are served
+        at once; more wait.
         """
 
     @abc.abstractmethod

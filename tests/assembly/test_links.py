@@ -16,9 +16,10 @@ from kvplug.assembly.links import LinkSettings
 from kvplug.assembly.peers import CONTROL, ControlPeers
 from kvplug.assembly.pipes import _link_settings, _resolve
 from kvplug.assembly.resolve import EPOCH
+from kvplug.engine import PeerLink
 from kvplug.negotiation.handshake.exchange import identity_of
 from kvplug.net.trust.channel import Channel
-from kvplug.transport import Credentials, Listener, dial
+from kvplug.transport import Credentials, Deadline, Listener, dial
 from kvplug_testing import waits
 from kvplug_testing.waits import Call
 
@@ -28,6 +29,14 @@ pytestmark = pytest.mark.timeout(30)
 def settings(**more: Any) -> LinkSettings:
     config = Config.from_dict({"timeout_s": 20, "connect_timeout_s": 20, **more})
     return _link_settings(_resolve(config, Registry()), None)
+
+
+def peers_of(engine_id: str, **more: Any) -> ControlPeers:
+    """Peers without transports: no KV is to cross."""
+    made = settings(engine_id=engine_id)
+    return ControlPeers(
+        attrs.evolve(made, hello=lambda word: attrs.evolve(made.hello(word), moves_kv=False)), **more
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -85,13 +94,7 @@ def test_closed_peers_neither_dial_nor_listen_and_a_missing_listener_is_told_at_
 def test_another_engine_than_the_one_announced_is_refused_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def peers(engine_id: str, **more: Any) -> ControlPeers:
-        made = settings(engine_id=engine_id)  # without transports: no KV is to cross
-        return ControlPeers(
-            attrs.evolve(made, hello=lambda word: attrs.evolve(made.hello(word), moves_kv=False)), **more
-        )
-
-    listening, dialling = peers("theirs", listen="unix:"), peers("mine")
+    listening, dialling = peers_of("theirs", listen="unix:"), peers_of("mine")
     contact = listening.listen().contact
     with caplog.at_level(logging.INFO):
         for announced, says in [
@@ -124,3 +127,31 @@ def test_a_handshake_that_fails_in_an_unforeseen_way_hangs_up() -> None:
             channel.recv(5)
         channel.close()
     peers.close()
+
+
+def test_each_link_is_served_in_a_thread_of_its_own_until_the_server_is_closed() -> None:
+    """An error ends one link only, and so does the return of the function that serves it."""
+
+    def answer(link: PeerLink, deadline: Deadline) -> None:
+        assert not deadline.expired
+        while (word := link.channel.recv(timeout=None)) != "enough":
+            if word == "wrong":
+                raise ValueError("a fault in the code that serves")
+            link.channel.send(word)
+
+    listening, dialling = peers_of("theirs", listen="unix:"), peers_of("mine")
+    server = listening.serve(answer)
+    links = [dialling.connect(0, "x", peer={0: server.contact}) for _ in range(3)]
+    for link, last in [(links[0], "wrong"), (links[1], "enough")]:
+        link.channel.send(last)
+        with pytest.raises(PeerGoneError):
+            link.channel.recv(5)
+        links[2].channel.send("still there?")
+        assert links[2].channel.recv(5) == "still there?"
+    server.close()
+    with pytest.raises(PeerGoneError):
+        links[2].channel.recv(5)
+    for link in links:
+        link.close()
+    dialling.close()
+    listening.close()
