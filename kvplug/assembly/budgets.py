@@ -33,7 +33,8 @@ def budgets_of(config: Config, registry: Registry, keys: frozenset[str]) -> dict
         found["buffer_size"] = config.buffer_size
     if "connector" in keys:
         with contextlib.suppress(PluginError):
-            if not registry.get(Kind.CONNECTOR, config.connector).moves_pages:
+            connector = registry.get(Kind.CONNECTOR, config.connector)
+            if connector.uses_lookup_buffer and config.role is not Role.CONSUMER:
                 found["buffer_size"] = config.buffer_size
     if "stores" in keys and not config.device.startswith("cpu"):
         found["staging_size"] = config.staging_size

@@ -215,6 +215,7 @@ def build_connector(
         checksums=checksums_of(config),
         open_store=stores.open,
         store_client=stores.client,
+        open_lookup=resolved.lookup_endpoint,
         close=close,
     )
     factory = spec.load_factory() if which is Side.SCHEDULER else spec.load_worker_factory()

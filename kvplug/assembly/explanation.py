@@ -73,7 +73,9 @@ def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
             f" {connector.summary or 'it has no summary'}",
         )
     yield from _address(config)
-    if config.role is not Role.CONSUMER or config.stores:
+    if connector is not None and connector.uses_lookup_buffer:
+        yield from _lookup_buffer(config, resolved)
+    elif config.role is not Role.CONSUMER or config.stores:
         yield from _stores(config, resolved)
     yield from _memory(config, resolved)
     yield from _peers(config, resolved)
@@ -193,6 +195,15 @@ def _stores(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
         else:
             why = probe.reason or "its probe gives no reason"
             yield Step(topic="stores", verdict="problem", text=f"{name}{owner} cannot work here: {why}")
+
+
+def _lookup_buffer(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
+    with contextlib.suppress(PluginError):  # a fault of its name
+        spec = resolved.lookup_spec()
+        size = bytes_in_words(config.buffer_size)
+        holds = f"holds up to {size} in each worker" if config.role is not Role.CONSUMER else "is the peer's"
+        owner = _owner(resolved.registry, Kind.LOOKUP_BUFFER, spec.name)
+        yield Step(topic="lookup_buffer", verdict="ok", text=f"{spec.name}{owner} {holds}: {spec.summary}")
 
 
 def _memory(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:

@@ -211,16 +211,24 @@ class ResolvedConfig:
             self._wrapper.spec, attrs.evolve(context, options=self._wrapper.options, make_inner=make_inner)
         )
 
+    def lookup_spec(self) -> TransportSpec:
+        """The lookup buffer that the config names; for "auto" the fastest one.
+
+        Raises:
+            UnknownTransportError, AmbiguousNameError: no plugin offers the name, or two do.
+            PluginError: none is installed.
+        """
+        if self.config.lookup_buffer != AUTO:
+            return self.registry.get(Kind.LOOKUP_BUFFER, self.config.lookup_buffer)
+        specs = [spec for spec in self.registry.transports(Kind.LOOKUP_BUFFER) if spec.auto]
+        if not specs:
+            raise PluginError("no lookup buffer is installed; kvplug-lookup brings one")
+        specs.sort(key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
+        return next((spec for spec in specs if not _broken.reason(spec)), specs[0])
+
     def lookup_endpoint(self) -> LookupEndpoint:
-        config = self.config
-        if config.lookup_buffer == AUTO:
-            specs = [spec for spec in self.registry.transports(Kind.LOOKUP_BUFFER) if spec.auto]
-            if not specs:
-                raise PluginError("no lookup buffer is installed; kvplug-lookup brings one")
-            specs.sort(key=lambda spec: (spec.capabilities.cost.latency_us, spec.name))
-            spec = next((spec for spec in specs if not _broken.reason(spec)), specs[0])
-        else:
-            spec = self.registry.get(Kind.LOOKUP_BUFFER, config.lookup_buffer)
+        """An endpoint of that lookup buffer, with the config's options for it."""
+        config, spec = self.config, self.lookup_spec()
         context = LookupContext(
             options=self.options_of(spec),
             buffer_size=config.buffer_size,

@@ -20,6 +20,7 @@ from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.model import ModelInfo
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.trust.channel import Channel
+from kvplug.transport.lookup import LookupEndpoint
 from kvplug.transport.pipe import Pipe
 from kvplug.transport.store.store import Store
 
@@ -164,6 +165,10 @@ class ConnectorContext:
     """Opens a store by its name, with the config's options for it. The caller closes it."""
     store_client: Callable[[str, PeerLink], Store]
     """Makes this process's end of the store of that name which the peer at the link's other end serves."""
+    open_lookup: Callable[[], LookupEndpoint]
+    """Makes the endpoint of the lookup buffer that the config's ``lookup_buffer`` names, with the config's
+    options for it. The spec of a connector that calls it says ``uses_lookup_buffer``. The caller closes the
+    ends that it makes."""
     close: Callable[[], None]
     """Ends what was built for this connector outside it (listeners, links, reporters).
 

@@ -321,6 +321,9 @@ class ConnectorSpec(_Spec):
     splits_heads: bool = False
     """It moves KV between engines that split the heads over different numbers of workers: each worker
     connects to those workers of the peer engine that have its heads."""
+    uses_lookup_buffer: bool = False
+    """It keeps KV in the lookup buffer that the config names. With any other connector, a config that names
+    one is refused."""
 
     @property
     def kind(self) -> Kind:

@@ -41,7 +41,7 @@ class Plugin:
     def kvplug_connectors(self) -> list[ConnectorSpec]:
         return [
             ConnectorSpec(name="pages", factory="a:b", worker_factory="a:b", moves_pages=True),
-            ConnectorSpec(name="entries", factory="a:b", worker_factory="a:b"),
+            ConnectorSpec(name="entries", factory="a:b", worker_factory="a:b", uses_lookup_buffer=True),
         ]
 
 

@@ -42,6 +42,15 @@ def test_a_config_that_works_says_what_is_taken_and_why_and_makes_nothing(site: 
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_a_connector_that_uses_a_lookup_buffer_says_which_and_no_store(site: Any, role: str) -> None:
+    code, steps = explained(site, "connector=simple", f"role={role}", "host=unix:@x", "buffer_size=64 MiB")
+    assert code == 0, steps
+    assert "stores" not in steps
+    holds = "holds up to 64 MiB in each worker" if role == "producer" else "is the peer's"
+    assert f" {holds}: KV entries" in steps["lookup_buffer"][0]["text"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "topic", "said"),
     [
@@ -49,6 +58,7 @@ def test_a_config_that_works_says_what_is_taken_and_why_and_makes_nothing(site: 
         ("role=both host=10.0.0.4", "secret", "set KVPLUG_SECRET or secret_file"),
         ("role=both stores=fs", "options.fs.path", "must be given"),
         ("role=both stores=fd", "stores", "no store named 'fd'"),
+        ("role=both lookup_buffer=simple", "lookup_buffer", "'lookup' uses no lookup buffer; 'simple' does"),
         ("role=both transport=pynccl", "transport", "'pynccl' is named here and cannot be used"),
         ("role=both communicator=pynccl", "communicator", "no device communicator can be had"),
         ("role=bath", "config", "role: 'bath' was given"),

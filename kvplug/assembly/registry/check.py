@@ -16,7 +16,7 @@ from kvplug.net import checksum
 from kvplug.net.affinity import missing_cpus
 from kvplug.transport.context import DirectoryContext
 from kvplug.transport.directory import Directory
-from kvplug.transport.spec import CommandSpec, Kind, Spec, TransportSpec
+from kvplug.transport.spec import CommandSpec, ConnectorSpec, Kind, Spec, TransportSpec
 
 CHOSEN: Mapping[str, Kind] = {
     "connector": Kind.CONNECTOR,
@@ -78,6 +78,7 @@ def name_faults(
         except PluginError as e:
             faults.append(f"peers: {e}")
     faults += _missing_stores(registry, names)
+    faults += _unused_buffer(registry, names)
     if fault := missing_cpus(names.get("thread_cpus", "all")):
         faults.append(fault)
     integrity = names.get("integrity", "auto")
@@ -125,6 +126,23 @@ def _missing_stores(registry: Registry, names: Mapping[str, Any]) -> list[str]:
     if not connector.moves_pages:
         return []
     return [f"stores: nothing was given; {connector.name!r} saves into a store, such as 'host'"]
+
+
+def _unused_buffer(registry: Registry, names: Mapping[str, Any]) -> list[str]:
+    """The fault of a config that names a lookup buffer, and a connector that uses none."""
+    name, connector = names.get("lookup_buffer", "auto"), names.get("connector")
+    if name == "auto" or connector is None:
+        return []
+    try:
+        registry.get(Kind.LOOKUP_BUFFER, name)
+        spec = registry.get(Kind.CONNECTOR, connector)
+    except PluginError:
+        return []  # a fault of its name
+    if spec.uses_lookup_buffer:
+        return []
+    able = [each.name for _, each in registry if isinstance(each, ConnectorSpec) and each.uses_lookup_buffer]
+    hint = f"; {listed(map(repr, sorted(able)))} does" if able else ""
+    return [f"lookup_buffer: {name!r} was given, and the connector {spec.name!r} uses no lookup buffer{hint}"]
 
 
 def option_faults(registry: Registry, name: str, given: Mapping[str, Any]) -> list[str]:

@@ -36,7 +36,15 @@ def kvplug_connectors() -> list[ConnectorSpec]:
             options="kvplug_lookup.connector.options:LookupConnectorOptions",
             moves_pages=True,
             summary="Saves KV page by page into stores; loads the longest prefix that a store or a peer has",
-        )
+        ),
+        ConnectorSpec(
+            name="simple",
+            factory="kvplug_lookup.simple.scheduler:SimpleScheduler",
+            worker_factory="kvplug_lookup.simple.worker:SimpleWorker",
+            options="kvplug_lookup.simple.options:SimpleConnectorOptions",
+            uses_lookup_buffer=True,
+            summary="Whole prompts in a lookup buffer: prefill inserts them, decode reads what begins alike",
+        ),
     ]
 
 

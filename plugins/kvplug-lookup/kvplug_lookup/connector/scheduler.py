@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from kvplug import Config, ConfigError
+from kvplug import Config
 from kvplug.engine import (
     BlockIds,
     CacheEvent,
@@ -134,11 +134,6 @@ class LookupScheduler(SchedulerConnector):
 
     def _open_sources(self) -> None:
         context = self._context
-        if context.config.lookup_buffer != "auto":
-            raise ConfigError(
-                f"lookup_buffer: {context.config.lookup_buffer!r} was given; connector 'lookup' keeps KV in"
-                " the stores that `stores` names, and uses no lookup buffer"
-            )
         for name in context.config.stores:
             source = self._source_of(name)
             if source is not None:

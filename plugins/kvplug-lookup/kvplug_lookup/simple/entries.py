@@ -1,0 +1,137 @@
+"""The entries of one worker: what an engine that saves holds, and serves to its peers.
+
+Each worker listens at its own address, for two kinds of peers. A worker that loads opens two pipes, and
+reaches the lookup buffer over them. A scheduler side moves no tensor: it sends prompts over the link itself,
+and the answer is how many tokens of each are held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from kvplug import ClosedError, PeerGoneError, TimeoutError
+from kvplug.engine import ConnectorContext, PeerLink
+from kvplug.net.wire.tensors import memory_of
+from kvplug.transport import Deadline, LookupBuffer, Pipe, WireError, digest, unpack_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+LOAD: Final = "load entries"
+MATCH: Final = "match prompts"
+"""For what a peer connects."""
+CLOSE_S: Final = 1.0
+
+Layer = tuple["Tensor", "Tensor | None"]
+"""Key and value, each [tokens, heads, head size]; latent attention has no value."""
+
+
+class Entries:
+    """A lookup buffer, whose oldest entries go when there is no room, and a server for its peers."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self._device = context.config.device
+        self._checksum = next(iter(context.checksums), None)
+        self._endpoint = context.open_lookup()
+        self._store = self._endpoint.hold()
+        """Another one after :meth:`forget`."""
+        self._inserted: deque[tuple[Sequence[int], bytes]] = deque()
+        """Tokens and ``extra`` of what was inserted, the oldest first."""
+        try:
+            context.peers.serve(self._serve)
+        except BaseException:
+            self._store.abort()
+            raise
+
+    def add(self, tokens: Sequence[int], extra: bytes, layers: Sequence[Layer]) -> None:
+        """Insert the KV of a prompt.
+
+        Raises:
+            TimeoutError: there is no room, since peers are reading what is held.
+            CapacityError: it is larger than the whole buffer.
+        """
+        import torch
+
+        key = torch.stack([key for key, _ in layers])
+        values = [value for _, value in layers if value is not None]
+        value = torch.stack(values) if values else None
+        metadata = {"digests": [digest_of(self._checksum, layer) for layer in layers]}
+        for num_left in reversed(range(len(self._inserted) + 1)):
+            try:
+                self._store.insert(tokens, None, key, value, None, extra=extra, metadata=metadata, timeout=0)
+                break
+            except TimeoutError:
+                if not num_left:
+                    raise
+                self._drop(*self._inserted.popleft())
+        self._inserted.append((tokens, extra))
+        while not self.holds(*self._inserted[0]):  # the buffer may drop entries by itself
+            self._inserted.popleft()
+
+    def holds(self, tokens: Sequence[int], extra: bytes) -> bool:
+        """Whether the KV of all these tokens is held."""
+        return self._store.match(tokens, extra=extra) == len(tokens)
+
+    def _drop(self, tokens: Sequence[int], extra: bytes) -> None:
+        """Drop an entry, unless a peer is reading it: then it is the last to be tried again."""
+        try:
+            self._store.drop_select(tokens, extra=extra, timeout=0)
+        except TimeoutError:
+            self._inserted.append((tokens, extra))
+
+    def reached(self, deadline: Deadline, *, retry: bool = False) -> tuple[LookupBuffer, str | None]:
+        """The buffer, and the hash that its entries carry. Waits for nothing, unlike that of a peer."""
+        return self._store, self._checksum
+
+    def forget(self) -> None:
+        """Drop everything, and break off what peers are loading: an empty buffer takes its place."""
+        old, self._store = self._store, self._endpoint.hold()
+        self._inserted.clear()
+        old.abort()
+
+    def close(self) -> None:
+        """Let peers finish what they are loading, for a time."""
+        self._store.close(CLOSE_S)
+
+    def _serve(self, link: PeerLink, deadline: Deadline) -> None:
+        if link.agreement.purpose == LOAD:
+            self._store.attach(*open_pipes(link, self._device, deadline))
+        elif link.agreement.purpose == MATCH:
+            with suppress(PeerGoneError, ClosedError):
+                while True:
+                    tokens, extra = _prompt_in(link.channel.recv(timeout=None))
+                    link.channel.send(self._store.match(tokens, extra=extra))
+        else:
+            _log.warning("%s came to %r, which is not of connector 'simple'", link, link.agreement.purpose)
+
+
+def open_pipes(link: PeerLink, device: str, deadline: Deadline) -> tuple[Pipe, Pipe]:
+    """The signal pipe and the data pipe of a lookup buffer; both ends call it."""
+    signal = link.open_pipe("signal", timeout=deadline.remaining())
+    try:
+        return signal, link.open_pipe("data", device=device, timeout=deadline.remaining())
+    except BaseException:
+        signal.abort()
+        raise
+
+
+def _prompt_in(message: object) -> tuple[Sequence[int], bytes]:
+    """Raises WireError."""
+    if isinstance(message, dict):
+        tokens, extra = message.get("tokens"), message.get("extra")
+        if type(tokens) is bytes and type(extra) is bytes:
+            return unpack_tokens(tokens), extra
+    raise WireError("a peer was to send a prompt and sent something else")
+
+
+def digest_of(checksum: str | None, layer: Layer) -> bytes:
+    """The hash of a layer's key and value; empty without a checksum."""
+    if checksum is None:
+        return b""
+    return digest(checksum, *(memory_of(part.cpu()) for part in layer if part is not None))

@@ -1,0 +1,198 @@
+"""The worker side: it gathers blocks into entries of a lookup buffer, and scatters entries into blocks.
+
+Nothing here raises because an entry could not be read or inserted: that is a load error, after which the
+engine computes the blocks itself, or a prompt that is not saved. Both are counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvplug import HandshakeError, IntegrityError, KvplugError
+from kvplug.engine import (
+    ConnectorContext,
+    KVLayout,
+    LayoutError,
+    Plain,
+    WorkerConnector,
+    gather,
+    reason_of,
+    scatter,
+)
+from kvplug.transport import (
+    DEFAULT_TIMEOUT,
+    Deadline,
+    EntryHeader,
+    EntrySink,
+    Timeout,
+    unpack_tokens,
+)
+from kvplug_lookup.simple.entries import Entries, digest_of
+from kvplug_lookup.simple.peer import PeerBuffer, group_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+
+class SimpleWorker(WorkerConnector):
+    """Holds this rank's buffer if its engine saves; else reaches that of the peer's worker of this rank."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        super().__init__()
+        self._context = context
+        group = group_of(context)
+        self._layout, self._layer_names = group.layout, group.layer_names
+        self._caches: list[Tensor] = []
+        self._meta: Mapping[str, Any] = {}
+        self._saves: list[Mapping[str, Any]] = []
+        self._suspect: dict[int, int] = {}
+        """Blocks whose load failed, each with its step, until the scheduler side has the report."""
+        self._failed_blocks: set[int] = set()
+        self._failed: list[str] = []
+        self._is_refused = False
+        self._entries = Entries(context) if context.config.require_role().produces else None
+        self._source: Entries | PeerBuffer = self._entries or PeerBuffer(context)
+        """Where this rank's KV is loaded from."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        missing = [name for name in self._layer_names if name not in kv_caches]
+        if missing:
+            raise LayoutError(f"register_kv_caches got no cache of {', '.join(missing)}")
+        self._caches = [kv_caches[name] for name in self._layer_names]
+        for cache in self._caches:
+            self._layout.check(cache)
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, metadata: Plain) -> None:
+        super().bind_connector_metadata(metadata)
+        assert isinstance(metadata, Mapping)
+        self._meta = metadata
+        if metadata["is_reset"] and self._entries is not None:
+            self._entries.forget()
+        self._suspect = {block: step for block, step in self._suspect.items() if step > metadata["heard"]}
+        for save in metadata["saves"]:
+            # A step may have been planned before it was known that a load of the step before has failed.
+            is_right = self._suspect.keys().isdisjoint(save["blocks"])
+            self._saves.append(save if is_right else {**save, "blocks": ()})
+
+    def start_load_kv(self) -> None:
+        loads = self._meta.get("loads", ())
+        if loads and not self._caches:
+            raise LayoutError("start_load_kv came before register_kv_caches: there is no cache")
+        deadline = Deadline.after(self._context.options.load_timeout_s)
+        for load in loads:
+            self._load(load, deadline)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return None  # start_load_kv has loaded every layer
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor) -> None:
+        return None  # a prompt is saved when its request has ended
+
+    def wait_for_save(self) -> None:
+        return None
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        saves, self._saves = self._saves, []
+        for save in saves:
+            if save["blocks"] and self._entries is not None:
+                self._save(save, self._entries)
+        return frozenset(save["request"] for save in saves), frozenset()
+
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        failed, self._failed_blocks = frozenset(self._failed_blocks), set()
+        return failed
+
+    def build_worker_metadata(self) -> Plain:
+        failed, self._failed = self._failed, []
+        report = {"step": self._meta["step"], "failed": failed, "is_refused": self._is_refused}
+        return report if failed else None
+
+    def get_stats(self) -> Mapping[str, Any] | None:
+        return self._context.stats.take()
+
+    def wait_until_ready(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._source.reached(Deadline.after(timeout, self._context.config.connect_timeout_s), retry=True)
+
+    def shutdown(self) -> None:
+        self._context.peers.close()
+        self._source.close()
+        self._context.close()
+
+    # -- entries -------------------------------------------------------------------------------
+
+    def _load(self, load: Mapping[str, Any], deadline: Deadline) -> None:
+        began, tokens, first = time.perf_counter(), unpack_tokens(load["tokens"]), load["start"]
+        num_tokens = len(tokens)
+        sink = Blocks(self._caches, self._layout, load["blocks"], first, num_tokens)
+        try:
+            buffer, sink.checksum = self._source.reached(deadline)
+            buffer.select(
+                tokens, extra=load["extra"], min_tokens=num_tokens, sink=sink, timeout=deadline.remaining()
+            )
+        except KvplugError as e:
+            _log.warning("request %s: %d tokens are not loaded: %s", load["request"], num_tokens - first, e)
+            blocks = load["blocks"][first // self._layout.block_size :]
+            self._failed_blocks.update(blocks)
+            self._suspect |= dict.fromkeys(blocks, self._meta["step"])
+            self._failed.append(load["request"])
+            self._is_refused = isinstance(e, HandshakeError)
+            self._context.stats.fail("load", reason_of(e))
+        else:
+            took = time.perf_counter() - began
+            self._context.stats.record("load", sink.nbytes, took, tokens=num_tokens - first)
+
+    def _save(self, save: Mapping[str, Any], entries: Entries) -> None:
+        began, tokens, extra = time.perf_counter(), unpack_tokens(save["tokens"]), save["extra"]
+        try:
+            if entries.holds(tokens, extra):
+                return
+            layers = [gather(cache, self._layout, save["blocks"], 0, len(tokens)) for cache in self._caches]
+            entries.add(tokens, extra, layers)
+        except KvplugError as e:
+            _log.warning("the prompt of request %s is not saved: %s", save["request"], e)
+            self._context.stats.fail("save", reason_of(e))
+        else:
+            nbytes = sum(part.nbytes for layer in layers for part in layer if part is not None)
+            took = time.perf_counter() - began
+            self._context.stats.record("save", nbytes, took, tokens=len(tokens))
+
+
+@attrs.define
+class Blocks(EntrySink):
+    """Scatters the layers of an entry into a request's blocks, each after it has been verified."""
+
+    caches: Sequence[Tensor]
+    layout: KVLayout
+    block_ids: Sequence[int]
+    start: int
+    end: int
+    checksum: str | None = None
+    """The hash that the entry carries; ``None``: integrity is off."""
+    nbytes: int = 0
+    """Of the KV that was scattered."""
+    digests: Sequence[bytes] = ()
+
+    def begin(self, header: EntryHeader) -> None:
+        self.digests = header.metadata.get("digests", ())
+        if header.num_layers != len(self.caches) or len(self.digests) != len(self.caches):
+            raise IntegrityError(
+                f"entry {header.entry_id} has {header.num_layers} layers and {len(self.digests)} digests, and"
+                f" the cache has {len(self.caches)} layers"
+            )
+
+    def layer(self, index: int, key: Tensor | None, value: Tensor | None) -> None:
+        assert key is not None
+        if digest_of(self.checksum, (key, value)) != (self.digests[index] if self.checksum else b""):
+            raise IntegrityError(f"layer {index} of an entry is not what was inserted: it is not used")
+        parts = [part if part is None else part[self.start : self.end] for part in (key, value)]
+        scatter(self.caches[index], self.layout, self.block_ids, self.start, *parts)
+        self.nbytes += sum(part.nbytes for part in parts if part is not None)
