@@ -68,7 +68,8 @@ COMMANDS: Final[Mapping[str, Template]] = {
         Kind.CONNECTOR,
         "a connector: what an engine saves and loads",
         "scheduler.py and worker.py",
-        (_ATTRS, _TORCH),
+        (_ATTRS, _TORCH, "kvplug-lookup"),
+        ("kvplug-cpu",),  # without a pipe the engines of its tests do not find each other
     ),
     "sink": Template(Kind.SINK, "a sink: where metrics go", "sink.py", (_ATTRS,)),
     "command": Template(

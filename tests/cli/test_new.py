@@ -92,7 +92,6 @@ def test_it_writes_a_package_and_says_what_to_do_with_it(site: Any) -> None:
     [
         ("transport", "sample", ["pipe.py", "light.py"]),
         ("store", "sqlite", ["store.py", "options.py"]),
-        ("connector", "shelf", None),
         ("queue", "relay", None),
         ("sink", "jsonl", None),
     ],
@@ -109,3 +108,16 @@ def test_what_is_generated_is_the_example_of_the_docs(
         pairs.append((made / "tests" / f"test_{name}.py", example / f"{name}_contract.py"))
     for generated, written in pairs:
         assert generated.read_text() == written.read_text(), "run .ci/templates.py"
+
+
+@pytest.mark.usefixtures("copier")
+def test_a_generated_connector_is_the_connector_simple(site: Any) -> None:
+    assert new(site, "connector", "simple", "--force").returncode == 0
+    made, lookup = site.folder / "kvplug-simple", EXAMPLES.parents[1] / "plugins" / "kvplug-lookup"
+    parts = lookup / "kvplug_lookup" / "simple"
+    pairs = [(made / "kvplug_simple" / each.name, each) for each in parts.glob("*.py") if each.stat().st_size]
+    pairs.append((made / "tests" / "test_simple.py", lookup / "tests" / "test_simple_connector_contract.py"))
+    for generated, written in pairs:
+        expected = written.read_text().replace("kvplug_lookup.simple", "kvplug_simple")
+        expected = expected.replace('check_plugin("lookup")', 'check_plugin("simple")')
+        assert generated.read_text() == expected, "run .ci/templates.py"

@@ -19,6 +19,7 @@ pytest.importorskip("copier", reason='kvplug new needs copier (pip install "kvpl
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "plugins/kvplug-testing"
 CPU = ROOT / "plugins/kvplug-cpu"  # the generated communicator needs its pipe
+LOOKUP = ROOT / "plugins/kvplug-lookup"  # the generated connector needs its lookup buffer
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
@@ -85,7 +86,9 @@ def test_what_is_generated_passes_its_own_tox(what: str, tmp_path: Path) -> None
     """With the wheel of this tree; everything else comes from where pip is told to look."""
     pytest.importorskip("tox", reason="tox is not installed in this environment")
     wheels = tmp_path / "wheels"
-    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT, KIT, CPU, cwd=tmp_path)
+    run(
+        *PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT, KIT, CPU, LOOKUP, cwd=tmp_path
+    )
     python = f"py{sys.version_info[0]}{sys.version_info[1]}"
     said = run(
         *(sys.executable, "-m", "tox", "run", "-e", python),
