@@ -25,17 +25,20 @@ def budgets_of(config: Config, registry: Registry, keys: frozenset[str]) -> dict
     Options with faults are passed over.
     """
     found: dict[str, int] = {}
+    connector = None
+    if "connector" in keys:
+        with contextlib.suppress(PluginError):
+            connector = registry.get(Kind.CONNECTOR, config.connector)
+    if connector is not None and not connector.moves_pages:
+        keys -= {"stores"}
     for spec in _used(config, registry, keys):
         for name, value in _memory_options(config, registry, spec):
             key = "buffer_size" if value is None else f"options.{spec.name}.{name}"
             found[key] = config.buffer_size if value is None else value
     if "connector" not in keys and "lookup_buffer" in keys:
         found["buffer_size"] = config.buffer_size
-    if "connector" in keys:
-        with contextlib.suppress(PluginError):
-            connector = registry.get(Kind.CONNECTOR, config.connector)
-            if connector.uses_lookup_buffer and config.role is not Role.CONSUMER:
-                found["buffer_size"] = config.buffer_size
+    if connector is not None and connector.uses_lookup_buffer and config.role is not Role.CONSUMER:
+        found["buffer_size"] = config.buffer_size
     if "stores" in keys and not config.device.startswith("cpu"):
         found["staging_size"] = config.staging_size
     return found

@@ -75,7 +75,7 @@ def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     yield from _address(config)
     if connector is not None and connector.uses_lookup_buffer:
         yield from _lookup_buffer(config, resolved)
-    elif config.role is not Role.CONSUMER or config.stores:
+    if resolved.uses_stores and (config.role is not Role.CONSUMER or config.stores):
         yield from _stores(config, resolved)
     yield from _memory(config, resolved)
     yield from _peers(config, resolved)

@@ -211,6 +211,14 @@ class ResolvedConfig:
             self._wrapper.spec, attrs.evolve(context, options=self._wrapper.options, make_inner=make_inner)
         )
 
+    @property
+    def uses_stores(self) -> bool:
+        """Whether the config's connector keeps pages in the config's stores, as far as is known."""
+        try:
+            return self.registry.get(Kind.CONNECTOR, self.config.connector).moves_pages
+        except PluginError:
+            return True  # a fault of its name
+
     def lookup_spec(self) -> TransportSpec:
         """The lookup buffer that the config names; for "auto" the fastest one.
 

@@ -103,6 +103,8 @@ def test_what_does_not_fit_now_is_warned_of_once_and_a_problem(
         {"options": {"heap": {"size": "2 GiB", "chunk": "10 TiB"}}},
         {"role": "consumer", "options": {"heap": {"size": "10 TiB"}}},
         {"staging_size": "10 TiB"},
+        {"connector": "entries", "options": {"heap": {"size": "10 TiB"}}},
+        {"connector": "entries", "role": "consumer", "buffer_size": "9 GiB"},
     ],
 )
 def test_what_is_not_taken_from_this_memory_is_not_counted(

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvplug import Config, ConfigError, check_config
+from kvplug import Config, ConfigError, Registry, check_config
+from kvplug.assembly.doctor.stores import of_stores
+from kvplug.assembly.resolve import ResolvedConfig
+from kvplug.engine import Role
+from kvplug.transport import Deadline
 
 
 def explained(site: Any, *arguments: str, **environment: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
@@ -49,6 +53,11 @@ def test_a_connector_that_uses_a_lookup_buffer_says_which_and_no_store(site: Any
     assert "stores" not in steps
     holds = "holds up to 64 MiB in each worker" if role == "producer" else "is the peer's"
     assert f" {holds}: KV entries" in steps["lookup_buffer"][0]["text"]
+
+
+def test_the_doctor_opens_no_store_of_a_connector_that_uses_none() -> None:
+    config = Config(connector="simple", role=Role.PRODUCER, stores=("host",))
+    assert not [*of_stores(ResolvedConfig(config, Registry.from_env()), Deadline.after(10), write=True)]
 
 
 @pytest.mark.parametrize(

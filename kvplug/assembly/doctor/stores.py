@@ -50,7 +50,7 @@ def of_stores(
     """Each store that an engine with this config opens. ``write``: put a page of the doctor's own, too.
     ``token_bytes``: the KV of one token, to compare the budget with a prompt."""
     config = resolved.config
-    if config.role is Role.CONSUMER and not config.sources.get("stores"):
+    if not resolved.uses_stores or (config.role is Role.CONSUMER and not config.sources.get("stores")):
         return
     for name in config.stores:
         try:

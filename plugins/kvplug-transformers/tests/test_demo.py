@@ -173,8 +173,9 @@ def model(tiny) -> str:
 JSON = ("--json", "--prompt", words(70), "--max-new-tokens", "8", "--block-size", "32", "--layout", "KBHTD")
 
 
-def test_any_hugging_face_folder_is_served(model):
-    done = run("--model", model, *JSON)
+@pytest.mark.parametrize("connector", ["lookup", "simple"])
+def test_any_hugging_face_folder_is_served(model, connector):
+    done = run("--model", model, "--connector", connector, *JSON)
     found = report(done)
     assert done.returncode == 0, done.stderr
     assert (found["prompt_tokens"], found["tokens_loaded"], found["identical"]) == (70, 64, True)

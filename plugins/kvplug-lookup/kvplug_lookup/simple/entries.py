@@ -44,7 +44,7 @@ class Entries:
         self._inserted: deque[tuple[Sequence[int], bytes]] = deque()
         """Tokens and ``extra`` of what was inserted, the oldest first."""
         try:
-            context.peers.serve(self._serve)
+            self.contact = context.peers.serve(self._serve).contact
         except BaseException:
             self._store.abort()
             raise

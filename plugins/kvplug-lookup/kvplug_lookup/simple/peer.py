@@ -68,7 +68,8 @@ class PeerBuffer:
         self._context = context
         self._peer = peer_of(context)
         self._endpoint = context.open_lookup()
-        self._link: PeerLink | None = None
+        self.link: PeerLink | None = None
+        """The latest one: what was agreed on, and with which peer."""
         self._buffer: LookupBuffer | None = None
         self._is_closed = False
 
@@ -78,13 +79,13 @@ class PeerBuffer:
         Raises:
             TimeoutError, PeerGoneError, HandshakeError, AuthenticationError, ClosedError.
         """
-        if self._link is not None and self._buffer is not None and not self._buffer.is_lost:
-            return self._buffer, self._link.agreement.checksum
+        if self.link is not None and self._buffer is not None and not self._buffer.is_lost:
+            return self._buffer, self.link.agreement.checksum
         if self._buffer is not None:
             self._buffer.abort()
         context, rank = self._context, self._context.parallelism.worker_rank
         link = context.peers.connect(rank, LOAD, deadline.remaining(), retry=retry, peer=self._peer)
-        self._link = link
+        self.link = link
         try:
             signal, data = open_pipes(link, context.config.device, deadline)
             self._buffer = self._endpoint.reach(signal, data)
@@ -97,8 +98,8 @@ class PeerBuffer:
     def close(self) -> None:
         """End what another thread does with it."""
         self._is_closed = True
-        if self._link is not None:
-            self._link.close()
+        if self.link is not None:
+            self.link.close()
         if self._buffer is not None:
             self._buffer.close(CLOSE_S)
 

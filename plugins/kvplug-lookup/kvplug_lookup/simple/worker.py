@@ -18,6 +18,7 @@ from kvplug.engine import (
     ConnectorContext,
     KVLayout,
     LayoutError,
+    PeerLink,
     Plain,
     WorkerConnector,
     gather,
@@ -60,6 +61,16 @@ class SimpleWorker(WorkerConnector):
         self._entries = Entries(context) if context.config.require_role().produces else None
         self._source: Entries | PeerBuffer = self._entries or PeerBuffer(context)
         """Where this rank's KV is loaded from."""
+
+    @property
+    def contact(self) -> str:
+        """Where peers reach this worker; empty if its engine only loads."""
+        return "" if self._entries is None else self._entries.contact
+
+    @property
+    def link(self) -> PeerLink | None:
+        """The latest link to the peer's worker; ``None`` if there was none."""
+        return self._source.link if isinstance(self._source, PeerBuffer) else None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         missing = [name for name in self._layer_names if name not in kv_caches]
