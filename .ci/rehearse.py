@@ -121,7 +121,7 @@ def lines_of_the_readme() -> list[str]:
     blocks = re.findall(r"(?m)(?:^    .*\n)+", readme)
     (block,) = [block for block in blocks if "pip install kvplug" in block]
     lines = [line.partition("#")[0].strip() for line in block.splitlines()]
-    named = set(re.findall(r"kvplug(?:-[a-z-]+)?", " ".join(lines)))
+    named = set(re.findall(r"kvplug(?:-[a-z0-9-]+)?", " ".join(lines)))
     if missing := {metadata_of(project)["name"] for project in PROJECTS} - named:
         raise ReleaseError(f"the README installs no {', '.join(sorted(missing))}")
     return lines

@@ -12,7 +12,7 @@ from kvplug.assembly.registry.discovery import normalised
 from kvplug.transport.spec import Kind
 
 PACKAGES: Final[Mapping[Kind, Mapping[str, str]]] = {
-    Kind.CONNECTOR: {"lookup": "kvplug-lookup", "simple": "kvplug-lookup"},
+    Kind.CONNECTOR: {"lookup": "kvplug-lookup", "p2p": "kvplug-p2p", "simple": "kvplug-lookup"},
     Kind.PIPE: {name: f"kvplug-{name}" for name in ("cpu", "cuda-ipc", "nixl", "pynccl", "shm")},
     Kind.QUEUE: {"shm": "kvplug-shm"},
     Kind.LOOKUP_BUFFER: {"simple": "kvplug-lookup"},

@@ -58,6 +58,7 @@ def test_kv_crosses_the_pipe_of_the_device_once_and_no_other_memory(
         waits.until(lambda: "loaded" in decode.step([]).finished_recving, what="the pulled KV")
         assert decode.is_right(prompt.token_ids, blocks, 96)
         assert decode.worker.last_route.endswith(chosen)
+        waits.until(lambda: "stored" in prefill.step([]).finished_sending, what="the blocks of prefill")
         moved = {
             op: figures["bytes"]
             for engine in (prefill, decode)
