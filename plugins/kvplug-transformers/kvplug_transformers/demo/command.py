@@ -119,6 +119,15 @@ def _generates(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="N",
             help="Take the time to the first token N times more, in turns with its floor.",
         ),
+        click.option(
+            "--at-once",
+            type=click.IntRange(1, 64),
+            default=1,
+            show_default=True,
+            metavar="N",
+            help="With --repeat: the time until so many requests for the prompt, made at the same time, all"
+            " have their first token.",
+        ),
     ):
         function = option(function)
     return function

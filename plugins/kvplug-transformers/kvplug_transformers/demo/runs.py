@@ -154,11 +154,12 @@ def decode_and_compare(
     (recomputed,) = session.wait_for((DECODE, "recomputed"))
     pairs = []
     for _ in range(settings.repeat if loaded else 0):
-        if params is not None:
+        every: list[Mapping[str, Any] | None] = [None] * settings.at_once
+        for number in range(settings.at_once if params is not None else 0):
             session.send(PREFILL, "prefill", ids=ids)
             (prefilled,) = session.wait_for((PREFILL, "prefilled"))
-            params = prefilled["params"]
-        session.send(DECODE, "repeat", ids=ids, num_loaded=loaded, params=params)
+            every[number] = prefilled["params"]
+        session.send(DECODE, "repeat", ids=ids, num_loaded=loaded, params=every)
         (repeated,) = session.wait_for((DECODE, "repeated"))
         if repeated["pair"] is not None:
             pairs.append(tuple(repeated["pair"]))

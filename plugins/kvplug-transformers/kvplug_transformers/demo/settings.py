@@ -22,6 +22,8 @@ class DemoSettings:
     max_new_tokens: int = 64
     repeat: int = 0
     """How often the time to the first token is taken again, in turns with its floor."""
+    at_once: int = 1
+    """Requests for the prompt that are made at the same time then."""
     block_size: int = 16
     layout: str | None = None
     """``None``: the connector's required layout, else ``KBTHD``."""
@@ -35,6 +37,7 @@ class DemoSettings:
         return {
             "config": None if self.config is None else str(self.config),
             "overrides": dict(self.overrides),
+            "at_once": self.at_once,
             "block_size": self.block_size,
             "layout": self.layout,
         }

@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence as ManyOf
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,7 +209,8 @@ class DemoWorker:
         insisted = required_layout(self._config, self._registry)
         return EngineOptions(
             block_size=self._settings["block_size"],
-            num_blocks=blocks_for(num_tokens, self._settings["block_size"]),
+            num_blocks=blocks_for(num_tokens, self._settings["block_size"]) * self._settings["at_once"],
+            max_requests=self._settings["at_once"],
             layout=self._settings["layout"] or insisted or "KBTHD",
             max_tokens_per_step=_CHUNK,
             load_failure_policy=self._config.failure_policy,
@@ -273,37 +274,44 @@ class DemoWorker:
         """
         # Room for this prompt alone: the second time it gets the same blocks, in the same order.
         self._alone = self._engine_alone(self._engine_options(len(ids)))
-        computed, recompute_s = self._first_token(self._alone, ids)
+        (computed,), recompute_s = self._first_token(self._alone, ids)
         floor_s = None
         if num_loaded:
             self._copy_s = _copy_seconds(kv_bytes)
             again = [self._first_token(self._alone, ids, num_loaded) for _ in range(_FLOOR_RUNS)]
             # Another number of tokens in one step rounds differently, and may choose another token.
-            if all(sequence.output == computed.output for sequence, _ in again):
+            if all(sequence.output == computed.output for (sequence,), _ in again):
                 floor_s = min(seconds for _, seconds in again) + self._copy_s
         self._parent.send("recomputed", ttft_s=recompute_s, floor_s=floor_s)
 
-    def _do_repeat(self, ids: list[int], num_loaded: int, params: dict[str, Any] | None) -> None:
-        """After :meth:`_do_recompute`: the first token with a transfer, and with the KV in place."""
+    def _do_repeat(self, ids: list[int], num_loaded: int, params: list[dict[str, Any] | None]) -> None:
+        """After :meth:`_do_recompute`: the first tokens of requests, one for each of ``params``, all at once,
+        with a transfer, and with the KV in place."""
         loaded, with_s = self._first_token(self._opened(), ids, params=params)
-        in_place, seconds = self._first_token(self._alone, ids, num_loaded)
-        is_alike = loaded.num_loaded_tokens == num_loaded and loaded.output == in_place.output
-        self._parent.send("repeated", pair=(with_s, seconds + self._copy_s) if is_alike else None)
+        in_place, seconds = self._first_token(self._alone, ids, num_loaded, [None] * len(params))
+        is_alike = all(
+            ours.num_loaded_tokens == num_loaded and ours.output == theirs.output
+            for ours, theirs in zip(loaded, in_place, strict=True)
+        )
+        floor_s = seconds + self._copy_s * len(params)
+        self._parent.send("repeated", pair=(with_s, floor_s) if is_alike else None)
 
     def _first_token(
         self,
         engine: Engine,
         ids: list[int],
         num_in_place: int = 0,
-        params: dict[str, Any] | None = None,
-    ) -> tuple[Sequence, float]:
+        params: ManyOf[dict[str, Any] | None] = (None,),
+    ) -> tuple[list[Sequence], float]:
+        """Requests, one for each of ``params``, and the seconds until all have their first token."""
         began = time.perf_counter()
-        sequence = engine.add(ids, max_new_tokens=1, params=params)
-        if num_in_place:
+        sequences = [engine.add(ids, max_new_tokens=1, params=given) for given in params]
+        for sequence in sequences if num_in_place else ():
             sequence.num_computed_tokens = num_in_place
-        for _ in self._steps(engine, sequence, "recompute_progress"):
-            pass
-        return sequence, time.perf_counter() - began
+        for sequence in sequences:
+            for _ in self._steps(engine, sequence, "recompute_progress"):
+                pass
+        return sequences, time.perf_counter() - began
 
     def _steps(self, engine: Engine, sequence: Sequence, event: str) -> Iterator[Token]:
         """Step until the request has ended; yields its tokens, and reports progress of its prompt."""
