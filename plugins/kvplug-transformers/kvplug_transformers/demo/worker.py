@@ -275,6 +275,8 @@ class DemoWorker:
         # Room for this prompt alone: the second time it gets the same blocks, in the same order.
         self._alone = self._engine_alone(self._engine_options(len(ids)))
         (computed,), recompute_s = self._first_token(self._alone, ids)
+        if self._settings["at_once"] > 1:  # its pool hands out blocks in the order in which they are freed
+            self._first_token(self._alone, ids, params=[None] * self._settings["at_once"])
         floor_s = None
         if num_loaded:
             self._copy_s = _copy_seconds(kv_bytes)
