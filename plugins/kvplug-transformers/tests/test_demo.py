@@ -277,22 +277,32 @@ def test_other_numbers_of_workers_at_the_two_ends_are_refused_by_the_handshake(m
     assert "Traceback" not in done.stderr
 
 
-def test_a_killed_worker_ends_the_demo_with_its_rank_and_a_killed_parent_ends_the_workers(model):
-    arguments = ("--model", model, "--tensor-parallel", "2", "--prompt", words(400))
-    with nothing_left(), started(*arguments, "--max-new-tokens", "100") as parent:
-        read_until(parent.stderr, "decode: model loaded")
-        engines = [pid for pid in children(parent.pid) if children(pid)]
-        ranks = [rank for engine in engines for rank in children(engine)]
-        assert (len(engines), len(ranks)) == (2, 4)
-        os.kill(ranks[0], signal.SIGSTOP)
+def four_workers(parent: subprocess.Popen[str]) -> list[int]:
+    """The pids of the workers of both engines, once the decode engine has loaded its model."""
+
+    def found() -> list[int]:
+        return [rank for engine in children(parent.pid) for rank in children(engine)]
+
+    read_until(parent.stderr, "decode: model loaded")
+    until(lambda: len(found()) == 4, within=60)
+    return found()
+
+
+def test_the_rank_and_the_pid_of_a_killed_worker_are_named_and_its_engine_ends(model):
+    arguments = ("--model", model, "--tensor-parallel", "2", "--prompt", words(70), "--policy", "fail")
+    with nothing_left(), started(*arguments, "--max-new-tokens", "400") as parent:
+        ranks = four_workers(parent)
         os.kill(ranks[0], signal.SIGKILL)
-        words_of_the_end = parent.stderr.read()
+        said = " ".join(parent.stderr.read().split())
         assert parent.wait(timeout=30) == 1
-        assert f"of 2 (pid {ranks[0]}) was killed by SIGKILL" in " ".join(words_of_the_end.split())
-        assert alive([*engines, *ranks]) == []
-    with started(*arguments) as parent:
-        read_until(parent.stderr, "decode: model loaded")
-        ranks = [rank for engine in children(parent.pid) for rank in children(engine)]
+        assert f"of 2 (pid {ranks[0]}) was killed by SIGKILL" in said
+        assert alive(ranks) == []
+
+
+def test_when_the_parent_is_killed_the_workers_of_its_engines_are_gone_within_five_seconds(model):
+    arguments = ("--model", model, "--tensor-parallel", "2", "--prompt", words(70))
+    with started(*arguments, "--max-new-tokens", "400") as parent:
+        ranks = four_workers(parent)
         os.kill(ranks[1], signal.SIGSTOP)  # one that cannot even notice
         os.kill(parent.pid, signal.SIGKILL)
         until(lambda: not alive(ranks), within=5)
