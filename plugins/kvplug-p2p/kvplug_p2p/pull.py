@@ -149,7 +149,8 @@ class ProducerWorker:
         self._context = context
         self._views = views
         self._engine_id = engine_id
-        self._peer = peer
+        self.peer = peer
+        """Where it is, as ``Peers.connect`` takes it."""
         self._rank = rank
         self._lock = threading.Lock()
         self._closed = False
@@ -264,6 +265,10 @@ class ProducerWorker:
             self._current = part
         try:
             if pull.error is None:
+                if self._link is not None and self._has_left():  # it may have been started again
+                    with self._lock:
+                        self._drop()
+                        self._link = self._pipe = None
                 self._receive(part, stream)
         except Exception as e:
             with self._lock:
@@ -287,7 +292,7 @@ class ProducerWorker:
             return link, pipe
         context = self._context
         link = context.peers.connect(
-            self._rank, PULL, timeout=deadline.remaining(), retry=retry, peer=self._peer
+            self._rank, PULL, timeout=deadline.remaining(), retry=retry, peer=self.peer
         )
         try:
             remote = link.agreement.remote

@@ -215,9 +215,11 @@ class P2PWorker(WorkerConnector):
             if idle.has_ended or now - idle.last_used > _IDLE_S:
                 self._workers.pop(key).end()
         key = plan.engine_id, rank
+        peer = plan.peer if plan.peer is None or isinstance(plan.peer, str) else dict(plan.peer)
+        if key in self._workers and self._workers[key].peer != peer:  # started again elsewhere
+            self._workers.pop(key).end()
         if key not in self._workers:
             assert self._views is not None
-            peer = plan.peer if plan.peer is None or isinstance(plan.peer, str) else dict(plan.peer)
             self._workers[key] = ProducerWorker(self._context, self._views, plan.engine_id, peer, rank)
         return self._workers[key]
 
