@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -113,6 +114,29 @@ def failures(side: Any, op: str) -> dict[str, int]:
 def failures_of(engine: FakeEngine, op: str) -> dict[str, int]:
     """What has failed at the worker side of a fake engine, which takes its figures in each step."""
     return dict((engine.figures() or {"failures": {}})["failures"].get(op, {}))
+
+
+# -- references ----------------------------------------------------------------------------------------
+
+Place = tuple[Any, ...]
+"""The keys and numbers that lead to a value inside of others."""
+
+
+def leaves(value: Any, path: Place = ()) -> list[Place]:
+    """The places of all values that are not containers, and of empty containers."""
+    each = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, inner in each for place in leaves(inner, (*path, key))] or [path]
+
+
+def at(params: Any, path: Place) -> Any:
+    return functools.reduce(lambda value, key: value[key], path, params)
+
+
+def put(params: Any, path: Place, value: Any) -> Any:
+    """Replace a value. Returns what was there."""
+    inner = at(params, path[:-1])
+    before, inner[path[-1]] = inner[path[-1]], value
+    return before
 
 
 # -- engines of several workers ------------------------------------------------------------------------

@@ -22,11 +22,16 @@ SIZES = [1, 2, 4]
 numbers = itertools.count()
 
 
-@pytest.mark.parametrize("theirs", SIZES)
-@pytest.mark.parametrize("ours", SIZES)
-@pytest.mark.parametrize(("axes", "num_heads"), [("KBTHD", 4), ("BHTKD", 2), ("BTD", 0)])
+@pytest.mark.parametrize(
+    ("axes", "num_heads", "theirs", "ours"),
+    [
+        *(("KBTHD", 4, theirs, ours) for theirs in SIZES for ours in SIZES),
+        *(("BHTKD", 2, *sizes) for sizes in [(1, 4), (4, 1), (2, 4), (4, 2), (4, 4)]),
+        *(("BTD", 0, *sizes) for sizes in [(1, 4), (4, 1), (2, 4)]),
+    ],
+)
 def test_every_worker_gets_its_heads_of_a_producer_of_another_size(
-    theirs: int, ours: int, axes: str, num_heads: int
+    axes: str, num_heads: int, theirs: int, ours: int
 ) -> None:
     """With as many heads as workers or more, with fewer, and with latent attention."""
     with pair(

@@ -8,7 +8,6 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ import pytest
 
 from kvplug.engine import RequestEnd
 from kvplug_testing.engine import FakeEngine, request_of
-from p2p_engines import PROMPT, failures, failures_of, loaded, pair, stored, until_named
+from p2p_engines import PROMPT, at, failures, failures_of, leaves, loaded, pair, put, stored, until_named
 
 REASONS = {
     "altered": {"forged", "identity", "refused"},
@@ -26,27 +25,6 @@ REASONS = {
     "expired": {"expired"},
     "replayed": {"gone"},
 }
-
-
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    each = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = [place for key, inner in each for place in leaves(inner, (*path, key))]
-    yield from found or [path]
-
-
-def put(params: dict[str, Any], path: tuple[Any, ...], value: Any) -> Any:
-    """Returns what was there."""
-    at: Any = params
-    for key in path[:-1]:
-        at = at[key]
-    before, at[path[-1]] = at[path[-1]], value
-    return before
-
-
-def at(params: dict[str, Any], path: tuple[Any, ...]) -> Any:
-    for key in path:
-        params = params[key]
-    return params
 
 
 def made(chance: random.Random, kind: str, good: Any, other: Any, dialled: list[str]) -> dict[str, Any]:
@@ -63,7 +41,7 @@ def made(chance: random.Random, kind: str, good: Any, other: Any, dialled: list[
         places = [place for place in leaves(other) if at(params, place) != at(other, place)]
         put(params, place := chance.choice(places), at(other, place))
     elif kind == "altered":
-        place = chance.choice([*leaves(params)])
+        place = chance.choice(leaves(params))
         value = at(params, place)
         near: list[Any] = [None, [], {}, "", 0, -1, 1 << 62, 1.5, float("nan"), chance.choice(dialled)]
         near += [value + 1, -value - 1] if type(value) is int else [f"{value}0", str(value)[1:]]

@@ -16,6 +16,7 @@ from kvplug_p2p.sharing import head_ranges, heads_of, unit_of, units
 from kvplug_p2p.views import CacheViews, hash_rows
 from kvplug_testing.engine import PagedCache
 from kvplug_testing.engine.cache import AXES
+from p2p_engines import leaves, put
 
 SIZES = [1, 2, 3, 4, 8]
 KEY = b"k" * 32
@@ -111,21 +112,6 @@ references = st.builds(
 )
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The places of all values that are not containers, and of empty containers."""
-    each = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place for key, inner in each for place in leaves(inner, (*path, key))] or [path]
-
-
-def replaced(params: dict[str, Any], path: tuple[Any, ...], other: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(params)
-    at: Any = changed
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = other
-    return changed
-
-
 _plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
@@ -143,10 +129,8 @@ def test_what_was_signed_is_read_again_and_any_change_of_it_is_refused(
     assert verified(to_text(params), b"x" * 32) is None
     del params["remote_added_by_a_proxy"]
     path = data.draw(st.sampled_from(leaves(params)))
-    original: Any = params
-    for key in path:
-        original = original[key]
-    changed = replaced(params, path, other)
+    changed = copy.deepcopy(params)
+    original = put(changed, path, other)
     if json.dumps(other) != json.dumps(original):
         try:
             assert verified(to_text(changed), KEY) is None, f"{path} is {other!r} instead of {original!r}"
