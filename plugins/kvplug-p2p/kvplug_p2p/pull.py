@@ -370,12 +370,13 @@ class ProducerWorker:
                 for number_of, (views, rows) in enumerate(found):
                     layers = _Layers(views, rows, checksum, hashes[number_of] if hashes else ())
                     if is_last and len(plan.ours) == 1:
-                        layers.on_right = lambda layer: pull.come(part, layer + 1)
+                        # All but the last, with which the pull is done: its figures come before that.
+                        layers.on_right = lambda layer: pull.come(part, min(layer + 1, pull.num_layers - 1))
                     pipe.recv_blocks(
                         views, rows, on_layer=None if stream else layers.arrived, timeout=stall_s
                     )
                     pull.nbytes += views.rows.row_bytes * len(rows) * len(views)
-                    if layers.is_wrong:
+                    if stream is None and layers.num_right < len(views):
                         raise IntegrityError(f"KV of request {plan.request_id} was corrupted on its way")
                 if stream is not None:
                     DeviceMark(self._views.device).wait()
@@ -428,14 +429,18 @@ class _Layers:
         self._views, self._rows, self._checksum, self._hashes = views, rows, checksum, hashes
         self.on_right: Callable[[int], None] = lambda layer: None
         """Called with each layer, as long as all are right."""
-        self.is_wrong = False
+        self.num_right = 0
+        """Counts the layers before the first one that is wrong, or could not be verified."""
 
     def arrived(self, layer: int) -> None:
-        if self._checksum is not None and not self.is_wrong:
+        if self.num_right < layer:
+            return
+        if self._checksum is not None:
             found = hash_of(self._checksum, hash_rows(self._checksum, self._views, layer, self._rows))
-            self.is_wrong = found != self._hashes[layer]
-        if not self.is_wrong:
-            self.on_right(layer)
+            if found != self._hashes[layer]:
+                return
+        self.num_right = layer + 1
+        self.on_right(layer)
 
 
 def _hashes_in(answer: Mapping[str, Any], found: Sequence[tuple[BlockViews, list[int]]]) -> list[list[bytes]]:
