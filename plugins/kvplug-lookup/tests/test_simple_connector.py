@@ -15,7 +15,7 @@ import pytest
 from kvplug import Config, ConfigError, HandshakeError, TimeoutError
 from kvplug.engine import CacheGroup, KVCacheConfig, Parallelism
 from kvplug_lookup.buffer.store import SimpleStore
-from kvplug_testing import waits
+from kvplug_testing import simulated, waits
 from kvplug_testing.engine import MODEL, FakeEngine, request_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -162,6 +162,21 @@ def _refused(side: Any) -> bool:
     except HandshakeError as e:
         return "base=1e6" in str(e)
     return False
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_kv_in_caches_on_a_device_arrives_over_a_pipe_of_the_device(
+    engine: Make, seed: int, is_alone: bool
+) -> None:
+    """The simulated device runs what is queued on it late."""
+    given: dict[str, Any] = {"device": "simulated", "transport": "memory", "build": {"device": "simulated"}}
+    with simulated.seeded(seed):
+        prefill = engine("both" if is_alone else "producer", **given)
+        decode = prefill if is_alone else engine("consumer", **given)
+        for number, tokens in enumerate(prompts(3)):
+            prefill.free_blocks += prefill.prefill(request_of(f"p{number}", tokens))
+            assert loaded(decode, tokens) == 96
 
 
 @pytest.mark.parametrize(
