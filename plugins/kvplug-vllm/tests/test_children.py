@@ -67,3 +67,15 @@ def test_children_of_a_multi_connector_save_and_load_each_on_its_own_port(start,
         line = kv_transfer_line(decode)
     assert "KvplugConnector={" in line
     assert "'load count': 3" in line
+
+
+def test_connector_simple_hands_whole_prompts_over(start, free_port, prompts, alone):
+    port = free_port()
+    producer = transfer_config("kv_producer", port, connector="simple")
+    consumer = transfer_config("kv_consumer", port, connector="simple", kv_load_failure_policy="recompute")
+    with start(producer, **SMALL) as prefill, start(consumer, **SMALL) as decode:
+        for length in (300, 1500):
+            assert prefill.one(prompts[length], max_tokens=1).tokens == alone[length][:1]
+            prefill.one(prompts[length][:4], max_tokens=1)  # the step that saves: it has no loop of its own
+            answer = decode.one(prompts[length])
+            assert (answer.tokens, answer.num_cached) == (alone[length], (length - 1) // 32 * 32)
