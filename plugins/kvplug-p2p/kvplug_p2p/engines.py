@@ -13,7 +13,14 @@ import attrs
 
 from kvplug import ClosedError, HandshakeError, KvplugError, ResourceExhaustedError, TimeoutError
 from kvplug.engine import ConnectorContext, Engine, PeerLink, Role, reason_of
-from kvplug.transport import BackgroundThread, Deadline, WireError, close_after_fork, exhaustion_of
+from kvplug.transport import (
+    BackgroundThread,
+    Deadline,
+    NamedExhaustion,
+    WireError,
+    close_after_fork,
+    exhaustion_of,
+)
 from kvplug_p2p.lender import ASK
 from kvplug_p2p.reference import Reference
 
@@ -163,7 +170,8 @@ class ProducerEngine:
         self._claims: dict[str, Claim] = {}
         self._closed = False
         close_after_fork(self)
-        self._workers[0].start()
+        with NamedExhaustion(f"connecting to {name}"):
+            self._workers[0].start()
 
     def _after_fork_in_child(self) -> None:
         self._lock = threading.RLock()

@@ -445,7 +445,8 @@ class Lender:
                 found, rows = views.of(group, size, 0, views.num_heads(group), blocks)
                 for layer in range(0 if hold.is_over else len(found)):
                     made[group, layer] = hash_rows(name, found, layer, rows)
-            hold.hashes = made
+            if not hold.is_over:  # or some are missing
+                hold.hashes = made
 
     def _hashes(
         self,

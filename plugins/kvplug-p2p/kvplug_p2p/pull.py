@@ -26,6 +26,7 @@ from kvplug.transport import (
     BlockViews,
     Deadline,
     DeviceMark,
+    NamedExhaustion,
     Pipe,
     WireError,
     acquire_stream,
@@ -163,7 +164,8 @@ class ProducerWorker:
         self.route = ""
         """How KV comes from it, for people."""
         self._thread = BackgroundThread(self._run, name="kvplug-p2p-pull", stop=self.end)
-        self._thread.start()
+        with NamedExhaustion(f"pulling from worker {rank} of a producer"):
+            self._thread.start()
         close_after_fork(self)
 
     def _after_fork_in_child(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import Config, KvplugError
+from kvplug import Config, KvplugError, ResourceExhaustedError
 from kvplug.engine import (
     NO_BLOCK,
     BlockIds,
@@ -23,6 +23,7 @@ from kvplug.engine import (
     SchedulerConnector,
     SchedulerOutput,
     WorkerOutput,
+    reason_of,
 )
 from kvplug.transport import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug_p2p.engines import Claim, ProducerEngines
@@ -172,7 +173,10 @@ class P2PScheduler(SchedulerConnector):
             request.extra, request.token_ids[:count]
         ):
             return self._miss(tracked, "identity")
-        engine = self._engines.find(reference)
+        try:
+            engine = self._engines.find(reference)
+        except ResourceExhaustedError as e:
+            return self._miss(tracked, reason_of(e))
         if engine is None or not engine.is_up:
             may_come = engine is not None or self._engines.may_come(reference)
             if may_come and not tracked.waits_until.expired:
