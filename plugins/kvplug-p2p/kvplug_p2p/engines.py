@@ -236,6 +236,11 @@ class ProducerEngine:
         return self.link is None and (not self._workers or self._workers[0].error is not None)
 
     @property
+    def has_refused(self) -> bool:
+        """Whether the latest handshake with one of its workers has failed."""
+        return any(isinstance(worker.error, HandshakeError) for worker in self._workers)
+
+    @property
     def is_up(self) -> bool:
         """Whether all workers are reached."""
         workers = self._workers
@@ -397,9 +402,9 @@ class ProducerEngines:
         return any(not each.engine_id and not each.has_failed for each in self.all())
 
     @property
-    def are_up(self) -> bool:
-        """Whether every one that is known is reached."""
-        return all(each.is_up for each in self.all())
+    def have_answered(self) -> bool:
+        """Whether every one that is known is reached, or refuses this engine."""
+        return all(each.is_up or each.has_refused for each in self.all())
 
     def wait_until_up(self, deadline: Deadline) -> None:
         """Raises what :meth:`ProducerEngine.wait_until_up` and ``Members.wait_until_known`` raise."""

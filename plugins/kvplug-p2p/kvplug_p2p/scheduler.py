@@ -89,6 +89,8 @@ class P2PScheduler(SchedulerConnector):
         self._ended: Counter[str] = Counter()
         """How many workers have ended the pulls of a claim."""
         self._pulled: dict[str, Claim] = {}
+        self._foreign: set[tuple[str, str]] = set()
+        """Starts of producers whose blocks a worker here has refused: only workers know their kernels."""
         self._heard = -1
         self._engines: ProducerEngines | None = None
         if role in (Role.CONSUMER, Role.BOTH):
@@ -173,6 +175,8 @@ class P2PScheduler(SchedulerConnector):
             request.extra, request.token_ids[:count]
         ):
             return self._miss(tracked, "identity")
+        if (reference.engine_id, reference.epoch) in self._foreign:
+            return self._miss(tracked, "refused")
         try:
             engine = self._engines.find(reference)
         except ResourceExhaustedError as e:
@@ -181,7 +185,7 @@ class P2PScheduler(SchedulerConnector):
             may_come = engine is not None or self._engines.may_come(reference)
             if may_come and not tracked.waits_until.expired:
                 return None, False
-            unknown = "refused" if self._engines.are_up else "peer_gone"
+            unknown = "refused" if self._engines.have_answered else "peer_gone"
             return self._miss(tracked, "timeout" if may_come else unknown)
         key = f"{self._epoch} {next(self._numbers)}"
         tracked.claim = Claim(
@@ -203,10 +207,16 @@ class P2PScheduler(SchedulerConnector):
             claim.engine.release(claim)
 
     def _end_of(self, tracked: _Tracked, reference: Reference) -> int:
-        """How many tokens from the first on may be pulled: whole blocks, and not the last token."""
+        """How many tokens from the first on may be pulled: whole blocks, and not the last token.
+
+        With sliding windows also the tokens in the last block: the producer has freed what lies outside the
+        window of its last token, and the window of an earlier token may begin in a block before.
+        """
         size = self._block_size
         unit = min(size, reference.block_size)
-        usable = min(reference.num_tokens, len(tracked.request.token_ids) - 1) // size * size
+        usable = min(reference.num_tokens, len(tracked.request.token_ids) - 1)
+        if not any(self._windows):
+            usable = usable // size * size
         if tracked.num_computed % unit or max(size, reference.block_size) % unit:
             return 0
         if len(reference.block_ids) != len(self._windows):
@@ -351,6 +361,9 @@ class P2PScheduler(SchedulerConnector):
         for part in output.worker_metadata:
             assert isinstance(part, Mapping)
             self._heard = max(self._heard, part["step"])
+            for key in part["refused"]:
+                if (claim := self._pulled.get(key)) is not None:
+                    self._foreign.add((claim.reference.engine_id, claim.reference.epoch))
             for key in part["ended"]:
                 self._ended[key] += 1
                 if self._ended[key] == self._context.parallelism.num_workers:

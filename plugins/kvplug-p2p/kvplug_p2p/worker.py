@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from kvplug import ClosedError, UnsupportedError
+from kvplug import ClosedError, HandshakeError, UnsupportedError
 from kvplug.engine import (
     NO_BLOCK,
     ConnectorContext,
@@ -58,6 +58,8 @@ class P2PWorker(WorkerConnector):
         self._failed_blocks: set[int] = set()
         self._ended: list[str] = []
         """Claims whose pulls have ended."""
+        self._refused: list[str] = []
+        """Those of them whose producer's worker this one can never pull from."""
         self._suspect: dict[int, int] = {}
         """Blocks that a failed pull was to fill, each with the step. Requests that have them are not handed
         off before the scheduler side knows of it."""
@@ -267,6 +269,8 @@ class P2PWorker(WorkerConnector):
         blocks = {block for table in plan.ours for block in table[first:last]} - {NO_BLOCK}
         self._failed_blocks |= blocks
         self._suspect |= dict.fromkeys(blocks, self._plan.step)
+        if isinstance(pull.error, HandshakeError):
+            self._refused.append(plan.claim)
         reason = reason_of(pull.error)
         stats.fail("load", reason)
         if reason not in self._logged and not isinstance(pull.error, ClosedError):
@@ -296,7 +300,8 @@ class P2PWorker(WorkerConnector):
         if not self._ended and not self._suspect:
             return None
         ended, self._ended = self._ended, []
-        return {"step": self._plan.step, "ended": ended}
+        refused, self._refused = self._refused, []
+        return {"step": self._plan.step, "ended": ended, "refused": refused}
 
     def get_stats(self) -> Mapping[str, Any] | None:
         return self._context.stats.take()

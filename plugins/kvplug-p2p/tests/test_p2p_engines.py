@@ -14,7 +14,7 @@ from kvplug.engine import NO_BLOCK, CacheGroup, KVCacheConfig, RequestEnd, Worke
 from kvplug_testing import waits
 from kvplug_testing.contract.connector.suite import KV_OF_A_TOKEN
 from kvplug_testing.engine import MODEL, FakeEngine, layout_of, request_of
-from p2p_engines import PROMPT, Sharded, config, failures, loaded, pair, stored, until_named
+from p2p_engines import PROMPT, Sharded, an_address, config, failures, loaded, pair, stored, until_named
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -113,21 +113,24 @@ def lend(prefill: FakeEngine, tables: Any) -> dict[str, Any]:
     return params
 
 
-def pulled(decode: FakeEngine, tables: Any, params: dict[str, Any]) -> tuple[Any, WorkerOutput]:
-    """Load the first 96 tokens of the prompt. Blocks that ``tables`` have not are absent here, too."""
+def pulled(
+    decode: FakeEngine, tables: Any, params: dict[str, Any], count: int = 96
+) -> tuple[Any, WorkerOutput]:
+    """Load the first tokens of the prompt. Blocks that ``tables`` have not are absent here, too."""
     prompt = request_of("a", PROMPT, params=params)
-    assert decode.matched(prompt) == (96, False)
+    assert decode.matched(prompt) == (count, False)
     ours = tuple(
         tuple(block if block == NO_BLOCK else decode.allocate(1)[0] for block in table) for table in tables
     )
-    decode.scheduler.update_state_after_alloc(prompt, ours, 96)
+    decode.scheduler.update_state_after_alloc(prompt, ours, count)
     report = decode.step([])
     decode.step([])
     return ours, report
 
 
-GROUPS = (((0, 2), 40), ((1, 3), None))
-"""Layers, and how many tokens they attend to: after 96 tokens those from 57 on, which block 3 begins with."""
+GROUPS = (((0, 2), 36), ((1, 3), None))
+"""Layers, and how many tokens they attend to: after 100 tokens those from 65 on, so that a producer has freed
+four blocks. After 96 tokens they attend to the fourth."""
 ABSENT = (NO_BLOCK,)
 
 
@@ -144,28 +147,28 @@ def grouped() -> KVCacheConfig:
 
 def test_layers_with_a_window_need_its_blocks_only() -> None:
     with pair(cache=grouped(), num_layers=4) as (prefill, decode):
-        tables = (3 * ABSENT + prefill.allocate(64), prefill.allocate(112))
+        tables = (4 * ABSENT + prefill.allocate(48), prefill.allocate(112))
         for table, (layers, _) in zip(tables, GROUPS, strict=True):
             start = 16 * table.count(NO_BLOCK)
             for layer in layers:
                 values = prefill.cache.expected(PROMPT, start, 100, layer)
                 prefill.cache.write(layer, prefill.cache.at(table, start, 100), values)
         params = lend(prefill, tables)
-        ours, report = pulled(decode, tables, params)
+        ours, report = pulled(decode, tables, params, 99)
         assert not report.invalid_block_ids
         for table, (layers, _) in zip(ours, GROUPS, strict=True):
             wrong = [
-                decode.cache.wrong_in(at, PROMPT, table, 16 * table.count(NO_BLOCK), 96) for at in layers
+                decode.cache.wrong_in(at, PROMPT, table, 16 * table.count(NO_BLOCK), 99) for at in layers
             ]
             assert not any(wrong)
         load = decode.figures()["ops"]["load"]
-        assert load["bytes"] == (96 + 48) * KV_OF_A_TOKEN // 3 * 2
+        assert load["bytes"] == (112 + 48) * KV_OF_A_TOKEN // 3 * 2
         until_named(prefill, "stored")
 
 
 def test_a_window_whose_blocks_were_freed_is_a_miss() -> None:
     with pair(cache=grouped(), num_layers=4) as (prefill, decode):
-        params = lend(prefill, (4 * ABSENT + prefill.allocate(48), prefill.allocate(112)))
+        params = lend(prefill, (5 * ABSENT + prefill.allocate(32), prefill.allocate(112)))
         assert decode.matched(request_of("a", PROMPT, params=params)) == (0, False)
 
 
@@ -173,11 +176,35 @@ def test_a_block_that_only_the_consumer_has_is_reported() -> None:
     """Its engine would take what is in it for the KV of these tokens."""
     with pair(cache=grouped(), num_layers=4) as (prefill, decode):
         full = prefill.allocate(112)
-        params = lend(prefill, (3 * ABSENT + prefill.allocate(64), full))
-        ours, report = pulled(decode, (full, full), params)
-        assert {*ours[0][:6], *ours[1][:6]} == report.invalid_block_ids
+        params = lend(prefill, (4 * ABSENT + prefill.allocate(48), full))
+        ours, report = pulled(decode, (full, full), params, 99)
+        assert {*ours[0], *ours[1]} == report.invalid_block_ids
         assert failures(decode.worker, "load") or decode.figures()["failures"]["load"]
         until_named(prefill, "stored")
+
+
+def test_after_a_worker_has_refused_the_producers_blocks_nothing_more_is_promised() -> None:
+    """The scheduler sides know no kernel, and agree. By some policies every request would fail."""
+
+    def cache_of(kernel: str) -> dict[str, Any]:
+        layout = attrs.evolve(layout_of("KBTHD", 16, 64), block_format=kernel)
+        group = CacheGroup(layer_names=tuple(f"layers.{number}" for number in range(3)), layout=layout)
+        return {"cache": KVCacheConfig(groups=(group,), num_blocks=64)}
+
+    with pair(is_met=False, producer=cache_of("one"), consumer=cache_of("other")) as (prefill, decode):
+        assert loaded(decode, request_of("a", PROMPT, params=stored(prefill))) == 0
+        assert decode.figures()["failures"]["load"] == {"refused": 1}
+        assert decode.matched(request_of("b", PROMPT, params=stored(prefill, "again"))) == (0, False)
+        assert failures(decode.scheduler, "match") == {"refused": 1}
+
+
+def test_a_producer_that_refuses_this_engine_is_counted_as_such() -> None:
+    host = an_address()
+    ours = attrs.evolve(MODEL, weights="others")
+    consumer = config("consumer", host=an_address("decode"), peers=[f"{host}-0"])
+    with FakeEngine(config("producer", host=host)) as prefill, FakeEngine(consumer, model=ours) as decode:
+        assert decode.matched(request_of("a", PROMPT, params=stored(prefill))) == (0, False)
+        assert failures(decode.scheduler, "match") == {"refused": 1}
 
 
 def test_a_pull_for_which_there_is_no_thread_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
