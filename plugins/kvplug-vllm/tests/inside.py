@@ -48,15 +48,25 @@ def _asked(prompt: list[int], salt: str | None) -> Any:
 
 
 def generate(
-    llm: Any, prompts: list[list[int]], max_tokens: int, salt: str | None = None, **more: Any
+    llm: Any,
+    prompts: list[list[int]],
+    max_tokens: int,
+    salt: str | None = None,
+    params: dict[str, Any] | None = None,
+    **more: Any,
 ) -> list[Any]:
-    """Tokens, number of cached tokens, and finish reason of each."""
+    """Tokens, number of cached tokens, finish reason, and kv_transfer_params of each."""
     from vllm import SamplingParams
 
+    if params is not None:
+        more["extra_args"] = {"kv_transfer_params": params}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, **more)
     outputs = llm.generate([_asked(prompt, salt) for prompt in prompts], sampling, use_tqdm=False)
     found = [(output, output.outputs[0]) for output in outputs]
-    return [[list(one.token_ids), output.num_cached_tokens or 0, one.finish_reason] for output, one in found]
+    return [
+        [list(one.token_ids), output.num_cached_tokens or 0, one.finish_reason, output.kv_transfer_params]
+        for output, one in found
+    ]
 
 
 _numbers = itertools.count()

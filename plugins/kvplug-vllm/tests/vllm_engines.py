@@ -49,6 +49,8 @@ class Answer:
     tokens: tuple[int, ...]
     num_cached: int
     finish_reason: str
+    params: Mapping[str, Any] | None = None
+    """Its kv_transfer_params."""
 
 
 class Engine:
@@ -70,7 +72,8 @@ class Engine:
         timeout: float = 300.0,
         **more: Any,
     ) -> list[Answer]:
-        """Greedy. ``more`` goes to ``SamplingParams``, but for ``salt``, which goes to the prompts."""
+        """Greedy. ``more`` goes to ``SamplingParams``, but for ``salt``, which goes to the prompts, and
+        ``params``, the kv_transfer_params."""
         asked = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, **more}
         answers = self.ask("generate", timeout=timeout, **asked)
         return [Answer(tuple(tokens), *rest) for tokens, *rest in answers]
