@@ -86,7 +86,7 @@ class P2PWorker(WorkerConnector):
     @property
     def link(self) -> PeerLink | None:
         """What was agreed on with a producer's worker that is connected."""
-        return next((worker.link for worker in self._workers.values() if worker.link is not None), None)
+        return next((worker.link for worker in list(self._workers.values()) if worker.link is not None), None)
 
     # -- at start and at the end ---------------------------------------------------------------
 
@@ -123,11 +123,12 @@ class P2PWorker(WorkerConnector):
         for pull in list(self._pulls.values()):
             pull.fail(closing)
         self._context.peers.close()
-        for worker in self._workers.values():
+        workers = list(self._workers.values())
+        for worker in workers:
             worker.end()
         if self._lender is not None:
             self._lender.close()
-        for worker in self._workers.values():
+        for worker in workers:
             worker.close()
         self._context.close()
 
@@ -212,10 +213,7 @@ class P2PWorker(WorkerConnector):
         return {stage * their_size + heads.rank: heads for heads in ranges}
 
     def _worker_of(self, plan: PullPlan, rank: int) -> ProducerWorker:
-        now = time.monotonic()
-        for key, idle in list(self._workers.items()):
-            if idle.has_ended or now - idle.last_used > _IDLE_S:
-                self._workers.pop(key).end()
+        self._drop_idle()
         key = plan.engine_id, rank
         peer = plan.peer if plan.peer is None or isinstance(plan.peer, str) else dict(plan.peer)
         if key in self._workers and self._workers[key].peer != peer:  # started again elsewhere
@@ -224,6 +222,13 @@ class P2PWorker(WorkerConnector):
             assert self._views is not None
             self._workers[key] = ProducerWorker(self._context, self._views, plan.engine_id, peer, rank)
         return self._workers[key]
+
+    def _drop_idle(self) -> None:
+        """Forget connections whose producer has left, and end those that are not used any more."""
+        now = time.monotonic()
+        for key, worker in list(self._workers.items()):
+            if worker.has_ended or now - worker.last_used > _IDLE_S:
+                self._workers.pop(key).end()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         for pull in self._pulls_in_step():
@@ -288,6 +293,7 @@ class P2PWorker(WorkerConnector):
             if pull.has_ended:
                 received.append(pull.request_id)
                 self._end(pull)
+        self._drop_idle()
         sent = frozenset() if self._lender is None else self._lender.take_ended()
         return sent, frozenset(received)
 

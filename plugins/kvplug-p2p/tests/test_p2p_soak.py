@@ -128,7 +128,8 @@ def mortal(fork_server: ForkServer) -> Iterator[Callable[..., Mortal]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("count", "deaths"), [(200, 0.015), pytest.param(10_000, 0.008, marks=pytest.mark.slow)]
+    ("count", "deaths"),
+    [pytest.param(1_000, 0.01, marks=pytest.mark.full), pytest.param(10_000, 0.008, marks=pytest.mark.slow)],
 )
 def test_no_block_is_lost_and_nothing_grows(count: int, deaths: float, mortal: Callable[..., Mortal]) -> None:
     chance, ends = random.Random(count), Counter[str]()
@@ -162,6 +163,7 @@ def test_no_block_is_lost_and_nothing_grows(count: int, deaths: float, mortal: C
             other_producer.die()
             other_consumer.die()
             waits.until(lambda: not prefill.lent or not prefill.step([]), what="the end of all leases")
+            decode.step([])
             assert len({*prefill.free_blocks}) == len({*decode.free_blocks}) == NUM_BLOCKS, "blocks are lost"
             assert prefill.worker.num_held == prefill.scheduler.num_held == 0
             return Footprint.taken()
