@@ -38,7 +38,7 @@ QUICK = not (slow or mutant or variant or full)
 # The kit judges one plugin of each kind; the environments `wheels` and `py313` have all, and the adapters and examples have their own.
 ELSEWHERE = $(patsubst %,plugins/kvplug-%_contract.py,cuda-ipc/tests/test_cuda_ipc etcd/tests/test_etcd fs/tests/test_fs \
 	lookup/tests/test_simple_connector \
-	mooncake/tests/test_mooncake nixl/tests/test_nixl_pipe nixl/tests/test_nixl_store pynccl/tests/test_pynccl_communicator \
+	mooncake/tests/test_mooncake nixl/tests/test_nixl_pipe nixl/tests/test_nixl_store p2p/tests/test_p2p pynccl/tests/test_pynccl_communicator \
 	pynccl/tests/test_pynccl_pipe redis/tests/test_redis shm/tests/test_shm_pipe shm/tests/test_shm_remote) \
 	plugins/kvplug-testing/tests/test_memory_store.py \
 	plugins/kvplug-vllm plugins/kvplug-lmcache plugins/kvplug-sglang $(EXAMPLES:%=docs/examples/%)
