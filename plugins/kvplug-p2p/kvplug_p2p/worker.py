@@ -265,7 +265,7 @@ class P2PWorker(WorkerConnector):
             seconds = time.perf_counter() - pull.began
             stats.record("load", pull.nbytes, seconds, tokens=plan.end - plan.start)
             routes = {part.worker.route for part in pull.parts}
-            self.last_route = f"{plan.engine_id}: {', '.join(sorted(routes))}"
+            self.last_route = f"the blocks of {plan.engine_id}: {', '.join(sorted(routes))}"
             return
         if not pull.wait_settled(self._context.options.stall_timeout_s):
             self._unsettled.append(pull)
