@@ -85,7 +85,7 @@ def _steps(config: Config, resolved: ResolvedConfig) -> Iterator[Step]:
     if not faults:
         yield from _transports(config, resolved, connector)
         yield from _between_workers(resolved)
-    yield _integrity(config)
+    yield _integrity(config, connector)
     yield from _sinks(config)
     yield _times(config)
 
@@ -314,8 +314,11 @@ def _of_one_end(reason: str) -> str:
     return "; ".join(part for part in parts if not part.startswith("cannot work at the peer"))
 
 
-def _integrity(config: Config) -> Step:
+def _integrity(config: Config, connector: ConnectorSpec | None) -> Step:
     offered = checksums_of(config)
+    if connector is not None and not connector.hashes_on_devices and not config.device.startswith("cpu"):
+        text = f"{connector.name} does not hash KV on {config.device}: corruption on its way is not noticed"
+        return Step(topic="integrity", verdict="note", text=text)
     if not offered:
         text = "off: corrupted KV is not noticed, and gives wrong answers"
         return Step(topic="integrity", verdict="note", text=text)

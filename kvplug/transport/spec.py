@@ -321,6 +321,8 @@ class ConnectorSpec(_Spec):
     splits_heads: bool = False
     """It moves KV between engines that split the heads over different numbers of workers: each worker
     connects to those workers of the peer engine that have its heads."""
+    hashes_on_devices: bool = True
+    """Where ``integrity`` is on, KV is hashed also if the caches are on a device."""
     uses_lookup_buffer: bool = False
     """It keeps KV in the lookup buffer that the config names. With any other connector, a config that names
     one is refused."""

@@ -55,6 +55,17 @@ def test_a_connector_that_uses_a_lookup_buffer_says_which_and_no_store(site: Any
     assert f" {holds}: KV entries" in steps["lookup_buffer"][0]["text"]
 
 
+def test_a_connector_that_hashes_nothing_on_a_device_is_said_not_to_notice_corruption(site: Any) -> None:
+    given = ["connector=p2p", "role=consumer", "host=unix:@x"]
+    _, on_cpu = explained(site, *given)
+    _, on_gpu = explained(site, *given, "device=cuda")
+    assert on_cpu["integrity"][0]["verdict"] == "ok"
+    assert (on_gpu["integrity"][0]["verdict"], "not noticed" in on_gpu["integrity"][0]["text"]) == (
+        "note",
+        True,
+    )
+
+
 def test_the_doctor_opens_no_store_of_a_connector_that_uses_none() -> None:
     config = Config(connector="simple", role=Role.PRODUCER, stores=("host",))
     assert not [*of_stores(ResolvedConfig(config, Registry.from_env()), Deadline.after(10), write=True)]

@@ -33,7 +33,7 @@ class P2POptions:
         default=5.0,
         unit="seconds",
         above=0,
-        help="A pull of which nothing has come for so long has failed. Much less than timeout_s: with"
+        help="A pull that has received nothing for so long has failed. Much less than timeout_s: with"
         " async_load = false the engine's step waits for it.",
     )
     allowed: tuple[str, ...] = option(

@@ -17,6 +17,7 @@ def kvplug_connectors() -> list[ConnectorSpec]:
             worker_factory="kvplug_p2p.worker:P2PWorker",
             options="kvplug_p2p.options:P2POptions",
             splits_heads=True,
+            hashes_on_devices=False,
             summary="A decode engine pulls a prompt's KV out of the blocks of the engine that computed it",
         )
     ]

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import attrs
 
-from kvplug import Config, KvplugError, ResourceExhaustedError
+from kvplug import Config, ConfigError, KvplugError, ResourceExhaustedError
 from kvplug.engine import (
     NO_BLOCK,
     BlockIds,
@@ -71,6 +71,11 @@ class P2PScheduler(SchedulerConnector):
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
         self._options: P2POptions = context.options
+        if context.config.integrity not in ("auto", "off") and not context.config.device.startswith("cpu"):
+            raise ConfigError(
+                f"integrity: {context.config.integrity!r} was given, and connector 'p2p' does not hash KV on"
+                f" {context.config.device}; set it to 'auto' or 'off', or use connector 'lookup'"
+            )
         role = context.config.role
         self._produces = role in (Role.PRODUCER, Role.BOTH)
         self._is_producer = role is Role.PRODUCER

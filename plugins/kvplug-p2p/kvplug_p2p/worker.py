@@ -63,6 +63,7 @@ class P2PWorker(WorkerConnector):
         self._suspect: dict[int, int] = {}
         """Blocks that a failed pull was to fill, each with the step. Requests that have them are not handed
         off before the scheduler side knows of it."""
+        self._is_shut_down = False
         self._unsettled: list[Pull] = []
         self._logged: set[str] = set()
         self.last_route = ""
@@ -117,6 +118,7 @@ class P2PWorker(WorkerConnector):
                     first.end()
 
     def shutdown(self) -> None:
+        self._is_shut_down = True
         closing = ClosedError("the connector was shut down")
         if self._context.members is not None:
             self._context.members.close()
@@ -221,7 +223,10 @@ class P2PWorker(WorkerConnector):
         if key not in self._workers:
             assert self._views is not None
             self._workers[key] = ProducerWorker(self._context, self._views, plan.engine_id, peer, rank)
-        return self._workers[key]
+        worker = self._workers[key]
+        if self._is_shut_down:  # by another thread, perhaps before it knew this one
+            worker.end()
+        return worker
 
     def _drop_idle(self) -> None:
         """Forget connections whose producer has left, and end those that are not used any more."""

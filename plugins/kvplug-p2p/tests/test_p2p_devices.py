@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplug import Config, build_connector
+from kvplug import Config, ConfigError, build_connector
 from kvplug.net import streams
 from kvplug_lab.gpu import pipes
 from kvplug_testing import waits
@@ -67,3 +67,17 @@ def test_kv_crosses_the_pipe_of_the_device_once_and_no_other_memory(
         }
         assert moved == {"send": KV_BYTES, "recv": KV_BYTES}
         assert not staged, "memory of the host was taken for KV"
+
+
+def test_a_hash_that_is_asked_for_on_a_device_is_refused_at_start() -> None:
+    config = Config.from_dict(
+        {
+            "connector": "p2p",
+            "role": "producer",
+            "device": "simulated",
+            "integrity": "xxh3_64",
+            "host": "unix:@kvplug",
+        }
+    )
+    with pytest.raises(ConfigError, match="does not hash KV on simulated"):
+        FakeEngine(config)

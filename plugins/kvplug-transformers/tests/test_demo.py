@@ -225,6 +225,22 @@ def test_two_terminals_do_what_one_does(model, contact):
     assert (found["tokens_loaded"], found["identical"]) == (64, True)
 
 
+def test_two_terminals_with_a_connector_that_hands_out_references_are_refused(model):
+    done = run(
+        "prefill",
+        "--model",
+        model,
+        "--prompt",
+        words(70),
+        "--connector",
+        "p2p",
+        "--listen",
+        "unix:@kvplug-two",
+    )
+    assert done.returncode == 1
+    assert "use `kvplug demo --connector p2p`" in " ".join(done.stderr.split())
+
+
 def test_two_models_are_refused_with_what_differs(tiny, contact):
     other = str(tiny("other", num_hidden_layers=2))
     done = run("decode", "--model", other, "--prompt", words(70), "--connect", contact)

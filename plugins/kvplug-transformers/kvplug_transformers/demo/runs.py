@@ -232,7 +232,12 @@ def run_prefill(
         (opened,) = session.wait_for((PREFILL, "opened"))
         display.serving(opened["contact"], settings.tensor_parallel[0])
         session.send(PREFILL, "prefill", ids=ids)
-        session.wait_for((PREFILL, "prefilled"))
+        (prefilled,) = session.wait_for((PREFILL, "prefilled"))
+        if prefilled["params"] is not None:
+            raise DemoError(
+                f"connector {config.connector!r} hands KV over by a reference, which the second terminal does"
+                f" not get: use `kvplug demo --connector {config.connector}`"
+            )
         display.note("the KV cache is ready; Ctrl-C ends this")
         session.wait_for_end(PREFILL)
         raise WorkerLostError(PREFILL, session.lost[PREFILL])
