@@ -39,7 +39,7 @@ from kvplug.transport import (
     release_stream,
 )
 from kvplug_p2p.reference import Reference, verified
-from kvplug_p2p.views import CacheViews, hash_of, hash_rows
+from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, hash_of, hash_rows
 
 _log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class Hold:
     began: float
     claims: set[Claim] = attrs.field(factory=set)
     """Who has asked for them, and has not released them."""
-    hashes: dict[tuple[int, int], list[bytes]] | None = None
-    """By group and layer the hash of each of its blocks, once they are computed."""
+    hashes: dict[tuple[int, int], dict[tuple[int, ...], bytes]] | None = None
+    """By group and layer the hashes of its blocks, as of :func:`hash_rows`, once they are computed."""
     num_sending: int = 0
     is_over: bool = False
     """Nothing of it is sent any more; the engine gets its blocks back once nothing is being sent."""
@@ -438,7 +438,7 @@ class Lender:
         while (hold := self._unhashed.get()) is not None:
             views, name = self._views, self._checksum
             assert views is not None and name is not None
-            made: dict[tuple[int, int], list[bytes]] = {}
+            made: dict[tuple[int, int], dict[tuple[int, ...], bytes]] = {}
             for group, table in enumerate(hold.block_ids):
                 size = self._context.cache.groups[group].block_size
                 blocks = [block for block in table if block != NO_BLOCK]
@@ -457,16 +457,24 @@ class Lender:
         numbers: Sequence[int],
         found: BlockViews,
         rows: Sequence[int],
-    ) -> list[bytes]:
-        """Of each layer. ``what``: tokens in a unit, the first head, and how many."""
-        size, known = self._context.cache.groups[group].block_size, hold.hashes
-        assert self._views is not None
-        if known is None or name != self._checksum or what != (size, 0, self._views.num_heads(group)):
-            return [hash_of(name, hash_rows(name, found, layer, rows)) for layer in range(len(found))]
-        blocks = [block for block in hold.block_ids[group] if block != NO_BLOCK]
-        place = {block: at for at, block in enumerate(blocks)}
-        order = [place[number] for number in numbers]
-        return [hash_of(name, [known[group, layer][at] for at in order]) for layer in range(len(found))]
+    ) -> tuple[int, list[bytes]]:
+        """How many rows are hashed together first, and the hash of each layer.
+
+        ``what``: tokens in a unit, the first head, and how many.
+        """
+        views, first = self._views, HASHED_TOGETHER
+        assert views is not None
+        known = hold.hashes if name == self._checksum else None
+        if what != (self._context.cache.groups[group].block_size, 0, views.num_heads(group)):
+            known = None
+        if known is not None:  # where the request's own rows were divided
+            blocks = [block for block in hold.block_ids[group] if block != NO_BLOCK]
+            first -= blocks.index(numbers[0]) % HASHED_TOGETHER
+        hashes = []
+        for layer in range(len(found)):
+            of_rows = hash_rows(name, found, layer, rows, first, known[group, layer] if known else None)
+            hashes.append(hash_of(name, of_rows.values()))
+        return first, hashes
 
     # -- the end -------------------------------------------------------------------------------
 

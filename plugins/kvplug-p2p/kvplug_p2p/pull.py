@@ -36,7 +36,7 @@ from kvplug.transport import (
 from kvplug_p2p.lender import PIPE, PULL
 from kvplug_p2p.plan import PullPlan
 from kvplug_p2p.sharing import HeadRange, unit_of, units
-from kvplug_p2p.views import CacheViews, hash_of, hash_rows
+from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, hash_of, hash_rows
 
 _log = logging.getLogger(__name__)
 
@@ -370,7 +370,7 @@ class ProducerWorker:
                 else contextlib.nullcontext()
             ):
                 for number_of, (views, rows) in enumerate(found):
-                    layers = _Layers(views, rows, checksum, hashes[number_of] if hashes else ())
+                    layers = _Layers(views, rows, checksum, hashes[number_of] if hashes else (1, []))
                     if is_last and len(plan.ours) == 1:
                         # All but the last, with which the pull is done: its figures come before that.
                         layers.on_right = lambda layer: pull.come(part, min(layer + 1, pull.num_layers - 1))
@@ -426,9 +426,10 @@ class _Layers:
     """Verifies the layers of a message as they arrive."""
 
     def __init__(
-        self, views: BlockViews, rows: Sequence[int], checksum: str | None, hashes: Sequence[bytes]
+        self, views: BlockViews, rows: Sequence[int], checksum: str | None, hashes: tuple[int, list[bytes]]
     ) -> None:
-        self._views, self._rows, self._checksum, self._hashes = views, rows, checksum, hashes
+        self._views, self._rows, self._checksum = views, rows, checksum
+        self._first, self._hashes = hashes
         self.on_right: Callable[[int], None] = lambda layer: None
         """Called with each layer, as long as all are right."""
         self.num_right = 0
@@ -438,21 +439,28 @@ class _Layers:
         if self.num_right < layer:
             return
         if self._checksum is not None:
-            found = hash_of(self._checksum, hash_rows(self._checksum, self._views, layer, self._rows))
-            if found != self._hashes[layer]:
+            found = hash_rows(self._checksum, self._views, layer, self._rows, self._first)
+            if hash_of(self._checksum, found.values()) != self._hashes[layer]:
                 return
         self.num_right = layer + 1
         self.on_right(layer)
 
 
-def _hashes_in(answer: Mapping[str, Any], found: Sequence[tuple[BlockViews, list[int]]]) -> list[list[bytes]]:
-    """Of each message the hashes of its layers.
+def _hashes_in(
+    answer: Mapping[str, Any], found: Sequence[tuple[BlockViews, list[int]]]
+) -> list[tuple[int, list[bytes]]]:
+    """Of each message how many rows are hashed together first, and the hashes of its layers.
 
     Raises:
         WireError: they are not there.
     """
     hashes = answer.get("hashes")
-    counts = [len(views) for views, _ in found]
-    if type(hashes) is not list or [len(each) if type(each) is list else -1 for each in hashes] != counts:
+    if type(hashes) is not list or len(hashes) != len(found):
         raise WireError("the producer sent no hashes of what it sends")
+    for each, (views, _) in zip(hashes, found, strict=True):
+        match each:
+            case (int(first), [*layers]) if 0 < first <= HASHED_TOGETHER and len(layers) == len(views):
+                pass
+            case _:
+                raise WireError("the producer sent malformed hashes of what it sends")
     return hashes

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from kvplug.engine import KVCacheConfig, LayoutError, views
 from kvplug.transport import BlockViews, digest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+HASHED_TOGETHER: Final = 8
+"""Rows with one hash. Fewer cost more calls; with more, a pull of a part of a request is hashed anew."""
 
 
 class CacheViews:
@@ -100,17 +104,39 @@ def _in_units(view: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
     return row_view, (block // apart, step // apart)
 
 
-def hash_rows(name: str, found: BlockViews, layer: int, rows: Sequence[int]) -> list[bytes]:
-    """The hash of each row of a layer, in this processor's memory: of its parts, one after the other.
+def together(rows: Sequence[int], first: int) -> list[tuple[int, ...]]:
+    """The rows that are hashed together: ``first`` rows, then :data:`HASHED_TOGETHER` at a time."""
+    begins = [0, *range(first, len(rows), HASHED_TOGETHER)] if rows else []
+    return [tuple(rows[begin:end]) for begin, end in zip(begins, [*begins[1:], len(rows)], strict=True)]
 
-    Each part as ``[tokens, heads, head size]``, whatever its strides: both ends hash the same bytes.
+
+def hash_rows(
+    name: str,
+    found: BlockViews,
+    layer: int,
+    rows: Sequence[int],
+    first: int = HASHED_TOGETHER,
+    known: Mapping[tuple[int, ...], bytes] | None = None,
+) -> dict[tuple[int, ...], bytes]:
+    """The hashes of a layer's rows, in this processor's memory, by the rows that are hashed :func:`together`.
+
+    A hash is that of the rows' parts, one after the other, each as ``[rows, tokens, heads, head size]``,
+    whatever its strides: both ends hash the same bytes. Those that are ``known`` are not computed.
     """
     import numpy as np
 
     parts = [part.numpy() for part in found.rows.bits[layer]]
-    return [digest(name, *(np.ascontiguousarray(part[row]).data for part in parts)) for row in rows]
+    hashes = {}
+    for some in together(rows, first):
+        if known is not None and some in known:
+            hashes[some] = known[some]
+            continue
+        adjoining = some == tuple(range(some[0], some[0] + len(some)))
+        index = slice(some[0], some[-1] + 1) if adjoining else list(some)  # of a slice there is no copy
+        hashes[some] = digest(name, *(np.ascontiguousarray(part[index]).data for part in parts))
+    return hashes
 
 
-def hash_of(name: str, hashes: Sequence[bytes]) -> bytes:
-    """The hash of a layer, of those of its rows."""
+def hash_of(name: str, hashes: Iterable[bytes]) -> bytes:
+    """The hash of a layer, from those of its rows."""
     return digest(name, b"".join(hashes))

@@ -13,7 +13,7 @@ from kvplug import HandshakeError
 from kvplug.engine import NO_BLOCK, CacheGroup, KVCacheConfig, LayoutError
 from kvplug_p2p.reference import MalformedError, Reference, digest_of, to_text, verified
 from kvplug_p2p.sharing import head_ranges, heads_of, unit_of, units
-from kvplug_p2p.views import CacheViews, hash_rows
+from kvplug_p2p.views import HASHED_TOGETHER, CacheViews, hash_rows
 from kvplug_testing.engine import PagedCache
 from kvplug_testing.engine.cache import AXES
 from p2p_engines import leaves, put
@@ -181,8 +181,26 @@ def test_views_are_these_tokens_and_heads_whatever_the_layout(axes: str, unit: i
             for kv, part in enumerate(parts):
                 assert (part[rows].numpy().view("float32") == expected[:, :, kv]).all(), (layer, head, kv)
         of_plain, plain_rows = views_of(plain).of(0, unit, head, 1, numbers)
-        assert hash_rows("xxh3_64", found, 0, rows) == hash_rows("xxh3_64", of_plain, 0, plain_rows)
-        assert hash_rows("xxh3_64", found, 0, rows) != hash_rows("xxh3_64", found, 0, rows[::-1])
+        hashes = [*hash_rows("xxh3_64", found, 0, rows).values()]
+        assert hashes == [*hash_rows("xxh3_64", of_plain, 0, plain_rows).values()]
+        assert hashes != [*hash_rows("xxh3_64", found, 0, rows[::-1]).values()]
+
+
+def test_hashes_of_a_part_are_those_that_are_known_of_the_whole_and_what_is_missing():
+    cache = PagedCache("KBTHD", 32, 16)
+    cache.compute(0, range(512), range(32), 0, 512)
+    table = [*range(20, 30), *range(12, 0, -1)]
+    found, rows = views_of(cache).of(0, 16, 0, cache.num_heads, table)
+    known = hash_rows("xxh3_64", found, 0, rows)
+    assert len(known) == 3
+    for begin in range(len(table)):
+        for end in range(begin + 1, len(table) + 1):
+            first = HASHED_TOGETHER - begin % HASHED_TOGETHER
+            part = hash_rows("xxh3_64", found, 0, rows[begin:end], first, known)
+            assert part == hash_rows("xxh3_64", found, 0, rows[begin:end], first)
+            assert len(part) == -(-end // HASHED_TOGETHER) - begin // HASHED_TOGETHER
+    forged = dict.fromkeys(known, b"x")
+    assert [*hash_rows("xxh3_64", found, 0, rows[8:], 8, forged).values()] == [b"x", b"x"], "computed again"
 
 
 @pytest.mark.parametrize(
