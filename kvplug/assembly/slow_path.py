@@ -1,4 +1,4 @@
-"""The alarm about slow paths: what a pipe carries, what it should carry, and why it is less."""
+"""The warnings about slow paths and stores: what is carried, what should be, and what may be the cause."""
 
 from __future__ import annotations
 
@@ -12,23 +12,32 @@ import struct
 import sys
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
-from weakref import WeakValueDictionary
 
 import attrs
 
 from kvplug.config import Config
 from kvplug.errors import SlowPathError
-from kvplug.metrics.path_rate import CLAIM_FACTOR, Finding, PathRate, PathWatch, host_load
+from kvplug.metrics.rate import (
+    CLAIM_FACTOR,
+    REFUSED_S,
+    PathWatch,
+    Rate,
+    SlowRate,
+    StoreOp,
+    StoreWatch,
+    host_load,
+)
+from kvplug.metrics.record import MeasuredStore
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
-from kvplug.negotiation.select import REFERENCE_NBYTES, Offer
+from kvplug.negotiation.select import REFERENCE_NBYTES
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.transport.capabilities import Capabilities, Cost
 from kvplug.transport.pipe import PathReport, Pipe
+from kvplug.transport.store.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -39,44 +48,32 @@ _SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at
 _NET: Final = Path("/sys/class/net")
 _CPU_MAX: Final = Path("/sys/fs/cgroup/cpu.max")
 _SIOCGIFADDR: Final = 0x8915
+_STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
+    "get": ("loading from", "loads nothing from it"),
+    "put": ("saving to", "saves nothing to it"),
+}
+
+_rates_lock = threading.Lock()
 
 
-class _Rates:
-    """The rates of this process's peers: an alarm is given once for each, however often a pipe to it is
-    opened, and what was measured outlives its pipes, for the peers used last. Where nothing was measured,
-    nothing stays."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._in_use: WeakValueDictionary[tuple[str, ...], PathRate] = WeakValueDictionary()
-        self._measured: OrderedDict[tuple[str, ...], PathRate] = OrderedDict()
-
-    def of(self, key: tuple[str, ...], claim: Cost | None) -> PathRate:
-        with self._lock:
-            found = self._in_use.get(key)
-            if found is None:
-                found = self._in_use[key] = PathRate(claim, measured=functools.partial(self._keep, key))
-            elif key in self._measured:
-                self._measured.move_to_end(key)
-        return found
-
-    def _keep(self, key: tuple[str, ...], rate: PathRate) -> None:
-        with self._lock:
-            self._measured[key] = rate
-            while len(self._measured) > _MOST_PEERS:
-                self._measured.popitem(last=False)
-
-    def after_fork(self) -> None:
-        self.__init__()  # type: ignore[misc]
+@functools.lru_cache(_MOST_PEERS)
+def _rate_of(peer: str, transport: str, device: str, claim: Cost | None) -> Rate:
+    """The rate of a path, which outlives its pipes: programs open pipes to one peer again and again."""
+    return Rate(claim)
 
 
-_rates = _Rates()
-os.register_at_fork(after_in_child=_rates.after_fork)
+def _after_fork_in_child() -> None:
+    global _rates_lock
+    _rates_lock = threading.Lock()
+    _rate_of.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @attrs.frozen(kw_only=True)
 class SlowPathAlarm:
-    """What is compared, told and counted for one pipe."""
+    """What is compared, warned of and counted for one pipe."""
 
     config: Config
     stats: TransferStats
@@ -97,47 +94,39 @@ class SlowPathAlarm:
         if self.config.slow_path == "off":
             return None
         report = _report_of(pipe)
-        claim: Cost | None = self._claim()
+        claim = self._claim()
         expected = report.expected_gb_per_s
         if expected is not None and claim is not None:
             claim = attrs.evolve(claim, gb_per_s=expected) if expected else None
         remote = self.agreement.remote
-        key = (remote.engine_id or str(remote.identity), self.transport, self.device, repr(claim))
-        rate = _rates.of(key, claim)
-
-        def tell(finding: Finding) -> SlowPathError | None:
-            return self._tell(finding, pipe, rate)
-
+        with _rates_lock:  # of two pipes that open at the same time
+            rate = _rate_of(remote.engine_id or str(remote.identity), self.transport, self.device, claim)
         measured = report.measured_gb_per_s
         if measured is not None and claim is not None and measured * CLAIM_FACTOR < claim.gb_per_s:
-            at_once = Finding(against="claim", gb_per_s=measured, expected_gb_per_s=claim.gb_per_s)
-            refusal = tell(at_once)
-            if refusal is not None:
+            at_once = SlowRate(gb_per_s=measured, expected_gb_per_s=claim.gb_per_s)
+            if refusal := self._alarm(at_once, pipe, rate):
                 raise refusal
-        return PathWatch(rate, tell)
+        return PathWatch(rate, lambda found: self._alarm(found, pipe, rate))
 
     def _claim(self) -> Cost | None:
         """As at the selection: the claim of the end where it is dearer."""
-        claims = [offer.capabilities.cost for offer in self._remote_offers() if offer.name == self.transport]
+        offers = self.agreement.remote.transports
+        claims = [offer.capabilities.cost for offer in offers if offer.name == self.transport]
         if self.transport in (ours := self.abilities()):
             claims.append(ours[self.transport].cost)
         return max(claims, key=lambda cost: cost.seconds(REFERENCE_NBYTES), default=None)
 
-    def _remote_offers(self) -> Sequence[Offer]:
-        return self.agreement.remote.transports
-
-    def _tell(self, finding: Finding, pipe: Pipe, rate: PathRate) -> SlowPathError | None:
+    def _alarm(self, found: SlowRate, pipe: Pipe, rate: Rate) -> SlowPathError | None:
         refuses = self.config.slow_path == "refuse"
-        first = rate.first_alarm()
-        if first:
+        if rate.is_first_alarm():
             self.stats.slow_path(self.transport)
         elif not refuses:
             return None
-        reasons = list(self._reasons(finding, pipe)) or [
+        reasons = list(self._reasons(found, pipe)) or [
             "no cause is seen from here; the peer may take messages late, or its host may be busy"
         ]
         text = (
-            f"the pipe {self.transport!r} to {pipe.peer} {finding}. Likely: {'; '.join(reasons)}."
+            f"the pipe {self.transport!r} to {pipe.peer} {found}. Likely: {'; '.join(reasons)}."
             ' slow_path = "off" stops this comparison'
         )
         if refuses:
@@ -147,22 +136,24 @@ class SlowPathAlarm:
 
     # -- why -------------------------------------------------------------------------------------------
 
-    def _reasons(self, finding: Finding, pipe: Pipe) -> Iterator[str]:
+    def _reasons(self, found: SlowRate, pipe: Pipe) -> Iterator[str]:
         """The causes that can be seen from here, each with what to change; the surest first."""
         if own := _report_of(pipe).reason:
             yield own
         if self.wrapped_by:
             yield f"the config has {self.wrapped_by!r} wrap it; name {self.transport!r} itself"
-        yield from self._other_host(finding) if self.agreement.cross_host else self._this_host()
+        yield from self._other_host(found) if self.agreement.cross_host else self._this_host()
         if self.config.tls_cert and not self.config.host.startswith("unix:") and self._is_tcp():
             yield "connections over TCP are encrypted (tls_cert), which costs processor time"
-        yield from processors(self.config.thread_cpus)
+        yield from _processors(self.config.thread_cpus)
 
     def _is_tcp(self) -> bool:
         return self.agreement.cross_host or is_loopback(self.config.host)
 
     def _this_host(self) -> Iterator[str]:
-        known = {offer.name: offer.capabilities for offer in self._remote_offers()} | dict(self.abilities())
+        known = {offer.name: offer.capabilities for offer in self.agreement.remote.transports} | dict(
+            self.abilities()
+        )
         faster = [
             (known[each.name].cost.seconds(REFERENCE_NBYTES), each.reason, each.name)
             for each in self.agreement.transports[self.device].candidates
@@ -183,10 +174,10 @@ class SlowPathAlarm:
         if free < _SMALL_SHM:
             yield f"{_SHM} has only {free >> 20} MiB free; enlarge it (docker run --shm-size)"
 
-    def _other_host(self, finding: Finding) -> Iterator[str]:
-        interface = interface_of(self.config.host)
-        mbit = speed_of(interface) if interface else 0
-        if mbit and mbit / 8000 < finding.expected_gb_per_s:
+    def _other_host(self, found: SlowRate) -> Iterator[str]:
+        interface = _interface_of(self.config.host)
+        mbit = _speed_of(interface) if interface else 0
+        if mbit and mbit / 8000 < found.expected_gb_per_s:
             yield (
                 f"the peer is on another host, and the interface {interface} runs at {mbit} Mbit/s,"
                 f" which is {mbit / 8000:.3g} GB/s; set host to the address of a faster one"
@@ -198,6 +189,52 @@ class SlowPathAlarm:
             )
 
 
+@attrs.frozen(kw_only=True)
+class SlowStoreAlarm:
+    """What is compared, warned of and counted for one opened store."""
+
+    config: Config
+    stats: TransferStats
+    name: str
+
+    def around(self, store: Store) -> Store:
+        """The store, measured from now on unless the config does not want it."""
+        if self.config.slow_path == "off":
+            return store
+        refuses = self.config.slow_path == "refuse"
+
+        def alarm(op: StoreOp, found: SlowRate) -> None:
+            self.stats.slow_store(op, self.name)
+            doing, refusing = _STORE_WORDS[op]
+            then = f". kvplug {refusing} for {REFUSED_S:.0f} s at a time" if refuses else ""
+            _log.warning(
+                '%s the store %r %s. Likely: %s%s. slow_path = "off" stops this comparison; this is said'
+                " once",
+                doing,
+                self.name,
+                found,
+                "; ".join(self._reasons(op, store)),
+                then,
+            )
+
+        return MeasuredStore(store, StoreWatch(store.medium, alarm, refuses=refuses))
+
+    def _reasons(self, op: StoreOp, store: Store) -> list[str]:
+        """The causes that can be seen from here, each with what to change."""
+        seen = list(_processors(self.config.thread_cpus))
+        if route := store.route:
+            seen.append(f"pages come and go like this: {route}; see whether that path is slow")
+        if store.medium == "disk":
+            seen.append(
+                "the disk carries less, is almost full, or serves others too"
+                if op == "put"
+                else "pages that came out of the page cache come from the disk now, or the disk carries less"
+            )
+        elif store.is_shared:
+            seen.append("its server, the network to it, or other programs that use it may be busy")
+        return seen or ["no cause is seen from here"]
+
+
 def _report_of(pipe: Pipe) -> PathReport:
     """What the transport says; a fault of it is logged, and ends no pipe that works."""
     try:
@@ -207,7 +244,7 @@ def _report_of(pipe: Pipe) -> PathReport:
         return PathReport()
 
 
-def interface_of(host: str) -> str:
+def _interface_of(host: str) -> str:
     """The network interface that has this IPv4 address; empty if none has, or it is no such address."""
     try:
         wanted = socket.inet_aton(host) if host.count(".") == 3 else b""
@@ -225,7 +262,7 @@ def interface_of(host: str) -> str:
     return ""
 
 
-def speed_of(interface: str) -> int:
+def _speed_of(interface: str) -> int:
     """In Mbit/s, as the kernel knows it; 0: it does not."""
     try:
         return max(0, int((_NET / interface / "speed").read_text()))
@@ -233,7 +270,7 @@ def speed_of(interface: str) -> int:
         return 0
 
 
-def processors(thread_cpus: str) -> Iterator[str]:
+def _processors(thread_cpus: str) -> Iterator[str]:
     """What is wrong with the processors and threads here, each with what to change."""
     try:
         quota, period = _CPU_MAX.read_text().split()

@@ -15,7 +15,7 @@ from kvplug.assembly.links import ControlLink, LinkSettings
 from kvplug.assembly.peers import ControlPeers, LinkServer
 from kvplug.assembly.registry import Registry
 from kvplug.assembly.resolve import ResolvedConfig, credentials_of, make_hello
-from kvplug.assembly.slow_stores import SlowStoreAlarm
+from kvplug.assembly.slow_path import SlowStoreAlarm
 from kvplug.config import Config
 from kvplug.config.addresses import TcpAddress, parse_address
 from kvplug.errors import ClosedError, KvplugError, PluginError, TimeoutError, WireError

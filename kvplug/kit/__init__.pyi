@@ -36,7 +36,7 @@ from kvplug.config.schema import (
 from kvplug.door import (
     Door as Door,
 )
-from kvplug.metrics.path_rate import (
+from kvplug.metrics.rate import (
     host_load as host_load,
 )
 from kvplug.metrics.reasons import (

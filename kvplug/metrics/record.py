@@ -1,4 +1,4 @@
-"""The only instrumented place: a pipe that wraps a pipe, and a store that wraps a store."""
+"""The only instrumented place: a pipe that wraps a pipe, and stores that wrap a store."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from kvplug.errors import (
     TensorMismatchError,
     TimeoutError,
 )
-from kvplug.metrics.path_rate import PathWatch
+from kvplug.metrics.rate import PathWatch, StoreOp, StoreWatch
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
-from kvplug.net.deadline import DEFAULT_TIMEOUT, Timeout
+from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.pipe import PathReport, Pipe, Transfer
 from kvplug.transport.store.job import GetJob, Job
-from kvplug.transport.store.results import Presence, PutReason
+from kvplug.transport.store.memory import PageBuffers
+from kvplug.transport.store.results import MissReason, Presence, PutReason
 from kvplug.transport.store.store import PageRequest, Store
 from kvplug.transport.store.wrapper import StoreWrapper
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _T = TypeVar("_T")
+_J = TypeVar("_J", bound=Job[Any])
 
 
 class RecordedPipe(Pipe):
@@ -140,7 +142,7 @@ class RecordedPipe(Pipe):
         return transfer
 
     def _heed(self, watch: PathWatch) -> None:
-        """An alarm of the path is due: it is told, and the pipe goes on or is refused.
+        """Give the alarm of the path that is due; end the pipe if it is refused.
 
         Raises:
             SlowPathError: it is refused, now or since an earlier call.
@@ -183,8 +185,8 @@ class RecordedPipe(Pipe):
             self._ended(may_wait=False)
 
     def _ended(self, *, may_wait: bool) -> None:
-        if self.watch is not None:
-            self.watch.close(tell=may_wait)
+        if self.watch is not None and may_wait:
+            self.watch.close()
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(may_wait)
@@ -231,6 +233,66 @@ class RecordedStore(StoreWrapper):
                     self._stats.fail(op, reason, count=number)
 
         job.add_done_callback(count)
+
+
+class MeasuredStore(StoreWrapper):
+    """Measures the gets and puts of another store, and is otherwise that store until it is refused.
+
+    In a store that is refused every page is absent, and gets and puts fail with the reason ``slow``.
+    """
+
+    def __init__(self, store: Store, watch: StoreWatch) -> None:
+        super().__init__(store)
+        self._watch = watch
+
+    def submit_lookup(
+        self, keys: Sequence[bytes], *, lease_s: float = 0.0, timeout: Timeout = DEFAULT_TIMEOUT
+    ) -> Job[Presence]:
+        if self._is_refused("get"):  # what cannot be loaded is not promised
+            job: Job[Presence] = Job(len(keys), Deadline.after(0.0))
+            job.set([Presence.ABSENT] * len(keys))
+            return job
+        return self.store.submit_lookup(keys, lease_s=lease_s, timeout=timeout)
+
+    def submit_put(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> Job[PutReason | None]:
+        if self._is_refused("put"):
+            self.store.withdraw(pages.keys)
+            if isinstance(pages.memory, PageBuffers):
+                self.store.free(pages.memory)
+            job: Job[PutReason | None] = Job(len(pages.keys), Deadline.after(0.0))
+            job.set([PutReason.SLOW] * len(pages.keys))
+            return job
+        return self._measured("put", pages, lambda: self.store.submit_put(pages, timeout=timeout))
+
+    def submit_get(self, pages: PageRequest, *, timeout: Timeout = DEFAULT_TIMEOUT) -> GetJob:
+        if self._is_refused("get"):
+            job = GetJob(len(pages.keys), pages.series.format.num_layers, Deadline.after(0.0))
+            job.set([MissReason.SLOW] * len(pages.keys))
+            return job
+        return self._measured("get", pages, lambda: self.store.submit_get(pages, timeout=timeout))
+
+    def _is_refused(self, op: StoreOp) -> bool:
+        """Whether the store is too slow to be asked. A closed one raises that itself."""
+        return self._watch.is_refused(op) and not self.store.is_lost
+
+    def _measured(self, op: StoreOp, pages: PageRequest, submit: Callable[[], _J]) -> _J:
+        watch, nbytes = self._watch, pages.series.format.nbytes
+        shared = watch.begins(time.perf_counter())
+        try:
+            job = submit()
+        except BaseException:
+            watch.ends(op, shared, time.perf_counter(), nbytes, ())
+            raise
+        job.add_done_callback(
+            lambda ended: watch.ends(op, shared, time.perf_counter(), nbytes, ended.results() or ())
+        )
+        return job
+
+    def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        try:
+            super().close(timeout)
+        finally:
+            self._watch.close()
 
 
 def _reason_of_presence(found: Presence) -> str | None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvplug import ClosedError
-from kvplug.metrics import path_rate, store_rate
-from kvplug.metrics.path_rate import Finding
-from kvplug.metrics.store_rate import MeasuredStore, StoreOp, StoreWatch
+from kvplug.metrics import rate as rates
+from kvplug.metrics.rate import SlowRate, StoreOp, StoreWatch
+from kvplug.metrics.record import MeasuredStore
 from kvplug.transport import MissReason, Presence, PutReason
 from kvplug.transport.store.executor import ExecutedStore
 from kvplug.transport.store.header import PageSeal
@@ -23,15 +23,15 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path_rate, "host_load", lambda: 1.0)
+    monkeypatch.setattr(rates, "host_load", lambda: 1.0)
 
 
 class Store:
     """Gives and takes 64 MiB at a time, in pages of 1 MiB unless a call says another size."""
 
     def __init__(self, medium: str = "other", *, refuses: bool = False) -> None:
-        self.told: list[tuple[StoreOp, Finding]] = []
-        self.watch = StoreWatch(medium, lambda *found: self.told.append(found), refuses=refuses)
+        self.alarms: list[tuple[StoreOp, SlowRate]] = []
+        self.watch = StoreWatch(medium, lambda *found: self.alarms.append(found), refuses=refuses)
         self.now = 100.0
 
     def move(self, op: StoreOp, gb_per_s: float, count: int, *, at_once: int = 1, **given: Any) -> None:
@@ -42,22 +42,22 @@ class Store:
             self.now += page * 64 * at_once / 1e9 / gb_per_s
             for shared in begun:
                 self.watch.ends(op, shared, self.now, page, results)
-            self.watch.heed(op)
+            self.watch.is_refused(op)
 
 
 @pytest.mark.parametrize("op", ["get", "put"])
 def test_a_store_at_a_hundredth_of_what_it_did_is_told_once_for_each_direction(op: StoreOp) -> None:
     store = Store()
     store.move(op, 1.0, 200)
-    assert not store.told
+    assert not store.alarms
     store.move(op, 0.01, 40)
-    ((told, found),) = store.told
+    ((told, found),) = store.alarms
     assert told == op and found.gb_per_s == pytest.approx(0.01)
     assert "512 MiB in 53.7 s), less than a twentieth of the 1 GB/s that it carried before" in str(found)
     other: StoreOp = "put" if op == "get" else "get"
     store.move(other, 1.0, 40)
     store.move(other, 0.01, 40)
-    assert [told for told, _ in store.told] == [op, other]
+    assert [told for told, _ in store.alarms] == [op, other]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_good_store_is_not_told(medium: str, op: StoreOp, before: float, after
     store = Store(medium)
     store.move(op, before, 500)
     store.move(op, after, 100)
-    assert not store.told
+    assert not store.alarms
 
 
 # -- a store of a third party ----------------------------------------------------------------------------
@@ -106,11 +106,11 @@ class Throttled(PagePlace):
 
 @pytest.fixture
 def slow_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path_rate, "_SLOW_BATCHES", 3)
-    monkeypatch.setattr(path_rate, "_SLOW_S", 0.1)
-    monkeypatch.setattr(path_rate, "_LEAST_HISTORY", 4)
-    monkeypatch.setattr(path_rate, "_BATCH_BYTES", MIB)
-    monkeypatch.setattr(store_rate, "FACTOR", 3)
+    monkeypatch.setattr(rates, "_SLOW_BATCHES", 3)
+    monkeypatch.setattr(rates, "_SLOW_S", 0.1)
+    monkeypatch.setattr(rates, "_LEAST_HISTORY", 4)
+    monkeypatch.setattr(rates, "_BATCH_BYTES", MIB)
+    monkeypatch.setattr(rates, "STORE_FACTOR", 3)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_slow_store_that_is_refused_is_a_miss_for_a_while(
     assert inner.calls == calls, "it was asked"
     assert PAGES.put(store, "c", "d") == [None, None], "the other direction is refused too"
     inner.seconds_per_page["get"] = 0.01
-    monkeypatch.setattr(store_rate.time, "monotonic", lambda now=time.monotonic: now() + store_rate.REFUSED_S)
+    monkeypatch.setattr(rates.time, "monotonic", lambda now=time.monotonic: now() + rates.REFUSED_S)
     assert PAGES.got(store, *names) == [None, None]
     assert store.submit_lookup(keys).wait(5) == [Presence.HELD] * 2 and told == ["get"]
 

@@ -17,7 +17,7 @@ import torch
 from kvplug import Config, PeerGoneError, connect_pipe, listen_pipe
 from kvplug.assembly import slow_path
 from kvplug.errors import SlowPathError
-from kvplug.metrics import path_rate
+from kvplug.metrics import rate as rates
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import agree
 from kvplug.negotiation.handshake.hello import Hello
@@ -38,11 +38,11 @@ SLOW = f"slow bytes_per_s={20 * MIB}"
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """An alarm after three slow batches, and on an idle host, whatever else this one does."""
-    monkeypatch.setattr(path_rate, "_SLOW_BATCHES", 3)
-    monkeypatch.setattr(path_rate, "_SLOW_S", 0.5)
-    monkeypatch.setattr(path_rate, "_LEAST_HISTORY", 4)
-    monkeypatch.setattr(path_rate, "host_load", lambda: 1.0)
-    monkeypatch.setattr(path_rate, "_sending", path_rate.SharedTime())
+    monkeypatch.setattr(rates, "_SLOW_BATCHES", 3)
+    monkeypatch.setattr(rates, "_SLOW_S", 0.5)
+    monkeypatch.setattr(rates, "_LEAST_HISTORY", 4)
+    monkeypatch.setattr(rates, "host_load", lambda: 1.0)
+    monkeypatch.setattr(rates, "_sending", rates.SharedTime())
 
 
 def config(transport: str = "cpu", rule: str = "", **more: Any) -> Config:

@@ -7,7 +7,7 @@ from typing import Final
 from kvplug.assembly.examination.finding import Finding, Verdict
 from kvplug.assembly.examination.measuring import Measured
 from kvplug.errors import TimeoutError
-from kvplug.metrics.path_rate import host_load
+from kvplug.metrics.rate import host_load
 
 _SLOW: Final = 10.0
 """Claimed rate over measured one. Claims are for the usual case on common hardware, so half of it is fine."""

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 
-from kvplug.metrics.store_rate import MeasuredStore
+from kvplug.metrics.record import MeasuredStore
 from kvplug.transport import MissReason, Presence
 from kvplug_fs.store import FolderStore
 from kvplug_lookup.connector.warnings import CountedWarnings

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvplug import Config, build_store
-from kvplug.metrics import path_rate
+from kvplug.metrics import rate as rates
 from kvplug.transport import MissReason
 from kvplug_lab.named_pages import NamedPages
 from kvplug_redis.store import RedisStore
@@ -23,11 +23,11 @@ NAMES = ("a", "b")
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """An alarm after three slow batches, and on an idle host, whatever else this one does."""
-    monkeypatch.setattr(path_rate, "_BATCH_BYTES", 2 * MIB)
-    monkeypatch.setattr(path_rate, "_SLOW_BATCHES", 3)
-    monkeypatch.setattr(path_rate, "_SLOW_S", 0.5)
-    monkeypatch.setattr(path_rate, "_LEAST_HISTORY", 4)
-    monkeypatch.setattr(path_rate, "host_load", lambda: 1.0)
+    monkeypatch.setattr(rates, "_BATCH_BYTES", 2 * MIB)
+    monkeypatch.setattr(rates, "_SLOW_BATCHES", 3)
+    monkeypatch.setattr(rates, "_SLOW_S", 0.5)
+    monkeypatch.setattr(rates, "_LEAST_HISTORY", 4)
+    monkeypatch.setattr(rates, "host_load", lambda: 1.0)
 
 
 @pytest.mark.timeout(60)
@@ -54,7 +54,7 @@ def test_a_store_whose_network_becomes_slow_is_told_and_counted_once(
         counted: Any = store
         snapshot = counted._stats.snapshot()
     server.kill()
-    said = [each.getMessage() for each in caplog.records if each.name == "kvplug.assembly.slow_stores"]
+    said = [each.getMessage() for each in caplog.records if each.name == "kvplug.assembly.slow_path"]
     if slow_path == "off":
         assert not said and "slow_gets" not in snapshot and found == [[None] * 2] * count
         return
