@@ -234,8 +234,6 @@ class DirectoryMembers(Members):
 
     def _after_fork_in_child(self) -> None:
         self._closed, self._thread = True, None
-        self._lock = threading.Lock()  # a thread of the parent may have held it
-        self._changed = threading.Condition(self._lock)
 
     # -- the thread ----------------------------------------------------------------------------
 

@@ -269,7 +269,6 @@ class ControlPeers(Peers):
         close_after_fork(self)
 
     def _after_fork_in_child(self) -> None:
-        self._closed = threading.Event()
         self._closed.set()
 
     def listen(self) -> LinkListener:

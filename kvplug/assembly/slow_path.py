@@ -34,6 +34,7 @@ from kvplug.metrics.record import MeasuredStore
 from kvplug.metrics.stats import TransferStats
 from kvplug.negotiation.handshake.agreement import Agreement
 from kvplug.negotiation.select import REFERENCE_NBYTES
+from kvplug.net.fork import free_locks_after_fork
 from kvplug.net.trust.addresses import is_loopback
 from kvplug.transport.capabilities import Capabilities, Cost
 from kvplug.transport.pipe import PathReport, Pipe
@@ -54,6 +55,7 @@ _STORE_WORDS: Final[Mapping[StoreOp, tuple[str, str]]] = {
 }
 
 _rates_lock = threading.Lock()
+free_locks_after_fork(sys.modules[__name__])
 
 
 @functools.lru_cache(_MOST_PEERS)
@@ -62,13 +64,7 @@ def _rate_of(peer: str, transport: str, device: str, claim: Cost | None) -> Rate
     return Rate(claim)
 
 
-def _after_fork_in_child() -> None:
-    global _rates_lock
-    _rates_lock = threading.Lock()
-    _rate_of.cache_clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_rate_of.cache_clear)
 
 
 @attrs.frozen(kw_only=True)

@@ -1,18 +1,56 @@
 """Forked children close what they inherited, and never share a stream with their parent.
 
-A forked child has the parent's descriptors but none of its threads. Two processes that read one
-stream would each get half of it, so everything of kvplug that owns descriptors registers here.
+A forked child has the parent's descriptors but none of its threads. Two processes that read one stream would
+each get half of it, so everything of kvplug that owns descriptors registers here. A lock that another thread
+of the parent held at the fork would stay held in the child: before anything is closed, the locks in the
+attributes of everything that is registered are made free.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import Final, Protocol
-
-from kvplug.net.live_objects import LiveObjects
+import threading
+import weakref
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
+
+
+class LiveObjects(Generic[T]):
+    """The registered objects that are still alive, by identity.
+
+    There is no lock: every method is a single operation on a dict, which another thread, a fork or a signal
+    handler finds either not begun or done.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[T]] = {}
+
+    def add(self, thing: T) -> None:
+        """Register it for as long as it lives."""
+        key = id(thing)
+
+        def forget(ref: weakref.ref[T]) -> None:
+            if self._refs.get(key) is ref:
+                del self._refs[key]
+
+        self._refs[key] = weakref.ref(thing, forget)
+
+    def all(self) -> list[T]:
+        """Those that are alive."""
+        found = [ref() for ref in list(self._refs.values())]
+        return [thing for thing in found if thing is not None]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._refs.clear()
 
 
 class Inherited(Protocol):
@@ -21,23 +59,38 @@ class Inherited(Protocol):
     def _after_fork_in_child(self) -> None:
         """Close the descriptors and mark the object closed; later calls raise ``ClosedError``.
 
-        It must take no lock made before the fork (another thread of the parent may have held it),
-        must not shut sockets down (the parent still uses them) and must not change an epoll set,
-        which is shared with the parent too: closing descriptors is all that is safe.
+        Locks, conditions and events in its attributes are free by then. It must not shut sockets down (the
+        parent still uses them) and must not change an epoll set, which is shared with the parent too:
+        closing descriptors is all that is safe.
         """
 
 
 _registered: Final = LiveObjects[Inherited]()
+_modules: Final[list[ModuleType]] = []
 
 
 def close_after_fork(thing: Inherited) -> None:
-    """Call ``thing._after_fork_in_child()`` in every forked child, as long as ``thing`` lives."""
+    """Free the locks in the attributes of ``thing`` and call ``thing._after_fork_in_child()`` in every forked
+    child, as long as ``thing`` lives."""
     _registered.add(thing)
+
+
+def free_locks_after_fork(module: ModuleType) -> None:
+    """Free the locks that are globals of a module in every forked child."""
+    _modules.append(module)
+
+
+def _free_locks(attributes: Iterable[Any]) -> None:
+    for each in attributes:
+        if isinstance(each, _LOCKS):
+            each._at_fork_reinit()  # type: ignore[union-attr]
 
 
 def _in_child() -> None:
     inherited = _registered.all()
     _registered.clear()
+    for owner in (*_modules, *inherited):
+        _free_locks(vars(owner).values())
     for thing in inherited:
         try:
             thing._after_fork_in_child()

@@ -29,7 +29,7 @@ from typing import Any, Final, Protocol
 
 from kvplug.net.affinity import set_own_cpus
 from kvplug.net.deadline import Deadline
-from kvplug.net.live_objects import LiveObjects
+from kvplug.net.fork import LiveObjects
 
 logger = logging.getLogger(__name__)
 

@@ -105,7 +105,6 @@ class Acceptor(Generic[T]):
     def _after_fork_in_child(self) -> None:
         # The listeners close themselves.
         self._closed = True
-        self._lock = threading.RLock()  # a thread of the parent may have held it
         for connection in list(self._serving):
             connection.close()
 
@@ -228,8 +227,6 @@ class PipeAcceptor(PipeListener, abc.ABC):
 
     def accept(self, timeout: Timeout = DEFAULT_TIMEOUT) -> Pipe:
         deadline = Deadline.after(timeout, self._timeout_s)
-        if self._closed:  # also in a forked child, where another thread of the parent may hold the lock
-            raise self._is_closed()
         began = time.monotonic()
         with self._ready_lock:
             while not self._ready:
@@ -270,8 +267,6 @@ class PipeAcceptor(PipeListener, abc.ABC):
     def _after_fork_in_child(self) -> None:
         # The acceptor and the pipes close themselves.
         self._closed = True
-        self._ready_lock = threading.RLock()  # a thread of the parent may have been inside
-        self._changed = threading.Condition(self._ready_lock)
 
     def _is_closed(self) -> ClosedError:
         return ClosedError(f"the listener of the pipe {self._transport!r} is closed")

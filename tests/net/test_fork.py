@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvplug.net.fork import close_after_fork
@@ -31,3 +33,36 @@ def test_what_fails_to_close_in_a_forked_child_is_logged_and_the_rest_is_closed(
     found = in_forked_child(look)
     assert found.startswith("[True, False, True] ")
     assert "closing '_Thing' in a forked child failed" in found and "it is stuck" in found
+
+
+class _Locked:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.rlock = threading.RLock()
+        self.changed = threading.Condition(self.rlock)
+        self.event = threading.Event()
+        close_after_fork(self)
+
+    def _after_fork_in_child(self) -> None:
+        with self.lock, self.rlock, self.changed:
+            self.event.set()
+
+
+def test_locks_that_a_thread_of_the_parent_holds_are_free_in_a_forked_child() -> None:
+    locked = _Locked()
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locked.lock, locked.changed:
+            held.set()
+            over.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(20)
+    try:
+        assert in_forked_child(lambda: str(locked.event.wait(0) and locked.lock.acquire(timeout=0))) == "True"
+    finally:
+        over.set()
+        holder.join(20)
+    assert not locked.event.is_set() and not locked.lock.locked()

@@ -6,6 +6,7 @@ import threading
 
 from kvplug.errors import ClosedError
 from kvplug.transport import Lifecycle
+from kvplug_testing.contract.forked_child import in_forked_child
 from kvplug_testing.waits import Call
 
 
@@ -35,10 +36,7 @@ def test_a_forked_child_learns_that_it_is_its_parents_though_the_lock_is_taken()
     lifecycle.fail(Held("nonsense came"))
     inside = Call(lambda: lifecycle.fail("again"))
     assert inside.is_blocked(0.1)
-    Call(lifecycle.after_fork).result(5)
-    assert lifecycle.closed
-    assert Call(lambda: lifecycle.close("is closed")).result(5) is False
-    assert isinstance(lifecycle.error(), ClosedError)
-    assert "forked" in str(lifecycle.error())
+    found = in_forked_child(lambda: f"{lifecycle.closed} {lifecycle.close('again')} {lifecycle.error()!r}")
+    assert found.startswith("True False ClosedError(") and "forked" in found
     Held.go_on.set()
     inside.result(5)

@@ -6,7 +6,7 @@ until the message is whole. The other end sends them, and believes no size beyon
 
 from __future__ import annotations
 
-import os
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -16,6 +16,7 @@ import attrs
 from kvplug.assembly.links import ControlLink
 from kvplug.errors import UnsupportedError, WireError
 from kvplug.net.deadline import Deadline
+from kvplug.net.fork import free_locks_after_fork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,14 +31,7 @@ _MOST_S: Final = 1.0
 _CLOSE_S: Final = 1.0
 
 _one_at_a_time = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _one_at_a_time
-    _one_at_a_time = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+free_locks_after_fork(sys.modules[__name__])
 
 
 @attrs.frozen(kw_only=True)

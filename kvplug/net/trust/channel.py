@@ -65,7 +65,11 @@ class Channel:
         """The purpose that both ends have proved."""
         self._closed = False
         self._broken: WireError | None = None
-        self._make_locks()
+        self._turn = threading.RLock()
+        """Held by the thread that sends. Re-entrant, so that only its owner can release it."""
+        self._sending = ExclusiveUse("sending to this channel")
+        self._receiving = ExclusiveUse("receiving from this channel")
+        self._closing = threading.RLock()
         self._unsent = memoryview(b"")
         self._frame = bytearray(HEADER_SIZE)
         self._filled = 0
@@ -357,13 +361,6 @@ class Channel:
                 if not (self._sending.busy or self._receiving.busy):
                     self._close_descriptors()
 
-    def _make_locks(self) -> None:
-        self._turn = threading.RLock()
-        """Held by the thread that sends. Re-entrant, so that only its owner can release it."""
-        self._sending = ExclusiveUse("sending to this channel")
-        self._receiving = ExclusiveUse("receiving from this channel")
-        self._closing = threading.RLock()
-
     def _close_descriptors(self) -> None:
         self._sock.close()
         if self._pidfd is not None:
@@ -372,7 +369,6 @@ class Channel:
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._make_locks()
         self._close_descriptors()
 
     def __enter__(self) -> Self:

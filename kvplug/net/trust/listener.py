@@ -246,8 +246,6 @@ class Listener:
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self._close_descriptors()
 
     # -- the thread ----------------------------------------------------------------------------

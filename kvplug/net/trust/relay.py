@@ -115,7 +115,6 @@ class Relay:
             self._far.close()
 
     def _after_fork_in_child(self) -> None:
-        self._closing = threading.RLock()
         self._close()
 
     # -- the thread ----------------------------------------------------------------------------

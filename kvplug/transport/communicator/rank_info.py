@@ -153,4 +153,3 @@ class RankInfo:
 
     def _after_fork_in_child(self) -> None:
         self._destroyed = True
-        self._busy = threading.Lock()

@@ -11,11 +11,14 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from kvplug.net.fork import close_after_fork
+
 
 class DescriptorGuard:
     """Counts the threads that use descriptors, and closes them when the last has left after the end.
 
-    ``with guard:`` around a call that uses them; it raises what ``refusal`` makes once they are retired.
+    ``with guard:`` around a call that uses them; it raises what ``refusal`` makes once they are retired. In a
+    forked child they are closed at once.
     """
 
     def __init__(self, close: Callable[[], None], refusal: Callable[[], Exception]) -> None:
@@ -28,6 +31,7 @@ class DescriptorGuard:
         self._inside = 0
         self._over = False
         self._closed = False
+        close_after_fork(self)
 
     @property
     def retired(self) -> bool:
@@ -55,8 +59,8 @@ class DescriptorGuard:
             self._over = True
         self._maybe_close()
 
-    def after_fork(self) -> None:
-        """In a forked child: close them now, even if threads of the parent were inside. No lock."""
+    def _after_fork_in_child(self) -> None:
+        """Close them now, even if threads of the parent were inside."""
         self._over = self._closed = True
         self._close()
 

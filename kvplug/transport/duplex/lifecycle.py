@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TransportError
+from kvplug.net.fork import close_after_fork
 
 
 class Lifecycle:
     """Whether a pipe, for example, has ended, and why. The first reason is kept, but closing here replaces
     it.
 
-    Reading takes no lock, so that it is safe in a forked child.
+    A forked child finds it closed.
 
     >>> pipe = Lifecycle("the pipe to pid 7")
     >>> pipe.lose_peer("it was killed"), pipe.lose_peer("it hung up")
@@ -30,6 +31,7 @@ class Lifecycle:
         self._error: type[KvplugError] = KvplugError
         self._reason = ""
         self._closed = ""
+        close_after_fork(self)
 
     @property
     def closed(self) -> bool:
@@ -58,8 +60,6 @@ class Lifecycle:
 
     def close(self, reason: str) -> bool:
         """It was closed here; False if it already was."""
-        if self.closed:
-            return False  # without the lock: in a forked child it may never be released
         with self._lock:
             if self._closed:
                 return False
@@ -79,8 +79,7 @@ class Lifecycle:
         """The stream cannot be trusted any more; False if it had ended before."""
         return self._end(TransportError, reason)
 
-    def after_fork(self) -> None:
-        """This is a forked child: it is its parent's. Takes no lock."""
+    def _after_fork_in_child(self) -> None:
         self._closed = self._closed or "belongs to the process that this one was forked from"
 
     def error(self) -> KvplugError:

@@ -12,6 +12,7 @@ import attrs
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
 from kvplug.net.exclusive_use import ExclusiveUse
 from kvplug.net.exhaustion import NamedExhaustion
+from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import end_at_exit, hold_at_exit
 from kvplug.transport.block_views import BlockViews
 from kvplug.transport.duplex.lifecycle import Lifecycle
@@ -39,10 +40,9 @@ class PipeSettings:
 class DuplexPipe(Pipe, abc.ABC):
     """The base of pipes: a transport implements how bytes move, and what is released at the end.
 
-    It checks each call, keeps deadlines, lets one thread send and one receive, and ends once, for one reason.
-    A transport implements the methods whose names begin with ``_``; it calls :meth:`_peer_gone` and
-    :meth:`_fail` from any thread, without locks, and registers itself with ``close_after_fork`` at the end of
-    its constructor.
+    It checks each call, keeps deadlines, lets one thread send and one receive, and ends once, for one reason;
+    in a forked child it is closed. A transport implements the methods whose names begin with ``_``; it calls
+    :meth:`_peer_gone` and :meth:`_fail` from any thread, without locks.
     """
 
     def __init__(self, peer: str, timeout_s: float, limit: MessageLimit | None = None) -> None:
@@ -58,6 +58,7 @@ class DuplexPipe(Pipe, abc.ABC):
         self._let_go = False
         """Everything was released."""
         end_at_exit(self)
+        close_after_fork(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} to {self._peer}, {self._lifecycle.state}>"
@@ -217,9 +218,9 @@ class DuplexPipe(Pipe, abc.ABC):
         """The stream has lost its place: wake every thread. Nothing is received any more."""
         self._end()
 
-    @abc.abstractmethod
     def _release_in_child(self) -> None:
-        """In a forked child: close descriptors and end the parent's transfers here. Takes no lock."""
+        """In a forked child: close descriptors and memory that no :class:`DescriptorGuard`, connection or
+        channel closes. Transfers end by themselves, and so do calls."""
 
     # -- how it ends, from any thread --------------------------------------------------------------------
 
@@ -245,5 +246,4 @@ class DuplexPipe(Pipe, abc.ABC):
 
     def _after_fork_in_child(self) -> None:
         self._let_go = True
-        self._lifecycle.after_fork()
         self._release_in_child()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kvplug.errors import ClosedError, KvplugError, PeerGoneError, TimeoutError, WireError
 from kvplug.net.deadline import Deadline
+from kvplug.net.fork import close_after_fork
 from kvplug.net.peer_text import peer_text
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.connection import dial, dial_until
@@ -29,8 +30,6 @@ class Access(Protocol):
         """A request without an answer."""
 
     def close(self, deadline: Deadline) -> None: ...
-
-    def after_fork_in_child(self) -> None: ...
 
 
 class RemoteStore:
@@ -55,6 +54,7 @@ class RemoteStore:
         self._idle: list[Channel] = []
         self._channels: set[Channel] = set()
         self._closed = False
+        close_after_fork(self)
         connection = dial_until(contact, credentials, PURPOSE, deadline, label=label)
         self._membership = Channel(connection, timeout_s=timeout_s)
         try:
@@ -141,8 +141,7 @@ class RemoteStore:
         for channel in (self._membership, *channels):
             channel.close()
 
-    def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
+    def _after_fork_in_child(self) -> None:
         self._closed = True
 
 

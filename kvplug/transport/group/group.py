@@ -284,7 +284,6 @@ class StatelessGroup:
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._access.after_fork_in_child()
 
     def __enter__(self) -> Self:
         return self

@@ -18,6 +18,7 @@ from kvplug.errors import (
 )
 from kvplug.net.deadline import Deadline
 from kvplug.net.exhaustion import NamedExhaustion, exhaustion_of
+from kvplug.net.fork import close_after_fork
 from kvplug.net.threads import BackgroundThread
 from kvplug.net.trust.channel import Channel
 from kvplug.net.trust.identity import this_process
@@ -56,6 +57,7 @@ class StoreServer:
         self._channels: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
+        close_after_fork(self)
         try:
             with NamedExhaustion("serving a group"):
                 self.store.add_self(this_process(label))
@@ -202,9 +204,8 @@ class StoreServer:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
-        self.store.after_fork_in_child()
+    def _after_fork_in_child(self) -> None:
+        self._closed = True
 
 
 def _is_one_way(request: Any) -> bool:
@@ -228,6 +229,3 @@ class LocalStore:
 
     def close(self, deadline: Deadline) -> None:
         self._server.close(deadline)
-
-    def after_fork_in_child(self) -> None:
-        self._server.after_fork_in_child()

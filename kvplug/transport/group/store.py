@@ -21,6 +21,7 @@ from kvplug.errors import (
     WireError,
 )
 from kvplug.net.deadline import Deadline
+from kvplug.net.fork import close_after_fork
 from kvplug.net.trust.identity import PeerIdentity
 from kvplug.net.wire import values
 
@@ -67,6 +68,7 @@ class Store:
         self._mailbox: dict[tuple[str, int, int, int], bytes] = {}  # kind, sender, receiver, number
         self._rounds: dict[str, _Round] = {}
         self._nbytes = 0
+        close_after_fork(self)
 
     @property
     def nbytes(self) -> int:
@@ -326,10 +328,8 @@ class Store:
             self._closed = True
             self._changed.notify_all()
 
-    def after_fork_in_child(self) -> None:
+    def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
 
 
 def _all_int(ranks: Iterable[object]) -> bool:

@@ -92,21 +92,15 @@ class Transfer:
         """For transports: it failed, and why."""
         self._end(error)
 
-    def after_fork(self, error: BaseException) -> None:
-        """For transports, in a forked child: the transfer is the parent's, and fails here with ``error``.
-
-        Takes no lock made before the fork. The callbacks are the parent's and are not called here.
-        """
-        self._lock = threading.RLock()
-        self._callbacks = []
-        if not self._done:
-            self._error = error
-            self._done = True
-        self._process = _process
-
     def _look_for_fork(self) -> None:
+        """In a forked child: it is the parent's, and so are its callbacks, which are not called here."""
         if self._process is not _process:
-            self.after_fork(ClosedError("the transfer belongs to the process that this one was forked from"))
+            self._lock = threading.RLock()
+            self._callbacks = []
+            if not self._done:
+                self._error = ClosedError("the transfer belongs to the process that this one was forked from")
+                self._done = True
+            self._process = _process
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:

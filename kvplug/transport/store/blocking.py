@@ -43,7 +43,7 @@ class BlockingStore(abc.ABC):
 
     Forks. In a forked child kvplug calls no method, not even :meth:`close`. A store that keeps descriptors
     open, such as connections, passes itself to ``kvplug.transport.close_after_fork`` and closes them in
-    ``_after_fork_in_child``, where it takes no lock of the parent and sends nothing."""
+    ``_after_fork_in_child``, where it sends nothing."""
 
     num_threads: int = 4
     """How many calls the executor makes at the same time."""

@@ -365,8 +365,6 @@ class ExecutedStore(Store):
 
     def _after_fork_in_child(self) -> None:
         self._closing = self._closed = True
-        self._lock = threading.RLock()  # a thread of the parent may have held it
-        self._changed = threading.Condition(self._lock)
         live, self._live = self._live, set()
         for task in live:
             task.is_over = True

@@ -51,8 +51,6 @@ class CpuListener(PipeAcceptor):
 
     def _after_fork_in_child(self) -> None:
         super()._after_fork_in_child()
-        self._joining = threading.RLock()  # a thread of the parent may have been inside
-        self._arrived = threading.Condition(self._joining)
         for session in list(self._sessions.values()):
             for connection in list(session.connections.values()):
                 connection.close()

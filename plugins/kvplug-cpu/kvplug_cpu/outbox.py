@@ -164,12 +164,6 @@ class Outbox:
         if interrupted is not None:
             raise interrupted
 
-    def after_fork(self) -> None:
-        """This is a forked child: its parent's transfers end here too. Takes no lock."""
-        for queue in self._queues:
-            for share in list(queue.shares):
-                share.message.transfer.after_fork(self._lifecycle.error())
-
     def join(self) -> None:
         """Wait until the writers have ended, after ``fail`` and after the connections were stopped."""
         for queue in self._queues:

@@ -17,7 +17,6 @@ from kvplug.transport import (
     MessageLimit,
     PipeSettings,
     Transfer,
-    close_after_fork,
     watch_peer,
 )
 from kvplug_cpu.data_connection import DataConnection
@@ -83,7 +82,6 @@ class CpuPipe(DuplexPipe):
             fail=self._fail,
             stop=self.abort,
         )
-        close_after_fork(self)
         self._watch = watch_peer(
             control.sock,
             pidfd=pidfd,
@@ -141,10 +139,6 @@ class CpuPipe(DuplexPipe):
         for each in self._data:
             each.close()
         self._control.close()
-
-    def _release_in_child(self) -> None:
-        self._descriptors.after_fork()
-        self._outbox.after_fork()
 
     def _on_peer_gone(self) -> None:
         # Bytes in the kernel can still be received: the connections end only after them.

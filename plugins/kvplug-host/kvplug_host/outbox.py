@@ -103,13 +103,6 @@ class Outbox:
             self._waiting.clear()
             self._changed.notify_all()
 
-    def after_fork(self) -> None:
-        """In a forked child, which has no thread of the parent."""
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._over = True
-        self._waiting.clear()
-
 
 def _cost(message: Any) -> int:
     if isinstance(message, dict):

@@ -259,6 +259,8 @@ class HostStore(Store):
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)
         with self._lock:
+            if self._closed:
+                return
             self._closing = True
             own = set(self._puts)
             others = [*self._gets, *(put for put in self.pages.puts() if put not in own)]
@@ -273,7 +275,8 @@ class HostStore(Store):
     def _give_up(self) -> bool:
         """End every job, and have the threads end. Does not wait. Returns whether it was the first call."""
         with self._lock:
-            first = not self._closed
+            if self._closed:
+                return False
             self._closing = self._closed = True
             tasks: list[Any] = [*self._gets, *self._puts, *self.pages.puts()]
             links, self._links = self._links, set()
@@ -284,7 +287,7 @@ class HostStore(Store):
             link.close()
         self._workers.close()
         self._clock.close()
-        return first
+        return True
 
     def abort(self) -> None:
         if not self._give_up():
@@ -297,14 +300,8 @@ class HostStore(Store):
 
     def _after_fork_in_child(self) -> None:
         self._closing = self._closed = True
-        self._lock = threading.RLock()  # a thread of the parent may have held it
-        self._changed = threading.Condition(self._lock)
         tasks = {*self._gets, *self._puts, *self.pages._puts}
         self._gets, self._puts, self._links = set(), set(), set()
-        self._workers.after_fork()
-        self._clock.after_fork()
-        self._server.after_fork()
-        self.pages.after_fork()
         for task in tasks:
             task.after_fork()
 

@@ -288,7 +288,6 @@ class ClientProcess:
 
     def _after_fork_in_child(self) -> None:
         self._is_gone = True
-        self._lock = threading.Lock()
         self._sock.close()
         self._process.returncode = 0  # it is the parent's
 

@@ -179,7 +179,6 @@ class MooncakeStore(BlockingStore):
 
     def _after_fork_in_child(self) -> None:
         self._is_closed = True
-        self._lock = threading.Lock()
 
 
 def _setup_of(context: StoreContext, options: MooncakeOptions) -> Setup:

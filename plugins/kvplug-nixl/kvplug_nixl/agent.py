@@ -297,7 +297,6 @@ class Agent:
         global _is_foreign
         _is_foreign = True
         agent, self._agent = self._agent, None
-        self.lock = threading.RLock()
         if agent is not None:  # taking it down would wait for threads that are not here
             _immortal.extend((agent, list(self._regions.values())))
             for each in (agent, agent.agent):

@@ -174,8 +174,6 @@ class ProducerEngine:
             self._workers[0].start()
 
     def _after_fork_in_child(self) -> None:
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self._closed, self._workers, self._claims = True, [], {}
 
     def connect(self, rank: int) -> PeerLink:

@@ -123,7 +123,6 @@ class Lender:
         self._hasher.start()
 
     def _after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
         self._closed = True
         self._holds, self._claims, self._served = {}, {}, {}
 

@@ -169,7 +169,6 @@ class ProducerWorker:
         close_after_fork(self)
 
     def _after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
         self._closed, self._link, self._pipe = True, None, None
 
     @property

@@ -51,7 +51,7 @@ class Client:
         close_after_fork(self)
 
     def _after_fork_in_child(self) -> None:
-        made, self._made, self._lock = self._made, None, threading.Lock()
+        made, self._made = self._made, None
         for pool in _pools_of(made):
             for connection in (*pool._available_connections, *pool._in_use_connections):
                 if (sock := connection._sock) is not None:

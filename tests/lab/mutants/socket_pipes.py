@@ -261,8 +261,10 @@ class TestHasNoBound(SamplePipe):
 class TestTakesNoNoticeOfForks(SamplePipe):
     """In a forked child the pipe is as open as in the parent."""
 
-    def _after_fork_in_child(self) -> None:
-        pass
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for part in (self, self._lifecycle, self._descriptors):
+            part._after_fork_in_child = lambda: None
 
 
 @breaks(Mutant, "ALL-6")
@@ -292,7 +294,7 @@ class NeverEndsInAForkedChild(Transfer):
 
     __slots__ = ()
 
-    def after_fork(self, error: BaseException) -> None:
+    def _look_for_fork(self) -> None:
         pass
 
 

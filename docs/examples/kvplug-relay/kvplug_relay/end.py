@@ -126,6 +126,3 @@ class End(MessageQueue):
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._lock = threading.RLock()  # a thread of the parent may have held it
-        self._use = ExclusiveUse("at this end of the queue")
-        self._descriptors.after_fork()

@@ -31,7 +31,6 @@ from kvplug.transport import (
     SendWindow,
     Transfer,
     WireError,
-    close_after_fork,
     watch_peer,
 )
 
@@ -80,7 +79,6 @@ class SamplePipe(DuplexPipe):
         self._prefix = bytearray()  # what has come of the next message's
         self._message: PartialMessage | None = None  # whose prefix has come
         pidfd = connection.peer.open_pidfd()
-        close_after_fork(self)
         self._watch = watch_peer(
             self._sock,
             pidfd=pidfd,
@@ -227,12 +225,6 @@ class SamplePipe(DuplexPipe):
     def _join_threads(self) -> None:
         if self._writer is not None and self._writer is not threading.current_thread():
             self._writer.join(1.0)
-
-    def _release_in_child(self) -> None:
-        self._descriptors.after_fork()
-        for transfer in (self._written, *(queued for queued, _ in list(self._queue))):
-            if transfer is not None:
-                transfer.after_fork(self._lifecycle.error())
 
 
 def _parts(tensor: Tensor | None) -> list[memoryview]:

@@ -35,7 +35,6 @@ class PinnedMemory:
         close_after_fork(self)
 
     def _after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()  # a thread of the parent may have held it
         self._waiting, self._listeners = deque(), []
 
     def prepare(self, device: torch.device) -> None:

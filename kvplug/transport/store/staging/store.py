@@ -310,8 +310,6 @@ class StagedStore(StoreWrapper):
 
     def _after_fork_in_child(self) -> None:
         self._closing = self._closed = True
-        self._lock = threading.RLock()  # a thread of the parent may have held it
-        self._changed = threading.Condition(self._lock)
         self._thread = None
         for transfer in self._live:  # which are kept: a child must not free what a device uses
             transfer.job.after_fork(transfer.failed(MissReason.CLOSED))

@@ -229,12 +229,6 @@ class Outbox:
         if interrupted is not None:
             raise interrupted
 
-    def after_fork(self) -> None:
-        """This is a forked child: its parent's transfers end here too. Takes no lock."""
-        self._window.ended = True
-        for message in list(self._unresolved.values()):
-            message.transfer.after_fork(self._lifecycle.error())
-
     def is_idle(self) -> bool:
         """After :meth:`fail`: whether the device has finished every copy.
 

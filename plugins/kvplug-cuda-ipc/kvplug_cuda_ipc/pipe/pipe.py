@@ -33,7 +33,6 @@ from kvplug.transport import (
     PipeSettings,
     Transfer,
     WireError,
-    close_after_fork,
 )
 from kvplug_cuda_ipc.backoff import Backoff
 from kvplug_cuda_ipc.cudart.errors import CudaError
@@ -128,7 +127,6 @@ class CudaIpcPipe(DuplexPipe):
                 taken=self._taken,
                 fail_pipe=self._fail,
             )
-            close_after_fork(self)
             both_run = queue.SimpleQueue[bool]()
             # At exit the worker has the reader end: when the peer has unmapped this end's memory.
             self._reader, self._worker = (
@@ -192,7 +190,6 @@ class CudaIpcPipe(DuplexPipe):
     def _release_in_child(self) -> None:
         # The channel closes itself.
         self._peer_process.close()
-        self._outbox.after_fork()
 
     def _peer_closed(self) -> None:
         """What the peer has wholly announced stays where it is, and can be received."""

@@ -409,6 +409,8 @@ class HostClient(Store):
     def close(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         deadline = self._deadline(timeout)
         with self._lock:
+            if self._closed:
+                return
             self._closing = True
             others = [job for job in self._jobs if not isinstance(job, RemotePut)]
         for job in others:
@@ -422,7 +424,8 @@ class HostClient(Store):
     def _give_up(self) -> bool:
         """End every job, and have the threads end. Does not wait. Returns whether it was the first call."""
         with self._lock:
-            first = not self._closed
+            if self._closed:
+                return False
             self._closing = self._closed = True
             jobs = list(self._jobs)
             self._changed.notify_all()
@@ -434,7 +437,7 @@ class HostClient(Store):
         self._link.close()
         self._workers.close()
         self._clock.close()
-        return first
+        return True
 
     def abort(self) -> None:
         if self._give_up():
@@ -460,15 +463,7 @@ class HostClient(Store):
 
     def _after_fork_in_child(self) -> None:
         self._closing = self._closed = True
-        self._lock = threading.RLock()  # a thread of the parent may have held it
-        self._changed = threading.Condition(self._lock)
         jobs, self._jobs, self._puts = self._jobs, set(), set()
         self._subscriptions.end()
-        self._requests.after_fork()
-        if self._pages is not None:
-            self._pages.after_fork()
-        self._workers.after_fork()
-        self._clock.after_fork()
-        self._outbox.after_fork()
         for job in jobs:
             job.after_fork()

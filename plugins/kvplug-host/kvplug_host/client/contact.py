@@ -337,8 +337,6 @@ class ContactStore(Store):
 
     def _after_fork_in_child(self) -> None:
         self._closed = True
-        self._lock = threading.RLock()
-        self._wake = threading.Event()
 
 
 def _ended(job: Job[Any], result: Any) -> Job[Any]:

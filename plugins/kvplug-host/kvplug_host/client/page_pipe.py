@@ -173,9 +173,3 @@ class PagePipe:
         if thread is not None and thread is not threading.current_thread():
             thread.join(deadline.remaining())
         self._stages.clear()
-
-    def after_fork(self) -> None:
-        """In a forked child, which has no thread of the parent; the pipe closes itself."""
-        self._lock = threading.Lock()
-        self._sending = threading.Lock()
-        self._gets = {}

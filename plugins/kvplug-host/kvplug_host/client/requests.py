@@ -114,8 +114,3 @@ class Requests:
             self._waiting.clear()
             self._kept.clear()
         return waiting
-
-    def after_fork(self) -> None:
-        """In a forked child: the requests are the parent's."""
-        self._lock = threading.Lock()
-        self.end(MissReason.CLOSED)

@@ -104,10 +104,3 @@ class Clock:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(deadline.remaining())
-
-    def after_fork(self) -> None:
-        """In a forked child, which has no thread of the parent."""
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._closed = True
-        self._due = []

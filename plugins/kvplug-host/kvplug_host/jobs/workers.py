@@ -113,11 +113,3 @@ class Workers:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(deadline.remaining())
-
-    def after_fork(self) -> None:
-        """In a forked child, which has no thread of the parent."""
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._closed = True
-        self._tasks.clear()
-        self._threads = []

@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvplug import CapacityError, ResourceExhaustedError
-from kvplug.transport import MissReason, PageEvent, PageFormat, PageRemoval, PutReason, Usage
+from kvplug.transport import (
+    MissReason,
+    PageEvent,
+    PageFormat,
+    PageRemoval,
+    PutReason,
+    Usage,
+    close_after_fork,
+)
 from kvplug_host.arena.segments import Segments
 from kvplug_host.arena.slots import Slot, SlotTable
 from kvplug_host.jobs.clock import Alarm, Clock
@@ -55,6 +63,7 @@ class Pages:
         self._num_unread = 0
         """Evicted pages that waited for a reader, as far as the log has them."""
         self._may_warn_at = 0.0
+        close_after_fork(self)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Index]:
@@ -308,9 +317,6 @@ class Pages:
         self._subscribers.end()
         self.segments.close()
 
-    def after_fork(self) -> None:
-        """In a forked child: the pages are the parent's."""
-        self.lock = threading.RLock()  # a thread of the parent may have held it
+    def _after_fork_in_child(self) -> None:
         self.is_closed = True
         self._puts = set()
-        self._subscribers.after_fork()

@@ -78,8 +78,3 @@ class Subscribers:
             each.is_over = True
         self._all = ()
         self._queue.clear()
-
-    def after_fork(self) -> None:
-        """In a forked child."""
-        self._handing_out = threading.Lock()
-        self.end()

@@ -20,6 +20,7 @@ from kvplug.transport import (
     Deadline,
     Listener,
     WireError,
+    close_after_fork,
     recv_fds,
     send_fds,
 )
@@ -38,6 +39,7 @@ class MemoryDoor:
         self._lock = threading.Lock()
         self._admitted: dict[bytes, Connection | None] = {}
         """By ticket: the connection, once it has come."""
+        close_after_fork(self)
         listener = Listener.open(address, credentials, MEMORY_PURPOSE)
         self.contact = listener.contact
         self._acceptor: Acceptor[bytes] = Acceptor(
@@ -104,9 +106,8 @@ class MemoryDoor:
         for connection in connections:
             connection.close()
 
-    def after_fork(self) -> None:
-        """In a forked child; the listener and the acceptor close themselves."""
-        self._lock = threading.Lock()
+    def _after_fork_in_child(self) -> None:
+        """The listener and the acceptor close themselves."""
         for connection in self._admitted.values():
             if connection is not None:
                 with contextlib.suppress(OSError):

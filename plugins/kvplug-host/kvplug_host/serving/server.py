@@ -57,10 +57,3 @@ class Server:
             door, self._door = self._door, None
         if door is not None:
             door.close()
-
-    def after_fork(self) -> None:
-        """In a forked child."""
-        self._lock = threading.Lock()
-        self._closed = True
-        if self._door is not None:
-            self._door.after_fork()

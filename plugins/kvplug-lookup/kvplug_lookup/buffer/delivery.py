@@ -95,7 +95,8 @@ class Deliveries:
         self._data = data
         self._device = device
         self._max_bytes = max_bytes
-        self.use_lock(lock)
+        self._lock = lock
+        self._turn = threading.Condition(lock)
         self._check = check
         self._lose = lose
         self._queue: deque[Delivery] = deque()
@@ -104,11 +105,6 @@ class Deliveries:
         """Receive memory for one layer of key and value, used again for each entry in its turn."""
         self._drains = False
         """The drainer is alive."""
-
-    def use_lock(self, lock: threading.Lock) -> None:
-        """Guard everything by this lock. No other thread is inside: it is new, or in a forked child."""
-        self._lock = lock
-        self._turn = threading.Condition(lock)
 
     def announce(self, coming: Coming) -> Delivery:
         """Under the lock: an entry will come."""

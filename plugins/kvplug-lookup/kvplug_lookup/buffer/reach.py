@@ -423,8 +423,6 @@ class ReachingEnd(LookupBuffer):
         return bool(self._calls)
 
     def _after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
-        self._deliveries.use_lock(self._lock)
         self._calls.clear()
         self._closed = True
         self._ended = ClosedError("this end of the lookup buffer belongs to the parent of this process")

@@ -249,7 +249,6 @@ class SimpleStore(LookupStore):
         self._lending = Lending(0, evict="never", ttl_s=None)
         self._lending.shut()
         self._sessions = set()
-        self._sessions_lock = threading.Lock()
 
 
 def _here() -> str:

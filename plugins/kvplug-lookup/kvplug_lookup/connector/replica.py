@@ -144,10 +144,6 @@ class Replica:
         close_after_fork(self)
 
     def _after_fork_in_child(self) -> None:
-        """The parent's thread may have held the lock."""
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._closed = threading.Event()
         self._closed.set()
         self._is_current = False
 

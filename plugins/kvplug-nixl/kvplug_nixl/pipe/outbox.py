@@ -136,12 +136,6 @@ class Outbox:
         with self._lock:
             self._announced.clear()
 
-    def after_fork(self) -> None:
-        """This is a forked child: its parent's transfers end here too. Takes no lock."""
-        self._window.ended = True
-        for message in list(self._unresolved.values()):
-            message.transfer.after_fork(self._lifecycle.error())
-
     def _wait_for_device(self, content: Content, deadline: Deadline) -> None:
         """Until the device has written what the peer may then read.
 

@@ -32,7 +32,6 @@ from kvplug.transport import (
     PipeSettings,
     Transfer,
     WireError,
-    close_after_fork,
 )
 from kvplug_nixl.agent import Agent
 from kvplug_nixl.pipe.announced import AnnouncedMessages
@@ -120,7 +119,6 @@ class NixlPipe(DuplexPipe):
             ask_for_help=lambda: self._send_frame([FrameKind.READING.value]),
             fail_pipe=self._fail,
         )
-        close_after_fork(self)
         runs = queue.SimpleQueue[bool]()
         self._reader = BackgroundThread(self._read, args=(runs,), name="kvplug-nixl-read", stop=self.abort)
         with NamedExhaustion("a pipe needs a thread"):
@@ -183,10 +181,6 @@ class NixlPipe(DuplexPipe):
     def _join_threads(self) -> None:
         if threading.current_thread() is not self._reader:
             self._reader.join(_JOIN_S)
-
-    def _release_in_child(self) -> None:
-        # The channel closes itself, and the agent stays as it is.
-        self._outbox.after_fork()
 
     # -- sending frames, in any thread, maybe with locks -------------------------------------------------
 

@@ -164,7 +164,6 @@ class Agent:
         return inner
 
     def _after_fork_in_child(self) -> None:
-        self._lock = threading.Lock()
         self._closed = True
         agent, self._agent = self._agent, None
         if agent is not None:  # taking it down would wait for threads that are not here

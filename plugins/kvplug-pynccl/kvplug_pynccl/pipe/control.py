@@ -127,10 +127,6 @@ class ControlConnection:
         with self.lock:
             self._close()
 
-    def after_fork(self) -> None:
-        """This is a forked child: close its copies of the descriptors. Takes no lock."""
-        self._close()
-
     def _close(self) -> None:
         if not self._closed:
             self._closed = True

@@ -125,11 +125,6 @@ class Outbox:
             except BaseException:  # of a callback; the other transfers must fail, too
                 logger.exception("a callback of %r ended it", message.transfer)
 
-    def after_fork(self) -> None:
-        """This is a forked child: its parent's transfers end here too. Takes no lock."""
-        for message in list(self._pending.values()):
-            message.transfer.after_fork(self._lifecycle.error())
-
     def _queue(self, content: Content) -> _Message:
         message = _Message(self._next, content, self._window.cost(content.nbytes))
         message.ready = not self._unready and content.is_ready()

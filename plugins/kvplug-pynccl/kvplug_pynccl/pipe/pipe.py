@@ -19,7 +19,6 @@ from kvplug.transport import (
     MessageLimit,
     PipeSettings,
     Transfer,
-    close_after_fork,
 )
 from kvplug_pynccl.device import Device
 from kvplug_pynccl.nccl.library import Library
@@ -102,7 +101,6 @@ class PyncclPipe(DuplexPipe):
             lost=self._peer_gone,
             fail_pipe=self._fail,
         )
-        close_after_fork(self)
         self._worker.start(pidfd)
 
     def _send(self, tensor: Tensor | None, deadline: Deadline) -> Transfer:

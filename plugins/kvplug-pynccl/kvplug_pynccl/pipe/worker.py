@@ -131,10 +131,9 @@ class PipeWorker:
             self._thread.join(2 * _ABORT_WAIT_S)
 
     def after_fork(self) -> None:
-        """This is a forked child, where there is no such thread. Takes no lock."""
+        """This is a forked child, where there is no such thread."""
         self._stopping = True
-        self._control.after_fork()
-        self._outbox.after_fork()
+        self._control.close()
 
     def _wake_all(self) -> None:
         self._outbox.end()

@@ -179,5 +179,4 @@ class Pool:
         return dropped
 
     def _after_fork_in_child(self) -> None:
-        # Another thread may have held it. All memory is the child's own, as it was in the parent.
-        self._lock = threading.Lock()
+        """All memory is the child's own, as it was in the parent."""

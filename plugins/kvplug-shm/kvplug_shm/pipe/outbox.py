@@ -62,10 +62,6 @@ class _Window(SendWindow):
         super().end()
         self._ring = None  # the memory goes with the last reference
 
-    def after_fork(self) -> None:
-        """This is a forked child. Takes no lock."""
-        self.ended, self._ring = True, None
-
     def _wait(self, cost: int, deadline: Deadline) -> bool:
         try:
             if not self.in_flight:
@@ -384,11 +380,8 @@ class Outbox:
         self._fail_unresolved(keep=1 if self._writing.locked() else 0)
 
     def after_fork(self) -> None:
-        """This is a forked child: its parent's transfers end here too. Takes no lock."""
-        self._window.after_fork()
-        self._ring = None
-        for message in [*self._queue, *self._unresolved]:
-            message.transfer.after_fork(self._lifecycle.error())
+        """This is a forked child: drop the parent's memory."""
+        self._ring = self._window._ring = None
 
     def join(self) -> None:
         """Wait until the writer has ended, after ``fail``."""

@@ -20,7 +20,6 @@ from kvplug.transport import (
     Segment,
     Timeout,
     Transfer,
-    close_after_fork,
     watch_peer,
 )
 from kvplug_shm.memory.pool import Pool
@@ -125,7 +124,6 @@ class ShmPipe(DuplexPipe):
             lost=self._peer_gone,
             fail_pipe=self._fail,
         )
-        close_after_fork(self)
         self._watch = watch_peer(
             control.sock,
             pidfd=pidfd,

@@ -87,7 +87,6 @@ class Admission:
     def _after_fork_in_child(self) -> None:
         # The acceptor closes itself.
         self._closed = True
-        self._lock = threading.RLock()  # a thread of the parent may have held it
         for connection, _ in list(self._joined.values()):
             connection.close()
         for fd in self._handed_over:

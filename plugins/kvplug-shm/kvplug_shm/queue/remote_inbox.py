@@ -107,11 +107,6 @@ class Inbox:
         with self._lock:
             self._changed.notify_all()
 
-    def after_fork(self) -> None:
-        """This is a forked child: a thread of the parent may have held the lock."""
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-
     def _until(self, there: Callable[[], Any], wait: Wait, check: Callable[[], None]) -> None:
         check()  # before the lock: a closed end must not wait for it
         with self._lock:

@@ -143,10 +143,6 @@ class RemoteReader(SocketThread):
             self.post()
             self.join(SETTLE_S)  # or the goodbye is lost if the process ends now
 
-    def _after_fork_in_child(self) -> None:
-        super()._after_fork_in_child()
-        self._inbox.after_fork()
-
     # -- the thread ----------------------------------------------------------------------------
 
     def _let_go(self, linger_ms: int) -> None:

@@ -136,7 +136,6 @@ class SocketThread(abc.ABC):
         """In a forked child: ZeroMQ's threads are the parent's, and its objects are not used again. The
         connections to other processes are not ZeroMQ's, and close themselves."""
         self._ended = True
-        self._waking = threading.RLock()
         fd, self._wake = self._wake, -1
         with contextlib.suppress(OSError):
             os.close(fd)

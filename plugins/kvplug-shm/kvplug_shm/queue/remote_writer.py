@@ -110,11 +110,6 @@ class RemoteWriter(SocketThread):
     def abort(self) -> None:
         self.end(0)
 
-    def _after_fork_in_child(self) -> None:
-        super()._after_fork_in_child()
-        self._lock = threading.RLock()
-        self._moved = threading.Condition(self._lock)
-
     # -- the thread ----------------------------------------------------------------------------
 
     def _sockets(self) -> list[Any]:

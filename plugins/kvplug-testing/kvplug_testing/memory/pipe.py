@@ -118,7 +118,6 @@ class MemoryListener(PipeListener):
             pipe.abort()
 
     def _after_fork_in_child(self) -> None:
-        self._changed = threading.Condition()  # a thread of the parent may hold the old one
         self._closed = True
 
 
@@ -155,7 +154,6 @@ class MemoryPipe(DuplexPipe):
         self._sent: deque[PipeMessage] = deque()
         """The messages that the other end has not received."""
         self._other = self
-        close_after_fork(self)
 
     def meet(self, other: MemoryPipe) -> None:
         """Connect the two ends."""
