@@ -25,7 +25,7 @@ PLUGINS = testing bench cpu shm host fs redis mooncake etcd nixl lookup p2p pync
 EXAMPLES = kvplug-sample kvplug-sqlite
 EDITABLE = $(PLUGINS:%=plugins/kvplug-%) $(EXAMPLES:%=docs/examples/%) tests/lab
 # What has a part in C is installed again when it changes.
-COMPILED = hatch_build.py plugins/kvplug-shm/hatch_build.py kvplug/transport/store/copying/pages.c \
+COMPILED = hatch_build.py plugins/kvplug-shm/hatch_build.py kvplug/transport/store/pages.c \
 	plugins/kvplug-shm/kvplug_shm/native/ring.c
 INSTALLED = .venv/installed-for-tests
 INSTALLED_FROM = Makefile constraints.txt pyproject.toml $(EDITABLE:%=%/pyproject.toml) $(COMPILED)

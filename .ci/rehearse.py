@@ -30,7 +30,7 @@ from typing import Any
 
 from packages import EXAMPLES, PROJECTS, ROOT, metadata_of, stem_of
 
-COMPILED = {"kvplug": "transport/store/copying/_pages.so", "kvplug-shm": "native/_ring.so"}
+COMPILED = {"kvplug": "transport/store/_pages.so", "kvplug-shm": "native/_ring.so"}
 """Packages with compiled code, and where it is."""
 LIMIT_S = 1200
 """For installing; everything else takes less."""

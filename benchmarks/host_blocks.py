@@ -48,7 +48,7 @@ from kvplug.engine import (
     page_views,
 )
 from kvplug.transport import BlockViews, PageBlocks, PageRequest, Series, Store, foreign_key
-from kvplug.transport.store.copying.library import library
+from kvplug.transport.store.copy import library
 from kvplug_lookup.connector.groups import Groups
 from kvplug_lookup.connector.plan import SavePlan
 from kvplug_lookup.connector.save import Saver, Tier

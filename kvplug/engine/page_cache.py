@@ -15,11 +15,10 @@ from kvplug.errors import ClosedError, KvplugError, LayoutError
 from kvplug.metrics.reasons import reason_of
 from kvplug.metrics.stats import TransferStats
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline, Timeout
-from kvplug.transport.store.format import PageFormat, opaque_format
+from kvplug.transport.store.format import pieces_format
 from kvplug.transport.store.job import Job
 from kvplug.transport.store.keys import Series, foreign_key
-from kvplug.transport.store.memory import PageMemory, PageViews
-from kvplug.transport.store.pieces import PagePieces, pieces_format
+from kvplug.transport.store.memory import PagePieces
 from kvplug.transport.store.results import MissReason, Presence, PutReason, Usage
 from kvplug.transport.store.store import PageRequest, Store
 
@@ -46,15 +45,14 @@ class FlatPage:
     layout or another length is a miss."""
 
     @property
+    def pieces(self) -> tuple[memoryview, ...]:
+        """All of its bytes, in their order."""
+        return (self.view, *self.more)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The lengths of its pieces, in bytes."""
-        return (self.view.nbytes, *(piece.nbytes for piece in self.more))
-
-
-def _memory_of(form: PageFormat, pages: Sequence[FlatPage]) -> PageMemory:
-    if pages[0].more:
-        return PagePieces([(page.view, *page.more) for page in pages])
-    return PageViews(form, [page.view for page in pages])
+        return tuple(piece.nbytes for piece in self.pieces)
 
 
 class PageCache:
@@ -243,8 +241,7 @@ class PageCache:
         if found is None:
             if len(self._series) > 1000:  # an engine has a few; a length for each page would fill memory
                 self._series.clear()
-            form = pieces_format(sizes) if len(sizes) > 1 else opaque_format(*sizes)
-            found = Series(form, shard=layout, seal=self.store.seal.id)
+            found = Series(pieces_format(sizes), shard=layout, seal=self.store.seal.id)
             self._series[sizes, layout] = found
         return found
 
@@ -275,7 +272,7 @@ class PageCache:
                     series=series,
                     keys=self._keys([page.key for page in own]),
                     identities=[self._namespace + page.key for page in own],
-                    memory=_memory_of(series.format, own),
+                    memory=PagePieces([page.pieces for page in own]),
                 )
                 part = submit(request, timeout=deadline.remaining())
             except Exception as e:

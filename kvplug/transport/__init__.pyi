@@ -124,8 +124,6 @@ from kvplug.transport.acceptor import (
 )
 from kvplug.transport.block_views import (
     BlockViews as BlockViews,
-    PartPlace as PartPlace,
-    RowMemory as RowMemory,
 )
 from kvplug.transport.capabilities import (
     Capabilities as Capabilities,
@@ -232,17 +230,12 @@ from kvplug.transport.store.blocking import (
     PageError as PageError,
 )
 from kvplug.transport.store.cache_blocks import (
-    GroupedBlocks as GroupedBlocks,
     LayerBlocks as LayerBlocks,
     PageBlocks as PageBlocks,
 )
-from kvplug.transport.store.copying.rows import (
-    PageFilling as PageFilling,
-    PageLoading as PageLoading,
-    PageReading as PageReading,
-    PageSaving as PageSaving,
+from kvplug.transport.store.copy import (
+    PageCopy as PageCopy,
     RowGenerations as RowGenerations,
-    verify_rows as verify_rows,
 )
 from kvplug.transport.store.events import (
     PageEvent as PageEvent,
@@ -282,23 +275,14 @@ from kvplug.transport.store.keys import (
     next_chain as next_chain,
     token_identities as token_identities,
     token_identity as token_identity,
-    tokens_of_identity as tokens_of_identity,
 )
 from kvplug.transport.store.memory import (
     PageBuffers as PageBuffers,
     PageMemory as PageMemory,
     PageRows as PageRows,
-    PageViews as PageViews,
 )
 from kvplug.transport.store.page_folder import (
     PageFolder as PageFolder,
-)
-from kvplug.transport.store.pieces import (
-    PagePieces as PagePieces,
-    pieces_format as pieces_format,
-)
-from kvplug.transport.store.places import (
-    PagePlaces as PagePlaces,
 )
 from kvplug.transport.store.results import (
     MissReason as MissReason,

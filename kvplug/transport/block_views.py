@@ -178,6 +178,34 @@ class RowViews:
         return [[as_wide(view) for view in layer] for layer in self.bits]
 
 
+def block_table(block_ids: Sequence[int], num_blocks: int, first_used: int = 0) -> array[int]:
+    """Block ids, checked: those before ``first_used`` may be any integers.
+
+    Raises:
+        LayoutError: an id is no integer of 64 bits, or no block of a cache with ``num_blocks``.
+    """
+    try:
+        table = array("q", block_ids)  # refuses what is no integer, where a tensor would round it
+    except (TypeError, OverflowError) as e:
+        raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
+    used = table[first_used:]
+    if used and not 0 <= min(used) <= max(used) < num_blocks:
+        wrong = next(each for each in used if not 0 <= each < num_blocks)
+        raise LayoutError(f"block {wrong} is out of range, the cache has {num_blocks} blocks")
+    return table
+
+
+def check_distinct(table: array[int]) -> None:
+    """Check that blocks can be written into.
+
+    Raises:
+        LayoutError: a block comes twice.
+    """
+    if len(set(table)) != len(table):
+        twice = next(each for each in table if table.count(each) > 1)
+        raise LayoutError(f"block {twice} comes twice, and can be written once")
+
+
 def _places_of(views: BlockViews) -> tuple[array[int], tuple[PartPlace, ...]] | None:
     parts: tuple[PartPlace, ...] | None = None
     bases = array("q")

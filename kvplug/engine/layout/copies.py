@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from kvplug.engine.layout.axes import KVLayout, dimensions
 from kvplug.engine.layout.blocks import blocks_of
 from kvplug.errors import LayoutError
-from kvplug.transport.store.copies import copy_tokens, ids_on
+from kvplug.transport.block_views import block_table, check_distinct
+from kvplug.transport.store.cache_blocks import copy_tokens, ids_on
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,18 +179,8 @@ def _block_index(
     used = blocks_of(block_ids, block_size, start, end)
     if not used:
         return None
-    try:
-        index = array("q", used)  # refuses what is no integer, where a tensor would round it
-    except (TypeError, OverflowError) as e:
-        raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
-    low, high = min(index), max(index)
-    if low < 0 or high >= num_blocks:
-        raise LayoutError(
-            f"axis B: block {low if low < 0 else high} is out of range, the cache has {num_blocks} blocks"
-        )
-    if len(set(index)) != len(index):
-        twice = next(block_id for block_id in index if index.count(block_id) > 1)
-        raise LayoutError(f"axis B: block {twice} comes twice in one sequence's table")
+    index = block_table(used, num_blocks)
+    check_distinct(index)
     return index
 
 

@@ -8,8 +8,15 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvplug.errors import LayoutError
-from kvplug.transport.block_views import BlockViews, RowMemory, RowViews, as_bits, as_wide
+from kvplug.transport.block_views import (
+    BlockViews,
+    RowMemory,
+    RowViews,
+    as_bits,
+    as_wide,
+    block_table,
+    check_distinct,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,13 +53,7 @@ class Blocks:
                 or no row of the views.
         """
         self._of = of = views.rows if isinstance(views, BlockViews) else RowViews([(view,) for view in views])
-        try:
-            self._ids = array("q", block_ids)
-        except (TypeError, OverflowError) as e:
-            raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
-        if self._ids and not 0 <= min(self._ids) <= max(self._ids) < of.num_blocks:
-            wrong = next(each for each in self._ids if not 0 <= each < of.num_blocks)
-            raise LayoutError(f"block {wrong} is out of range, the cache has {of.num_blocks} blocks")
+        self._ids = block_table(block_ids, of.num_blocks)
         self.dtype = of.dtype
         """A ``torch.dtype``."""
         self.device = of.device
@@ -83,9 +84,7 @@ class Blocks:
         Raises:
             LayoutError: a block comes twice.
         """
-        if len(set(self._ids)) != len(self._ids):
-            twice = next(each for each in self._ids if self._ids.count(each) > 1)
-            raise LayoutError(f"block {twice} comes twice, and two rows cannot be received into it")
+        check_distinct(self._ids)
 
     @property
     def block_ids(self) -> array[int]:

@@ -2,189 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import attrs
 
 from kvplug.errors import LayoutError
 from kvplug.net.streams import DeviceMark
-from kvplug.transport.block_views import BlockViews
-from kvplug.transport.store.copies import copy_tokens, ids_on
-from kvplug.transport.store.copying.library import What, library
+from kvplug.transport.block_views import BlockViews, as_bits, as_elements, block_table, check_distinct
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.memory import PageMemory, PageRows
-from kvplug.transport.store.places import PagePlaces
+from kvplug.transport.store.memory import PageMemory, PagePlaces, PageRows
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
-
-
-class PageBlocks(PageMemory):
-    """Pages of one sequence in the blocks of a paged cache.
-
-    The cache is seen through *views*: for each layer one tensor for each part of the format, with any
-    strides. Its shape is (blocks, tokens in a block), and then the rest of the part's shape."""
-
-    def __init__(
-        self,
-        form: PageFormat,
-        views: Sequence[Sequence[Tensor]],
-        block_ids: Sequence[int],
-        first_token: int,
-        count: int,
-        *,
-        writable: range | None = None,
-        after: DeviceMark | None = None,
-    ) -> None:
-        """``count`` pages, from token ``first_token`` of the sequence on.
-
-        Args:
-            views: ``[layer][part]``, in the order of the format.
-            block_ids: the sequence's block table, from its first block on.
-            writable: tokens of the sequence that :meth:`scatter` may write; it leaves the others of the same
-                pages as they are. Blocks wholly before them need not exist, whatever their ids. Default: all
-                tokens of the pages.
-            after: on a device, what must have run there before the blocks are read or written; what the
-                thread that calls the store has queued by then, if not given.
-
-        Raises:
-            LayoutError: the views are not those of the format; a block id is out of range or comes twice; the
-                table is too short.
-        """
-        if len(views) != form.num_layers or any(len(layer) != len(form.parts) for layer in views):
-            raise LayoutError(
-                f"views of {len(views)} layers for pages of {form.num_layers} layers with {len(form.parts)}"
-                " parts each"
-            )
-        sample = views[0][0]
-        self.format = form
-        self.device = str(sample.device)
-        self.after = after
-        """What must have run on the device before the blocks are read or written; ``None``: nothing."""
-        self._views = views if isinstance(views, BlockViews) else BlockViews(views)
-        self._count = count
-        self._block_size = sample.shape[1]
-        end = first_token + count * form.page_tokens
-        if writable is not None:
-            end = min(end, writable.stop)
-        self._first_token = first_token
-        self._first_block = first_token // self._block_size
-        self._writable = range(first_token, end) if writable is None else writable
-        used = block_ids[self._first_block : -(-end // self._block_size)]
-        if len(block_ids) * self._block_size < end:
-            raise LayoutError(
-                f"{len(block_ids)} blocks of {self._block_size} tokens do not reach to token {end}"
-            )
-        try:
-            self._block_ids = array("q", used)
-        except (TypeError, OverflowError) as e:
-            raise LayoutError(f"block ids are integers of 64 bits: {e}") from e
-        used = self._block_ids[max(0, self._writable.start // self._block_size - self._first_block) :]
-        if used:
-            low, high = min(used), max(used)
-            if low < 0 or high >= sample.shape[0]:
-                raise LayoutError(
-                    f"block {low if low < 0 else high} is out of range: the cache has {sample.shape[0]}"
-                    " blocks"
-                )
-            if len(set(used)) != len(used):
-                raise LayoutError("a block comes twice in one sequence's table")
-
-    def __len__(self) -> int:
-        return self._count
-
-    def places(self, first: int, count: int) -> PagePlaces | None:
-        self._check_count(first, count)
-        known = self._views.places
-        if known is None or not count:
-            return None
-        page_tokens, block_tokens = self.format.page_tokens, self._block_size
-        start = self._first_token + first * page_tokens
-        end = start + count * page_tokens
-        origin = start // block_tokens * block_tokens
-        begin = origin // block_tokens - self._first_block
-        return PagePlaces(
-            *known,
-            self._block_ids[begin : -(-end // block_tokens) - self._first_block],
-            block_tokens,
-            page_tokens,
-            start - origin,
-            range(max(start, self._writable.start) - origin, min(end, self._writable.stop) - origin),
-        )
-
-    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._move(first, rows, self._check(first, rows, layers), into_cache=False)
-
-    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        self._move(first, rows, self._check(first, rows, layers), into_cache=True)
-
-    def _move(self, first: int, rows: PageRows, layers: range, *, into_cache: bool) -> None:
-        if not len(rows) or not layers:
-            return
-        form = self.format
-        num_tokens = len(rows) * form.page_tokens
-        start = self._first_token + first * form.page_tokens
-        end = start + num_tokens
-        if into_cache:
-            start, end = max(start, self._writable.start), min(end, self._writable.stop)
-        if start >= end:
-            return
-        if self._move_compiled(first, rows, layers, into_cache=into_cache):
-            return
-        dense = rows.as_tensor()
-        move = self.mover(first, len(rows), into_cache=into_cache)
-        for layer in layers:
-            base = (layer - layers.start) * form.layer_nbytes
-            for part, (at, nbytes) in enumerate(form.spans):
-                view = self._views[layer][part]
-                tokens = view.new_empty((num_tokens, *view.shape[2:]))
-                columns = slice(base + at, base + at + nbytes)
-                if into_cache:
-                    _copy_rows(rows, dense, columns, tokens, into_rows=False)
-                move(layer, part, tokens)
-                if not into_cache:
-                    _copy_rows(rows, dense, columns, tokens, into_rows=True)
-
-    def mover(self, first: int, count: int, *, into_cache: bool) -> Callable[[int, int, Tensor], None]:
-        """A function that copies one part of one layer of these pages into the cache, or out of it.
-
-        It is called with the numbers of layer and part, and with memory on the cache's device: of as many
-        bytes, contiguous, one token after the other. It queues the copy on the current stream.
-        """
-        self._check_count(first, count)
-        begin = self._first_token + first * self.format.page_tokens
-        start, end = begin, begin + count * self.format.page_tokens
-        if into_cache:
-            start, end = max(start, self._writable.start), min(end, self._writable.stop)
-        if start >= end:
-            return lambda layer, part, memory: None
-        at = start // self._block_size - self._first_block
-        block_ids = self._block_ids[at : -(-end // self._block_size) - self._first_block]
-        ids = ids_on(block_ids, self._views[0][0].device)
-
-        def move(layer: int, part: int, memory: Tensor) -> None:
-            view = self._views[layer][part]
-            tokens = memory.view(view.dtype).view(-1, *view.shape[2:])[start - begin : end - begin]
-            copy_tokens(view, block_ids, ids, start, tokens, into_cache=into_cache)
-
-        return move
-
-    def _move_compiled(self, first: int, rows: PageRows, layers: range, *, into_cache: bool) -> bool:
-        """Copy in compiled code. Returns whether that was possible."""
-        compiled = library()
-        places = None if compiled is None else self.places(first, len(rows))
-        if compiled is None or places is None or (not into_cache and rows.buffer.readonly):
-            return False
-        origin = rows.address - layers.start * self.format.layer_nbytes
-        addresses = array("q", [origin + offset for offset in rows.offsets])
-        copies = compiled.copies(self.format, places, addresses, None)
-        if copies is None:
-            return False
-        copies.move(What.LOAD if into_cache else What.SAVE, range(len(rows)), layers)
-        return True
 
 
 @attrs.frozen(kw_only=True)
@@ -199,64 +31,169 @@ class LayerBlocks:
     """The first token that may be written; blocks wholly before it need not exist."""
 
 
-class GroupedBlocks(PageBlocks):
-    """Pages of one sequence in a paged cache with a block table for each group of layers.
+class PageBlocks(PageMemory):
+    """Pages of one sequence in the blocks of a paged cache.
 
-    Its blocks may be missing where they are not written: a group with a sliding window has those of the last
-    tokens only. What is gathered must be whole."""
+    The cache is seen through *views*: for each layer one tensor for each part of the format, with any
+    strides. Its shape is (blocks, tokens in a block), and then the rest of the part's shape."""
 
     def __init__(
         self,
         form: PageFormat,
         views: Sequence[Sequence[Tensor]],
-        tables: Sequence[LayerBlocks],
+        block_ids: Sequence[int] | Sequence[LayerBlocks],
         first_token: int,
         count: int,
         *,
         writable: range | None = None,
         after: DeviceMark | None = None,
     ) -> None:
-        """As :class:`PageBlocks`.
+        """``count`` pages, from token ``first_token`` of the sequence on.
+
+        Args:
+            views: ``[layer][part]``, in the order of the format.
+            block_ids: the sequence's block table, from its first block on; or those of groups of layers. A
+                group with a sliding window has the blocks of the last tokens only: the others may be missing
+                where they are not written.
+            writable: tokens of the sequence that a load may write; it leaves the others of the same pages as
+                they are. Blocks wholly before them need not exist, whatever their ids. Default: all tokens of
+                the pages.
+            after: on a device, what must have run there before the blocks are read or written; what the
+                thread that calls the store has queued by then, if not given.
 
         Raises:
-            LayoutError: also if a layer is in no table, or in two.
+            LayoutError: the views are not those of the format; a layer is in no block table, or in two; a
+                block id is out of range or comes twice; a table is too short.
         """
-        layers = sorted(layer for table in tables for layer in table.layers)
-        if layers != list(range(form.num_layers)):
-            raise LayoutError(f"block tables of layers {layers} for pages of {form.num_layers} layers")
-        views = views if isinstance(views, BlockViews) else BlockViews(views)
-        super().__init__(form, views, (), 0, 0, after=after)
-        end = first_token + count * form.page_tokens
+        if len(views) != form.num_layers or any(len(layer) != len(form.parts) for layer in views):
+            raise LayoutError(
+                f"views of {len(views)} layers for pages of {form.num_layers} layers with {len(form.parts)}"
+                " parts each"
+            )
+        num_blocks, block_size = views[0][0].shape[:2]
+        self.format = form
+        self.device = str(views[0][0].device)
+        self.after = after
+        """What must have run on the device before the blocks are read or written; ``None``: nothing."""
+        self._views = views if isinstance(views, BlockViews) else BlockViews(views)
         self._count = count
-        self._of_layer: dict[int, PageBlocks] = {}
-        for table in tables:
-            limits = writable
-            if table.begin > first_token:
-                given = range(first_token, end) if writable is None else writable
-                limits = range(max(given.start, min(table.begin, given.stop)), given.stop)
-            blocks = PageBlocks(form, views, table.block_ids, first_token, count, writable=limits)
-            self._of_layer |= dict.fromkeys(table.layers, blocks)
+        self._block_size: int = block_size
+        self._first_token = first_token
+        self._first_block = first_token // block_size
+        end = first_token + count * form.page_tokens
+        given = range(first_token, end) if writable is None else writable
+        self._end = min(end, given.stop)
+        """Tokens from this one on are not written, and may have no blocks."""
+        self._is_whole = self._end == end
+        self._tables: list[array[int]] = [array("q")] * form.num_layers
+        """Of each layer the blocks of the pages' tokens. Layers of one group share one object."""
+        self._begins = array("q", [first_token] * form.num_layers)
+        """Of each layer the first token that is written."""
+        groups = self._groups_of(block_ids, form.num_layers)
+        for group in groups:
+            begin = max(first_token, given.start, min(group.begin, given.stop))
+            if len(group.block_ids) * block_size < self._end:
+                raise LayoutError(
+                    f"{len(group.block_ids)} blocks of {block_size} tokens do not reach to token {self._end}"
+                )
+            unused = max(0, begin // block_size - self._first_block)
+            used = group.block_ids[self._first_block : -(-self._end // block_size)]
+            table = block_table(used, num_blocks, unused)
+            check_distinct(table[unused:])
+            self._is_whole = self._is_whole and begin == first_token
+            for layer in group.layers:
+                self._tables[layer], self._begins[layer] = table, begin
+        self._is_grouped = len(groups) > 1
 
-    def places(self, first: int, count: int) -> None:
-        """``None``: compiled code copies the layers of one block table at a time."""
-        self._check_count(first, count)
+    @staticmethod
+    def _groups_of(
+        block_ids: Sequence[int] | Sequence[LayerBlocks], num_layers: int
+    ) -> Sequence[LayerBlocks]:
+        if not (block_ids and isinstance(block_ids[0], LayerBlocks)):
+            table = cast("Sequence[int]", block_ids)
+            return (LayerBlocks(layers=frozenset(range(num_layers)), block_ids=table),)
+        groups = cast("Sequence[LayerBlocks]", block_ids)
+        layers = sorted(layer for group in groups for layer in group.layers)
+        if layers != list(range(num_layers)):
+            raise LayoutError(f"block tables of layers {layers} for pages of {num_layers} layers")
+        return groups
+
+    def __len__(self) -> int:
+        return self._count
+
+    def places(self) -> PagePlaces | None:
+        known = self._views.places
+        if known is None:
+            return None
+        bases, parts = known
+        ids, ids_step = self._tables[0], 0
+        if self._is_grouped:
+            ids, ids_step = array("q"), len(ids)
+            for table in self._tables:
+                ids.extend(table * len(parts))
+        origin = self._first_block * self._block_size
+        return PagePlaces(
+            bases,
+            parts,
+            ids,
+            ids_step,
+            self._block_size,
+            self.format.page_tokens,
+            self._first_token - origin,
+            array("q", [begin - origin for begin in self._begins]),
+            self._end - origin,
+            self._is_whole,
+        )
+
+    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        self._move(first, rows, self._check(first, rows, layers), into_cache=False)
+
+    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        self._move(first, rows, self._check(first, rows, layers), into_cache=True)
 
     def _move(self, first: int, rows: PageRows, layers: range, *, into_cache: bool) -> None:
-        step = self.format.layer_nbytes
-        for _, run in itertools.groupby(layers, lambda layer: id(self._of_layer[layer])):
-            alike = list(run)
-            part = range(alike[0], alike[-1] + 1)
-            columns = rows.columns((part.start - layers.start) * step, (part.stop - layers.start) * step)
-            self._of_layer[part.start]._move(first, columns, part, into_cache=into_cache)
+        import torch
+
+        if not len(rows) or not layers:
+            return
+        form, dense, device = self.format, rows.as_tensor(), self._views[0][0].device
+        move = self.mover(first, len(rows), into_cache=into_cache)
+        for layer in layers:
+            base = (layer - layers.start) * form.layer_nbytes
+            for part, (at, nbytes) in enumerate(form.spans):
+                tokens = torch.empty(len(rows), nbytes, dtype=torch.uint8, device=device)
+                columns = slice(base + at, base + at + nbytes)
+                if into_cache:
+                    _copy_rows(rows, dense, columns, tokens, into_rows=False)
+                move(layer, part, tokens)
+                if not into_cache:
+                    _copy_rows(rows, dense, columns, tokens, into_rows=True)
 
     def mover(self, first: int, count: int, *, into_cache: bool) -> Callable[[int, int, Tensor], None]:
-        movers = {
-            id(blocks): blocks.mover(first, count, into_cache=into_cache)
-            for blocks in self._of_layer.values()
-        }
+        """A function that copies one part of one layer of these pages into the cache, or out of it.
+
+        It is called with the numbers of layer and part, and with memory on the cache's device: of as many
+        bytes, contiguous, one token after the other. It queues the copy on the current stream.
+        """
+        begin = self._first_token + first * self.format.page_tokens
+        end = begin + count * self.format.page_tokens
+        stop = min(end, self._end) if into_cache else end
+        device = self._views[0][0].device
+        known: dict[tuple[int, int], tuple[array[int], Tensor]] = {}
 
         def move(layer: int, part: int, memory: Tensor) -> None:
-            movers[id(self._of_layer[layer])](layer, part, memory)
+            start = max(begin, self._begins[layer]) if into_cache else begin
+            if start >= stop:
+                return
+            table = self._tables[layer]
+            found = known.get((id(table), start))
+            if found is None:
+                at = start // self._block_size - self._first_block
+                block_ids = table[at : -(-stop // self._block_size) - self._first_block]
+                found = known[id(table), start] = block_ids, ids_on(block_ids, device)
+            view = self._views[layer][part]
+            tokens = memory.view(-1).view(view.dtype).view(-1, *view.shape[2:])[start - begin : stop - begin]
+            copy_tokens(view, *found, start, tokens, into_cache=into_cache)
 
         return move
 
@@ -264,14 +201,67 @@ class GroupedBlocks(PageBlocks):
 def _copy_rows(
     rows: PageRows, dense: Tensor | None, columns: slice, tokens: Tensor, *, into_rows: bool
 ) -> None:
-    """Between columns of the rows and tokens, which are as many bytes, one page after the other."""
+    """Between columns of the rows and ``tokens``: [pages, bytes]."""
     import torch
 
-    flat = tokens.view(-1).view(torch.uint8).view(len(rows), -1)
     if dense is not None:
         part = dense[:, columns]
-        part.copy_(flat) if into_rows else flat.copy_(part)
+        part.copy_(tokens) if into_rows else tokens.copy_(part)
         return
     for index in range(len(rows)):
         part = torch.frombuffer(rows.row(index)[columns], dtype=torch.uint8)
-        part.copy_(flat[index]) if into_rows else flat[index].copy_(part)
+        part.copy_(tokens[index]) if into_rows else tokens[index].copy_(part)
+
+
+def ids_on(block_ids: array[int], device: torch.device) -> Tensor:
+    """Block ids as indices: on a CPU the same memory, on a GPU an asynchronous copy."""
+    import torch
+
+    ids = torch.frombuffer(block_ids, dtype=torch.int64)
+    if device.type == "cuda":  # from other memory the host would wait for all that the stream was given
+        ids = ids.pin_memory()
+    return ids.to(device, non_blocking=True)
+
+
+def copy_tokens(
+    view: Tensor, block_ids: array[int], ids: Tensor, start: int, tokens: Tensor, *, into_cache: bool
+) -> None:
+    """Copy bits between a cache and ``tokens``, whatever the dtype, in at most three operations: a first
+    block that is entered in the middle, all whole blocks at once, a last block that is left early.
+
+    Args:
+        view: the cache, [blocks, tokens in a block, *rest], any strides.
+        block_ids: the blocks of the tokens, from the block of the first token on. Not checked.
+        ids: the same, as :func:`ids_on` makes them for the cache's device.
+        start: the first token's number in its sequence; its place in the first block follows from it.
+        tokens: [tokens, *rest], of the cache's dtype and device; need not be contiguous.
+        into_cache: from ``tokens`` into the cache; else the other way round.
+    """
+    import torch
+
+    # as integers: bits stay bits, and torch indexes few of its float8 and unsigned types
+    wide = as_elements(view), as_elements(tokens[None])
+    if wide[0] is not None and wide[1] is not None:
+        view, tokens = wide[0], wide[1][0]
+    else:
+        view, tokens = as_bits(view), as_bits(tokens)
+    block_size, num_tokens = view.shape[1], tokens.shape[0]
+    offset = start % block_size
+    head = min(-offset % block_size, num_tokens)
+    whole, tail = divmod(num_tokens - head, block_size)
+    first = 0
+    if head:
+        in_cache, outside = view[block_ids[0], offset : offset + head], tokens[:head]
+        in_cache.copy_(outside) if into_cache else outside.copy_(in_cache)
+        first = 1
+    if whole:
+        index = ids[first : first + whole]
+        # splitting a dimension is a view whatever the strides are
+        outside = tokens[head : num_tokens - tail].view(whole, *view.shape[1:])
+        if into_cache:
+            view.index_copy_(0, index, outside)
+        else:
+            torch.index_select(view, 0, index, out=outside)
+    if tail:
+        in_cache, outside = view[block_ids[-1], :tail], tokens[num_tokens - tail :]
+        in_cache.copy_(outside) if into_cache else outside.copy_(in_cache)

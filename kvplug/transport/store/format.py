@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -181,6 +181,34 @@ def opaque_format(nbytes: int) -> PageFormat:
         page_tokens=0,
         num_layers=1,
         parts=(Part(name="bytes", dtype="uint8", shape=(nbytes,), token_axis=None),),
+    )
+
+
+def pieces_format(sizes: Sequence[int]) -> PageFormat:
+    """The format of pages that consist of opaque pieces with these lengths in bytes, one after the other.
+
+    >>> pieces_format([8, 2]).nbytes
+    10
+    >>> many = pieces_format([8, 2] * 100)
+    >>> many.num_layers, len(many.parts)
+    (4, 50)
+
+    Raises:
+        LayoutError: there is no piece, or more than 64 without a pattern that repeats and covers all.
+    """
+    sizes = tuple(sizes)
+    if len(sizes) == 1:
+        return opaque_format(*sizes)
+    for num_layers in range(1, len(sizes) + 1):
+        step = len(sizes) // num_layers
+        if len(sizes) % num_layers == 0 and step <= MAX_PARTS and sizes == sizes[:step] * num_layers:
+            parts = (
+                Part(name=f"piece{index}", dtype="uint8", shape=(nbytes,), token_axis=None)
+                for index, nbytes in enumerate(sizes[:step])
+            )
+            return PageFormat(page_tokens=0, num_layers=num_layers, parts=tuple(parts))
+    raise LayoutError(
+        f"pages of {len(sizes)} pieces: allowed are 1 to {MAX_PARTS}, or more whose lengths repeat"
     )
 
 

@@ -220,14 +220,3 @@ def token_identities(
         )
     parents = [root, *chains]
     return [parents[at] + packed[at * step : (at + 1) * step] for at in range(first, len(chains))]
-
-
-def tokens_of_identity(identity: bytes) -> tuple[bytes, bytes]:
-    """The parent's chain and the packed token ids in an identity of tokens.
-
-    Raises:
-        LayoutError: it is none.
-    """
-    if len(identity) < KEY_BYTES or (len(identity) - KEY_BYTES) % TOKEN_BYTES:
-        raise LayoutError(f"{len(identity)} bytes are no identity of a page of tokens")
-    return identity[:KEY_BYTES], identity[KEY_BYTES:]

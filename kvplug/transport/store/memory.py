@@ -1,10 +1,10 @@
-"""Memory of pages outside a store: where a page's bytes are copied from, and where they go to."""
+"""Pages outside a store: memory that a page's bytes are copied from, and go to."""
 
 from __future__ import annotations
 
 import abc
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -12,8 +12,7 @@ import attrs
 from kvplug.errors import LayoutError
 from kvplug.net.wire.copying import address_of, copy_bytes
 from kvplug.transport.block_views import PartPlace
-from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.places import PagePlaces
+from kvplug.transport.store.format import PageFormat, pieces_format
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,11 +88,38 @@ class PageRows:
         return flat.as_strided((len(self), self.nbytes), (step, 1))
 
 
+@attrs.frozen(eq=False)
+class PagePlaces:
+    """Where consecutive pages lie in this process's memory, for compiled code that copies them."""
+
+    bases: array[int]
+    """Addresses of block 0: of each part of each layer, layer after layer."""
+    parts: tuple[PartPlace, ...]
+    """How each part of a layer lies there, in the order of the format, equally for all layers."""
+    ids: array[int]
+    """The blocks of the pages' tokens, in their order: the same for all parts of all layers, or those of each
+    part of each layer, one after the other."""
+    ids_step: int
+    """From the ids of one part to those of the next; 0: all parts share them."""
+    block_tokens: int
+    """Tokens in a block."""
+    page_tokens: int
+    """Tokens in a page."""
+    first_token: int
+    """Where in the first of these blocks the first page begins."""
+    begins: array[int]
+    """Of each layer, the first token that may be written, counted as ``first_token`` is."""
+    end: int
+    """Tokens from this one on may not be written."""
+    is_whole: bool
+    """Whether there are blocks for all tokens, and all may be written."""
+
+
 class PageMemory(abc.ABC):
     """Memory for several pages of one format, which belongs to the caller of a store.
 
-    A store copies from it (:meth:`gather`) while it puts, and into it (:meth:`scatter`) while it gets, in any
-    thread. It never touches it after the job has settled."""
+    A store copies from it while it puts, and into it while it gets, in any thread, with a
+    :class:`~kvplug.transport.PageCopy`. It never touches it after the job has settled."""
 
     format: PageFormat
     """Of all these pages."""
@@ -127,24 +153,18 @@ class PageMemory(abc.ABC):
         """
         return None
 
-    def places(self, first: int, count: int) -> PagePlaces | None:
-        """Where pages ``first`` and on lie, for compiled code that copies them; ``None``: it cannot.
+    def places(self) -> PagePlaces | None:
+        """Where the pages lie, for compiled code that copies them; ``None``: it cannot.
 
         Where it can, :meth:`gather` and :meth:`scatter` may not be called: a subclass that changes them
         changes this method as well.
-
-        Raises:
-            LayoutError: there are fewer pages.
         """
         return None
 
-    def _check_count(self, first: int, count: int) -> None:
-        if not 0 <= first <= first + count <= len(self):
-            raise LayoutError(f"pages {first} to {first + count} of {len(self)}")
-
     def _check(self, first: int, rows: PageRows, layers: range | None) -> range:
         wanted = range(self.format.num_layers) if layers is None else layers
-        self._check_count(first, len(rows))
+        if not 0 <= first <= first + len(rows) <= len(self):
+            raise LayoutError(f"pages {first} to {first + len(rows)} of {len(self)}")
         if wanted.step != 1 or not 0 <= wanted.start <= wanted.stop <= self.format.num_layers:
             raise LayoutError(f"{wanted} of {self.format.num_layers} layers")
         if rows.nbytes != len(wanted) * self.format.layer_nbytes:
@@ -154,7 +174,44 @@ class PageMemory(abc.ABC):
         return wanted
 
 
-class PageBuffers(PageMemory):
+class FlatPages(PageMemory):
+    """Pages whose bytes have the order of the format, each in one or several pieces of memory."""
+
+    @abc.abstractmethod
+    def _pieces(self, page: int) -> Sequence[memoryview]:
+        """The bytes of one page, one piece after the other."""
+
+    def _places(self, bases: array[int], ids: array[int], ids_step: int = 0) -> PagePlaces:
+        """Each page is one block, and all of it one token."""
+        form, count = self.format, len(self)
+        parts = tuple(PartPlace(1, nbytes, (nbytes,), (1,), 1) for _, nbytes in form.spans)
+        begins = array("q", bytes(8 * form.num_layers))
+        return PagePlaces(bases, parts, ids, ids_step, 1, 1, 0, begins, count, is_whole=True)
+
+    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        for row, mine in self._parts(first, rows, layers):
+            copy_bytes(row, mine, _LOCK_FREE_BYTES)
+
+    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
+        for row, mine in self._parts(first, rows, layers):
+            copy_bytes(mine, row, _LOCK_FREE_BYTES)
+
+    def _parts(
+        self, first: int, rows: PageRows, layers: range | None
+    ) -> Iterator[tuple[memoryview, memoryview]]:
+        """What lies in one piece of these layers: there in the rows, and here."""
+        wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
+        begin, end = wanted.start * step, wanted.stop * step
+        for index in range(len(rows)):
+            row, at = rows.row(index), 0
+            for piece in self._pieces(first + index):
+                low, high = max(begin, at), min(end, at + len(piece))
+                if low < high:
+                    yield row[low - begin : high - begin], piece[low - at : high - at]
+                at += len(piece)
+
+
+class PageBuffers(FlatPages):
     """Pages that lie in rows of one buffer.
 
     >>> from kvplug.transport.store.format import opaque_format
@@ -184,93 +241,63 @@ class PageBuffers(PageMemory):
     def rows(self) -> PageRows:
         return self._rows
 
-    def places(self, first: int, count: int) -> PagePlaces | None:
-        self._check_count(first, count)
-        form, rows = self.format, self._rows[first : first + count]
-        if not count or rows.buffer.readonly:
+    def places(self) -> PagePlaces | None:
+        form, rows = self.format, self._rows
+        if rows.buffer.readonly:
             return None
         address = rows.address
         bases = array("q")
         for layer in range(form.num_layers):
             bases.extend(address + layer * form.layer_nbytes + at for at, _ in form.spans)
-        # each page is one block, and all of it one token
-        parts = tuple(PartPlace(1, nbytes, (nbytes,), (1,), 1) for _, nbytes in form.spans)
-        return PagePlaces(bases, parts, array("q", rows.offsets), 1, 1, 0, range(count))
+        return self._places(bases, array("q", rows.offsets))
 
-    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        mine = self._mine(first, rows, layers)
-        for index in range(len(rows)):
-            copy_bytes(rows.row(index), mine.row(index), _LOCK_FREE_BYTES)
-
-    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        mine = self._mine(first, rows, layers)
-        for index in range(len(rows)):
-            copy_bytes(mine.row(index), rows.row(index), _LOCK_FREE_BYTES)
-
-    def fill(self, source: PageMemory, first: int, layers: range) -> None:
-        """Copy these layers of pages ``first`` and on of ``source`` into all pages, as :meth:`gather` of the
-        source does. A store's own memory may do it faster."""
-        step = self.format.layer_nbytes
-        source.gather(first, self._rows.columns(layers.start * step, layers.stop * step), layers)
-
-    def _mine(self, first: int, rows: PageRows, layers: range | None) -> PageRows:
-        wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
-        return self._rows[first : first + len(rows)].columns(wanted.start * step, wanted.stop * step)
+    def _pieces(self, page: int) -> Sequence[memoryview]:
+        return (self._rows.row(page),)
 
 
-class PageViews(PageMemory):
-    """Pages that lie in a buffer each, anywhere in this process's memory.
+class PagePieces(FlatPages):
+    """Pages in pieces that lie anywhere in this process's memory, in the format that ``pieces_format`` makes.
 
-    >>> from kvplug.transport.store.format import opaque_format
-    >>> pages = PageViews(opaque_format(4), [memoryview(bytearray(4)), memoryview(bytearray(b"abcd"))])
-    >>> copied = PageBuffers.empty(pages.format, 1)
-    >>> pages.gather(1, copied.rows())
-    >>> bytes(copied.rows().row(0))
-    b'abcd'
+    >>> one, other = (memoryview(bytearray(2)) for _ in range(2))
+    >>> page = PagePieces([(one, other)])
+    >>> page.scatter(0, PageRows.dense(memoryview(b"abcd"), 1, 4))
+    >>> bytes(one), bytes(other)
+    (b'ab', b'cd')
     """
 
-    def __init__(self, form: PageFormat, views: Sequence[memoryview]) -> None:
-        """``views``: of bytes, contiguous, one for each page. They keep their memory alive.
+    def __init__(self, pages: Sequence[Sequence[memoryview]]) -> None:
+        """``pages``: of each its pieces, contiguous bytes. They keep their memory alive.
 
         Raises:
-            LayoutError: one has not the length of a page, or is not contiguous bytes.
+            LayoutError: there is no page, its pieces do not make a format, or are not contiguous bytes, or
+                those of another page have other lengths.
         """
-        for view in views:
-            if view.nbytes != form.nbytes or view.itemsize != 1 or view.ndim != 1 or not view.contiguous:
+        if not pages:
+            raise LayoutError("pages in pieces have at least one page")
+        self._pages = [[_bytes_of(piece) for piece in page] for page in pages]
+        sizes = [piece.nbytes for piece in self._pages[0]]
+        for page in self._pages:
+            if [piece.nbytes for piece in page] != sizes:
                 raise LayoutError(
-                    f"a view of {view.nbytes} bytes (format {view.format!r}, {view.ndim} axes) for a page of"
-                    f" {form.nbytes} contiguous bytes"
+                    f"all pages have pieces of the same lengths; got {sizes} and"
+                    f" {[piece.nbytes for piece in page]}"
                 )
-        self.format = form
-        self._views = [view if view.format == "B" else view.cast("B") for view in views]
+        self.format = pieces_format(sizes)
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self._pages)
 
-    def places(self, first: int, count: int) -> PagePlaces | None:
-        self._check_count(first, count)
-        form, views = self.format, self._views[first : first + count]
-        if not count or not form.nbytes or any(view.readonly for view in views):
+    def places(self) -> PagePlaces | None:
+        if any(piece.readonly for page in self._pages for piece in page):
             return None
-        at = array("q", map(address_of, views))
-        base = min(at)
-        bases = array("q")
-        for layer in range(form.num_layers):
-            bases.extend(base + layer * form.layer_nbytes + begin for begin, _ in form.spans)
-        # as in PageBuffers, each page is one block, and all of it one token
-        parts = tuple(PartPlace(1, nbytes, (nbytes,), (1,), 1) for _, nbytes in form.spans)
-        return PagePlaces(bases, parts, array("q", [each - base for each in at]), 1, 1, 0, range(count))
+        addresses = array("q", [address_of(piece) for pieces in zip(*self._pages) for piece in pieces])
+        return self._places(array("q", bytes(8 * len(self._pages[0]))), addresses, len(self))
 
-    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        begin, end = self._columns(first, rows, layers)
-        for index in range(len(rows)):
-            copy_bytes(rows.row(index), self._views[first + index][begin:end], _LOCK_FREE_BYTES)
+    def _pieces(self, page: int) -> Sequence[memoryview]:
+        return self._pages[page]
 
-    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        begin, end = self._columns(first, rows, layers)
-        for index in range(len(rows)):
-            copy_bytes(self._views[first + index][begin:end], rows.row(index), _LOCK_FREE_BYTES)
 
-    def _columns(self, first: int, rows: PageRows, layers: range | None) -> tuple[int, int]:
-        wanted, step = self._check(first, rows, layers), self.format.layer_nbytes
-        return wanted.start * step, wanted.stop * step
+def _bytes_of(view: memoryview) -> memoryview:
+    if view.itemsize != 1 or view.ndim != 1 or not view.contiguous:
+        raise LayoutError(f"a piece of a page is contiguous bytes; got {view.format!r} of {view.shape}")
+    return view if view.format == "B" else view.cast("B")

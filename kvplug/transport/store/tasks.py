@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from kvplug.errors import CapacityError
 from kvplug.transport.store.blocking import PageError
-from kvplug.transport.store.copying.rows import PageReading, PageSaving
+from kvplug.transport.store.copy import PageCopy
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
 from kvplug.transport.store.memory import PageRows
@@ -145,7 +145,7 @@ class GetTask(Task):
         self._calls = calls
         self._seal = seal
         self._pages = pages
-        self._reading: PageReading | None = None
+        self._copying: PageCopy | None = None
 
     def run(self, call: int, scratch: Scratch) -> None:
         pages, seal = self._pages, self._seal
@@ -178,9 +178,11 @@ class GetTask(Task):
         self.job.advance()
 
     def _loaded(self, call: int, header: memoryview, payload: memoryview) -> MissReason | None:
-        if self._reading is None:
-            self._reading = PageReading(self._seal, self._pages.memory)
-        return self._reading.load(call, header, payload)
+        if self._copying is None:
+            self._copying = PageCopy(self._pages.memory, self._seal)
+        self._copying.use(call, PageRows.dense(payload, 1, len(payload)), (header,))
+        found = self._copying.load(range(call, call + 1))
+        return None if found is None else found[0]
 
     def _discard(self, key: bytes, reason: MissReason, nbytes: int) -> None:
         """Make room under the key: as long as a wrong page is there, a right one would not be kept.
@@ -204,7 +206,7 @@ class PutTask(Task):
         self._calls = calls
         self._seal = seal
         self._pages = pages
-        self._saving: PageSaving | None = None
+        self._copying: PageCopy | None = None
         self._forgotten: set[int] = set()
         """Calls whose pages were removed before they were written."""
         self._writing: dict[int, list[RemoveTask]] = {}
@@ -243,9 +245,10 @@ class PutTask(Task):
             self._undo(pages.keys[call], removals)
 
     def _saved(self, call: int, payload: memoryview) -> bytes | None:
-        if self._saving is None:
-            self._saving = PageSaving(self._seal, self._pages.memory)
-        return self._saving.save(call, PageRows.dense(payload, 1, len(payload)))[0]
+        if self._copying is None:
+            self._copying = PageCopy(self._pages.memory, self._seal)
+        self._copying.use(call, PageRows.dense(payload, 1, len(payload)))
+        return self._copying.save(range(call, call + 1))[0]
 
     def _undo(self, key: bytes, removals: Sequence[RemoveTask]) -> None:
         """The page was removed while it was written: remove it now."""

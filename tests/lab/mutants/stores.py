@@ -12,7 +12,7 @@ from unittest import mock
 
 from kvplug.net.deadline import DEFAULT_TIMEOUT, Deadline
 from kvplug.transport.store import tasks
-from kvplug.transport.store.copying.rows import PageReading
+from kvplug.transport.store.copy import PageCopy
 from kvplug.transport.store.events import PageEventLog, PageRemoval
 from kvplug.transport.store.header import PageSeal
 from kvplug.transport.store.job import GetJob, Job
@@ -54,14 +54,18 @@ class TestLeavesWrongBytes(Mutant):
     caught_by = "test_a_wrong_or_lost_page_is_a_miss_and_makes_room_for_the_right_one"
 
     def make_store(self, context: Any) -> Any:
-        class Hasty(PageReading):
-            def load(self, page: int, header: bytes | memoryview, row: memoryview) -> MissReason | None:
-                reason = super().load(page, header, row)
-                if reason is not None and len(row) == self._memory.format.nbytes:
-                    self._memory.scatter(page, PageRows.dense(row, 1, len(row)))
-                return reason
+        class Hasty(PageCopy):
+            def use(self, first: int, rows: PageRows, *more: Any) -> None:
+                super().use(first, rows, *more)
+                self.latest = rows
 
-        patch = mock.patch.object(tasks, "PageReading", Hasty)
+            def load(self, pages: range, *more: Any) -> list[MissReason | None] | None:
+                reasons = super().load(pages, *more)
+                if any(reasons or ()):
+                    self._memory.scatter(pages.start, self.latest)
+                return reasons
+
+        patch = mock.patch.object(tasks, "PageCopy", Hasty)
         patch.start()
         self.later(patch.stop)
         return super().make_store(context)

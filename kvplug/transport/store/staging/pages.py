@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvplug.net.streams import on_stream
 from kvplug.net.wire.tensors import memory_of_writable
-from kvplug.transport.block_views import PartPlace
 from kvplug.transport.store.cache_blocks import PageBlocks
 from kvplug.transport.store.format import PageFormat
-from kvplug.transport.store.memory import PageMemory, PageRows
-from kvplug.transport.store.places import PagePlaces
+from kvplug.transport.store.memory import FlatPages, PagePlaces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +20,7 @@ _ALIGN: Final = 16
 """Where each part begins: at a multiple of the size of every dtype."""
 
 
-class StagedPages(PageMemory):
+class StagedPages(FlatPages):
     """Pages in one piece of host memory: layer after layer, part after part, page after page.
 
     So a layer of all pages is one copy to or from a device, where each of its parts is one tensor. In a store
@@ -61,37 +59,23 @@ class StagedPages(PageMemory):
         begin, nbytes = self._starts[part], self.format.spans[part][1]
         return layer[begin + pages.start * nbytes : begin + pages.stop * nbytes]
 
-    def places(self, first: int, count: int) -> PagePlaces | None:
-        self._check_count(first, count)
-        form, base = self.format, self.memory.data_ptr()
-        bases = array("q")
+    def places(self) -> PagePlaces | None:
+        form, base, count = self.format, self.memory.data_ptr(), self._count
+        bases, ids = array("q"), array("q")
         for layer in range(form.num_layers):
             bases.extend(base + layer * self._step + start for start in self._starts)
-        # each page is one block, and all of it one token
-        parts = tuple(PartPlace(nbytes, nbytes, (nbytes,), (1,), 1) for _, nbytes in form.spans)
-        return PagePlaces(bases, parts, array("q", range(first, first + count)), 1, 1, 0, range(count))
+        for _ in range(form.num_layers):
+            for _, nbytes in form.spans:
+                ids.extend(range(0, count * nbytes, nbytes))
+        return self._places(bases, ids, count)
 
-    def gather(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        for row, mine in self._pieces(first, rows, layers):
-            row[:] = mine
-
-    def scatter(self, first: int, rows: PageRows, layers: range | None = None) -> None:
-        for row, mine in self._pieces(first, rows, layers):
-            mine[:] = row
-
-    def _pieces(
-        self, first: int, rows: PageRows, layers: range | None
-    ) -> Iterable[tuple[memoryview, memoryview]]:
-        """Each part of each layer of each row, and the same bytes here."""
-        form, wanted = self.format, self._check(first, rows, layers)
+    def _pieces(self, page: int) -> Sequence[memoryview]:
         memory = memory_of_writable(self.memory)
-        for layer in wanted:
-            for start, (at, nbytes) in zip(self._starts, form.spans, strict=True):
-                in_row = (layer - wanted.start) * form.layer_nbytes + at
-                here = layer * self._step + start + first * nbytes
-                for index in range(len(rows)):
-                    begin = here + index * nbytes
-                    yield rows.row(index)[in_row : in_row + nbytes], memory[begin : begin + nbytes]
+        return [
+            memory[layer * self._step + start + page * nbytes :][:nbytes]
+            for layer in range(self.format.num_layers)
+            for start, (_, nbytes) in zip(self._starts, self.format.spans, strict=True)
+        ]
 
 
 def _starts(form: PageFormat, count: int) -> list[int]:

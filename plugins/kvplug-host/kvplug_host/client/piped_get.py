@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvplug import PeerGoneError
-from kvplug.transport import GetJob, MissReason, PageLoading, PageRequest, PageRows, PageSeal, WireError
+from kvplug.transport import GetJob, MissReason, PageCopy, PageRequest, PageRows, PageSeal, WireError
 from kvplug_host.jobs.get import Landing
 from kvplug_host.jobs.steps import UNKNOWN, OverError
 from kvplug_host.protocol import Pieces
@@ -38,6 +38,7 @@ class PipedGet(Landing):
             tuple((numbers.start, numbers.stop) for numbers in self.ranges),
         )
         self._on_settled = on_settled
+        self._copy: PageCopy | None = None
         self._answered = threading.Event()
         self._sent: list[bool] = []
         self._coming = 0
@@ -92,16 +93,11 @@ class PipedGet(Landing):
         layers = self.layers[group]
 
         def load(run: range) -> list[MissReason | None] | None:
-            loading = PageLoading(
-                self.seal,
-                self.pages.memory,
-                run.start,
-                self.headers[run.start : run.stop],
-                PageRows(buffer, [offsets[at] for at in run], row_bytes),
-                layers,
-                native=self.native,
-            )
-            return loading.load(range(len(run)), layers)
+            if self._copy is None:
+                self._copy = PageCopy(self.pages.memory, self.seal, native=self.native)
+            rows = PageRows(buffer, [offsets[at] for at in run], row_bytes)
+            self._copy.use(run.start, rows, self.headers[run.start : run.stop], layers)
+            return self._copy.load(run, layers)
 
         try:
             self.land(self.ranges[number], load)

@@ -11,9 +11,9 @@ from typing import Any, Final
 from kvplug.transport import (
     Job,
     MissReason,
+    PageCopy,
     PageRequest,
     PageRows,
-    PageSaving,
     PageSeal,
     PutReason,
     Usage,
@@ -90,7 +90,7 @@ class RemotePut(Steps):
         self.pages = pages
         self._seal = seal
         self._native = native
-        self._saving: PageSaving | None = None
+        self._copy: PageCopy | None = None
         self._requests, self._send, self._note_usage, self._again = requests, send, note_usage, again
         form = pages.series.format
         self._row_bytes = form.nbytes + max(
@@ -225,9 +225,9 @@ class RemotePut(Steps):
         position = {at: index for index, at in enumerate(self._asked.get(request, ()))}
         pages, form = self.pages, self.pages.series.format
         with self.lock:
-            if self._saving is None:
-                self._saving = PageSaving(self._seal, pages.memory, native=self._native)
-            saving = self._saving
+            if self._copy is None:
+                self._copy = PageCopy(pages.memory, self._seal, native=self._native)
+            copy = self._copy
         for row_bytes, run in self._rows(numbers):
 
             def fill(rows: memoryview, run: Sequence[int] = run, row_bytes: int = row_bytes) -> None:
@@ -236,8 +236,8 @@ class RemotePut(Steps):
                 with self.copying():
                     for part in runs_of(run):
                         done = len(checksums)
-                        own = PageRows(rows, offsets[done : done + len(part)], form.nbytes)
-                        checksums += saving.save(part.start, own)
+                        copy.use(part.start, PageRows(rows, offsets[done : done + len(part)], form.nbytes))
+                        checksums += copy.save(part)
                 beginnings = self._seal.beginnings(pages.series, [pages.identities[at] for at in run])
                 for offset, beginning, made in zip(offsets, beginnings, checksums, strict=True):
                     end = offset + form.nbytes

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvplug.transport import GetJob, MissReason, PageLoading, PageRequest, PageRows, PageSeal, RowGenerations
+from kvplug.transport import GetJob, MissReason, PageCopy, PageRequest, PageRows, PageSeal, RowGenerations
 from kvplug_host.jobs.steps import UNKNOWN, Steps, layer_ranges, page_ranges
 
 WRONG: Final = frozenset({MissReason.FORMAT, MissReason.IDENTITY, MissReason.CORRUPT})
@@ -77,7 +77,7 @@ class Landing(Steps):
         """Verify some layers of these pages, as far as they are not missed, and copy them to the caller.
 
         Args:
-            load: ``load(run)``: does so for some of the pages, as :meth:`PageLoading.load` does.
+            load: ``load(run)``: does so for some of the pages, as :meth:`PageCopy.load` does.
 
         Raises:
             OverError: the job has ended.
@@ -152,7 +152,7 @@ class SlotGet(Landing):
         self._again = again
         self._prepare = prepare
         self._num_steps = 1
-        self._loading: PageLoading | None = None
+        self._copy: PageCopy | None = None
         """Once the headers are checked."""
         self._buffer = memoryview(b"")
         self._offsets: Sequence[int] = ()
@@ -182,17 +182,17 @@ class SlotGet(Landing):
         self._generations = generations
 
     def do(self, step: int) -> None:
-        if self._loading is None:
+        if self._copy is None:
             self._prepare()
             self._check_headers()
-            self._loading = self._new_loading()
+            self._copy = self._new_copy()
             if any(each is UNKNOWN for each in self.results):
                 self._num_steps = 1 + len(self.layers) * len(self.ranges)
                 self._again(self)
             return
-        loading = self._loading
+        copy = self._copy
         group, number = divmod(step - 1, len(self.ranges))
-        self.land(self.ranges[number], lambda run: loading.load(run, self.layers[group]))
+        self.land(self.ranges[number], lambda run: copy.load(run, self.layers[group]))
         self.landed(group)
 
     def _check_headers(self) -> None:
@@ -215,20 +215,14 @@ class SlotGet(Landing):
             if self._payload_bytes[index] != wanted:
                 self.miss(index, MissReason.CORRUPT)
 
-    def _new_loading(self) -> PageLoading:
+    def _new_copy(self) -> PageCopy:
         form = self.pages.series.format
         is_left = [each is UNKNOWN for each in self.results]
-        offsets = [offset if left else 0 for offset, left in zip(self._offsets, is_left, strict=True)]
-        return PageLoading(
-            self.seal,
-            self.pages.memory,
-            0,
-            self.headers,
-            PageRows(self._buffer, offsets if any(is_left) else [], form.nbytes),
-            range(form.num_layers),
-            generations=self._generations,
-            native=self.native,
-        )
+        copy = PageCopy(self.pages.memory, self.seal, generations=self._generations, native=self.native)
+        if any(is_left):
+            offsets = [offset if left else 0 for offset, left in zip(self._offsets, is_left, strict=True)]
+            copy.use(0, PageRows(self._buffer, offsets, form.nbytes), self.headers)
+        return copy
 
     def _settled(self) -> None:
         self._on_settled()

@@ -264,7 +264,7 @@ class Pages:
                     self.give_back(slots)
                     return None
                 slots.append(found)
-        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append, native=self.native)
+        return SlotBuffers(form, self.segments.view, slots, self._abandoned.append)
 
     # -- what is expected, and what goes -------------------------------------------------------
 

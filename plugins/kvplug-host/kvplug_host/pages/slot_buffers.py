@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from kvplug.transport import PageBuffers, PageFilling, PageFormat, PageMemory, PageRows
+from kvplug.transport import PageBuffers, PageFormat, PageRows
 from kvplug_host.arena.slots import Slot
 
 
@@ -18,27 +18,13 @@ class SlotBuffers(PageBuffers):
         buffer: memoryview,
         slots: Sequence[Slot],
         abandon: Callable[[list[Slot | None]], None],
-        *,
-        native: bool,
     ) -> None:
-        """
-        Args:
-            abandon: called with the slots that are left when the caller drops this object, in any thread and
-                at any moment.
-            native: whether compiled code may fill it.
-        """
+        """``abandon``: called with the slots that are left when the caller drops this object, in any thread
+        and at any moment."""
         super().__init__(form, PageRows(buffer, [slot.offset for slot in slots], form.nbytes))
         self._slots: list[Slot | None] = [*slots]
         self.is_put = False
-        self._native = native
-        self._filling: PageFilling | None = None
         weakref.finalize(self, abandon, self._slots).atexit = False
-
-    def fill(self, source: PageMemory, first: int, layers: range) -> None:
-        filling = self._filling
-        if filling is None or filling.source is not source or filling.first != first:
-            filling = self._filling = PageFilling(source, first, self.rows(), native=self._native)
-        filling.fill(layers)
 
     def take(self, index: int, nbytes: int) -> Slot | None:
         """With the store's lock: the slot of a page, which is the store's from now on.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplug.transport import Job, PageRequest, PageRows, PageSaving, PageSeal, PutReason
+from kvplug.transport import Job, PageCopy, PageRequest, PageRows, PageSeal, PutReason
 from kvplug_host.jobs.put import Put
 from kvplug_host.jobs.steps import runs_of
 from kvplug_host.pages.pages import Pages
@@ -16,9 +16,9 @@ class SlotPut(Put):
         super().__init__(job, pages, store.settled)
         self._seal = seal
         self._store = store
-        self._prepared: tuple[PageSaving, list[bytes], int] | None = None
+        self._prepared: tuple[PageCopy, list[bytes], int] | None = None
 
-    def _prepare(self) -> tuple[PageSaving, list[bytes], int]:
+    def _prepare(self) -> tuple[PageCopy, list[bytes], int]:
         """What is the same for all steps: the copies, the beginning of each page's header, and how many bytes
         each header has after it."""
         with self.lock:
@@ -27,13 +27,13 @@ class SlotPut(Put):
                 beginnings = seal.beginnings(pages.series, pages.identities)
                 first = pages.identities[0]
                 rest = seal.header_length(pages.series.format, first) - len(beginnings[0])
-                self._prepared = PageSaving(seal, pages.memory, native=self._store.native), beginnings, rest
+                self._prepared = PageCopy(pages.memory, seal, native=self._store.native), beginnings, rest
             return self._prepared
 
     def do(self, step: int) -> None:
         numbers, pages, seal, store = self.ranges[step], self.pages, self._seal, self._store
         form, memory, view = pages.series.format, pages.memory, store.segments.view
-        saving, beginnings, rest = self._prepare()
+        copy, beginnings, rest = self._prepare()
         header_bytes = {at: len(beginnings[at]) + rest for at in numbers}
         slots, results = store.reserve(
             self, {at: form.nbytes + nbytes for at, nbytes in header_bytes.items()}
@@ -46,10 +46,10 @@ class SlotPut(Put):
                     in_place = [at for at in to_copy if own[at] == slots[at].offset]
                     to_copy = [at for at in to_copy if own[at] != slots[at].offset]
                 checksums: dict[int, bytes | None] = {}
-                for move, which in ((saving.save, to_copy), (saving.hash, in_place)):
+                for move, which in ((copy.save, to_copy), (copy.hash, in_place)):
                     for run in runs_of(which):
-                        rows = PageRows(view, [slots[at].offset for at in run], form.nbytes)
-                        checksums |= zip(run, move(run.start, rows), strict=True)
+                        copy.use(run.start, PageRows(view, [slots[at].offset for at in run], form.nbytes))
+                        checksums |= zip(run, move(run), strict=True)
                 for at, slot in slots.items():
                     end = slot.offset + form.nbytes
                     header = seal.complete(beginnings[at], form, view[slot.offset : end], checksums[at])

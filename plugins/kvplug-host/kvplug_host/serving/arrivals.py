@@ -11,6 +11,8 @@ from kvplug import UnsupportedError
 from kvplug.transport import (
     Deadline,
     Job,
+    PageBuffers,
+    PageCopy,
     PageMemory,
     PageRequest,
     PageRows,
@@ -18,7 +20,6 @@ from kvplug.transport import (
     Pipe,
     PutReason,
     WireError,
-    verify_rows,
 )
 from kvplug_host import protocol
 from kvplug_host.arena.slots import Slot
@@ -163,13 +164,10 @@ class Arrival:
             pages.series, [pages.identities[at] for at in slots], list(headers.values())
         )
         left = [at for at, reason in zip(slots, reasons, strict=True) if reason is None]
-        checks = verify_rows(
-            seal,
-            form,
-            [headers[at] for at in left],
-            PageRows(view, [slots[at].offset for at in left], form.nbytes),
-            native=self._store.native,
-        )
+        rows = PageRows(view, [slots[at].offset for at in left], form.nbytes)
+        copy = PageCopy(PageBuffers(form, rows), seal, native=self._store.native)
+        copy.use(0, rows, [headers[at] for at in left])
+        checks = copy.verify(range(len(left)))
         return {*slots} - {at for at, reason in zip(left, checks, strict=True) if reason is None}
 
     def _settled(self) -> None:

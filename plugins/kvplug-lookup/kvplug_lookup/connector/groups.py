@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvplug import UnsupportedError
 from kvplug.engine import NO_BLOCK, BlockIds, KVCacheConfig, KVLayout, LayoutError
-from kvplug.transport import DeviceMark, GroupedBlocks, LayerBlocks, PageBlocks, PageFormat
+from kvplug.transport import DeviceMark, LayerBlocks, PageBlocks, PageFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,11 +135,8 @@ class Groups:
         begins = [0] * len(self._layers)
         if writable is not None:
             begins = self.begins(block_ids, writable.start, writable.stop)
-        if len(self._layers) == 1:
-            limits = None if writable is None else range(begins[0], writable.stop)
-            return PageBlocks(form, views, block_ids[0], first_token, count, writable=limits, after=after)
         tables = [
             LayerBlocks(layers=layers, block_ids=table, begin=begin)
             for layers, table, begin in zip(self._layers, block_ids, begins, strict=True)
         ]
-        return GroupedBlocks(form, views, tables, first_token, count, writable=writable, after=after)
+        return PageBlocks(form, views, tables, first_token, count, writable=writable, after=after)

@@ -26,6 +26,7 @@ from kvplug.transport import (
     Job,
     PageBlocks,
     PageBuffers,
+    PageCopy,
     PageRequest,
     PageRows,
     Presence,
@@ -76,6 +77,17 @@ class _Batch:
     job: Job[PutReason | None] | None = None
     gathered: set[int] = attrs.field(factory=set)
     """Layers that are in ``memory``."""
+    _copy: PageCopy | None = None
+
+    def gather(self, layer: int) -> None:
+        """Copy this layer into ``memory``, if there is one and it was not copied yet."""
+        if self.memory is None or layer in self.gathered:
+            return
+        if self._copy is None:
+            self._copy = PageCopy(self.source)
+            self._copy.use(0, self.memory.rows())
+        self._copy.save(range(len(self.chains)), range(layer, layer + 1))
+        self.gathered.add(layer)
 
     @property
     def nbytes(self) -> int:
@@ -219,9 +231,7 @@ class Saver:
     def gather_layer(self, layer: int) -> None:
         """Copy this layer of the step's pages out of the paged cache."""
         for batch in self._batches:
-            if batch.memory is not None:
-                batch.memory.fill(batch.source, 0, range(layer, layer + 1))
-                batch.gathered.add(layer)
+            batch.gather(layer)
 
     def spoil(self, suspect: frozenset[int]) -> frozenset[str]:
         """Give up pages that lie in these blocks. Returns the requests whose pages they are."""
@@ -261,8 +271,7 @@ class Saver:
         """The step is over: its pages are whole."""
         for layer in range(len(self._views)):  # those without a call: an engine may replay a captured step
             for batch in self._batches:
-                if batch.memory is not None and layer not in batch.gathered:
-                    batch.memory.fill(batch.source, 0, range(layer, layer + 1))
+                batch.gather(layer)
         batches, self._batches = self._batches, []
         tier = self.first
         for batch in batches:

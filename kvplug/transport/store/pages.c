@@ -5,8 +5,8 @@
  *
  *     base[layer, part] + id[token / block_tokens] * block_stride + (token % block_tokens) * token_stride
  *
- * and its bytes there have axes of their own, whose strides are given for both sides. library.py has the Python
- * side, and says who checks what. Nothing is checked here.
+ * and its bytes there have axes of their own, whose strides are given for both sides. copy.py has the Python side,
+ * and says who checks what. Nothing is checked here.
  */
 
 #include <stdatomic.h>
@@ -41,11 +41,12 @@ struct task {
     int64_t layer_nbytes;
     const struct part *parts;
     const int64_t *bases; /* of layer after layer, part after part */
-    const int64_t *ids;
+    const int64_t *ids;   /* of the blocks */
+    int64_t ids_step;     /* from the ids of one part of a layer to those of the next; 0: they share them */
     int64_t block_tokens;
     int64_t page_tokens;
-    int64_t first_token; /* of the first row, counted from the first block's first token */
-    int64_t begin;       /* tokens before this one are left as they are */
+    int64_t first_token;  /* of the first row, counted from the first block's first token */
+    const int64_t *begins; /* of each layer: tokens before this one are left as they are */
     int64_t end;
     hash_function hash;  /* NULL: no checksums */
     uint64_t *checksums; /* of row after row, layer after layer, part after part; as in memory, big-endian */
@@ -94,13 +95,14 @@ static void move_axes(const struct part *part, char *cache, char *row, int64_t c
         move_run(cache + token * part->token_stride, row + token * part->token_bytes, part->run, into_cache);
 }
 
-static void move_tokens(const struct task *task, const struct part *part, int64_t base, char *row, int64_t first,
-                        int64_t begin, int64_t end, int into_cache) {
+static void move_tokens(const struct task *task, const struct part *part, int64_t at_part, char *row,
+                        int64_t first, int64_t begin, int64_t end, int into_cache) {
+    const int64_t *ids = task->ids + at_part * task->ids_step;
     for (int64_t token = begin; token < end;) {
         int64_t in_block = token % task->block_tokens;
         int64_t count = task->block_tokens - in_block;
         if (count > end - token) count = end - token;
-        char *cache = (char *)(intptr_t)base + task->ids[token / task->block_tokens] * part->block_stride +
+        char *cache = (char *)(intptr_t)task->bases[at_part] + ids[token / task->block_tokens] * part->block_stride +
                       in_block * part->token_stride;
         char *from = row + (token - first) * part->token_bytes;
         if (part->is_dense)
@@ -122,16 +124,18 @@ static inline uint64_t big_endian(uint64_t number) {
 /* One row. Returns whether a checksum is another than the one that was given; SAVE and HASH make checksums. */
 static int move_row(const struct task *task, int what, int64_t number, int64_t first_layer, int64_t num_layers) {
     int64_t first = task->first_token + number * task->page_tokens;
-    int64_t begin = first > task->begin ? first : task->begin;
     int64_t end = first + task->page_tokens < task->end ? first + task->page_tokens : task->end;
     char *row = (char *)(intptr_t)(task->rows[number] + first_layer * task->layer_nbytes);
     int64_t at_part = first_layer * task->num_parts;
     int is_wrong = 0;
-    for (int64_t layer = 0; layer < num_layers; layer++, row += task->layer_nbytes)
+    for (int64_t layer = 0; layer < num_layers; layer++, row += task->layer_nbytes) {
+        int64_t begin = 0;
+        if (what == SAVE || what == LOAD) begin = task->begins[first_layer + layer];
+        if (begin < first) begin = first;
         for (int64_t at = 0; at < task->num_parts; at++, at_part++) {
             const struct part *part = &task->parts[at];
             char *bytes = row + part->offset;
-            if (what == SAVE) move_tokens(task, part, task->bases[at_part], bytes, first, begin, end, 0);
+            if (what == SAVE) move_tokens(task, part, at_part, bytes, first, begin, end, 0);
             if (task->hash != NULL) {
                 uint64_t *checksum = &task->checksums[number * task->num_layers * task->num_parts + at_part];
                 uint64_t found = big_endian(task->hash(bytes, (size_t)part->nbytes));
@@ -140,8 +144,9 @@ static int move_row(const struct task *task, int what, int64_t number, int64_t f
                 else
                     *checksum = found;
             }
-            if (what == LOAD) move_tokens(task, part, task->bases[at_part], bytes, first, begin, end, 1);
+            if (what == LOAD) move_tokens(task, part, at_part, bytes, first, begin, end, 1);
         }
+    }
     return is_wrong;
 }
 

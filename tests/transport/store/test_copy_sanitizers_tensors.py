@@ -42,14 +42,14 @@ def gcc(folder: Path) -> str:
 
 
 def test_the_compiled_copies_make_no_fault_in_memory(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """In test_copying_tensors.py with a copy of the package whose pages.c is built with sanitizers."""
+    """In test_copy_tensors.py with a copy of the package whose pages.c is built with sanitizers."""
     compiler = gcc(tmp_path)
     preloaded = subprocess.run(
         [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
     package = tmp_path / "packages" / "kvplug"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "_pages.so"))
-    source = package / "transport" / "store" / "copying" / "pages.c"
+    source = package / "transport" / "store" / "pages.c"
     crc = f"-DSOURCE_CRC32={zlib.crc32(source.read_bytes())}u"
     made = source.with_name("_pages.so")
     recover = "-fno-sanitize-recover=undefined"
@@ -68,7 +68,7 @@ def test_the_compiled_copies_make_no_fault_in_memory(tmp_path: Path, pytestconfi
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "dev"]
     command += ["-c", str(pytestconfig.inipath), "--rootdir", str(pytestconfig.rootpath)]
-    command.append(str(HERE / "test_copying_tensors.py"))
+    command.append(str(HERE / "test_copy_tensors.py"))
     done = subprocess.run(
         command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400
     )

@@ -13,26 +13,27 @@ from hypothesis import assume, given, strategies as st
 
 from kvplug.transport import (
     BlockViews,
+    LayerBlocks,
     MissReason,
     PageBlocks,
+    PageBuffers,
+    PageCopy,
     PageFormat,
     PageMemory,
-    PagePieces,
-    PageReading,
     PageRows,
     PageSeal,
-    PageViews,
     Part,
+    RowGenerations,
     Series,
-    opaque_format,
-    pieces_format,
 )
-from kvplug.transport.store.copying import library as native, rows as copying
+from kvplug.transport.store.copy import library
+from kvplug.transport.store.format import pieces_format
+from kvplug.transport.store.memory import PagePieces
 
 LAYERS, BLOCKS, HEADS, SIZE = 3, 8, 2, 4
 SEAL = PageSeal()
 
-compiled = pytest.mark.skipif(native.library() is None, reason="there are no compiled copies here")
+compiled = pytest.mark.skipif(library() is None, reason="there are no compiled copies here")
 
 
 def caches(block_size: int, order: str, dtype: torch.dtype, heads: int = HEADS) -> list[list[torch.Tensor]]:
@@ -80,16 +81,18 @@ def saved(memory: PageMemory, count: int, gap: int, *, native: bool) -> tuple[Pa
     step = form.nbytes + gap
     buffer = memoryview(bytearray(count * step))
     rows = PageRows(buffer, [(index + 1) % count * step for index in range(count)], form.nbytes)
-    saving = copying.PageSaving(SEAL, memory, native=native)
-    made = saving.save(0, rows)
-    assert saving.hash(0, rows) == made
+    copy, pages = PageCopy(memory, SEAL, native=native), range(count)
+    copy.use(0, rows)
+    made = copy.save(pages)
+    assert copy.hash(pages) == made
     series = Series(form)
     return rows, [SEAL.header(series, b"", rows.row(at), each) for at, each in enumerate(made)]
 
 
-def loading(rows: PageRows, headers: list[bytes], memory: PageMemory, *, native: bool) -> copying.PageLoading:
-    layers = range(memory.format.num_layers)
-    return copying.PageLoading(SEAL, memory, 0, headers, rows, layers, native=native)
+def loading(rows: PageRows, headers: list[bytes], memory: PageMemory, **given: Any) -> PageCopy:
+    copy = PageCopy(memory, SEAL, **given)
+    copy.use(0, rows, headers)
+    return copy
 
 
 def checks(
@@ -110,7 +113,7 @@ def test_they_copy_and_check_as_python_does(
     blocks = shuffled_blocks(block_size, end, seed)
     form, source = form_of(page_tokens, dtype, heads), caches(block_size, order, dtype, heads)
     from_cache = PageBlocks(form, source, blocks, first, count)
-    assert from_cache.places(0, count) is not None
+    assert from_cache.places() is not None
     rows, headers = saved(from_cache, count, gap=8, native=True)
     expected_rows, expected_headers = saved(from_cache, count, gap=8, native=False)
     assert rows.buffer == expected_rows.buffer
@@ -125,12 +128,49 @@ def test_they_copy_and_check_as_python_does(
         found = [
             checks(rows, headers, into, layers, native=is_native) for layers in (range(1), range(1, LAYERS))
         ]
-        verified = copying.verify_rows(SEAL, form, headers, rows, native=is_native)
+        alone = loading(rows, headers, PageBuffers(form, rows), native=is_native)
+        verified = alone.verify(range(count))
         assert verified == [
             MissReason.CORRUPT if MissReason.CORRUPT in part else None for part in zip(*found)
         ]
         wrong = [[part[at] for part in found].count(MissReason.CORRUPT) for at in range(count)]
         assert wrong == [int(flipped is not None and flipped % count == at) for at in range(count)]
+    for our_layer, their_layer in zip(ours, theirs, strict=True):
+        for one, other in zip(our_layer, their_layer, strict=True):
+            assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@compiled
+@some_pages()
+def test_layers_with_block_tables_of_their_own_are_copied_as_python_does(
+    block_size, page_tokens, dtype, start, count, clip, seed
+) -> None:
+    first = start * page_tokens
+    end = first + count * page_tokens
+    blocks = shuffled_blocks(block_size, end, seed)
+    form, source = form_of(page_tokens, dtype), caches(block_size, "KBTHD", dtype)
+
+    def memory(views: list[list[torch.Tensor]], window: int) -> PageBlocks:
+        """Layer 1 has blocks of its own, and none before the window."""
+        missing = window // block_size
+        own = [-1] * missing + blocks[::-1][missing:]
+        tables = [
+            LayerBlocks(layers=frozenset({0, 2}), block_ids=blocks),
+            LayerBlocks(layers=frozenset({1}), block_ids=own, begin=window),
+        ]
+        writable = range(first + 1, end - 1) if clip else None
+        return PageBlocks(form, views, tables, first, count, writable=writable if window else None)
+
+    rows, headers = saved(memory(source, 0), count, gap=8, native=True)
+    expected_rows, expected_headers = saved(memory(source, 0), count, gap=8, native=False)
+    assert rows.buffer == expected_rows.buffer
+    assert headers == expected_headers
+    ours = caches(block_size, "KBTHD", dtype)
+    theirs = [[part.clone() for part in layer] for layer in ours]
+    for views, is_native in ((ours, True), (theirs, False)):
+        into = memory(views, first + (end - first) // 2)
+        assert into.places() is not None
+        assert checks(rows, headers, into, range(LAYERS), native=is_native) == [None] * count
     for our_layer, their_layer in zip(ours, theirs, strict=True):
         for one, other in zip(our_layer, their_layer, strict=True):
             assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
@@ -158,21 +198,12 @@ def test_a_slot_that_holds_another_page_by_the_end_of_the_copy_is_found(
     at, expected = array("Q", [1, 3, 5]), array("Q", [7, 2**63 + 1, 9])
     for word, generation in zip(at, expected, strict=True):
         words[word] = generation
-    loading = copying.PageLoading(
-        SEAL,
-        pages,
-        0,
-        headers,
-        rows,
-        range(LAYERS),
-        generations=copying.RowGenerations(words, at, expected),
-        native=is_native,
-    )
+    copy = loading(rows, headers, pages, generations=RowGenerations(words, at, expected), native=is_native)
     some, layers = range(1, 3), range(1, LAYERS)
-    assert not any(loading.load(some, layers) or ())
+    assert not any(copy.load(some, layers) or ())
     rows.row(2)[form.layer_nbytes] ^= 1
     words[at[changed]] += 1
-    found = loading.load(some, layers)
+    found = copy.load(some, layers)
     assert found == [None, MissReason.EVICTED if changed == 2 else MissReason.CORRUPT]
 
 
@@ -226,7 +257,7 @@ def test_pages_leave_their_pieces_and_come_back_with_checksums(
 ) -> None:
     chance = random.Random(seed)
     sizes = sizes[:1] if lie == "whole" else sizes * repeats
-    form = opaque_format(sizes[0]) if lie == "whole" else pieces_format(sizes)
+    form = pieces_format(sizes)
     series = Series(form, seal=SEAL.id)
 
     def memory() -> tuple[list[list[memoryview]], PageMemory]:
@@ -237,18 +268,20 @@ def test_pages_leave_their_pieces_and_come_back_with_checksums(
             order = chance.sample(range(count), count) if lie != "evenly spaced" else range(count)
             for page, at in zip(pages, order, strict=True):
                 page.append(buffer[at * step :][:size])
-        whole = PageViews(form, [page[0] for page in pages]) if lie == "whole" else PagePieces(pages)
-        return pages, whole
+        return pages, PagePieces(pages)
 
     (source, from_memory), (target, into_memory) = memory(), memory()
     for page in source:
         for piece in page:
             piece[:] = chance.randbytes(len(piece))
     rows = PageRows.dense(memoryview(bytearray(count * form.nbytes)), count, form.nbytes)
-    checksums = copying.PageSaving(SEAL, from_memory, native=is_native).save(0, rows)
+    copy = PageCopy(from_memory, SEAL, native=is_native)
+    copy.use(0, rows)
+    checksums = copy.save(range(count))
     assert [bytes(rows.row(index)) for index in range(count)] == [b"".join(page) for page in source]
-    reading = PageReading(SEAL, into_memory, native=is_native)
-    for index in range(count):
+    copy = PageCopy(into_memory, SEAL, native=is_native)
+    for index in range(count):  # one row at a time
         header = SEAL.header(series, b"", rows.row(index), checksums[index])
-        assert reading.load(index, header, rows.row(index)) is None
+        copy.use(index, PageRows.dense(rows.row(index), 1, form.nbytes), [header])
+        assert not any(copy.load(range(index, index + 1)) or ())
     assert target == source

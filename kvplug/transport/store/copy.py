@@ -1,0 +1,442 @@
+"""Copies between pages of a caller's memory and rows of bytes, with the checksums.
+
+pages.c does both at once, where it was compiled and can reach the memory; elsewhere Python does. What is the
+same for all steps of a request is prepared once. Nothing is checked in pages.c: addresses and strides of
+caches are those of tensors, block ids were checked with their table, and rows have the length of their
+layers."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import logging
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import attrs
+
+from kvplug.errors import LayoutError
+from kvplug.net.exhaustion import exhaustion_of
+from kvplug.net.wire.copying import address_of
+from kvplug.transport.block_views import PartPlace
+from kvplug.transport.store.format import PageFormat
+from kvplug.transport.store.header import PageSeal
+from kvplug.transport.store.memory import PageMemory, PagePlaces, PageRows
+from kvplug.transport.store.results import MissReason
+
+logger = logging.getLogger(__name__)
+
+_FILE: Final = Path(__file__).with_name("_pages.so")
+_SOURCE: Final = Path(__file__).with_name("pages.c")
+_MAX_AXES: Final = 4
+_LOCK_FREE_BYTES: Final = 256 << 10
+"""Single pages of this size or larger are copied without the interpreter's lock."""
+_SAVE, _LOAD, _HASH, _VERIFY = range(4)
+"""``enum what`` of pages.c."""
+_IS_GONE: Final = 2
+"""Of ``enum fault``."""
+_NO_SEAL: Final = PageSeal(checksums=False)
+
+
+@attrs.frozen(eq=False)
+class RowGenerations:
+    """What the slots of a request's pages must hold after a copy, where the store may use them again."""
+
+    words: memoryview
+    """The memory of all slots, as words."""
+    at: array[int]
+    """The word of each page's slot, counted in words."""
+    expected: array[int]
+    """The value that each of these words must have after the copy."""
+
+    def are_there(self, pages: Sequence[int]) -> list[bool]:
+        """Whether the slots of these pages still hold them."""
+        words, at, expected = self.words, self.at, self.expected
+        return [words[at[page]] == expected[page] for page in pages]
+
+
+class _Used(NamedTuple):
+    """The arguments of :meth:`PageCopy.use`."""
+
+    first: int
+    rows: PageRows
+    layers: range
+
+
+class PageCopy:
+    """Copies pages between a caller's memory and rows, which :meth:`use` names, some layers at a time.
+
+    Threads may share it, each with other pages or layers.
+
+    >>> from kvplug.transport.store.format import opaque_format
+    >>> from kvplug.transport.store.memory import PageBuffers
+    >>> pages, rows = PageBuffers.empty(opaque_format(4), 1), PageRows.dense(memoryview(bytearray(4)), 1, 4)
+    >>> pages.rows().buffer[:] = b"abcd"
+    >>> copy = PageCopy(pages)
+    >>> copy.use(0, rows)
+    >>> copy.save(range(1))
+    [None]
+    >>> bytes(rows.buffer)
+    b'abcd'
+    """
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        seal: PageSeal = _NO_SEAL,
+        *,
+        generations: RowGenerations | None = None,
+        native: bool = True,
+    ) -> None:
+        """
+        Args:
+            seal: whether there are checksums; by default there are none.
+            generations: of the slots that the rows of the pages are in, for :meth:`load`; ``None``: they stay
+                what they are.
+            native: whether compiled code may be used.
+        """
+        form, count = memory.format, len(memory)
+        self._memory, self._seal, self._generations = memory, seal, generations
+        self._all_layers = range(form.num_layers)
+        self._rows: list[_Used | None] = [None] * count
+        self._headers: list[bytes | memoryview] = [b""] * count
+        self._each = form.num_layers * len(form.parts) if seal.checksums else 0
+        """Checksums of a page."""
+        self._library: _Library | None = None
+        self._saves = False
+        """Whether compiled code may read the memory."""
+        compiled = library() if native and count else None
+        places = None if compiled is None else memory.places()
+        parts = None if places is None else _parts_of(form, places.parts, places.page_tokens)
+        if compiled is not None and places is not None and parts is not None:
+            self._library, self._saves = compiled, places.is_whole
+            self._prepare(compiled, parts, places)
+
+    def _prepare(self, compiled: _Library, parts: Any, places: PagePlaces) -> None:
+        form, count = self._memory.format, len(self._rows)
+        self._addresses = array("q", bytes(8 * count))
+        self._checksums = array("Q", bytes(8 * count * self._each))
+        self._locked_layers = -(-_LOCK_FREE_BYTES // form.layer_nbytes)
+        self._kept = [parts, places]
+        """What the task points to."""
+        task = _Task(
+            rows=self._addresses.buffer_info()[0],
+            num_layers=form.num_layers,
+            num_parts=len(form.parts),
+            layer_nbytes=form.layer_nbytes,
+            parts=ctypes.addressof(parts),
+            bases=places.bases.buffer_info()[0],
+            ids=places.ids.buffer_info()[0],
+            ids_step=places.ids_step,
+            block_tokens=places.block_tokens,
+            page_tokens=places.page_tokens,
+            first_token=places.first_token,
+            begins=places.begins.buffer_info()[0],
+            end=places.end,
+        )
+        if self._each:
+            task.hash, task.checksums = compiled.hash, self._checksums.buffer_info()[0]
+        if (generations := self._generations) is not None:
+            begin, step = address_of(generations.words), generations.words.itemsize
+            words = array("q", [begin + at * step for at in generations.at])
+            self._kept.append(words)
+            task.words, task.generations = words.buffer_info()[0], generations.expected.buffer_info()[0]
+        self._task, self._task_at = task, ctypes.addressof(task)
+
+    def use(
+        self,
+        first: int,
+        rows: PageRows,
+        headers: Sequence[bytes | memoryview] = (),
+        layers: range | None = None,
+    ) -> None:
+        """Pages ``first`` and on have these rows from now on, one page a row. Their memory must stay alive
+        while pages are copied.
+
+        Args:
+            headers: of each page, for :meth:`load` and :meth:`verify`; they have passed
+                :meth:`PageSeal.check_header`. An empty one: that page is never loaded.
+            layers: consecutive ones that the rows have; ``None``: all.
+
+        Raises:
+            LayoutError: there are fewer pages, or the rows have another length than their layers.
+        """
+        form, count = self._memory.format, len(rows)
+        layers = self._all_layers if layers is None else layers
+        if not 0 <= first <= first + count <= len(self._rows):
+            raise LayoutError(f"pages {first} to {first + count} of {len(self._rows)}")
+        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= form.num_layers:
+            raise LayoutError(f"{layers} of {form.num_layers} layers")
+        if rows.nbytes != len(layers) * form.layer_nbytes:
+            raise LayoutError(
+                f"rows of {rows.nbytes} bytes for {len(layers)} layers of {form.layer_nbytes} bytes"
+            )
+        pages = slice(first, first + count)
+        if self._library is None or not self._saves:
+            self._rows[pages] = [_Used(first, rows, layers)] * count
+            if headers:
+                self._headers[pages] = headers
+        if self._library is None or not count:
+            return
+        origin = rows.address - layers.start * form.layer_nbytes
+        self._addresses[pages] = array("q", [origin + offset for offset in rows.offsets])
+        if self._each and headers:
+            at, none = self._seal.checksums_at(form, self._all_layers), bytes(8 * self._each)
+            given = array("Q", b"".join([header[at] or none for header in headers]))
+            self._checksums[first * self._each : (first + count) * self._each] = given
+
+    def load(self, pages: range, layers: range | None = None) -> list[MissReason | None] | None:
+        """Verify these layers of consecutive pages, which one :meth:`use` has named, and copy them into the
+        memory.
+
+        Returns: for each page why it must not be used; ``None``: all are right, as far as the seal can tell.
+            These layers of a page that must not be used are zeros in the memory.
+        """
+        layers = self._all_layers if layers is None else layers
+        if self._library is None:
+            found = self._load_in_python(pages, layers)
+        else:
+            faults = self._move(self._library, _LOAD, pages, layers)
+            if faults is None:
+                return None
+            found = [
+                None if not each else MissReason.EVICTED if each & _IS_GONE else MissReason.CORRUPT
+                for each in faults
+            ]
+        for page, reason in zip(pages, found, strict=True):
+            if reason is not None:
+                self._write_zeros(page, layers)
+        return found
+
+    def _load_in_python(self, pages: range, layers: range) -> list[MissReason | None]:
+        rows = self._rows_of(pages, layers)
+        found = self._checked(pages, layers, rows)
+        self._memory.scatter(pages.start, rows, layers)
+        if self._generations is not None:
+            there = self._generations.are_there(pages)
+            found = [
+                check if is_there else MissReason.EVICTED
+                for check, is_there in zip(found, there, strict=True)
+            ]
+        return found
+
+    def _checked(self, pages: range, layers: range, rows: PageRows) -> list[MissReason | None]:
+        form = self._memory.format
+        return [
+            self._seal.check_layers(form, self._headers[page], layers.start, rows.row(index))
+            for index, page in enumerate(pages)
+        ]
+
+    def _write_zeros(self, page: int, layers: range) -> None:
+        """Overwrite wrong bytes, which were copied before they were found to be wrong.
+
+        Read as numbers they may be NaN. An attention kernel that multiplies masked places by 0 carries them
+        into its output: an engine that computes a missed block again, in chunks, reads all of it after the
+        first one.
+        """
+        nbytes = len(layers) * self._memory.format.layer_nbytes
+        self._memory.scatter(page, PageRows.dense(memoryview(bytearray(nbytes)), 1, nbytes), layers)
+
+    def verify(self, pages: range) -> list[MissReason | None]:
+        """Why the bytes in the row of each page are not those that its header states; ``None`` where they
+        are. The memory is left alone."""
+        if self._library is None:
+            return self._checked(pages, self._all_layers, self._rows_of(pages, self._all_layers))
+        if not self._each:
+            return [None] * len(pages)
+        faults = self._move(self._library, _VERIFY, pages, self._all_layers) or bytes(len(pages))
+        return [MissReason.CORRUPT if each else None for each in faults]
+
+    def save(self, pages: range, layers: range | None = None) -> list[bytes | None]:
+        """Copy these layers of consecutive pages, which one :meth:`use` has named, out of the memory.
+
+        Returns: for each page the checksums of all its layers, as :meth:`PageSeal.header` takes them;
+            ``None``: they were not made.
+        """
+        layers = self._all_layers if layers is None else layers
+        if self._library is None or not self._saves:
+            self._memory.gather(pages.start, self._rows_of(pages, layers), layers)
+            return [None] * len(pages)
+        self._move(self._library, _SAVE, pages, layers)
+        return self._made(pages)
+
+    def hash(self, pages: range) -> list[bytes | None]:
+        """The same of rows that have these pages already."""
+        if self._library is None:
+            return [None] * len(pages)
+        self._move(self._library, _HASH, pages, self._all_layers)
+        return self._made(pages)
+
+    def _made(self, pages: range) -> list[bytes | None]:
+        each = self._each
+        if not each:
+            return [None] * len(pages)
+        return [self._checksums[page * each : (page + 1) * each].tobytes() for page in pages]
+
+    def _rows_of(self, pages: range, layers: range) -> PageRows:
+        """These layers of the rows of these pages."""
+        used = self._rows[pages.start]
+        assert used is not None, "the rows of these pages were not named"
+        index, step = pages.start - used.first, self._memory.format.layer_nbytes
+        begin, end = layers.start - used.layers.start, layers.stop - used.layers.start
+        return used.rows[index : index + len(pages)].columns(begin * step, end * step)
+
+    def _move(self, compiled: _Library, what: int, pages: range, layers: range) -> bytes | None:
+        """Do that with these layers of these pages.
+
+        One small page is moved with the interpreter's lock held: a thread that releases it for some
+        microseconds may wait 5 ms for it.
+
+        Returns: for each page its ``enum fault`` of pages.c; ``None``: they are all right.
+        """
+        faults = ctypes.create_string_buffer(len(pages))
+        is_small = len(pages) == 1 and len(layers) < self._locked_layers
+        is_faulty = (compiled.move_locked if is_small else compiled.move)(
+            self._task_at, what, pages.start, len(pages), layers.start, len(layers), ctypes.addressof(faults)
+        )
+        return faults.raw if is_faulty else None
+
+
+# -- pages.c --------------------------------------------------------------------------------------
+
+_POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64
+_Axes = _I64 * _MAX_AXES
+
+
+class _Part(ctypes.Structure):
+    """``struct part`` of pages.c."""
+
+    _fields_ = (
+        ("offset", _I64),
+        ("nbytes", _I64),
+        ("block_stride", _I64),
+        ("token_stride", _I64),
+        ("token_bytes", _I64),
+        ("run", _I64),
+        ("is_dense", _I64),
+        ("num_axes", _I64),
+        ("counts", _Axes),
+        ("in_cache", _Axes),
+        ("in_row", _Axes),
+    )
+
+
+class _Task(ctypes.Structure):
+    """``struct task`` of pages.c."""
+
+    _fields_ = (
+        ("rows", _POINTER),
+        ("num_layers", _I64),
+        ("num_parts", _I64),
+        ("layer_nbytes", _I64),
+        ("parts", _POINTER),
+        ("bases", _POINTER),
+        ("ids", _POINTER),
+        ("ids_step", _I64),
+        ("block_tokens", _I64),
+        ("page_tokens", _I64),
+        ("first_token", _I64),
+        ("begins", _POINTER),
+        ("end", _I64),
+        ("hash", _POINTER),
+        ("checksums", _POINTER),
+        ("words", _POINTER),
+        ("generations", _POINTER),
+    )
+
+
+class _Library(NamedTuple):
+    """The functions of pages.c."""
+
+    move: Callable[..., int]
+    """Releases the interpreter's lock."""
+    move_locked: Callable[..., int]
+    """The same, and keeps it."""
+    hash: int
+    """Address of xxhash's XXH3_64bits."""
+
+
+def library() -> _Library | None:
+    """The compiled copies; ``None``: they were not built, or cannot be used, which is logged. Where only a
+    descriptor or memory is missing to load them, the next call tries again."""
+    try:
+        return _loaded()
+    except _UnbuiltError:
+        return None
+    except (OSError, AttributeError, ImportError, _UnusableError) as e:
+        if exhaustion_of(e, f"loading {_FILE}") is None:
+            _warn_once(str(e))
+        return None
+
+
+class _UnbuiltError(Exception):
+    """The compiled copies are not there."""
+
+
+class _UnusableError(Exception):
+    """The compiled copies are there and cannot be used."""
+
+
+@functools.cache  # of texts, not of results
+def _warn_once(why: str) -> None:
+    logger.warning("%s cannot be used (%s); using Python instead", _FILE, why)
+
+
+@functools.cache  # of what it returns; what it raises is not kept
+def _loaded() -> _Library:
+    if not _FILE.exists():
+        raise _UnbuiltError
+    import xxhash
+
+    functions = ctypes.CDLL(str(_FILE))
+    source = functions.kvplug_pages_source
+    source.restype = ctypes.c_uint32
+    if source() != zlib.crc32(_SOURCE.read_bytes()):
+        raise _UnusableError("it was built from another pages.c")
+    # xxhash's module has the functions of the C library in it. They are tried before they are believed.
+    hash_of = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__).XXH3_64bits
+    hash_of.restype, hash_of.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+    for sample in (b"", b"kvplug", bytes(range(256)) * 17):
+        if hash_of(sample, len(sample)) != xxhash.xxh3_64_intdigest(sample):
+            raise _UnusableError("xxhash's XXH3_64bits is another function than its Python one")
+    move, move_locked = functions.kvplug_pages_move, ctypes.PyDLL(str(_FILE)).kvplug_pages_move
+    for each in (move, move_locked):
+        each.restype = ctypes.c_int
+        each.argtypes = (_POINTER, ctypes.c_int, _I64, _I64, _I64, _I64, _POINTER)
+    address = ctypes.cast(hash_of, _POINTER).value
+    assert address
+    return _Library(move, move_locked, address)
+
+
+@functools.lru_cache(maxsize=64)
+def _parts_of(form: PageFormat, places: tuple[PartPlace, ...], page_tokens: int) -> Any:
+    """An array of ``struct part``; ``None``: a part has too many axes, or the cache has other sizes."""
+    found = (_Part * len(places))()
+    for index, ((offset, nbytes), place) in enumerate(zip(form.spans, places, strict=True)):
+        token_bytes = nbytes // page_tokens
+        run = step = place.itemsize
+        axes: list[tuple[int, int, int]] = []
+        for count, stride in zip(reversed(place.counts), reversed(place.strides), strict=True):
+            if count == 1:
+                continue
+            if not axes and stride == run:
+                run *= count
+            else:
+                axes.append((stride, count, step))
+            step *= count
+        if len(axes) > _MAX_AXES or step * page_tokens != nbytes:
+            return None
+        axes.sort(reverse=True)  # what is furthest apart in the cache is outermost
+        part = found[index]
+        part.offset, part.nbytes = offset, nbytes
+        part.block_stride, part.token_stride = place.block_stride, place.token_stride
+        part.token_bytes, part.run = token_bytes, run
+        part.is_dense = not axes and place.token_stride == token_bytes
+        part.num_axes = len(axes)
+        for at, (stride, count, step) in enumerate(axes):
+            part.in_cache[at], part.counts[at], part.in_row[at] = stride, count, step
+    return found
