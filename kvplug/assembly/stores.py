@@ -318,6 +318,7 @@ def serve_store(
     spec = resolved.registry.get(Kind.STORE, name or config.stores[0])
     if spec.client is None:
         raise PluginError(f"the store {spec.name!r} serves no other processes")
+    settings.hello(PURPOSE)  # loads the pipes, and torch: the first program would wait for that
     store = StoreOpener(resolved, settings).open(name or config.stores[0])
     try:
         return StoreServer(store, settings, address, name=spec.name)

@@ -12,10 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from host_programs import config
+from kvplug.assembly import stores
+from kvplug.assembly.resolve import ResolvedConfig
 from kvplug.cli.store import store
 from kvplug_testing import waits
 
@@ -99,6 +103,26 @@ def test_a_store_apart_says_what_it_holds_and_ends_politely(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir()), "a socket file was left"
     result = stats(f"unix:{path}", "--set=connect_timeout_s=1")
     assert result.exit_code == 1 and str(path) in str(result.exception)
+
+
+def test_a_store_apart_has_loaded_its_pipes_before_it_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That imports torch: on a busy machine for half a minute, and the first program waits for 5 seconds."""
+    loaded: list[bool] = []
+    offers, open_server = ResolvedConfig.offers, stores.StoreServer
+
+    def offer(resolved: ResolvedConfig, *, load: bool) -> Any:
+        loaded.append(load)
+        return offers(resolved, load=load)
+
+    def serve(*given: Any, **more: Any) -> stores.StoreServer:
+        assert loaded == [True], "the pipes are loaded while the first program waits"
+        return open_server(*given, **more)
+
+    monkeypatch.setattr(ResolvedConfig, "offers", offer)
+    monkeypatch.setattr(stores, "StoreServer", serve)
+    stores.serve_store(config(), address=f"unix:{tmp_path}/kv.sock").close()
 
 
 @pytest.mark.full
